@@ -20,7 +20,6 @@ import json
 import os
 import random
 import re
-import socket
 import statistics
 import string
 import subprocess
@@ -34,6 +33,7 @@ from rich.table import Table
 from mlx_parallm.system.hardware import usable_cores
 from scripts.bench.models import save_bench_model  # the fast BLAS comes before MLX
 from scripts.bench.peers import PYTHON, environment
+from scripts.server_process import free_port
 
 CONTENDERS = ("ours", "ours, checkpointed", "ours, 2 ranks", "mlx_lm.lora", "mlx_lm.lora, checkpointed")
 MIXED = ("ours", "ours, padded", "ours, checkpointed", "ours, padded, checkpointed", "mlx_lm.lora")
@@ -136,11 +136,6 @@ def ours(
         raise SystemExit(done.stderr)
     lines = [json.loads(line) for line in (run / "run/metrics.jsonl").read_text().splitlines()][UNCOUNTED:]
     return float(sum(line["tokens"] for line in lines) / sum(line["time_train_s"] for line in lines))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def theirs(directory: Path, run: Path, steps: int, batch: int, checkpointed: bool) -> float:

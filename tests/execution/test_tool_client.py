@@ -1,7 +1,6 @@
 """Tools of real MCP servers, over stdio and HTTP, and functions: results, and every way to fail."""
 
 import asyncio
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient, ToolResult
 from mlx_parallm.execution.tool_results import LARGEST_RESULT, LONGEST_RESULT
+from scripts.server_process import free_port
 
 pytest.importorskip("mcp")
 PROGRAM = str(Path(__file__).with_name("mcp_server.py"))
@@ -170,7 +170,7 @@ def test_no_process_is_left() -> None:
 
 
 def test_over_http() -> None:
-    port = _free_port()
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, PROGRAM, "http", str(port)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
@@ -192,9 +192,3 @@ def test_over_http() -> None:
 
 async def _together(client: ToolClient, n: int, name: str, arguments: dict[str, object]) -> list[ToolResult]:
     return await asyncio.gather(*(client.acall(name, arguments) for _ in range(n)))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 
+from scripts.server_process import free_port
 from tests.signals_reset import default_signals
 
 BIN = Path(sys.executable).parent
@@ -57,12 +57,6 @@ name = "sort"
 group_size = 8
 max_tokens = 16
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write_config(

@@ -1,6 +1,5 @@
 """The tool server as a process, over stdio and HTTP, against the functions in this process."""
 
-import socket
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import pytest
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient
 from mlx_parallm.experts.tasks import flight
 from mlx_parallm.orchestrator.tool_server import math_solve, physics_simulate
+from scripts.server_process import free_port
 
 COMMAND = (sys.executable, "-m", "mlx_parallm.orchestrator.tool_server")
 CALLS = [
@@ -35,9 +35,7 @@ def test_the_simulation_is_the_experts() -> None:
 def test_a_server_process_answers_as_the_functions(transport: str) -> None:
     process = None
     if transport == "http":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         process = subprocess.Popen([*COMMAND, "--port", str(port)], stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         for line in process.stderr:  # uvicorn's own words, when it listens

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integrations.atropos.fake_run_api import REAL, RealRunApi, RunApi, free_port, serving
+from scripts.server_process import free_port
+from tests.integrations.atropos.fake_run_api import REAL, RealRunApi, RunApi, serving
 
 
 @pytest.fixture

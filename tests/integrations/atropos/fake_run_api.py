@@ -253,12 +253,6 @@ class RealRunApi:
         raise AssertionError("run-api did not start")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def serving(app: FastAPI, port: int) -> Iterator[str]:
     """Serves `app` from a thread; yields its URL."""

@@ -12,7 +12,8 @@ from fastapi import FastAPI
 from mlx_parallm.integrations.atropos.api import AtroposClient
 from mlx_parallm.integrations.atropos.client import AtroposPoller
 from mlx_parallm.rl_training import atropos_client
-from tests.integrations.atropos.fake_run_api import free_port, serving
+from scripts.server_process import free_port
+from tests.integrations.atropos.fake_run_api import serving
 from tests.integrations.atropos.polling import (
     FAST,
     REGISTRATION,

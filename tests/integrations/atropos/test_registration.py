@@ -9,7 +9,8 @@ from fastapi import FastAPI
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.integrations.atropos.api import AtroposClient
 from mlx_parallm.integrations.atropos.client import AtroposPoller
-from tests.integrations.atropos.fake_run_api import RunApi, free_port, serving
+from scripts.server_process import free_port
+from tests.integrations.atropos.fake_run_api import RunApi, serving
 from tests.integrations.atropos.groups import scored_data
 from tests.integrations.atropos.polling import (
     FAST,

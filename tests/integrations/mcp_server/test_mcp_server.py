@@ -1,6 +1,5 @@
 """An agent's view: the server's tools over MCP, with real training processes behind them."""
 
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient
 from mlx_parallm.integrations.mcp_server.trainings import Trainings
+from scripts.server_process import free_port
 
 pytest.importorskip("mcp")
 
@@ -47,9 +47,7 @@ def client(directory: Path) -> ToolClient:
 
 @contextmanager
 def over_http(directory: Path) -> Iterator[ToolClient]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [*command(directory), "--http", str(port)]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         try:
