@@ -34,6 +34,7 @@ from mlx_parallm.server.protocol.openai import (
     TokenizeBody,
 )
 from mlx_parallm.server.protocol.strict_json import MAX_CONTAINERS
+from tests.clock import Clock
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import RunningServer, running_server, until
 
@@ -42,13 +43,6 @@ BODIES = (
     *(InferenceBody, RewardsBody, AbortBody, LoadBody),
 )
 MANY = 20_000
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Cycle:
@@ -96,7 +90,7 @@ def test_one_connection_too_many_takes_the_place_of_the_oldest_silent_one() -> N
 
 
 def test_a_connection_has_a_time_for_its_request() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     guard = ConnectionGuard(limit=9, clock=clock)
     silent, asking, kept_alive, slow_reader = (Connection(guard) for _ in range(4))
     for each in (asking, kept_alive, slow_reader):
@@ -136,7 +130,7 @@ def test_idle_connections_keep_nobody_out(tiny_tokenizer: Any) -> None:
 
 
 def test_repeated_warnings_are_counted_not_written() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     filter_ = SparseWarnings(clock)
 
     def passes(words: str, level: int = logging.WARNING) -> str | None:

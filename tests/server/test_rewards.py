@@ -13,6 +13,7 @@ from mlx_parallm.errors import RefusedError
 from mlx_parallm.rollout_store.completions import GONE_IDS, KeptCompletions
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import Completion, Request, SamplingParams
+from tests.clock import Clock
 from tests.conftest import TINY_CONTEXT, TinyEngine
 from tests.rollout_store.groups import VOCAB_SIZE, make_group
 from tests.server.serving import RunningServer, running_server
@@ -26,14 +27,6 @@ LIMITS: dict[str, Any] = {
     "max_token_length": TINY_CONTEXT,
     "vocab_size": VOCAB_SIZE,
 }
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

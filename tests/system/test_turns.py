@@ -7,15 +7,9 @@ import pytest
 
 from mlx_parallm.system import turns as module
 from mlx_parallm.system.turns import Turns
+from tests.clock import Clock
 
 SOON, LONG = 0.05, 10.0
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -12,20 +12,14 @@ from mlx_parallm.integrations.atropos.queue import (
     EnvironmentEntry,
 )
 from mlx_parallm.rollout_store.store import RolloutStore
+from tests.clock import Clock
 from tests.integrations.atropos.groups import ATROPOS_SETTINGS, scored_data
 from tests.rollout_store.groups import VOCAB_SIZE, make_group
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1000.0)
 
 
 def make_queue(store: RolloutStore, clock: Clock, **changes) -> AtroposQueue:
