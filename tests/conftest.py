@@ -11,7 +11,9 @@ import atexit
 import functools
 import gc
 import os
+import signal
 import ssl
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,3 +141,30 @@ def server(tiny_engine: TinyEngine) -> Iterator[RunningServer]:
 def client(server: RunningServer) -> Iterator[OpenAI]:
     with server.openai() as openai:
         yield openai
+
+
+@pytest.fixture
+def own_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test adds to sys.path is gone after it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def heeded_interrupt() -> Iterator[None]:
+    """Ctrl-C as at a terminal: a process that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def informative_logs() -> Iterator[None]:
+    configure_logging(level="info")
+    yield
+    configure_logging(level="error")
+
+
+@pytest.fixture
+def restored_logs() -> Iterator[None]:
+    yield
+    configure_logging(level="error")

@@ -25,7 +25,6 @@ from tests.engine.helpers import (
     request,
     run,
     serve,
-    short_segments,
 )
 from tests.tiny_models import EXPERTS, QWEN3, make_model
 
@@ -215,12 +214,6 @@ def expected_of(name: str) -> type:
     if name in ROW_BY_ROW:
         return RowCaches
     return TokenCache if name in BY_TOKENS else BatchCache
-
-
-@pytest.fixture
-def small():
-    with short_segments():
-        yield
 
 
 @pytest.mark.parametrize("name", slow_but([*BATCHED, *ROW_BY_ROW], FAST))

@@ -197,15 +197,7 @@ def test_a_manager_is_closed_though_a_thread_is_blocked(tokenizer):
     release.set()
 
 
-@pytest.fixture
-def interruptible():
-    """Ctrl-C as at a terminal: a process that was started in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_frees_the_engine(manager_of, tokenizer, interruptible):
+def test_an_interrupt_frees_the_engine(manager_of, tokenizer, heeded_interrupt):
     def gate(request):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 

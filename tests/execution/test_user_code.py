@@ -1,6 +1,5 @@
 """The user's own code: found, checked before anything is built from it, and its faults told in one line."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,7 @@ from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.execution import user_code as user_code_module
 from mlx_parallm.execution.user_code import absolute, is_async, load, load_function_of, name_of, user_code
 
-
-@pytest.fixture(autouse=True)
-def search_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("own_search_path")
 
 
 def write(directory: Path, text: str, name: str = "mine.py") -> Path:

@@ -3,7 +3,6 @@ a group, and what is said of those that cannot be used."""
 
 import asyncio
 import itertools
-import sys
 import threading
 
 import pytest
@@ -16,15 +15,12 @@ from mlx_parallm.rewards.base import UNSCORED, exact_match, score_group, verifie
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from tests.rewards.trajectories import ROLLOUT, trajectory
 
+pytestmark = pytest.mark.usefixtures("own_search_path")
+
 ROW = {"prompt": "2+2?", "answer": "4", "level": 3, "completion": "never passed on"}
 PLAIN = "2+2?"
 CHAT = [{"role": "user", "content": "2+2?"}]
 NUMBERS = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def search_path(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture

@@ -7,15 +7,9 @@ from structlog.testing import capture_logs
 
 from mlx_parallm.rl_training import events as module
 from mlx_parallm.rl_training.events import Noted, RunEvents, SpanEnded, Warned
-from mlx_parallm.system.log import configure_logging
 from tests.rl_training.bandit_run import running
 
-
-@pytest.fixture(autouse=True)
-def visible_logs():
-    configure_logging(level="info")
-    yield
-    configure_logging(level="error")
+pytestmark = pytest.mark.usefixtures("informative_logs")
 
 
 def test_subscribers_are_called_in_order_and_one_that_fails_costs_one_warning() -> None:

@@ -8,11 +8,7 @@ import structlog
 
 from mlx_parallm.system.log import configure_logging, get_logger
 
-
-@pytest.fixture(autouse=True)
-def _restored():
-    yield
-    configure_logging(level="error")
+pytestmark = pytest.mark.usefixtures("restored_logs")
 
 
 def test_json_lines_carry_the_bound_fields(capsys):

@@ -39,11 +39,6 @@ TIMES = {"max_tokens": 5, "stop": []}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tinker")
-
-
-@pytest.fixture(scope="module")
 def client(root: Path) -> Iterator[WireClient]:
     with tinker_server(root) as server, server.http() as http:
         yield WireClient(http)

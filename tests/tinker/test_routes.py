@@ -24,20 +24,9 @@ from mlx_parallm.tinker.run_log import SampleRecord, SampleRecords
 from mlx_parallm.tinker.service import FORGOTTEN_AFTER_S, TinkerService
 from mlx_parallm.tinker.wire import write_samples
 from tests.server.serving import RunningServer
-from tests.tinker.serving import API, DATUM, JSON_BODY, TOKENS, WireClient, logprobs_of, request_of, tinker_server
+from tests.tinker.serving import API, DATUM, JSON_BODY, TOKENS, WireClient, logprobs_of, request_of
 
 MEAN_AGE = "staleness:mean"
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tinker")
-
-
-@pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[RunningServer]:
-    with tinker_server(root / "runs") as running:
-        yield running
 
 
 @pytest.fixture

@@ -20,17 +20,6 @@ KEY = "tml-of-this-server"
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tinker")
-
-
-@pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[RunningServer]:
-    with tinker_server(root / "runs") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def restarted(root: Path) -> Iterator[RunningServer]:
     """Another server with the same checkpoints, and with a key."""
     with tinker_server(root / "runs", api_key=KEY) as running:

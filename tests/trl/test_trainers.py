@@ -2,10 +2,8 @@
 
 import _thread
 import json
-import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -234,14 +232,6 @@ def test_a_callback_ends_the_training_and_one_that_fails_is_heard(tmp_path: Path
         grpo(tmp_path / "evaluates", callbacks=[Evaluates()]).train()
     with pytest.raises(ConfigError, match="int has none of the methods that are called"):
         grpo(tmp_path / "none", callbacks=[7])
-
-
-@pytest.fixture
-def heeded_interrupt() -> Iterator[None]:
-    """A job in a shell's background ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("heeded_interrupt")

@@ -25,17 +25,10 @@ from tests.engine.helpers import (
     request,
     run,
     serve,
-    short_segments,
 )
 from tests.engine.test_architectures import model_of
 
 HEADS, REPEATS, WIDTH = 2, 3, 64
-
-
-@pytest.fixture
-def small():
-    with short_segments():
-        yield
 
 
 def model_of_width(width=WIDTH, **changes):

@@ -32,16 +32,9 @@ from tests.engine.helpers import (
     request,
     run,
     serve,
-    short_segments,
 )
 from tests.engine.test_architectures import model_of
 from tests.tiny_models import QWEN3, make_model
-
-
-@pytest.fixture
-def small():
-    with short_segments():
-        yield
 
 
 def test_parts_are_added_with_the_right_weights():

@@ -15,15 +15,12 @@ from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.errors import ConfigError
 from tests.environments.scripted_client import ScriptedClient
 
+pytestmark = pytest.mark.usefixtures("own_search_path")
+
 SCORE = (
     "def right(completions, answer=None, **kw):\n    return [1.0 if 'yes' in str(c) else 0.0 for c in completions]\n"
 )
 CHAT = [{"role": "user", "content": "2+2?"}]
-
-
-@pytest.fixture(autouse=True)
-def search_path(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture

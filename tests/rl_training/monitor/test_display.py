@@ -24,6 +24,8 @@ from mlx_parallm.rl_training.monitor.drawing import sparkline
 from mlx_parallm.system.log import RunLog, configure_logging
 from tests.signals_reset import default_signals
 
+pytestmark = pytest.mark.usefixtures("informative_logs")
+
 INFO = RunInfo(
     run_name="quickstart",
     model="builtin:tiny",
@@ -32,13 +34,6 @@ INFO = RunInfo(
     example_prompt="Sort: gattaca",
 )
 STALLED = "environment sum stalled: nothing finished for 75 s with 2 groups in flight (oldest: sum-0-0)"
-
-
-@pytest.fixture(autouse=True)
-def informative_logs():
-    configure_logging(level="info")
-    yield
-    configure_logging(level="error")
 
 
 def step(number, **changed):

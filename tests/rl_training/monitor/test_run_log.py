@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,7 @@ import pytest
 from mlx_parallm.system.log import KEPT_FILES, RunLog, configure_logging, get_logger
 from mlx_parallm.system.redaction import REDACTED, Redactor
 
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    yield
-    configure_logging(level="error")
+pytestmark = pytest.mark.usefixtures("restored_logs")
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
