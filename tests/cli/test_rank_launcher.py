@@ -5,8 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from mlx_parallm.cli import rank_launcher
 from mlx_parallm.errors import RankLostError
 from mlx_parallm.system.log import configure_logging
 from tests.signals_reset import default_signals
+from tests.waiting import until
 
 # A rank that writes what it was started with to `NUMBER OF THE START.RANK`, then does what `deeds` has for the two.
 CHILD = """
@@ -113,16 +112,8 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on_without_it(tmp_pat
     assert hosts is None, "one rank is a process without MLX's ring"
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """For what other processes do, which say so by nothing else."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def until_there(*files: Path) -> None:
-    until(lambda: all(file.exists() for file in files))
+    until(lambda: all(file.exists() for file in files), 30)
 
 
 def test_a_signal_reaches_every_rank_and_an_error_ends_all(tmp_path: Path) -> None:
@@ -180,9 +171,8 @@ def test_a_rank_that_does_not_end_is_named_and_one_that_is_stopped_is_killed(
         named.append(values["ranks"])
         (tmp_path / "go").touch()
         until_there(tmp_path / "1.1")
-        until(
-            lambda: not psutil.pid_exists(json.loads((tmp_path / "1.1").read_text())[2])
-        )  # before the other is killed
+        waiting = json.loads((tmp_path / "1.1").read_text())[2]
+        until(lambda: not psutil.pid_exists(waiting), 30)  # before the other is killed
 
     monkeypatch.setattr(rank_launcher, "LATE_S", 0.1)
     monkeypatch.setattr(rank_launcher.log, "warning", warn)

@@ -46,7 +46,8 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.types import EngineStats, Request, RequestOutput, SamplingParams, ServedModel
 from tests.conftest import TINY_CONTEXT, TinyEngine, running_tiny_engine
 from tests.server.fake_engine import HEALTHY
-from tests.server.serving import RunningServer, running_server, until
+from tests.server.serving import RunningServer, running_server
+from tests.waiting import until
 
 SECOND = 1000  # the version that rank 1 serves
 LONG = {"ignore_eos": True, "return_token_ids": True}

@@ -1,11 +1,11 @@
 """What tests of the RolloutManager share."""
 
 import threading
-import time
-from collections.abc import Callable
+from functools import partial
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.registry import build_sources
+from tests import waiting
 
 WAIT_S = 60.0
 
@@ -45,9 +45,4 @@ def two_tasks(**weights):
     return build_sources(entries, seed=0)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for what only the clock brings about (an environment that is late)."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+until = partial(waiting.until, seconds=WAIT_S)

@@ -4,8 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from mlx_parallm.models.lora import linear_layers, linear_shape, save_adapter
 from tests.conftest import TinyEngine
 from tests.server.fake_engine import FakeEngine
 from tests.tiny_models import TINY_ASSETS
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SUM = [{"role": "user", "content": "Sum: 47+38"}]
@@ -52,13 +52,6 @@ def own() -> Iterator[InferenceModule]:
     """One whose weights a test may change."""
     with InferenceModule("builtin:tiny", config=CONFIG) as module:
         yield module
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def adapter(model: nn.Module, seed: int = 0) -> dict[str, LoraPair]:

@@ -16,7 +16,7 @@ from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
 from mlx_parallm.system import files
 from mlx_parallm.system.log import configure_logging
 from tests.rollout_store.groups import make_group, make_rollout
-from tests.server.serving import until
+from tests.waiting import until
 
 LARGE = 40_000  # bytes of a group's noise, which does not compress
 

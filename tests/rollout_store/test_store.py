@@ -11,7 +11,7 @@ import pytest
 from mlx_parallm.errors import RolloutRejectedError, StoreError
 from mlx_parallm.rollout_store.store import KEPT_REJECTS, RolloutStore, StoreCounts, WaitingSource
 from tests.rollout_store.groups import make_group, make_rollout
-from tests.server.serving import until
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,8 +1,6 @@
 """A real server thread on a free port, for as long as a `with` block."""
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,10 +60,3 @@ def running_server(
 
 def flat(lists: Iterable[list[Any]]) -> list[Any]:
     return [item for each in lists for item in each]
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        threading.Event().wait(0.005)

@@ -11,7 +11,8 @@ import structlog
 import mlx_parallm
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.middleware import RequestContextMiddleware
-from tests.server.serving import flat, until
+from tests.server.serving import flat
+from tests.waiting import until
 
 STREAMS, TOKENS = 8, 60
 BODY = {"prompt": "a", "temperature": 4.0, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}

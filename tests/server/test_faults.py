@@ -13,7 +13,8 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.thread import bind_socket
 from mlx_parallm.system.log import configure_logging
 from tests.server.fake_engine import HEALTHY, FakeEngine
-from tests.server.serving import running_server, until
+from tests.server.serving import running_server
+from tests.waiting import until
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "1 + 1"}], "max_tokens": 2}
 COMPLETION = {"model": "fake", "prompt": "1 + 1", "max_tokens": 2}

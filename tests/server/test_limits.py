@@ -36,7 +36,8 @@ from mlx_parallm.server.protocol.openai import (
 from mlx_parallm.server.protocol.strict_json import MAX_CONTAINERS
 from tests.clock import Clock
 from tests.server.fake_engine import FakeEngine
-from tests.server.serving import RunningServer, running_server, until
+from tests.server.serving import RunningServer, running_server
+from tests.waiting import until
 
 BODIES = (
     *(CompletionBody, ChatBody, ChatTokensBody, TokenizeBody, DetokenizeBody, VllmBody, SglangBody),

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from mlx_parallm.engine.live_requests import STEP_PARTS, Counters
 from mlx_parallm.server.metrics import _EngineCollector
 from mlx_parallm.types import EngineStats
-from tests.server.serving import until
+from tests.waiting import until
 
 PROMPT = "<|im_start|>user\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n"
 

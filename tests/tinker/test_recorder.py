@@ -29,9 +29,9 @@ from mlx_parallm.tinker.recorder import Drawn, RecordedRun, RunRecorder, Stepped
 from mlx_parallm.tinker.run_log import SampleRecords, TinkerRunLog
 from mlx_parallm.tinker.wire import read_forward_backward
 from mlx_parallm.tools.rollouts import Answers, Wanted
-from tests.server.serving import until
 from tests.tinker.serving import WireClient, request_of, tinker_server
 from tests.tinker.test_groups import policy, read
+from tests.waiting import until
 
 PROMPT = [1, 40, 41, 42]
 SFT = {"tokens": PROMPT, "target_tokens": [40, 41, 42, 2], "weights": [0.0, 0.0, 1.0, 1.0]}

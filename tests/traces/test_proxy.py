@@ -16,7 +16,8 @@ from mlx_parallm.traces.proxy import recording_proxy
 from mlx_parallm.traces.recorder import SessionRecorder
 from mlx_parallm.traces.session import ABORTED, Session
 from tests.conftest import TinyEngine
-from tests.server.serving import RunningServer, running_server, until
+from tests.server.serving import RunningServer, running_server
+from tests.waiting import until
 
 KEY = "sk-upstream-4f9a8c7b6d5e"
 QUESTION: Any = {"role": "user", "content": "Sum: 2+3"}

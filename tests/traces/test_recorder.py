@@ -17,7 +17,8 @@ from mlx_parallm.traces.routes import session_router
 from mlx_parallm.traces.schema import Trace
 from mlx_parallm.traces.session import ABORTED, COMPLETE, Session, read_sessions
 from tests.conftest import TinyEngine
-from tests.server.serving import RunningServer, running_server, until
+from tests.server.serving import RunningServer, running_server
+from tests.waiting import until
 
 QUESTION: Any = {"role": "user", "content": "Sum: 2+3"}
 RETURNED: Any = {"return_token_ids": True}
