@@ -23,8 +23,9 @@ import pytest
 
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.rollout_store.store import RolloutStore
+from tests.integration import processes
 from tests.integration.in_process import train_here
-from tests.integration.processes import BASE, BIN, free_port
+from tests.integration.processes import BIN, free_port, metrics
 from tests.signals_reset import default_signals
 
 pytestmark = pytest.mark.slow
@@ -156,21 +157,8 @@ def test_a_rank_that_waits_for_one_that_never_comes_can_be_ended(tmp_path: Path)
 
 
 def write_config(directory: Path, *, steps: int, runs: Path) -> Path:
-    text = BASE.format(
-        port=0,
-        steps=steps,
-        interval=1000,
-        directory=runs,
-        training="deterministic = true\nupdate_epochs = 2",
-        atropos="",
-    )
-    path = directory / "run.toml"
-    path.write_text(text + '\n[model]\nbase_path = "builtin:tiny"\n')
-    return path
-
-
-def lines_of(run: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    training = "deterministic = true\nupdate_epochs = 2"
+    return processes.write_config(directory, steps=steps, interval=1000, directory=runs, training=training)
 
 
 def train_with_ranks(config: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -223,7 +211,7 @@ def test_two_ranks_train_and_sample_as_one_process_does(tmp_path: Path) -> None:
         ask_while_paused(training, f"http://127.0.0.1:{port}")
         launched = training.result()
     assert launched.returncode == 0, launched.stderr
-    first, second = (lines_of(directory / "run") for directory in (one, two))
+    first, second = (metrics(directory / "run") for directory in (one, two))
     assert [line["step"] for line in second] == [1, 2, 3]
     for name in ("loss", "grad_norm", "entropy", "reward_mean", "tokens", "update_norm", "optimizer_updates"):
         assert second[0][name] == pytest.approx(first[0][name], rel=1e-4, abs=1e-6), name
@@ -251,7 +239,7 @@ def test_a_launch_of_two_trains_as_one_process_does(tmp_path: Path) -> None:
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr
     assert "ranks joined" in launched.stderr + launched.stdout
-    assert len(lines_of(tmp_path / "run")) == 1
+    assert len(metrics(tmp_path / "run")) == 1
     assert (tmp_path / "run/final").exists()
 
 
@@ -266,7 +254,7 @@ def test_a_deterministic_run_of_two_ranks_resumes_to_the_same_bits(tmp_path: Pat
         train_with_ranks(config, "--ranks", "2", "--resume", "auto"),
     ]
     assert [run.returncode for run in runs] == [0, 0, 0], runs[-1].stderr
-    first, second = (lines_of(directory / "run") for directory in (tmp_path / "whole", halves))
+    first, second = (metrics(directory / "run") for directory in (tmp_path / "whole", halves))
     assert len(first) == len(second) == 4
     for ours, theirs in zip(first, second, strict=True):
         for name in ("loss", "grad_norm", "entropy", "reward_mean", "tokens", "update_norm", "policy_version"):
@@ -298,7 +286,7 @@ def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path: Path, killed: in
     assert parent.returncode == 0, said
     assert f"rank {killed} of 2 died of SIGKILL" in said
     assert "starting again with 1 from step_" in said
-    assert [line["step"] for line in lines_of(tmp_path / "run")] == list(range(1, 41))
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 41))
     with closing(RolloutStore(tmp_path / "run/rollouts.sqlite")) as store:
         ids = [group for step in range(1, 41) for group in store.taken_by(step)]
         known = store.known_ids()
@@ -320,10 +308,10 @@ def test_a_killed_rank_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     assert code == 2, said
     assert "rank 1 of 2 is gone" in said
     assert "--resume auto" in said
-    done = len(lines_of(tmp_path / "run"))
+    done = len(metrics(tmp_path / "run"))
     assert list((tmp_path / "run").glob("step_*"))
     train_here(config, f"rl_training.total_steps={done + 1}", resume="auto")  # the number of ranks may change
-    assert [line["step"] for line in lines_of(tmp_path / "run")] == list(range(1, done + 2))
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, done + 2))
 
 
 @pytest.mark.parametrize("where", ["in a step", pytest.param("between two", marks=pytest.mark.long)])
@@ -361,5 +349,5 @@ def test_a_rank_that_is_asked_to_stop_stops_all_in_order(tmp_path: Path, where: 
             process.communicate()
     assert codes == [0, 0], lines
     assert any("another rank was asked to" in line for line in lines), lines
-    assert where == "between two" or lines_of(tmp_path / "run")
+    assert where == "between two" or metrics(tmp_path / "run")
     assert (tmp_path / "run/latest/trainer_state.json").is_file()
