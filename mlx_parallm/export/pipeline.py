@@ -15,7 +15,6 @@ hosting.py         settings of a server by this machine's hardware
 pipeline.py        the whole way; command.py is `mlx_parallm export`
 """
 
-import glob
 import json
 import math
 import shutil
@@ -131,7 +130,7 @@ class ExportPipeline:
         opened = open_model(self.source)
         vocabulary = self._vocabulary(opened)
         made: list[ExportReport] = []
-        remove_of_the_dead(directory.parent.glob(f"{glob.escape(directory.name)}{TEMPORARY}*"))
+        remove_of_the_dead(directory.parent, f"{directory.name}{TEMPORARY}")
         write_directory(directory, lambda unfinished: made.append(self._fill(opened, vocabulary, unfinished)))
         return made[0] if deployer is None else self._deploy(deployer, made[0])
 

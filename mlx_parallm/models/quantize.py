@@ -125,7 +125,7 @@ def _keep(entry: Path, key: Mapping[str, Any], model: nn.Module, config: Mapping
     temporary = entry.with_name(f".{entry.name}.{os.getpid()}")
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        remove_of_the_dead(entry.parent.glob(f".{entry.name}.*"))
+        remove_of_the_dead(entry.parent, f".{entry.name}.")
         needed = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         if needed > (free := shutil.disk_usage(entry.parent).free):
             raise OSError(f"{needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free")

@@ -8,12 +8,12 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import hashlib
 import os
-import re
 import resource
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -135,11 +135,11 @@ def remove_leftovers(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_of_the_dead(paths: Iterable[Path]) -> None:
-    """Remove the unfinished directories whose names end with the id of a process that is gone, or with this one's."""
-    for path in paths:
-        owner = int(found[0]) if (found := re.search(r"\d+$", path.name)) else None
-        if owner == os.getpid() or (owner is not None and not psutil.pid_exists(owner)):
+def remove_of_the_dead(directory: Path, prefix: str) -> None:
+    """Remove the unfinished entries PREFIX + id of a process, where that process is gone or this one."""
+    for path in directory.glob(f"{glob.escape(prefix)}*"):
+        owner = path.name.removeprefix(prefix)
+        if owner.isdecimal() and (int(owner) == os.getpid() or not psutil.pid_exists(int(owner))):
             shutil.rmtree(path, ignore_errors=True)
 
 

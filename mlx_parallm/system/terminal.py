@@ -33,7 +33,7 @@ def beginning_of(text: str, most: int) -> str:
 
 
 def end_of(text: str, most: int) -> str:
-    """Return its end so, which is where the question of a prompt is."""
+    """Return the end of the text so: a prompt has its question there."""
     line = " ".join(text.split())
     return line if len(line) <= most else "…" + line[1 - most :]
 
