@@ -23,6 +23,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.prompt_policy.classifier import LIMIT, LISTED, classify_prompt, verb_family
 from mlx_parallm.prompt_policy.mutations import FALLBACK, mutate, reduce_context, split_tasks
 from mlx_parallm.prompt_policy.phrases import CATEGORIES, TERMS
+from mlx_parallm.system.files import write_atomically
 
 RATINGS = Path(__file__).with_name("rated_prompts.jsonl")
 AS_IT_IS = "as it is"
@@ -129,6 +130,39 @@ class RewardModel:
         said = ", ".join(f"{name} {value:+.2f}" for name, value in list(breakdown.items())[:3])
         confidence = 1 / (1 + self.spread + float(np.maximum(np.abs(z) - 3, 0).mean()))
         return PromptScore(1 / (1 + math.exp(-max(-30.0, min(30.0, logit)))), confidence, breakdown, said)
+
+    def evaluate(self, prompts: Sequence[str], ratings: Sequence[float]) -> dict[str, float]:
+        """Return mae, rmse and correlation of scores with (rating - 1) / 4."""
+        scores = np.array([self.score(prompt).score for prompt in prompts])
+        wanted = (np.array(ratings, np.float64) - LOWEST) / (HIGHEST - LOWEST)
+        errors = scores - wanted
+        spread = scores.std() * wanted.std()
+        correlation = float(((scores - scores.mean()) * (wanted - wanted.mean())).mean() / spread) if spread else 0.0
+        return {
+            "mae": float(np.abs(errors).mean()),
+            "rmse": float(np.sqrt(np.square(errors).mean())),
+            "correlation": correlation,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file, whole or not at all. Raises CheckpointError."""
+        numbers = {"mean": self.mean.tolist(), "scale": self.scale.tolist(), "weights": self.weights.tolist()}
+        values = {"names": self.names, "bias": self.bias, "spread": self.spread} | numbers
+        write_atomically(Path(path), json.dumps(values, indent=1).encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "RewardModel":
+        """Read what `save` wrote. Raises ConfigError: no such file, another one, or other features."""
+        try:
+            values: dict[str, Any] = json.loads(Path(path).read_text())
+            names = tuple(values["names"])
+            mean, scale, weights = (np.array(values[key], np.float64) for key in ("mean", "scale", "weights"))
+            model = cls(names, mean, scale, weights, float(values["bias"]), float(values["spread"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is not a reward model: {error}") from error
+        if names != tuple(features("")) or {len(mean), len(scale), len(weights)} != {len(names)}:
+            raise ConfigError(f"{path} was fitted with other features: fit it again")
+        return model
 
 
 def rated_prompts() -> list[dict[str, Any]]:

@@ -149,20 +149,26 @@ def test_a_mutation_that_would_change_nothing_is_none_and_none_is_done_twice() -
 def test_the_reward_model_ranks_held_out_ratings_and_does_not_saturate() -> None:
     rows = rated_prompts()
     fitted = RewardModel.fit(*rated_texts([row for n, row in enumerate(rows) if n % 4]))
-    prompts, ratings = rated_texts(rows[::4])
-    held_out, wanted = np.array([fitted.score(prompt).score for prompt in prompts]), (np.array(ratings) - 1) / 4
-    assert np.corrcoef(held_out, wanted)[0, 1] > 0.7 and np.abs(held_out - wanted).mean() < 0.15
+    held_out = fitted.evaluate(*rated_texts(rows[::4]))
+    assert held_out["correlation"] > 0.7 and held_out["mae"] < 0.15
     scores = [default_reward_model().score(row["prompt"]).score for row in rows]
     assert np.std(scores) > 0.05 and max(scores) < 0.98
 
 
-def test_a_reward_model_explains_its_score_and_its_errors_say_what_is_wrong() -> None:
-    scored = default_reward_model().score("Hello! Please write a poem.")
+def test_a_reward_model_is_saved_and_its_errors_say_what_is_wrong(tmp_path: Path) -> None:
+    model = default_reward_model()
+    model.save(tmp_path / "model.json")
+    prompt = "Hello! Please write a poem."
+    assert RewardModel.load(tmp_path / "model.json").score(prompt).score == model.score(prompt).score
+    scored = model.score(prompt)
     assert scored.explanation.startswith("filler -") and scored.breakdown["filler"] < 0
     with pytest.raises(ConfigError, match="it takes 10 of each"):
         RewardModel.fit(["a"], [3.0])
     with pytest.raises(ConfigError, match="ratings go from 1 to 5"):
         RewardModel.fit(["a"] * 10, [7.0] * 10)
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not a reward model"):
+        RewardModel.load(tmp_path / "other.json")
 
 
 def test_a_person_corrects_the_judge(tmp_path: Path) -> None:
