@@ -276,8 +276,8 @@ def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path: Path, killed: in
         env=os.environ | {"MKL_NUM_THREADS": "1"},
         cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=default_signals,
     )  # fmt: skip
-    metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 5) and time.monotonic() < deadline:
+    written, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
+    while not (written.exists() and written.read_text().count("\n") >= 5) and time.monotonic() < deadline:
         assert parent.poll() is None, parent.communicate()
         time.sleep(0.02)
     children = {int(child.environ()["MLX_RANK"]): child for child in psutil.Process(parent.pid).children()}
@@ -299,8 +299,8 @@ def test_a_killed_rank_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=400, runs=tmp_path)
     command = [str(BIN / "mlx_parallm_train"), "--config", str(config), "--resume", "auto"]
     ranks = launch(tmp_path, 2, command)
-    metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2) and time.monotonic() < deadline:
+    written, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
+    while not (written.exists() and written.read_text().count("\n") >= 2) and time.monotonic() < deadline:
         assert ranks[0].poll() is None, ranks[0].communicate()
         time.sleep(0.05)
     ranks[1].send_signal(signal.SIGKILL)
@@ -322,7 +322,7 @@ def test_a_rank_that_is_asked_to_stop_stops_all_in_order(tmp_path: Path, where: 
         text = config.read_text()
         config.write_text(text[: text.index("[[environments]]")] + '[model]\nbase_path = "builtin:tiny"\n')
     ranks = launch(tmp_path, 2, [str(BIN / "mlx_parallm_train"), "--config", str(config), "--resume", "auto"])
-    told, metrics = threading.Event(), tmp_path / "run/metrics.jsonl"
+    told, written = threading.Event(), tmp_path / "run/metrics.jsonl"
     lines: list[str] = []
 
     def read() -> None:
@@ -336,7 +336,7 @@ def test_a_rank_that_is_asked_to_stop_stops_all_in_order(tmp_path: Path, where: 
     reader.start()
     assert told.wait(60), lines
     deadline = time.monotonic() + 60
-    while where == "in a step" and not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+    while where == "in a step" and not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
     ranks[1].terminate()
     try:
