@@ -43,7 +43,7 @@ SUPERSEDED = "superseded_"
 SERVED_FILE = "served.safetensors"  # where the server answers with older weights: inside a step, or a publish is due
 STATE_BYTES = 64 << 10  # of a checkpoint's small files: configuration, random states, the last blocks of each file
 SCORED_STEPS = 10
-HELDOUT = "heldout_score"  # of metrics.jsonl (data_heldout.py)
+HELDOUT = "heldout_score"  # of metrics.jsonl (data/heldout.py)
 
 log = structlog.get_logger(__name__)
 

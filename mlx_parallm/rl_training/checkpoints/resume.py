@@ -5,23 +5,18 @@ The model, the adapter's shape, the problems and how a step is divided may not c
 rollouts that wait, or a comparison of the metrics before and after depend on them. docs/operations.md has the list.
 """
 
-from pathlib import Path
-
-from mlx_parallm.config.load import Config, load_config
-from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
-from mlx_parallm.system.log import get_logger
-from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.lora import find_adapter_file, load_adapter
-from mlx_parallm.rl_training.checkpoint import find_checkpoint
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, LATEST, STORE_FILE
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.config.algorithm import SETTINGS
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
+from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.lora import find_adapter_file, load_adapter
+from mlx_parallm.rl_training.checkpoint import find_checkpoint
+from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, LATEST, STORE_FILE
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.redaction import REDACTED
 
@@ -29,8 +24,8 @@ log = get_logger("train")
 
 
 def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | None, bool]:
-    """Return (configuration, checkpoint, start over). A run that was killed before its first checkpoint starts over in its
-    directory, where its accepted groups lie. Raises CheckpointError: nothing there. ConfigError: a key that may not
+    """Return (configuration, checkpoint, start over). A run that was killed before its first checkpoint starts over in
+    its directory, where its accepted groups lie. Raises CheckpointError: nothing there. ConfigError: a key that may not
     change on a resume, or a secret that is not given again."""
     refuse_redacted(config)
     training = config.rl_training

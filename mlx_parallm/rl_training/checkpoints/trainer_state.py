@@ -106,7 +106,9 @@ class TrainerState:
                 raise ValueError(f"unknown keys {', '.join(unknown)}")
             return _ADAPTER.validate_json(json.dumps(data), strict=True)
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r:.80})" for e in error.errors())
+            wrong = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r:.80})" for e in error.errors()
+            )
             raise CheckpointError(f"{file} is damaged: {wrong}") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error

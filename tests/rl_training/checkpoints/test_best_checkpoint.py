@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint, score
+from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.heldout import SCORE
 from mlx_parallm.rl_training.metrics import MetricsFile
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from tests.rl_training.checkpoints.test_checkpoint import NoStore, in_progress, state_at, trained
 
 BEST_AT = 20

@@ -19,39 +19,21 @@ import pytest
 from structlog.testing import capture_logs
 
 from mlx_parallm.errors import AdapterError, CheckpointError
-from mlx_parallm.system.log import configure_logging
 from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training import checkpoint as checkpoint_module
-from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
+from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, Checkpointer, CheckpointVersions, find_checkpoint
+from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, StepInProgress, TrainerState
 from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.rl_training.publish.versions import VersionNumbers
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, StepInProgress, TrainerState
-from mlx_parallm.rl_training.publish.versions import VersionNumbers
+from mlx_parallm.system import files
+from mlx_parallm.system.log import configure_logging
+from mlx_parallm.weights import SharedWeights
 from tests.rl_training.making import adapter_arrays, assert_same_training, make_config, make_trainer, weights
 from tests.rl_training.rollouts import make_batch, random_groups
 from tests.rl_training.scoring import assert_same_metrics
-from pathlib import Path
-
-import mlx.core as mx
-import pytest
-
-from mlx_parallm.errors import AdapterError
-from mlx_parallm.models.lora import load_adapter
-from mlx_parallm.rl_training.checkpoint import CheckpointVersions
-from mlx_parallm.weights import SharedWeights
-from tests.rl_training.making import make_config, make_trainer
 from tests.tiny_models import make_model
-import shutil
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import pytest
-
-from mlx_parallm.system import files
-from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, find_checkpoint
-from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
 
 ROOT = Path(__file__).resolve().parents[3]
 

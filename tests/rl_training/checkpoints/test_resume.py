@@ -1,13 +1,5 @@
 """What a resume may change, and which adapter `model.lora_path` gives a run."""
 
-from pathlib import Path
-from typing import Any
-
-import pytest
-
-from mlx_parallm.config.load import Config, load_config
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl_training.checkpoints.resume import MAY_CHANGE, check_resume, refuse_redacted
 import copy
 from pathlib import Path
 from typing import Any
@@ -15,12 +7,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.config.load import Config, parse_config
+from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.errors import AdapterError, ConfigError
-from tests.tiny_models import lora_config
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
-from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
-from tests.tiny_models import make_model
+from mlx_parallm.rl_training.checkpoints.resume import MAY_CHANGE, check_resume, initial_adapter, refuse_redacted
+from tests.tiny_models import lora_config, make_model
 
 ROWS = '[[environments]]\nkind = "tasks"\nname = "sort"\n'
 
@@ -143,8 +134,6 @@ def save_run(tmp_path: Path, config: Config, name: str = "old") -> None:
     (run / "latest").symlink_to("step_000001")
     (tmp_path / "checkpoints" / "latest").symlink_to(f"{name}/latest")
     (run / "config.toml").write_text(config.to_toml())
-
-
 
 
 @pytest.mark.parametrize("link", [False, True])
