@@ -159,7 +159,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int] | None:
             tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
             ends = [tensor["data_offsets"][1] for tensor in tensors if math.prod(tensor["shape"]) >= 0]
             return header, int(8 + length + max(ends, default=0))
-        except (struct.error, ValueError, LookupError, TypeError, AttributeError):
+        except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError):
             return None
 
 

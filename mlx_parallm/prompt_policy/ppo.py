@@ -203,7 +203,7 @@ class PPOTrainer:
         except ValueError as error:
             raise CheckpointError(
                 f"{directory} holds a policy of other sizes, or is damaged: {error};"
-                " set prompt_policy.ppo to the sizes that it was saved with"
+                " where sizes differ, set prompt_policy.ppo to those that it was saved with"
             ) from error
         self.networks.update(tree_unflatten(list(weights.items())))
         self.networks.eval()

@@ -24,6 +24,7 @@ GB = 10**9
 RESERVE_GB = 1.0
 RESERVE_SHARE = 0.05  # of a small disk
 TEMPORARY = ".tmp-"  # in the names of unfinished files; the next save removes leftovers
+LONGEST_ID = 7  # digits of a process id; longer numbers in a name are dates
 OPEN_FILES = (65_536, 10_240)  # wanted; macOS refuses what is above a limit of its own
 RENAME_SWAP, RENAME_EXCHANGE, AT_FDCWD = 2, 2, -100  # <sys/stdio.h> of macOS, <linux/fs.h>, <fcntl.h>
 
@@ -139,7 +140,11 @@ def remove_of_the_dead(directory: Path, prefix: str) -> None:
     """Remove the unfinished entries PREFIX + id of a process, where that process is gone or this one."""
     for path in directory.glob(f"{glob.escape(prefix)}*"):
         owner = path.name.removeprefix(prefix)
-        if owner.isdecimal() and (int(owner) == os.getpid() or not psutil.pid_exists(int(owner))):
+        if (
+            owner.isdecimal()
+            and len(owner) <= LONGEST_ID
+            and (int(owner) == os.getpid() or not psutil.pid_exists(int(owner)))
+        ):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -44,7 +44,7 @@ log = get_logger("traces")
 
 
 def recording_proxy(recorder: SessionRecorder, upstream: str) -> ASGIApp:
-    """The application. Without a key only this machine's own names are answered.
+    """The application. Only this machine's own names are answered.
 
     Args:
         upstream: URL with the version, e.g. "https://api.openai.com/v1".

@@ -187,16 +187,17 @@ class TRLTrainer:
         finally:
             self._callbacks.asked = False
 
-    def save_model(self, output_dir: str | Path | None = None) -> None:
+    def save_model(self, output_dir: str | Path | None = None, *, of: str | None = None) -> None:
         """Write the trained model into a directory (default: output_dir): a LoRA adapter in PEFT's files, all weights
-        as a Hugging Face model. It is "final" of the run, with load_best_model_at_end "best".
+        as a Hugging Face model. `of`: "final", "best", or a step_… directory of the run; default: "final", with
+        load_best_model_at_end "best".
 
         Raises CheckpointError: nothing has been trained.
         """
         run = self._directory
-        checkpoint = run / (BEST if self.args.load_best_model_at_end else FINAL)
+        checkpoint = run / (of or (BEST if self.args.load_best_model_at_end else FINAL))
         if not checkpoint.is_dir():
-            raise CheckpointError(f"{checkpoint} is not there: train first")
+            raise CheckpointError(f"{checkpoint} is not there: train first, or name one of its step_… directories")
         target = Path(output_dir).expanduser() if output_dir is not None else run
         target.mkdir(parents=True, exist_ok=True)
         thread = MLXThread("save")

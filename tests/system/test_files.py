@@ -146,7 +146,14 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
 def test_only_what_dead_processes_and_this_one_left_is_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    kept = {"out", "out.tmp-1", "out.tmp-old", "out.tmp-notes2024", f"other.tmp-{ended.pid}"}  # 1 lives
+    kept = {
+        "out",
+        "out.tmp-1",
+        "out.tmp-old",
+        "out.tmp-notes2024",
+        "out.tmp-20240131",
+        f"other.tmp-{ended.pid}",
+    }  # 1 lives
     for name in {*kept, f"out.tmp-{ended.pid}", f"out.tmp-{os.getpid()}"}:
         (tmp_path / name).mkdir()
     files.remove_of_the_dead(tmp_path, "out.tmp-")

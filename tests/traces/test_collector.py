@@ -75,7 +75,7 @@ async def test_a_hooked_agent_is_followed_and_restored(tmp_path: Path) -> None:
         hook_into_agent(object(), collector)
 
 
-def test_labels_statistics_and_the_flat_form(tmp_path: Path) -> None:
+def test_labels_and_the_flat_form(tmp_path: Path) -> None:
     collector = TraceCollector(tmp_path)
     with pytest.raises(TraceError, match="no run was started"):
         collector.finish_trace("x")
