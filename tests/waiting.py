@@ -8,4 +8,4 @@ def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.002)
+        time.sleep(0.002)  # another process or thread, whose state nothing announces

@@ -1,6 +1,7 @@
 """Attention in blocks against float64, and its gradient against MLX's; which calls it takes."""
 
 import gc
+import sys
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -10,8 +11,9 @@ import pytest
 from mlx_parallm.models import attention as routing
 from mlx_parallm.models import cpu_attention, cpu_kernels
 from mlx_parallm.models.attention import route_attention
-from mlx_parallm.models.mlx_lm_api import make_prompt_cache
+from mlx_parallm.models.mlx_lm_api import make_prompt_cache, mlx_lm_attention
 from mlx_parallm.system.blas import BlasStatus
+from tests.rl_training.making import make_config, make_trainer
 from tests.tiny_models import QWEN3, make_model
 
 pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler")
@@ -137,3 +139,11 @@ def test_a_models_prefill_goes_there_and_its_decode_does_not(monkeypatch: pytest
     caches = make_prompt_cache(model)
     for ours, plain in zip(found, [model(tokens, cache=caches), model(tokens[:, :1], cache=caches)], strict=True):
         np.testing.assert_allclose(ours, plain, atol=5e-5)
+
+
+def test_a_trainers_model_goes_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(QWEN3)
+    module = sys.modules[type(model.layers[0].self_attn).__module__]
+    monkeypatch.setattr(module, "scaled_dot_product_attention", mlx_lm_attention)  # as mlx-lm has it
+    make_trainer(make_config())
+    assert module.scaled_dot_product_attention is not mlx_lm_attention
