@@ -1,4 +1,5 @@
-"""Attention of many queries on the CPU in blocks, twice to three times as fast as MLX's there, and its gradient.
+"""Attention on the CPU, up to three times as fast as MLX's there: of many queries in blocks, with its gradient, and of
+a decode step's rows.
 
 MLX writes the scores of all heads, [heads, L, T], to memory, reads them in every operation, and computes exp one at a
 time. Here a block of scores stays in the core's cache (of texts beyond 8,000 tokens it is larger: texts are not cut),
@@ -13,7 +14,7 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 
 from mlx_parallm.models.attention_parts import LN_2, LOG2_E, attend_partly, finish, merge
-from mlx_parallm.models.cpu_kernels import available, exp2
+from mlx_parallm.models.cpu_kernels import available, exp2, exp2_minus
 from mlx_parallm.system.blas import blas_status
 
 Mask = mx.array | str | None  # a string: "causal"
@@ -23,6 +24,7 @@ BLOCK = 1 << 18  # scores of a block: 1 MiB, half of a core's own cache
 LEAST_QUERIES, MOST_QUERIES = 16, 64  # of a block
 ALONE_FROM = 256  # positions that all queries of a block see: from so many on they are a part of their own
 FEWEST_SCORES = 4096  # of a head: 64 queries over as many positions; with fewer a gradient is slower than MLX's
+FEWEST_POSITIONS = 768  # of all rows of a decode step; with fewer MLX's attention, of fewer operations, is faster
 
 
 class _Part(NamedTuple):
@@ -32,10 +34,20 @@ class _Part(NamedTuple):
     seen: mx.array | None
 
 
+def has_fast_products() -> bool:
+    """Whether MLX computes on a CPU with a fast BLAS and a C++ compiler."""
+    return available() and blas_status().name not in ("reference", "late")
+
+
+def takes_rows(rows: int, positions: int) -> bool:
+    """Whether `attention_of_rows` is faster than MLX's for so many rows that read so many positions each."""
+    return rows * positions >= FEWEST_POSITIONS and has_fast_products()
+
+
 def takes(queries: mx.array, keys: mx.array, values: mx.array, mask: object) -> bool:
     """Whether `attention` computes this faster than MLX: on a CPU with a fast BLAS, float32, not few scores, no mask or
     a causal one or one of booleans that is the same for all heads."""
-    if not available() or blas_status().name in ("reference", "late"):
+    if not has_fast_products():
         return False
     if any(x.dtype != mx.float32 for x in (queries, keys, values)):
         return False
@@ -67,6 +79,26 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
         return _backward(primals, slopes[0], outputs, scale, mask)
 
     return cast("tuple[mx.array, mx.array]", function(queries, keys, values))[0]
+
+
+def attention_of_rows(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, bias: mx.array | None
+) -> mx.array:
+    """`attention` of one query a row, [n, heads, 1, D] float32, for a decode step: it has no gradient.
+
+    Args:
+        keys, values: [n, H, T, D] and [n, H, T, Dv] float32.
+        bias: what is added to the scores, [n or 1, 1, 1, T] float32: 0, and `NOTHING` where a position is not seen.
+    """
+    rows, heads, _, width = queries.shape
+    # One product a head: products of two rows, which read a group's keys once, leave MKL's faster path for vectors.
+    grouped = (queries * (scale * LOG2_E)).reshape(rows, keys.shape[1], -1, 1, width)
+    scores = (grouped @ keys[:, :, None].swapaxes(-1, -2)).reshape(rows, heads, 1, -1)
+    if bias is not None:
+        scores = scores + bias
+    weights = exp2_minus(scores, scores.max(axis=-1, keepdims=True))
+    weighted = weights.reshape(rows, keys.shape[1], -1, 1, weights.shape[-1]) @ values[:, :, None]
+    return weighted.reshape(rows, heads, 1, -1) / weights.sum(axis=-1, keepdims=True)
 
 
 def _forward(

@@ -11,6 +11,7 @@ import pytest
 from mlx_parallm.models import attention as routing
 from mlx_parallm.models import cpu_attention, cpu_kernels
 from mlx_parallm.models.attention import route_attention
+from mlx_parallm.models.attention_parts import NOTHING
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache, mlx_lm_attention
 from mlx_parallm.system.blas import BlasStatus
 from tests.rl_training.making import make_config, make_trainer
@@ -63,6 +64,18 @@ def test_it_is_softmax_attention(
     np.testing.assert_allclose(found, in_float64(*arrays, mask), atol=5e-6)
 
 
+@pytest.mark.parametrize("of", ["each row", "all rows", None])
+def test_a_query_a_row_is_softmax_attention(of: str | None) -> None:
+    mx.random.seed(2)
+    queries, keys = 9 * mx.random.normal((5, 6, 1, 16)), mx.random.normal((5, 2, 90, 16))
+    values = mx.random.normal((5, 2, 90, 24))
+    shape = {"each row": (5, 1, 1, 90), "all rows": (1, 1, 1, 90), None: (0,)}[of]
+    seen = None if of is None else (mx.random.uniform(shape=shape) > 0.5) | (mx.arange(90) == 7)
+    bias = None if seen is None else mx.where(seen, 0.0, NOTHING)
+    found = np.array(cpu_attention.attention_of_rows(queries, keys, values, 0.3, bias))
+    np.testing.assert_allclose(found, in_float64(queries, keys, values, seen), atol=5e-6)
+
+
 @pytest.mark.parametrize("block", [cpu_attention.BLOCK, 1 << 14], ids=["large", "small"])
 def test_its_gradient_is_that_of_mlx(
     case: tuple[list[mx.array], mx.array | str | None], block: int, monkeypatch: pytest.MonkeyPatch
@@ -107,8 +120,10 @@ def test_it_takes_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu_attention.takes(many, many, many, mx.ones((1, 4, 70, 70), mx.bool_))  # by heads
     for queries in (one, few, many.astype(mx.bfloat16)):
         assert not cpu_attention.takes(queries, many, many, None)
+    assert cpu_attention.takes_rows(32, 100) and cpu_attention.takes_rows(1, 4000)
+    assert not cpu_attention.takes_rows(2, 100)
     monkeypatch.setattr(cpu_attention, "blas_status", lambda: BlasStatus("late"))
-    assert not cpu_attention.takes(many, many, many, None)
+    assert not cpu_attention.takes(many, many, many, None) and not cpu_attention.takes_rows(32, 100)
 
 
 def test_what_is_not_seen_weighs_nothing_and_a_query_that_sees_nothing_gets_zeros() -> None:

@@ -11,6 +11,8 @@ import mlx.core as mx
 
 from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.prefix import PrefixChunk
+from mlx_parallm.models.attention_parts import NOTHING
+from mlx_parallm.models.cpu_attention import takes_rows
 
 SLACK = 8  # a pool that grows has room for an eighth more rows
 READ_STEP = 32  # attention reads up to a multiple of this: few shapes, little padding
@@ -44,7 +46,9 @@ class Pool:
         self.span = 0  # positions that the step's attention reads
         self.same: int | None = None  # the position that all rows write; a slice is 5 times as fast as a scatter
         self.positions = self.slots = mx.zeros((0,), dtype=mx.int32)
-        self.mask: mx.array | None = None  # [n, 1, 1, span]
+        self.compiled = False  # whether the step's attention is `attention_of_rows`
+        self.mask: mx.array | None = None  # [n or 1, 1, 1, span] bool: what each row sees; None: all
+        self.bias: mx.array | None = None  # the same for `attention_of_rows`
 
     @property
     def stop(self) -> int:
@@ -66,8 +70,10 @@ class Pool:
         """Row i writes its own position positions[i]."""
         longest = max(positions)
         self.same = longest if longest == min(positions) else None
-        # A pool whose attention is merged is compiled for each shape, so there are few of them.
-        exact = self.same is not None and not self.shares and self.kv_format.bits is None
+        plain = not self.shares and self.kv_format.bits is None
+        self.compiled = plain and self._is_float32 and takes_rows(len(positions), longest + 1)
+        # What is compiled is compiled for each shape, so there are few of them.
+        exact = self.same is not None and plain and not self.compiled
         self.span = longest + 1 if exact else min(self.size, -(-(longest + 1) // READ_STEP) * READ_STEP)
         if self.same is None:
             self.positions = mx.array(positions, dtype=mx.int32)
@@ -78,6 +84,7 @@ class Pool:
             self.mask = (mx.arange(self.span) <= longest)[None, None, None]
         elif self.same is None:
             self.mask = (mx.arange(self.span, dtype=mx.int32)[None] <= self.positions[:, None])[:, None, None]
+        self.bias = mx.where(self.mask, 0.0, NOTHING) if self.compiled and self.mask is not None else None
 
     def write_step(self, layer: int, arrays: SequenceOf[mx.array]) -> None:
         """Writes one token a row: [n, H, 1, ·] each."""
@@ -153,6 +160,10 @@ class Pool:
         assert len(self.rows) <= self.capacity, f"{len(self.rows)} rows, capacity {self.capacity}"
         shapes = {array.shape[0::2] for array in self.state}
         assert all(shape == (self.capacity, self.size) for shape in shapes), f"layers differ: {shapes}"
+
+    @property
+    def _is_float32(self) -> bool:
+        return bool(self.state) and all(array.dtype == mx.float32 for array in self.state)
 
     def _of_layer(self, layer: int, like: SequenceOf[mx.array]) -> list[mx.array]:
         if not self.layers[layer]:

@@ -22,6 +22,7 @@ from mlx_parallm.engine.cache.sharing import CLASS_STEP, FIRST_ANSWER, PromptRow
 from mlx_parallm.engine.cache.size_classes import SLACK, Pool, Row
 from mlx_parallm.models.attention import RoutedKeys, route_attention
 from mlx_parallm.models.attention_parts import LOG2_E, NOTHING, Partial, attend_partly, finish, join, merge
+from mlx_parallm.models.cpu_attention import attention_of_rows
 from mlx_parallm.models.mlx_lm_api import KVCache, make_prompt_cache
 
 MOST_ROOM = 1.25  # rows that a pool has room for, for each one in it; above that it shrinks
@@ -88,6 +89,8 @@ class TokenLayer(RoutedKeys):
         """Attention of a pool's rows, which read no segment, [n, heads, 1, D]."""
         if self._cache.kv_format.bits is None:
             keys, values = pool.read_step(self._layer)
+            if pool.compiled:
+                return attention_of_rows(queries, keys, values, scale, pool.bias)
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=pool.mask)
         count, heads, _, width = queries.shape
         grouped = queries.reshape(count, pool.heads(self._layer), -1, 1, width)

@@ -21,7 +21,7 @@ from mlx_parallm.engine.cache.sharing import (
 )
 from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models import cpu_kernels
+from mlx_parallm.models import cpu_attention, cpu_kernels
 from mlx_parallm.models.attention_parts import LOG2_E, attend_partly, finish, merge
 from tests.engine.helpers import (
     VOCAB,
@@ -124,11 +124,14 @@ class Twins:
                 self.seen |= {"shared" if part.count > 1 else "alone"}
                 self.seen |= {"of different lengths"} if part.mask is not None else set()
                 self.seen |= {"scattered"} if isinstance(part.rows, mx.array) else set()
+        self.seen |= {"compiled"} if any(pool.compiled for pool in cache.step_pools) else set()
         self.seen |= {"some classes"} if len({pool.size for pool in cache.step_pools}) > 2 else set()
 
 
-def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(small):
+@pytest.mark.parametrize("fewest", [cpu_attention.FEWEST_POSITIONS, 1], ids=["MLX's", "compiled"])
+def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(small, fewest, monkeypatch):
     """Groups, prompts that part from each other in the middle, turns that go on, aborts, and a publish under way."""
+    monkeypatch.setattr(cpu_attention, "FEWEST_POSITIONS", fewest)
     twins = Twins(max_rows=24, prefill_chunk=48)
     generator = random.Random(1)
     system = [generator.randrange(VOCAB - 1) for _ in range(40)]
@@ -147,6 +150,22 @@ def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(small):
             turns[i] = [*turns[i], *outputs[f"g{i}"].completions[-1].token_ids, *range(3)]
     ways = {"level 0", "level 1", "all rows", "some rows", "shared", "alone", "out of order", "scattered"}
     assert twins.seen >= ways | {"some classes", "of different lengths"}
+    assert ("compiled" in twins.seen) == (fewest == 1 and cpu_attention.has_fast_products())
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_many_rows_of_float32_are_computed_by_what_is_compiled(dtype):
+    """Where MLX computes on a CPU; exp by bits is of float32 only."""
+    cache = TokenCache(qwen3_model(), 16, 2048)
+    cache.place([PromptRows(0, 16, 90, ())], 0)
+    seen = []
+    for step in range(2):
+        cache.begin_step([90 + step] * 16)
+        seen.append(cache.step_pools[0].compiled)
+        arrays = [mx.random.normal((16, heads, 1, 16)).astype(dtype) for heads in (2, 2, 4)]
+        cache.layers[0].update_and_fetch(*arrays[:2])
+        assert cache.layers[0].attend(arrays[2], 0.25).dtype == dtype
+    assert seen == [False, dtype == mx.float32 and cpu_attention.has_fast_products()]  # before: of an unknown type
 
 
 def test_adapters_of_a_group_and_beside_it_equal_the_rectangle(small):
