@@ -274,6 +274,7 @@ class TokenCache:
 
     def begin_step(self, positions: list[int]) -> None:
         self.reserve(positions)
+        self._give_back_room()
         if not self._arranged:
             self._arrange()
         order = self.order
@@ -351,7 +352,7 @@ class TokenCache:
         arrays = [] if source is None else source.read([row.slot for row in rows], 0, source.size)
         if source is not None:
             mx.eval(arrays)
-            _remove(source, rows)
+            source.remove(rows)
         first = len(target.rows)
         target.add(rows)
         if len(target.rows) > target.capacity:
@@ -368,8 +369,16 @@ class TokenCache:
         for of_pool in leaving.values():
             pool = of_pool[0].pool
             assert pool is not None
-            _remove(pool, of_pool)
+            pool.remove(of_pool)
         self._drop_empty_pools()
+
+    def _give_back_room(self) -> None:
+        """Room of rows that left. Before a step and not as they leave, since others often take it at once: a group after
+        the other."""
+        for pool in self._pools.values():
+            spare = SPARE_ROWS if pool.size <= CLASS_STEP else 0
+            if pool.capacity > MOST_ROOM * len(pool.rows) + spare:
+                pool.resize(len(pool.rows) + spare // 2, pool.size)
 
     def _drop_empty_pools(self, *, all_of_them: bool = False) -> None:
         """Gives back pools without rows; not the smallest, which the next request will want."""
@@ -428,14 +437,6 @@ class TokenCache:
             if index is not None:
                 arrays = [mx.take(array, index, axis=0) for array in arrays]
             first.pool.write(layer, first.slot, arrays)
-
-
-def _remove(pool: Pool, rows: SequenceOf[Row]) -> None:
-    """Takes rows out of their pool, and gives back the room that those left do not need."""
-    pool.remove(rows)
-    spare = SPARE_ROWS if pool.size <= CLASS_STEP else 0
-    if pool.capacity > MOST_ROOM * len(pool.rows) + spare:
-        pool.resize(len(pool.rows) + spare // 2, pool.size)
 
 
 def _other_caches(caches: Iterable[Any]) -> list[str]:

@@ -262,7 +262,21 @@ def test_memory_and_reading_follow_the_tokens_held():
         widest, shared = max(widest, len(slots.step_pools)), max(shared, slots.saved_positions)
     assert widest >= 8 and shared > 3000
     _end(slots, cached, list(range(len(cached))))
+    _admit(slots, cached, 5, 1)
+    slots.begin_step(cached)  # which gives back what those before it left
     assert slots.nbytes <= spare * token
+
+
+def test_rows_take_the_room_that_others_left_since_the_last_step():
+    slots = TokenCache(qwen3_model(), 64, 4096)
+    cached: list[int] = []
+    for _ in range(2):
+        _admit(slots, cached, 20, 40)
+        slots.begin_step(cached)
+        arrays = [id(array) for pool in slots.step_pools for array in pool.state]
+        _end(slots, cached, list(range(len(cached))))
+    _admit(slots, cached, 20, 40)
+    assert [id(array) for pool in slots._pools.values() for array in pool.state] == arrays
 
 
 def _admit(slots, cached, length, count):
