@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
@@ -26,6 +27,7 @@ class Tokenizer:
     def __init__(self, wrapper: TokenizerWrapper, *, reads_tools: bool = True, splits_reasoning: bool = True) -> None:
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
+        self._rust = _rust_decoder(self._hf)
         marked = (token_id for token_id, token in self._hf.added_tokens_decoder.items() if token.special)
         self.special_ids: frozenset[int] = frozenset([*self._hf.all_special_ids, *marked])
         self._byte_of = _byte_level_alphabet() if _is_byte_level(self._hf) else None
@@ -73,6 +75,8 @@ class Tokenizer:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if self._rust is not None:
+            return str(self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens))
         return str(
             self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         )
@@ -187,6 +191,15 @@ def _with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
+
+
+def _rust_decoder(hf_tokenizer: Any) -> Any:
+    """The `tokenizers.Tokenizer` that transformers' decode comes down to: 2 µs in place of 5, twice a token. None: this
+    tokenizer decodes in a way of its own."""
+    kind, plain = type(hf_tokenizer), PreTrainedTokenizerFast
+    if not isinstance(hf_tokenizer, plain) or kind.decode is not plain.decode or kind._decode is not plain._decode:
+        return None
+    return hf_tokenizer.backend_tokenizer
 
 
 def _is_byte_level(hf_tokenizer: Any) -> bool:

@@ -1,6 +1,8 @@
 """Text and ids. That text streamed is text whole: tests/engine/test_streaming_boundary.py."""
 
-from mlx_parallm.models.tokenizer import Tokenizer
+import pytest
+
+from mlx_parallm.models.tokenizer import Tokenizer, _rust_decoder
 
 
 def test_half_a_character_is_held_back_and_shown_at_the_end(tiny_tokenizer: Tokenizer) -> None:
@@ -25,3 +27,19 @@ def test_chat_ids_hold_each_special_token_once(tiny_tokenizer: Tokenizer) -> Non
     text = tiny_tokenizer.render_chat_text([{"role": "user", "content": "1+1="}])
     assert tiny_tokenizer.decode(ids, skip_special_tokens=False) == text
     assert text.endswith("assistant\n")
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_it_decodes_as_transformers_does(tiny_tokenizer: Tokenizer, skip: bool) -> None:
+    ids = [*tiny_tokenizer.render_chat([{"role": "user", "content": "a , b 🙂 don 't ."}]), *tiny_tokenizer.eos_token_ids]
+    hf = tiny_tokenizer._hf
+    wanted = hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    assert tiny_tokenizer.decode(tuple(ids), skip_special_tokens=skip) == wanted
+
+
+def test_a_tokenizer_with_a_decoder_of_its_own_keeps_it(tiny_tokenizer: Tokenizer) -> None:
+    hf = tiny_tokenizer._hf
+    assert _rust_decoder(hf) is hf.backend_tokenizer
+    kind = type(hf)
+    own = type("Own", (kind,), {"_decode": lambda self, ids, **options: "mine"})
+    assert _rust_decoder(own(tokenizer_object=hf.backend_tokenizer)) is None
