@@ -449,6 +449,8 @@ class Engine:
         score = self._scores[0]
         if score.done == 0 and not self.scheduler.has_room_beside:
             return None
+        if score.done == 0 and not self.scheduler.rows:
+            self.cache.shrink_to([])  # rows that left made room for the text
         try:
             with self.weights.read() as view:
                 chunk = self._scorer.launch(score, view.base_serial)

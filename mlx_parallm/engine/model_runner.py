@@ -100,6 +100,8 @@ class ModelRunner:
         self._max_row_tokens = plan.max_row_tokens
         if plan.rows:
             self._cache.reserve([sequence.cached for sequence in plan.rows], plan.max_row_tokens)
+        elif plan.prefill and not plan.kept and not any(chunk.prompts for chunk in plan.prefill):
+            self._cache.shrink_to([])  # no row is left: their room is the prompt's, which has none of its own yet
 
     def launch(self, plan: SchedulerOutput, view: WeightsView) -> LaunchedStep:
         """Builds the step's graph under the read lock of `view`; nothing is evaluated here."""

@@ -73,6 +73,7 @@ def test_help_is_quick_and_loads_no_mlx(command: Command) -> None:
     assert result.stdout.startswith(f"usage: mlx_parallm {command.name}")
 
 
+@pytest.mark.slow
 def test_every_script_is_a_command_of_the_table() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert set(scripts) == {"mlx_parallm"} | {command.script for command in COMMANDS if command.script}

@@ -107,6 +107,7 @@ def test_an_exit_that_the_daemon_did_not_make_is_no_success(tmp_path: Path) -> N
     assert gives_up.returncode == 1 and len(starts(tmp_path / "ends")) == 2
 
 
+@pytest.mark.slow
 def test_a_finished_run_whose_end_takes_too_long_is_done() -> None:
     """A reward function that spins: the end limit ended the process with 0, and the finished run was started again."""
     stand_in = """

@@ -81,6 +81,7 @@ def test_memory_that_no_limit_counts_is_refused(sandbox, program):
     assert run.returncode == 1 and "PermissionError" in run.stderr, run
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_all_processes_together(sandbox):
     if module.MACOS:
         pytest.skip("Python may not fork there")

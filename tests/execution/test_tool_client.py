@@ -92,6 +92,7 @@ def test_a_server_that_ends_is_started_again() -> None:
         assert client.metrics()["restarts"] == 2
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_costs_its_time_out_and_begins_anew() -> None:
     with ToolClient([stdio(timeout_s=1.0)]) as client:
         client.definitions()
@@ -100,6 +101,7 @@ def test_a_server_that_hangs_costs_its_time_out_and_begins_anew() -> None:
         assert client.call("add", {"a": 1, "b": 1}).text == "2"
 
 
+@pytest.mark.slow
 def test_garbage_and_ten_megabytes(client: ToolClient) -> None:
     garbage = client.call("garbage")
     assert garbage.error in (None, "server")
@@ -112,6 +114,7 @@ def test_garbage_and_ten_megabytes(client: ToolClient) -> None:
     assert client.metrics()["errors/too_large"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "words"),
     [

@@ -307,6 +307,7 @@ def test_gymnasium() -> None:
             GymnasiumTask(id, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "steps", "scores"),
     [

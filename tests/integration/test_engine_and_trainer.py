@@ -34,6 +34,7 @@ def sample(requests: list[Request], thread: EngineThread) -> list[RequestOutput]
         thread.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blocks_per_eval", "dora", "by_tokens"),
     [(0, False, True), (1, False, True), (1, True, True), (1, False, False)],

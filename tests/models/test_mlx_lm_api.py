@@ -9,6 +9,7 @@ CHECK = runpy.run_path(str(ROOT / "scripts" / "check_mlx_lm.py"))
 API = "mlx_parallm/models/mlx_lm_api.py"
 
 
+@pytest.mark.slow
 def test_nothing_has_disappeared_and_the_package_takes_it_from_one_module() -> None:
     used = CHECK["used"]()
     assert CHECK["report"](used) == []

@@ -101,6 +101,7 @@ def test_prompts_are_short(tokenizer, task):
         assert len(tokenizer.encode(problem.answer)) <= 8
 
 
+@pytest.mark.slow
 def test_it_half_knows_its_tasks(loaded, tokenizer):
     """Greedy answers to held-out problems: neither none nor all right, or there is nothing to learn by reward."""
     from mlx_lm import generate

@@ -31,7 +31,8 @@ def test_chat_ids_hold_each_special_token_once(tiny_tokenizer: Tokenizer) -> Non
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_it_decodes_as_transformers_does(tiny_tokenizer: Tokenizer, skip: bool) -> None:
-    ids = [*tiny_tokenizer.render_chat([{"role": "user", "content": "a , b 🙂 don 't ."}]), *tiny_tokenizer.eos_token_ids]
+    chat = tiny_tokenizer.render_chat([{"role": "user", "content": "a , b 🙂 don 't ."}])
+    ids = [*chat, *tiny_tokenizer.eos_token_ids]
     hf = tiny_tokenizer._hf
     wanted = hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
     assert tiny_tokenizer.decode(tuple(ids), skip_special_tokens=skip) == wanted

@@ -70,6 +70,7 @@ def test_the_value_behind_a_cut_is_part_of_the_last_reward() -> None:
     assert piece_of(discrete, PPO, np.zeros((1, 4))).raw_actions.dtype == np.int32
 
 
+@pytest.mark.slow
 def test_an_expert_gets_better_and_acts_with_what_it_learned() -> None:
     learning, acting = learner(LearningSchedule("both", min_steps=64))
     before, returns = weights(acting.registry.get("aim")), []

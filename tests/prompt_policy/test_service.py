@@ -230,6 +230,7 @@ def test_many_clients_lose_nothing(tmp_path: Path) -> None:
         assert stats["total_experiences"] == 200 and stats["total_updates"] >= 2
 
 
+@pytest.mark.slow
 def test_no_request_makes_it_fail() -> None:
     """Right and wrong requests made from the OpenAPI document: no 500, nothing that the document does not declare."""
     with policy_server() as url:

@@ -221,6 +221,7 @@ class StopAt:
         return self.left <= 0
 
 
+@pytest.mark.slow
 def test_stopping_inside_a_step_saves_the_place_and_goes_on_there(tmp_path: Path) -> None:
     values = {"total_steps": 4, "checkpoint_interval": 9, "token_budget": 32, "update_epochs": 2, "packing": False}
     with running(tmp_path / "whole", **values) as whole:

@@ -220,6 +220,7 @@ async def _nobody(message: Any) -> None:
     raise AssertionError(message)
 
 
+@pytest.mark.slow
 def test_unfinished_bodies_are_bounded_together_and_small_requests_pass(fake: RunningServer) -> None:
     held = [half_sent(fake, sent=(1 << 20) - 5, announced=1 << 20) for _ in range(middleware.UNFINISHED_BODIES)]
     with half_sent(fake, sent=(1 << 20) - 5, announced=1 << 20) as one_more, fake.http() as http:

@@ -128,6 +128,7 @@ def server(tmp_path_factory):
         yield server
 
 
+@pytest.mark.slow
 @settings(max_examples=500, derandomize=True)
 @given(conversation=conversations())
 def test_three_apis_one_prompt(server, conversation):

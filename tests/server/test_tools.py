@@ -357,6 +357,7 @@ FORCED = [TOOLS[1], {"type": "function", "function": {"name": "sky", "parameters
 NAMED = {"type": "function", "function": {"name": "sky"}}
 
 
+@pytest.mark.slow
 def test_a_model_that_must_call_does_so(tiny_engine, tmp_path):
     tokenizer = tokenizer_with(tmp_path / "t", {}, chat_template=BRIEF_TEMPLATE, tool_parser="json_tools")
     with running_server(tiny_engine.client, tokenizer) as server, server.openai() as client:

@@ -51,6 +51,7 @@ def test_what_is_given_back_is_new_memory_again() -> None:
     assert run(f"{COMMON}\ngive_back_freed_memory()\nprint(faults(lambda: churn(1)))") > PAGES / 4
 
 
+@pytest.mark.slow
 @linux_cpu
 def test_loading_a_model_gives_back_what_it_left() -> None:
     load = "load_model(ModelConfig(base_path='builtin:tiny'))"

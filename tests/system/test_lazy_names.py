@@ -25,6 +25,7 @@ print(all(getattr(package, name).__name__ for package in packages for name in pa
 """
 
 
+@pytest.mark.slow
 def test_nothing_large_is_imported_with_the_package_and_every_name_is_there() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["set()", "True"]

@@ -135,6 +135,7 @@ spin()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["", "limit.start(0.0)"])
 def test_an_end_that_takes_too_long_is_made_one(then: str) -> None:
     """Threads that spin leave the others so little time that an end in order took minutes."""

@@ -77,6 +77,7 @@ def test_a_broken_compiler_is_found_out(tmp_path: Path) -> None:
     assert "mx.compile fails (fatal error: no ld)" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_command_shows_this_machine() -> None:
     result = doctor()
     assert result.returncode == ("to fix:" in result.stdout), result.stderr

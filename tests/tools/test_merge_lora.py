@@ -303,6 +303,7 @@ def test_a_refused_upload_says_so_and_keeps_the_model(tmp_path: Path, adapter: P
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_push_without_a_token_fails_before_the_work(tmp_path: Path, adapter: Path) -> None:
     base = trained_checkpoint(tmp_path / "base")
     result = push(base, adapter, tmp_path / "merged")

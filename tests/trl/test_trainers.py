@@ -204,6 +204,7 @@ def test_rewards_are_trls_sum(tmp_path: Path) -> None:
     assert line["reward_mean"] == pytest.approx(line["rewards/letters/mean"] + 0.5 * 0.5)
 
 
+@pytest.mark.slow
 def test_a_callback_ends_the_training_and_one_that_fails_is_heard(tmp_path: Path) -> None:
     class Stop:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -89,7 +89,7 @@ class TokenLayer(RoutedKeys):
         """Attention of a pool's rows, which read no segment, [n, heads, 1, D]."""
         if self._cache.kv_format.bits is None:
             keys, values = pool.read_step(self._layer)
-            if pool.compiled:
+            if pool.compiled and queries.dtype == mx.float32:
                 return attention_of_rows(queries, keys, values, scale, pool.bias)
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=pool.mask)
         count, heads, _, width = queries.shape
@@ -264,9 +264,12 @@ class TokenCache:
             self._arranged = False
 
     def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
-        """Gives each row room for cached[i] + 1 tokens, in a pool of its class."""
+        """Gives each row room for cached[i] + 1 tokens, in a pool of its class. Room of rows that left goes back here and
+        not as they leave: others often take it at once, a group after the other."""
         self._reach(len(cached))
         self._make_room(zip(self._rows, cached, strict=True), max_tokens)
+        for pool in self._pools.values():
+            pool.resize(_rows_kept(pool), pool.size)
         if max_tokens is not None and self._room > max_tokens:
             for pool in self._pools.values():
                 pool.resize(len(pool.rows), pool.size)
@@ -274,7 +277,6 @@ class TokenCache:
 
     def begin_step(self, positions: list[int]) -> None:
         self.reserve(positions)
-        self._give_back_room()
         if not self._arranged:
             self._arrange()
         order = self.order
@@ -344,7 +346,7 @@ class TokenCache:
         target = self._pools.get(key)
         if source is not None and len(rows) == len(source.rows) and (target is None or not target.rows):
             del self._pools[source.shares, source.size]
-            source.resize(source.capacity, key[1])
+            source.resize(_rows_kept(source), key[1])
             self._pools[key] = source
             return
         if target is None:
@@ -353,6 +355,7 @@ class TokenCache:
         if source is not None:
             mx.eval(arrays)
             source.remove(rows)
+            source.resize(_rows_kept(source), source.size)
         first = len(target.rows)
         target.add(rows)
         if len(target.rows) > target.capacity:
@@ -371,14 +374,6 @@ class TokenCache:
             assert pool is not None
             pool.remove(of_pool)
         self._drop_empty_pools()
-
-    def _give_back_room(self) -> None:
-        """Room of rows that left. Before a step and not as they leave, since others often take it at once: a group after
-        the other."""
-        for pool in self._pools.values():
-            spare = SPARE_ROWS if pool.size <= CLASS_STEP else 0
-            if pool.capacity > MOST_ROOM * len(pool.rows) + spare:
-                pool.resize(len(pool.rows) + spare // 2, pool.size)
 
     def _drop_empty_pools(self, *, all_of_them: bool = False) -> None:
         """Gives back pools without rows; not the smallest, which the next request will want."""
@@ -437,6 +432,13 @@ class TokenCache:
             if index is not None:
                 arrays = [mx.take(array, index, axis=0) for array in arrays]
             first.pool.write(layer, first.slot, arrays)
+
+
+def _rows_kept(pool: Pool) -> int:
+    """How many rows the pool keeps room for: all that it has room for, or fewer if that is far more than it holds."""
+    spare = SPARE_ROWS if pool.size <= CLASS_STEP else 0
+    enough = pool.capacity <= MOST_ROOM * len(pool.rows) + spare
+    return pool.capacity if enough else len(pool.rows) + spare // 2
 
 
 def _other_caches(caches: Iterable[Any]) -> list[str]:

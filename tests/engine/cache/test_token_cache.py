@@ -19,6 +19,7 @@ from mlx_parallm.engine.cache.sharing import (
     size_class,
     worth_a_segment,
 )
+from mlx_parallm.engine.cache.size_classes import Pool
 from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models import cpu_attention, cpu_kernels
@@ -132,6 +133,7 @@ class Twins:
 def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(small, fewest, monkeypatch):
     """Groups, prompts that part from each other in the middle, turns that go on, aborts, and a publish under way."""
     monkeypatch.setattr(cpu_attention, "FEWEST_POSITIONS", fewest)
+    calls = count_calls(monkeypatch)
     twins = Twins(max_rows=24, prefill_chunk=48)
     generator = random.Random(1)
     system = [generator.randrange(VOCAB - 1) for _ in range(40)]
@@ -150,12 +152,24 @@ def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(small, fewest, m
             turns[i] = [*turns[i], *outputs[f"g{i}"].completions[-1].token_ids, *range(3)]
     ways = {"level 0", "level 1", "all rows", "some rows", "shared", "alone", "out of order", "scattered"}
     assert twins.seen >= ways | {"some classes", "of different lengths"}
-    assert ("compiled" in twins.seen) == (fewest == 1 and cpu_attention.has_fast_products())
+    assert bool(calls) == ("compiled" in twins.seen) == (fewest == 1 and cpu_attention.has_fast_products())
+
+
+def count_calls(monkeypatch):
+    calls, function = [], tokens.attention_of_rows
+
+    def counting(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    monkeypatch.setattr(tokens, "attention_of_rows", counting)
+    return calls
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_many_rows_of_float32_are_computed_by_what_is_compiled(dtype):
+def test_many_rows_of_float32_are_computed_by_what_is_compiled(dtype, monkeypatch):
     """Where MLX computes on a CPU; exp by bits is of float32 only."""
+    calls = count_calls(monkeypatch)
     cache = TokenCache(qwen3_model(), 16, 2048)
     cache.place([PromptRows(0, 16, 140, ())], 0)
     seen = []
@@ -165,7 +179,8 @@ def test_many_rows_of_float32_are_computed_by_what_is_compiled(dtype):
         arrays = [mx.random.normal((16, heads, 1, 16)).astype(dtype) for heads in (2, 2, 4)]
         cache.layers[0].update_and_fetch(*arrays[:2])
         assert cache.layers[0].attend(arrays[2], 0.25).dtype == dtype
-    assert seen == [False, dtype == mx.float32 and cpu_attention.has_fast_products()]  # before: of an unknown type
+    wanted = dtype == mx.float32 and cpu_attention.has_fast_products()
+    assert seen == [False, wanted] and len(calls) == wanted  # before the first write the type is not known
 
 
 def test_adapters_of_a_group_and_beside_it_equal_the_rectangle(small):
@@ -268,8 +283,7 @@ def test_memory_and_reading_follow_the_tokens_held():
 
 
 def test_rows_take_the_room_that_others_left_since_the_last_step():
-    slots = TokenCache(qwen3_model(), 64, 4096)
-    cached: list[int] = []
+    slots, cached = TokenCache(qwen3_model(), 64, 4096), []
     for _ in range(2):
         _admit(slots, cached, 20, 40)
         slots.begin_step(cached)
@@ -277,6 +291,40 @@ def test_rows_take_the_room_that_others_left_since_the_last_step():
         _end(slots, cached, list(range(len(cached))))
     _admit(slots, cached, 20, 40)
     assert [id(array) for pool in slots._pools.values() for array in pool.state] == arrays
+
+
+def test_what_nobody_takes_goes_back_before_the_step_and_does_not_grow(monkeypatch):
+    """Not in `begin_step`, which runs under the weights' lock and after prompts were written."""
+    slots, cached, sizes, resize = TokenCache(qwen3_model(), 64, 4096), [], [], Pool.resize
+
+    def noting(pool, capacity, size):
+        sizes.append((capacity, size))
+        resize(pool, capacity, size)
+
+    _admit(slots, cached, 255, 40)
+    slots.begin_step(cached)
+    _end(slots, cached, list(range(1, 40)))
+    cached = [256]  # the last one needs a larger class, too
+    monkeypatch.setattr(Pool, "resize", noting)
+    slots.reserve(cached)
+    assert sizes and all(capacity == 1 for capacity, _ in sizes)
+    resized = [size for size in sizes if size[1] > 256]
+    assert resized
+    before = [id(array) for pool in slots._pools.values() for array in pool.state]
+    slots.begin_step(cached)
+    assert [id(array) for pool in slots._pools.values() for array in pool.state] == before
+
+
+@pytest.mark.parametrize("scored", [False, True], ids=["a prompt", "a text to score"])
+def test_room_of_rows_that_left_is_not_held_beside(scored):
+    served = serve(qwen3_model(), max_rows=32, prefill_chunk=16)
+    run(served.engine, [request("many", [1, 2, 3], n=30, max_tokens=3, ignore_eos=True)])
+    assert served.engine.cache.nbytes
+    text = ragged_prompts(1, shortest=60, longest=60)[0]
+    options = {"prompt_logprobs": 0, "max_tokens": 0} if scored else {"max_tokens": 2}
+    served.engine.add(request("long", text, **options))
+    served.engine.step()
+    assert served.engine.cache.nbytes == 0
 
 
 def _admit(slots, cached, length, count):

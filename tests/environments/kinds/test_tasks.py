@@ -67,6 +67,7 @@ def test_a_problem_depends_on_its_arguments_and_nothing_else():
     assert [make_problem(task, 17, seed=6, split="heldout") for task in TASKS] != first
 
 
+@pytest.mark.slow
 def test_problems_are_the_same_in_another_process():
     code = (
         "from mlx_parallm.environments.kinds.tasks import TASKS, make_problem\n"

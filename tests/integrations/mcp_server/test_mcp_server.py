@@ -109,6 +109,7 @@ def test_an_agent_starts_watches_asks_and_stops_a_training(directory: Path) -> N
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(directory) in " ".join(p.info["cmdline"] or [])]
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_says_why_and_leaves_nothing(directory: Path, tmp_path: Path) -> None:
     trainings = Trainings(directory)
     missing = CONFIG.replace("builtin:tiny", str(tmp_path / "no_model"))
