@@ -4,6 +4,8 @@ no test starts, `scripts/check_mlx_lm.py` says the same."""
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = runpy.run_path(str(ROOT / "scripts" / "check_mlx_lm.py"))
 API = "mlx_parallm/models/mlx_lm_api.py"

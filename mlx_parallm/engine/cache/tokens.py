@@ -264,8 +264,8 @@ class TokenCache:
             self._arranged = False
 
     def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
-        """Gives each row room for cached[i] + 1 tokens, in a pool of its class. Room of rows that left goes back here and
-        not as they leave: others often take it at once, a group after the other."""
+        """Gives each row room for cached[i] + 1 tokens, in a pool of its class. Room of rows that left goes back here
+        and not as they leave: others often take it at once, a group after the other."""
         self._reach(len(cached))
         self._make_room(zip(self._rows, cached, strict=True), max_tokens)
         for pool in self._pools.values():
