@@ -25,7 +25,7 @@ LINES: dict[str, int] = {
     "config": 2260,
     "dashboard": 1380,
     "distributed": 1680,
-    "engine": 5590,
+    "engine": 5600,
     "environments": 5020,
     "execution": 2650,
     "experts": 1580,

@@ -449,7 +449,7 @@ class Engine:
         score = self._scores[0]
         if score.done == 0 and not self.scheduler.has_room_beside:
             return None
-        if score.done == 0 and not self.scheduler.rows:
+        if not self.scheduler.rows:
             self.cache.shrink_to([])  # rows that left made room for the text
         try:
             with self.weights.read() as view:

@@ -267,9 +267,10 @@ class TokenCache:
         """Gives each row room for cached[i] + 1 tokens, in a pool of its class. Room of rows that left goes back here
         and not as they leave: others often take it at once, a group after the other."""
         self._reach(len(cached))
+        if max_tokens is not None and self._room + sum(map(size_class, cached)) > max_tokens:
+            self._give_back_room()  # first: the old and the new may not fit side by side
         self._make_room(zip(self._rows, cached, strict=True), max_tokens)
-        for pool in self._pools.values():
-            pool.resize(_rows_kept(pool), pool.size)
+        self._give_back_room()
         if max_tokens is not None and self._room > max_tokens:
             for pool in self._pools.values():
                 pool.resize(len(pool.rows), pool.size)
@@ -292,6 +293,8 @@ class TokenCache:
 
     def shrink_to(self, cached: list[int]) -> None:
         """Gives back the room that pools keep for rows to come."""
+        if not cached:
+            self.levels = []  # of the last step: segments that nobody reads
         for pool in self._pools.values():
             if pool.capacity > 4 * max(len(pool.rows), 1):
                 pool.resize(2 * len(pool.rows), pool.size)
@@ -375,11 +378,16 @@ class TokenCache:
             pool.remove(of_pool)
         self._drop_empty_pools()
 
+    def _give_back_room(self) -> None:
+        for pool in self._pools.values():
+            pool.resize(_rows_kept(pool), pool.size)
+
     def _drop_empty_pools(self, *, all_of_them: bool = False) -> None:
         """Gives back pools without rows; not the smallest, which the next request will want."""
         empty = [key for key, pool in self._pools.items() if not pool.rows and (all_of_them or pool.size > CLASS_STEP)]
         for key in empty:
             del self._pools[key]
+        self.step_pools = [pool for pool in self.step_pools if pool.rows]  # of the last step; they hold arrays
 
     def _arrange(self) -> None:
         """The order of the batch, and who reads which segment. It holds until rows come, go or move."""

@@ -1,5 +1,6 @@
 """Keys and values by tokens: attention in parts, segments that rows share, size classes; held to the rectangle."""
 
+import gc
 import random
 
 import mlx.core as mx
@@ -315,16 +316,54 @@ def test_what_nobody_takes_goes_back_before_the_step_and_does_not_grow(monkeypat
     assert [id(array) for pool in slots._pools.values() for array in pool.state] == before
 
 
-@pytest.mark.parametrize("scored", [False, True], ids=["a prompt", "a text to score"])
-def test_room_of_rows_that_left_is_not_held_beside(scored):
+@pytest.mark.parametrize("beside", ["a prompt", "a text to score", "a text that is being scored"])
+def test_room_of_rows_that_left_is_not_held_beside(beside):
     served = serve(qwen3_model(), max_rows=32, prefill_chunk=16)
-    run(served.engine, [request("many", [1, 2, 3], n=30, max_tokens=3, ignore_eos=True)])
-    assert served.engine.cache.nbytes
-    text = ragged_prompts(1, shortest=60, longest=60)[0]
-    options = {"prompt_logprobs": 0, "max_tokens": 0} if scored else {"max_tokens": 2}
-    served.engine.add(request("long", text, **options))
+    text = ragged_prompts(1, shortest=200, longest=200)[0]
+    options = {"max_tokens": 2} if beside == "a prompt" else {"prompt_logprobs": 0, "max_tokens": 0}
+    served.engine.add(request("many", [1, 2, 3], n=30, max_tokens=3, ignore_eos=True))
+    if beside.endswith("scored"):
+        served.engine.add(request("long", text, **options))
+    held = 0
+    while served.engine.scheduler.has_work:
+        served.engine.step()
+        held = max(held, served.engine.cache.nbytes)
+    if not beside.endswith("scored"):
+        served.engine.add(request("long", text, **options))
     served.engine.step()
-    assert served.engine.cache.nbytes == 0
+    served.engine.step()
+    assert held and served.engine.has_work and served.engine.cache.nbytes == 0
+
+
+def test_arrays_of_rows_that_left_are_not_kept_alive():
+    slots, cached = TokenCache(qwen3_model(), 8, 4096), []
+    gc.collect()
+    before = mx.get_active_memory()
+    for _ in range(4):
+        _admit(slots, cached, 200, 1)
+    slots.begin_step(cached)
+    mx.eval([pool.state for pool in slots.step_pools])
+    assert mx.get_active_memory() > before + 800 * slots.token_bytes()
+    slots.truncate(0)
+    slots.shrink_to([])
+    gc.collect()
+    assert mx.get_active_memory() <= before + 4096
+
+
+def test_where_memory_is_bounded_the_old_goes_before_the_new_comes(monkeypatch):
+    slots, cached, rooms = TokenCache(qwen3_model(), 64, 4096), [], []
+    _admit(slots, cached, 20, 1)
+    for _ in range(40):
+        _admit(slots, cached, 200, 1)
+    slots.begin_step(cached)
+    _end(slots, cached, list(range(1, 40)))
+    slots.place([PromptRows(0, 30, 30, ())], 2)
+    before = slots._room
+    monkeypatch.setattr(
+        Pool, "resize", lambda pool, *size, was=Pool.resize: (was(pool, *size), rooms.append(slots._room))
+    )
+    slots.reserve([*cached, *[30] * 30], 40 * 256)
+    assert rooms and max(rooms) <= before
 
 
 def _admit(slots, cached, length, count):
