@@ -106,6 +106,37 @@ def test_curves_follow_the_run_and_a_lost_server_is_said(tmp_path: Path, opened:
         server.stop(0.1)
 
 
+def test_what_waits_is_shown_below_the_newest_step_alone(url: str, opened: Opened) -> None:
+    """Not below a step before it, and not before its groups: what one is about to click does not move."""
+    context, held, answered = opened.context(), list[Any](), list[str]()
+    context.on("response", lambda response: answered.append(response.url))
+
+    def hold(route: Any) -> None:
+        held.append(route)
+
+    def until_in(addresses: list[str], text: str) -> None:
+        while not [address for address in addresses if text in address]:
+            page.wait_for_timeout(20)
+
+    context.route("**/metrics?**", hold)
+    page = opened.page(f"{url}#/step/1", context)
+    page.wait_for_selector("[data-group='sums-1']")
+    until_in(opened.requests, "/metrics?")
+    held.pop().continue_()
+    page.wait_for_selector(".steps:has-text('of 3')")
+    assert not [address for address in opened.requests if "state=waiting" in address]
+    context.unroute("**/metrics?**")
+    context.route("**/groups?**first_step=3**", hold)
+    page = opened.page(f"{url}#/step/3", context)
+    until_in(opened.requests, "first_step=3")
+    until_in(answered, "state=waiting")
+    assert page.locator(".group").count() == 0
+    for route in held:
+        route.continue_()
+    page.wait_for_selector("section[aria-label=waiting] [data-group='tools-9']")
+    assert page.locator(".group").first.get_attribute("data-group") != "tools-9"
+
+
 def test_hostile_text_is_text(url: str, open_page: Open) -> None:
     page = open_page(f"{url}#/step/1?kind=mixed")
     page.click(".group")

@@ -60,9 +60,9 @@ export function Step({ run, info, metrics, words, step, query, go }) {
   const order = query.order ?? "best";
   const [more, setMore] = useState({ of: "", groups: [], older: null });
   const asked = { run, first_step: step, last_step: step, environment: query.environment, order };
-  const last = metrics?.steps.at(-1) ?? step;
-  const answer = useData("groups", asked, step >= last ? words?.rollouts : "");
-  const waiting = useData(step >= last ? "groups" : "", { run, state: "waiting", limit: 64 }, words?.rollouts).data?.groups ?? [];
+  const last = metrics?.steps.at(-1) ?? step, newest = Boolean(metrics) && step >= last; // before the metrics are there nobody knows
+  const answer = useData("groups", asked, newest ? words?.rollouts : "");
+  const waiting = useData(newest ? "groups" : "", { run, state: "waiting", limit: 64 }, words?.rollouts).data?.groups ?? [];
   const of = JSON.stringify(asked), extra = more.of === of ? more : { groups: [], older: answer.data?.older ?? null };
   const all = [...(answer.data?.groups ?? []), ...extra.groups];
   const groups = all.filter((group) => !query.kind || (query.kind === "dropped" ? group.state !== "taken" : group.kind === query.kind));
@@ -90,7 +90,7 @@ export function Step({ run, info, metrics, words, step, query, go }) {
     ${extra.older && html`<button onClick=${further}>more groups of this step</button>`}
     ${answer.data && !groups.length && html`<p class="empty">${all.length ? "No group of this step is of that kind." : "The store has no groups of this step."}</p>`}
     ${answer.data?.notes.map((note) => html`<p class="quiet">${note}</p>`)}
-    ${waiting.length > 0 && html`<section aria-label="waiting"><div class="heading"><h2>Sampled, and not trained on yet</h2></div><${GroupList} groups=${waiting} open=${open} selected=${-1} /></section>`}`;
+    ${newest && answer.data && waiting.length > 0 && html`<section aria-label="waiting"><div class="heading"><h2>Sampled, and not trained on yet</h2></div><${GroupList} groups=${waiting} open=${open} selected=${-1} /></section>`}`;
 }
 
 function Choice({ label, value, values, set }) {
