@@ -16,7 +16,7 @@ import numpy as np
 from mlx_parallm.engine.grammar import allowed_tokens
 from mlx_parallm.engine.logit_edits import stack_edits
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.models.cpu_kernels import exp_minus
+from mlx_parallm.models.cpu_kernels import exp_minus, row_maxima
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.sums import logsumexp
 from mlx_parallm.types import SamplingParams, TopLogprob
@@ -45,7 +45,7 @@ class BlockedLogits:
     def split(logits: mx.array) -> "BlockedLogits":
         """Split [n, V] float32."""
         rows, vocab = logits.shape
-        largest = logits.max(axis=-1, keepdims=True)
+        largest = row_maxima(logits)
         masses = exp_minus(logits, largest)
         if padding := -vocab % BLOCK:
             masses = mx.pad(masses, [(0, 0), (0, padding)])

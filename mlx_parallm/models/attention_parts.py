@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
-from mlx_parallm.models.cpu_kernels import exp2_minus
+from mlx_parallm.models.cpu_kernels import exp2_minus, row_maxima
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NOTHING = -1e30  # the maximum of a part without positions
@@ -60,7 +60,7 @@ def attend_partly(
         scores = keys_t.product(queries).astype(mx.float32) * factor
     if mask is not None:
         scores = mx.where(mask, scores, NOTHING)
-    top = scores.max(axis=-1, keepdims=True)
+    top = row_maxima(scores)
     weights = exp2_minus(scores, top)
     if mask is not None:
         weights = mx.where(mask, weights, 0.0)

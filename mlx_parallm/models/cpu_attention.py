@@ -13,8 +13,8 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from mlx_parallm.models.attention_parts import LN_2, LOG2_E, attend_partly, finish, merge
-from mlx_parallm.models.cpu_kernels import available, exp2, exp2_minus
+from mlx_parallm.models.attention_parts import LN_2, LOG2_E, Factor, Partial, attend_partly, finish, join, merge
+from mlx_parallm.models.cpu_kernels import available, exp2_minus, on_cpu, row_maxima
 from mlx_parallm.system.blas import blas_status
 
 Mask = mx.array | str | None  # a string: "causal"
@@ -96,9 +96,23 @@ def attention_of_rows(
     scores = (grouped @ keys[:, :, None].swapaxes(-1, -2)).reshape(rows, heads, 1, -1)
     if bias is not None:
         scores = scores + bias
-    weights = exp2_minus(scores, scores.max(axis=-1, keepdims=True))
+    weights = exp2_minus(scores, row_maxima(scores))
     weighted = weights.reshape(rows, keys.shape[1], -1, 1, weights.shape[-1]) @ values[:, :, None]
     return weighted.reshape(rows, heads, 1, -1) / weights.sum(axis=-1, keepdims=True)
+
+
+def attend_by_heads(
+    queries: mx.array, keys_t: Factor, values: Factor, mask: mx.array | None, factor: float
+) -> Partial:
+    """`attend_partly` of queries [H, rows, D] over keys [H, D, T] and values [H, T, Dv]; on a CPU of as many heads at a
+    time as stay in the core's cache."""
+    if not (isinstance(keys_t, mx.array) and isinstance(values, mx.array) and on_cpu()):
+        return attend_partly(queries, keys_t, values, mask, factor)
+    found: list[Partial] = []
+    for heads in _slices(len(queries), max(1, BLOCK // (queries.shape[1] * keys_t.shape[-1]))):
+        (x,) = _after(list(found[-1]) if found else [], queries[heads])
+        found.append(attend_partly(x, keys_t[heads], values[heads], mask, factor))
+    return join(found)
 
 
 def _forward(
@@ -281,7 +295,7 @@ def _weights_and_slopes(
     scores: mx.array, lse: mx.array, products: mx.array, delta: mx.array, seen: mx.array | None
 ) -> tuple[mx.array, mx.array]:
     """P = 2^(scores - lse), 0 where a position is not seen, and P · (products - δ)."""
-    weights = exp2(scores - lse)
+    weights = exp2_minus(scores, lse)
     if seen is not None:
         weights = mx.where(seen, weights, 0.0)
     return weights, weights * (products - delta)

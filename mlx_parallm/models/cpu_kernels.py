@@ -17,7 +17,7 @@ Experts (`SwitchLinear`) are left as they are: their products gather weights by 
 import math
 import shutil
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import mlx.core as mx
@@ -25,9 +25,27 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 _ROUND = 12582912.0  # 1.5 · 2²³: adding it leaves a float32 rounded to an integer
-_LOWEST = -87.0  # exp below it is no normal float32
-_LOWEST_POWER = -100.0  # products with 2^-125 would be subnormal numbers, which take a BLAS 30 times as long
-EXP2_SHAPES = 1024  # traces that are kept
+_ONE, _NAN = 0x3F800000, 0x7FC00000  # bits of 1.0 and of a NaN
+_UNIT = float(1 << 23)  # of the last bit of a number between 1 and 2
+_LOWEST, _LOWEST_POWER = -87.0, -100.0  # below them exp and 2^x are 0 here, above them normal numbers
+# (e^r - 1 - r) / r² on [-ln 2 / 2, ln 2 / 2]: Cephes' expf
+_EXP = (5.0000001201e-1, 1.6666665459e-1, 4.1665795894e-2, 8.3334519073e-3, 1.3981999507e-3, 1.9875691500e-4)
+# (2^r - 1) / r on [0, 1]: interpolated at Chebyshev's nodes, error 5e-9
+_EXP2 = (6.9314717086e-01, 2.4022720418e-01, 5.5496023564e-02, 9.6521950553e-03, 1.2692166076e-03, 2.0817915021e-04)
+# σ(x) = 1/2 + x · p(x²) / q(x²): Eigen's rational tanh of x / 2, where x is bounded
+_BOUND = 15.997623443603516
+_SHARE_P = (
+    4.89352455891786e-03 / 4,
+    6.37261928875436e-04 / 4**2,
+    1.48572235717979e-05 / 4**3,
+    5.12229709037114e-08 / 4**4,
+    -8.60467152213735e-11 / 4**5,
+    2.00018790482477e-13 / 4**6,
+    -2.76076847742355e-16 / 4**7,
+)
+_SHARE_Q = (4.89352518554385e-03, 2.26843463243900e-03 / 4, 1.18534705686654e-04 / 4**2, 1.19825839466702e-06 / 4**3)
+TRACES = 1024  # of fused functions: one for each shape
+LEAST_TO_FOLD = 1 << 16  # numbers: of fewer, one reduction is faster than more operations
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _AGREES = 1e-5  # of the largest output
 _SCALES = (1.0, 1000.0)  # of the inputs tried: the small one shows another curve, the large one a clamp (step3p5)
@@ -46,73 +64,91 @@ def available() -> bool:
     return on_cpu() and shutil.which("g++") is not None
 
 
+@lru_cache(maxsize=TRACES)
+def _fused(function: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., Any]:
+    """The function as one loop over arrays of this shape. MLX keeps a trace for every shape; here the shapes are as many
+    as there are texts, so the ones not used for longest are dropped.
+
+    g++ computes four numbers at a time where nothing is broadcast, where no number is chosen (`mx.maximum`, `mx.where`)
+    and where MLX does not cut the chain, which it does after 11 operations: hence bits that are masked, polynomials that
+    are trees, and bounds and differences that are operations before.
+    """
+    return mx.compile(lambda *arrays: function(*arrays))
+
+
 def exp_minus(x: mx.array, shift: mx.array) -> mx.array:
     """exp(x - shift) of float32, x ≤ shift; relative error 8e-8 (MLX's own: 4e-6), exactly 0 below exp(-87), NaN stays
     NaN."""
-    return _exp_minus(x, shift) if available() else mx.exp(x - shift)
+    x = x - shift
+    if not available():
+        return mx.exp(x)
+    power = _fused(_power, x.shape)(x)
+    rest = mx.view(_fused(_exp_of_rest, x.shape)(x, power), mx.int32)
+    return mx.view(_fused(_times_power, x.shape)(x, power, rest), mx.float32)
 
 
-@mx.compile
-def _exp_minus(x: mx.array, shift: mx.array) -> mx.array:
-    return _exp(x - shift)
+def _power(x: mx.array) -> mx.array:
+    """k of e^x = 2^k · e^r, |r| ≤ ln 2 / 2."""
+    return (x * 1.4426950408889634 + _ROUND) - _ROUND
 
 
-def _exp(x: mx.array) -> mx.array:
-    """2^k · exp(r) with k = round(x / ln 2) and the polynomial of Cephes' expf for exp(r), |r| ≤ ln 2 / 2."""
-    bounded = mx.maximum(x, _LOWEST)
-    k = (bounded * 1.4426950408889634 + _ROUND) - _ROUND
-    r = bounded - k * 0.693359375 + k * 2.12194440e-4
-    p = ((1.9875691500e-4 * r + 1.3981999507e-3) * r + 8.3334519073e-3) * r + 4.1665795894e-2
-    p = ((p * r + 1.6666665459e-1) * r + 5.0000001201e-1) * (r * r) + r + 1.0
-    power = mx.view((k.astype(mx.int32) + 127) << 23, mx.float32)
-    return mx.where(x < _LOWEST, 0.0, p * power)
+def _exp_of_rest(x: mx.array, k: mx.array) -> mx.array:
+    r = (x - k * 0.693359375) + k * 2.12194440e-4
+    r2, a = r * r, _EXP
+    return (1.0 + r) + ((a[0] + a[1] * r) + ((a[2] + a[3] * r) + (a[4] + a[5] * r) * r2) * r2) * r2
+
+
+def _times_power(x: mx.array, k: mx.array, bits: mx.array) -> mx.array:
+    """Bits of 2^k · p, of p's."""
+    mask = (x < _LOWEST).astype(mx.int32) - 1
+    return (bits + (k.astype(mx.int32) << 23)) & mask
 
 
 def exp2_minus(x: mx.array, shift: mx.array) -> mx.array:
-    """2^(x - shift) of float32, x ≤ shift; relative error 2e-7, 2⁻¹⁰⁰ at the least, NaN stays NaN.
-
-    MLX keeps a trace of a compiled function for every shape that it was called with. Here shapes are as many as there
-    are texts, so the ones not used for longest are dropped.
-    """
-    return _exp2_of(x.shape)(x, shift) if available() else mx.exp((x - shift) * math.log(2))
-
-
-@lru_cache(maxsize=EXP2_SHAPES)
-def _exp2_of(shape: tuple[int, ...]) -> Callable[[mx.array, mx.array], mx.array]:
-    return mx.compile(lambda x, shift: exp2(x - shift))
+    """2^(x - shift) of float32, x ≤ shift; relative error 2e-7, exactly 0 below 2⁻¹⁰⁰, NaN stays NaN."""
+    x = x - shift
+    if not available():
+        return mx.exp(x * math.log(2))
+    return mx.view(_fused(_exp2, x.shape)(x), mx.float32)
 
 
-def exp2(x: mx.array) -> mx.array:
-    """2^k · 2^r with k = round(x), and the polynomial of Cephes' exp2f for 2^r, |r| ≤ 1/2. The last bits of
-    x + 1.5 · 2²³ are k: shifted, they are the exponent of 2^k less that of 1."""
-    bounded = mx.maximum(x, _LOWEST_POWER)
-    rounded = bounded + _ROUND
-    r = bounded - (rounded - _ROUND)
-    p = ((1.535336188319500e-4 * r + 1.339887440266574e-3) * r + 9.618437357674640e-3) * r + 5.550332471162809e-2
-    p = ((p * r + 2.402264791363012e-1) * r + 6.931472028550421e-1) * r + 1.0
-    return p * mx.view((mx.view(rounded, mx.int32) << 23) + 0x3F800000, mx.float32)
+def _exp2(x: mx.array) -> mx.array:
+    """Bits of 2^k · p with 1 ≤ p ≤ 2: at 2 the sum carries."""
+    k = ((x - 0.5) + _ROUND) - _ROUND
+    r, a = x - k, [factor * _UNIT for factor in _EXP2]
+    r2 = r * r
+    r3 = r2 * r
+    mantissa = ((a[0] + a[1] * r) * r + (a[2] + a[3] * r) * r3) + (a[4] + a[5] * r) * (r3 * r2)
+    mask, nan = -(x >= _LOWEST_POWER).astype(mx.int32), -(x != x).astype(mx.int32) & _NAN
+    return (mantissa.astype(mx.int32) & mask) + ((((k.astype(mx.int32) << 23) + _ONE) & mask) | nan)
 
 
-def _sigmoid(x: mx.array) -> mx.array:
-    """(1 + tanh(x / 2)) / 2; tanh is Eigen's rational function: no exp."""
-    t = mx.minimum(mx.maximum(x * 0.5, -7.99881172180175781), 7.99881172180175781)
-    s = t * t
-    p = ((-2.76076847742355e-16 * s + 2.00018790482477e-13) * s - 8.60467152213735e-11) * s + 5.12229709037114e-08
-    p = ((p * s + 1.48572235717979e-05) * s + 6.37261928875436e-04) * s + 4.89352455891786e-03
-    q = ((1.19825839466702e-06 * s + 1.18534705686654e-04) * s + 2.26843463243900e-03) * s + 4.89352518554385e-03
-    return 0.5 + 0.5 * (t * p / q)
+def row_maxima(x: mx.array) -> mx.array:
+    """`x.max(axis=-1, keepdims=True)`. MLX's reduction of rows goes one number at a time on the CPU, comparing two
+    halves many."""
+    while x.size >= LEAST_TO_FOLD and x.shape[-1] > 1 and on_cpu():
+        half = (x.shape[-1] + 1) // 2
+        x = mx.maximum(x[..., :half], x[..., -half:])
+    return x.max(axis=-1, keepdims=True)
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) · up in float32. σ(gate) is kept for the gradient, in which MLX fuses nothing; there is no second
-    derivative."""
+    """silu(gate) · up in float32. σ(gate) is kept for the gradient; there is no second derivative."""
     return cast("tuple[mx.array, mx.array]", _swiglu_and_share(gate, up))[0]
 
 
 @mx.custom_function
-@partial(mx.compile, shapeless=True)
 def _swiglu_and_share(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
-    share = _sigmoid(gate)
+    bounded = mx.minimum(mx.maximum(gate, -_BOUND), _BOUND)
+    return cast("tuple[mx.array, mx.array]", _fused(_gated, gate.shape)(bounded, gate, up))
+
+
+def _gated(bounded: mx.array, gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
+    (a, b), s = (_SHARE_P, _SHARE_Q), bounded * bounded
+    s2 = s * s
+    p = ((a[0] + a[1] * s) + (a[2] + a[3] * s) * s2) + ((a[4] + a[5] * s) + a[6] * s2) * (s2 * s2)
+    q = (b[0] + b[1] * s) + (b[2] + b[3] * s) * s2
+    share = 0.5 + bounded * p / q
     return gate * share * up, share
 
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_parallm.models.cpu_kernels import exp_minus
+from mlx_parallm.models.cpu_kernels import exp_minus, row_maxima
 from mlx_parallm.models.sums import logsumexp, row_sums
 
 
@@ -46,7 +46,7 @@ def token_logprobs_and_entropy(
 
     @mx.custom_function
     def scores(z: mx.array) -> tuple[mx.array, ...]:
-        peak = z.max(axis=-1, keepdims=True)
+        peak = row_maxima(z)
         masses = exp_minus(z, peak)
         total = row_sums(masses)[..., None]
         normalizer = (peak + mx.log(total))[..., 0]

@@ -22,7 +22,7 @@ from mlx_parallm.engine.cache.sharing import CLASS_STEP, FIRST_ANSWER, PromptRow
 from mlx_parallm.engine.cache.size_classes import SLACK, Pool, Row
 from mlx_parallm.models.attention import RoutedKeys, route_attention
 from mlx_parallm.models.attention_parts import LOG2_E, NOTHING, Partial, attend_partly, finish, join, merge
-from mlx_parallm.models.cpu_attention import attention_of_rows
+from mlx_parallm.models.cpu_attention import attend_by_heads, attention_of_rows
 from mlx_parallm.models.mlx_lm_api import KVCache, make_prompt_cache
 
 MOST_ROOM = 1.25  # rows that a pool has room for, for each one in it; above that it shrinks
@@ -129,7 +129,7 @@ class TokenLayer(RoutedKeys):
         for part in level.parts:
             rows = queries[part.rows].transpose(1, 0, 2, 3).reshape(heads, -1, width)
             mask = None if part.mask is None else mx.repeat(part.mask, repeats, axis=0)
-            partial = attend_partly(rows, *part.factors[self._layer], mask, factor)
+            partial = attend_by_heads(rows, *part.factors[self._layer], mask, factor)
             shape = (heads, part.count, repeats, 1, -1)
             found.append(Partial(*(array.reshape(shape).transpose(1, 0, 2, 3, 4) for array in partial)))
         if not level.complete:
