@@ -27,7 +27,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.models.cpu_kernels import unpacks
+from mlx_parallm.models.cpu_kernels import fused, unpacks
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
 from mlx_parallm.models.layout import (
     CompactRows,
@@ -115,6 +115,7 @@ class BlockwiseModel:
         self._below_slots = [s for s in self._outer_slots if not is_value_head(self.slots.names[s])]
         inside = {id(module) for block in stack.blocks for module in block.modules()}
         outside = [module for module in self.model.modules() if id(module) not in inside]
+        self._unpacks = any(unpacks(module) for module in self.model.modules())
         self._costly_head = bool(self._below_slots) or any(unpacks(module) for module in outside)
 
     # ------------------------------------------------------------------ scoring
@@ -203,7 +204,8 @@ class BlockwiseModel:
 
         below = self._trainable_below(last)
         parameters = self.slots.read(slots)
-        (value, extras), results = mx.value_and_grad(loss, argnums=(0, 1) if below else 1)(starts[last], parameters)
+        differentiate = self._fused(mx.value_and_grad(loss, argnums=(0, 1) if below else 1), starts[last].size)
+        (value, extras), results = differentiate(starts[last], parameters)
         cotangent, new = results if below else (None, results)
         self._add(gradients, slots, new, value, *extras, cotangent)
         starts.pop()
@@ -255,7 +257,9 @@ class BlockwiseModel:
                 with self.slots.bound(parameters, outer):
                     return list(self._scores(hidden, batch, chunk))
 
-            _, new = mx.vjp(head, [rows[chunk], *self.slots.read(outer)], [slope[chunk] for slope in slopes])
+            piece = rows[chunk]
+            size = len(piece) * self._vocabulary
+            new = self._vjp(head, [piece, *self.slots.read(outer)], [slope[chunk] for slope in slopes], size)
             self._add(gradients, outer, new[1:], new[0])
             by_row.append(new[0])
         return value, extras, mx.concatenate(by_row)
@@ -281,14 +285,14 @@ class BlockwiseModel:
 
             parameters = self.slots.read(slots)
             if self._trainable_below(group):
-                _, (cotangent, *new) = mx.vjp(block, [hidden, *parameters], [cotangent])
+                cotangent, *new = self._vjp(block, [hidden, *parameters], [cotangent], hidden.size)
             else:
                 closed = hidden
 
                 def constant(*parameters: mx.array, hidden: mx.array = closed, block: Any = block) -> mx.array:
                     return block(hidden, *parameters)
 
-                _, new = mx.vjp(constant, parameters, [cotangent])
+                new = self._vjp(constant, parameters, [cotangent], hidden.size)
                 cotangent = None
             self._add(gradients, slots, new, cotangent)
         if cotangent is not None and self._below_slots:
@@ -302,7 +306,7 @@ class BlockwiseModel:
             with self.slots.bound(parameters, self._below_slots):
                 return layout.embed(stack)[0]
 
-        _, new = mx.vjp(embed, self.slots.read(self._below_slots), [cotangent])
+        new = self._vjp(embed, self.slots.read(self._below_slots), [cotangent], cotangent.size)
         self._add(gradients, self._below_slots, new)
 
     # ------------------------------------------------------------------ parts
@@ -342,6 +346,20 @@ class BlockwiseModel:
 
     def _trainable_below(self, group: int) -> bool:
         return bool(self._below_slots) or any(self._group_slots[:group])
+
+    def _fused(self, function: Callable[..., Any], size: int) -> Callable[..., Any]:
+        """See `cpu_kernels.fused`. Not where weights are unpacked for the moment: all would be unpacked at once."""
+        return function if self._unpacks else fused(function, size)
+
+    def _vjp(
+        self, function: Callable[..., Any], primals: list[mx.array], cotangents: list[mx.array], size: int
+    ) -> list[mx.array]:
+        """The slopes by `primals`."""
+
+        def pull(primals: list[mx.array], cotangents: list[mx.array]) -> list[mx.array]:
+            return mx.vjp(function, primals, cotangents)[1]
+
+        return cast("list[mx.array]", self._fused(pull, size)(primals, cotangents))
 
     def _add(
         self,

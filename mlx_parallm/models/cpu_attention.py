@@ -24,7 +24,7 @@ BLOCK = 1 << 18  # scores of a block: 1 MiB, half of a core's own cache
 LEAST_QUERIES, MOST_QUERIES = 16, 64  # of a block
 ALONE_FROM = 256  # positions that all queries of a block see: from so many on they are a part of their own
 FEWEST_SCORES = 4096  # of a head: 64 queries over as many positions; with fewer a gradient is slower than MLX's
-FEWEST_POSITIONS = 2048  # of all rows of a decode step; with fewer MLX's attention, of fewer operations, is faster
+FEWEST_POSITIONS = 512  # of all rows of a decode step; with fewer MLX's attention, of fewer operations, is faster
 
 
 class _Part(NamedTuple):

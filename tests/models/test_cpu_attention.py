@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from mlx_parallm.models import attention as routing
 from mlx_parallm.models import cpu_attention, cpu_kernels
 from mlx_parallm.models.attention import route_attention
-from mlx_parallm.models.attention_parts import NOTHING
+from mlx_parallm.models.attention_parts import NOTHING, attend_partly
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache, mlx_lm_attention
 from mlx_parallm.system.blas import BlasStatus
 from tests.rl_training.making import make_config, make_trainer
@@ -162,3 +163,28 @@ def test_a_trainers_model_goes_there_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "scaled_dot_product_attention", mlx_lm_attention)  # as mlx-lm has it
     make_trainer(make_config())
     assert module.scaled_dot_product_attention is not mlx_lm_attention
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("heads", [1, 2, 5])
+def test_heads_one_after_the_other_are_all_heads_at_once(
+    heads: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five heads, of which so many stay in the cache."""
+    rows, positions = 6, 70
+    shapes = [(5, rows, 8), (5, 8, positions), (5, positions, 4)]
+    arrays = [mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate(shapes)]
+    mask = mx.arange(positions) < mx.array([70, 3, 1, 69, 0, 12])[:, None] if masked else None
+    wanted = attend_partly(*arrays, mask, 0.5)
+    monkeypatch.setattr(cpu_attention, "BLOCK", heads * rows * positions)
+    tiles: list[int] = []
+
+    def counting(queries: mx.array, *others: Any) -> Any:
+        tiles.append(len(queries))
+        return attend_partly(queries, *others)
+
+    monkeypatch.setattr(cpu_attention, "attend_partly", counting)
+    found = cpu_attention.attend_by_heads(*arrays, mask, 0.5)
+    assert tiles == {1: [1] * 5, 2: [2, 2, 1], 5: [5]}[heads]
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -2,6 +2,10 @@
 
 import copy
 import gc
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,16 +20,55 @@ needs_cpu = pytest.mark.skipif(not cpu_kernels.on_cpu(), reason="MLX computes on
 needs_compiler = pytest.mark.skipif(not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler")
 
 
-@pytest.mark.parametrize(("fused", "error"), [(True, 2e-7), (False, 5e-6)], ids=["polynomial", "MLX's own"])
-def test_exp_is_as_right_as_its_docstring_says(monkeypatch: pytest.MonkeyPatch, fused: bool, error: float) -> None:
-    if fused and not cpu_kernels.available():
-        pytest.skip("needs MLX on the CPU and a C++ compiler")
+@pytest.mark.parametrize(
+    ("power", "exact", "lowest", "fused", "error"),
+    [
+        pytest.param(cpu_kernels.exp_minus, np.exp, -87.0, True, 1.3e-7, marks=needs_compiler, id="e"),
+        pytest.param(cpu_kernels.exp2_minus, np.exp2, -100.0, True, 1.3e-7, marks=needs_compiler, id="2"),
+        pytest.param(cpu_kernels.exp_minus, np.exp, -87.0, False, 5e-6, id="e, MLX's own"),
+        pytest.param(cpu_kernels.exp2_minus, np.exp2, -100.0, False, 6e-6, id="2, MLX's own"),
+    ],
+)
+def test_powers_are_as_right_as_their_docstrings_say(
+    monkeypatch: pytest.MonkeyPatch,
+    power: Callable[..., mx.array],
+    exact: Callable[..., Any],
+    lowest: float,
+    fused: bool,
+    error: float,
+) -> None:
     monkeypatch.setattr(cpu_kernels, "available", lambda: fused)
-    x = mx.concatenate([mx.linspace(-86.9, 0.0, 50_001), mx.array([-88.0, -1e30, -float("inf"), float("nan")])])
-    found = np.array(cpu_kernels.exp_minus(x[None] + 3.0, mx.array([[3.0]])))[0].astype(np.float64)
-    exact = np.exp(np.array(x + 3.0 - 3.0, dtype=np.float64))
-    assert np.abs(found[:-4] / exact[:-4] - 1).max() < error
-    assert found[-4:-1].max() < 1e-37 and np.isnan(found[-1])
+    whole = -np.arange(0.0, -lowest)  # and what lies beside them, where another power of two begins
+    edges = np.concatenate([whole, whole * np.log(2), np.nextafter(whole, 1), np.nextafter(whole * np.log(2), -200)])
+    x = mx.array(np.concatenate([np.linspace(lowest, 0, 50_001), edges.clip(lowest, 0)]).astype(np.float32))
+    found = np.array(power(x[None], mx.array([[0.0]])))[0].astype(np.float64)
+    assert np.abs(found / exact(np.array(x, np.float64)) - 1).max() < error
+    few = power(mx.array([[7.0, 3.0, -200.0, -1e30, -float("inf"), float("nan")]]), mx.array([[7.0]]))[0].tolist()
+    assert few[:2] == [1.0, pytest.approx(exact(-4.0), rel=error)] and max(few[2:5]) < 1e-37 and np.isnan(few[5])
+    assert np.isnan(power(mx.array([[1.0, 2.0]]), mx.array([[float("nan")]]))).all(), "of a row with NaN all are"
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["_power", "_exp_of_rest", "_times_power", "_exp2", "_gated"])
+def test_each_is_one_loop(name: str, tmp_path: Path) -> None:
+    """MLX cuts what is more than 11 operations deep, and each cut costs a pass over the array."""
+    count = {"_exp_of_rest": 2, "_times_power": 3, "_gated": 3}.get(name, 1)
+    arrays = [mx.zeros((64,)) for _ in range(count)]
+    if name == "_times_power":
+        arrays[2] = mx.zeros((64,), mx.int32)
+    found = cpu_kernels._fused(getattr(cpu_kernels, name), 64)(*arrays)
+    mx.export_to_dot(str(tmp_path / "graph.dot"), *(found if isinstance(found, tuple) else [found]))
+    labels = re.findall(r'label ?= ?"([^"]+)"', (tmp_path / "graph.dot").read_text())
+    assert len([label for label in labels if "Compiled" in label]) == 1, labels
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 30_001), (1, 70_000), (70_000, 1)])
+def test_row_maxima(shape: tuple[int, ...]) -> None:
+    x = mx.random.normal(shape, key=mx.random.key(1))
+    x[..., 0, -1] = -float("inf")
+    assert mx.array_equal(cpu_kernels.row_maxima(x), x.max(axis=-1, keepdims=True))
+    x[..., 0, shape[-1] // 2] = float("nan")
+    assert mx.isnan(cpu_kernels.row_maxima(x)).sum().item() == (shape[0] if len(shape) == 3 else 1)
 
 
 def test_swiglu_and_its_gradient_are_right_to_1e_6() -> None:

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.models import blockwise
+from mlx_parallm.models import blockwise, cpu_kernels
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
@@ -37,6 +38,12 @@ def with_full_weights(model: nn.Module) -> nn.Module:
 def with_4_bit_base(model: nn.Module) -> nn.Module:
     nn.quantize(model, group_size=32, bits=4, class_predicate=lambda _, m: isinstance(m, nn.Linear))
     return with_lora(model)
+
+
+def with_an_unpacked_base(model: nn.Module) -> nn.Module:
+    model = with_4_bit_base(model)
+    assert cpu_kernels.use_unpacking(model)
+    return model
 
 
 def batch() -> TokenBatch:
@@ -95,6 +102,30 @@ def test_any_number_of_blocks(blocks: int, prepare: Callable[[nn.Module], nn.Mod
     _, _, other = BlockwiseModel(model, blocks_per_eval=blocks).loss_and_gradients(batch(), objective)
     for a, b in zip(one, other, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.slow  # g++ makes the loops
+@pytest.mark.skipif(not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler")
+@pytest.mark.parametrize("prepare", [with_lora, with_full_weights, with_4_bit_base, with_an_unpacked_base])
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_fused_gradients_are_those_of_the_operations_one_by_one(
+    blocks: int, prepare: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, with other numbers: nothing of the first call is a constant of the second."""
+    made: list[Callable[..., Any]] = []
+    compile_, parts = mx.compile, BlockwiseModel(prepare(make_model()), blocks_per_eval=blocks)
+    other = replace(batch(), inputs=batch().inputs[::-1], temperature=1.0)
+    for tokens in (batch(), other):
+        value, _, gradients = parts.loss_and_gradients(tokens, objective)
+        monkeypatch.setattr(cpu_kernels, "FEWEST_TO_FUSE", 0)
+        monkeypatch.setattr(mx, "compile", lambda function: (made.append(function), compile_(function))[1])
+        fused_value, (logprobs,), fused = parts.loss_and_gradients(tokens, objective)
+        monkeypatch.undo()
+        assert fused_value.item() == pytest.approx(value.item(), rel=1e-6) and logprobs.shape == (19,)
+        for name, a, b in zip(parts.slots.names, gradients, fused, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6, err_msg=name)
+        parts.slots.write([array * 1.1 for array in parts.slots.read()])
+    assert bool(made) != (prepare is with_an_unpacked_base), "all weights would be unpacked at once"
 
 
 @pytest.mark.parametrize("prepare", [with_lora, with_full_weights])
