@@ -1,11 +1,13 @@
 """MLX on the CPU, made faster: exp, SwiGLU, rotary positions, and products with quantised weights.
 
     exp_minus         exp(x - shift), for the sampler and the log-probabilities; MLX computes exp one element at a time
+    row_maxima        of the same; MLX compares one number at a time
+    fused             a function of many numbers, such as a training step's gradient, for one call
     use_fast_swiglu   replaces the feed-forwards of a serving tree that a trial shows to be a SwiGLU
     use_fast_rope     replaces mlx's nn.RoPE: a step's angles are computed once, not in every layer
     use_unpacking     multiplies quantised weights with several rows by unpacking the weights for the moment
 
-The first three are MLX's own cheap operations, fused by `mx.compile`, which needs a C++ compiler; without one, and on
+The first five are MLX's own cheap operations, fused by `mx.compile`, which needs a C++ compiler; without one, and on
 GPUs, MLX's functions stay. The trainer's tree uses SwiGLU too, with a gradient of its own. docs/benchmarks/serving.md.
 
 MLX's CPU product with quantised weights works row by row; from a few rows on, unpacking the weights once and a BLAS
