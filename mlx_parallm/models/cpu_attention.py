@@ -101,9 +101,7 @@ def attention_of_rows(
     return weighted.reshape(rows, heads, 1, -1) / weights.sum(axis=-1, keepdims=True)
 
 
-def attend_by_heads(
-    queries: mx.array, keys_t: Factor, values: Factor, mask: mx.array | None, factor: float
-) -> Partial:
+def attend_by_heads(queries: mx.array, keys_t: Factor, values: Factor, mask: mx.array | None, factor: float) -> Partial:
     """`attend_partly` of queries [H, rows, D] over keys [H, D, T] and values [H, T, Dv]; on a CPU of as many heads at a
     time as stay in the core's cache."""
     if not (isinstance(keys_t, mx.array) and isinstance(values, mx.array) and on_cpu()):
