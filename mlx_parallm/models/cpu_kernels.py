@@ -72,10 +72,10 @@ def _fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
     """The function as one loop over flat arrays of this size. MLX keeps a trace for every shape; here the sizes are as
     many as there are texts, so the ones not used for longest are dropped.
 
-    g++ computes four numbers at a time where nothing is broadcast, where no number is chosen (`mx.maximum`, `mx.where`)
-    and where MLX does not cut the chain, which it does after 11 operations: hence bits that are masked, polynomials that
-    are trees, and bounds and differences that are operations before. `reshape` keeps those apart where all of it is
-    fused with more (`fused`).
+    g++ computes four numbers at a time where nothing is broadcast, where no number is chosen (`mx.maximum`,
+    `mx.where`) and where MLX does not cut the chain, which it does after 11 operations. So bits are masked, polynomials
+    are trees, and bounds and differences are operations before. `reshape` keeps those apart where all of it is fused
+    with more (`fused`).
     """
     return mx.compile(lambda *arrays: function(*arrays))
 
