@@ -204,8 +204,7 @@ class BlockwiseModel:
 
         below = self._trainable_below(last)
         parameters = self.slots.read(slots)
-        differentiate = self._fused(mx.value_and_grad(loss, argnums=(0, 1) if below else 1), starts[last].size)
-        (value, extras), results = differentiate(starts[last], parameters)
+        (value, extras), results = mx.value_and_grad(loss, argnums=(0, 1) if below else 1)(starts[last], parameters)
         cotangent, new = results if below else (None, results)
         self._add(gradients, slots, new, value, *extras, cotangent)
         starts.pop()
@@ -347,19 +346,17 @@ class BlockwiseModel:
     def _trainable_below(self, group: int) -> bool:
         return bool(self._below_slots) or any(self._group_slots[:group])
 
-    def _fused(self, function: Callable[..., Any], size: int) -> Callable[..., Any]:
-        """See `cpu_kernels.fused`. Not where weights are unpacked for the moment: all would be unpacked at once."""
-        return function if self._unpacks else fused(function, size)
-
     def _vjp(
         self, function: Callable[..., Any], primals: list[mx.array], cotangents: list[mx.array], size: int
     ) -> list[mx.array]:
-        """The slopes by `primals`."""
+        """The slopes by `primals`, in fused loops where `size` numbers are many. Not where weights are unpacked for the
+        moment: all would be unpacked at once. Not of an objective either: its numbers may change at each step."""
 
         def pull(primals: list[mx.array], cotangents: list[mx.array]) -> list[mx.array]:
             return mx.vjp(function, primals, cotangents)[1]
 
-        return cast("list[mx.array]", self._fused(pull, size)(primals, cotangents))
+        of_all = pull if self._unpacks else fused(pull, size)
+        return cast("list[mx.array]", of_all(primals, cotangents))
 
     def _add(
         self,

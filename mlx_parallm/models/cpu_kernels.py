@@ -18,6 +18,7 @@ Experts (`SwitchLinear`) are left as they are: their products gather weights by 
 
 import math
 import shutil
+import threading
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, cast
@@ -26,6 +27,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from mlx_parallm.system.log import get_logger
+
+log = get_logger(__name__)
 _ROUND = 12582912.0  # 1.5 · 2²³: adding it leaves a float32 rounded to an integer
 _ONE, _NAN = 0x3F800000, 0x7FC00000  # bits of 1.0 and of a NaN
 _UNIT = float(1 << 23)  # of the last bit of a number between 1 and 2
@@ -46,7 +50,7 @@ _SHARE_P = (
     -2.76076847742355e-16 / 4**7,
 )
 _SHARE_Q = (4.89352518554385e-03, 2.26843463243900e-03 / 4, 1.18534705686654e-04 / 4**2, 1.19825839466702e-06 / 4**3)
-TRACES = 1024  # of fused functions: one for each shape
+TRACES = 2048  # of fused functions that a thread keeps: one for each function and size
 FEWEST_TO_FUSE = 1 << 18  # numbers of a hidden state, or logits
 LEAST_TO_FOLD = 1 << 16  # numbers: of fewer, one reduction is faster than more operations
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -64,10 +68,29 @@ def on_cpu() -> bool:
 @cache
 def available() -> bool:
     """True where these functions are faster than MLX's."""
-    return on_cpu() and shutil.which("g++") is not None
+    if not on_cpu() or shutil.which("g++") is None:
+        return False
+    try:
+        mx.eval(mx.compile(lambda x: x * 2.0 + 1.0)(mx.zeros((2,))))
+    except RuntimeError as error:
+        log.warning("MLX cannot compile, so some operations are slower", reason=str(error))
+        return False
+    return True
 
 
-@lru_cache(maxsize=TRACES)
+class _Traces(threading.local):
+    """Of each thread its own. MLX keeps a thread's traces by the address of the Python function, and drops those of
+    the thread that called it last only: one called by two threads would leave its trace to whatever function gets its
+    address next."""
+
+    def __init__(self) -> None:
+        self.of = lru_cache(maxsize=TRACES)(_compiled)
+
+
+def _compiled(function: Callable[..., Any], size: int) -> Callable[..., Any]:
+    return mx.compile(lambda *arrays: function(*arrays))
+
+
 def _fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
     """The function as one loop over flat arrays of this size. MLX keeps a trace for every shape; here the sizes are as
     many as there are texts, so the ones not used for longest are dropped.
@@ -77,21 +100,26 @@ def _fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
     are trees, and bounds and differences are operations before. `reshape` keeps those apart where all of it is fused
     with more (`fused`).
     """
-    return mx.compile(lambda *arrays: function(*arrays))
+    return _traces.of(function, size)
+
+
+_traces = _Traces()
 
 
 def fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
     """The function of arrays, for one call: on a CPU, and where its arrays have so many numbers that it pays, its
-    operations one by one become loops of several. What it reads besides its arguments is constant.
+    operations one by one become loops of several. It must not evaluate an array.
 
-    For a new architecture g++ makes some 30 loops, 0.4 s each, and keeps them in the directory for temporary files.
+    For a new architecture g++ makes some 30 loops, 0.4 s each, and keeps them in the directory for temporary files;
+    other threads that need a loop wait for it. Numbers that are no arrays are part of a loop: where they change with
+    each call, so would the loops.
     """
     return mx.compile(function) if size >= FEWEST_TO_FUSE and available() else function
 
 
 def exp_minus(x: mx.array, shift: mx.array) -> mx.array:
-    """exp(x - shift) of float32, x ≤ shift; relative error 8e-8 (MLX's own: 4e-6), exactly 0 below exp(-87), NaN stays
-    NaN."""
+    """exp(x - shift) of float32, x ≤ shift; relative error 1.2e-7 (MLX's own: 4e-6), exactly 0 below exp(-87), NaN
+    stays NaN."""
     x = x - shift
     if not available():
         return mx.exp(x)
@@ -119,7 +147,8 @@ def _times_power(x: mx.array, k: mx.array, bits: mx.array) -> mx.array:
 
 
 def exp2_minus(x: mx.array, shift: mx.array) -> mx.array:
-    """2^(x - shift) of float32, x ≤ shift; relative error 2e-7, exactly 0 below 2⁻¹⁰⁰, NaN stays NaN."""
+    """2^(x - shift) of float32, x ≤ shift; relative error 1.2e-7, exactly 0 below 2⁻¹⁰⁰, NaN stays NaN. An
+    x far above the shift gives any number."""
     x = x - shift
     if not available():
         return mx.exp(x * math.log(2))

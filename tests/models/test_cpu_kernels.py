@@ -2,7 +2,11 @@
 
 import copy
 import gc
+import os
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,9 +66,49 @@ def test_each_is_one_loop(name: str, tmp_path: Path) -> None:
     assert len([label for label in labels if "Compiled" in label]) == 1, labels
 
 
+@needs_compiler
+def test_threads_that_share_sizes_get_the_functions_that_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX finds a trace by an address: one that outlived its function would be taken for that of another."""
+    monkeypatch.setattr(cpu_kernels, "TRACES", 4)
+    monkeypatch.setattr(cpu_kernels, "_traces", cpu_kernels._Traces())
+    turns, wrong = [threading.Semaphore(1), threading.Semaphore(0)], list[str]()
+
+    def compute(own: int) -> None:
+        for call in range(600):
+            turns[own].acquire()
+            x = mx.array(-np.random.default_rng(call // 2).random(1 + call * 7 % 11).astype(np.float32) * 20)
+            power, exact = [(cpu_kernels.exp_minus, np.exp), (cpu_kernels.exp2_minus, np.exp2)][call // 3 % 2]
+            if np.abs(np.array(power(x, mx.array([0.0]))) / exact(np.array(x, np.float64)) - 1).max() > 1e-6:
+                wrong.append(f"{power.__name__} of {x.size}, call {call} of thread {own}")
+            turns[1 - own].release()
+
+    threads = [threading.Thread(target=compute, args=(own,)) for own in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_as_none(tmp_path: Path) -> None:
+    """In a process of its own, with a directory for temporary files that has no loops yet."""
+    (tmp_path / "g++").write_text('#!/bin/sh\ntest "$1" = --version\n')
+    (tmp_path / "g++").chmod(0o755)
+    program = "import mlx.core as mx; from mlx_parallm.models import cpu_kernels as c; assert not c.available();"
+    program += "print(c.exp_minus(mx.array([0.0]), mx.array([0.0])).item())"
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("1.0\n"), done.stderr
+    assert "MLX cannot compile" in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("shape", [(3, 5), (2, 3, 30_001), (1, 70_000), (70_000, 1)])
-def test_row_maxima(shape: tuple[int, ...]) -> None:
+def test_row_maxima(shape: tuple[int, ...], tmp_path: Path) -> None:
     x = mx.random.normal(shape, key=mx.random.key(1))
+    mx.export_to_dot(str(tmp_path / "graph.dot"), cpu_kernels.row_maxima(x))
+    by_halves = "Maximum" in (tmp_path / "graph.dot").read_text()
+    assert by_halves == (cpu_kernels.on_cpu() and shape[-1] > 5), "few numbers, or short rows, are one reduction"
     x[..., 0, -1] = -float("inf")
     assert mx.array_equal(cpu_kernels.row_maxima(x), x.max(axis=-1, keepdims=True))
     x[..., 0, shape[-1] // 2] = float("nan")
