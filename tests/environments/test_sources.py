@@ -85,6 +85,7 @@ def test_without_the_package_the_error_names_the_command(monkeypatch):
         gym("chain_sum")
 
 
+@pytest.mark.slow
 @needs_reasoning_gym
 @pytest.mark.parametrize("name", ["spell_backward", "letter_counting", "chain_sum"])
 def test_reasoning_gym_scores_its_own_answers(name):

@@ -90,6 +90,7 @@ def test_threads_that_share_sizes_get_the_functions_that_they_ask_for(monkeypatc
     assert wrong == []
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_compiler_that_fails_is_as_none(tmp_path: Path) -> None:
     """In a process of its own, with a directory for temporary files that has no loops yet."""

@@ -216,6 +216,7 @@ def test_small_heads_are_made_whole_and_large_ones_in_pieces() -> None:
     assert blockwise.head_rows(0, 151936) == 1
 
 
+@pytest.mark.slow
 def test_a_large_head_takes_little_memory_and_gives_the_same_gradient() -> None:
     """1,024 tokens × 8,192 vocabulary: 32 MiB of logits. The naive way holds several such arrays."""
     model = with_lora(make_model(vocab_size=8192))

@@ -143,6 +143,7 @@ def test_restart_goes_on_where_it_stood(tmp_path: Path) -> None:
         assert client.post("/get_distribution", json=ask).json() == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_service_costs_no_experience(tmp_path: Path) -> None:
     """Sequence numbers count within one database: also after /load of a foreign checkpoint, and with a new database
     beside an old `latest`."""

@@ -124,6 +124,7 @@ def auc(scores: list[float], labels: list[bool]) -> float:
     return sum((a > b) + 0.5 * (a == b) for a, b in pairs) / len(pairs)
 
 
+@pytest.mark.slow
 def test_both_learned_labelers_tell_good_from_bad_held_out() -> None:
     known, held_out = judged_runs(200, seed=0), runs(200, seed=1)
     labels, traces = [good for _, good in held_out], [trace for trace, _ in held_out]
