@@ -78,7 +78,10 @@ def test_threads_that_share_sizes_get_the_functions_that_they_ask_for(monkeypatc
             turns[own].acquire()
             x = mx.array(-np.random.default_rng(call // 2).random(1 + call * 7 % 11).astype(np.float32) * 20)
             power, exact = [(cpu_kernels.exp_minus, np.exp), (cpu_kernels.exp2_minus, np.exp2)][call // 3 % 2]
-            if np.abs(np.array(power(x, mx.array([0.0]))) / exact(np.array(x, np.float64)) - 1).max() > 1e-6:
+            # Every fourth is a part of something larger that is compiled, as in a training step.
+            called = mx.compile(lambda x, power=power: power(x, mx.array([0.0]))) if call // 2 % 4 == 3 else power
+            found = called(x) if called is not power else power(x, mx.array([0.0]))
+            if np.abs(np.array(found) / exact(np.array(x, np.float64)) - 1).max() > 1e-6:
                 wrong.append(f"{power.__name__} of {x.size}, call {call} of thread {own}")
             turns[1 - own].release()
 

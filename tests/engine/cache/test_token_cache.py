@@ -9,8 +9,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.engine.cache import tokens
-from mlx_parallm.engine.cache.batch import BatchCache, choose_cache, why_not_by_tokens
-from mlx_parallm.engine.cache.kv_format import Packed
+from mlx_parallm.engine.cache.batch import BatchCache, _step_over_segments, choose_cache, why_not_by_tokens
+from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, Packed
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import (
     CLASS_STEP,
@@ -482,3 +482,14 @@ def test_the_check_at_load_reads_a_segment_and_quantised_keys(monkeypatch):
     monkeypatch.setattr(Packed, "product", lambda self, x: product(self, x) * mx.nan)
     with pytest.raises(ModelError, match="not finite"):
         choose_cache(qwen3_model(head_dim=64), "qwen3", 2, 64, kv_bits=8)
+
+
+@pytest.mark.skipif(not cpu_kernels.on_cpu(), reason="on a GPU all heads are one product")
+def test_a_shared_prompts_heads_go_by_what_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, heads = qwen3_model(), list[int]()
+    whole = _step_over_segments(model, AS_COMPUTED)
+    attend = cpu_attention.attend_partly
+    monkeypatch.setattr(cpu_attention, "BLOCK", 1)
+    monkeypatch.setattr(cpu_attention, "attend_partly", lambda x, *rest: (heads.append(len(x)), attend(x, *rest))[1])
+    np.testing.assert_allclose(_step_over_segments(model, AS_COMPUTED), whole, atol=1e-5)
+    assert set(heads) == {1}

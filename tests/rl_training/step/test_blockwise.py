@@ -105,7 +105,7 @@ def test_any_number_of_blocks(blocks: int, prepare: Callable[[nn.Module], nn.Mod
 
 
 @pytest.mark.slow  # g++ makes the loops
-@pytest.mark.skipif(not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler")
+@pytest.mark.skipif(not cpu_kernels.available(), reason="without MLX on the CPU and a C++ compiler nothing is fused")
 @pytest.mark.parametrize("prepare", [with_lora, with_full_weights, with_4_bit_base, with_an_unpacked_base])
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_fused_gradients_are_those_of_the_operations_one_by_one(
