@@ -217,6 +217,7 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     ValueError when the input of a weighted term is missing.
     """
     terms = Terms(inputs, options)
+    kl_in_loss = isinstance(inputs.kl_beta, mx.array) or inputs.kl_beta > 0
     token = LOSSES[options.loss](terms)
     values = token.values if inputs.weights is None else token.values * masked(inputs.weights, inputs.mask)
     metrics = {"policy_loss": aggregate(values, inputs, options.aggregation)}
@@ -229,9 +230,9 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     if inputs.ref_logprobs is not None:
         kl = token_kl(inputs, options.kl_estimator)
         metrics["kl"] = aggregate(kl, inputs)
-        if inputs.kl_beta:
+        if kl_in_loss:
             values = values + inputs.kl_beta * kl
-    elif inputs.kl_beta:
+    elif kl_in_loss:
         raise ValueError("kl_beta > 0 needs ref_logprobs")
     if inputs.entropy is not None:
         metrics["entropy"] = aggregate(inputs.entropy, inputs)

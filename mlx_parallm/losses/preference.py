@@ -104,7 +104,7 @@ def kto_loss(inputs: LossInputs, *, beta: float) -> LossOutputs:
 
     metrics = {"rewards/accuracies": mean(_wins(side * (ratios - kl))), "kto_kl": kl * mean(mx.ones_like(ratios))}
     for name, sign, count in (("chosen", 1, "desirable"), ("rejected", -1, "undesirable")):
-        number = max(inputs.constants[count], 1.0)
+        number = mx.maximum(inputs.constants[count], 1.0)
         metrics[f"rewards/{name}"] = mx.where(side == sign, beta * ratios, 0.0).sum() / number
         metrics[f"logps/{name}"] = mx.where(side == sign, logps, 0.0).sum() / number
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]

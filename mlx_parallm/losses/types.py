@@ -12,11 +12,15 @@ from typing import Literal, get_args
 import mlx.core as mx
 
 Aggregation = Literal["token", "sequence", "sequence_sum", "constant"]
+Number = float | mx.array
 
 
 @dataclass(frozen=True)
 class LossInputs:
     """One micro-batch. Values where `mask` is false are padding or given tokens: any number, inf and NaN included.
+
+    Numbers are floats for a user's own loss. The losses here may get arrays [] in their place, which a compiled step
+    reads (`models.cpu_kernels.as_data`): they must not look at their values.
 
     `logprobs` is the trainer's, now; `rollout_logprobs` the behaviour policy's, when sampled; `ref_logprobs` the
     reference's. All at the rollout's sampling temperature.
@@ -26,8 +30,8 @@ class LossInputs:
     rollout_logprobs: mx.array | None  # [B, T] float32; None: not known
     advantages: mx.array  # [B, T] float32
     mask: mx.array  # [B, T] bool, true = sampled by the policy
-    token_normalizer: float  # true entries of mask in the whole mini-batch
-    sequence_normalizer: float  # sequences in the whole mini-batch
+    token_normalizer: Number  # true entries of mask in the whole mini-batch
+    sequence_normalizer: Number  # sequences in the whole mini-batch
     ref_logprobs: mx.array | None = None  # [B, T] float32
     entropy: mx.array | None = None  # [B, T] float32, nats
     old_logprobs: mx.array | None = None  # [B, T] float32, what the ratio is against; None: rollout_logprobs
@@ -35,9 +39,9 @@ class LossInputs:
     values: mx.array | None = None  # [B, T] float32, differentiated
     old_values: mx.array | None = None  # [B, T] float32, before the step's first update
     returns: mx.array | None = None  # [B, T] float32
-    max_length: float | None = None  # L of the aggregation "constant"
-    kl_beta: float = 0.0  # today's weight of the KL to the reference in the loss
-    constants: Mapping[str, float] = field(default_factory=dict)  # of the batch, as far as its source knows some
+    max_length: Number | None = None  # L of the aggregation "constant"
+    kl_beta: Number = 0.0  # today's weight of the KL to the reference in the loss; without one the float 0
+    constants: Mapping[str, Number] = field(default_factory=dict)  # of the batch, as far as its source knows some
 
     @property
     def ratio_logprobs(self) -> mx.array:

@@ -58,7 +58,7 @@ EXACT, ROUNDED = 1e-3, 0.02
 """Bounds on relative differences that are only rounding, in float32 and below it (see `distance`)."""
 
 Objective = Callable[..., tuple[mx.array, tuple[mx.array, ...]]]
-"""Scores → (scalar loss, further arrays to be evaluated with it)."""
+"""Scores → (scalar loss, further arrays to be evaluated with it). All of these are different arrays."""
 
 
 class BlockwiseModel:
@@ -158,14 +158,18 @@ class BlockwiseModel:
     # ------------------------------------------------------------------ loss and gradients
 
     def loss_and_gradients(
-        self, batch: TokenBatch, objective: Objective, sums: list[mx.array] | None = None
+        self, batch: TokenBatch, objective: Objective, sums: list[mx.array] | None = None, *, fuse: bool = False
     ) -> tuple[mx.array, tuple[mx.array, ...], list[mx.array]]:
-        """Loss, the objective's further arrays, and float32 gradients added to `sums` (of earlier micro-batches)."""
+        """Loss, the objective's further arrays, and float32 gradients added to `sums` (of earlier micro-batches).
+
+        `fuse`: the objective may be part of a `fused` function. It evaluates no array, and reads numbers that change
+        from call to call by `as_data`.
+        """
         gradients: list[mx.array | None] = list(sums) if sums is not None else [None] * len(self.slots)
         if self._stack is None:
             loss, extras = self._whole(batch, objective, gradients)
         elif len(chunks := self._chunks(batch)) == 1 or (len(self._groups) == 1 and self._known_slopes(batch)):
-            loss, extras = self._backward_fused(batch, objective, gradients, chunks)
+            loss, extras = self._backward_at_once(batch, objective, gradients, chunks, fuse)
         else:
             loss, extras = self._backward_chunked(batch, objective, gradients, chunks)
         complete = [
@@ -186,8 +190,8 @@ class BlockwiseModel:
         """True when a loss reaches a row through its token's log-probability only, and trains nothing of the head."""
         return not (self._outer_slots or batch.entropy_slope)
 
-    def _backward_fused(
-        self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None], chunks: list[slice]
+    def _backward_at_once(
+        self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None], chunks: list[slice], fuse: bool
     ) -> Any:
         """Last group, head and loss are one graph: the last group's forward is not computed twice."""
         layout = self._layout(batch)
@@ -204,7 +208,10 @@ class BlockwiseModel:
 
         below = self._trainable_below(last)
         parameters = self.slots.read(slots)
-        (value, extras), results = mx.value_and_grad(loss, argnums=(0, 1) if below else 1)(starts[last], parameters)
+        differentiate = mx.value_and_grad(loss, argnums=(0, 1) if below else 1)
+        if fuse:
+            differentiate = self._fused(differentiate, starts[last].size)
+        (value, extras), results = differentiate(starts[last], parameters)
         cotangent, new = results if below else (None, results)
         self._add(gradients, slots, new, value, *extras, cotangent)
         starts.pop()
@@ -346,17 +353,19 @@ class BlockwiseModel:
     def _trainable_below(self, group: int) -> bool:
         return bool(self._below_slots) or any(self._group_slots[:group])
 
+    def _fused(self, function: Callable[..., Any], size: int) -> Callable[..., Any]:
+        """See `cpu_kernels.fused`. Not where weights are unpacked for the moment: all would be unpacked at once."""
+        return function if self._unpacks else fused(function, size)
+
     def _vjp(
         self, function: Callable[..., Any], primals: list[mx.array], cotangents: list[mx.array], size: int
     ) -> list[mx.array]:
-        """The slopes by `primals`, in fused loops where `size` numbers are many. Not where weights are unpacked for the
-        moment: all would be unpacked at once. Not of an objective either: its numbers may change at each step."""
+        """The slopes by `primals`."""
 
         def pull(primals: list[mx.array], cotangents: list[mx.array]) -> list[mx.array]:
             return mx.vjp(function, primals, cotangents)[1]
 
-        of_all = pull if self._unpacks else fused(pull, size)
-        return cast("list[mx.array]", of_all(primals, cotangents))
+        return cast("list[mx.array]", self._fused(pull, size)(primals, cotangents))
 
     def _add(
         self,

@@ -111,10 +111,16 @@ def fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
     operations one by one become loops of several. It must not evaluate an array.
 
     For a new architecture g++ makes some 30 loops, 0.4 s each, and keeps them in the directory for temporary files;
-    other threads that need a loop wait for it. Numbers that are no arrays are part of a loop: where they change with
-    each call, so would the loops.
+    other threads that need a loop wait for it. Numbers that are no arrays are part of a loop: those that change from
+    call to call go through `as_data`, or each call would make new loops.
     """
     return mx.compile(function) if size >= FEWEST_TO_FUSE and available() else function
+
+
+def as_data(number: float) -> mx.array:
+    """A number as an array [], float32, that a loop of a `fused` function reads. To be called inside that function:
+    MLX writes into a loop's code what has one element and is evaluated."""
+    return mx.array([number, number])[0]
 
 
 def exp_minus(x: mx.array, shift: mx.array) -> mx.array:

@@ -8,7 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_parallm.models.cpu_kernels import exp_minus, row_maxima
+from mlx_parallm.models.cpu_kernels import as_data, exp_minus, row_maxima
 from mlx_parallm.models.sums import logsumexp, row_sums
 
 
@@ -81,4 +81,4 @@ def _scale(logits: mx.array, temperature: float | mx.array) -> mx.array:
     scaled = logits.astype(mx.float32)
     if isinstance(temperature, mx.array):
         return scaled / temperature[..., None]
-    return scaled if temperature == 1.0 else scaled / temperature
+    return scaled if temperature == 1.0 else scaled / as_data(temperature)

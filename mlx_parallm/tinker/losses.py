@@ -23,12 +23,15 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.losses.types import Number
 from mlx_parallm.models.blockwise import Objective
-from mlx_parallm.models.parameters import scalar
+from mlx_parallm.models.cpu_kernels import as_data
 from mlx_parallm.rl_training.step.collate import MicroBatch
 
 Columns = Mapping[str, mx.array]
 """The datums' inputs of the tokens of a micro-batch by name, [N] float32, and "datum", [N] int32: which is whose."""
+Settings = Mapping[str, Number]
+"""The loss's configuration by name."""
 REFUSED = {
     "stable_reinforce": "its formula is not published; importance_sampling, ppo, cispo, dro and gspo are off-policy"
     " losses that this server has (in a cookbook recipe: loss_fn=importance_sampling)",
@@ -40,46 +43,46 @@ class LossKind:
     """`inputs`: what each datum must bring, beside target_tokens; `optional`: what it may. `settings`: keys of the
     configuration and their defaults, None = must be sent. `idle`: where these are 0 a position changes nothing."""
 
-    function: Callable[[mx.array, Columns, Mapping[str, float]], mx.array]
+    function: Callable[[mx.array, Columns, Settings], mx.array]
     inputs: tuple[str, ...]
     optional: tuple[str, ...] = ()
     settings: Mapping[str, float | None] | None = None
     idle: tuple[str, ...] = ()
 
 
-def cross_entropy(lp: mx.array, columns: Columns, settings: Mapping[str, float]) -> mx.array:
+def cross_entropy(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
     """Σ -lp · w [N] → one number."""
     return -(lp * columns["weights"]).sum()
 
 
-def importance_sampling(lp: mx.array, columns: Columns, settings: Mapping[str, float]) -> mx.array:
+def importance_sampling(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
     """-Σ exp(lp - q) · A."""
     return -(_ratio(lp, columns) * columns["advantages"]).sum()
 
 
-def ppo(lp: mx.array, columns: Columns, settings: Mapping[str, float]) -> mx.array:
+def ppo(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
     """-Σ min(r · A, clip(r) · A), r = exp(lp - q).
 
     Worked: r = 1.5, A = 2 and bounds 0.8, 1.2: -min(3, 2.4) = -2.4, slope 0; A = -2: -min(-3, -2.4) = 3."""
     return _clipped(_ratio(lp, columns), columns["advantages"], settings)
 
 
-def cispo(lp: mx.array, columns: Columns, settings: Mapping[str, float]) -> mx.array:
+def cispo(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
     """-Σ sg(clip(r)) · lp · A."""
     ratio = mx.clip(_ratio(lp, columns), settings["clip_low_threshold"], settings["clip_high_threshold"])
     return -(mx.stop_gradient(ratio) * lp * columns["advantages"]).sum()
 
 
-def dro(lp: mx.array, columns: Columns, settings: Mapping[str, float]) -> mx.array:
+def dro(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
     """-Σ [lp · A - beta / 2 · (lp - q)²]; the quadratic term counts at every token, those with A = 0 too."""
     quadratic = 0.5 * settings["beta"] * mx.square(lp - columns["logprobs"])
     return -(lp * columns["advantages"] - quadratic).sum()
 
 
-def gspo(lp: mx.array, columns: Columns, settings: Mapping[str, float]) -> mx.array:
+def gspo(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
     """PPO's objective with one ratio a sequence: s · exp(lp - sg(lp)), s = exp(mean over the mask of sg(lp) - q)."""
     fixed, mask, datum = mx.stop_gradient(lp), columns["sequence_ratio_mask"], columns["datum"]
-    zeros = mx.zeros((int(scalar(datum.max())) + 1,))
+    zeros = mx.zeros_like(fixed)  # at least as many as datums
     apart = mx.where(mask != 0, (fixed - columns["logprobs"]) * mask, 0.0)
     sums, tokens = zeros.at[datum].add(apart), zeros.at[datum].add(mask)
     means = sums / mx.maximum(tokens, 1e-20)
@@ -87,7 +90,7 @@ def gspo(lp: mx.array, columns: Columns, settings: Mapping[str, float]) -> mx.ar
     return _clipped(ratio, columns["advantages"], settings)
 
 
-def _clipped(ratio: mx.array, advantages: mx.array, settings: Mapping[str, float]) -> mx.array:
+def _clipped(ratio: mx.array, advantages: mx.array, settings: Settings) -> mx.array:
     clipped = mx.clip(ratio, settings["clip_low_threshold"], settings["clip_high_threshold"])
     return -mx.minimum(ratio * advantages, clipped * advantages).sum()
 
@@ -161,6 +164,10 @@ class DatumLoss:
     def metric_names(self) -> list[str]:
         return []
 
+    @property
+    def fuse(self) -> bool:
+        return True
+
     def objective(self, micro_batch: MicroBatch) -> Objective:
         """(logprobs, entropy; each [N]) → (loss, (no metrics, no mismatch, logprobs, entropy))."""
         own = micro_batch.columns
@@ -169,7 +176,8 @@ class DatumLoss:
         columns["datum"] = mx.array(numbers.astype(np.int32))
 
         def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
-            loss = self.kind.function(logprobs, columns, self.settings)
+            settings = {name: as_data(number) for name, number in self.settings.items()}
+            loss = self.kind.function(logprobs, columns, settings)
             scores = mx.stop_gradient(logprobs), mx.stop_gradient(entropy)
             return loss, (mx.zeros((0,)), mx.zeros((8,)), *scores)
 

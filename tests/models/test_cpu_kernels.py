@@ -328,5 +328,6 @@ def test_no_unpacked_weights_wait_for_the_backward_pass() -> None:
             v = v @ weights.T
         return v
 
-    assert peak(plainly) > 24 * 2**20
+    peaks = [peak(plainly) for _ in range(3)]
+    assert max(peaks) > 24 * 2**20  # what threads of other tests free meanwhile makes one smaller
     assert peak(model) < 10 * 2**20

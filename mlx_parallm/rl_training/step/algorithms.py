@@ -51,7 +51,8 @@ class Algorithm:
     (whitening, GAE). `needs_…`: what is scored before the step's first update. `on_data`: it learns from rows of a
     file, which no policy sampled. `rows_per_example`: consecutive sequences that only make sense together (2: a pair).
     `stop_kl`: a mini-batch whose metric approx_kl is above it is not applied, and ends the updates of the step.
-    `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once.
+    `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once. `fuse`: the loss takes
+    arrays for numbers, and looks at none (`losses.types.LossInputs`), so it may be compiled with the step.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Algorithm:
     on_data: bool = False
     rows_per_example: int = 1
     entropy_slope: bool = True
+    fuse: bool = False
 
 
 def make_algorithm(config: RLTrainingConfig) -> Algorithm:
@@ -96,6 +98,7 @@ def policy_gradient(config: RLTrainingConfig) -> Algorithm:
         needs_reference=config.kl_beta > 0,
         finish=whitened if config.advantage_whiten else None,
         entropy_slope=config.entropy_weight > 0 or custom,
+        fuse=not custom,
     )
 
 
@@ -212,6 +215,7 @@ def on_rows(config: RLTrainingConfig) -> Algorithm:
         on_data=True,
         rows_per_example=2 if name in PAIRED else 1,
         entropy_slope=False,
+        fuse=True,
     )
 
 

@@ -39,6 +39,7 @@ from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import Objective
+from mlx_parallm.models.cpu_kernels import as_data
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.system.log import get_logger
@@ -314,6 +315,11 @@ class MiniBatchLoss(Protocol):
     @property
     def metric_names(self) -> list[str]: ...
 
+    @property
+    def fuse(self) -> bool:
+        """See `BlockwiseModel.loss_and_gradients`."""
+        ...
+
     def objective(self, micro_batch: MicroBatch) -> Objective: ...
 
 
@@ -323,6 +329,7 @@ class BatchLoss:
 
     The normalizers divide the sums over tokens, or sequences: the counts of a mini-batch give its mean, 1 gives sums.
     `max_length`: of a sequence, for losses that divide by it. `kl_beta`: weight of the KL to the reference in the loss.
+    `fuse`: the loss takes arrays for numbers.
     """
 
     loss: Callable[[LossInputs], LossOutputs]
@@ -332,6 +339,7 @@ class BatchLoss:
     kl_beta: float
     max_length: float
     constants: Mapping[str, float]
+    fuse: bool = False
     metric_names: list[str] = field(default_factory=list)  # of the loss's metrics, once it was called
 
     def objective(self, micro_batch: MicroBatch) -> Objective:
@@ -352,16 +360,17 @@ class BatchLoss:
             logprobs: mx.array, entropy: mx.array, *values: mx.array
         ) -> tuple[mx.array, tuple[mx.array, ...]]:
             rows = spread(logprobs)
+            number = as_data if self.fuse else float
             inputs = LossInputs(
                 logprobs=rows,
                 mask=mask,
-                token_normalizer=self.token_normalizer,
-                sequence_normalizer=self.sequence_normalizer,
+                token_normalizer=number(self.token_normalizer),
+                sequence_normalizer=number(self.sequence_normalizer),
                 entropy=spread(entropy),
                 values=spread(values[0]) if values else None,
-                max_length=self.max_length,
-                kl_beta=self.kl_beta,
-                constants=self.constants,
+                max_length=number(self.max_length),
+                kl_beta=number(self.kl_beta) if self.kl_beta else 0.0,
+                constants={name: number(constant) for name, constant in self.constants.items()},
                 **columns,
             )
             outputs = self.loss(inputs)

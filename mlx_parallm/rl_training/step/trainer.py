@@ -301,7 +301,7 @@ class Trainer:
             tokens = micro_batch.token_batch(entropy_slope=self.algorithm.entropy_slope)
             with self._dropout(micro_batch):
                 value, (*extras, logprobs, entropy), self.gradients = self.model.loss_and_gradients(
-                    tokens, loss.objective(micro_batch), self.gradients
+                    tokens, loss.objective(micro_batch), self.gradients, fuse=loss.fuse
                 )
             parts.append((value, *extras))
             scores.append((micro_batch.columns, logprobs, entropy))
@@ -461,6 +461,7 @@ class Trainer:
             kl_beta=self._kl_coefficient if self.config.kl_in == "loss" else 0.0,
             max_length=float(self.config.constant_length or self.config.atropos.max_token_length),
             constants=batch.constants,
+            fuse=self.algorithm.fuse,
         )
 
     def _result(

@@ -107,9 +107,9 @@ def test_any_number_of_blocks(blocks: int, prepare: Callable[[nn.Module], nn.Mod
 @pytest.mark.slow  # g++ makes the loops
 @pytest.mark.skipif(not cpu_kernels.available(), reason="without MLX on the CPU and a C++ compiler nothing is fused")
 @pytest.mark.parametrize("prepare", [with_lora, with_full_weights, with_4_bit_base, with_an_unpacked_base])
-@pytest.mark.parametrize("blocks", [0, 1])
+@pytest.mark.parametrize(("blocks", "pieces"), [(0, 1), (0, 2), (1, 1), (1, 2)])
 def test_fused_gradients_are_those_of_the_operations_one_by_one(
-    blocks: int, prepare: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+    blocks: int, pieces: int, prepare: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice, with other numbers: nothing of the first call is a constant of the second."""
     made: list[Callable[..., Any]] = []
@@ -123,13 +123,14 @@ def test_fused_gradients_are_those_of_the_operations_one_by_one(
 
     monkeypatch.setattr(blockwise, "fused", counting)
     other = replace(batch(), inputs=batch().inputs[::-1], temperature=1.0)
-    monkeypatch.setattr(parts, "_chunks", lambda _: [slice(0, 7), slice(7, 19)])
+    chunks = [slice(0, 19)] if pieces == 1 else [slice(0, 7), slice(7, 19)]
+    monkeypatch.setattr(parts, "_chunks", lambda _: chunks)
     for tokens in (batch(), other):
         monkeypatch.setattr(cpu_kernels, "FEWEST_TO_FUSE", 1 << 18)
-        value, _, gradients = parts.loss_and_gradients(tokens, objective)
+        value, _, gradients = parts.loss_and_gradients(tokens, objective, fuse=True)
         known = len(made)
         monkeypatch.setattr(cpu_kernels, "FEWEST_TO_FUSE", 0)
-        fused_value, (logprobs,), fused = parts.loss_and_gradients(tokens, objective)
+        fused_value, (logprobs,), fused = parts.loss_and_gradients(tokens, objective, fuse=True)
         assert (len(made) > known) != (prepare is with_an_unpacked_base), "all weights would be unpacked at once"
         assert fused_value.item() == pytest.approx(value.item(), rel=1e-6) and logprobs.shape == (19,)
         for name, a, b in zip(parts.slots.names, gradients, fused, strict=True):

@@ -1,0 +1,53 @@
+"""Whole steps in loops that g++ makes: the same training, and no loop is made anew because a number has changed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.models import cpu_kernels
+from mlx_parallm.rl_training.step.batch import TrainBatch
+from tests.rl_training.making import assert_same_training, make_config, make_trainer, perturb_adapter, weights
+from tests.rl_training.rollouts import make_batch, random_groups
+
+pytestmark = [
+    pytest.mark.slow,  # g++ makes the loops
+    pytest.mark.skipif(
+        not cpu_kernels.available(), reason="without MLX on the CPU and a C++ compiler nothing is fused"
+    ),
+]
+
+
+def numbered(step: int) -> TrainBatch:
+    """Every number that a loss reads is another one at each step: counts of tokens, temperature, KTO's three."""
+    groups = [
+        replace(group, rollouts=tuple(replace(rollout, temperature=0.6 + 0.1 * step) for rollout in group.rollouts))
+        for group in random_groups(4, seed=step)
+    ]
+    constants = {"kl": 0.1 * step, "desirable": 3.0 + step, "undesirable": 4.0 + step}
+    return replace(make_batch(groups, step=step), constants=constants)
+
+
+@pytest.mark.parametrize("values", [{"algorithm": "grpo", "kl_beta": 0.1}, {"algorithm": "ppo"}, {"algorithm": "kto"}])
+def test_steps_with_other_numbers_take_the_same_loops(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(learning_rate=1e-3, batch_size=16, token_budget=10_000, **values)
+    trainers = [make_trainer(config), make_trainer(config)]
+    for trainer in trainers:
+        perturb_adapter(trainer.policy)
+        trainer.optimizer.reload()
+    for step in (1, 2, 3):
+        for trainer, fewest in zip(trainers, (1 << 18, 0), strict=True):
+            if config.kl_beta:
+                trainer.change({"kl_beta": config.kl_beta * step})
+            monkeypatch.setattr(cpu_kernels, "FEWEST_TO_FUSE", fewest)
+            trainer.train_step(numbered(step))
+        assert_same_training(*map(weights, trainers))
+        assert not list(tmp_path.rglob("*.so"))
+        monkeypatch.setenv("TMPDIR", str(tmp_path))  # where MLX puts a loop that it has not loaded yet
+    constant = float(sum(values["algorithm"].encode()))
+    mx.eval(mx.compile(lambda x: x * constant + 1.0)(mx.zeros((2,))))
+    assert list(tmp_path.rglob("*.so")), "a loop with another constant in it is seen"
