@@ -97,7 +97,7 @@ def test_a_loss_sees_the_completions_sums_as_a_plain_model_gives_them(tmp_path: 
         seen.append(mx.stop_gradient(mx.stack(rows)))
         return LossOutputs(inputs.logprobs.sum() * 0.0, {})
 
-    trainer.algorithm = replace(trainer.algorithm, loss=spy)
+    trainer.algorithm = replace(trainer.algorithm, loss=spy, fuse=False)
     batch = source.batches(trainer).collect(1)
 
     def plain(tokens: tuple[int, ...], mask: tuple[int, ...]) -> float:

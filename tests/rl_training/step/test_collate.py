@@ -165,10 +165,10 @@ def test_training_is_the_same_however_it_is_cut(monkeypatch: pytest.MonkeyPatch)
     sizes: list[int] = []
     cut = limited.model.loss_and_gradients
 
-    def observed(tokens: Any, *others: Any) -> Any:
+    def observed(tokens: Any, *others: Any, **options: Any) -> Any:
         sizes.append(tokens.inputs.size)
         now[1] = 0.05 * tokens.inputs.size  # seconds an evaluation: 16 tokens take 0.8 s
-        return cut(tokens, *others)
+        return cut(tokens, *others, **options)
 
     now = [0.0, 0.0]
 

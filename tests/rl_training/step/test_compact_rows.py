@@ -220,10 +220,10 @@ def test_a_step_is_the_same_step(groups: list[RolloutGroup], kind: type, values:
             seen.append(np.concatenate([np.array(g, np.float64).ravel() for g in gradients]))
             return update(gradients, *args)
 
-        def count(tokens: Any, *args: object) -> Any:
+        def count(tokens: Any, *args: Any, **options: Any) -> Any:
             kinds.add(type(tokens.compact))
             computed.append(tokens.inputs.size if tokens.compact is None else tokens.compact.tokens)
-            return backward(tokens, *args)
+            return backward(tokens, *args, **options)
 
         trainer.optimizer.update = spy  # type: ignore[method-assign]
         trainer.model.loss_and_gradients = count  # type: ignore[method-assign]

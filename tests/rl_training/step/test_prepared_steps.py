@@ -39,7 +39,7 @@ class Seen:
             return algorithm.loss(inputs)
 
         self._waiting: list[tuple[np.ndarray, dict[str, mx.array]]] = []
-        trainer = make_trainer(self.config, algorithm=replace(algorithm, loss=loss))
+        trainer = make_trainer(self.config, algorithm=replace(algorithm, loss=loss, fuse=False))
         perturb_adapter(trainer.policy)
         trainer.optimizer.reload()
         return trainer

@@ -78,9 +78,9 @@ def train(ranks: Ranks, config: RLTrainingConfig, batch: TrainBatch, **step: Any
         gradients.append([np.array(gradient) for gradient in found])
         return update(found, rate)
 
-    def watched_backward(*arguments: Any) -> Any:
+    def watched_backward(*arguments: Any, **options: Any) -> Any:
         passes.append(1)
-        return backward(*arguments)
+        return backward(*arguments, **options)
 
     trainer.optimizer.update = watched_update  # type: ignore[method-assign]
     trainer.model.loss_and_gradients = watched_backward  # type: ignore[method-assign]
