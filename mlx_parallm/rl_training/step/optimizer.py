@@ -23,11 +23,12 @@ import numpy as np
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.models.cpu_kernels import fused
 from mlx_parallm.models.parameters import ParameterSlots, scalar
 from mlx_parallm.models.sums import total
 from mlx_parallm.models.value_head import is_value_head
 
-MEASURED_ELEMENTS = 1 << 22
+MEASURED_ELEMENTS = 1 << 20
 """The most weights that `Movement` is measured on: all of a small adapter, an even sample of anything larger."""
 BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
 ELEMENTWISE = ("adamw", "lion")
@@ -103,12 +104,11 @@ class PolicyOptimizer:
         size = scalar(norm)
         if not math.isfinite(size):
             return Update(size, applied=False)
-        if self._max_grad_norm and size > self._max_grad_norm:
-            factor = self._max_grad_norm / (size + 1e-6)
-            packed = [{name: array * factor for name, array in part.items()} for part in packed]
+        clipped = self._max_grad_norm and size > self._max_grad_norm
+        factor = self._max_grad_norm / (size + 1e-6) if clipped else 1.0
         before = self._sample()
         for group, part in zip(self._groups, packed, strict=True):
-            group.apply(part, learning_rate)
+            group.apply(part, learning_rate, factor)
         self._write()
         return Update(size, applied=True, moved=self._movement(before))
 
@@ -218,11 +218,24 @@ class ParameterGroup:
         packed = self.pack(gradients)
         return sum((total(mx.square(part)) for part in packed.values()), mx.array(0.0)), packed
 
-    def apply(self, gradients: Mapping[str, mx.array], learning_rate: float) -> None:
-        """One update; masters and state are evaluated."""
-        self._optimizer.learning_rate = learning_rate * self._rate
-        self.masters = self._optimizer.apply_gradients(gradients, self.masters)
-        mx.eval(self.masters, self._optimizer.state)
+    def apply(self, gradients: Mapping[str, mx.array], learning_rate: float, factor: float) -> None:
+        """One update with the gradients times `factor`; masters and state are evaluated."""
+        optimizer = self._optimizer
+        optimizer.learning_rate = learning_rate * self._rate
+        state = optimizer.state
+
+        def updated(gradients: Any, masters: Any, state: Any, factor: mx.array) -> Any:
+            optimizer.state = state
+            scaled = {name: array * factor for name, array in gradients.items()}
+            return optimizer.apply_gradients(scaled, masters), optimizer.state
+
+        numbers = sum(array.size for array in self.masters.values())
+        try:
+            found = fused(updated, numbers)(dict(gradients), self.masters, state, mx.array(factor))
+            mx.eval(found)
+            self.masters, state = found
+        finally:
+            optimizer.state = state
 
     def sample(self, stride: int) -> Iterator[tuple[int, mx.array]]:
         """(first slot of a bundle, every n-th of its numbers), bundle by bundle. Lazy copies."""
