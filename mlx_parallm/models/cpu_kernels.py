@@ -50,7 +50,7 @@ _SHARE_P = (
     -2.76076847742355e-16 / 4**7,
 )
 _SHARE_Q = (4.89352518554385e-03, 2.26843463243900e-03 / 4, 1.18534705686654e-04 / 4**2, 1.19825839466702e-06 / 4**3)
-TRACES = 2048  # of fused functions that a thread keeps: one for each function and size
+TRACES = 512  # of fused functions that a thread keeps, 36 KB each: one for each function and size
 FEWEST_TO_FUSE = 1 << 18  # numbers of a hidden state, or logits
 LEAST_TO_FOLD = 1 << 16  # numbers: of fewer, one reduction is faster than more operations
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
