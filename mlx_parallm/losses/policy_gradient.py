@@ -217,7 +217,7 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     ValueError when the input of a weighted term is missing.
     """
     terms = Terms(inputs, options)
-    kl_in_loss = isinstance(inputs.kl_beta, mx.array) or inputs.kl_beta > 0
+    kl_in_loss = isinstance(inputs.kl_beta, mx.array) or inputs.kl_beta != 0
     token = LOSSES[options.loss](terms)
     values = token.values if inputs.weights is None else token.values * masked(inputs.weights, inputs.mask)
     metrics = {"policy_loss": aggregate(values, inputs, options.aggregation)}

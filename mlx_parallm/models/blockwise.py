@@ -208,10 +208,10 @@ class BlockwiseModel:
 
         below = self._trainable_below(last)
         parameters = self.slots.read(slots)
-        differentiate = mx.value_and_grad(loss, argnums=(0, 1) if below else 1)
-        if fuse:
-            differentiate = self._fused(differentiate, starts[last].size)
-        (value, extras), results = differentiate(starts[last], parameters)
+        arguments = starts[last], parameters
+        slopes = mx.value_and_grad(loss, argnums=(0, 1) if below else 1)
+        # What is compiled is never kept: a trace goes with its function, in the thread that dropped it.
+        (value, extras), results = (self._fused(slopes, starts[last].size) if fuse else slopes)(*arguments)
         cotangent, new = results if below else (None, results)
         self._add(gradients, slots, new, value, *extras, cotangent)
         starts.pop()

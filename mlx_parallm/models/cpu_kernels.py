@@ -111,8 +111,8 @@ def fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
     operations one by one become loops of several. It must not evaluate an array.
 
     For a new architecture g++ makes some 30 loops, 0.4 s each, and keeps them in the directory for temporary files;
-    other threads that need a loop wait for it. Numbers that are no arrays are part of a loop: those that change from
-    call to call go through `as_data`, or each call would make new loops.
+    other threads that need a loop wait for it. Part of a loop are numbers that are no arrays, and arrays of one number
+    that are no arguments: those that change from call to call go through `as_data`, or each call would make new loops.
     """
     return mx.compile(function) if size >= FEWEST_TO_FUSE and available() else function
 

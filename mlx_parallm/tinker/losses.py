@@ -171,11 +171,12 @@ class DatumLoss:
     def objective(self, micro_batch: MicroBatch) -> Objective:
         """(logprobs, entropy; each [N]) → (loss, (no metrics, no mismatch, logprobs, entropy))."""
         own = micro_batch.columns
-        columns = {name: mx.array(column[own]) for name, column in self.columns.items()}
+        longer = {name: mx.array(np.pad(column[own], (0, 1))) for name, column in self.columns.items()}
         _, numbers = np.unique(self.datums[own], return_inverse=True)
-        columns["datum"] = mx.array(numbers.astype(np.int32))
+        longer["datum"] = mx.array(np.pad(numbers.astype(np.int32), (0, 1)))
 
         def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+            columns = {name: column[:-1] for name, column in longer.items()}  # one of one number is data so
             settings = {name: as_data(number) for name, number in self.settings.items()}
             loss = self.kind.function(logprobs, columns, settings)
             scores = mx.stop_gradient(logprobs), mx.stop_gradient(entropy)

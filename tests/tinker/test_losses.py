@@ -2,13 +2,18 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.tinker.losses import LOSSES, find_loss, loss_settings
+from mlx_parallm.models import cpu_kernels
+from mlx_parallm.rl_training.step.collate import MicroBatch
+from mlx_parallm.tinker.losses import LOSSES, DatumLoss, find_loss, loss_settings
 
 LP = np.array([-0.5, -1.0, -2.0, -0.1, -3.0, -0.7])
 Q = np.array([-0.9, -1.0, -1.2, -0.6, -3.5, 0.0])
@@ -108,3 +113,21 @@ def test_what_is_not_offered_is_named(name: str, config: dict[str, float | str],
     with pytest.raises(RequestError, match=said):
         find_loss(name)
         loss_settings(name, config)
+
+
+@pytest.mark.slow  # g++ makes the loops
+@pytest.mark.skipif(not cpu_kernels.available(), reason="without MLX on the CPU and a C++ compiler nothing is fused")
+@pytest.mark.parametrize("name", LOSSES)
+def test_other_numbers_take_the_same_loops(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one token: MLX takes an array of one number for a constant."""
+    kind = LOSSES[name]
+    part = cast(MicroBatch, SimpleNamespace(columns=slice(0, 1)))
+    for turn in (1, 2, 3):
+        values = {column: np.array([0.1 * turn], np.float32) for column in (*kind.inputs, *kind.optional)}
+        settings = dict.fromkeys(kind.settings or {}, 0.5 + 0.1 * turn)
+        loss = DatumLoss(kind, settings, values, np.arange(1))
+        assert loss.fuse
+        step = mx.compile(mx.value_and_grad(loss.objective(part)))
+        mx.eval(step(mx.full((1,), -0.1 * turn), mx.zeros((1,))))
+        assert not list(tmp_path.rglob("*.so"))
+        monkeypatch.setenv("TMPDIR", str(tmp_path))  # where MLX puts a loop that it has not loaded yet

@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optimizers
 import numpy as np
+from mlx.utils import tree_map
 
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.training import RLTrainingConfig
@@ -105,7 +106,7 @@ class PolicyOptimizer:
         if not math.isfinite(size):
             return Update(size, applied=False)
         clipped = self._max_grad_norm and size > self._max_grad_norm
-        factor = self._max_grad_norm / (size + 1e-6) if clipped else 1.0
+        factor = self._max_grad_norm / (size + 1e-6) if clipped else None
         before = self._sample()
         for group, part in zip(self._groups, packed, strict=True):
             group.apply(part, learning_rate, factor)
@@ -195,6 +196,10 @@ class ParameterGroup:
         self._shapes = [array.shape for array in arrays]
         self._bundles = bundles([array.size for array in arrays]) if self._flat else [[i] for i in range(len(arrays))]
         self._optimizer = make_optimizer(kind, config, decay)
+        self._settings: AdamWSettings | None = None
+        self._new_settings = (
+            False  # they are parts of the update's loops: those of a client that changes them are not made
+        )
         self.masters = self.pack(arrays)
         self._optimizer.init(self.masters)
 
@@ -209,6 +214,7 @@ class ParameterGroup:
 
     def use_adamw(self, settings: AdamWSettings) -> None:
         assert isinstance(self._optimizer, optimizers.AdamW)
+        self._new_settings, self._settings = settings != self._settings, settings
         self._optimizer.betas = [settings.beta1, settings.beta2]
         self._optimizer.eps = settings.eps
         self._optimizer.weight_decay = settings.weight_decay
@@ -218,20 +224,23 @@ class ParameterGroup:
         packed = self.pack(gradients)
         return sum((total(mx.square(part)) for part in packed.values()), mx.array(0.0)), packed
 
-    def apply(self, gradients: Mapping[str, mx.array], learning_rate: float, factor: float) -> None:
-        """One update with the gradients times `factor`; masters and state are evaluated."""
+    def apply(self, gradients: dict[str, mx.array], learning_rate: float, factor: float | None) -> None:
+        """One update with the gradients, times `factor` where it is a number; masters and state are evaluated. After an
+        exception both are what they were."""
         optimizer = self._optimizer
         optimizer.learning_rate = learning_rate * self._rate
         state = optimizer.state
 
-        def updated(gradients: Any, masters: Any, state: Any, factor: mx.array) -> Any:
+        def updated(gradients: Any, masters: Any, state: Any, factor: mx.array | None) -> Any:
             optimizer.state = state
-            scaled = {name: array * factor for name, array in gradients.items()}
-            return optimizer.apply_gradients(scaled, masters), optimizer.state
+            if factor is not None:
+                gradients = {name: array * factor for name, array in gradients.items()}
+            return optimizer.apply_gradients(gradients, masters), optimizer.state
 
-        numbers = sum(array.size for array in self.masters.values())
+        numbers = 0 if self._new_settings else sum(array.size for array in self.masters.values())
+        own = tree_map(lambda array: array, state)  # MLX writes into the dictionaries that it is given
         try:
-            found = fused(updated, numbers)(dict(gradients), self.masters, state, mx.array(factor))
+            found = fused(updated, numbers)(gradients, self.masters, own, factor and mx.array(factor))
             mx.eval(found)
             self.masters, state = found
         finally:

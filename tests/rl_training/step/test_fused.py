@@ -1,13 +1,17 @@
 """Whole steps in loops that g++ makes: the same training, and no loop is made anew because a number has changed."""
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.models import cpu_kernels
+from mlx_parallm.models import blockwise, cpu_kernels
+from mlx_parallm.rl_training.step import optimizer
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from tests.rl_training.making import assert_same_training, make_config, make_trainer, perturb_adapter, weights
 from tests.rl_training.rollouts import make_batch, random_groups
@@ -30,10 +34,24 @@ def numbered(step: int) -> TrainBatch:
     return replace(make_batch(groups, step=step), constants=constants)
 
 
+def counted(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of what the module has compiled."""
+    plain, sizes = cpu_kernels.fused, list[int]()
+
+    def fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
+        found = plain(function, size)
+        sizes.extend([size] * (found is not function))
+        return found
+
+    monkeypatch.setattr(module, "fused", fused)
+    return sizes
+
+
 @pytest.mark.parametrize("values", [{"algorithm": "grpo", "kl_beta": 0.1}, {"algorithm": "ppo"}, {"algorithm": "kto"}])
 def test_steps_with_other_numbers_take_the_same_loops(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compiled = {module: counted(module, monkeypatch) for module in (blockwise, optimizer)}
     config = make_config(
         learning_rate=1e-3, lr_schedule="linear", max_grad_norm=0.1, batch_size=16, token_budget=10_000, **values
     )
@@ -51,6 +69,7 @@ def test_steps_with_other_numbers_take_the_same_loops(
         assert_same_training(*map(weights, trainers))
         assert not list(tmp_path.rglob("*.so"))
         monkeypatch.setenv("TMPDIR", str(tmp_path))  # where MLX puts a loop that it has not loaded yet
-    constant = float(sum(values["algorithm"].encode()))
+    assert all(sizes for sizes in compiled.values())
+    constant = random.random()
     mx.eval(mx.compile(lambda x: x * constant + 1.0)(mx.zeros((2,))))
     assert list(tmp_path.rglob("*.so")), "a loop with another constant in it is seen"

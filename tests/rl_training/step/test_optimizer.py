@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError
+from mlx_parallm.models import cpu_kernels
 from mlx_parallm.rl_training.step import optimizer as optimizer_module
-from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, learning_rate_at, make_groups, optimizer_of
+from mlx_parallm.rl_training.step.optimizer import (
+    AdamWSettings,
+    PolicyOptimizer,
+    learning_rate_at,
+    make_groups,
+    optimizer_of,
+)
 from tests.rl_training.making import make_config, make_policy
 
 RATES = [1e-2, 1e-2, 5e-3, 1e-3]
@@ -34,6 +41,46 @@ def trained(config: Any, steps: list[Arrays], **policy: Any) -> tuple[Any, Polic
         assert update.applied
         assert update.grad_norm == pytest.approx(norm_of(gradients), rel=1e-4)
     return made, optimizer
+
+
+@pytest.mark.parametrize("fewest", [1 << 30, pytest.param(0, marks=pytest.mark.slow)])  # slow: g++ makes the loops
+def test_an_update_that_fails_changes_nothing(fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "FEWEST_TO_FUSE", fewest)
+    config = make_config()
+    steps = random_steps(make_policy(config))
+    _, optimizer = trained(config, steps[:2])
+    before = {name: np.array(array) for name, array in optimizer.state().items()}
+    masters = [np.array(array) for array in optimizer._masters()]
+    evaluate = mx.eval
+
+    def fails(*arrays: Any) -> None:
+        if isinstance(arrays[0], tuple | dict):  # the update, with its state
+            raise RuntimeError("no memory")
+        evaluate(*arrays)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(mx, "eval", fails)
+        optimizer.update([mx.array(g) for g in steps[2]], RATES[2])
+    after = optimizer.state()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert all(np.array_equal(a, b) for a, b in zip(masters, optimizer._masters(), strict=True))
+    optimizer.update([mx.array(g) for g in steps[2]], RATES[2])
+    _, never_failed = trained(config, steps[:3])
+    assert optimizer.updates == 3
+    for name, array in never_failed.state().items():
+        np.testing.assert_allclose(optimizer.state()[name], array, rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+def test_settings_that_a_client_changes_are_not_made_loops_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(optimizer_module, "fused", lambda function, size: sizes.append(size) or function)
+    config = make_config()
+    policy, optimizer = trained(config, random_steps(make_policy(config))[:1])
+    gradients = [mx.array(g) for g in random_steps(policy)[0]]
+    for decay in (0.0, 0.1, 0.1, 0.2):
+        optimizer.use_adamw(AdamWSettings(0.9, 0.95, 1e-8, decay, 1.0))
+        optimizer.update(gradients, 1e-3)
+    assert [size > 0 for size in sizes] == [True, False, False, True, False]
 
 
 # ---------------------------------------------------------------------- float64 twins, one array at a time
