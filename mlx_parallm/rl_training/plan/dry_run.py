@@ -92,15 +92,17 @@ class Probe:
 
     def after_step(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
+        if line["gave_up"]:  # its time is that of many rounds
+            raise ProbeDone
         self.times.append(self.clock())
         long_enough = self.times[-1] - self.times[0] >= PROBE_S or len(self.times) >= MOST_STEPS
-        if line["gave_up"] or (long_enough and len(self.times) >= FEWEST_STEPS):
+        if long_enough and len(self.times) >= FEWEST_STEPS:
             raise ProbeDone
 
     @property
     def seconds(self) -> float | None:
         """A step's, from the end of the first on: then the next step's rollouts are made while one trains."""
-        if len(self.times) < 2 or self.lines[-1]["gave_up"]:
+        if len(self.times) < 2:
             return None
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 

@@ -144,6 +144,9 @@ def test_a_probe_measures_from_the_end_of_the_first_step() -> None:
     quick = steps([float(number) / 2 for number in range(40)])
     assert len(quick.times) == 17 and quick.seconds == 0.5, "quick steps are measured for 8 s"
     assert steps([3.0], gave_up="no group with different rewards").seconds is None
+    with pytest.raises(ProbeDone):
+        probe.after_step({"gave_up": "no group with different rewards"})
+    assert probe.seconds == 7.5, "those before a step that could not be filled count"
 
 
 def test_forecast_adds_up_and_says_what_is_missing() -> None:
