@@ -197,9 +197,7 @@ class ParameterGroup:
         self._bundles = bundles([array.size for array in arrays]) if self._flat else [[i] for i in range(len(arrays))]
         self._optimizer = make_optimizer(kind, config, decay)
         self._settings: AdamWSettings | None = None
-        self._new_settings = (
-            False  # they are parts of the update's loops: those of a client that changes them are not made
-        )
+        self._new_settings = False  # since the last update: it is not compiled, since they would be part of its loops
         self.masters = self.pack(arrays)
         self._optimizer.init(self.masters)
 
@@ -225,8 +223,8 @@ class ParameterGroup:
         return sum((total(mx.square(part)) for part in packed.values()), mx.array(0.0)), packed
 
     def apply(self, gradients: dict[str, mx.array], learning_rate: float, factor: float | None) -> None:
-        """One update with the gradients, times `factor` where it is a number; masters and state are evaluated. After an
-        exception both are what they were."""
+        """One update with the gradients, times `factor` unless it is None; masters and state are evaluated. After an
+        exception this group's are what they were."""
         optimizer = self._optimizer
         optimizer.learning_rate = learning_rate * self._rate
         state = optimizer.state
@@ -240,7 +238,7 @@ class ParameterGroup:
         numbers = 0 if self._new_settings else sum(array.size for array in self.masters.values())
         own = tree_map(lambda array: array, state)  # MLX writes into the dictionaries that it is given
         try:
-            found = fused(updated, numbers)(gradients, self.masters, own, factor and mx.array(factor))
+            found = fused(updated, numbers)(gradients, self.masters, own, None if factor is None else mx.array(factor))
             mx.eval(found)
             self.masters, state = found
         finally:
