@@ -39,7 +39,8 @@ from tests.integration.processes import free_port
 
 Work = Callable[[TrainingRun, str, threading.Event], None]  # the run, its URL, its stop
 
-LONGEST_S = 60.0
+LONGEST_STALL_S = 60.0
+"""Only a run that stands still has an end by the clock: a run that goes on ends at its last step, however slow it is."""
 ELSEWHERE = {"environment-stalled", "groups-refused"}
 """Told live by the sources of rollouts, in their own words and after a minute: tested where they are."""
 TOKENS = 320  # of the tiny model
@@ -197,14 +198,16 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
             entry |= {"kind": "tasks", "name": "sort"}
         if provocation.stalls:
             # "late" comes back, after more than ten steps of a slow machine; "silent" stays so
-            entry["options"] = {"silence_s": stalled_after_s + 20 if provocation.environment == "late" else LONGEST_S}
+            entry["options"] = {
+                "silence_s": stalled_after_s + 20 if provocation.environment == "late" else LONGEST_STALL_S
+            }
         data["environments"] = [entry | provocation.entry]
     config = parse_config(data)
     stop, run_directory = threading.Event(), directory / str(config.rl_training.run_name)
     heard = Heard(sys.stderr)
     run = training_run(config, resume=None, stop=stop, console=Console(file=io.StringIO()))
     named: list[str] = []
-    limit = time.monotonic() + LONGEST_S + stalled_after_s
+    limit = time.monotonic() + LONGEST_STALL_S + stalled_after_s if provocation.stalls else math.inf
     watched = (run_directory, provocation.diagnosis, named, heard, stop, limit)
     threads = [threading.Thread(target=_watch, args=watched)]
     if provocation.beside is not None:

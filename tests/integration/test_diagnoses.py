@@ -60,7 +60,7 @@ def provoked(
         capture_output=True,
         text=True,
         check=False,
-        timeout=400,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
@@ -78,7 +78,7 @@ def explained(provoked: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return read
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_named(name: str, provoked: Any, explained: Any) -> None:
     expected = PROVOCATIONS[name].diagnosis
