@@ -190,17 +190,52 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def naive_greedy(model: nn.Module, prompt: list[int], max_tokens: int, eos: int | None = EOS) -> list[int]:
+TIE = 1e-4
+"""Two logits that lie closer than the contract's 1e-4 are a tie: which one is larger depends on the processor."""
+
+
+class Greedy(list[int]):
+    """The twin's greedy ids. They equal an answer's ids as the contract says (docs/serving.md): id for id up to the
+    first tie of the best logits. There each of the tied ids is right, and what follows another one is not compared."""
+
+    def __init__(self, ids: list[int], ties: dict[int, set[int]]) -> None:
+        super().__init__(ids)
+        self.ties = ties
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, list):
+            return NotImplemented
+        for i, (expected, token) in enumerate(zip(self, other, strict=False)):
+            if token != expected:
+                return token in self.ties.get(i, ())
+        return len(self) == len(other)
+
+    def __ne__(self, other: object) -> bool:  # list has its own
+        return not self == other
+
+    __hash__ = None
+
+    def start(self, count: int) -> "Greedy":
+        """The first `count` ids."""
+        return Greedy(self[:count], self.ties)
+
+
+def naive_greedy(model: nn.Module, prompt: list[int], max_tokens: int, eos: int | None = EOS) -> Greedy:
     """The twin: mlx-lm's model with mlx-lm's cache, alone, argmax, stopping after EOS."""
     cache = make_prompt_cache(model)
-    inputs, tokens = mx.array(prompt)[None], []
+    inputs, tokens, ties = mx.array(prompt)[None], [], {}
     while len(tokens) < max_tokens:
-        token = int(mx.argmax(model(inputs, cache=cache)[0, -1]).item())
+        logits = model(inputs, cache=cache)[0, -1]
+        best = mx.argmax(logits)
+        close = logits >= logits[best] - TIE
+        token, count = mx.stack([best, close.sum()]).tolist()
+        if count > 1:
+            ties[len(tokens)] = {i for i, tied in enumerate(close.tolist()) if tied}
         tokens.append(token)
         if token == eos:
             break
         inputs = mx.array([[token]])
-    return tokens
+    return Greedy(tokens, ties)
 
 
 def full_logits(model: nn.Module, tokens: list[int]) -> mx.array:

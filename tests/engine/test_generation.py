@@ -9,6 +9,7 @@ from mlx_parallm.errors import ContextLengthError, RequestError
 from mlx_parallm.models.logprobs import token_logprobs
 from tests.engine.helpers import (
     EOS,
+    Greedy,
     collect,
     full_logits,
     naive_greedy,
@@ -233,3 +234,22 @@ def test_decoding_goes_on_between_chunks_of_a_long_prompt_and_of_a_score(params)
     assert served.engine.counters.generation_tokens - before == 9  # one each step, all of the short request
     assert any(event.request_id == "long" for event in served.engine.step()) == ("prompt_logprobs" in params)
     collect(served.engine)
+
+
+def test_ids_are_compared_up_to_a_tie():
+    """Ids 0 and 1 tie at the second place, so either is right there. Without a tie every id counts, and so does the length."""
+    greedy = Greedy([7, 1, 5], {1: {0, 1}})
+    right, wrong = ([7, 1, 5], [7, 0, 3, 3]), ([7, 2, 5], [7, 1, 4], [6, 1, 5], [7, 1], [7, 1, 5, 5])
+    assert all(ids == greedy for ids in right) and all(ids != greedy for ids in wrong)
+    assert not any(ids != greedy for ids in right) and not any(ids == greedy for ids in wrong)
+    assert greedy.start(2) == [7, 0]
+
+
+def test_the_twin_knows_its_ties():
+    """Two rows of the head are the same but for 1e-6: wherever one of them is best, the other is as well."""
+    model = qwen3_model()
+    model.lm_head.weight[8] = model.lm_head.weight[7] * (1 + 1e-7)
+    mx.eval(model.parameters())
+    greedy = [naive_greedy(model, prompt, 20) for prompt in ragged_prompts(40)]
+    assert any({7, 8} <= tied for ids in greedy for tied in ids.ties.values())
+    assert sum(len(ids.ties) for ids in greedy) < 0.1 * sum(map(len, greedy)), "few positions are ties"
