@@ -237,7 +237,7 @@ def test_decoding_goes_on_between_chunks_of_a_long_prompt_and_of_a_score(params)
 
 
 def test_ids_are_compared_up_to_a_tie():
-    """Ids 0 and 1 tie at the second place, so either is right there. Without a tie every id counts, and so does the length."""
+    """Ids 0 and 1 tie at the second place: either is right there. Without a tie each id counts, and the length."""
     greedy = Greedy([7, 1, 5], {1: {0, 1}})
     right, wrong = ([7, 1, 5], [7, 0, 3, 3]), ([7, 2, 5], [7, 1, 4], [6, 1, 5], [7, 1], [7, 1, 5, 5])
     assert all(ids == greedy for ids in right) and all(ids != greedy for ids in wrong)
