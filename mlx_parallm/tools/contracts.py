@@ -367,8 +367,9 @@ def compare(alone: Sequence[Completion], batched: Sequence[Completion], bound: R
         differences = np.subtract(one.logprobs[:same], other.logprobs[:same])
         largest = max(largest, float(np.abs(differences).max(initial=0.0)))
     distinct = len({token for completion in alone for token in completion.token_ids})
+    up_to_a_tie = f" {tied} up to a tie," if tied else ""
     measured = (
-        f"{equal} of {len(alone)} sequences identical, {f'{tied} up to a tie, ' if tied else ''}{shared} of {total} tokens before a difference;"
+        f"{equal} of {len(alone)} sequences identical,{up_to_a_tie} {shared} of {total} tokens before a difference;"
         f" log-probabilities differ by {largest:.1e}; {distinct} distinct tokens"
     )
     tokens_agree = equal + tied == len(alone) if bound.exact else shared >= SHARED * total

@@ -40,7 +40,7 @@ from tests.integration.processes import free_port
 Work = Callable[[TrainingRun, str, threading.Event], None]  # the run, its URL, its stop
 
 LONGEST_STALL_S = 60.0
-"""Only a run that stands still has an end by the clock: a run that goes on ends at its last step, however slow it is."""
+"""Only a run that stands still ends by the clock: one that goes on ends at its last step, however slow it is."""
 ELSEWHERE = {"environment-stalled", "groups-refused"}
 """Told live by the sources of rollouts, in their own words and after a minute: tested where they are."""
 TOKENS = 320  # of the tiny model
