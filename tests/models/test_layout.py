@@ -126,7 +126,8 @@ def check(parts: BlockwiseModel, tokens: TokenBatch) -> None:
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, a, b in zip(parts.slots.names, gradients, plain_gradients, strict=True):
         assert mx.linalg.norm(b.reshape(-1)).item() > 0, name
-        assert mx.linalg.norm((a - b).reshape(-1)).item() <= 1e-5 * mx.linalg.norm(b.reshape(-1)).item(), name
+        # sums in another order: with OpenBLAS 1.0e-5 (olmo2's norms), with MKL 3e-6; a wrong position is 1e-2 and more
+        assert mx.linalg.norm((a - b).reshape(-1)).item() <= 3e-5 * mx.linalg.norm(b.reshape(-1)).item(), name
 
 
 def test_shared_and_packed_rows_send_fewer_tokens_through_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,9 +149,9 @@ def test_head_in_chunks(prepare: Callable[[nn.Module], nn.Module], monkeypatch: 
     value_c, _, gradients_c = chunked.loss_and_gradients(batch(), objective)
     assert value_c.item() == pytest.approx(value.item(), rel=1e-6)
     for a, b in zip(gradients, gradients_c, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+        np.testing.assert_allclose(a, b, atol=4e-6)  # sums in another order: with OpenBLAS 1.1e-6
     for a, b in zip((logprobs, entropy), chunked.score(batch()), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+        np.testing.assert_allclose(a, b, atol=4e-6)
 
 
 def test_the_chunk_follows_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
