@@ -215,6 +215,7 @@ def small_model(name: str) -> Any:
     import mlx.nn as nn
 
     from mlx_parallm.models.loading import evaluate_module
+    from mlx_parallm.models.recurrent_layers import use_chunks
 
     module = importlib.import_module(f"mlx_lm.models.{name}")
     config = small_config(module, name)
@@ -226,6 +227,7 @@ def small_model(name: str) -> Any:
         nn.Module.__init__(model)
     model.eval()
     evaluate_module(model)
+    use_chunks(model)
     return model
 
 
