@@ -350,7 +350,11 @@ ROWS = (
         "the same; keys and values lie by tokens, and what rows share is held once "
         "([serving.md](serving.md#how-much-at-once)).",
     ),
-    ("together, no prefixes", "the same, but a recurrent state belongs to the whole text: prompts are computed anew."),
+    (
+        "together; snapshots",
+        "the same for layers with a recurrent state: a text goes on from kept states where a prompt or an answer ended, "
+        "or prompts part ([serving.md](serving.md#how-much-at-once)); a group's prompt is computed once.",
+    ),
     ("one by one", "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time."),
 )
 
@@ -362,7 +366,7 @@ def rows_of(row: dict[str, Any]) -> str:
         return "together; tokens"
     if row["alone"]:
         return "one by one"
-    return "together" if row["rewindable"] else "together, no prefixes"
+    return "together" if row["rewindable"] else "together; snapshots"
 
 
 def verdict(row: dict[str, Any]) -> tuple[str, str]:
