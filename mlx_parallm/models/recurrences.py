@@ -14,12 +14,17 @@ Decays come as they are, between 0 and 1. The decay between two tokens is a prod
 ones stay exact.
 """
 
+from collections.abc import Sequence
+
 import mlx.core as mx
+
+from mlx_parallm.models.attention_parts import LOG2_E
+from mlx_parallm.models.cpu_kernels import exp2_minus
 
 CHUNK = 64  # tokens between two states that are kept
 SCAN_CHUNK = 32
 SELECTIVE_CHUNK = 16
-SCAN_PART = 256  # tokens of a selective scan whose states are kept
+SCAN_PART = 128  # tokens of a selective scan whose states are held at a time
 
 
 def gated_delta(
@@ -154,8 +159,8 @@ def selective_scan(
 ) -> tuple[mx.array, mx.array]:
     """Mamba's h_t = exp(δ_t A) h_{t-1} + δ_t B_t x_t, y_t = h_t C_t; y [B, T, D] and the last h [B, D, S], in x's type.
 
-    x, delta: [B, T, D]; a: [D, S], negative; b, c: [B, T, S]; state: [B, D, S], None = 0. The states of SCAN_PART
-    tokens are kept at a time; a gradient computes them again.
+    x, delta: [B, T, D]; a: [D, S], negative; b, c: [B, T, S]; state: [B, D, S], None = 0. A gradient keeps the decays
+    and one state for SCAN_PART tokens; it is written out below.
     """
     dtype = x.dtype
     x, delta, a, b, c = (_float(array) for array in (x, delta, a, b, c))
@@ -163,37 +168,101 @@ def selective_scan(
     outputs = []
     for start in range(0, x.shape[1], SCAN_PART):
         part = slice(start, start + SCAN_PART)
-        y, state = _selective_part(x[:, part], delta[:, part], a, b[:, part], c[:, part], state)
+        y, state, *_ = _selective_part(x[:, part], delta[:, part], a, b[:, part], c[:, part], state)
         outputs.append(y)
     return mx.concatenate(outputs, axis=1).astype(dtype), state.astype(dtype)
 
 
-@mx.checkpoint
+@mx.custom_function
 def _selective_part(
     x: mx.array, delta: mx.array, a: mx.array, b: mx.array, c: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array]:
-    batch, length, width = x.shape
+) -> tuple[mx.array, ...]:
+    """y, the last state, and the decays by place, which the gradient needs again."""
+    deltas = _by_place(delta)
+    scale = a * LOG2_E
+    decays = [exp2_minus(d[..., None] * scale, mx.zeros((1,))) for d in deltas]
+    inputs = _inputs(x, delta, b)
+    outputs, last = [], state
+    for h, ct in zip(_states(decays, inputs, deltas, scale, state), _by_place(c), strict=True):
+        outputs.append((h @ ct[..., None])[..., 0])
+        last = h[:, -1]
+    return _in_order(outputs, x.shape[1]), last, *decays
+
+
+@_selective_part.vjp
+def _selective_part_gradient(
+    primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+) -> tuple[mx.array, ...]:
+    """With g_t = C_t y'_t + exp(δ_{t+1} A) g_{t+1}, the gradient of h_t, and u_t = g_t exp(δ_t A) h_{t-1}: x' = δ (g B),
+    δ' = u A + x (g B), A' = Σ u δ, B' = Σ g δ x, C' = Σ y' h over the axes that each lacks."""
+    x, delta, a, b, c, state = primals
+    decays, length = outputs[2:], x.shape[1]
+    places = [_by_place(array) for array in (x, delta, b, c, cotangents[0])]
+    hs = _states(decays, _inputs(x, delta, b), places[1], a * LOG2_E, state)
+    before = [mx.concatenate([state[:, None], hs[-1][:, :-1]], axis=1), *hs[:-1]]
+    pushed = [y[..., None] * ct[..., None, :] for y, ct in zip(places[4], places[3], strict=True)]
+    gs, to_state = _states_gradients(decays, pushed, cotangents[1])
+    columns: list[list[mx.array]] = [[], [], [], []]
+    of_a = mx.zeros_like(decays[0])
+    for xt, dt, bt, yt, h, h_before, decay, g in zip(*places[:3], places[4], hs, before, decays, gs, strict=True):
+        u, read = g * decay * h_before, (g @ bt[..., None])[..., 0]
+        of_a = of_a + u * dt[..., None]
+        columns[0].append(dt * read)
+        columns[1].append((u * a).sum(axis=-1) + xt * read)
+        columns[2].append(((dt * xt)[..., None, :] @ g)[..., 0, :])
+        columns[3].append((yt[..., None, :] @ h)[..., 0, :])
+    of_x, of_delta, of_b, of_c = (_in_order(column, length) for column in columns)
+    return of_x, of_delta, of_a.sum(axis=(0, 1)), of_b, of_c, to_state
+
+
+def _by_place(array: mx.array) -> list[mx.array]:
+    """[B, T, D] as one array [B, N, D] for each place in a chunk; zeros fill the last one."""
+    batch, length, width = array.shape
     chunk = min(SELECTIVE_CHUNK, length)
-    missing = -length % chunk
+    padded = mx.pad(array, [(0, 0), (0, -length % chunk), (0, 0)]).reshape(batch, -1, chunk, width)
+    return [padded[:, :, place] for place in range(chunk)]
 
-    def by_place(array: mx.array) -> list[mx.array]:
-        """[B, T, …] as one array [B, N, …] for each place in a chunk."""
-        padded = mx.pad(array, [(0, 0), (0, missing), (0, 0)]).reshape(batch, -1, chunk, array.shape[-1])
-        return [padded[:, :, t] for t in range(chunk)]
 
-    deltas, bs, cs = by_place(delta), by_place(b), by_place(c)
-    decays = [mx.exp(d[..., None] * a) for d in deltas]
-    inputs = [dx[..., None] * bt[..., None, :] for dx, bt in zip(by_place(delta * x), bs, strict=True)]
+def _in_order(places: list[mx.array], length: int) -> mx.array:
+    """`_by_place` back to [B, T, D]."""
+    together = mx.stack(places, axis=2)
+    return together.reshape(together.shape[0], -1, together.shape[-1])[:, :length]
+
+
+def _inputs(x: mx.array, delta: mx.array, b: mx.array) -> list[mx.array]:
+    return [dx[..., None] * bt[..., None, :] for dx, bt in zip(_by_place(delta * x), _by_place(b), strict=True)]
+
+
+def _states(
+    decays: Sequence[mx.array], inputs: list[mx.array], deltas: list[mx.array], scale: mx.array, state: mx.array
+) -> list[mx.array]:
+    """h at each place, [B, N, D, S]: first the chunks' ends as if each began with 0, then all again."""
     h = inputs[0]
     for decay, new in zip(decays[1:], inputs[1:], strict=True):
         h = decay * h + new
-    products = mx.exp(sum(deltas)[..., None] * a)
+    products = exp2_minus(sum(deltas)[..., None] * scale, mx.zeros((1,)))
     starts = [state]
-    for n in range(h.shape[1]):
+    for n in range(h.shape[1] - 1):
         starts.append(products[:, n] * starts[-1] + h[:, n])
-    h, outputs = mx.stack(starts[:-1], axis=1), []
-    for decay, new, ct in zip(decays, inputs, cs, strict=True):
+    h, places = mx.stack(starts, axis=1), []
+    for decay, new in zip(decays, inputs, strict=True):
         h = decay * h + new
-        outputs.append((h @ ct[..., None])[..., 0])
-    y = mx.stack(outputs, axis=2).reshape(batch, -1, width)[:, :length]
-    return y, starts[-1]
+        places.append(h)
+    return places
+
+
+def _states_gradients(
+    decays: Sequence[mx.array], pushed: list[mx.array], last: mx.array
+) -> tuple[list[mx.array], mx.array]:
+    """g at each place, from the end to the beginning in the same two passes; and the gradient of the first state."""
+    g, product = pushed[-1] * decays[-1], decays[-1]
+    for push, decay in zip(pushed[-2::-1], decays[-2::-1], strict=True):
+        g, product = (g + push) * decay, product * decay
+    ends = [last]
+    for n in range(g.shape[1] - 1, -1, -1):
+        ends.append(product[:, n] * ends[-1] + g[:, n])
+    g, places = mx.stack(ends[-2::-1], axis=1), []
+    for push, following in zip(pushed[::-1], [None, *decays[:0:-1]], strict=True):
+        g = push + (g if following is None else following * g)
+        places.append(g)
+    return places[::-1], ends[-1]
