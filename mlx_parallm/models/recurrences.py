@@ -193,8 +193,8 @@ def _selective_part(
 def _selective_part_gradient(
     primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
 ) -> tuple[mx.array, ...]:
-    """With g_t = C_t y'_t + exp(δ_{t+1} A) g_{t+1}, the gradient of h_t, and u_t = g_t exp(δ_t A) h_{t-1}: x' = δ (g B),
-    δ' = u A + x (g B), A' = Σ u δ, B' = Σ g δ x, C' = Σ y' h over the axes that each lacks."""
+    """With g_t = C_t y'_t + exp(δ_{t+1} A) g_{t+1}, the gradient of h_t, and u_t = g_t exp(δ_t A) h_{t-1}:
+    x' = δ (g B), δ' = u A + x (g B), A' = Σ u δ, B' = Σ g δ x, C' = Σ y' h over the axes that each lacks."""
     x, delta, a, b, c, state = primals
     decays, length = outputs[2:], x.shape[1]
     places = [_by_place(array) for array in (x, delta, b, c, cotangents[0])]
