@@ -215,6 +215,7 @@ def small_model(name: str) -> Any:
     import mlx.nn as nn
 
     from mlx_parallm.models.loading import evaluate_module
+    from mlx_parallm.models.recurrent_layers import use_chunks
 
     module = importlib.import_module(f"mlx_lm.models.{name}")
     config = small_config(module, name)
@@ -226,6 +227,7 @@ def small_model(name: str) -> Any:
         nn.Module.__init__(model)
     model.eval()
     evaluate_module(model)
+    use_chunks(model)
     return model
 
 
@@ -348,7 +350,11 @@ ROWS = (
         "the same; keys and values lie by tokens, and what rows share is held once "
         "([serving.md](serving.md#how-much-at-once)).",
     ),
-    ("together, no prefixes", "the same, but a recurrent state belongs to the whole text: prompts are computed anew."),
+    (
+        "together; snapshots",
+        "the same for layers with a recurrent state: a text goes on from kept states where a prompt or an answer ended, "
+        "or prompts part ([serving.md](serving.md#how-much-at-once)); a group's prompt is computed once.",
+    ),
     ("one by one", "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time."),
 )
 
@@ -360,7 +366,7 @@ def rows_of(row: dict[str, Any]) -> str:
         return "together; tokens"
     if row["alone"]:
         return "one by one"
-    return "together" if row["rewindable"] else "together, no prefixes"
+    return "together" if row["rewindable"] else "together; snapshots"
 
 
 def verdict(row: dict[str, Any]) -> tuple[str, str]:

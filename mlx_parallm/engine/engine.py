@@ -94,6 +94,7 @@ class Engine:
         )
         token_bytes = self._token_bytes = self.cache.token_bytes()
         bound = None if options.kv_cache_bytes is None or not token_bytes else options.kv_cache_bytes // token_bytes
+        snapshot = self.cache.snapshot_bytes()
         prompt_cost = self.cache.prefill_token_bytes() / token_bytes if token_bytes else 1.0
         self.limits = RequestLimits(
             options.max_model_len, options.vocab_size, bound, options.default_max_tokens, prompt_cost
@@ -104,6 +105,7 @@ class Engine:
             bound,
             options.prefix_cache_bytes // max(token_bytes, 1),
             rewindable=self.cache.rewindable,
+            snapshot_tokens=None if snapshot is None else math.ceil(snapshot / max(token_bytes, 1)),
             by_tokens=self.cache.shares,
             prompt_cost=prompt_cost,
         )
@@ -394,11 +396,14 @@ class Engine:
 
     def _take_token(self, sampled: SampledToken, version: int) -> None:
         sequence = sampled.sequence
-        if not math.isfinite(sampled.logprob):
+        finite = math.isfinite(sampled.logprob)
+        if not finite:
             self.cache.scrub_row(sequence.row)  # for the next owner, also where this one has gone
-        if sequence.finished:  # aborted or orphaned while the step was under way
+        if sequence.finished:  # while the step was under way, which has fed its newest token
+            sequence.cached += 1
+            sequence.prefix_key = sequence.prefix_key if finite else None
             return
-        if not math.isfinite(sampled.logprob):
+        if not finite:
             return self._end_early(sequence, NOT_FINITE)
         if sequence.edits is not None and sequence.edits.forbids(sampled.token):
             return self._end_early(sequence, ALL_FORBIDDEN)

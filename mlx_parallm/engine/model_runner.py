@@ -22,10 +22,10 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.cache.batch import RunningCache
-from mlx_parallm.engine.cache.prefill import arrays_of
+from mlx_parallm.engine.cache.prefill import arrays_of, keys_and_values, present, states_of
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
-from mlx_parallm.engine.scheduler import PrefillChunk, SchedulerOutput
+from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
@@ -87,9 +87,15 @@ class ModelRunner:
 
     def move_rows(self, plan: SchedulerOutput) -> None:
         """Carries out what needs no weights, before the lock is taken: rows into the prefix cache, then the moves."""
+        kept: list[mx.array] = []
         for save in plan.saves:
-            save.segment.arrays = self._cache.read(save.row, save.segment.start, save.segment.stop)
-        mx.eval([save.segment.arrays for save in plan.saves])
+            if save.segment is not None:
+                save.segment.arrays = self._cache.read(save.row, save.segment.start, save.segment.stop)
+                kept += save.segment.arrays
+            if save.of is not None:
+                save.of.snapshots[save.position] = self._cache.read_states(save.row)
+                kept += present(save.of.snapshots[save.position])
+        mx.eval(kept)
         if plan.moves:
             longest = max(move.length for move in plan.moves)
             self._cache.move_rows([move.source for move in plan.moves], [move.target for move in plan.moves], longest)
@@ -234,11 +240,23 @@ class ModelRunner:
                 tokens[index, : len(piece)] = piece
             self._lora.activate([row.owner.adapter for row in prefill.rows])
             self._model(mx.array(tokens), cache=prefill.caches)
+        kept = [] if chunk.save is None else self._keep(prefill.caches, chunk.save)
         if chunk.prompts:
             self._cache.write_prefixes(prefill.caches, chunk.prompts, chunk.first_row)
             prefill.caches = []
-            return []  # the decode step reads the rows
-        return arrays_of(prefill.caches)
+            return kept  # the decode step reads the rows
+        return kept + arrays_of(prefill.caches)
+
+    def _keep(self, caches: list[Any], save: PrefixSave) -> list[mx.array]:
+        """Puts what a prefill of one row has computed into the prefix cache; returns arrays to be evaluated."""
+        kept: list[mx.array] = []
+        if save.segment is not None:
+            save.segment.arrays = keys_and_values(caches, save.segment.start, save.segment.stop)
+            kept += save.segment.arrays
+        if save.of is not None:
+            save.of.snapshots[save.position] = states_of(caches)
+            kept += present(save.of.snapshots[save.position])
+        return kept
 
     def _sampling_batch(self, rows: tuple[Sequence, ...]) -> SamplingBatch:
         if self._batch is None or rows != self._rows:

@@ -11,15 +11,18 @@ not wait for a long one), but one that was passed over gains a chunk a step. Whi
 chunks advances by smaller ones.
 A prompt is computed once for all requests that bring it meanwhile, and its keys and values stay in the prefix cache
 (cache/prefix.py) under the weights that computed it (`weights_of`), as far as that has room.
+Recurrent states: prompts are computed one by one, and stop where a snapshot of the state will be wanted: where others
+that wait, or were computed, go on in another way, every SNAPSHOT_EVERY tokens, and at the end.
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from mlx_parallm.engine.cache.prefix import Key, PrefixCache, PrefixChunk, Segment
+from mlx_parallm.engine.cache.prefix import Key, PrefixCache, PrefixChunk, Segment, common_beginning
 from mlx_parallm.engine.cache.sharing import (
     PromptRows,
     end_of,
@@ -32,6 +35,9 @@ from mlx_parallm.engine.cache.sharing import (
 from mlx_parallm.engine.sequence import Sequence, Status
 
 AGEING_STEPS = 256
+SNAPSHOT_EVERY = 512  # tokens of a long prompt
+SNAPSHOT_FROM = 16  # tokens: a shorter beginning is not worth one
+COMPARED = 64  # waiting prompts that a prompt is compared with before it is computed
 DECODING_SHARE = 4  # while all rows decode, a long prompt advances by this part of prefill_chunk
 
 
@@ -46,10 +52,13 @@ class SlotMove:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSave:
-    """Positions [segment.start, segment.stop) of row `row` go into the prefix cache."""
+    """Positions [segment.start, segment.stop) of a row go into the prefix cache, and the states after them as snapshot
+    `position` of the segment `of`. Either may be None. `row` is the running cache's, or the prefill's only one."""
 
-    segment: Segment
+    segment: Segment | None
     row: int
+    of: Segment | None = None
+    position: int = 0
 
 
 @dataclass(slots=True)
@@ -86,6 +95,7 @@ class Prefill:
     last_step: int  # when it advanced; at first, when it was made up
     started: bool = False
     in_chunks: bool = False  # it was longer than one chunk
+    places: tuple[int, ...] = ()  # where it stops for a snapshot, in order
     caches: list[Any] = field(default_factory=list)
 
     @property
@@ -105,6 +115,7 @@ class PrefillChunk:
     stop: int
     first_row: int
     prompts: tuple[PromptRows, ...]
+    save: PrefixSave | None = None  # what is kept of it, after it
 
     @property
     def sources(self) -> list[int]:
@@ -132,6 +143,7 @@ class Scheduler:
         max_cached_tokens: positions that the prefix cache holds at most.
         rewindable: False: a row holds nothing but its whole text (a recurrent state), so its beginning cannot be used
             by others, and prompts are computed one by one, without padding.
+        snapshot_tokens: of such a row, positions that take the memory of its state; None: the state cannot be read.
         by_tokens: rows take what they hold and share segments; False: rows × longest sequence among them.
         prompt_cost: memory of a position of a prompt that is being computed, over that of a row's position.
     """
@@ -144,6 +156,7 @@ class Scheduler:
         max_cached_tokens: int,
         *,
         rewindable: bool,
+        snapshot_tokens: int | None = None,
         by_tokens: bool = False,
         prompt_cost: float = 1.0,
     ) -> None:
@@ -153,7 +166,11 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self.max_kv_tokens = max_kv_tokens
         self.rewindable = rewindable
-        self.prefix_cache = PrefixCache(max_cached_tokens if rewindable else 0)
+        self.takes_snapshots = not rewindable and snapshot_tokens is not None
+        self.prefix_cache = PrefixCache(
+            max_cached_tokens if rewindable or self.takes_snapshots else 0,
+            snapshot_tokens if self.takes_snapshots else None,
+        )
         self.waiting: list[Sequence] = []  # in the order in which they are admitted
         self.rows: list[Sequence] = []
         self.prefills: list[Prefill] = []
@@ -235,7 +252,7 @@ class Scheduler:
             self._admit(weights_of, version)
         computed = self._computed(self._prompt_tokens + self.beside)
         limit = None if self.max_kv_tokens is None else self.max_kv_tokens - computed
-        chunks = self._next_chunks()
+        chunks = self._next_chunks(weights_of)
         prefilled = sum(row.computed_tokens for chunk in chunks if chunk.prompts for row in chunk.prefill.rows)
         return SchedulerOutput(tuple(saves), tuple(moves), kept, tuple(chunks), tuple(self.rows), limit, prefilled)
 
@@ -252,16 +269,24 @@ class Scheduler:
         for sequence in self.rows:
             if not (sequence.finished or sequence.is_new) or not sequence.feeds_prefix_cache:
                 continue
+            if sequence.is_new and self.takes_snapshots:  # its prefill has kept the prompt
+                sequence.is_new = False
+                if not sequence.finished:
+                    continue
             sequence.is_new = False
             key = (weights_of(sequence), sequence.cache_salt)
             if key == sequence.prefix_key:
                 end = end_of(sequence.chunks)  # a whole prompt in segments is stored as it lies
                 stop = end if end and not sequence.finished and end == len(sequence.prompt) - 1 else sequence.cached
                 text = [*sequence.prompt, *sequence.tokens][:stop]
-                segment = self.prefix_cache.store(key, tuple(text))
-                if segment is not None:
-                    saves.append(PrefixSave(segment, sequence.row))
+                if save := self._save(key, tuple(text), sequence.row):
+                    saves.append(save)
         return saves
+
+    def _save(self, key: Key, text: tuple[int, ...], row: int) -> PrefixSave | None:
+        segment = self.prefix_cache.store(key, text)
+        of, position = self.prefix_cache.snapshot(key, text) or (None, 0)
+        return None if segment is of is None else PrefixSave(segment, row, of, position)
 
     def _compact(self) -> list[SlotMove]:
         """Fills the rows of finished sequences with the last ones. No row is both a source and a target."""
@@ -350,7 +375,7 @@ class Scheduler:
 
     def _new_row(self, key: Key, sequence: Sequence) -> PrefillRow:
         """Adds the prompt to a group that has not started, where it fits beside the others, or makes one up."""
-        prefix = self.prefix_cache.find(key, sequence.prompt)
+        prefix = () if self.takes_snapshots else self.prefix_cache.find(key, sequence.prompt)  # `_begin` looks later
         chunks = referenced(prefix) if self.by_tokens else ()
         row = PrefillRow(key, sequence, prefix, prefix[-1].stop if prefix else 0, [], chunks)
         length = len(row.tokens)
@@ -371,16 +396,40 @@ class Scheduler:
         self.prefills.append(Prefill([row], length, row.reused, self._step, in_chunks=in_chunks))
         return row
 
-    def _next_chunks(self) -> list[PrefillChunk]:
+    def _begin(self, prefill: Prefill) -> None:
+        """Before the first chunk of a recurrent model's prompt: looks again for what is known of it, as prompts before
+        it may have been computed meanwhile, and picks the places of its snapshots."""
+        [row] = prefill.rows
+        row.prefix = self.prefix_cache.find(row.key, row.owner.prompt)
+        row.reused = prefill.done = row.prefix[-1].stop if row.prefix else 0
+        for sequence in row.sequences:
+            sequence.cached_prompt_tokens = row.reused
+        others = [r.owner for p in self.prefills if p is not prefill for r in p.rows if r.key == row.key]
+        others += [s for s in self.waiting[:COMPARED] if s.cache_salt == row.key[1] and s.adapter is row.owner.adapter]
+        common = Counter(common_beginning(row.tokens, other.prompt[:-1]) for other in others[:COMPARED])
+        places = {length for length, _ in common.most_common(2)}
+        places |= {self.prefix_cache.parting(row.key, row.tokens), len(row.tokens)}
+        places |= set(range(SNAPSHOT_EVERY, len(row.tokens) - SNAPSHOT_EVERY // 2, SNAPSHOT_EVERY))
+        prefill.places = tuple(sorted(place for place in places if place >= max(SNAPSHOT_FROM, prefill.done + 1)))
+
+    def _next_chunks(self, weights_of: Callable[[Sequence], Hashable]) -> list[PrefillChunk]:
         """Picks the prompts that can be finished within this step's `prefill_chunk` tokens, the most urgent first; when
         that one cannot, a part of it. Finished prompts get their rows."""
         chunks: list[PrefillChunk] = []
         left = self.prefill_chunk
         for prefill in sorted(self.prefills, key=self._urgency):
+            if self.takes_snapshots and not prefill.started:
+                self._begin(prefill)
             limit = min(left, self._part_of_long_prompts()) if prefill.in_chunks else left
             start, stop = prefill.done, min(prefill.length, prefill.done + limit // len(prefill.rows))
             if stop < prefill.length and chunks:
                 continue
+            stop = min([stop, *[place for place in prefill.places if place > start]])
+            save = None
+            if stop in prefill.places:
+                [row] = prefill.rows
+                if row.key == (weights_of(row.owner), row.owner.cache_salt):
+                    save = self._save(row.key, row.tokens[:stop], 0)
             left -= (stop - start) * len(prefill.rows)
             prefill.done, prefill.last_step, prefill.started = stop, self._step, True
             first_row = len(self.rows)
@@ -391,7 +440,7 @@ class Scheduler:
                     for sequence in prefill.rows[prompt.source].sequences:
                         self._give_row(sequence, prompt.chunks)
                 self.prefills.remove(prefill)
-            chunks.append(PrefillChunk(prefill, start, stop, first_row, prompts))
+            chunks.append(PrefillChunk(prefill, start, stop, first_row, prompts, save))
         return chunks
 
     def _prompt_rows(self, index: int, row: PrefillRow) -> PromptRows:

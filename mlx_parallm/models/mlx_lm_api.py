@@ -4,6 +4,7 @@ from mlx_parallm.system.files import file_limit_kept
 
 with file_limit_kept():
     from mlx_lm import tool_parsers
+    from mlx_lm.models.bailing_hybrid import recurrent_gla as chunked_simple_decay
     from mlx_lm.models.base import scaled_dot_product_attention as mlx_lm_attention
     from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
@@ -22,6 +23,7 @@ __all__ = [
     "RotatingKVCache",
     "SwitchLinear",
     "TokenizerWrapper",
+    "chunked_simple_decay",
     "dequantize_model",
     "load_config",
     "load_hf_model",

@@ -22,7 +22,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, GROUP_SIZES, KVFormat
-from mlx_parallm.engine.cache.prefill import CannotBatchError, arrays_of, leaves, new_caches, token_bytes
+from mlx_parallm.engine.cache.prefill import (
+    CannotBatchError,
+    arrays_of,
+    leaves,
+    new_caches,
+    present,
+    states_of,
+    token_bytes,
+)
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.rectangle import LayerCache, SlotCache
 from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
@@ -90,6 +98,12 @@ class RunningCache(Protocol):
 
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
         """Positions [start, stop) of a row for the prefix cache, not evaluated."""
+
+    def snapshot_bytes(self) -> int | None:
+        """Memory of a row's recurrent states; None where there are none, or they cannot be read."""
+
+    def read_states(self, row: int) -> list[mx.array | None]:
+        """The row's recurrent states for the prefix cache, [1, …] each, not evaluated."""
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copies rows of at most `length` positions onto other rows. No row may be source and target at once."""
@@ -161,6 +175,16 @@ class BatchCache(SlotCache):
         return token_bytes(self._model, self.new_prefill(1))
 
     prefill_token_bytes = token_bytes
+
+    def snapshot_bytes(self) -> int | None:
+        if not self._states:
+            return None
+        caches = self.new_prefill(1)
+        self._model(mx.zeros((1, 1), mx.int32), cache=caches)
+        return sum(array.nbytes for array in present(states_of(caches)))
+
+    def read_states(self, row: int) -> list[mx.array | None]:
+        return [None if array is None else array[mx.array([row])] for state in self._states for array in state.cache]
 
     def batches(self) -> list[tuple[int, int, list[Any]]]:
         return [(0, self.rows, self._model_caches)]
@@ -295,8 +319,14 @@ class RowCaches:
     def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
         """Nothing: each row grows by itself."""
 
+    def snapshot_bytes(self) -> int | None:
+        return None
+
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
         raise NotImplementedError("a row that is not rewindable has no prefixes")
+
+    def read_states(self, row: int) -> list[mx.array | None]:
+        raise NotImplementedError("caches of the model's own are not read")
 
     def scrub_row(self, row: int) -> None:
         """Nothing: no row reads another's cache, and the next owner brings its own."""

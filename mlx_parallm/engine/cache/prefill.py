@@ -58,6 +58,36 @@ def token_bytes(model: nn.Module, caches: list[Any]) -> int:
     return sum(array.nbytes // array.shape[2] for array in arrays_of(growing) if array.ndim == 4)
 
 
+def states_of(caches: Iterable[Any]) -> list[mx.array | None]:
+    """The states of recurrent layers, [rows, …] each, None where a layer has none yet: `begin_with` takes them so."""
+    return [array for cache in leaves(caches) if isinstance(cache, ArraysCache) for array in cache.cache]
+
+
+def present(states: Iterable[mx.array | None]) -> list[mx.array]:
+    return [array for array in states if array is not None]
+
+
+def keys_and_values(caches: Iterable[Any], start: int, stop: int) -> list[mx.array]:
+    """Positions [start, stop) of each layer's keys and values, [1, H, stop - start, D], of a prefill of one row.
+
+    Copies: slices would keep all of the prefill's arrays alive.
+    """
+    index = mx.array([0], dtype=mx.int32)
+    return [
+        mx.take(array[:, :, start:stop], index, axis=0)
+        for cache in leaves(caches)
+        if isinstance(cache, KVCache)
+        for array in (cache.keys, cache.values)
+    ]
+
+
+def begin_with(recurrent: Iterable[ArraysCache], states: list[mx.array | None]) -> None:
+    """Gives fresh caches of recurrent layers these states."""
+    left = iter(states)
+    for cache in recurrent:
+        cache.cache = [next(left) for _ in cache.cache]
+
+
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
     for cache in caches:
         if isinstance(cache, CacheList):
@@ -70,9 +100,15 @@ def _restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk,
     """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each row.
 
     Where that is quantised, `known` of each gives it again: quantised a second time it would have other bits.
+    Recurrent layers begin with the snapshot at the prefix's end; such a prefill has one row.
     """
     count = kv_format.arrays
-    for layer, cache in enumerate(caches):
+    caches = list(caches)
+    recurrent = [cache for cache in caches if isinstance(cache, ArraysCache)]
+    if recurrent:
+        [chunks] = rows
+        begin_with(recurrent, chunks[-1].segment.snapshots[chunks[-1].stop])
+    for layer, cache in enumerate(cache for cache in caches if not isinstance(cache, ArraysCache)):
         stored = partial(_stored, rows, range(count * layer, count * (layer + 1)))
         cache.update_and_fetch(*kv_format.unpack(stored()))
         if kv_format.bits is not None:

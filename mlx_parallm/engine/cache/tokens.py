@@ -229,6 +229,12 @@ class TokenCache:
             if length:
                 self._write(prefill, [prompt.source for prompt, _ in pairs], pairs[0][1], 0, length)
 
+    def snapshot_bytes(self) -> int | None:
+        return None
+
+    def read_states(self, row: int) -> list[mx.array | None]:
+        return []
+
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
         """Arrays by layer, [1, H, stop - start, ·] each: copies, or a segment's own arrays if they are all."""
         held = self._rows[row]

@@ -1,0 +1,148 @@
+"""Puts the recurrences in chunks (`recurrences.py`) in the place of mlx-lm's loops over tokens.
+
+    use_chunks      in the layers of a model: training, and prompts where there is no Metal kernel
+
+A few tokens, such as a decode step's, keep mlx-lm's own step; so does everything in front of the recurrence. On Metal
+mlx-lm's kernels stay where they are called: in evaluation mode, without a gradient.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.models.mlx_lm_api import chunked_simple_decay
+from mlx_parallm.models.recurrences import gated_delta, linear_scan, selective_scan
+from mlx_parallm.system.log import get_logger
+
+log = get_logger(__name__)
+FEWEST_TOKENS = 8  # of fewer, a loop over tokens is as fast
+Layer = Any
+
+
+def use_chunks(model: nn.Module) -> list[str]:
+    """Replace the loops over tokens that the model's layers call; returns the names of those replaced, for the process.
+
+    A function of the same name with other parameters is left as it is, with a warning: the model trains as slowly as
+    mlx-lm does.
+    """
+    replaced = []
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        names = vars(sys.modules[kind.__module__])
+        if (update := names.get("gated_delta_update")) is not None:  # imported by name; it calls a global of its own
+            replaced += _replace(inspect.unwrap(update).__globals__, "gated_delta_ops", _gated_delta_ops)
+        replaced += _replace(names, "rnn_scan", _rnn_scan)
+        if kind.__module__.rpartition(".")[2] == "bailing_moe_linear":
+            replaced += _replace(names, "recurrent_gla", _recurrent_gla)
+        if kind.__name__ == "MambaBlock":
+            replaced += _replace(kind, "_process_sequence", _mamba_sequence)
+        if kind.__name__ == "JambaMambaMixer":
+            replaced += _replace(kind, "ssm_step", _jamba_step)
+    return replaced
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> list[str]:
+    """Replace `owner[name]`, or the method of a class, by `make(original)`, once."""
+    names = owner if isinstance(owner, dict) else vars(owner)
+    original = names.get(name)
+    if original is None or hasattr(original, "by_token"):
+        return []
+    chunked = make(original)
+    if list(inspect.signature(original).parameters) != list(inspect.signature(chunked).parameters):
+        log.warning("a recurrence has other parameters than mlx-lm's: it goes token by token", recurrence=name)
+        return []
+    chunked.by_token = original
+    if isinstance(owner, dict):
+        owner[name] = chunked
+    else:
+        setattr(owner, name, chunked)
+    return [name]
+
+
+def _gated_delta_ops(by_token: Callable[..., Any]) -> Callable[..., Any]:
+    def gated_delta_ops(
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        g: mx.array,
+        beta: mx.array,
+        state: mx.array | None = None,
+        mask: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        if q.shape[1] < FEWEST_TOKENS:
+            return by_token(q, k, v, g, beta, state, mask)  # type: ignore[no-any-return]
+        return gated_delta(q, k, v, g, beta, state, mask)
+
+    return gated_delta_ops
+
+
+def _recurrent_gla(by_token: Callable[..., Any]) -> Callable[..., Any]:
+    def recurrent_gla(
+        q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float, h: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        if q.shape[2] < FEWEST_TOKENS:
+            return by_token(q, k, v, g, scale, h)  # type: ignore[no-any-return]
+        y, state = chunked_simple_decay(q, k, v, g, scale=scale, h=h)
+        return y, state.astype(q.dtype)
+
+    return recurrent_gla
+
+
+def _rnn_scan(by_token: Callable[..., Any]) -> Callable[..., Any]:
+    def rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, mx.array]:
+        if x.shape[1] < FEWEST_TOKENS:
+            return by_token(x, a, h0)  # type: ignore[no-any-return]
+        h = linear_scan(a, x, h0)
+        return h, h[:, -1]
+
+    return rnn_scan
+
+
+def _mamba_sequence(by_token: Callable[..., Any]) -> Callable[..., Any]:
+    def _process_sequence(
+        self: Layer, x: mx.array, conv_cache: mx.array | None, state_cache: mx.array | None
+    ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+        if x.shape[1] < FEWEST_TOKENS:
+            return by_token(self, x, conv_cache, state_cache)  # type: ignore[no-any-return]
+        x, z = self.in_proj(x).split(indices_or_sections=2, axis=-1)
+        before = self.conv_kernel_size - 1
+        window = (
+            mx.pad(x, [(0, 0), (before, 0), (0, 0)]) if conv_cache is None else mx.concatenate([conv_cache, x], axis=1)
+        )
+        x = nn.silu(self.conv1d(window))
+        delta, b, c = _selected(self, x)
+        if self.use_bcdt_rms:
+            eps = self.args.mixer_rms_eps
+            delta, b, c = (mx.fast.rms_norm(array, weight=None, eps=eps) for array in (delta, b, c))
+        y, state = _scanned(self, x, delta, b, c, state_cache)
+        return self.out_proj(nn.silu(z) * y), (window[:, -before:], state)
+
+    return _process_sequence
+
+
+def _jamba_step(by_token: Callable[..., Any]) -> Callable[..., Any]:
+    def ssm_step(self: Layer, x: mx.array, A: mx.array, state: mx.array | None = None) -> tuple[mx.array, mx.array]:
+        if x.shape[1] < FEWEST_TOKENS:
+            return by_token(self, x, A, state)  # type: ignore[no-any-return]
+        delta, b, c = _selected(self, x)
+        norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
+        delta, b, c = (norm(array) for norm, array in zip(norms, (delta, b, c), strict=True))
+        return _scanned(self, x, delta, b, c, state)
+
+    return ssm_step
+
+
+def _selected(layer: Layer, x: mx.array) -> list[mx.array]:
+    """δ before its projection, B and C of Mamba's layer."""
+    places = [layer.time_step_rank, layer.time_step_rank + layer.ssm_state_size]
+    return mx.split(layer.x_proj(x), places, axis=-1)  # type: ignore[no-any-return]
+
+
+def _scanned(
+    layer: Layer, x: mx.array, delta: mx.array, b: mx.array, c: mx.array, state: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    y, state = selective_scan(x, nn.softplus(layer.dt_proj(delta)), -mx.exp(layer.A_log), b, c, state)
+    return y + layer.D * x, state

@@ -1,0 +1,182 @@
+"""Recurrent layers in chunks (models/recurrences.py) against mlx-lm's loops over tokens, in turns in one process.
+
+    .venv/bin/python -m scripts.bench.recurrent layers   # forward and gradient of one layer: time and memory
+    .venv/bin/python -m scripts.bench.recurrent steps    # a training step of tiny models against a qwen3 of their size
+    .venv/bin/python -m scripts.bench.recurrent turns    # tokens that each turn of a conversation computes
+
+Prints the tables of docs/benchmarks/recurrent.md. An idle machine, please: times are the least of several.
+"""
+
+# isort: off
+import mlx_parallm  # noqa: F401  before MLX: it puts the fast BLAS under it
+# isort: on
+
+import argparse
+import importlib
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.gated_delta import gated_delta_ops
+from rich.console import Console
+
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.models.loading import evaluate_module
+from mlx_parallm.models.lora import prepare_for_serving
+from mlx_parallm.models.recurrences import gated_delta, selective_scan
+from mlx_parallm.models.recurrent_layers import use_chunks
+from mlx_parallm.types import Request, SamplingParams
+from mlx_parallm.weights import SharedWeights
+from scripts.generate_model_table import parameter_count, small_config
+
+ROWS, HEADS, WIDTH, CHANNELS, STATES = 4, 8, 64, 256, 16
+TOKENS = 1024
+LARGER: dict[str, dict[str, Any]] = {  # of the small sizes of scripts/model_table_sizes.json
+    "qwen3": {},
+    "qwen3_5": {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "num_experts": 0}
+    | {"linear_value_head_dim": 64, "full_attention_interval": 4},
+    "kimi_linear": {
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 3, 5, 6, 7],
+            "full_attn_layers": [4, 8],
+            "num_heads": 4,
+            "head_dim": 64,
+            "short_conv_kernel_size": 4,
+        },
+        "num_experts": 0,
+    },
+    "jamba": {"layers_block_type": ["mamba", "mamba", "mamba", "attention"] * 2, "num_experts": 1, "mamba_d_state": 16},
+    "mamba": {"state_size": 16, "intermediate_size": 512, "time_step_rank": 16},
+}
+SHARED = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768, "head_dim": 64, "vocab_size": 1024}
+
+
+def measured(function: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """The least seconds, and the peak of memory in MB beside what was there."""
+    times, peak = [], 0.0
+    for _ in range(rounds):
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before, started = mx.get_active_memory(), time.perf_counter()
+        mx.eval(function())
+        times.append(time.perf_counter() - started)
+        peak = (mx.get_peak_memory() - before) / 1e6
+    return min(times), peak
+
+
+def layers(console: Console, rounds: int) -> None:
+    for name, tokens in [(n, t) for n in ("a gate a head", "a gate a channel", "Mamba 1") for t in (512, 2048)]:
+        chunked, loop, arrays = selective(tokens) if name == "Mamba 1" else delta(tokens, channels="channel" in name)
+        ways = [
+            mx.value_and_grad(lambda *a, f=function: f(*a)[0].square().sum(), argnums=tuple(range(len(arrays))))
+            for function in (loop, chunked)
+        ]
+        (slow, much), (fast, little) = (measured(partial(way, *arrays), rounds) for way in ways)
+        console.print(
+            f"{name}, {tokens} tokens: loop {slow:.3f} s, {much:.0f} MB; chunks {fast:.3f} s, {little:.0f} MB;"
+            f" {slow / fast:.1f} times as fast, {little / much:.2f} of the memory"
+        )
+
+
+def delta(tokens: int, *, channels: bool) -> tuple[Callable[..., Any], Callable[..., Any], list[mx.array]]:
+    shape = (ROWS, tokens, HEADS, WIDTH)
+    q, k, v = (mx.random.normal(shape) for _ in range(3))
+    q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    decay = mx.exp(-mx.random.uniform(0, 0.5, shape if channels else shape[:3]))
+    arrays = [q, k, v, decay, mx.sigmoid(mx.random.normal(shape[:3]))]
+    mx.eval(arrays)
+    by_token = getattr(gated_delta_ops, "by_token", gated_delta_ops)
+    return gated_delta, by_token, arrays
+
+
+def selective(tokens: int) -> tuple[Callable[..., Any], Callable[..., Any], list[mx.array]]:
+    rows, states = (ROWS, tokens, CHANNELS), (ROWS, tokens, STATES)
+    a = -mx.repeat(mx.arange(1.0, STATES + 1.0)[None], CHANNELS, axis=0)
+    arrays = [mx.random.normal(rows), mx.random.uniform(0.001, 0.1, rows), a]
+    arrays += [mx.random.normal(states), mx.random.normal(states)]
+    mx.eval(arrays)
+
+    def by_token(x: mx.array, delta: mx.array, a: mx.array, b: mx.array, c: mx.array) -> tuple[mx.array, mx.array]:
+        outputs, state = [], mx.zeros((ROWS, CHANNELS, STATES))
+        for t in range(tokens):  # as mlx-lm's MambaBlock
+            new = mx.expand_dims(delta[:, t] * x[:, t], -1) * mx.expand_dims(b[:, t], 1)
+            state = new + state * mx.exp(mx.expand_dims(delta[:, t], -1) * a)
+            outputs.append((state @ mx.expand_dims(c[:, t], -1)).squeeze(2))
+        return mx.stack(outputs, axis=1), state
+
+    return selective_scan, by_token, arrays
+
+
+def model_of(name: str) -> Any:
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    config = small_config(module, name) | SHARED | LARGER[name]
+    if "text_config" in config:
+        config["text_config"] |= SHARED | LARGER[name]
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    evaluate_module(model)
+    use_chunks(model)
+    return model.train()
+
+
+def steps(console: Console, rounds: int) -> None:
+    """Forward and gradient of all weights over 4 × 1,024 tokens, a million parameters at a time of a qwen3's."""
+    tokens = mx.random.randint(0, 1000, (ROWS, TOKENS))
+    base = 0.0
+    for name in LARGER:
+        model = model_of(name)
+
+        def loss(model: nn.Module) -> mx.array:
+            logits = model(tokens[:, :-1]).astype(mx.float32)
+            return nn.losses.cross_entropy(logits, tokens[:, 1:]).mean()
+
+        function = nn.value_and_grad(model, loss)
+        seconds, peak = measured(lambda f=function, m=model: f(m), rounds)
+        million = parameter_count(model) / 1e6
+        base = base or seconds / million
+        console.print(
+            f"{name}: {million:.1f} M parameters, {seconds:.2f} s, {peak:.0f} MB;"
+            f" {seconds / million / base:.2f} times a qwen3 of its size"
+        )
+
+
+def turns(console: Console, rounds: int) -> None:
+    del rounds
+    for name in ("qwen3", "qwen3_5", "mamba"):
+        model = model_of(name).eval()
+        engine, greedy = make_engine(model), SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+        text, computed = [i % 1000 for i in range(600)], []
+        for turn in range(8):
+            before = engine.counters.prefill_tokens
+            engine.add(Request(f"t{turn}", tuple(text), greedy))
+            answer: tuple[int, ...] = ()
+            while engine.has_work:
+                for event in engine.step():
+                    output = getattr(event, "output", None)
+                    answer = output.completions[0].token_ids if output is not None else answer
+            computed.append(engine.counters.prefill_tokens - before)
+            text = [*text, *answer, 1, 2, 3]
+        console.print(f"{name}: tokens computed by turn 1 … 8: {computed}")
+
+
+def make_engine(model: nn.Module) -> Engine:
+    from tests.engine.helpers import ByteTokenizer, engine_options
+
+    weights = SharedWeights(model, policy=None, keep_versions=1)
+    options = engine_options(vocab_size=SHARED["vocab_size"], max_model_len=2048, prefill_chunk=512)
+    return Engine(model, ByteTokenizer(), weights, prepare_for_serving(model), options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Recurrent layers in chunks against loops over tokens.")
+    parser.add_argument("what", choices=("layers", "steps", "turns"))
+    parser.add_argument("--rounds", type=int, default=2)
+    arguments = parser.parse_args()
+    {"layers": layers, "steps": steps, "turns": turns}[arguments.what](Console(), arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
