@@ -256,6 +256,9 @@ def _build(commands: Any) -> Run:
         card = write_dataset(build_dataset(found, options), args.to, license=args.license)
         lines = [f"{args.kind}: {card['rows']['train']} rows to train on, {card['rows']['test']} held out: {args.to}"]
         lines += [f"left out {count}: {reason}" for reason, count in card["left_out"].items()]
+        if card["fields_left_out"]:
+            names = ", ".join(f"{name} ({count})" for name, count in card["fields_left_out"].items())
+            lines.append(f"fields of messages that the rows do not hold: {names}")
         if hits:
             lines.append(f"redacted: {len(hits)} places")
         _print(lines)
@@ -334,7 +337,7 @@ def _labelled(args: Namespace, found: list[Any]) -> str | None:
         labelled, left = labeler.propose(found, args.sure)
         return (
             f"learned from {labeler.positive} good and {labeler.negative} bad: {labelled} labelled, of {left} it is not"
-            " sure (--unsure-first asks you about them)"
+            f" sure (its surest: {labeler.surest:.2f}, --sure {args.sure:g}; --unsure-first asks you about them)"
         )
     return None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.redaction import Redactor
+from mlx_parallm.traces.execution import AnyTrace, trace_of
 from mlx_parallm.traces.importers.chats import art, atif, is_conversation, openai_chat, verifiers
 from mlx_parallm.traces.importers.coding_agents import claude_code, codex
 from mlx_parallm.traces.importers.otel import holds_spans, otlp
@@ -93,20 +94,20 @@ def _settled(importer: Importer, path: Path, report: ImportReport) -> Iterator[T
     report.settle()
 
 
-def redacted(traces: Iterable[Trace], finder: Redactor | None, hits: list[RedactionHit]) -> Iterator[Trace]:
+def redacted(traces: Iterable[AnyTrace], finder: Redactor | None, hits: list[RedactionHit]) -> Iterator[Trace]:
     """Yield the traces redacted; `hits` grows by what was hidden."""
     for trace in traces:
-        cleaned, found = redact_trace(trace, finder)
+        cleaned, found = redact_trace(trace_of(trace), finder)
         hits += found
         yield cleaned
 
 
-def write_lines(traces: Iterable[Trace], path: Path) -> None:
+def write_lines(traces: Iterable[AnyTrace], path: Path) -> None:
     """Write the traces, complete or not at all. Raises CheckpointError."""
-    write_atomically(path, b"".join(dump_line(trace.to_json()) for trace in traces))
+    write_atomically(path, b"".join(dump_line(trace.to_json()) for trace in map(trace_of, traces)))
 
 
-def write_traces(traces: Iterable[Trace], path: Path, hits: Iterable[RedactionHit] = ()) -> Path | None:
+def write_traces(traces: Iterable[AnyTrace], path: Path, hits: Iterable[RedactionHit] = ()) -> Path | None:
     """Write the traces, and the review of hits beside them; return the review's path. Raises CheckpointError."""
     write_lines(traces, path)
     review = path.with_suffix(".review.jsonl")

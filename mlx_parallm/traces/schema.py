@@ -165,6 +165,20 @@ class Trace(_Record):
         for number, step in enumerate(self.steps, 1):
             if step.step_id != number:
                 raise ValueError(f"step {number} has step_id {step.step_id}: ids count from 1")
+        extra = self.extra or {}
+        for name in ("columns", "execution", "redacted", "rewards"):
+            if not isinstance(extra.get(name, {}), dict):
+                raise ValueError(f"extra.{name} is no object")
+        for name, reward in extra.get("rewards", {}).items():
+            if not (isinstance(reward, dict) and isinstance(reward.get("score"), int | float)):
+                raise ValueError(f"extra.rewards.{name} has no number 'score'")
+            if not isinstance(reward.get("weight", 1.0), int | float):
+                raise ValueError(f"extra.rewards.{name}: 'weight' is no number")
+        labels = extra.get("labels", [])
+        if not isinstance(labels, list):
+            raise ValueError("extra.labels is no list")
+        for label in labels:
+            Label.model_validate(label)
         return self
 
     def note(self, **values: Any) -> None:

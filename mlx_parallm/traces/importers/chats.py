@@ -313,12 +313,12 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
             group_id=task.get("hash"),
             rewards=scores or None,
             columns={**rest, **({"tools": listed} if own and listed and own != listed else {})} or None,
-            untrainable=None if lost is None else f"its history is not whole: node {lost!r} is missing, or in a circle",
+            untrainable=None if lost is None else "its history is not whole: a parent is missing, or in a circle",
         )
         trace.session_id = name
         traces.append(trace)
         if lost is not None:
-            report.remark(place, "a message whose parent is missing, or in a circle; nothing of its trace is trained on")
+            report.remark(place, f"{trace.get('untrainable')}; nothing of its trace is trained on")
     for leaf in forest.beyond:
         for at in range(len(nodes)):
             if at == leaf or at not in claimed:
