@@ -161,7 +161,7 @@ def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Datase
 def prompt_key(of: AnyTrace | Json) -> str:
     """What is equal for a trace that `is_usable` and rows of any kind if their messages before the first sampled answer
     are."""
-    if isinstance(of, Trace | ExecutionTrace):
+    if not isinstance(of, dict):
         before = _parts(trace_of(of))[0]
     elif "prompt" in of:
         before = of["prompt"]

@@ -119,8 +119,8 @@ class CheckpointLoader:
     def load_traces(self, agent: str) -> list[ExecutionTrace]:
         """Each run of an agent once, the oldest first.
 
-        A checkpoint that cannot be read is in `skipped`. What the others hold beside their runs is counted in `left_out`,
-        once for each checkpoint that holds it.
+        A checkpoint that cannot be read is in `skipped`. What the others hold beside their runs is counted in
+        `left_out`, once for each checkpoint that holds it.
         """
         self.skipped.clear()
         self.left_out.clear()
@@ -266,12 +266,7 @@ def _tasks_by_run(
         elif len(times) == 1 and (created is None or not known):
             run = times[0][1]
         else:
-            reason = (
-                "before the first question"
-                if created is not None
-                else "without a time, in a checkpoint of several runs"
-            )
-            left_out[f"a task {reason}"] += 1
+            left_out[TIMELESS if created is None else "a task before the first question"] += 1
             continue
         own = found.setdefault(run, {})
         own.setdefault("tasks_created", []).append(text)
