@@ -150,6 +150,15 @@ class SessionTurn:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SessionFault:
+    """A line that could not be read. `place`: "file:line"."""
+
+    place: str
+    reason: str
+    value: Any
+
+
 _TURN_FIELDS = {"type", *(each.name for each in fields(SessionTurn))}
 
 
@@ -160,7 +169,7 @@ class Session:
         self.name = name
         self.turns: dict[str, SessionTurn] = {}
         self.labels: list[Label] = []
-        self.faults: list[str] = []  # lines that could not be read
+        self.faults: list[SessionFault] = []  # lines that could not be read
         self.unknown: list[tuple[str, str, Any]] = []  # place, name and value of fields that turns do not have
 
     @classmethod
@@ -180,7 +189,8 @@ class Session:
                 else:
                     raise ValueError(f"lines of type {value['type']!r} are no turns and no labels")
             except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-                session.faults.append(f"{path.name}:{number}: {type(error).__name__}: {error}")
+                reason = f"{type(error).__name__}: {error}"
+                session.faults.append(SessionFault(f"{path.name}:{number}", reason, value))
         return session
 
     def add(self, turn: SessionTurn) -> None:

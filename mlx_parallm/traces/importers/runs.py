@@ -29,9 +29,8 @@ def recorded(path: Path, report: ImportReport) -> Iterator[Trace]:
 
 def _recorded(session: Session, report: ImportReport) -> Iterator[Trace]:
     for fault in session.faults:
-        place, _, reason = fault.partition(": ")
-        report.read(place)
-        report.skip(place, f"a damaged line: {reason}"[:200])
+        report.read(fault.place, fault.value)
+        report.skip(fault.place, f"a damaged line: {fault.reason}"[:200])
     for number, label in enumerate(session.labels, 1):
         report.read(f"{session.name} label {number}", label.to_json())
     places = {name: f"{session.name} turn {name}" for name in session.turns}
