@@ -96,10 +96,11 @@ def converted(message: Mapping[str, Any]) -> list[Json]:
     if "content" not in fields and isinstance(fields.get("parts"), list):
         fields["content"] = fields.pop("parts")
     role = fields.get("role")
+    if not isinstance(role, str):
+        raise TraceError(f"a message has the role {role!r}: expected system, user, assistant or tool"[:150])
     if role in _CALLING:
         return [_spoken_call(fields)]
-    if isinstance(role, str):
-        fields["role"] = _ROLES.get(role, role)
+    fields["role"] = _ROLES.get(role, role)
     if _is_call(call := fields.get("function_call")) and not fields.get("tool_calls"):
         fields["tool_calls"] = [_call(call)]
         del fields["function_call"]
@@ -108,6 +109,8 @@ def converted(message: Mapping[str, Any]) -> list[Json]:
     content = fields.get("content")
     if not isinstance(content, list) or not any(map(_is_foreign, content)):
         return [fields]
+    if role not in _ROLES:
+        raise TraceError(f"a message has the role {role!r}: expected system, user, assistant or tool"[:150])
     return _split(fields, content)
 
 
@@ -409,6 +412,6 @@ def answers_of(response: Any) -> Iterator[tuple[Json, Mapping[str, Any]]]:
         for choice in listed:
             inner = choice.get("message", choice.get("content")) if isinstance(choice, Mapping) else None
             if isinstance(inner, Mapping):
-                yield {**inner, "role": "assistant"}, choice
+                yield {"role": "assistant", **inner}, choice
     elif response.get("role") == "assistant" and "content" in response:
         yield {key: response[key] for key in ("role", "content")}, response

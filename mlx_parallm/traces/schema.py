@@ -43,7 +43,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     def to_json(self) -> Json:
-        return self.model_dump(mode="json", exclude_unset=True)
+        return self.model_dump(exclude_unset=True)  # all values are JSON's; mode "json" refuses half a character
 
 
 class TraceToolCall(_Record):

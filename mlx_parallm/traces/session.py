@@ -73,6 +73,9 @@ class TurnTokens:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "TurnTokens":
         processed = data.get("processed_logprobs")
+        for name in ("prompt", "completion", "logprobs", "versions", "processed_logprobs"):
+            if not isinstance(data.get(name, []), list | None):
+                raise TypeError(f"tokens.{name} is no list")
         return cls(
             int(data["shared"]),
             tuple(data["prompt"]),
@@ -132,6 +135,11 @@ class SessionTurn:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "SessionTurn":
         tools, tokens = data.get("tools"), data.get("tokens")
+        for name, kinds in _TURN_TYPES.items():
+            if not isinstance(data.get(name), kinds):
+                raise TypeError(f"{name} = {str(data.get(name))[:50]!r}")
+        if data["status"] not in (COMPLETE, ABORTED):
+            raise ValueError(f"status = {data['status']!r}: expected {COMPLETE} or {ABORTED}"[:100])
         return cls(
             id=data["id"],
             parent=data["parent"],
@@ -150,6 +158,15 @@ class SessionTurn:
         )
 
 
+_TEXT = str | None
+_TURN_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("id", "status"), str),
+    **dict.fromkeys(("parent", "key", "model", "finish_reason", "response_id"), _TEXT),
+    **dict.fromkeys(("response", "usage", "tokens", "redacted"), dict | None),
+    **{"at": int | float, "messages": list, "tools": list | None},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SessionFault:
     """A line that could not be read. `place`: "file:line"."""
@@ -159,6 +176,7 @@ class SessionFault:
     value: Any
 
 
+_TOKEN_FIELDS = {each.name for each in fields(TurnTokens)}
 _TURN_FIELDS = {"type", *(each.name for each in fields(SessionTurn))}
 
 
@@ -182,8 +200,9 @@ class Session:
                     raise value
                 if value["type"] == "turn":
                     session.add(SessionTurn.from_json(value))
-                    others = value.keys() - _TURN_FIELDS
-                    session.unknown += [(f"{path.name}:{number}", name, value[name]) for name in sorted(others)]
+                    for record, known in ((value, _TURN_FIELDS), (value.get("tokens") or {}, _TOKEN_FIELDS)):
+                        others = sorted(record.keys() - known)
+                        session.unknown += [(f"{path.name}:{number}", name, record[name]) for name in others]
                 elif value["type"] == "label":
                     session.labels.append(Label.model_validate({k: v for k, v in value.items() if k != "type"}))
                 else:

@@ -290,9 +290,12 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
     used = ("nodes", "rewards", "tools")
     rest = {key: value for key, value in entry.items() if key not in used and value is not None}
     scores = _rewards(rewards) if isinstance(rewards, Mapping) else {}
-    others = {k: v for k, v in rewards.items() if k not in scores and v} if isinstance(rewards, Mapping) else rewards
-    if others:
-        rest["rewards"] = others
+    is_plain = isinstance(rewards, Mapping) and all(
+        not value or (name in scores and (not isinstance(value, Mapping) or not set(value) - {"score", "weight"}))
+        for name, value in rewards.items()
+    )
+    if rewards and not is_plain:
+        rest["rewards"] = rewards
     claimed: set[int] = set()
     traces: list[Trace] = []
     for path in forest.branches():
@@ -330,7 +333,7 @@ def _is_number(parent: Any, nodes: Sequence[Any]) -> bool:
     return isinstance(parent, int) and not isinstance(parent, bool) and 0 <= parent < len(nodes)
 
 
-_NODE = ("message", "parent", "sampled", "token_ids", "mask", "logprobs", "tools")
+_TOKENS = ("token_ids", "mask", "logprobs")
 
 
 def _graph_messages(nodes: Sequence[Mapping[str, Any]], path: Sequence[int], claimed: set[int]) -> list[Json]:
@@ -341,7 +344,13 @@ def _graph_messages(nodes: Sequence[Mapping[str, Any]], path: Sequence[int], cla
         node = nodes[index]
         ids, mask = node.get("token_ids") or [], node.get("mask") or []
         message = {key: value for key, value in node["message"].items() if value is not None}
-        kept: Json = {key: value for key, value in node.items() if key not in _NODE and value is not None}
+        kept: Json = {key: value for key, value in node.items() if key != "message" and value is not None}
+        if _is_number(kept.get("parent"), nodes):
+            del kept["parent"]
+        if index == path[0]:
+            kept.pop("tools", None)
+        if isinstance(kept.get("sampled"), bool):
+            del kept["sampled"]
         step: Json = {}
         if message.get("role") == "assistant":
             message.setdefault("content", None)
@@ -359,6 +368,7 @@ def _graph_messages(nodes: Sequence[Mapping[str, Any]], path: Sequence[int], cla
                     "logprobs": node.get("logprobs") or [],
                 }
                 step |= {"metrics": metrics, "llm_call_count": 1}
+                kept = {key: value for key, value in kept.items() if key not in _TOKENS}
         before = before + ids
         parts = converted(message)
         own = next((n for n, each in enumerate(parts) if each.get("role") == message.get("role")), 0)

@@ -246,7 +246,8 @@ def _claude_messages(node: _Node, report: ImportReport, *, copied: bool, is_new:
     kept = []
     for _, each in node.lines:
         rest = {key: value for key, value in each.items() if key not in ("message", *REPEATED)}
-        message = {key: value for key, value in each["message"].items() if key not in ("content", "role")}
+        said = each["message"]
+        message = {key: value for key, value in said.items() if key != "content" and (key, value) != ("role", node.role)}
         kept.append(rest | ({"message": message} if message else {}))
     content = node.blocks
     made = converted({"role": node.role, "content": content if content else ""})
@@ -421,7 +422,8 @@ def _take_reasoning(log: _CodexLog, item: Json, rest: Json) -> bool:
     texts = [text_of([part]) for part in item[key]] if isinstance(item[key], list) else [text_of(item[key])]
     answer = _open_answer(log)
     answer["reasoning_content"] = answer.get("reasoning_content", "") + "\n".join(texts)
-    if any(not isinstance(part, dict) or set(part) - {"type", "text"} for part in item[key]):
+    plain = ("summary_text", "reasoning_text", "text")
+    if any(not isinstance(p, dict) or set(p) - {"type", "text"} or p.get("type") not in plain for p in item[key]):
         kept[key] = item[key]
     _note(log, kept)
     return True

@@ -83,7 +83,7 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
     number = 0
     for place, document in entries(path):
         listed = document.get("resourceSpans") if isinstance(document, dict) else None
-        if not isinstance(listed, list):
+        if not isinstance(listed, list) or not listed:
             report.read(place, document)
             report.skip(place, "not JSON" if isinstance(document, ValueError) else "no 'resourceSpans'")
             continue
@@ -91,22 +91,26 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
             report.drop(place, f"field {key!r} beside 'resourceSpans'"[:100], document[key])
         for resource in listed:
             scopes = resource.get("scopeSpans") if isinstance(resource, dict) else None
-            if not isinstance(scopes, list):
-                report.read(f"{place} resource", resource)
-                report.skip(f"{place} resource", "a resource without 'scopeSpans'")
+            if not isinstance(scopes, list) or not scopes:
+                number += 1
+                at = f"{place} resource {number}"
+                report.read(at, resource)
+                report.skip(at, "a resource without 'scopeSpans'")
                 continue
             for scope in scopes:
                 spans = scope.get("spans") if isinstance(scope, dict) else None
-                if not isinstance(spans, list):
-                    report.read(f"{place} scope", scope)
-                    report.skip(f"{place} scope", "a scope without 'spans'")
+                if not isinstance(spans, list) or not spans:
+                    number += 1
+                    at = f"{place} scope {number}"
+                    report.read(at, [scope, resource])
+                    report.skip(at, "a scope without 'spans'")
                     continue
                 around = {key: value for key, value in resource.items() if key != "scopeSpans"}
                 around |= {key: value for key, value in scope.items() if key != "spans"}
                 for span in spans:
                     number += 1
                     at = f"{path.name} span {number}" + (f" {span.get('spanId')}" if isinstance(span, dict) else "")
-                    report.read(at, span)
+                    report.read(at, [span, around])
                     if isinstance(span, dict):
                         yield at, span, around
                     else:
@@ -175,7 +179,7 @@ def _call(place: str, span: Json, values: Json, around: Json, report: ImportRepo
     messages, answers = chat_messages([*system, *asked]), []
     for message, reason in zip(answered, reasons, strict=True):
         about: Json = {"finish_reason": reason, "error": failed}
-        answers.append([_checked(each, about) for each in chat_messages([{**message, "role": "assistant"}])])
+        answers.append([_checked(each, about) for each in chat_messages([{"role": "assistant", **message}])])
     tools = tool_definitions(_structured(rest.pop("gen_ai.tool.definitions", None))) or _take_tools(rest)
     usage = {name: rest.pop(key) for name, keys in _USAGE.items() for key in keys if isinstance(rest.get(key), int)}
     names = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
@@ -198,7 +202,7 @@ def _call(place: str, span: Json, values: Json, around: Json, report: ImportRepo
     )
     for parts in answers:
         if not parts or parts[-1]["role"] != "assistant":
-            raise TraceError("an answer that ends with a tool's result")
+            raise TraceError("an answer that is not the assistant's")
         call.answers.append({"before": parts[:-1], "response": parts[-1]})
     return call
 
@@ -235,6 +239,8 @@ def _failure(span: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
 def _from_events(listed: Sequence[Any], values: Json) -> tuple[list[Any], list[Any], list[Label], list[Any]]:
     """What a span's events hold: messages asked and answered (the conventions' older form), evaluations, and others."""
     asked, answered, labels, others = list[Any](), list[Any](), list[Label](), list[Any]()
+    if not isinstance(listed, list | tuple):
+        raise TraceError("events that are no list")
     for event in listed:
         name = event.get("name") if isinstance(event, dict) else None
         fields = _attributes(event.get("attributes")) if isinstance(event, dict) else {}

@@ -39,14 +39,16 @@ def _recorded(session: Session, report: ImportReport) -> Iterator[Trace]:
         report.expect(places[name], [*turn.messages, *([] if turn.response is None else [turn.response])])
     for place, name, value in session.unknown:
         report.drop(place, f"field {name!r} of a turn is not known"[:100], value)
-    yield from session_traces(session, places, report)
-    answers = {turn.response_id for turn in session.turns.values()}
+    held = list[Json]()
+    for trace in session_traces(session, places, report):
+        held += trace.get("labels", [])
+        yield trace
     for number, label in enumerate(session.labels, 1):
         place = f"{session.name} label {number}"
-        if session.turns and label.response_id in (None, *answers):
+        if label.to_json() in held:
             report.carry(place)
         else:
-            report.skip(place, "a label of an answer that the session does not hold")
+            report.skip(place, "a label of an answer that no trace holds")
 
 
 def collected(path: Path, report: ImportReport) -> Iterator[Trace]:
