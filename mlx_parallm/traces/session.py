@@ -76,6 +76,8 @@ class TurnTokens:
         for name in ("prompt", "completion", "logprobs", "versions", "processed_logprobs"):
             if not isinstance(data.get(name, []), list | None):
                 raise TypeError(f"tokens.{name} is no list")
+        if not isinstance(data.get("policy"), bool | None):
+            raise TypeError("tokens.policy is neither true nor false")
         return cls(
             int(data["shared"]),
             tuple(data["prompt"]),

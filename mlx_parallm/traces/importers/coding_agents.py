@@ -389,7 +389,12 @@ def _take_item(log: _CodexLog, item: Any, place: str, report: ImportReport, rest
 
 def _take_message(log: _CodexLog, item: Json, rest: Json) -> None:
     kept = rest | {key: value for key, value in item.items() if key not in ("type", "role", "content")}
-    [message] = converted({"role": item["role"], "content": item.get("content")})
+    if not isinstance(item.get("content"), str | list | None):
+        raise TraceError("a message whose content is neither text nor a list")
+    made = converted({"role": item["role"], "content": item.get("content")})
+    message = made[0]
+    if len(made) > 1 or message["role"] != item["role"] or message.keys() - {"role", "content"}:
+        raise TraceError("a message that holds calls, results or thoughts")
     if message["content"] is None:
         message["content"] = ""
     if item["role"] != "assistant":

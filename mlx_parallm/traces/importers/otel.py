@@ -244,6 +244,8 @@ def _from_events(listed: Sequence[Any], values: Json) -> tuple[list[Any], list[A
     for event in listed:
         name = event.get("name") if isinstance(event, dict) else None
         fields = _attributes(event.get("attributes")) if isinstance(event, dict) else {}
+        known = ("name", "attributes", "timeUnixNano")
+        rest = {key: value for key, value in event.items() if key not in known} if isinstance(event, dict) else {}
         if name == f"{EVALUATION}.result":
             labels.append(_evaluation(fields, event))
         elif name == DETAILS and not fields.keys() & values.keys():
@@ -257,6 +259,9 @@ def _from_events(listed: Sequence[Any], values: Json) -> tuple[list[Any], list[A
             others += [{"name": name, "attributes": fields}] if fields else []
         else:
             others.append(event)
+            continue
+        if rest:
+            others.append({"name": name, **rest})
     return asked, answered, labels, others
 
 
