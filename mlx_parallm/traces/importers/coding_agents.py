@@ -246,8 +246,9 @@ def _claude_messages(node: _Node, report: ImportReport, *, copied: bool, is_new:
     kept = []
     for _, each in node.lines:
         rest = {key: value for key, value in each.items() if key not in ("message", *REPEATED)}
-        said = each["message"]
-        message = {key: value for key, value in said.items() if key != "content" and (key, value) != ("role", node.role)}
+        message = {key: value for key, value in each["message"].items() if key != "content"}
+        if message.get("role") == node.role:
+            del message["role"]
         kept.append(rest | ({"message": message} if message else {}))
     content = node.blocks
     made = converted({"role": node.role, "content": content if content else ""})
