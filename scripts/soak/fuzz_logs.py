@@ -135,9 +135,8 @@ class Mutation:
     def link(self) -> None:
         """Give an id or a link the value of another one."""
         holder, key = self.place(LINKS)
-        holder[key] = self.generator.choice(
-            [h[k] for line in self.lines for h, k in places(line) if k in LINKS] or [None]
-        )
+        others = [other[name] for line in self.lines for other, name in places(line) if name in LINKS]
+        holder[key] = self.generator.choice(others or [None])
 
     def kind(self) -> None:
         holder, key = self.place(KINDS)
@@ -160,9 +159,9 @@ class Mutation:
                 value = choose(([value], {"k": value}))
             return value
         texts = {"half": "\ud800", "long": "x" * 20_000}
-        return (
-            self.mark(texts[kind]) if kind in texts else [self.mark("one"), {"type": "alien", "body": self.mark("b")}]
-        )
+        if kind in texts:
+            return self.mark(texts[kind])
+        return [self.mark("one"), {"type": "alien", "body": self.mark("b")}]
 
 
 def texts_of(lines: list[Any], generator: random.Random) -> str:
