@@ -17,7 +17,8 @@ from typing import Any
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.traces.execution import Event, ExecutionTrace, ReasoningStep, ToolCallTrace
-from mlx_parallm.traces.schema import Json, iso_time, parsed_arguments, text_of, unix_time
+from mlx_parallm.traces.importers.report import SHAPES
+from mlx_parallm.traces.schema import Json, iso_time, parse_json, parsed_arguments, text_of, unix_time
 
 CHECKPOINTS = Path("Agents") / "checkpoint"
 _PLAIN: Mapping[tuple[str, str], Any] = {
@@ -78,20 +79,33 @@ def read_checkpoint(path: Path) -> Any:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         if path.suffix == ".json":
-            return json.loads(data)
-        return _plain(_PlainUnpickler(io.BytesIO(data)).load())
-    except (pickle.UnpicklingError, ValueError, TypeError, EOFError, IndexError, KeyError, AttributeError) as error:
+            return parse_json(data)
+        return _Plain().of(_PlainUnpickler(io.BytesIO(data)).load())
+    except (pickle.UnpicklingError, EOFError, RecursionError, MemoryError, *SHAPES) as error:
         raise TraceError(f"{path} is no checkpoint: {type(error).__name__}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, _Inert):
-        return {key: _plain(item) for key, item in vars(value).items() if key != "args" or item}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return [_plain(item) for item in value]
-    return value.isoformat() if isinstance(value, date) else value
+MOST_VALUES = 5_000_000
+"""Values of one checkpoint: a small pickle may name the same list so often that it would fill the memory."""
+
+
+class _Plain:
+    """Turns what a pickle built into JSON's values. Objects that hold themselves raise RecursionError."""
+
+    def __init__(self) -> None:
+        self._values = 0
+
+    def of(self, value: Any) -> Any:
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise ValueError(f"it holds more than {MOST_VALUES} values")
+        if isinstance(value, _Inert):
+            return {key: self.of(item) for key, item in vars(value).items() if key != "args" or item}
+        if isinstance(value, Mapping):
+            return {str(key): self.of(item) for key, item in value.items()}
+        if isinstance(value, list | tuple | set | frozenset | deque):
+            return [self.of(item) for item in value]
+        return value.isoformat() if isinstance(value, date) else value
 
 
 class CheckpointLoader:
@@ -133,7 +147,7 @@ class CheckpointLoader:
                 left_out = Counter[str]()
                 views = list(_runs(checkpoint, left_out))
                 self.left_out += left_out
-            except (TraceError, TypeError, AttributeError, ValueError) as error:
+            except SHAPES as error:
                 self.skipped[str(path)] = str(error)
                 continue
             for view in views:
@@ -148,6 +162,9 @@ def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[Exe
     turns: dict[str, list[list[Json]]] = {}
     for session_id, session in sessions.items():
         history = session.get("history") or session.get("messages") or [] if isinstance(session, dict) else session
+        if not isinstance(history, list):
+            left_out["a history that is no list"] += 1
+            history = []
         turns[str(session_id)] = _turns(history, left_out)
     places = [(session_id, number) for session_id, listed in turns.items() for number in range(len(listed))]
     if scopes and len(turns) != 1:

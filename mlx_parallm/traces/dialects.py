@@ -62,7 +62,7 @@ def chat_messages(listed: Iterable[Any]) -> list[Json]:
 def linked(messages: Sequence[Json]) -> list[Json]:
     """Give calls without an id (None) one, and results without one the id of the call that they answer."""
     made: list[Json] = []
-    waiting: list[tuple[str, str]] = []  # id and name of calls without a result
+    waiting: dict[str, str] = {}  # id → name of calls without a result
     for number, message in enumerate(messages):
         kept = dict(message)
         if calls := kept.get("tool_calls") if kept.get("role") == "assistant" else None:
@@ -72,13 +72,13 @@ def linked(messages: Sequence[Json]) -> list[Json]:
                 made_id = {"id": f"call_{number}_{at}"} if is_call and "id" in call and call["id"] is None else {}
                 named.append({**call, **made_id} if is_call else call)
                 if is_call:
-                    waiting.append((str(named[-1].get("id")), str(call["function"].get("name"))))
+                    waiting[str(named[-1].get("id"))] = str(call["function"].get("name"))
             kept["tool_calls"] = named
         elif kept.get("role") == "tool":
-            same = [each for each in waiting if kept.get("name") in (None, each[1])]
             if "tool_call_id" in kept and kept["tool_call_id"] is None:
-                kept["tool_call_id"] = same[0][0] if same else ""
-            waiting = [each for each in waiting if each[0] != kept.get("tool_call_id")]
+                same = (call_id for call_id, name in waiting.items() if kept.get("name") in (None, name))
+                kept["tool_call_id"] = next(same, "")
+            waiting.pop(str(kept.get("tool_call_id")), None)
         made.append(kept)
     return made
 

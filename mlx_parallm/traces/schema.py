@@ -10,6 +10,7 @@ ATIF is Harbor's Agent Trajectory Interchange Format. Fields keep its names; unk
     policy_version        the newest version that sampled a token
     aborted               true: the last call did not end
     sidechain             true: the run of a sub-agent
+    untrainable           why no row is made of it: its history is not whole, or the call failed
     redacted              kind → number of placeholders
     license
 
@@ -486,12 +487,16 @@ def dump_line(value: Any) -> bytes:
 
 
 def iso_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    """Return an ISO 8601 time. Raises ValueError: no such time."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    except (OverflowError, OSError) as error:
+        raise ValueError(f"{seconds} is no time") from error
 
 
 def unix_time(text: Any) -> float | None:
     """Seconds of an ISO 8601 time; None where it is none."""
     try:
         return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -4,6 +4,7 @@ The long form of the last test is scripts/soak/fuzz_logs.py.
 """
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,19 @@ def test_rows_that_are_no_messages_are_links(tmp_path: Path, kind: str) -> None:
     [trace], report = imported(lines(tmp_path / "S.jsonl", *rows), "claude-code")
     assert roles(trace) == ["user", "assistant", "tool", "assistant"] and not trace.get("untrainable")
     assert report.skipped == {f"lines of type {kind!r} are no messages": 4}
+
+
+def test_what_the_user_wrote_meanwhile_is_a_message(tmp_path: Path) -> None:
+    queued = {"type": "queued_command", "prompt": "and b.py"}
+    rows = [
+        claude("u1", None, "user", "list"),
+        claude("a1", "u1", "assistant", [USE], message_id="m1"),
+        claude("u2", "a1", "user", [RESULT]),
+        {"type": "attachment", "uuid": "q", "parentUuid": "u2", "attachment": queued},
+        claude("a2", "q", "assistant", text("Both."), message_id="m2"),
+    ]
+    [trace], _ = imported(lines(tmp_path / "S.jsonl", *rows), "claude-code")
+    assert [m["content"] for m in trace.messages[2:]] == ["a.py", "and b.py", "Both."]
 
 
 def test_a_compaction_begins_a_new_history(tmp_path: Path) -> None:
@@ -402,6 +416,24 @@ def test_tasks_without_a_time(tmp_path: Path) -> None:
         "a task without a time, in a checkpoint of several runs": 2,
         "a message that is no object": 1,
     }
+
+
+def test_pickles_that_never_end_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that holds itself, and one that names the same list again and again."""
+    circle: list[Any] = []
+    circle.append(circle)
+    bomb: list[Any] = ["x"]
+    for _ in range(20):
+        bomb = [bomb] * 4
+    (tmp_path / "isaa").mkdir()
+    for name, value in (("circle", circle), ("bomb", bomb)):
+        content = pickle.dumps({"session_data": {"s": {"history": [{"role": "user", "content": "q"}]}}, "x": value})
+        (tmp_path / "isaa" / f"{name}.pkl").write_bytes(content)
+    monkeypatch.setattr("mlx_parallm.traces.checkpoints.MOST_VALUES", 10_000)
+    loader = CheckpointLoader(tmp_path)
+    assert loader.load_traces("isaa") == []
+    reasons = {Path(path).stem: reason for path, reason in loader.skipped.items()}
+    assert "RecursionError" in reasons["circle"] and "more than 10000 values" in reasons["bomb"]
 
 
 # ---------------------------------------------------------------------- the account

@@ -322,10 +322,9 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
         traces.append(trace)
         if lost is not None:
             report.remark(place, f"{trace.get('untrainable')}; nothing of its trace is trained on")
-    for leaf in forest.beyond:
-        for at in range(len(nodes)):
-            if at == leaf or at not in claimed:
-                report.leave(place, seen + at, "a branch of a graph with too many branches")
+    for at in range(len(nodes)) if forest.beyond else ():
+        if at not in claimed:
+            report.leave(place, seen + at, "a branch of a graph with too many branches")
     return traces
 
 

@@ -39,6 +39,12 @@ class _Node:
     lines: list[tuple[str, Json]]  # place and line
     blocks: list[Any]
     is_doubtful: bool = False  # it follows a uuid that stands at two places
+    known: set[str] = field(default_factory=set)  # its blocks as text
+    results: set[str] = field(default_factory=set)  # ids of calls whose results it holds
+
+    def __post_init__(self) -> None:
+        self.known |= set(map(_as_text, self.blocks))
+        self.results |= _result_ids(self.blocks)
 
     @property
     def line(self) -> Json:
@@ -55,12 +61,19 @@ class _ClaudeLog:
         self.links: dict[str, str | None] = {}  # uuid of any other line → the one before it
         self.begins: set[str] = set()  # uuids of lines after which the model had a new prompt
         self.doubted: set[str] = set()  # uuids that stand at two places
-        self._answers: dict[str, list[str]] = {}  # id of an answer → its nodes
+        self._first: dict[str, Json] = {}  # uuid → its first line
+        self._answers: dict[
+            tuple[str, str | None], str
+        ] = {}  # id of an answer and what a line of it follows → its node
         self._results: dict[str, str] = {}  # parent → the node of its results
 
     def read(self, place: str, line: Json) -> None:
         kind, message, uuid = line.get("type"), line.get("message"), line.get("uuid")
         parent = line.get("parentUuid") if isinstance(line.get("parentUuid"), str) else None
+        queued = line.get("attachment") if kind == "attachment" else None
+        if isinstance(queued, dict) and isinstance(queued.get("prompt"), str):  # what the user wrote meanwhile
+            kind, message = "user", {"role": "user", "content": queued["prompt"]}
+            line = {**line, "type": kind, "message": message}
         if kind not in ("user", "assistant"):
             if isinstance(uuid, str) and uuid not in self.links and uuid not in self.holder:
                 is_new = line.get("subtype") == "compact_boundary"
@@ -85,47 +98,49 @@ class _ClaudeLog:
             self._again(place, line, uuid, blocks)
             return
         self.links.pop(uuid, None)
+        self._first[uuid] = line
+        before = self.resolved(parent) or parent
         answer = str(line["message"]["id"]) if line["type"] == "assistant" and line["message"].get("id") else None
-        for name in self._answers.get(answer, ()) if answer is not None else ():
-            node = self.nodes[name]
-            if self.resolved(parent) in (name, self.resolved(node.parent)):
-                self._join(place, line, uuid, name, blocks)
-                return
+        if answer is not None and (answer, before) in self._answers:
+            self._join(place, line, uuid, self._answers[answer, before], blocks)
+            return
         results = _result_ids(blocks) if line["type"] == "user" else set()
         if results:
-            key = self.resolved(parent) or parent or uuid
-            if key in self._results and not results & _result_ids(self.nodes[self._results[key]].blocks):
+            key = before or uuid
+            if key in self._results and not results & self.nodes[self._results[key]].results:
                 self._join(place, line, uuid, self._results[key], blocks)  # results of parallel calls
                 return
             self._results.setdefault(key, uuid)
         self.nodes[uuid] = _Node(parent, line["type"], [(place, line)], blocks, parent in self.doubted)
         self.holder[uuid] = uuid
         if answer is not None:
-            self._answers.setdefault(answer, []).append(uuid)
+            self._answers.setdefault((answer, before), uuid)
+            self._answers[answer, uuid] = uuid
 
     def _join(self, place: str, line: Json, uuid: str, name: str, blocks: Sequence[Any]) -> None:
         node = self.nodes[name]
         for block in blocks:
-            if block in node.blocks:
+            if _as_text(block) in node.known:
                 self.report.drop(place, BLOCK_TWICE, block)
             else:
                 node.blocks.append(block)
+                node.known.add(_as_text(block))
+        node.results |= _result_ids(blocks)
         node.lines.append((place, line))
         self.holder[uuid] = name
 
     def _again(self, place: str, line: Json, uuid: str, blocks: Sequence[Any]) -> None:
         """A uuid counts once. A later line that holds all of the first one's blocks and more brings the others."""
         node = self.nodes[self.holder[uuid]]
-        first = next(known for _, known in node.lines if known.get("uuid") == uuid)
+        first, texts = self._first[uuid], set(map(_as_text, blocks))
         if first.get("parentUuid") != line.get("parentUuid"):
             self.doubted.add(uuid)
         if first == line:
             self.report.skip(place, TWICE)
-        elif all(block in blocks for block in node.blocks) and len(blocks) > len(node.blocks):
+        elif node.known < texts:
             self._join(place, line, uuid, self.holder[uuid], blocks)
         else:
-            is_same = all(block in node.blocks for block in blocks)
-            self.report.skip(place, TWICE if is_same else TWICE_OTHERWISE)
+            self.report.skip(place, TWICE if texts <= node.known else TWICE_OTHERWISE)
 
     def resolved(self, uuid: str | None) -> str | None:
         """The node that a link leads to, through lines that are no messages; None: to none."""
@@ -162,6 +177,10 @@ def claude_code(path: Path, report: ImportReport) -> Iterator[Trace]:
     for place, line in objects(path, report):
         log.read(place, line)
     yield from _claude_traces(log, path, report)
+
+
+def _as_text(block: Any) -> str:
+    return json.dumps(block, sort_keys=True)
 
 
 def _result_ids(blocks: Sequence[Any]) -> set[str]:

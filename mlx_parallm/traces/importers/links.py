@@ -23,12 +23,12 @@ class Forest(Generic[Key]):
 
     Attributes:
         circles: messages whose link closed a circle; it is cut.
-        beyond: ends of branches that would repeat more than `most_copied` messages together.
+        beyond: ends of branches that come after others which repeat `most_copied` messages together.
     """
 
     parents: Mapping[Key, Key | None]
     most_copied: int = MOST_COPIED
-    circles: list[Key] = field(default_factory=list)
+    circles: set[Key] = field(default_factory=set)
     beyond: list[Key] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Forest(Generic[Key]):
                 circle = list(walk)[list(walk).index(at) :]
                 first = min(circle, key=order.__getitem__)
                 self._parents[first] = None
-                self.circles.append(first)
+                self.circles.add(first)
             done |= walk.keys()
 
     def branches(self) -> Iterator[list[Key]]:
@@ -59,14 +59,14 @@ class Forest(Generic[Key]):
         for leaf in self._parents:
             if leaf in followed:
                 continue
+            if copied > self.most_copied:
+                self.beyond.append(leaf)
+                continue
             way: list[Key] = []
             at: Key | None = leaf
             while at is not None:
                 way.append(at)
                 at = self._parents[at]
             copied += sum(key in claimed for key in way)
-            if copied > self.most_copied:
-                self.beyond.append(leaf)
-                continue
             claimed |= set(way)
             yield way[::-1]

@@ -151,6 +151,11 @@ class ImportReport:
             self.message_ledger.leave(key, UNACCOUNTED)
         self._counts.clear()
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether anything was left out, or should be known."""
+        return any((self.skipped, self.left_out, self.details, self.remarks))
+
     def draw(self) -> Iterator[str]:
         yield f"{self.traces} traces from {self.used} of {self.lines} lines"
         if self.messages:
