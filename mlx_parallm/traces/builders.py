@@ -253,7 +253,7 @@ def _usable(trace: Trace, options: DatasetOptions) -> RowChat | str:
     except TraceError as error:
         return str(error)
     if not chat.answered:
-        return "all of its answers are empty"
+        return f"none of its answers is learned: {chat.why_not}"
     if chat.before and not any(message["content"] or message.get("tool_calls") for message in chat.before):
         return "its prompt is empty"
     return chat

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.traces.dialects import converted, linked
-from mlx_parallm.traces.schema import Json, Trace, messages_of
+from mlx_parallm.traces.dialects import converted, linked, not_sampled
+from mlx_parallm.traces.schema import Json, Trace, TraceStep, messages_of
 
 NOTES = (
     *("annotations", "cache_control", "choice", "citations", "created", "created_at", "date", "finishReason"),
@@ -35,33 +35,46 @@ class RowChat:
     Attributes:
         before: the messages before the first answer that is learned.
         answered: those from it to the last one that is learned; empty: nothing is.
+        why_not: why an answer is not learned that the trace has as sampled; the first one's reason.
         notes: names of fields that the row does not hold, and how often.
     """
 
     before: list[Json]
     answered: list[Json]
     notes: Counter[str]
+    why_not: str = ""
 
 
 def row_chat(trace: Trace) -> RowChat:
     """Return the chat of a trace: content as text, arguments as JSON text. Raises TraceError: why it makes no row."""
-    notes, plain, learned = Counter[str](), list[Json](), list[bool]()
+    notes, plain, steps = Counter[str](), list[Json](), list[TraceStep]()
     for message in messages_of(trace.steps, with_step=True):
         step = message.pop("step")
         for each in converted(message):
             plain.append(_with_fields(each, notes))
-            learned.append(step.sampled)
-    messages = []
-    for message, is_learned in zip(linked(plain), learned, strict=True):
+            steps.append(step)
+    messages, why_not = list[Json](), ""
+    for message, step in zip(linked(plain), steps, strict=True):
         kept = _row_message(message, notes)
-        if kept["role"] == "assistant" and not (is_learned and (kept["content"].strip() or kept.get("tool_calls"))):
-            kept["weight"] = 0
+        if kept["role"] == "assistant":
+            reason = _why_not(message, kept, step) if step.sampled else ""
+            why_not = why_not or reason
+            if reason or not step.sampled:
+                kept["weight"] = 0
         messages.append(kept)
     _check_results(messages)
     answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and "weight" not in message]
     if not answers:
-        return RowChat(messages, [], notes)
-    return RowChat(messages[: answers[0]], messages[answers[0] : answers[-1] + 1], notes)
+        return RowChat(messages, [], notes, why_not)
+    return RowChat(messages[: answers[0]], messages[answers[0] : answers[-1] + 1], notes, why_not)
+
+
+def _why_not(message: Json, kept: Json, step: TraceStep) -> str:
+    """Why an answer is not learned: it is empty, or no model gave it. Empty text: it is learned."""
+    if not kept["content"].strip() and not kept.get("tool_calls"):
+        return "an empty answer"
+    about = (step.metrics.extra if step.metrics is not None else None) or {}
+    return not_sampled(message, about) or ""
 
 
 def _with_fields(message: Json, notes: Counter[str]) -> Json:

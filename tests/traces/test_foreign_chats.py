@@ -156,7 +156,7 @@ def test_an_empty_answer_is_not_learned(tmp_path: Path) -> None:
     for number, content in enumerate(("", None, [], " \n", text(""))):
         row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]}
         traces, _ = imported(lines(tmp_path / f"{number}.jsonl", row), "openai")
-        assert why_not(traces) == {"all of its answers are empty": 1}
+        assert why_not(traces) == {"none of its answers is learned: an empty answer": 1}
     row = {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]}
     traces, _ = imported(lines(tmp_path / "prompt.jsonl", row), "openai")
     assert why_not(traces) == {"its prompt is empty": 1}
