@@ -86,7 +86,7 @@ def _classifier() -> Any:
         raise ConfigError("the auto-labeler needs scikit-learn: pip install 'mlx-parallm[traces]'") from error
     model = make_pipeline(DictVectorizer(), MaxAbsScaler(), LogisticRegression(max_iter=TRIES))
     # One sigmoid for the predictions of all folds together. A sigmoid of each fold's own (ensemble) would see 4 of 20
-    # labels, which Platt's prior pulls to 1/4 and 3/4: it claimed 0.77 where 0.92 were right, and labelled next to none.
+    # labels, which Platt's prior pulls to 1/4 and 3/4: it claimed 0.77 where 0.92 were right, and left most alone.
     return CalibratedClassifierCV(model, method="sigmoid", cv=FOLDS, ensemble=False)
 
 

@@ -155,9 +155,8 @@ def test_proposals_leave_what_people_said_and_what_is_unsure() -> None:
 
 def test_twenty_labels_are_enough_to_be_sure_of_most() -> None:
     """Of 13 runs that nobody has judged, at --sure 0.7; how sure it was is known."""
-    taken = {
-        good: [t for t in judged_runs(60, seed=0) if (t.labels[0].value == 1.0) is good][:10] for good in (True, False)
-    }
+    known = judged_runs(60, seed=0)
+    taken = {good: [trace for trace in known if (trace.labels[0].value == 1.0) is good][:10] for good in (True, False)}
     labeler, open_ = AutoLabeler([*taken[True], *taken[False]]), [trace for trace, _ in runs(13, seed=1)]
     labelled, left = labeler.propose(open_, sure=0.7)
     assert labelled + left == 13 and labelled > left

@@ -261,6 +261,11 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "error": "timeout"}
     traces, _ = imported(lines(tmp_path / "failed.jsonl", row), "openai")
     assert why_not(traces) == {"the call failed": 1}
+    for metrics, words in (({}, error), ({"metrics": {"extra": {"finish_reason": "content_filter"}}}, "half")):
+        answer = {"role": "assistant", "content": words, "step": metrics}
+        trace = new_trace([{"role": "user", "content": "q"}, answer], session_id="atif", source="test")
+        [(reason, count)] = why_not([trace]).items()  # another program's traces come in as they are
+        assert reason.startswith("none of its answers is learned: an answer that ") and count == 1
     middle = [
         *log(isApiErrorMessage=True),
         claude("u2", "a1", "user", "again"),
