@@ -9,9 +9,11 @@
 
 Arguments of calls and tool definitions are JSON text: Arrow would give every object the keys of all others.
 
+A row holds the whole history of its answers (`row_messages`), or its trace is left out with a reason: each trace is in
+a row or counted. Traces of sub-agents and aborted calls are left out; copied context is never learned.
+
 What a trace is worth is its newest label of a person, else its newest feedback, else its other labels' newest, else the
-classifier's, else its weighted rewards. Traces of sub-agents and aborted calls are left out; copied context is never
-learned.
+classifier's, else its weighted rewards.
 """
 
 import hashlib
@@ -27,9 +29,10 @@ from mlx_parallm import __version__
 from mlx_parallm.config.environment import PASS_RATE
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.system.files import write_directory
-from mlx_parallm.traces.execution import MANUAL
+from mlx_parallm.traces.execution import MANUAL, AnyTrace, trace_of
 from mlx_parallm.traces.privacy import leftovers
-from mlx_parallm.traces.schema import Json, Trace, TraceStep, dump_line, messages_of, text_of
+from mlx_parallm.traces.row_messages import RowChat, row_chat
+from mlx_parallm.traces.schema import Json, Trace, dump_line
 from mlx_parallm.traces.session import prompt_hash
 
 Kind = Literal["sft", "preference", "kto", "grpo", "prompts", "atif"]
@@ -71,12 +74,19 @@ class DatasetOptions:
 
 @dataclass
 class Dataset:
-    """Rows of both sides, and what was left out and why."""
+    """Rows of both sides, and what was left out and why.
+
+    Attributes:
+        traces: that were read, each run of a sub-agent inside another one too.
+        left_out: traces that are in no row, by reason.
+        fields: names of fields that the traces hold and the rows do not, since they say nothing to a model.
+    """
 
     options: DatasetOptions
     train: list[Json] = field(default_factory=list)
     test: list[Json] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
+    fields: Counter[str] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
     licenses: Counter[str] = field(default_factory=Counter)
     traces: int = 0
@@ -87,10 +97,12 @@ class _Row:
     data: Json
     side: str  # decides train or test: the opening of its session
     good: bool = True
+    traces: int = 1  # that are in it
 
 
-def score_of(trace: Trace) -> float | None:
+def score_of(trace: AnyTrace) -> float | None:
     """What a trace is worth; None: nobody has said."""
+    trace = trace_of(trace)
     values: dict[str, float] = {}
     for label in trace.labels:
         value = label.value if label.value is not None else LABEL_WORDS.get((label.label or "").lower())
@@ -108,7 +120,7 @@ def score_of(trace: Trace) -> float | None:
     return sum(float(part["score"]) * float(part.get("weight", 1.0)) for part in rewards.values()) / weight
 
 
-def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
+def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Dataset:
     """Make the rows. Raises ConfigError: an option; TraceError: no row can be made."""
     if options.kind not in KINDS:
         raise ConfigError(f"there is no data set of kind {options.kind!r}: {', '.join(KINDS)}")
@@ -120,12 +132,14 @@ def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
         raise ConfigError(f"test_fraction = {options.test_fraction}: expected 0 or more, and less than 1")
     dataset = Dataset(options)
     usable = []
-    for trace in traces:
+    for trace in _with_subagents(map(trace_of, traces)):
         dataset.traces += 1
-        if (reason := _unusable(trace, options)) is not None:
-            dataset.left_out[reason] += 1
+        chat = _usable(trace, options)
+        if isinstance(chat, str):
+            dataset.left_out[chat] += 1
         else:
             usable.append(trace)
+            dataset.fields += chat.notes
     rows = list(_BUILDERS[options.kind](usable, dataset))
     rows = _by_pass_rate(_different(rows, dataset), usable, options)
     if options.kind == "kto" and options.balance:
@@ -133,6 +147,8 @@ def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
     if not rows:
         reasons = "; ".join(f"{count}: {reason}" for reason, count in dataset.left_out.most_common(3))
         raise TraceError(f"{dataset.traces} traces make no row of kind {options.kind!r} ({reasons or 'no traces'})")
+    accounted = sum(row.traces for row in rows) + dataset.left_out.total()
+    assert accounted == dataset.traces, f"{dataset.traces} traces, {accounted} in rows or left out with a reason"
     for trace in usable:
         dataset.sources[str(trace.get("source", "unknown"))] += 1
         dataset.licenses[str(trace.get("license", "unknown"))] += 1
@@ -142,11 +158,11 @@ def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
     return dataset
 
 
-def prompt_key(of: Trace | Json) -> str:
+def prompt_key(of: AnyTrace | Json) -> str:
     """What is equal for a trace that `is_usable` and rows of any kind if their messages before the first sampled answer
     are."""
-    if isinstance(of, Trace):
-        before = _parts(of)[0]
+    if not isinstance(of, dict):
+        before = _parts(trace_of(of))[0]
     elif "prompt" in of:
         before = of["prompt"]
     else:
@@ -175,9 +191,9 @@ def _by_pass_rate(rows: list[_Row], traces: Sequence[Trace], options: DatasetOpt
     return [row for row, _ in sorted(measured, key=lambda each: (each[1] is None, sign * (each[1] or 0.0)))]
 
 
-def is_usable(trace: Trace) -> bool:
+def is_usable(trace: AnyTrace) -> bool:
     """Whether a row can be made of it."""
-    return _unusable(trace, DatasetOptions("prompts")) is None
+    return not isinstance(_usable(trace_of(trace), DatasetOptions("prompts")), str)
 
 
 def without_prompts(dataset: Dataset, held_out: Sequence[Json]) -> Dataset:
@@ -210,52 +226,46 @@ def _like(rows: Sequence[Json], threshold: float) -> Callable[[str], bool]:
     return is_like
 
 
-def _unusable(trace: Trace, options: DatasetOptions) -> str | None:
+def _with_subagents(traces: Iterable[Trace]) -> Iterator[Trace]:
+    """Each trace, and the runs of sub-agents that lie inside it as traces of their own."""
+    for trace in traces:
+        yield trace
+        for inner in _with_subagents(trace.subagent_trajectories or ()):
+            apart = inner.model_copy()
+            apart.note(sidechain=True)
+            yield apart
+
+
+def _usable(trace: Trace, options: DatasetOptions) -> RowChat | str:
+    """The chat of a trace, or the reason why it makes no row."""
     if trace.get("aborted"):
         return "the last call was aborted"
     if trace.get("sidechain") and not options.sidechains:
         return "the run of a sub-agent"
     if not any(step.sampled for step in trace.steps):
         return "no answer was sampled in it"
-    return None
+    if options.kind == "atif":
+        return RowChat([], [], Counter())
+    if trace.get("untrainable"):
+        return str(trace.get("untrainable"))
+    try:
+        chat = row_chat(trace)
+    except TraceError as error:
+        return str(error)
+    if not chat.answered:
+        return f"none of its answers is learned: {chat.why_not}"
+    if chat.before and not any(message["content"] or message.get("tool_calls") for message in chat.before):
+        return "its prompt is empty"
+    return chat
 
 
 # ---------------------------------------------------------------------- rows
 
 
-def _messages(trace: Trace) -> list[Json]:
-    """The chat of a trace: content as text, arguments as JSON text; weight 0 where an answer is not to be learned."""
-    found = []
-    for message in messages_of(trace.steps, with_step=True):
-        step: TraceStep = message["step"]
-        kept: Json = {"role": message["role"], "content": text_of(message.get("content"))}
-        if message.get("reasoning_content"):
-            kept["reasoning_content"] = message["reasoning_content"]
-        if message.get("tool_calls"):
-            kept["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-        for name in ("tool_call_id", "name"):
-            if isinstance(message.get(name), str):
-                kept[name] = message[name]
-        if message["role"] == "assistant" and not step.sampled:
-            kept["weight"] = 0
-        found.append(kept)
-    return found
-
-
-def _call(call: Json) -> Json:
-    function = call["function"]
-    arguments = function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"id": call.get("id") or "", "type": "function", "function": {"name": function["name"], "arguments": text}}
-
-
 def _parts(trace: Trace) -> tuple[list[Json], list[Json]]:
-    """The messages before the first answer that was sampled, and those from it to the last one."""
-    messages = _messages(trace)
-    answers = [
-        number for number, message in enumerate(messages) if message["role"] == "assistant" and "weight" not in message
-    ]
-    return messages[: answers[0]], messages[answers[0] : answers[-1] + 1]
+    """The messages before the first answer that is learned, and those from it to the last one."""
+    chat = row_chat(trace)
+    return chat.before, chat.answered
 
 
 def _tools(trace: Trace) -> Json:
@@ -319,6 +329,7 @@ def _groups(traces: Sequence[Trace], dataset: Dataset) -> Iterator[list[Trace]]:
         if len(answers) < 2:
             dataset.left_out["the only answer to its prompt"] += len(group)
         else:
+            _count(dataset, "an answer to its prompt that is there already", len(group) - len(answers))
             yield list(answers.values())
 
 
@@ -332,7 +343,8 @@ def _preference(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
             continue
         prompt, chosen = _parts(best)
         row = {"prompt": prompt, "chosen": chosen, "rejected": _parts(worst)[1], **_tools(best)}
-        yield _Row(row, side(best))
+        _count(dataset, "neither the best nor the worst of its prompt", len(group) - 2)
+        yield _Row(row, side(best), traces=2)
 
 
 def _grpo(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
@@ -341,7 +353,7 @@ def _grpo(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
         prompt, _ = _parts(group[0])
         rewards = [score_of(trace) for trace in group]
         row = {"prompt": prompt, "completions": [_parts(trace)[1] for trace in group], "rewards": rewards}
-        yield _Row(row | _tools(group[0]), side(group[0]))
+        yield _Row(row | _tools(group[0]), side(group[0]), traces=len(group))
 
 
 def _prompts(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
@@ -374,6 +386,11 @@ _BUILDERS: dict[str, Callable[[Sequence[Trace], Dataset], Iterator[_Row]]] = {
 }
 
 
+def _count(dataset: Dataset, reason: str, traces: int) -> None:
+    if traces:
+        dataset.left_out[reason] += traces
+
+
 # ---------------------------------------------------------------------- which rows stay
 
 
@@ -388,14 +405,14 @@ def _different(rows: Sequence[_Row], dataset: Dataset) -> list[_Row]:
     for number, row in enumerate(rows):
         line = dump_line(row.data)
         if line in seen:
-            dataset.left_out["an equal row is there"] += 1
+            dataset.left_out["an equal row is there"] += row.traces
             continue
         seen.add(line)
         if index is not None:
             text = _text_of_row(row.data)
             # A short text has few shingles, so one other word makes it a different one.
             if len(text.split()) > SHINGLE and index(f"{number}", _shingles(text), row.good):
-                dataset.left_out[f"a row like it (similarity {threshold:g}) is there"] += 1
+                dataset.left_out[f"a row like it (similarity {threshold:g}) is there"] += row.traces
                 continue
         kept.append(row)
     return kept
@@ -448,7 +465,7 @@ def _balanced(rows: Sequence[_Row], ratio: float, dataset: Dataset) -> list[_Row
     for side in by_side.values():
         ordered = sorted(side, key=lambda row: hashlib.sha256(dump_line(row.data)).digest())
         dropped |= {id(row) for row in ordered[max(most, least) :]}
-    dataset.left_out["the larger side, for balance"] += len(dropped)
+    _count(dataset, "the larger side, for balance", len(dropped))
     return [row for row in rows if id(row) not in dropped]
 
 
@@ -464,6 +481,7 @@ def dataset_statistics(dataset: Dataset) -> Json:
         "rows": {"train": len(dataset.train), "test": len(dataset.test)},
         "characters": {"mean": round(statistics.fmean(lengths), 1), "longest": max(lengths)} if lengths else {},
         "left_out": dict(dataset.left_out.most_common()),
+        "fields_left_out": dict(dataset.fields.most_common()),
         "sources": dict(dataset.sources),
         "licenses": dict(dataset.licenses),
     }

@@ -17,7 +17,8 @@ from typing import Any
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.traces.execution import Event, ExecutionTrace, ReasoningStep, ToolCallTrace
-from mlx_parallm.traces.schema import Json, iso_time, parsed_arguments, text_of, unix_time
+from mlx_parallm.traces.importers.report import SHAPES
+from mlx_parallm.traces.schema import Json, iso_time, parse_json, parsed_arguments, text_of, unix_time
 
 CHECKPOINTS = Path("Agents") / "checkpoint"
 _PLAIN: Mapping[tuple[str, str], Any] = {
@@ -78,20 +79,33 @@ def read_checkpoint(path: Path) -> Any:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         if path.suffix == ".json":
-            return json.loads(data)
-        return _plain(_PlainUnpickler(io.BytesIO(data)).load())
-    except (pickle.UnpicklingError, ValueError, TypeError, EOFError, IndexError, KeyError, AttributeError) as error:
+            return parse_json(data)
+        return _Plain().of(_PlainUnpickler(io.BytesIO(data)).load())
+    except (pickle.UnpicklingError, EOFError, RecursionError, MemoryError, *SHAPES) as error:
         raise TraceError(f"{path} is no checkpoint: {type(error).__name__}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, _Inert):
-        return {key: _plain(item) for key, item in vars(value).items() if key != "args" or item}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return [_plain(item) for item in value]
-    return value.isoformat() if isinstance(value, date) else value
+MOST_VALUES = 5_000_000
+"""Values of one checkpoint: a small pickle may name the same list so often that it would fill the memory."""
+
+
+class _Plain:
+    """Turns what a pickle built into JSON's values. Objects that hold themselves raise RecursionError."""
+
+    def __init__(self) -> None:
+        self._values = 0
+
+    def of(self, value: Any) -> Any:
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise ValueError(f"it holds more than {MOST_VALUES} values")
+        if isinstance(value, _Inert):
+            return {key: self.of(item) for key, item in vars(value).items() if key != "args" or item}
+        if isinstance(value, Mapping):
+            return {str(key): self.of(item) for key, item in value.items()}
+        if isinstance(value, list | tuple | set | frozenset | deque):
+            return [self.of(item) for item in value]
+        return value.isoformat() if isinstance(value, date) else value
 
 
 class CheckpointLoader:
@@ -106,6 +120,7 @@ class CheckpointLoader:
         self.directory = Path(directory)
         self.max_age_hours = max_age_hours
         self.skipped: dict[str, str] = {}  # checkpoint → why it was left out
+        self.left_out: Counter[str] = Counter()  # messages and tasks that no run holds, by reason
 
     def _files(self, agent: str) -> Iterator[Path]:
         """The newest first: it knows the most of a run."""
@@ -116,15 +131,23 @@ class CheckpointLoader:
         return (path for path in newest_first if path.stat().st_mtime >= oldest)
 
     def load_traces(self, agent: str) -> list[ExecutionTrace]:
-        """Each run of an agent once, the oldest first. A checkpoint that cannot be read is in `skipped`."""
+        """Each run of an agent once, the oldest first.
+
+        A checkpoint that cannot be read is in `skipped`. What the others hold beside their runs is counted in
+        `left_out`, once for each checkpoint that holds it.
+        """
+        self.skipped.clear()
+        self.left_out.clear()
         found: dict[str, ExecutionTrace] = {}
         for path in self._files(agent):
             try:
                 checkpoint = read_checkpoint(path)
                 if not isinstance(checkpoint, dict):
                     raise TraceError(f"{path} is no checkpoint: it holds no attributes")
-                views = list(_runs(checkpoint))
-            except (TraceError, TypeError, AttributeError, ValueError) as error:
+                left_out = Counter[str]()
+                views = list(_runs(checkpoint, left_out))
+                self.left_out += left_out
+            except SHAPES as error:
                 self.skipped[str(path)] = str(error)
                 continue
             for view in views:
@@ -132,30 +155,56 @@ class CheckpointLoader:
         return sorted(found.values(), key=lambda view: view.timestamp)
 
 
-def _runs(checkpoint: Mapping[str, Any]) -> Iterator[ExecutionTrace]:
-    """A run is a question of the user and what followed up to the next one."""
+def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[ExecutionTrace]:
+    """A run is a question of the user and what followed up to the next one. `left_out`: counts what is in none."""
     sessions = checkpoint.get("session_data") or {}
-    tasks = list(_tasks(checkpoint.get("task_state") or {}))
     scopes = checkpoint.get("variable_scopes") or {}
+    turns: dict[str, list[list[Json]]] = {}
     for session_id, session in sessions.items():
         history = session.get("history") or session.get("messages") or [] if isinstance(session, dict) else session
-        turns = _turns(history)
-        for number, turn in enumerate(turns):
-            until = turns[number + 1][0].get("timestamp") if number + 1 < len(turns) else None
-            thoughts = _thoughts(scopes) if number == len(turns) - 1 and len(sessions) == 1 else []
-            yield _run(
-                str(session_id), turn, f"turn-{number}", thoughts, _within(tasks, turn[0].get("timestamp"), until)
-            )
+        if not isinstance(history, list):
+            left_out["a history that is no list"] += 1
+            history = []
+        turns[str(session_id)] = _turns(history, left_out)
+    places = [(session_id, number) for session_id, listed in turns.items() for number in range(len(listed))]
+    if scopes and len(turns) != 1:
+        left_out["thoughts of a checkpoint that has several sessions, or none"] += len(_thoughts(scopes))
+    times = [(_seconds(turns[name][number][0]), (name, number)) for name, number in places]
+    tasks = _tasks_by_run(_tasks(checkpoint.get("task_state") or {}), times, left_out)
+    for place in places:
+        session_id, number = place
+        is_last = number == len(turns[session_id]) - 1 and len(turns) == 1
+        thoughts = _thoughts(scopes) if is_last else []
+        turn = turns[session_id][number]
+        _count_unheld(turn, left_out)
+        yield _run(session_id, turn, f"turn-{number}", thoughts, tasks.get(place, {}))
 
 
-def _turns(history: Iterable[Any]) -> list[list[Json]]:
+def _count_unheld(turn: Sequence[Json], left_out: Counter[str]) -> None:
+    """Count what a run of a checkpoint cannot hold: the flat form has one answer, and calls that have results."""
+    results = {str(message.get("tool_call_id")) for message in turn if message.get("role") == "tool"}
+    answers = sum(message.get("role") == "assistant" and bool(text_of(message.get("content"))) for message in turn)
+    calls = [call for message in turn for call in message.get("tool_calls") or ()]
+    for reason, count in (
+        ("an answer before the last one of its run", answers - 1),
+        ("a call without a result", sum(str(call.get("id")) not in results for call in calls)),
+    ):
+        if count > 0:
+            left_out[reason] += count
+
+
+def _turns(history: Iterable[Any], left_out: Counter[str]) -> list[list[Json]]:
     turns: list[list[Json]] = []
     for message in history:
         if not isinstance(message, dict):
-            continue
-        if message.get("role") == "user":
+            left_out["a message that is no object"] += 1
+        elif message.get("role") == "user":
             turns.append([message])
-        elif turns:
+        elif not turns:
+            left_out[f"a message of role {message.get('role')!r} before the first question"] += 1
+        else:
+            if message.get("role") not in ("assistant", "tool"):
+                left_out[f"a message of role {message.get('role')!r} within a run"] += 1
             turns[-1].append(message)
     return turns
 
@@ -209,16 +258,37 @@ def _tasks(state: Mapping[str, Any]) -> Iterator[tuple[float | None, str, str]]:
             yield None if created is None else unix_time(created), status, str(task.get("description") or name)
 
 
-def _within(tasks: Iterable[tuple[float | None, str, str]], begin: Any, end: Any) -> dict[str, list[Any]]:
-    """The tasks that were created between two questions; one without a time belongs to no run."""
-    first, last = (unix_time(text) if (text := _time(value)) is not None else None for value in (begin, end))
-    found: dict[str, list[Any]] = {}
+def _seconds(question: Mapping[str, Any]) -> float | None:
+    text = _time(question.get("timestamp"))
+    return None if text is None else unix_time(text)
+
+
+Run = tuple[str, int]
+TIMELESS = "a task without a time, in a checkpoint of several runs"
+
+
+def _tasks_by_run(
+    tasks: Iterable[tuple[float | None, str, str]],
+    times: Sequence[tuple[float | None, Run]],
+    left_out: Counter[str],
+) -> dict[Run, dict[str, list[Any]]]:
+    """Give each task to the run with the newest question before it; to the only run, where there is one. A task that
+    belongs to none is counted."""
+    known = sorted((at, run) for at, run in times if at is not None)
+    found: dict[Run, dict[str, list[Any]]] = {}
     for created, status, text in tasks:
-        if created is None or first is None or created < first or (last is not None and created >= last):
+        before = [run for at, run in known if created is not None and at <= created]
+        if before:
+            run = before[-1]
+        elif len(times) == 1 and (created is None or not known):
+            run = times[0][1]
+        else:
+            left_out[TIMELESS if created is None else "a task before the first question"] += 1
             continue
-        found.setdefault("tasks_created", []).append(text)
+        own = found.setdefault(run, {})
+        own.setdefault("tasks_created", []).append(text)
         if status in ("completed", "failed"):
-            found.setdefault(f"tasks_{status}", []).append(text)
+            own.setdefault(f"tasks_{status}", []).append(text)
     return found
 
 

@@ -141,10 +141,11 @@ def _print(lines: Iterable[str]) -> None:
 
 def _lines(args: Namespace) -> Iterator[str]:
     from mlx_parallm.system.terminal import escaped
+    from mlx_parallm.traces.importers.report import ImportReport
     from mlx_parallm.traces.reading import read_traces
 
-    shown = total = 0
-    for trace in read_traces(args.path):
+    shown, total, report = 0, 0, ImportReport()
+    for trace in read_traces(args.path, report):
         total += 1
         if (args.id is not None and trace.id != args.id) or shown >= args.limit:
             continue
@@ -159,6 +160,8 @@ def _lines(args: Namespace) -> Iterator[str]:
         raise TraceError(f"{args.path} holds no trace {args.id!r}")
     if not args.json and args.id is None:
         yield f"{shown} of {total} traces"
+        if report.is_lossy:
+            yield from (escaped(line) for line in report.draw())
 
 
 def _summary(trace: Any) -> str:
@@ -237,6 +240,7 @@ def _build(commands: Any) -> Run:
             push_dataset,
             write_dataset,
         )
+        from mlx_parallm.traces.importers.report import ImportReport
         from mlx_parallm.traces.privacy import RedactionHit, secret_finder
         from mlx_parallm.traces.reading import read_traces, redacted
 
@@ -251,11 +255,16 @@ def _build(commands: Any) -> Run:
             sidechains=args.sidechains,
             order=args.order,
         )
-        hits = list[RedactionHit]()
-        found = (trace for path in args.paths for trace in redacted(read_traces(path), finder, hits))
+        hits, report = list[RedactionHit](), ImportReport()
+        found = (trace for path in args.paths for trace in redacted(read_traces(path, report), finder, hits))
         card = write_dataset(build_dataset(found, options), args.to, license=args.license)
         lines = [f"{args.kind}: {card['rows']['train']} rows to train on, {card['rows']['test']} held out: {args.to}"]
         lines += [f"left out {count}: {reason}" for reason, count in card["left_out"].items()]
+        if card["fields_left_out"]:
+            names = ", ".join(f"{name} ({count})" for name, count in card["fields_left_out"].items())
+            lines.append(f"fields of messages that the rows do not hold: {names}")
+        if report.is_lossy:
+            lines += [f"read: {line}" for line in report.draw()]
         if hits:
             lines.append(f"redacted: {len(hits)} places")
         _print(lines)
@@ -334,7 +343,7 @@ def _labelled(args: Namespace, found: list[Any]) -> str | None:
         labelled, left = labeler.propose(found, args.sure)
         return (
             f"learned from {labeler.positive} good and {labeler.negative} bad: {labelled} labelled, of {left} it is not"
-            " sure (--unsure-first asks you about them)"
+            f" sure (its surest: {labeler.surest:.2f}, --sure {args.sure:g}; --unsure-first asks you about them)"
         )
     return None
 

@@ -226,6 +226,14 @@ class ExecutionTrace:
         return view
 
 
+AnyTrace = Trace | ExecutionTrace
+
+
+def trace_of(trace: AnyTrace) -> Trace:
+    """Return the trace that a view shows, or the trace itself."""
+    return trace.trace if isinstance(trace, ExecutionTrace) else trace
+
+
 _TOTALS = (
     *(f"tasks_{kind}" for kind in TASKS),
     *("total_tokens_in", "total_tokens_out", "total_cost", "execution_duration_ms", "llm_calls_count"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.judge import JudgeReply, ModelJudge
+from mlx_parallm.traces.execution import AnyTrace, trace_of
 from mlx_parallm.traces.rewards import label_about, opening_of, trajectory_of
 from mlx_parallm.traces.schema import Trace
 from mlx_parallm.traces.session import prompt_hash
@@ -37,14 +38,14 @@ class JudgeCost:
         )
 
 
-def add_judge_labels(traces: Sequence[Trace], judge: ModelJudge, by: str, *, relative: bool = False) -> JudgeCost:
+def add_judge_labels(traces: Sequence[AnyTrace], judge: ModelJudge, by: str, *, relative: bool = False) -> JudgeCost:
     """Label traces 0 to 1 by a judge. `by`: who it is; `relative`: compare the runs of one prompt.
 
     One that it does not answer stays as it is: the labels of the others are paid for.
 
     Raises EndpointError: it refuses; RolloutRejectedError: it answers nothing at all.
     """
-    return asyncio.run(_label(traces, judge, f"judge:{by}", relative))
+    return asyncio.run(_label(list(map(trace_of, traces)), judge, f"judge:{by}", relative))
 
 
 async def _label(traces: Sequence[Trace], judge: ModelJudge, by: str, relative: bool) -> JudgeCost:

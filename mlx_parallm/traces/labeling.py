@@ -16,7 +16,7 @@ from pathlib import Path
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.execution.user_code import absolute, is_reference, load_function_of, user_code
 from mlx_parallm.system.redaction import Redactor
-from mlx_parallm.traces.execution import MANUAL, ExecutionTrace, manual_label
+from mlx_parallm.traces.execution import MANUAL, AnyTrace, ExecutionTrace, manual_label, trace_of
 from mlx_parallm.traces.reading import detect, read_traces, write_lines
 from mlx_parallm.traces.schema import Label, Trace
 from mlx_parallm.traces.session import prompt_hash
@@ -33,7 +33,7 @@ def read_labelable(path: Path) -> list[Trace]:
     return list(read_traces(path, source="atif"))
 
 
-def add_rule_labels(traces: Iterable[Trace], rule: str, name: str) -> tuple[int, int]:
+def add_rule_labels(traces: Iterable[AnyTrace], rule: str, name: str) -> tuple[int, int]:
     """Let a function label every trace; return how many it labelled, and how many it left alone (None).
 
     Args:
@@ -45,7 +45,7 @@ def add_rule_labels(traces: Iterable[Trace], rule: str, name: str) -> tuple[int,
         raise ConfigError(f'--rule {rule}: expected "python:file.py:name"')
     function = load_function_of(["trace"], absolute(rule, [Path.cwd()]), "--rule")
     labelled = left = 0
-    for trace in traces:
+    for trace in map(trace_of, traces):
         with user_code(f"{rule}, on trace {trace.id}"):
             value = function(ExecutionTrace(trace))
         if value is None:

@@ -24,7 +24,7 @@ from mlx_parallm.system.redaction import (
     environment_secrets,
     is_secret_name,
 )
-from mlx_parallm.traces.schema import Json, Trace, parse_trace, read_jsonl
+from mlx_parallm.traces.schema import Json, Trace, parse_json, parse_trace, read_jsonl
 
 CONTEXT = 40  # characters of a hit's surroundings, on each side
 _EVERYBODY = (
@@ -98,8 +98,8 @@ class TraceRedactor:
     def _json_text(self, text: str) -> str:
         """Redact text that is JSON (a call's arguments, a tool's result) by its values, so that it stays JSON."""
         try:
-            parsed = json.loads(text)
-        except (ValueError, RecursionError):
+            parsed = parse_json(text)
+        except ValueError:
             return self.text(text)
         cleaned = self.value(parsed)
         return self.text(text) if cleaned == parsed else json.dumps(cleaned, ensure_ascii=False)

@@ -3,17 +3,17 @@
 mlx_parallm traces import FILE --to traces.jsonl      read_traces → redact_trace → write_traces
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.redaction import Redactor
-from mlx_parallm.traces.importers.chats import art, atif, openai_chat, verifiers
+from mlx_parallm.traces.execution import AnyTrace, trace_of
+from mlx_parallm.traces.importers.chats import art, atif, is_conversation, openai_chat, verifiers
 from mlx_parallm.traces.importers.coding_agents import claude_code, codex
 from mlx_parallm.traces.importers.otel import holds_spans, otlp
-from mlx_parallm.traces.importers.report import Importer, ImportReport
+from mlx_parallm.traces.importers.report import Importer, ImportReport, whole_json
 from mlx_parallm.traces.importers.runs import collected, is_collection, is_recording, recorded, rollouts
 from mlx_parallm.traces.privacy import RedactionHit, redact_trace, review_lines
 from mlx_parallm.traces.schema import Trace, dump_line, read_jsonl
@@ -56,11 +56,9 @@ def _format_of_file(path: Path) -> str:
     for number, value in read_jsonl(path):
         if number > LOOKED_AT:
             break
-        if isinstance(value, ValueError):
-            try:
-                value = json.loads(path.read_bytes())
-            except ValueError:
-                continue
+        if not isinstance(value, dict):
+            whole = whole_json(path) if number == 1 else None
+            value = whole[0] if isinstance(whole, list) and whole else whole
         if isinstance(value, dict) and (name := _format_of(value)) is not None:
             return name
     raise TraceError(
@@ -80,7 +78,7 @@ def _format_of(line: dict[str, object]) -> str | None:
         return "codex"
     if "sessionId" in keys or keys >= {"parentUuid", "uuid"}:
         return "claude-code"
-    return "openai" if isinstance(line.get("messages"), list) else None
+    return "openai" if is_conversation(line) else None
 
 
 def read_traces(path: Path, report: ImportReport | None = None, *, source: str = "auto") -> Iterator[Trace]:
@@ -88,23 +86,28 @@ def read_traces(path: Path, report: ImportReport | None = None, *, source: str =
     name = detect(path) if source == "auto" else source
     if name not in IMPORTERS:
         raise TraceError(f"there is no format {name!r}: {', '.join(IMPORTERS)}")
-    return IMPORTERS[name](path, report if report is not None else ImportReport())
+    return _settled(IMPORTERS[name], path, report if report is not None else ImportReport())
 
 
-def redacted(traces: Iterable[Trace], finder: Redactor | None, hits: list[RedactionHit]) -> Iterator[Trace]:
+def _settled(importer: Importer, path: Path, report: ImportReport) -> Iterator[Trace]:
+    yield from importer(path, report)
+    report.settle()
+
+
+def redacted(traces: Iterable[AnyTrace], finder: Redactor | None, hits: list[RedactionHit]) -> Iterator[Trace]:
     """Yield the traces redacted; `hits` grows by what was hidden."""
     for trace in traces:
-        cleaned, found = redact_trace(trace, finder)
+        cleaned, found = redact_trace(trace_of(trace), finder)
         hits += found
         yield cleaned
 
 
-def write_lines(traces: Iterable[Trace], path: Path) -> None:
+def write_lines(traces: Iterable[AnyTrace], path: Path) -> None:
     """Write the traces, complete or not at all. Raises CheckpointError."""
-    write_atomically(path, b"".join(dump_line(trace.to_json()) for trace in traces))
+    write_atomically(path, b"".join(dump_line(trace.to_json()) for trace in map(trace_of, traces)))
 
 
-def write_traces(traces: Iterable[Trace], path: Path, hits: Iterable[RedactionHit] = ()) -> Path | None:
+def write_traces(traces: Iterable[AnyTrace], path: Path, hits: Iterable[RedactionHit] = ()) -> Path | None:
     """Write the traces, and the review of hits beside them; return the review's path. Raises CheckpointError."""
     write_lines(traces, path)
     review = path.with_suffix(".review.jsonl")

@@ -19,7 +19,7 @@ from mlx_parallm.rewards.functions import BUILTIN, RewardFunctions, TrainingProg
 from mlx_parallm.rewards.learned import LearnedReward
 from mlx_parallm.rewards.methods import Parts, standardize
 from mlx_parallm.traces.builders import score_of
-from mlx_parallm.traces.execution import TASKS, ExecutionTrace
+from mlx_parallm.traces.execution import TASKS, AnyTrace, ExecutionTrace, trace_of
 from mlx_parallm.traces.schema import Json, Label, Trace, text_of
 from mlx_parallm.traces.session import prompt_hash
 from mlx_parallm.types import Rollout, Trajectory, Turn
@@ -30,10 +30,11 @@ GOOD_FROM = 0.6
 REWARD = "reward"
 
 
-def trajectory_of(trace: Trace) -> Trajectory:
+def trajectory_of(trace: AnyTrace) -> Trajectory:
     """Return the trace as rewards see an episode. Its metadata has `tool_calls` (name, ok, arguments, result), where
     there are any tools, and `tasks`. Token ids are those that were recorded; else only their number is known, and they
     are zeros without log-probabilities."""
+    trace = trace_of(trace)
     view, messages = ExecutionTrace(trace), trace.messages
     answers = [step for step in trace.steps if step.sampled]
     opening, turns, asked = [], list[Turn](), list[str]()
@@ -79,9 +80,9 @@ def trajectory_of(trace: Trace) -> Trajectory:
     )
 
 
-def opening_of(trace: Trace) -> list[Json]:
+def opening_of(trace: AnyTrace) -> list[Json]:
     """The messages before the first answer."""
-    messages = trace.messages
+    messages = trace_of(trace).messages
     first = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return messages[:first]
 
@@ -111,25 +112,25 @@ class RewardEngine:
         if unknown := sorted(set(self._weights) - set(parts)):
             raise ConfigError(f"RewardEngine: a weight for {unknown[0]!r}, which is none of {', '.join(parts)}")
 
-    def compute_all(self, trace: Trace | ExecutionTrace) -> dict[str, float | None]:
+    def compute_all(self, trace: AnyTrace) -> dict[str, float | None]:
         """Return the score of each part, 0 to 1; None: it does not apply. Raises RolloutRejectedError."""
-        inner = trace.trace if isinstance(trace, ExecutionTrace) else trace
+        inner = trace_of(trace)
         row = inner.get("columns", {})
         parts, _ = asyncio.run(self._functions.parts(opening_of(inner), row, [trajectory_of(inner)], TrainingProgress))
         return dict(parts[0] or dict.fromkeys(self._functions.names))
 
-    def compute_combined(self, trace: Trace | ExecutionTrace) -> float:
+    def compute_combined(self, trace: AnyTrace) -> float:
         """Return Σ weight · score / Σ weight over the parts that apply; 0.5 where none does."""
         return self._combined(self.compute_all(trace))
 
-    def compute_for_group(self, traces: Sequence[Trace | ExecutionTrace]) -> list[float]:
+    def compute_for_group(self, traces: Sequence[AnyTrace]) -> list[float]:
         """Return each combined score as a z-score in the group: (score - mean) / population standard deviation."""
         return standardize([self.compute_combined(trace) for trace in traces])
 
-    def get_binary_label(self, trace: Trace | ExecutionTrace, threshold: float = GOOD_FROM) -> bool:
+    def get_binary_label(self, trace: AnyTrace, threshold: float = GOOD_FROM) -> bool:
         return self.compute_combined(trace) >= threshold
 
-    def summary(self, trace: Trace | ExecutionTrace) -> str:
+    def summary(self, trace: AnyTrace) -> str:
         """Return one line: the combined score and every part that applies."""
         parts = self.compute_all(trace)
         shown = ", ".join(f"{name} {value:.2f}" for name, value in parts.items() if value is not None)
@@ -147,7 +148,7 @@ def references_of(rewards: Sequence[str], directory: Path) -> list[str]:
     return [absolute(name, [directory]) for name in named]
 
 
-def add_reward_labels(traces: Sequence[Trace], rewards: Sequence[str], name: str = REWARD) -> tuple[int, int]:
+def add_reward_labels(traces: Sequence[AnyTrace], rewards: Sequence[str], name: str = REWARD) -> tuple[int, int]:
     """Label traces by the weighted mean of reward functions; return how many were labelled, and how many left alone.
 
     Args:
@@ -156,7 +157,7 @@ def add_reward_labels(traces: Sequence[Trace], rewards: Sequence[str], name: str
     Raises ConfigError: no such function; RolloutRejectedError: it fails.
     """
     functions = RewardFunctions(rewards, (), columns=None, key="--reward")
-    return asyncio.run(_label_all(traces, functions, name))
+    return asyncio.run(_label_all(list(map(trace_of, traces)), functions, name))
 
 
 async def _label_all(traces: Sequence[Trace], functions: RewardFunctions, name: str) -> tuple[int, int]:
@@ -175,13 +176,13 @@ async def _label_all(traces: Sequence[Trace], functions: RewardFunctions, name: 
     return labelled, len(traces) - labelled
 
 
-def label_about(trace: Trace, name: str, value: float, by: str) -> Label:
+def label_about(trace: AnyTrace, name: str, value: float, by: str) -> Label:
     """Return a label of now, with the hash of the trace's prompt."""
     values: Json = {"name": name, "value": value, "by": by, "at": time.time()}
-    return Label.model_validate(values | {"prompt_hash": prompt_hash(trace.messages)})
+    return Label.model_validate(values | {"prompt_hash": prompt_hash(trace_of(trace).messages)})
 
 
-def fit_learned(traces: Sequence[Trace], good_from: float = 0.5) -> LearnedReward:
+def fit_learned(traces: Sequence[AnyTrace], good_from: float = 0.5) -> LearnedReward:
     """Learn a reward from the scores of traces. Raises ConfigError: fewer than 10 good or 10 bad ones."""
     scored = [(trace, score) for trace in traces if (score := score_of(trace)) is not None]
     trajectories = [trajectory_of(trace) for trace, _ in scored]

@@ -10,6 +10,7 @@ ATIF is Harbor's Agent Trajectory Interchange Format. Fields keep its names; unk
     policy_version        the newest version that sampled a token
     aborted               true: the last call did not end
     sidechain             true: the run of a sub-agent
+    untrainable           why no row is made of it: its history is not whole, or the call failed
     redacted              kind → number of placeholders
     license
 
@@ -18,6 +19,8 @@ in `extra.openai` of the step.
 """
 
 import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +31,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from mlx_parallm.errors import TraceError
 
 SCHEMA_VERSION = "ATIF-v1.8"
+DEEPEST = 100  # levels of foreign JSON: more is no log, and would break what walks through it
+_LARGE_TEXT = re.compile(r"[eE]\+?\d{3}|\d{300}")  # may be beyond float64
+_LARGE = re.compile(_LARGE_TEXT.pattern.encode())
 Json = dict[str, Any]
 Content = str | list[Json]
 
@@ -38,7 +44,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     def to_json(self) -> Json:
-        return self.model_dump(mode="json", exclude_unset=True)
+        return self.model_dump(exclude_unset=True)  # all values are JSON's; mode "json" refuses half a character
 
 
 class TraceToolCall(_Record):
@@ -160,6 +166,20 @@ class Trace(_Record):
         for number, step in enumerate(self.steps, 1):
             if step.step_id != number:
                 raise ValueError(f"step {number} has step_id {step.step_id}: ids count from 1")
+        extra = self.extra or {}
+        for name in ("columns", "execution", "redacted", "rewards"):
+            if not isinstance(extra.get(name, {}), dict):
+                raise ValueError(f"extra.{name} is no object")
+        for name, reward in extra.get("rewards", {}).items():
+            if not (isinstance(reward, dict) and isinstance(reward.get("score"), int | float)):
+                raise ValueError(f"extra.rewards.{name} has no number 'score'")
+            if not isinstance(reward.get("weight", 1.0), int | float):
+                raise ValueError(f"extra.rewards.{name}: 'weight' is no number")
+        labels = extra.get("labels", [])
+        if not isinstance(labels, list):
+            raise ValueError("extra.labels is no list")
+        for label in labels:
+            Label.model_validate(label)
         return self
 
     def note(self, **values: Any) -> None:
@@ -243,11 +263,14 @@ def steps_of(messages: Iterable[Mapping[str, Any]]) -> list[Json]:
     """Turn OpenAI chat messages into ATIF steps, as JSON.
 
     A result joins the step that called the tool; one that follows no call is a step of its own. A message's key "step"
-    holds fields for its step ("metrics", "timestamp", "is_copied_context", …). Raises TraceError: a message's shape.
+    holds fields for its step ("metrics", "timestamp", "is_copied_context", "extra", …), see `add_step`. Raises
+    TraceError: a message's shape.
     """
     steps: list[Json] = []
     takes_results = False
     for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise TraceError(f"message {number} is no object")
         role = message.get("role")
         if role in ("tool", "function"):
             if not takes_results:
@@ -256,7 +279,7 @@ def steps_of(messages: Iterable[Mapping[str, Any]]) -> list[Json]:
                 takes_results = True
             known = {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())}
             steps[-1].setdefault("observation", {"results": []})["results"].append(_result_of(message, known))
-        elif role in _SOURCE_OF:
+        elif isinstance(role, str) and role in _SOURCE_OF:
             steps.append({"step_id": len(steps) + 1, **_step_of(message, number)})
             takes_results = role == "assistant"
         else:
@@ -289,7 +312,33 @@ def _step_of(message: Mapping[str, Any], number: int) -> Json:
     written = _written(step)
     if "tool_calls" in step:  # each call has its own rest
         original["tool_calls"] = written["tool_calls"]
-    return _with_rest(step, original, written) | dict(message.get("step", {}))
+    return _with_own(_with_rest(step, original, written), message)
+
+
+class StepFields(dict[str, Any]):
+    """What a message's key "step" holds when this package put it there: a log's own field is a plain dict."""
+
+
+def add_step(message: Mapping[str, Any], **fields: Any) -> Json:
+    """Return a message with further fields for its step; `extra` is joined, key by key."""
+    step = dict(message.get("step", {}))
+    extra = {**step.get("extra", {}), **fields.pop("extra", {})}
+    return {**message, "step": StepFields({**step, **fields, **({"extra": extra} if extra else {})})}
+
+
+def foreign_message(message: Mapping[str, Any]) -> Json:
+    """Return a message of a log: a field of its own that is called "step" moves to the step's `extra.fields`."""
+    if "step" not in message or isinstance(message["step"], StepFields):
+        return dict(message)
+    kept = {key: value for key, value in message.items() if key != "step"}
+    return add_step(kept, extra={"fields": {"step": message["step"]}})
+
+
+def _with_own(record: Json, message: Mapping[str, Any]) -> Json:
+    """Add to a step what the message's key "step" has for it."""
+    own = dict(message.get("step", {}))
+    extra = {**record.get("extra", {}), **own.pop("extra", {})}
+    return {**record, **own, **({"extra": extra} if extra else {})}
 
 
 def _written(step: Mapping[str, Any]) -> Json:
@@ -338,9 +387,11 @@ def parsed_arguments(raw: Any) -> Json | None:
     """The object that a call's arguments are; None where they are none."""
     if isinstance(raw, Mapping):
         return dict(raw)
+    if not isinstance(raw, str | bytes):
+        return None
     try:
-        value = json.loads(raw)
-    except (ValueError, TypeError, RecursionError):
+        value = parse_json(raw)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
@@ -351,7 +402,8 @@ def _result_of(message: Mapping[str, Any], known: set[str]) -> Json:
     if call_id in known:
         result["source_call_id"] = call_id
     original = {key: value for key, value in message.items() if key != "step"}
-    return _with_rest(result, original, _written_result(result))
+    made = _with_rest(result, original, _written_result(result))
+    return _with_own(made, {"step": {"extra": extra}}) if (extra := message.get("step", {}).get("extra")) else made
 
 
 def _written_result(result: Mapping[str, Any]) -> Json:
@@ -378,6 +430,35 @@ def messages_of(steps: Iterable[TraceStep], *, with_step: bool = False) -> list[
 # ---------------------------------------------------------------------- files
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of JSON text of another program, which this one can walk through and write again.
+
+    Raises ValueError: it is no JSON, holds NaN or a number beyond float64, or is nested deeper than `DEEPEST`.
+    """
+    is_large = (_LARGE if isinstance(text, bytes) else _LARGE_TEXT).search(text)  # type: ignore[arg-type]
+    try:
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite if is_large else None)
+    except RecursionError as error:
+        raise ValueError(f"nested deeper than {DEEPEST} levels") from error
+    level, depth = [value], 0
+    opening = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    if sum(map(text.count, opening)) <= DEEPEST:  # type: ignore[arg-type]
+        return value
+    while level:
+        if depth > DEEPEST:
+            raise ValueError(f"nested deeper than {DEEPEST} levels")
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level, depth = [value for values in inner for value in values if isinstance(value, dict | list)], depth + 1
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number of JSON")
+    return value
+
+
 def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the line number, from 1, and the value of each line; a ValueError where the line is not JSON.
 
@@ -389,8 +470,8 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 if not line.strip():
                     continue
                 try:
-                    yield number, json.loads(line)
-                except (ValueError, RecursionError) as error:
+                    yield number, parse_json(line)
+                except ValueError as error:
                     yield number, ValueError(f"not JSON: {error}")
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -406,12 +487,16 @@ def dump_line(value: Any) -> bytes:
 
 
 def iso_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    """Return an ISO 8601 time. Raises ValueError: no such time."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    except (OverflowError, OSError) as error:
+        raise ValueError(f"{seconds} is no time") from error
 
 
 def unix_time(text: Any) -> float | None:
     """Seconds of an ISO 8601 time; None where it is none."""
     try:
         return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -16,7 +16,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from mlx_parallm.traces.schema import (
     Json,
     Label,
     Trace,
+    add_step,
     dump_line,
+    foreign_message,
     iso_time,
     parse_trace,
     parsed_arguments,
@@ -71,6 +73,11 @@ class TurnTokens:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "TurnTokens":
         processed = data.get("processed_logprobs")
+        for name in ("prompt", "completion", "logprobs", "versions", "processed_logprobs"):
+            if not isinstance(data.get(name, []), list | None):
+                raise TypeError(f"tokens.{name} is no list")
+        if not isinstance(data.get("policy"), bool | None):
+            raise TypeError("tokens.policy is neither true nor false")
         return cls(
             int(data["shared"]),
             tuple(data["prompt"]),
@@ -130,6 +137,11 @@ class SessionTurn:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "SessionTurn":
         tools, tokens = data.get("tools"), data.get("tokens")
+        for name, kinds in _TURN_TYPES.items():
+            if not isinstance(data.get(name), kinds):
+                raise TypeError(f"{name} = {str(data.get(name))[:50]!r}")
+        if data["status"] not in (COMPLETE, ABORTED):
+            raise ValueError(f"status = {data['status']!r}: expected {COMPLETE} or {ABORTED}"[:100])
         return cls(
             id=data["id"],
             parent=data["parent"],
@@ -148,6 +160,28 @@ class SessionTurn:
         )
 
 
+_TEXT = str | None
+_TURN_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("id", "status"), str),
+    **dict.fromkeys(("parent", "key", "model", "finish_reason", "response_id"), _TEXT),
+    **dict.fromkeys(("response", "usage", "tokens", "redacted"), dict | None),
+    **{"at": int | float, "messages": list, "tools": list | None},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFault:
+    """A line that could not be read. `place`: "file:line"."""
+
+    place: str
+    reason: str
+    value: Any
+
+
+_TOKEN_FIELDS = {each.name for each in fields(TurnTokens)}
+_TURN_FIELDS = {"type", *(each.name for each in fields(SessionTurn))}
+
+
 class Session:
     """The turns and labels of one session, in memory."""
 
@@ -155,7 +189,8 @@ class Session:
         self.name = name
         self.turns: dict[str, SessionTurn] = {}
         self.labels: list[Label] = []
-        self.faults: list[str] = []  # lines that could not be read
+        self.faults: list[SessionFault] = []  # lines that could not be read
+        self.unknown: list[tuple[str, str, Any]] = []  # place, name and value of fields that turns do not have
 
     @classmethod
     def read(cls, path: Path) -> "Session":
@@ -167,13 +202,21 @@ class Session:
                     raise value
                 if value["type"] == "turn":
                     session.add(SessionTurn.from_json(value))
+                    for record, known in ((value, _TURN_FIELDS), (value.get("tokens") or {}, _TOKEN_FIELDS)):
+                        others = sorted(record.keys() - known)
+                        session.unknown += [(f"{path.name}:{number}", name, record[name]) for name in others]
                 elif value["type"] == "label":
                     session.labels.append(Label.model_validate({k: v for k, v in value.items() if k != "type"}))
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                session.faults.append(f"{path.name}:{number}: {type(error).__name__}: {error}")
+                else:
+                    raise ValueError(f"lines of type {value['type']!r} are no turns and no labels")
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                session.faults.append(SessionFault(f"{path.name}:{number}", reason, value))
         return session
 
     def add(self, turn: SessionTurn) -> None:
+        if turn.id in self.turns:  # it would also close a circle: an earlier turn would follow a later one
+            raise ValueError(f"turn {turn.id} stands in this session twice")
         if turn.parent is not None and turn.parent not in self.turns:
             raise ValueError(f"turn {turn.id} follows {turn.parent}, which is not in this session")
         self.turns[turn.id] = turn
@@ -238,24 +281,30 @@ class Session:
         """One trace for each leaf; turns that an earlier trace holds are copied context."""
         claimed: set[str] = set()
         traces = []
-        for number, leaf in enumerate(self._ordered_leaves(), 1):
+        for number, leaf in enumerate(self.ordered_leaves(), 1):
             path = self.path(leaf.id)
-            traces.append(self._trace(path, claimed, self.name if number == 1 else f"{self.name}#{number}"))
+            traces.append(self.trace(path, claimed, self.name if number == 1 else f"{self.name}#{number}"))
             claimed |= {turn.id for turn in path}
         return traces
 
-    def _ordered_leaves(self) -> list[SessionTurn]:
+    def ordered_leaves(self) -> list[SessionTurn]:
+        """Return the leaves, those of aborted calls last."""
         leaves = self.leaves()
         return [t for t in leaves if t.status == COMPLETE] + [t for t in leaves if t.status != COMPLETE]
 
-    def _trace(self, path: Sequence[SessionTurn], claimed: set[str], trace_id: str) -> Trace:
+    def trace(self, path: Sequence[SessionTurn], claimed: set[str], trace_id: str) -> Trace:
+        """Return the trace of a path. `claimed`: turns that an earlier trace samples. Raises TraceError."""
         messages: list[Json] = []
         for turn in path:
             for message in turn.messages:
                 copied = {"is_copied_context": True} if message.get("role") == "assistant" else {}
-                messages.append({**message, "step": {"timestamp": iso_time(turn.at), **copied}})
+                messages.append(add_step(foreign_message(message), timestamp=iso_time(turn.at), **copied))
             if turn.response is not None:
-                messages.append({**turn.response, "step": _step_fields(turn, self, copied=turn.id in claimed)})
+                response = foreign_message(turn.response)
+                step = _step_fields(turn, self, copied=turn.id in claimed)
+                if response.get("step", {}).get("llm_call_count") == 0:  # no model gave it
+                    step = {key: step[key] for key in ("timestamp", "model_name") if key in step}
+                messages.append(add_step(response, **step))
         last = path[-1]
         extra = self._about(path, {turn.id for turn in path} - claimed)
         agent: Json = {"name": "recorded", "version": "unknown"}

@@ -153,6 +153,16 @@ def test_proposals_leave_what_people_said_and_what_is_unsure() -> None:
         AutoLabeler(known[:8])
 
 
+def test_twenty_labels_are_enough_to_be_sure_of_most() -> None:
+    """Of 13 runs that nobody has judged, at --sure 0.7; how sure it was is known."""
+    known = judged_runs(60, seed=0)
+    taken = {good: [trace for trace in known if (trace.labels[0].value == 1.0) is good][:10] for good in (True, False)}
+    labeler, open_ = AutoLabeler([*taken[True], *taken[False]]), [trace for trace, _ in runs(13, seed=1)]
+    labelled, left = labeler.propose(open_, sure=0.7)
+    assert labelled + left == 13 and labelled > left
+    assert labeler.surest == pytest.approx(max(max(p, 1 - p) for p in labeler.probabilities(open_)))
+
+
 def test_the_command_proposes_and_asks_about_the_unsure_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

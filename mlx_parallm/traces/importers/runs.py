@@ -12,6 +12,7 @@ from mlx_parallm.rl_training.run_directory import CONFIG_FILE, STORE_FILE
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.traces.importers.chats import atif
 from mlx_parallm.traces.importers.report import ImportReport
+from mlx_parallm.traces.importers.sessions import session_traces
 from mlx_parallm.traces.schema import Json, Trace, new_trace
 from mlx_parallm.traces.session import SESSIONS, Session, read_sessions
 from mlx_parallm.types import Rollout, weight_spans
@@ -23,13 +24,31 @@ def recorded(path: Path, report: ImportReport) -> Iterator[Trace]:
     """A recorder's directory, or one of its session files. A turn or label is a line."""
     sessions = [Session.read(path)] if path.is_file() else read_sessions(path)
     for session in sessions:
-        for fault in session.faults:
-            report.skip(fault.partition(": ")[0], "a damaged line")
-        for _ in range(len(session.turns) + len(session.labels)):
-            report.use()
-        for trace in session.traces():
-            report.traces += 1
-            yield trace
+        yield from _recorded(session, report)
+
+
+def _recorded(session: Session, report: ImportReport) -> Iterator[Trace]:
+    for fault in session.faults:
+        report.read(fault.place, fault.value)
+        report.skip(fault.place, f"a damaged line: {fault.reason}"[:200])
+    for number, label in enumerate(session.labels, 1):
+        report.read(f"{session.name} label {number}", label.to_json())
+    places = {name: f"{session.name} turn {name}" for name in session.turns}
+    for name, turn in session.turns.items():
+        report.read(places[name], turn.to_json())
+        report.expect(places[name], [*turn.messages, *([] if turn.response is None else [turn.response])])
+    for place, name, value in session.unknown:
+        report.drop(place, f"field {name!r} of a turn is not known"[:100], value)
+    held = list[Json]()
+    for trace in session_traces(session, places, report):
+        held += trace.get("labels", [])
+        yield trace
+    for number, label in enumerate(session.labels, 1):
+        place = f"{session.name} label {number}"
+        if label.to_json() in held:
+            report.carry(place)
+        else:
+            report.skip(place, "a label of an answer that no trace holds")
 
 
 def collected(path: Path, report: ImportReport) -> Iterator[Trace]:
@@ -49,13 +68,16 @@ def rollouts(path: Path, report: ImportReport) -> Iterator[Trace]:
     try:
         for record in store.records():
             place = f"group {record.group_id}"
+            report.read(place)
             if record.group is None:
                 report.skip(place, record.lost or "its tokens are gone")
                 continue
-            report.use()
             for number, rollout in enumerate(record.group.rollouts):
                 report.traces += 1
-                yield _rollout_trace(rollout, f"{record.group_id}#{number}", record, decode)
+                trace = _rollout_trace(rollout, f"{record.group_id}#{number}", record, decode)
+                report.expect(place, trace.steps)
+                yield trace
+            report.carry(place)
     finally:
         store.close()
 
