@@ -37,7 +37,7 @@ def read_messages(messages: Iterable[Any], where: str = "messages") -> list[dict
     Raises RequestError: what is no message, content that is not text, a call without a name or with arguments that are
     neither an object nor text.
     """
-    read = [_message(message, f"{where}.{position}") for position, message in enumerate(messages)]
+    read = [_message(message, where, position) for position, message in enumerate(messages)]
     names: dict[str, str] = {}
     for message in read:
         names |= {str(call.get("id")): call["function"]["name"] for call in message.get("tool_calls", ())}
@@ -45,6 +45,23 @@ def read_messages(messages: Iterable[Any], where: str = "messages") -> list[dict
         if message["role"] == "tool" and name is not None:
             message.setdefault("name", name)  # Hermes' template wants it
     return read
+
+
+def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
+    """Return a row's definitions of tools in OpenAI's form: a list, or JSON text of one; [] for none.
+
+    Raises RequestError.
+    """
+    try:
+        read = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or []
+    except ValueError as error:
+        raise RequestError(f"{where} is text, but not JSON: {error}", param=where) from error
+    if not (isinstance(read, list | tuple) and all(isinstance(tool, Mapping) for tool in read)):
+        raise RequestError(f"{where} is no list of objects (or JSON text of one)", param=where)
+    return [
+        {"type": "function", "function": dict(tool)} if "function" not in tool and "name" in tool else dict(tool)
+        for tool in read
+    ]
 
 
 def content_text(content: Any, where: str) -> str:
@@ -64,7 +81,7 @@ def part_text(part: Any, where: str) -> str:
     name = TEXT_PARTS.get(kind) if isinstance(part, Mapping) and isinstance(kind, str) else None
     text = None if name is None else part.get(name)
     if not isinstance(text, str):
-        reason = f"{where}: this server takes only text parts (got {kind!r})"
+        reason = f"{where}: only text parts can be read (got {kind!r})"
         raise RequestError(reason, param=where, code="unsupported_content")
     return text
 
@@ -89,18 +106,20 @@ def in_known_roles(messages: Sequence[dict[str, Any]], template: str | None) -> 
     return [{**message, "role": "system"} if message["role"] not in known else message for message in messages]
 
 
-def _message(message: Any, place: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise RequestError(f'{place} is not {{"role": …, "content": …}}: {message!r:.200}', param=place)
-    fields = {str(key): value for key, value in message.items() if value is not None}
+def _message(message: Any, where: str, position: int) -> dict[str, Any]:
+    place = f"{where}.{position}"
+    is_object = isinstance(message, Mapping)
+    fields = {str(key): value for key, value in message.items() if value is not None} if is_object else {}
     role = fields.pop("role", None)
-    if not isinstance(role, str) or not role:
-        raise RequestError(f"{place}.role: must be a text such as {', '.join(ROLES)}, not {role!r:.200}", param=place)
+    answered = role == "assistant" and any(fields.get(name) for name in ANSWERS)
+    if not isinstance(role, str) or not role or not ("content" in message or answered):
+        reason = f'{where}: message {position} is not {{"role": …, "content": text}}: {message!r:.200}'
+        raise RequestError(reason, param=place)
     role = "tool" if role == FUNCTION else role
     if fields.get("audio") is not None:
-        reason = f"{place}.audio: this server takes only text"
+        reason = f"{place}.audio: only text can be read"
         raise RequestError(reason, param=f"{place}.audio", code="unsupported_content")
-    content = _content(fields, "content" in message, role, place)
+    content = _content(fields, role, place)
     reasoning = next((fields[name] for name in REASONING if name in fields), None)
     if isinstance(reasoning, str):
         fields |= {"reasoning_content": reasoning} | ({} if "thinking" in fields else {"thinking": reasoning})
@@ -108,10 +127,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     return {"role": role, "content": content, **fields} | ({"tool_calls": calls} if calls else {})
 
 
-def _content(fields: dict[str, Any], has_content: bool, role: str, place: str) -> str:
-    answered = role == "assistant" and any(fields.get(name) for name in ANSWERS)
-    if not has_content and not answered:
-        raise RequestError(f"{place}.content: is missing: a text, or a list of text parts", param=f"{place}.content")
+def _content(fields: dict[str, Any], role: str, place: str) -> str:
     text = content_text(fields.pop("content", ""), f"{place}.content")
     refusal = fields.get("refusal")
     return refusal if role == "assistant" and not text and isinstance(refusal, str) else text

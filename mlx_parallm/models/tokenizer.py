@@ -95,11 +95,13 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        teach_tools: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation, for every part of the program; messages as `read_messages` takes them.
 
         Tools that the template has no place for are taught in words (`taught_tools`), and so is their history.
+        `teach_tools` False: the caller has seen to that, and reads calls in formats of its own.
         Raises RequestError: no template, messages that it refuses or that cannot be read, half a character.
         """
         if not self.has_chat_template:
@@ -112,10 +114,9 @@ class Tokenizer:
             "continue_final_message": continue_final_message,
         }
         render = partial(self._render, options=options | dict(template_kwargs or {}))
-        told = any(message["role"] == "tool" or message.get("tool_calls") for message in chat)
-        if not self._teaches(tools) and (self.template_takes_tools or not told):
+        taught = list(tools) if tools and teach_tools and self._teaches_tools else []
+        if not taught and (self.template_takes_tools or self._shows_results(chat, render)):
             return render(chat, tools)
-        taught = list(tools) if tools and self._teaches(tools) else []
         try:
             return render(with_taught_tools(chat, taught), None)
         except RequestError:
@@ -123,10 +124,25 @@ class Tokenizer:
                 raise
             return render(with_taught_tools(chat, taught, in_system=False), None)
 
-    def _teaches(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+    @property
+    def _teaches_tools(self) -> bool:
         """Whether tools are taught in words: the template takes none, or nobody knows how the model writes a call."""
         knows_format = self.tool_markers is not None and self.parse_tool_call is not None
-        return bool(tools) and (not self.template_takes_tools or (self.reads_tools and not knows_format))
+        return not self.template_takes_tools or (self.reads_tools and not knows_format)
+
+    def _shows_results(self, chat: Sequence[Mapping[str, Any]], render: Callable[..., str]) -> bool:
+        """Whether a template without tools shows all that a conversation has of them: no calls, and results that it
+        prints like any message."""
+        results = [message["content"].strip() for message in chat if message["role"] == "tool"]
+        if any(message.get("tool_calls") for message in chat):
+            return False
+        if not results:
+            return True
+        try:
+            text = render(chat, None)
+        except RequestError:
+            return False
+        return all(result in text for result in results)
 
     def _template_text(self, tools: Any) -> str | None:
         """The template of a conversation, in Jinja; None: it is written in Python."""
@@ -142,8 +158,8 @@ class Tokenizer:
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]) -> str:
         source = self._template_text(tools)
-        tools = None if tools is None else [dict(tool) for tool in tools]
         try:
+            tools = None if tools is None else [dict(tool) for tool in tools]
             if source is not None:
                 thinks = {"enable_thinking": self._wrapper.has_thinking}  # mlx-lm's default
                 variables = {"documents": None, **self._hf.special_tokens_map, **thinks, **options}

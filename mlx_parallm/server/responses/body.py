@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT
 from mlx_parallm.server.protocol.fields import (
     MAX_TOP_LOGPROBS,
     Body,
@@ -17,7 +18,7 @@ from mlx_parallm.server.protocol.fields import (
 )
 from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
 from mlx_parallm.server.protocol.to_chat import chat_body, refuse_choices, shared_fields
-from mlx_parallm.server.responses.items import CUSTOM_ARGUMENT, Item, chat_messages, flat_name
+from mlx_parallm.server.responses.items import Item, chat_messages, flat_name
 
 LOGPROBS, SEALED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 Include = Literal[
