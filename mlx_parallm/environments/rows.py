@@ -25,6 +25,7 @@ from mlx_parallm.environments.row_forms import known_row
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import read_messages, read_tools
 from mlx_parallm.execution.user_code import is_reference, load, user_code
+from mlx_parallm.system.files import is_directory, local_path
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("environments")
@@ -126,8 +127,8 @@ def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
 
 def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:
     """The mean reward of the rows' prompts, by an evaluation: of its sampled answers, else of the greedy one."""
-    file = Path(results).expanduser()
-    file = file / "results.json" if file.is_dir() else file
+    file = local_path(results)
+    file = file / "results.json" if is_directory(file) else file
     try:
         environments = json.loads(file.read_text(encoding="utf-8"))["environments"].values()
         problems = [problem for environment in environments for problem in environment["problems"]]
@@ -269,7 +270,7 @@ def _own(reference: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("file:line", row) of every line that is not blank. Raises ConfigError, which begins with `key`."""
-    path = path.expanduser()
+    path = local_path(path)
     if path.suffix in (".csv", ".parquet", ".arrow", ".gz"):
         raise ConfigError(f"{key}: {path} is not JSONL (one JSON object a line): convert it first")
     try:
@@ -277,7 +278,7 @@ def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except FileNotFoundError:
         hint = f' (a data set of the hub is "{HUB_PREFIX}owner/name")'
         raise ConfigError(f"{key}: there is no file {path}{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8; a name that no file can have
         raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
