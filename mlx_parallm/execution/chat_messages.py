@@ -53,15 +53,22 @@ def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
     Raises RequestError.
     """
     try:
-        read = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or []
+        read = json.loads(tools.strip() or "[]") if isinstance(tools, str) else tools or []
     except ValueError as error:
         raise RequestError(f"{where} is text, but not JSON: {error}", param=where) from error
     if not (isinstance(read, list | tuple) and all(isinstance(tool, Mapping) for tool in read)):
         raise RequestError(f"{where} is no list of objects (or JSON text of one)", param=where)
-    return [
-        {"type": "function", "function": dict(tool)} if "function" not in tool and "name" in tool else dict(tool)
-        for tool in read
-    ]
+    return [_tool(tool) for tool in read]
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a definition in OpenAI's form, without nulls. Its keys keep their order, in which templates print them."""
+    fields = {key: value for key, value in tool.items() if value is not None}
+    if "function" not in fields and "name" in fields:
+        fields = {"type": "function", "function": {key: value for key, value in fields.items() if key != "type"}}
+    if isinstance(fields.get("function"), Mapping):
+        fields["function"] = {key: value for key, value in fields["function"].items() if value is not None}
+    return fields
 
 
 def content_text(content: Any, where: str) -> str:

@@ -19,7 +19,7 @@ IN_CHAT = {  # a field of the chat → the one that a client of this API has wri
     "stop": "stop_sequences",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_FUNCTION = {"input_schema": "parameters", "description": "description", "strict": "strict"}
+_FUNCTION = {"name": "name", "input_schema": "parameters", "description": "description", "strict": "strict"}
 
 
 class ConversationTurn(Body):
@@ -97,10 +97,15 @@ class CountTokensBody(Body):
             messages.append({"role": "system", "content": joined_text(self.system, "system", _text)})
         unanswered: set[str] = set()  # ids of the last answer's calls
         for position, turn in enumerate(self.messages):
-            chat = _chat_turn(turn, f"messages.{position}", unanswered)
+            where = f"messages.{position}"
+            if turn.role == "assistant" and position and self.messages[position - 1].role != "assistant":
+                _check_answered(unanswered, where)
+            chat = _chat_turn(turn, where, unanswered)
             if turn.role == "assistant":
-                unanswered = {call["id"] for call in chat[0].get("tool_calls", ())}
+                unanswered |= {call["id"] for call in chat[0].get("tool_calls", ())}
             messages += chat
+        if self.messages[-1].role != "assistant":
+            _check_answered(unanswered, f"messages.{len(self.messages) - 1}")
         choice = self.tool_choice or MessageToolChoice(type="auto")
         form = self.output_config.format or self.output_format
         fields: dict[str, Any] = shared_fields(self) | {
@@ -173,6 +178,13 @@ def _chat_turn(turn: ConversationTurn, where: str, unanswered: set[str]) -> list
     return messages
 
 
+def _check_answered(unanswered: set[str], where: str) -> None:
+    """Raises RequestError: calls of the assistant's turn before have no result."""
+    if unanswered:
+        ids = ", ".join(sorted(unanswered))
+        raise RequestError(f"{where}: the tool_use blocks before it have no tool_result: {ids}", param=where)
+
+
 def _chat_result(block: Block, place: str, unanswered: set[str]) -> dict[str, Any]:
     call_id = _string(block, "tool_use_id", place)
     if call_id not in unanswered:
@@ -232,5 +244,6 @@ def _chat_tool(tool: Block, where: str) -> dict[str, Any]:
             param=where,
             code="unsupported_tool",
         )
-    function = {own: tool[key] for key, own in _FUNCTION.items() if tool.get(key) is not None}
-    return {"type": "function", "function": {"name": _string(tool, "name", where), **function}}
+    _string(tool, "name", where)
+    function = {_FUNCTION[key]: value for key, value in tool.items() if key in _FUNCTION and value is not None}
+    return {"type": "function", "function": function}

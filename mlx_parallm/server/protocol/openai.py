@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.execution.chat_messages import read_messages
+from mlx_parallm.execution.chat_messages import read_messages, read_tools
 from mlx_parallm.server.protocol.fields import (
     Body,
     ListOf,
@@ -89,6 +89,16 @@ class ToolDefinition(BaseModel):
     model_config = ConfigDict(extra="allow")
     type: Literal["function"]
     function: Function
+    _as_written: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """Keep the client's order of keys: templates print it, and a model's fields have one of their own."""
+        tool = read(data)
+        if isinstance(data, dict):
+            tool._as_written = data
+        return tool
 
 
 class FunctionName(BaseModel):
@@ -140,7 +150,7 @@ class Conversation(Body):
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """The tools as the client wrote them."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        return read_tools([tool._as_written for tool in self.tools])
 
     @property
     def continues_final_message(self) -> bool:

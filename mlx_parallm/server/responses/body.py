@@ -45,6 +45,9 @@ IN_CHAT = {  # a field of the chat → the one that a client of this API has wri
 }
 
 
+_FUNCTION = ("name", "parameters", "description", "strict")
+
+
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -234,8 +237,8 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
             namespaces[flat] = (namespace, name)
         if kind == "custom":
             custom.add(flat)
-        function = _custom_function(tool, where) if kind == "custom" else _function(tool)
-        found.append({"type": "function", "function": {"name": flat, **function}})
+        function = {"name": name} | _custom_function(tool, where) if kind == "custom" else _function(tool)
+        found.append({"type": "function", "function": function | {"name": flat}})
 
     for position, tool in enumerate(tools):
         where = f"tools.{position}"
@@ -250,7 +253,7 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
 
 
 def _function(tool: Item) -> dict[str, Any]:
-    return {key: tool[key] for key in ("parameters", "description", "strict") if tool.get(key) is not None}
+    return {key: value for key, value in tool.items() if key in _FUNCTION and value is not None}
 
 
 def _custom_function(tool: Item, where: str) -> dict[str, Any]:
