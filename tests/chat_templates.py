@@ -35,7 +35,8 @@ TEMPLATES = {
     "glm": _of(
         "<tool_call>{{ call.name }}{% if call.arguments is mapping %}{% for k, v in call.arguments.items() %}"
         "<arg_key>{{ k }}</arg_key><arg_value>"
-        "{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>{% endfor %}{% else %}{{ call.arguments }}{% endif %}</tool_call>"
+        "{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>{% endfor %}"
+        "{% else %}{{ call.arguments }}{% endif %}</tool_call>"
     ),
     "kimi": _of("<|call|>{{ tool_call['id'] }}<|arguments|>{{ call['arguments'] }}<|end|>").replace(
         "message.role", "('system' if message.role == 'developer' else message.role)", 1

@@ -168,7 +168,7 @@ def _call(call: Any, place: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"{place}: a tool call has a 'function' with a 'name'", param=place)
     arguments = function.get("arguments")
-    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
         arguments = {}
     if not isinstance(arguments, str):
         arguments = _json_object(arguments, f"{place}.function.arguments")

@@ -26,6 +26,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,7 @@ SCALARS = (
     '""',
 )
 FAMILIES = ("byte-level", "unigram", "wordpiece")
+FACES = ("server", "responses", "messages", "tinker", "rows", "trl", "sft", "traces", "sharegpt")
 
 
 # ---------------------------------------------------------------------- conversations
@@ -360,25 +362,28 @@ class Trip:
         self._hf = AutoTokenizer.from_pretrained(path)
         self.wrong: list[str] = []
 
-    def go(self, chats: list[Chat], *, over_http: int) -> None:
-        """Compare all faces. `over_http`: every so many-th conversation goes to a real route."""
-        expected = [self._ids("chat", lambda chat=chat: self._chat(ChatBody, chat)) for chat in chats]
+    def go(self, chats: list[Chat], faces: tuple[str, ...], *, over_http: int) -> None:
+        """Compare faces. `over_http`: every so many-th conversation goes to a real route."""
+        expected = [self._ids("chat", partial(self._chat, ChatBody, chat)) for chat in chats]
         kept = [(chat, ids) for chat, ids in zip(chats, expected, strict=True) if ids is not None]
-        asyncio.run(self._http([pair for number, pair in enumerate(kept) if number % over_http == 0]))
-        faces: dict[str, Callable[[Chat], Any]] = {
+        if "server" in faces:
+            asyncio.run(self._http([pair for number, pair in enumerate(kept) if number % over_http == 0]))
+        bodies: dict[str, Callable[[Chat], Any]] = {
             "responses": lambda chat: self._other(ResponsesBody, as_items(chat)),
             "messages": lambda chat: self._other(MessagesBody, as_blocks(chat)),
             "tinker": self._on_the_client,
         }
-        for face, ids_of in faces.items():
-            for chat, ids in kept:
-                self._compare(face, chat, ids, self._ids(face, lambda: ids_of(chat)))  # noqa: B023
+        for face, ids_of in bodies.items():
+            for chat, ids in kept if face in faces else ():
+                self._compare(face, chat, ids, self._ids(face, partial(ids_of, chat)))
         rows = [{"prompt": chat["messages"], "tools": json.dumps(chat["tools"])} for chat, _ in kept]
-        self._rows("rows", rows, kept)
-        self._rows("trl", rows, kept)
-        self._sft(rows, kept)
-        for face, form in (("traces", as_trace_row), ("sharegpt", as_sharegpt)):
-            made = [(self._ids(face, lambda: form(chat)), (chat, ids)) for chat, ids in kept]  # noqa: B023
+        for face in {"rows", "trl"} & set(faces):
+            self._rows(face, rows, kept)
+        if "sft" in faces:
+            self._sft(rows, kept)
+        forms: dict[str, Callable[[Chat], Chat]] = {"traces": as_trace_row, "sharegpt": as_sharegpt}
+        for face, form in forms.items():
+            made = [(self._ids(face, partial(form, chat)), (chat, ids)) for chat, ids in kept if face in faces]
             made = [(row, pair) for row, pair in made if row is not None]
             self._rows(face, [row for row, _ in made], [pair for _, pair in made])
 
@@ -430,7 +435,7 @@ class Trip:
         for place, number in enumerate(order):
             task = source.task(place)
             chat, ids = kept[number]
-            got = self._ids(face, lambda: tuple(self.policy.ids(task.opening, config, task.options)))  # noqa: B023
+            got = self._ids(face, partial(self.policy.ids, task.opening, config, task.options))
             self._compare(face, chat, ids, got)
 
     def _sft(self, rows: list[Chat], kept: list[tuple[Chat, tuple[int, ...]]]) -> None:
@@ -495,7 +500,12 @@ def _tight(text: str) -> str:
 
 
 def round_trip(
-    count: int, seed: int, *, families: tuple[str, ...] = FAMILIES, templates: tuple[str, ...] = tuple(TEMPLATES)
+    count: int,
+    seed: int,
+    *,
+    families: tuple[str, ...] = FAMILIES,
+    templates: tuple[str, ...] = tuple(TEMPLATES),
+    faces: tuple[str, ...] = FACES,
 ) -> tuple[Counter[str], list[str]]:
     """Return what came of each face, and every difference."""
     maker, found, wrong = Maker(seed), Counter[str](), list[str]()
@@ -504,13 +514,9 @@ def round_trip(
         for family in families:
             path = write_tokenizer(Path(directory) / family, family)
             for name in templates:
-                trip = Trip(
-                    load_tokenizer(path, ModelConfig(chat_template=TEMPLATES[name], tool_parser="json_tools")),
-                    path,
-                    Path(directory),
-                    found,
-                )
-                trip.go(chats, over_http=20)
+                config = ModelConfig(chat_template=TEMPLATES[name], tool_parser="json_tools")
+                trip = Trip(load_tokenizer(path, config), path, Path(directory), found)
+                trip.go(chats, faces, over_http=20)
                 wrong += [f"{family}, {name}: {each}" for each in trip.wrong]
     return found, wrong
 

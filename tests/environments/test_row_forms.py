@@ -66,7 +66,7 @@ def test_a_conversation_of_another_layout_is_read_as_messages(tmp_path: Path, na
 
 
 def test_turns_that_call_tools_are_calls_and_results(tmp_path: Path) -> None:
-    """The forms of LLaMA-Factory (function_call, observation), of Hermes (tool) and text that only looks like a call."""
+    """The forms of LLaMA-Factory (function_call, observation) and Hermes (tool); text that is no call."""
     call = json.dumps({"name": "add", "arguments": {"ü": 1}}, ensure_ascii=False)
     both = [{"name": "add", "arguments": {}}, {"name": "add", "arguments": "{}"}]
     turns = [
@@ -120,7 +120,7 @@ def test_prompts_end_before_the_last_answer(tmp_path: Path) -> None:
     assert [row.prompt for row in rows] == [[USER], [USER]]
     assert rows[0].columns["completion"] == [ANSWER] and rows[0].columns["conversations"] == TURNS
     assert rows[0].columns["answer"] == "4" and rows[1].columns["completion"] is None
-    assert list(rows_of(data, None, "train", "data"))[0][0].endswith(":1")
+    assert next(rows_of(data, None, "train", "data"))[0].endswith(":1")
 
 
 def test_alpacas_rows(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ CALLS: dict[str, tuple[dict[str, Any], Any]] = {
     "empty text": (function(""), {}),
     "blank text": (function(" \n"), {}),
     "null": (function(None), {}),
+    "null as text": (function("null"), {}),
     "absent": (called(function={"name": "f"}), {}),
     "no JSON": (function('{"city": "Mün'), '{"city": "Mün'),
     "a list as text": (function("[1, 2]"), "[1, 2]"),
