@@ -42,6 +42,9 @@ class JSONObject(_Printed, dict[str, Any]):
     def __eq__(self, other: object) -> bool:
         return str(self) == other if isinstance(other, str) else dict.__eq__(self, other)
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     __hash__ = None  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:

@@ -90,13 +90,14 @@ JSON_USES: dict[str, str] = {
     "{{ a.keys() | join(',') }}{{ 'city' in a }}{{ a.get('n') }}{{ a.missing is defined }}": (
         "ok,no,n,deep,titleFalse1.0False"
     ),
+    "{{ a != '' }}{{ a == '{}' }}{{ a != a | string }}{{ a == a | string }}": "TrueFalseFalseTrue",
     "{{ '[' + a.deep + a.deep.a + ']' }}": '[{"a": [false, null, "ü"]}[false, null, "ü"]]',
 }
 
 
 @pytest.mark.parametrize("use", JSON_USES)
 def test_a_mapping_and_what_lies_in_it(use: str) -> None:
-    """The same from an object and from its text. In a mapping too no value prints as Python's: `True`, `None`, `{'a'`."""
+    """The same from an object and from its text. Nothing in it prints as Python's `True`, `None` or `{'a': …`."""
     assert printed(use, MIXED) == JSON_USES[use]
     assert printed(use, json.dumps(MIXED)) == JSON_USES[use]
 
@@ -193,5 +194,5 @@ def test_tools_that_a_template_leaves_out_are_taught_wherever_they_come_from() -
 
 def test_arguments_stay_a_mapping_of_python() -> None:
     arguments = template_arguments(json.dumps(MIXED))
-    assert arguments == MIXED and MIXED == arguments and arguments == json.dumps(MIXED)
+    assert arguments == MIXED and arguments == json.dumps(MIXED)
     assert isinstance(arguments, dict) and list(arguments) == list(MIXED)
