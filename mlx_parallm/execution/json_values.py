@@ -45,7 +45,7 @@ class JSONObject(_Printed, dict[str, Any]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in self or not hasattr(str, name):
