@@ -66,7 +66,7 @@ from mlx_parallm.server.connections import connection_limit
 from mlx_parallm.server.context import RollbackAPI, ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.blas import blas_status, share_blas_between
-from mlx_parallm.system.files import raise_file_limit
+from mlx_parallm.system.files import is_directory, local_path, raise_file_limit
 from mlx_parallm.system.hardware import launched_rank, usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging, get_logger
 from mlx_parallm.system.power import kept_awake
@@ -272,8 +272,8 @@ def _adapters_to_serve(
 
 def _adapter_name(path: str) -> str:
     """An adapter's directory names it; a file of an unusual name names itself."""
-    given = Path(path).expanduser().absolute()
-    if given.is_dir():
+    given = local_path(path).absolute()
+    if is_directory(given):
         return given.resolve().name
     return given.parent.name if given.name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE) else given.stem
 

@@ -408,6 +408,7 @@ class ChatTokenizer(Protocol):
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        teach_tools: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str: ...
 

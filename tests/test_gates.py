@@ -20,11 +20,11 @@ TINY_MODULE_LINES = 80
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
     "environments.kinds.dataset": "a kind of environment is a file",
+    "models.chat_template": "all that is needed of transformers' own Jinja environment",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "server.api.adapters": "a family of routes is a file",
     "server.api.embeddings": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
-    "server.protocol.taught_tools": "the words of a format that the model is taught; answer_grammar.py has its grammar",
     "tinker.register": "it is imported where the leaf is not asked for, and its packages may be missing",
     "system.power": "what the operating system is asked for is a file each",
 }

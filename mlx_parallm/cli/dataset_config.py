@@ -14,6 +14,7 @@ from mlx_parallm.config.environment import HUB_PREFIX
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import PREFIX, absolute
 from mlx_parallm.models.formats import billions_in, directory_of
+from mlx_parallm.system.files import is_directory, local_path
 
 if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
@@ -107,7 +108,7 @@ def dataset_toml(model: str, data: str, rewards: Sequence[str], algorithm: str |
     )
     values: dict[str, Any] = {
         "command": shlex.join(["mlx_parallm", "train", "--model", model, "--data", data, *flags]),
-        "model": _quoted(str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model),
+        "model": _quoted(str(local_path(model).resolve()) if is_directory(model) else model),
         "data": _quoted(data if data.startswith(HUB_PREFIX) else absolute(data, directories)),
         "blocks": 0 if small else 1,
     }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.cli.command import Run, add_set, load, toml_value
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.files import is_directory, is_file
 from mlx_parallm.system.hardware import launched_rank
 from mlx_parallm.system.signals import block_shutdown_signals
 
@@ -308,7 +309,7 @@ def _split_adapters(given: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     named: dict[str, str] = {}
     for entry in given:
         name, separator, path = entry.partition("=")
-        if not separator or Path(entry).exists():
+        if not separator or is_file(entry) or is_directory(entry):
             own.append(entry)
         elif not name or not path or name in named:
             raise ConfigError(f"--lora-path {entry!r}: expected name=path, each name once")

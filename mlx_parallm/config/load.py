@@ -30,6 +30,7 @@ from mlx_parallm.config.traces import TracesConfig
 from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig, as_it_began
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import absolute, is_reference
+from mlx_parallm.system.files import is_file
 from mlx_parallm.system.hardware import GIB, Hardware
 from mlx_parallm.system.redaction import REDACTED, Redactor, environment_secrets
 
@@ -194,7 +195,7 @@ def parse_config(data: dict[str, Any], where: str = "the configuration", overrid
 def find_config(source: str | Path) -> Path:
     """Return the path, or the shipped configuration of that name (`quickstart` or `quickstart.toml`)."""
     path = Path(source)
-    if path.is_file():
+    if is_file(path):
         return path
     name = path.name if path.name.endswith(".toml") else path.name + ".toml"
     roots = [Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "train_configs"]

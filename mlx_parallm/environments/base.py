@@ -88,10 +88,16 @@ class Task:
     answer: str | None = None  # the reference answer, for reports
     plain: bool = False  # the last message's text goes to the model as it is, without the chat template
     state: State | None = None  # a BaseEnvironment's: each episode begins with a copy of it
+    tools: tuple[Mapping[str, Any], ...] = ()  # definitions that the chat template shows; nobody makes their calls
 
     @property
     def opening(self) -> Prompt:
         return self.messages[-1]["content"] if self.plain else self.messages
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For the chat template, in every turn."""
+        return {"tools": list(self.tools)} if self.tools else {}
 
 
 class Environment(ABC):
@@ -236,9 +242,9 @@ class EnvironmentSource(ABC):
     async def play(self, episode: Episode, task: Task, max_steps: int) -> None:
         """Play one episode to its end."""
         environment = episode.played = self.environment(task)
-        prompt = task.opening
+        prompt, options = task.opening, {} if self.tools is not None else task.options
         for _ in range(max_steps):
-            completion = await episode.turn(prompt)
+            completion = await episode.turn(prompt, **options)
             self.note_turn(episode)
             answer = await _answer(environment, completion.text)
             if answer is None or completion.finish_reason == "length":

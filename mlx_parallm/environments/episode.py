@@ -175,7 +175,7 @@ class EpisodePolicy:
         if isinstance(prompt, str):  # no chat template: they are part of the text
             return with_instructions(prompt, tools.definitions, tools.how_to_call), {}, {}
         asked, template_tools = prompt_with_tools(prompt, tools.definitions, self.tokenizer, tools.formats)
-        options = {} if template_tools is None else {"tools": template_tools}
+        options = {} if template_tools is None else {"tools": template_tools, "teach_tools": False}
         return _snapshot(asked), {"skip_special_tokens": False}, options  # the markers of a call may be special tokens
 
     def tool_calls(self, completion: Completion, tools: EpisodeTools) -> ParsedCalls:

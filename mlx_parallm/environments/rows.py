@@ -13,6 +13,7 @@ import hashlib
 import json
 import random
 import string
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mlx_parallm.config.environment import HUB_PREFIX, PASS_RATE, EnvironmentConfig
 from mlx_parallm.environments.base import Split
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.environments.row_forms import known_row
+from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.execution.chat_messages import read_messages, read_tools
 from mlx_parallm.execution.user_code import is_reference, load, user_code
+from mlx_parallm.system.files import is_directory, local_path
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("environments")
@@ -42,6 +46,7 @@ class DataRow:
     columns: Mapping[str, Any]  # every column of the data set; None where the row has none
     key: str  # hash of the prompt
     pass_rate: float | None = None  # mean reward of its answers, 0 to 1; None: not measured
+    tools: Sequence[Mapping[str, Any]] = ()  # definitions for the chat template
 
 
 class Keyed(Protocol):
@@ -122,8 +127,8 @@ def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
 
 def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:
     """The mean reward of the rows' prompts, by an evaluation: of its sampled answers, else of the greedy one."""
-    file = Path(results).expanduser()
-    file = file / "results.json" if file.is_dir() else file
+    file = local_path(results)
+    file = file / "results.json" if is_directory(file) else file
     try:
         environments = json.loads(file.read_text(encoding="utf-8"))["environments"].values()
         problems = [problem for environment in environments for problem in environment["problems"]]
@@ -233,7 +238,20 @@ def prompt_key(prompt: Any) -> str:
 
 def rows_of(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) of a JSONL file, of a data set of the hub, or of the user's own rows ("python:file.py:rows").
-    Raises ConfigError, which begins with `key`."""
+
+    Rows of other programs' layouts get the columns of ours (`row_forms`). Raises ConfigError, which begins with `key`.
+    """
+    forms: Counter[str] = Counter()
+    for where, row in _as_they_are(data, subset, split, key):
+        converted, form = known_row(row, f"{key}: {where}")
+        if form is not None:
+            forms[form] += 1
+        yield where, converted
+    for form, rows in forms.items():
+        log.info("rows of another layout are read as messages", layout=form, rows=rows, data=data)
+
+
+def _as_they_are(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if is_reference(data):
         return _own(data, key)
     return _hub(data, subset, split, key) if data.startswith(HUB_PREFIX) else json_lines(Path(data), key)
@@ -252,7 +270,7 @@ def _own(reference: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("file:line", row) of every line that is not blank. Raises ConfigError, which begins with `key`."""
-    path = path.expanduser()
+    path = local_path(path)
     if path.suffix in (".csv", ".parquet", ".arrow", ".gz"):
         raise ConfigError(f"{key}: {path} is not JSONL (one JSON object a line): convert it first")
     try:
@@ -260,7 +278,7 @@ def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except FileNotFoundError:
         hint = f' (a data set of the hub is "{HUB_PREFIX}owner/name")'
         raise ConfigError(f"{key}: there is no file {path}{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8; a name that no file can have
         raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -305,10 +323,13 @@ def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[Data
             prompt: Prompt = _from_template(template, entry, where)
         else:
             prompt = _from_column(entry, column, where)
+        tools: Sequence[Mapping[str, Any]] = ()
         if isinstance(prompt, list):
             _check_messages(prompt, config, where)
+        if config.prompt_format == "chat":
+            tools = _template_tools(entry.get("tools"))
         rate = _pass_rate(entry, where) if config.curriculum != "none" and config.pass_rates is None else None
-        rows.append(DataRow(prompt, {name: entry.get(name) for name in columns}, prompt_key(prompt), rate))
+        rows.append(DataRow(prompt, {name: entry.get(name) for name in columns}, prompt_key(prompt), rate, tools))
     return rows
 
 
@@ -367,26 +388,29 @@ def _from_column(entry: Mapping[str, Any], column: str, where: str) -> Prompt:
     value = entry.get(column)
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, list) and value:
-        return [dict(message) if isinstance(message, Mapping) else message for message in value]
+    if isinstance(value, list | tuple) and value:
+        try:
+            return read_messages(value, column)
+        except RequestError as error:
+            reason = str(error).removeprefix(f"{column}: ")
+            raise ConfigError(f"environments: {where}: {reason}") from error
     problem = "is missing" if value is None else f"is {value!r}"
     raise ConfigError(f"environments: {where}: column {column!r} {problem}; expected a string or a list of messages")
 
 
+def _template_tools(value: Any) -> Sequence[Mapping[str, Any]]:
+    """Return a column `tools` that holds definitions of functions; a column that holds something else is no such."""
+    try:
+        tools = read_tools(value)
+    except RequestError:
+        return ()
+    return tools if all(isinstance(tool.get("function"), Mapping) for tool in tools) else ()
+
+
 def _check_messages(messages: Sequence[Any], config: EnvironmentConfig, where: str) -> None:
-    if problem := bad_message(messages):
-        raise ConfigError(f"environments: {where}: {problem}")
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"environments: {where}: the last message is the assistant's: leave the answer out")
     if config.system_prompt is not None and messages[0]["role"] == "system":
         raise ConfigError(f"environments: {where}: the row has a system message, and system_prompt is set as well")
     if config.prompt_format == "text":
         raise ConfigError(f'environments: {where}: the prompt is a list of messages, but prompt_format is "text"')
-
-
-def bad_message(messages: Sequence[Any]) -> str | None:
-    """Describe the first entry that is not {"role": text, "content": text}; None: all are."""
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            return f'message {number} is not {{"role": …, "content": text}}: {message!r}'
-    return None

@@ -118,7 +118,7 @@ class EpisodeRunner:
             task = plan.task or source.task(plan.task_index, plan.split)
             if not isinstance(task, Task):
                 raise RolloutRejectedError(f"{type(source).__name__}.task returned {task!r}, not a Task")
-            opening = TurnRequest(plan.group_id, task.opening, config, plan.seed, {}, {})
+            opening = TurnRequest(plan.group_id, task.opening, config, plan.seed, {}, task.options)
             if source.tools is not None:
                 prompt, overrides, options = self._policy.with_tools(task.opening, source.tools)
                 opening = dataclasses.replace(opening, prompt=prompt, overrides=overrides, options=options)

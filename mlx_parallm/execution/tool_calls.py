@@ -451,7 +451,8 @@ def with_instructions(prompt: Any, definitions: Iterable[Mapping[str, Any]], how
     """Return a text or messages with instructions about the tools at the start, for templates without tools; `how` says
     how a call is written."""
     listed = "\n".join(
-        f"- {tool['name']}: {tool['description']} Arguments: {json.dumps(tool['parameters'])}" for tool in definitions
+        f"- {tool['name']}: {tool['description']} Arguments: {json.dumps(tool['parameters'], ensure_ascii=False)}"
+        for tool in definitions
     )
     instructions = f"You can use these tools:\n{listed}\n{how}"
     if isinstance(prompt, str):

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.system.files import is_file, local_path
 
 PREFIX = "python:"
 FORM = '"python:file.py:name" or "python:package.module:name"'
@@ -45,8 +46,8 @@ def absolute(text: str, directories: Sequence[Path]) -> str:
         if not path.endswith(".py"):
             return text
         name = colon + name
-    places = (directory / Path(path).expanduser() for directory in directories)
-    file = next((place for place in places if place.is_file()), None)
+    places = (directory / local_path(path) for directory in directories)
+    file = next((place for place in places if is_file(place)), None)
     return text if file is None else f"{prefix}{file.resolve()}{name}"
 
 
@@ -136,7 +137,7 @@ def user_code(what: str, error_type: type[ParallmError] = ConfigError) -> Iterat
 
 
 def _run_file(path: Path, what: str) -> ModuleType:
-    if not path.is_file():
+    if not is_file(path):
         looked = "" if path.is_absolute() else " (looked for beside the configuration and in the working directory)"
         raise ConfigError(f"{what}: there is no file {path}{looked}")
     path = path.resolve()

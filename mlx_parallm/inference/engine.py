@@ -134,7 +134,7 @@ class EngineBackend:
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt))
         if is_messages(prompt):
-            options = {"tools": tools, "template_kwargs": self._template_kwargs}
+            options = {"tools": tools, "teach_tools": False, "template_kwargs": self._template_kwargs}
             return tuple(self._tokenizer.render_chat(prompt, **options))
         return tuple(prompt)  # type: ignore[arg-type]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, ModelError
+from mlx_parallm.system.files import is_directory, local_path
 
 BUILTIN_TINY = "builtin:tiny"
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,8 +30,7 @@ def directory_of(model: str) -> Path | None:
     """The directory of a model on this machine, the package's own too; None for an id of the hub."""
     if model == BUILTIN_TINY:
         return Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "tiny"
-    path = Path(model).expanduser()
-    return path if path.is_dir() else None
+    return local_path(model) if is_directory(model) else None
 
 
 def billions_in(model: str) -> float | None:

@@ -25,9 +25,11 @@ from mlx_parallm.models.quantize import load_quantized
 from mlx_parallm.models.recurrent_layers import use_chunks
 from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.system.files import is_directory, is_file, local_path
 from mlx_parallm.system.heap import give_back_freed_memory
 
 # Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
+TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")  # of a file that model.chat_template names
 _MOST: dict[str, float] = {
     **{"vocab_size": 1 << 24, "hidden_size": 1 << 20, "rope_theta": 1e30},
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4096),
@@ -100,7 +102,7 @@ def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
     """
     name = str(getattr(tokenizer, "name_or_path", ""))
     path = Path(name)
-    if name and (path / "config.json").is_file():
+    if name and is_file(path / "config.json"):
         config = read_config(path)
     elif dataclasses.is_dataclass(arguments := getattr(model, "args", None)):
         config = dataclasses.asdict(arguments)  # type: ignore[arg-type]
@@ -138,9 +140,7 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
     """A tokenizer of its own for one thread (fast tokenizers must not be shared between threads)."""
     extra: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.chat_template is not None:
-        template = Path(config.chat_template)
-        is_file = len(config.chat_template) < 4096 and "\n" not in config.chat_template and template.is_file()
-        extra["chat_template"] = template.read_text(encoding="utf-8") if is_file else config.chat_template
+        extra["chat_template"] = _chat_template(config.chat_template)
     if config.tool_parser not in ("auto", "off"):
         parsers = [module.name for module in pkgutil.iter_modules(tool_parsers.__path__)]
         if config.tool_parser not in parsers:
@@ -155,6 +155,18 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         )
     except Exception as error:
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+
+
+def _chat_template(given: str) -> str:
+    """The template that a setting holds or names. Raises ModelError: a file that is not there or cannot be read."""
+    if is_file(given):
+        try:
+            return local_path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"model.chat_template: {given} cannot be read: {error}") from error
+    if "{" not in given and (is_directory(given) or Path(given).suffix in TEMPLATE_SUFFIXES):
+        raise ModelError(f"model.chat_template: there is no file {given}, and it is no template in Jinja")
+    return given
 
 
 def evaluate_module(module: nn.Module) -> None:
@@ -205,9 +217,8 @@ def _local(base_path: str) -> Path | None:
     if (directory := directory_of(base_path)) is not None:
         check_names([file.name for file in directory.iterdir()], str(directory))
         return directory
-    path = Path(base_path).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
+    if is_file(base_path) and Path(base_path).suffix == ".gguf":
         raise ModelError(gguf_message(base_path))
-    if path.is_file() or base_path.startswith((".", "/", "~")) or base_path.count("/") != 1:
+    if is_file(base_path) or base_path.startswith((".", "/", "~")) or base_path.count("/") != 1:
         raise ModelError(f"no model at {base_path!r}: neither a directory nor a hub id (owner/name)")
     return None

@@ -29,6 +29,7 @@ from mlx_parallm.models.adapters.peft import is_peft, read_peft
 from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
+from mlx_parallm.system.files import is_directory, is_file, local_path
 
 ADAPTER_FILE = "adapters.safetensors"
 SPECIFICATION_FILE = "lora_weights.safetensors"  # the name that the specification prints; means ADAPTER_FILE beside it
@@ -146,14 +147,14 @@ def check_adapter(shapes: Mapping[str, tuple[int, int]], layers: Mapping[str, Lo
 
 def find_adapter_file(path: str | Path) -> Path:
     """Find the weights file of the adapter at `path`, a file or directory. Raises AdapterError."""
-    source = Path(path).expanduser()
-    if source.is_file():
+    source = local_path(path)
+    if is_file(source):
         return source
-    directory = source if source.is_dir() else source.parent if source.name == SPECIFICATION_FILE else None
+    directory = source if is_directory(source) else source.parent if source.name == SPECIFICATION_FILE else None
     for name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, NPZ_FILE):
-        if directory is not None and (directory / name).is_file():
+        if directory is not None and is_file(directory / name):
             return directory / name
-    hint = f"; did you mean {source / 'final'}?" if (source / "final").is_dir() else ""
+    hint = f"; did you mean {source / 'final'}?" if is_directory(source / "final") else ""
     raise AdapterError(
         f"no adapter at {source}: expected a file, or a directory with {ADAPTER_FILE} or {PEFT_FILE}{hint}"
     )

@@ -1,14 +1,17 @@
 """A thin face over mlx-lm's tokenizer: ids in and out, chat rendering, incremental text. One instance per thread."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.chat_messages import in_known_roles, read_messages
+from mlx_parallm.execution.json_values import template_arguments
+from mlx_parallm.execution.taught_tools import with_taught_tools
+from mlx_parallm.models.chat_template import render_template, with_arguments
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
 
 INCOMPLETE = "\ufffd"  # what a decoder shows for half a UTF-8 character
@@ -92,29 +95,93 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        teach_tools: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation. Raises RequestError: no template, or the template refuses the messages."""
+        """The text of a conversation, for every part of the program; messages as `read_messages` takes them.
+
+        Tools that the template has no place for are taught in words (`taught_tools`), and so is their history.
+        `teach_tools` False: the caller has seen to that, and reads calls in formats of its own.
+        Raises RequestError: no template, messages that it refuses or that cannot be read, half a character.
+        """
         if not self.has_chat_template:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or set model.chat_template", param="messages"
             )
+        chat = in_known_roles(read_messages(messages), self._template_text(tools))
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
+        render = partial(self._render, options=options | dict(template_kwargs or {}))
+        taught = list(tools) if tools and teach_tools and self._teaches_tools else []
+        if not taught and (self.template_takes_tools or self._shows_results(chat, render)):
+            return render(chat, tools)
         try:
-            render = partial(
-                self._wrapper.apply_chat_template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(template_kwargs or {}),
-            )
-            try:
-                text = render([dict(message) for message in messages])
-            except TypeError:  # some templates (DeepSeek's) take the arguments of earlier tool calls as JSON text only
-                text = render([_with_json_arguments(message) for message in messages])
-        except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as error:
+            return render(with_taught_tools(chat, taught), None)
+        except RequestError:
+            if not taught or any(message["role"] == "system" for message in chat):
+                raise
+            return render(with_taught_tools(chat, taught, in_system=False), None)
+
+    @property
+    def _teaches_tools(self) -> bool:
+        """Whether tools are taught in words: the template takes none, or nobody knows how the model writes a call."""
+        knows_format = self.tool_markers is not None and self.parse_tool_call is not None
+        return not self.template_takes_tools or (self.reads_tools and not knows_format)
+
+    def _shows_results(self, chat: Sequence[Mapping[str, Any]], render: Callable[..., str]) -> bool:
+        """Whether a template without tools shows all that a conversation has of them: no calls, and results that it
+        prints like any message."""
+        results = [message["content"].strip() for message in chat if message["role"] == "tool"]
+        if any(message.get("tool_calls") for message in chat):
+            return False
+        if not results:
+            return True
+        try:
+            text = render(chat, None)
+        except RequestError:
+            return False
+        return all(result in text for result in results)
+
+    def _template_text(self, tools: Any) -> str | None:
+        """The template of a conversation, in Jinja; None: it is written in Python."""
+        kind = type(self._hf)
+        if self._wrapper._chat_template is not None or self._hf.chat_template is None:
+            return None
+        if kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            return None
+        try:
+            return str(self._hf.get_chat_template(None, tools))
+        except ValueError as error:  # several templates, none of them the default
+            raise RequestError(f"the model's chat template: {error}", param="messages") from error
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]) -> str:
+        source = self._template_text(tools)
+        try:
+            tools = None if tools is None else [dict(tool) for tool in tools]
+            if source is not None:
+                thinks = {"enable_thinking": self._wrapper.has_thinking}  # mlx-lm's default
+                variables = {"documents": None, **self._hf.special_tokens_map, **thinks, **options}
+                text = render_template(source, messages, tools=tools, **variables)
+            else:
+                text = self._render_in_python(messages, tools=tools, **options)
+            text.encode()
+        except RecursionError as error:
+            reason = "'messages' hold a call's arguments that are nested too deeply"
+            raise RequestError(reason, param="messages") from error
+        except UnicodeEncodeError as error:
+            raise RequestError("'messages' is not valid Unicode: a lone surrogate", param="messages") from error
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return str(text)
+        return text
+
+    def _render_in_python(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        render = partial(self._wrapper.apply_chat_template, tokenize=False, **options)
+        try:
+            return str(render(with_arguments(messages, template_arguments)))
+        except TypeError:  # DeepSeek's reads the arguments of earlier calls as JSON text
+            return str(render(with_arguments(messages, lambda arguments: str(template_arguments(arguments)))))
 
     def word_of(self, text: str) -> str:
         """A text as the vocabulary of tokenizer.json writes it: in GPT-2's alphabet of bytes, or with ▁ for a space."""
@@ -180,17 +247,6 @@ class Detokenizer:
 
 def _pair(start: str | None, end: str | None) -> tuple[str, str] | None:
     return None if start is None else (start, end or "")
-
-
-def _with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its tool calls' arguments as JSON text."""
-    if not message.get("tool_calls"):
-        return dict(message)
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
 
 
 def _rust_decoder(hf_tokenizer: Any) -> Any:

@@ -7,7 +7,6 @@ Encoding happens here, at the edge, exactly once; token ids that a client sends 
 """
 
 import asyncio
-import re
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -25,16 +24,12 @@ from mlx_parallm.errors import GenerationFailedError, RequestError
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import ClientDisconnectedError
-from mlx_parallm.server.protocol.answer_grammar import tool_format
 from mlx_parallm.server.protocol.answers import last_version, usage, usage_of, version_spans
 from mlx_parallm.server.protocol.fields import QueueFields, StreamOptions
 from mlx_parallm.server.protocol.openai import ChatBody, Conversation
-from mlx_parallm.server.protocol.taught_tools import with_taught_tools
 from mlx_parallm.server.sse import AnswerResponse, EventStream, StreamForm, merged, until_hangup
 from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
 
-ROLES = ("system", "user", "assistant", "tool")
-DEVELOPER = "developer"  # OpenAI's name of system for models that reason
 UNNAMED = "gen"  # prefix of response ids that no client sees
 Part = TypeVar("Part", Completion, CompletionDelta)
 
@@ -92,65 +87,18 @@ def render_conversation(context: ServerContext, conversation: Conversation) -> t
     if (count := len(conversation.messages)) > (room := context.engine.max_model_len):  # each is a token at least
         reason = f"This model's maximum context length is {room} tokens, but 'messages' holds {count} messages."
         raise RequestError(reason, param="messages", code="context_length_exceeded")
-    messages = in_known_roles(conversation.template_messages(), context.tokenizer.chat_template)
+    messages = conversation.template_messages()
     contents = [message["content"] for message in messages]
     for position, content in enumerate(contents):
         check_text(content, f"messages.{position}.content")
     check_size(context, "".join(contents), "messages")  # before the template spends seconds on it
     options = conversation.render_options(context.deps.chat_template_kwargs)
-    try:
-        text = _render(context, messages, options)
-    except RecursionError as error:  # arguments of a call are text, in which anything may be nested
-        raise RequestError("'messages' hold a call's arguments that are nested too deeply", param="messages") from error
-    check_text(text, "messages")  # tools, names, tool calls … may hold half a character too
+    text = context.tokenizer.render_chat_text(messages, **options)
     check_size(context, text, "messages")
     token_ids = tuple(context.tokenizer.encode(text, add_special_tokens=False))
     if not token_ids:
         raise RequestError("the chat template made an empty prompt of 'messages'", param="messages")
     return token_ids
-
-
-def _render(context: ServerContext, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    """The text of a chat; where the template has no place for tools, they are taught in words. Raises RequestError."""
-    tokenizer, tools = context.tokenizer, options["tools"] or []
-    told = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
-    if (
-        not tokenizer.reads_tools
-        or not tool_format(tokenizer).taught
-        or not (tools or (told and not tokenizer.template_takes_tools))
-    ):
-        return tokenizer.render_chat_text(messages, **options)
-    options = options | {"tools": None}
-    try:
-        return tokenizer.render_chat_text(with_taught_tools(messages, tools), **options)
-    except RequestError:
-        if not tools or any(message["role"] == "system" for message in messages):
-            raise
-        return tokenizer.render_chat_text(with_taught_tools(messages, tools, in_system=False), **options)
-
-
-# `role == "…"`, `["role"] != '…'`, `role in ("…", "…")`: what a chat template compares a role with
-ROLE_COMPARED = r"""\brole["']?\]?\s*(?:[!=]=\s*|(?:not\s+)?in\s*[\[(](?:\s*["'][^"']*["']\s*,)*\s*)"""
-
-
-def in_known_roles(messages: Sequence[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
-    """Messages whose roles a chat template knows: `developer` becomes `system` where the template does not name it.
-
-    A template that meets another role may leave its message out without a word (Qwen3's does). None: a template that
-    cannot be read, because it is written in Python. Raises RequestError: an unknown role.
-    """
-    if template is None:
-        return list(messages)
-    roles = {message["role"] for message in messages}
-    known = {*ROLES, *(role for role in roles if re.search(ROLE_COMPARED + rf"['\"]{re.escape(role)}['\"]", template))}
-    for position, message in enumerate(messages):
-        if message["role"] not in known | {DEVELOPER}:
-            raise RequestError(
-                f"messages.{position}.role: {message['role']!r} is not a role of this model's chat template; "
-                f"there are {', '.join((*ROLES, DEVELOPER))}",
-                param=f"messages.{position}.role",
-            )
-    return [{**message, "role": "system"} if message["role"] not in known else message for message in messages]
 
 
 def check_count(prompts: int, n: int) -> None:

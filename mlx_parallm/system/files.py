@@ -29,6 +29,30 @@ OPEN_FILES = (65_536, 10_240)  # wanted; macOS refuses what is above a limit of 
 RENAME_SWAP, RENAME_EXCHANGE, AT_FDCWD = 2, 2, -100  # <sys/stdio.h> of macOS, <linux/fs.h>, <fcntl.h>
 
 
+def local_path(text: str | Path) -> Path:
+    """Return the path that a text may be, with its home directory where there is one (`~nobody` has none)."""
+    path = Path(text)
+    with contextlib.suppress(RuntimeError):
+        return path.expanduser()
+    return path
+
+
+def is_file(text: str | Path) -> bool:
+    """Return whether a text is the path of a file. Free text is none, be it as long as no name can be."""
+    try:
+        return local_path(text).is_file()
+    except (OSError, ValueError):  # a name of over 255 bytes; a null character
+        return False
+
+
+def is_directory(text: str | Path) -> bool:
+    """Return whether a text is the path of a directory; see `is_file`."""
+    try:
+        return local_path(text).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file under a temporary name and rename it. Raises CheckpointError; `path` is then untouched."""
     temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")

@@ -151,7 +151,10 @@ class EndpointPolicy:
         }
         tools = turn.options.get("tools")
         if isinstance(tools, EpisodeTools):
-            return await self._with_tools(turn.prompt, tools, params, sequences)
+            return await self._with_tools(turn.prompt, tools.definitions, params, sequences)
+        if tools:  # a row's own
+            definitions = [tool.get("function", tool) for tool in tools]
+            return await self._with_tools(turn.prompt, definitions, params, sequences)
         [[answer]] = await self.backend.generate([turn.prompt], params, logprobs=False)
         sequences.append(SequenceRecorder(answer.prompt_token_ids or ()))
         token_ids = answer.token_ids or ()
@@ -167,10 +170,14 @@ class EndpointPolicy:
         )
 
     async def _with_tools(
-        self, prompt: Prompt, tools: EpisodeTools, params: Mapping[str, Any], sequences: list[SequenceRecorder]
+        self,
+        prompt: Prompt,
+        definitions: Sequence[Mapping[str, Any]],
+        params: Mapping[str, Any],
+        sequences: list[SequenceRecorder],
     ) -> Completion:
         """The endpoint takes the calls out of the text, and returns no tokens of such an answer."""
-        [(text, calls)] = await self.backend.generate_with_tools([prompt], tools.definitions, "auto", params)
+        [(text, calls)] = await self.backend.generate_with_tools([prompt], definitions, "auto", params)
         sequences.append(SequenceRecorder(()))
         return CalledCompletion(
             index=0,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.environments.row_forms import known_row
 from mlx_parallm.environments.rows import rows_of
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import user_code
@@ -45,7 +46,7 @@ def read_rows(
     for number, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
             raise ConfigError(f"{what}, row {number}: expected a dictionary, got {type(entry).__name__}")
-        row = dict(entry)
+        row, _ = known_row(dict(entry), f"{what}, row {number}")
         if formatting is not None:
             with user_code("formatting_func"):
                 row = {"text": formatting(row)}

@@ -103,6 +103,23 @@ def test_chat_templates_from_text_and_file(tmp_path: Path) -> None:
     for source in (template, str(file)):
         tokenizer = load_tokenizer(TINY_ASSETS, ModelConfig(chat_template=source))
         assert tokenizer.render_chat_text(messages, template_kwargs={"tail": "!"}) == "[user]hi!"
+    # Free text of any length is no path (OSError 36 above 255 bytes), and a null character is none of a path either.
+    for free in (
+        template + "{# " + "x" * 300 + " #}",
+        template + "{# \0 #}",
+        "~nobody/" + template,
+        "a/" * 3000 + template,
+    ):
+        tokenizer = load_tokenizer(TINY_ASSETS, ModelConfig(chat_template=free))
+        assert tokenizer.render_chat_text(messages, template_kwargs={"tail": "!"}).endswith("[user]hi!")
+    (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
+    for missing, reason in (
+        (tmp_path / "none.jinja", "no file"),
+        (tmp_path, "no file"),
+        (tmp_path / "binary.jinja", "cannot"),
+    ):
+        with pytest.raises(ModelError, match=rf"model.chat_template: .*{reason}"):
+            load_tokenizer(TINY_ASSETS, ModelConfig(chat_template=str(missing)))
     broken = load_tokenizer(TINY_ASSETS, ModelConfig(chat_template="{{ raise_exception('no system role') }}"))
     with pytest.raises(RequestError, match="refuses these messages: no system role"):
         broken.render_chat_text(messages)

@@ -153,6 +153,19 @@ def test_a_tool_choice_forces_by_the_chats_grammar(client):
     assert json.loads(client.engine.asked[-1].params.structure.parts[-1].source) == WEATHER
 
 
+HELLO = {"role": "user", "content": "Hello"}
+
+
+def called(*ids):
+    blocks = [{"type": "tool_use", "id": name, "name": "add", "input": {}} for name in ids]
+    return {"role": "assistant", "content": blocks}
+
+
+def resulted(*ids, text="Go on."):
+    blocks = [{"type": "tool_result", "tool_use_id": name, "content": "3"} for name in ids]
+    return {"role": "user", "content": [*blocks, {"type": "text", "text": text}]}
+
+
 IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
 
 
@@ -163,6 +176,14 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
         ({"messages": [{"role": "wolf", "content": "a"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
+        # Calls and results belong together, as Anthropic's own servers want it.
+        ({"messages": [resulted("a")]}, "messages.0.content.0.tool_use_id: 'a' answers no tool_use block"),
+        ({"messages": [HELLO, called("a"), resulted("a", "b")]}, "messages.2.content.1.tool_use_id: 'b'"),
+        ({"messages": [HELLO, called("a"), resulted("a", "a")]}, "each is answered once"),
+        ({"messages": [HELLO, called("a"), resulted("a"), called("b"), resulted("a")]}, "messages.4.content.0"),
+        ({"messages": [HELLO, called("a", "b"), resulted("a")]}, "messages.2: the tool_use blocks before it have no"),
+        ({"messages": [HELLO, called("a"), HELLO, called("b"), resulted("b")]}, "messages.3: the tool_use blocks"),
+        ({"messages": [called("a"), {"role": "assistant", "content": resulted("a")["content"]}]}, "'tool_result' here"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "not 'web_search_20250305'"),
         ({"tool_choice": {"type": "any"}}, "needs 'tools'"),
         ({"mcp_servers": [{"name": "m"}]}, "'mcp_servers' is not supported"),

@@ -196,12 +196,21 @@ def test_what_ends_an_answer_early(client):
     assert empty.output_text == "" and len(empty.output) == 1
 
 
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "3"}
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0", "input_image"),
         ({"input": [{"type": "web_search_call", "id": "ws"}]}, "input.0", "no item of type 'web_search_call'"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0", "call_id"),
+        ({"input": [OUTPUT]}, "input.0.call_id", "no call before this output has the id 'c'"),
+        (
+            {"input": [OUTPUT, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]},
+            "input.0.call_id",
+            "no call before",
+        ),
         ({"input": [{"role": "wolf", "content": "a"}]}, "input.0.role", "'wolf'"),
         ({"input": []}, "input", "must not be empty"),
         ({"background": True}, "background", "not supported"),

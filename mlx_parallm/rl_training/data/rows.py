@@ -2,21 +2,22 @@
 
 Forms (TRL's): `prompt, chosen, rejected`, or `chosen, rejected` as message lists with a common beginning; KTO:
 `prompt, completion, label`, or pairs, which are split up; SFT: `messages`, `prompt, completion` or `text`. Prompts and
-completions are strings or lists of messages. Each form may have `tools` (a list of definitions, or JSON text of one).
+completions are strings or lists of messages. ShareGPT's and Alpaca's rows come as these (`environments/row_forms.py`).
+Each form may have `tools` (a list of definitions, or JSON text of one).
 An assistant's message of `weight` 0 is context that is not learned.
 """
 
 import difflib
 import functools
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config.data import PAIRED, DataConfig
-from mlx_parallm.environments.rows import bad_message, prompt_key, read_splits, rows_of
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.environments.rows import prompt_key, read_splits, rows_of
+from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.execution.chat_messages import read_messages, read_tools
 
 SECTION = "data"
 FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -172,44 +173,19 @@ def _opening(conversation: Text) -> Text:
 
 
 def _messages(value: Any, name: str, where: str) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list | tuple) or not value:
         raise _bad(where, f"{name} is {value!r}; expected a string or a list of messages")
-    if not all(isinstance(message, Mapping) for message in value):
-        raise _bad(where, f"{name}: a message is no object")
-    messages = [_for_template(message) for message in value]
-    if problem := bad_message(messages):
-        raise _bad(where, f"{name}: {problem}")
-    return tuple(messages)
-
-
-def _for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message as chat templates read it: the arguments of calls are objects, the content of bare calls is ""."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [_call_for_template(call) for call in message["tool_calls"]]
-    content = "" if message.get("content") is None else message["content"]
-    return {**message, "content": content, "tool_calls": calls}
-
-
-def _call_for_template(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
     try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+        return tuple(read_messages(value, name))
+    except RequestError as error:
+        raise _bad(where, str(error)) from error
 
 
 def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     try:
-        tools = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise _bad(where, f"tools is text, but not JSON: {error}") from error
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise _bad(where, "tools is no list of objects (or JSON text of one)")
-    return tuple(tools or ())
+        return tuple(read_tools(value))
+    except RequestError as error:
+        raise _bad(where, str(error)) from error
 
 
 def _string(value: Any, name: str, where: str) -> str:

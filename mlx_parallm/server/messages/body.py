@@ -19,7 +19,7 @@ IN_CHAT = {  # a field of the chat → the one that a client of this API has wri
     "stop": "stop_sequences",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_FUNCTION = {"input_schema": "parameters", "description": "description", "strict": "strict"}
+_FUNCTION = {"name": "name", "input_schema": "parameters", "description": "description", "strict": "strict"}
 
 
 class ConversationTurn(Body):
@@ -95,8 +95,17 @@ class CountTokensBody(Body):
         messages: list[dict[str, Any]] = []
         if self.system is not None:
             messages.append({"role": "system", "content": joined_text(self.system, "system", _text)})
+        unanswered: set[str] = set()  # ids of the last answer's calls
         for position, turn in enumerate(self.messages):
-            messages += _chat_turn(turn, f"messages.{position}")
+            where = f"messages.{position}"
+            if turn.role == "assistant" and position and self.messages[position - 1].role != "assistant":
+                _check_answered(unanswered, where)
+            chat = _chat_turn(turn, where, unanswered)
+            if turn.role == "assistant":
+                unanswered |= {call["id"] for call in chat[0].get("tool_calls", ())}
+            messages += chat
+        if self.messages[-1].role != "assistant":
+            _check_answered(unanswered, f"messages.{len(self.messages) - 1}")
         choice = self.tool_choice or MessageToolChoice(type="auto")
         form = self.output_config.format or self.output_format
         fields: dict[str, Any] = shared_fields(self) | {
@@ -144,8 +153,12 @@ class MessagesBody(CountTokensBody, QueueFields, SamplingFields):
         }
 
 
-def _chat_turn(turn: ConversationTurn, where: str) -> list[dict[str, Any]]:
-    """The messages of a chat: an assistant's blocks are one, a tool's result is one of its own."""
+def _chat_turn(turn: ConversationTurn, where: str, unanswered: set[str]) -> list[dict[str, Any]]:
+    """The messages of a chat: an assistant's blocks are one, a tool's result is one of its own.
+
+    `unanswered`: ids of the calls in the assistant's turn before; those that are answered are removed. Raises
+    RequestError: another kind of block, a result without its call.
+    """
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     where = f"{where}.content"
@@ -155,9 +168,7 @@ def _chat_turn(turn: ConversationTurn, where: str) -> list[dict[str, Any]]:
     for index, block in enumerate(turn.content):
         place = f"{where}.{index}"
         if turn.role == "user" and block.get("type") == "tool_result":
-            content = joined_text(block.get("content") or "", f"{place}.content", _text)
-            call_id = _string(block, "tool_use_id", place)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            messages.append(_chat_result(block, place, unanswered))
             continue
         text = _text(block, place)
         if messages and messages[-1]["role"] == turn.role:
@@ -165,6 +176,27 @@ def _chat_turn(turn: ConversationTurn, where: str) -> list[dict[str, Any]]:
         else:
             messages.append({"role": turn.role, "content": text})
     return messages
+
+
+def _check_answered(unanswered: set[str], where: str) -> None:
+    """Raises RequestError: calls of the assistant's turn before have no result."""
+    if unanswered:
+        ids = ", ".join(sorted(unanswered))
+        raise RequestError(f"{where}: the tool_use blocks before it have no tool_result: {ids}", param=where)
+
+
+def _chat_result(block: Block, place: str, unanswered: set[str]) -> dict[str, Any]:
+    call_id = _string(block, "tool_use_id", place)
+    if call_id not in unanswered:
+        reason = (
+            f"{place}.tool_use_id: {call_id!r} answers no tool_use block of the assistant's turn before it"
+            " (each is answered once)"
+        )
+        raise RequestError(reason, param=f"{place}.tool_use_id")
+    unanswered.remove(call_id)
+    content = joined_text(block.get("content") or "", f"{place}.content", _text)
+    error = {"is_error": True} if block.get("is_error") is True else {}
+    return {"role": "tool", "tool_call_id": call_id, "content": content, **error}
 
 
 def _chat_answer(blocks: Sequence[Block], where: str) -> dict[str, Any]:
@@ -212,5 +244,6 @@ def _chat_tool(tool: Block, where: str) -> dict[str, Any]:
             param=where,
             code="unsupported_tool",
         )
-    function = {own: tool[key] for key, own in _FUNCTION.items() if tool.get(key) is not None}
-    return {"type": "function", "function": {"name": _string(tool, "name", where), **function}}
+    _string(tool, "name", where)
+    function = {_FUNCTION[key]: value for key, value in tool.items() if key in _FUNCTION and value is not None}
+    return {"type": "function", "function": function}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.taught_tools import MARKERS
 from mlx_parallm.types import Structure
 
 if TYPE_CHECKING:
@@ -29,15 +30,13 @@ class ToolFormat:
     name: str
     markers: tuple[str, str]
     parse: Callable[[str, Any], Any]
-    taught: bool = False  # by instructions in the prompt, because the chat template has no place for tools
 
 
 def _read_json(text: str, tools: Any) -> Any:
     return json.loads(text)
 
 
-GENERIC = ToolFormat("json_tools", ("<tool_call>", "</tool_call>"), _read_json, taught=True)
-HOW_TO_CALL = 'To call one, write\n<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>'
+GENERIC = ToolFormat("json_tools", MARKERS, _read_json)
 
 
 def tool_format(tokenizer: "Tokenizer") -> ToolFormat:

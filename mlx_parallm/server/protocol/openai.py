@@ -1,12 +1,12 @@
 """Request bodies of the OpenAI routes and of /tokenize and /detokenize (vLLM's shapes)."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.chat_messages import read_messages, read_tools
 from mlx_parallm.server.protocol.fields import (
     Body,
     ListOf,
@@ -89,6 +89,16 @@ class ToolDefinition(BaseModel):
     model_config = ConfigDict(extra="allow")
     type: Literal["function"]
     function: Function
+    _as_written: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """Keep the client's order of keys: templates print it, and a model's fields have one of their own."""
+        tool = read(data)
+        if isinstance(data, dict):
+            tool._as_written = data
+        return tool
 
 
 class FunctionName(BaseModel):
@@ -140,7 +150,7 @@ class Conversation(Body):
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """The tools as the client wrote them."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        return read_tools([tool._as_written for tool in self.tools])
 
     @property
     def continues_final_message(self) -> bool:
@@ -188,39 +198,8 @@ class Conversation(Body):
         return {name: value for name, value in words.items() if value is not None}
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Messages as templates take them: content is one string."""
-        messages = [
-            {
-                **template_fields(message.model_extra or {}, position),
-                "role": message.role,
-                "content": _flat_text(message.content, position),
-            }
-            for position, message in enumerate(self.messages)
-        ]
-        name_results(messages)
-        return messages
-
-
-def _flat_text(content: str | list[Any] | None, position: int) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type", "text") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) and kind == "text" else None
-        if isinstance(part, str):
-            text = part
-        if not isinstance(text, str):
-            where = f"messages.{position}.content.{index}"
-            raise RequestError(
-                f"{where}: this server takes only text parts (got {kind or type(part).__name__!r})",
-                param=where,
-                code="unsupported_content",
-            )
-        texts.append(text)
-    return "".join(texts)
+        """Messages as the tokenizer takes them. Raises RequestError."""
+        return read_messages(message.model_dump(exclude_unset=True) for message in self.messages)
 
 
 class ChatBody(Conversation, GenerationBody):
@@ -324,46 +303,3 @@ def check_choice(tools: Sequence[ToolDefinition], choice: ToolChoice | None) -> 
         raise RequestError(
             f"'tool_choice' names {choice.function.name!r}; 'tools' has {', '.join(names)}", param="tool_choice"
         )
-
-
-def template_fields(extra: dict[str, Any], position: int) -> dict[str, Any]:
-    """A message's fields beside role and content, as templates read them: no nulls, the arguments of tool calls as
-    objects, the reasoning under the name of most templates. Raises RequestError."""
-    fields = {key: value for key, value in extra.items() if value is not None}
-    if "reasoning" in fields:
-        fields.setdefault("reasoning_content", fields["reasoning"])
-    calls = fields.pop("tool_calls", None)
-    if calls:
-        fields["tool_calls"] = [
-            _template_call(call, f"messages.{position}.tool_calls.{index}")
-            for index, call in enumerate(calls if isinstance(calls, list) else [calls])
-        ]
-    return fields
-
-
-def name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Adds to each message of role tool the name of the function whose call it answers: Hermes' template wants it."""
-    names: dict[Any, str] = {}
-    for message in messages:
-        names |= {str(call.get("id")): call["function"]["name"] for call in message.get("tool_calls", ())}
-        name = names.get(str(message.get("tool_call_id")))
-        if message["role"] == "tool" and name is not None:
-            message.setdefault("name", name)
-
-
-def _template_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{where}: a tool call has a 'function' with a 'name'", param=where)
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            read = json.loads(arguments)
-        except (ValueError, RecursionError):
-            read = None
-        # What is no object stays text: a conversation that began elsewhere, with a call that failed, can go on.
-        arguments = read if isinstance(read, dict) else arguments
-    elif not isinstance(arguments, dict):
-        where = f"{where}.function.arguments"
-        raise RequestError(f"{where}: must be a JSON object, written as a string", param=where)
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT
 from mlx_parallm.server.protocol.fields import (
     MAX_TOP_LOGPROBS,
     Body,
@@ -17,7 +18,7 @@ from mlx_parallm.server.protocol.fields import (
 )
 from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
 from mlx_parallm.server.protocol.to_chat import chat_body, refuse_choices, shared_fields
-from mlx_parallm.server.responses.items import CUSTOM_ARGUMENT, Item, chat_messages, flat_name
+from mlx_parallm.server.responses.items import Item, chat_messages, flat_name
 
 LOGPROBS, SEALED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 Include = Literal[
@@ -42,6 +43,9 @@ IN_CHAT = {  # a field of the chat → the one that a client of this API has wri
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
 }
+
+
+_FUNCTION = ("name", "parameters", "description", "strict")
 
 
 class TextFormat(Body):
@@ -233,8 +237,8 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
             namespaces[flat] = (namespace, name)
         if kind == "custom":
             custom.add(flat)
-        function = _custom_function(tool, where) if kind == "custom" else _function(tool)
-        found.append({"type": "function", "function": {"name": flat, **function}})
+        function = {"name": name} | _custom_function(tool, where) if kind == "custom" else _function(tool)
+        found.append({"type": "function", "function": function | {"name": flat}})
 
     for position, tool in enumerate(tools):
         where = f"tools.{position}"
@@ -249,7 +253,7 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
 
 
 def _function(tool: Item) -> dict[str, Any]:
-    return {key: tool[key] for key in ("parameters", "description", "strict") if tool.get(key) is not None}
+    return {key: value for key, value in tool.items() if key in _FUNCTION and value is not None}
 
 
 def _custom_function(tool: Item, where: str) -> dict[str, Any]:

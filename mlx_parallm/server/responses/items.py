@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.server.protocol.to_chat import joined_text
+from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT, content_text
 
-CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 Item = dict[str, Any]
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
@@ -27,19 +25,25 @@ def flat_name(name: str, namespace: str | None) -> str:
 def chat_messages(items: Sequence[Mapping[str, Any]], *, first: int = 0) -> list[dict[str, Any]]:
     """Messages of a chat. `first`: position in `items` of the request's own first one, for error texts.
 
-    Raises RequestError: an item of another kind, content that is not text, a field that is missing.
+    Raises RequestError: an item of another kind, content that is not text, a field that is missing, an output of no
+    call.
     """
-    turns = _Turns()
+    turns, called = _Turns(), set[str]()
     for position, item in enumerate(items):
         where = f"input.{position - first}" if position >= first else "previous_response_id"
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
             _add_message(turns, item, where)
         elif kind in _CALLS:
-            turns.call(_chat_call(item, kind, where))
+            call = _chat_call(item, kind, where)
+            called.add(call["id"])
+            turns.call(call)
         elif kind in _OUTPUTS:
             call_id = _text_field(item, "call_id", where)
-            output = joined_text(item.get("output"), f"{where}.output", _part_text)
+            if call_id not in called:
+                reason = f"{where}.call_id: no call before this output has the id {call_id!r}"
+                raise RequestError(reason, param=f"{where}.call_id")
+            output = content_text(item.get("output"), f"{where}.output")
             turns.add({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind == "reasoning":
             turns.reason(_reasoning(item, where))
@@ -87,21 +91,11 @@ def _add_message(turns: _Turns, item: Mapping[str, Any], where: str) -> None:
     role = item.get("role")
     if role not in _ROLES:
         raise RequestError(f"{where}.role: must be one of {', '.join(_ROLES)}, not {role!r}", param=f"{where}.role")
-    text = joined_text(item.get("content"), f"{where}.content", _part_text)
+    text = content_text(item.get("content"), f"{where}.content")
     if role == "assistant":
         turns.say(text)
     else:
         turns.add({"role": role, "content": text})
-
-
-def _part_text(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and isinstance(part, Mapping) and kind in _TEXTS else None
-    if not isinstance(text, str):
-        raise RequestError(
-            f"{where}: this server takes only text parts (got {kind!r})", param=where, code="unsupported_content"
-        )
-    return text
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:

@@ -11,8 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT
 from mlx_parallm.server.responses.body import ToolNames
-from mlx_parallm.server.responses.items import CUSTOM_ARGUMENT, sealed_reasoning
+from mlx_parallm.server.responses.items import sealed_reasoning
 from mlx_parallm.server.responses.store import new_item_id
 
 Event = dict[str, Any]

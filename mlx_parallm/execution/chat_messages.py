@@ -1,0 +1,191 @@
+"""The one reader of chat messages: what clients, rows and logs write → messages as every other part takes them.
+
+Readers of requests and rows call `read_messages` for their errors; `Tokenizer.render_chat_text` calls it again, so that
+nothing reaches a chat template in another way. It is idempotent, and its result is plain JSON:
+
+    content       a string: text parts are joined, null is "", an assistant's `refusal` stands for missing content
+    tool_calls    [{"type", "function": {"name", "arguments"}, …}]; arguments stay as written, an object or text
+    role          "function" is "tool", an assistant's `function_call` is a tool call (OpenAI's older form)
+    name          a result of a tool has the name of the function whose call it answers
+    reasoning     also under `reasoning_content` and `thinking`, the names that templates read
+
+Other fields are carried along, nulls are left out. What is no text is refused by its place.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mlx_parallm.errors import RequestError
+
+ROLES = ("system", "user", "assistant", "tool")
+DEVELOPER = "developer"  # OpenAI's name of system for models that reason
+FUNCTION = "function"  # OpenAI's older name of tool
+CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+REASONING = ("reasoning_content", "reasoning", "thinking")
+ANSWERS = (*REASONING, "tool_calls", "function_call", "refusal")  # what an assistant may write in place of content
+
+# `role == "…"`, `["role"] != '…'`, `role in ("…", "…")`: what a chat template compares a role with
+ROLE_COMPARED = r"""\brole["']?\]?\s*(?:[!=]=\s*|(?:not\s+)?in\s*[\[(](?:\s*["'][^"']*["']\s*,)*\s*)"""
+
+
+def read_messages(messages: Iterable[Any], where: str = "messages") -> list[dict[str, Any]]:
+    """Return messages in the one form. `where` begins the place that an error names.
+
+    Raises RequestError: what is no message, content that is not text, a call without a name or with arguments that are
+    neither an object nor text.
+    """
+    read = [_message(message, where, position) for position, message in enumerate(messages)]
+    names: dict[str, str] = {}
+    for message in read:
+        names |= {str(call.get("id")): call["function"]["name"] for call in message.get("tool_calls", ())}
+        name = names.get(str(message.get("tool_call_id")))
+        if message["role"] == "tool" and name is not None:
+            message.setdefault("name", name)  # Hermes' template wants it
+    return read
+
+
+def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
+    """Return a row's definitions of tools in OpenAI's form: a list, or JSON text of one; [] for none.
+
+    Raises RequestError.
+    """
+    try:
+        read = json.loads(tools.strip() or "[]") if isinstance(tools, str) else tools or []
+    except ValueError as error:
+        raise RequestError(f"{where} is text, but not JSON: {error}", param=where) from error
+    if not (isinstance(read, list | tuple) and all(isinstance(tool, Mapping) for tool in read)):
+        raise RequestError(f"{where} is no list of objects (or JSON text of one)", param=where)
+    return [_tool(tool) for tool in read]
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a definition in OpenAI's form, without nulls. Its keys keep their order, in which templates print them."""
+    fields = {key: value for key, value in tool.items() if value is not None}
+    if "function" not in fields and "name" in fields:
+        fields = {"type": "function", "function": {key: value for key, value in fields.items() if key != "type"}}
+    if isinstance(fields.get("function"), Mapping):
+        fields["function"] = {key: value for key, value in fields["function"].items() if value is not None}
+    return fields
+
+
+def content_text(content: Any, where: str) -> str:
+    """Return a message's content as text: a string, or the joined texts of its parts. Raises RequestError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{where}: must be a string or a list of parts, not {_kind(content)}", param=where)
+    return "".join(part_text(part, f"{where}.{index}") for index, part in enumerate(content))
+
+
+def part_text(part: Any, where: str) -> str:
+    """Return the text of one part of a content. Raises RequestError: a part that is no text."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else _kind(part)
+    name = TEXT_PARTS.get(kind) if isinstance(part, Mapping) and isinstance(kind, str) else None
+    text = None if name is None else part.get(name)
+    if not isinstance(text, str):
+        reason = f"{where}: only text parts can be read (got {kind!r})"
+        raise RequestError(reason, param=where, code="unsupported_content")
+    return text
+
+
+def in_known_roles(messages: Sequence[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
+    """Return messages whose roles a chat template knows: `developer` becomes `system` where it does not name it.
+
+    A template that meets another role may leave its message out without a word (Qwen3's does). None: a template that
+    cannot be read, because it is written in Python. Raises RequestError: an unknown role.
+    """
+    if template is None:
+        return list(messages)
+    roles = {message["role"] for message in messages}
+    known = {*ROLES, *(role for role in roles if re.search(ROLE_COMPARED + rf"['\"]{re.escape(role)}['\"]", template))}
+    for position, message in enumerate(messages):
+        if message["role"] not in known | {DEVELOPER}:
+            raise RequestError(
+                f"messages.{position}.role: {message['role']!r} is not a role of this model's chat template; "
+                f"there are {', '.join((*ROLES, DEVELOPER))}",
+                param=f"messages.{position}.role",
+            )
+    return [{**message, "role": "system"} if message["role"] not in known else message for message in messages]
+
+
+def _message(message: Any, where: str, position: int) -> dict[str, Any]:
+    place = f"{where}.{position}"
+    is_object = isinstance(message, Mapping)
+    fields = {str(key): value for key, value in message.items() if value is not None} if is_object else {}
+    role = fields.pop("role", None)
+    answered = role == "assistant" and any(fields.get(name) for name in ANSWERS)
+    if not isinstance(role, str) or not role or not ("content" in message or answered):
+        reason = f'{where}: message {position} is not {{"role": …, "content": text}}: {message!r:.200}'
+        raise RequestError(reason, param=place)
+    role = "tool" if role == FUNCTION else role
+    if fields.get("audio") is not None:
+        reason = f"{place}.audio: only text can be read"
+        raise RequestError(reason, param=f"{place}.audio", code="unsupported_content")
+    content = _content(fields, role, place)
+    reasoning = next((fields[name] for name in REASONING if name in fields), None)
+    if isinstance(reasoning, str):
+        fields |= {"reasoning_content": reasoning} | ({} if "thinking" in fields else {"thinking": reasoning})
+    calls = _calls(fields, place)
+    return {"role": role, "content": content, **fields} | ({"tool_calls": calls} if calls else {})
+
+
+def _content(fields: dict[str, Any], role: str, place: str) -> str:
+    text = content_text(fields.pop("content", ""), f"{place}.content")
+    refusal = fields.get("refusal")
+    return refusal if role == "assistant" and not text and isinstance(refusal, str) else text
+
+
+def _calls(fields: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    """Take the calls out of a message's fields."""
+    calls, old = fields.pop("tool_calls", None) or [], fields.pop("function_call", None)
+    if not isinstance(calls, list | tuple):
+        calls = [calls]
+    read = [_call(call, f"{place}.tool_calls.{index}") for index, call in enumerate(calls)]
+    if old is not None:
+        if read:
+            reason = f"{place}: has both 'tool_calls' and 'function_call': send one of them"
+            raise RequestError(reason, param=f"{place}.function_call")
+        read = [_call({"function": old}, f"{place}.function_call")]
+    return read
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    fields = {key: value for key, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
+    function = fields.get("function")
+    if isinstance(fields.get("custom"), Mapping):  # OpenAI's custom tool: its input is a text
+        custom = fields.pop("custom")
+        written = json.dumps({CUSTOM_ARGUMENT: custom.get("input", "")}, ensure_ascii=False)
+        fields["type"], function = "function", {"name": custom.get("name"), "arguments": written}
+    elif function is None and "name" in fields:  # the function's own fields, as many data sets have them
+        function = {name: fields.pop(name) for name in ("name", "arguments", "parameters") if name in fields}
+        if "arguments" not in function and "parameters" in function:
+            function["arguments"] = function.pop("parameters")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{place}: a tool call has a 'function' with a 'name'", param=place)
+    arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
+        arguments = {}
+    if not isinstance(arguments, str):
+        arguments = _json_object(arguments, f"{place}.function.arguments")
+    return {"type": "function", **fields, "function": {**function, "arguments": arguments}}
+
+
+def _json_object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{place}: must be a JSON object, written as a string", param=place)
+    try:
+        json.dumps(value, allow_nan=False)
+    except RecursionError as error:
+        raise RequestError(f"{place}: is nested too deeply", param=place) from error
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"{place}: is not JSON: {error}", param=place) from error
+    return dict(value)
+
+
+def _kind(value: Any) -> str:
+    return {"dict": "an object", "NoneType": "null"}.get(type(value).__name__, type(value).__name__)

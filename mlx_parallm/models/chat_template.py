@@ -1,0 +1,75 @@
+"""Chat templates in Jinja: transformers' sandbox, with arguments of tool calls that print as JSON (`json_values`).
+
+transformers itself renders plain dictionaries, which print as Python's. So its environment (filters, `generation`
+blocks, loop controls) is used here with a `tojson` and with tests that know JSON's values.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Environment, Template
+from transformers.utils.chat_template_utils import _compile_jinja_template, _plain_template_data
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.json_values import TESTS, holds_json_values, template_arguments, write_json
+
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # put where a final message ends that is to be continued
+
+
+def render_template(
+    source: str, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool, **variables: Any
+) -> str:
+    """Return the text that a template makes of messages (`read_messages`).
+
+    Raises RequestError: the template does not show the message to continue. Also what the template raises.
+    """
+    chat = with_arguments(_plain_template_data(list(messages)), template_arguments)
+    final = chat[-1]["content"].strip() if chat else ""
+    if continue_final_message:
+        chat[-1]["content"] += CONTINUED
+    text = str(_compiled(source).render(messages=chat, **_plain_template_data(variables)))
+    if not continue_final_message:
+        return text
+    end = text.rfind(CONTINUED.strip())
+    if end < 0 or final not in text:
+        raise RequestError("the chat template does not show the message to continue", param="messages")
+    if text[end : end + len(CONTINUED)] == CONTINUED:
+        return text[:end]
+    return text[:end].rstrip()  # the template trims messages
+
+
+def with_arguments(
+    messages: Sequence[Mapping[str, Any]], form: Callable[[str | Mapping[str, Any]], Any]
+) -> list[dict[str, Any]]:
+    """Return messages whose calls have their arguments in another form."""
+    changed = []
+    for message in messages:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}}
+            for call in message.get("tool_calls", ())
+        ]
+        changed.append({**message, "tool_calls": calls} if calls else dict(message))
+    return changed
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """`tojson` of chat templates: no characters are escaped for HTML."""
+    write = write_json if holds_json_values(value) else json.dumps
+    return write(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    environment: Environment = _compile_jinja_template("").environment.overlay()
+    environment.filters = {**environment.filters, "tojson": _to_json}
+    environment.tests = {**environment.tests, **TESTS}
+    return environment
+
+
+@lru_cache(maxsize=32)
+def _compiled(source: str) -> Template:
+    return _environment().from_string(source)

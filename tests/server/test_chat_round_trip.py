@@ -1,0 +1,15 @@
+"""One conversation by every way into the house has the same prompt ids: a small piece of scripts/soak's round trip."""
+
+from scripts.soak.chat_round_trip import FACES, FAMILIES, round_trip
+
+
+def test_the_same_ids_everywhere() -> None:
+    """Server, Responses, Messages, rows, SFT, TRL, ShareGPT rows and a Tinker client. Traces have tests of their own,
+    and are in the script."""
+    faces = tuple(face for face in FACES if face != "traces")
+    for seed, family, template in zip((1, 2, 3), FAMILIES, ("coder", "deepseek", "plain"), strict=True):
+        found, wrong = round_trip(30, seed, families=(family,), templates=(template,), faces=faces)
+        assert not wrong, wrong[0]
+        assert found["chat: refused"] == 0
+        for face in faces:
+            assert found[f"{face}: same"] or (face, template) == ("tinker", "plain"), (face, template, found)
