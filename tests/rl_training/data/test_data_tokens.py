@@ -29,6 +29,9 @@ class Characters:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord("^")] * add_special_tokens + [ord(character) for character in text]
 
+    def encode_after(self, prompt: str, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
+
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
