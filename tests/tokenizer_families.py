@@ -172,8 +172,10 @@ def save_tokenizer(path: Path, family: str) -> Path:
 
 
 def make_tokenizer(path: Path, family: str) -> Tokenizer:
-    """Return the tokenizer of a family, loaded as that of a model."""
-    save_tokenizer(path, family)
+    """Return the tokenizer of a family, loaded as that of a model. Training is not the same each time: a path keeps the
+    one that it has."""
+    if not (path / "tokenizer.json").exists():
+        save_tokenizer(path, family)
     config = path / "config.json"
     if not config.exists():
         config.write_text(json.dumps({"model_type": "llama"}))

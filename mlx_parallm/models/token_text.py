@@ -59,12 +59,17 @@ class TokenPieces:
         return piece
 
     def first(self, token_id: int) -> bytes:
-        """Return what the token shows where a text begins with it."""
+        """Return what the token shows where a text begins with it: without the space that the decoder leaves out there.
+
+        One space at most: Metaspace's decoder leaves out all those of a first token, of which one is a dummy.
+        """
         piece = self._first.get(token_id)
         if piece is None:
             piece = self.inner(token_id)
-            if self.byte_of is None and token_id not in self._verbatim and piece and _is_text(piece):
-                piece = self._decode([token_id]).encode() if self._anchor is not None else piece
+            if piece.startswith(b" ") and self.byte_of is None and token_id not in self._verbatim:
+                shown = self._decode([token_id]).encode()
+                if shown != piece and shown.lstrip(b" ") == piece.lstrip(b" "):
+                    piece = piece[1:]
             self._first[token_id] = piece
         return piece
 
@@ -165,8 +170,9 @@ class TextReader:
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that this token has, or would have, in this place."""
-        inner, first = self._pieces.inner(token_id), self._pieces.first(token_id)
-        return first if not self._text.startswith(inner, self._at) and self._text.startswith(first, self._at) else inner
+        inner = self._pieces.inner(token_id)
+        forms = (inner, self._pieces.first(token_id), inner.removeprefix(b" "))  # the space may not be the text's
+        return next((form for form in forms if self._text.startswith(form, self._at)), inner)
 
     def text_of(self, token_id: int) -> str:
         """Return the text of `bytes_of`; part of a character shows as U+FFFD."""
