@@ -73,6 +73,16 @@ class TokenPieces:
             self._first[token_id] = piece
         return piece
 
+    def text(self, token_ids: Sequence[int], *, opens_text: bool, hidden: Collection[int]) -> str:
+        """Return what a `Detokenizer` with these options would give out of all of them, at once."""
+        shown, known = [token for token in token_ids if token not in hidden], self._inner
+        for token in set(shown).difference(known):
+            self.inner(token)
+        pieces = [known[token] for token in shown]
+        if opens_text and (begin := next((at for at, piece in enumerate(pieces) if piece), None)) is not None:
+            pieces[begin] = self.first(shown[begin])
+        return b"".join(pieces).decode(errors="replace")
+
     def _read(self, token_id: int) -> bytes:
         if (written := self._verbatim.get(token_id)) is not None:
             spelled = self._spelled(written)  # an added word may also be one of the vocabulary: "Ġx"

@@ -115,8 +115,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, opens_text: bool = True) -> str:
         """The text of tokens. `opens_text` = False: they stand in a text that has begun."""
-        detokenizer = self.detokenizer(opens_text=opens_text, skip_special_tokens=skip_special_tokens)
-        return "".join([*map(detokenizer.add, ids), detokenizer.finish()])
+        hidden = self.special_ids if skip_special_tokens else ()
+        return self._pieces.text(ids, opens_text=opens_text, hidden=hidden)
 
     def decode_parts(self, parts: Sequence[Sequence[int]]) -> list[str]:
         """The texts of the parts of one sequence, each in its place, special tokens shown. Joined they are its text"""

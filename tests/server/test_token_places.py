@@ -16,6 +16,7 @@ import pytest
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.lora import prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.weights import SharedWeights
@@ -180,6 +181,19 @@ def test_the_other_routes(served: Served) -> None:
     [message] = [item for item in response["output"] if item["type"] == "message"]
     [part] = message["content"]
     assert in_one(part["logprobs"]) == part["text"] == '"wor🙂ld"'
+
+
+def test_a_response_that_an_endpoint_scores_stands_behind_its_prompt(served: Served) -> None:
+    """`get_logprobs` of texts over HTTP: one log-probability for each token that the response has there."""
+    url, tokenizer = str(served.http.base_url), served.tokenizer
+    chat = tokenizer.render_chat(ASKED)
+    with InferenceModule("tiny", backend="openai", base_url=f"{url}/v1", api_key="unused") as remote:
+        prompts = ["Hello", "Hello wor", ASKED, chat]
+        texts = [" world", "ld", "world", "world"]
+        scores = remote.get_logprobs(prompts, texts)
+    counts = [len(tokenizer.encode_after(*pair)) for pair in zip(prompts[:2], texts[:2], strict=True)]
+    behind = len(tokenizer.encode_after(tokenizer.render_chat_text(ASKED), "world"))
+    assert [len(each) for each in scores] == [*counts, behind, behind]
 
 
 def test_a_bad_word_is_kept_out_behind_a_space_too(served: Served) -> None:
