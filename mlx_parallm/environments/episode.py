@@ -233,7 +233,7 @@ class EpisodePolicy:
             params,
             adapter=self.adapter,
             priority=self.priority,
-            opens_text=not isinstance(turn.prompt, str),
+            opens_text=not isinstance(turn.prompt, str) or self.tokenizer.opens_text(token_ids),
         )
 
     def _follow(

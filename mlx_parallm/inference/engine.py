@@ -102,8 +102,10 @@ class EngineBackend:
         self, encoded: Sequence[tuple[int, ...]], params: Mapping[str, Any], chats: Sequence[bool]
     ) -> list[list[Generation]]:
         """`chats`: of each prompt, whether it is a chat, whose answer begins a text of its own."""
-        asked = zip(encoded, chats, strict=True)
-        requests = [self._request(tokens, params, number, chat) for number, (tokens, chat) in enumerate(asked)]
+        requests = [
+            self._request(tokens, params, number, opens_text=chat or self._tokenizer.opens_text(tokens))
+            for number, (tokens, chat) in enumerate(zip(encoded, chats, strict=True))
+        ]
         keys = [self._key(request) for request in requests]
         cached = [self._cached(key) for key in keys]
         new = [request for request, answers in zip(requests, cached, strict=True) if answers is None]
@@ -114,12 +116,12 @@ class EngineBackend:
                 self._keep(key, answers)
         return complete
 
-    def _request(self, tokens: tuple[int, ...], params: Mapping[str, Any], number: int, chat: bool) -> Request:
+    def _request(self, tokens: tuple[int, ...], params: Mapping[str, Any], number: int, *, opens_text: bool) -> Request:
         room = max(1, self.client.max_model_len - len(tokens))
         sampling = {"max_tokens": min(MAX_NEW_TOKENS, room), **params}
         if number and "seed" in params:
             sampling["seed"] = derive_seed("prompt", params["seed"], number)
-        return Request(_id(), tokens, SamplingParams(**sampling), self.adapter, opens_text=chat)
+        return Request(_id(), tokens, SamplingParams(**sampling), self.adapter, opens_text=opens_text)
 
     async def _logits(self, client: EngineClient, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray:
         adapter, first = self.adapter, len(before) - 1

@@ -113,6 +113,13 @@ class Tokenizer:
     def _adds_a_space(self) -> bool:
         return self.decode(self.encode("a", add_special_tokens=False), opens_text=False) != "a"
 
+    @cached_property
+    def _adds_a_space_behind_marks(self) -> bool:
+        if not (self._adds_a_space and self.eos_token_ids):
+            return False
+        end = self.token_text(min(self.eos_token_ids))
+        return self.encode_after(end, "a") == self.encode("a", add_special_tokens=False)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, opens_text: bool = True) -> str:
         """The text of tokens. `opens_text` = False: they stand in a text that has begun."""
         hidden = self.special_ids if skip_special_tokens else ()
@@ -189,8 +196,14 @@ class Tokenizer:
         return texts
 
     def opens_text(self, prompt_ids: Sequence[int]) -> bool:
-        """True: nothing of this prompt is text, so what follows begins one."""
-        return self.special_ids.issuperset(prompt_ids)
+        """True: what follows this prompt begins a text, as the tokenizer sees it.
+
+        The prompt has no text, or ends with a special token behind which the tokenizer puts a space of its own (Llama
+        2's and Phi-3's do).
+        """
+        if self.special_ids.issuperset(prompt_ids):
+            return True
+        return prompt_ids[-1] in self.special_ids and self._adds_a_space_behind_marks
 
     def detokenizer(self, *, opens_text: bool = True, skip_special_tokens: bool = True) -> Detokenizer:
         """Reads tokens one after another. `opens_text` = False: they stand in a text that has begun."""

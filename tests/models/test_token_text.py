@@ -179,6 +179,22 @@ def test_sentencepiece_keeps_its_space_and_its_bytes(make: Make, family: str) ->
     ]
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "prefix" not in name and "word piece" not in name])
+def test_what_follows_a_prompt_is_read_as_it_was_tokenised(make: Make, family: str) -> None:
+    """Text → tokens behind a prompt → text. Llama 2's and Phi-3's tokenizers put their space behind a special token
+    too, where it is no text; Mistral's and Gemma's do not."""
+    tokenizer = make(family)
+    assert tokenizer.opens_text(tokenizer.encode("")), "<s> alone"
+    behind = "llama2" in family or family in ("phi3", "metaspace always", "metaspace decoder", "unigram")
+    for prompt in ("Hello", "<|user|>Hello</s><|assistant|>", "<|user|>Hello</s><|assistant|>\n"):
+        ids = tokenizer.encode(prompt)
+        opens = tokenizer.opens_text(ids)
+        assert opens == (behind and ids[-1] in tokenizer.special_ids)
+        for text in ("world", ", world"):
+            shown = tokenizer.decode(tokenizer.encode_after(prompt, text), opens_text=opens)
+            assert (shown.lstrip() if family == "unigram" else shown) == text
+
+
 @pytest.mark.parametrize("family", ["gpt2", "added words"])
 def test_added_words_show_as_they_are_written(make: Make, family: str) -> None:
     tokenizer = make(family)
