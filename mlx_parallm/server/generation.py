@@ -207,7 +207,7 @@ def build_requests(
             stream,
             cache_salt=body.cache_salt,
             priority=body.priority,
-            opens_text=prompt.opens_text,
+            opens_text=prompt.opens_text and params.structure is None,  # a grammar's text is what it has matched
         )
         for position, prompt in enumerate(prompts)
     ]

@@ -84,9 +84,7 @@ def test_chat_tokens_join_to_the_content(served: Served, text: str) -> None:
     fields = {"messages": ASKED, "logprobs": True, "top_logprobs": 4, "temperature": 3.0, **forced(text)}
     choice = served.post("/v1/chat/completions", return_token_ids=True, **fields)["choices"][0]
     content, entries = choice["message"]["content"], ended(choice["logprobs"]["content"])
-    # A message is a text of its own: a SentencePiece model that begins it with a dummy space means none.
-    assert content in (text, text.removeprefix(" "))
-    assert in_one(entries) == content
+    assert in_one(entries) == content == text, "what a grammar has matched is the text"
     assert any(len(entry["bytes"]) == 1 and entry["bytes"][0] == 0xF0 for entry in entries) or "🙂" in {
         entry["token"] for entry in entries
     }
@@ -101,6 +99,27 @@ def test_chat_tokens_join_to_the_content(served: Served, text: str) -> None:
     assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == content
     streamed = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
     assert [entry["bytes"] for entry in ended(streamed)] == [entry["bytes"] for entry in entries]
+
+
+def test_a_message_begins_without_the_dummy_space(served: Served) -> None:
+    """A message is a text of its own: `▁world` at its beginning is `world`, and ` world` later on (ollama #13497)."""
+    space, *_ = served.tokenizer.encode_within(" world")
+    bias = {"logit_bias": {str(space): 100}, "max_tokens": 2, "ignore_eos": True}
+    fields = {"messages": ASKED, "logprobs": True, "top_logprobs": 20, **bias}
+    named = served.post("/v1/chat/completions", return_tokens_as_token_ids=True, **fields)["choices"][0]["logprobs"]
+    reader = served.tokenizer.detokenizer()
+    for entry in named["content"]:  # the alternatives stand in the same place
+        for top in entry["top_logprobs"]:
+            assert bytes(top["bytes"]) == reader.bytes_of(int(top["token"].removeprefix("token_id:")))
+        reader.add(space)
+    for choice in served.post("/v1/chat/completions", n=2, **fields)["choices"]:
+        first, second = choice["logprobs"]["content"]
+        word = served.tokenizer.token_text(space)
+        begins = word.removeprefix(" ") if served.tokenizer.decode([space]) != word else word
+        assert [first["token"], second["token"]] == [begins, word]
+        assert choice["message"]["content"] == begins + word == in_one([first, second])
+    choice = served.post("/v1/completions", prompt=PROMPT, echo=True, **bias)["choices"][0]
+    assert choice["text"] == PROMPT + 2 * word
 
 
 @pytest.mark.parametrize("ids", [False, True])

@@ -30,6 +30,7 @@ from mlx_parallm.server.protocol.openai import CompletionBody
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.schema_check import SchemaCheck, schema_check
 from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, ServedModel
+from mlx_parallm.types import Request as EngineRequest
 
 router = json_router("openai")
 
@@ -42,7 +43,7 @@ async def create_completion(body: CompletionBody, request: Request, context: Con
     params = body.to_params()
     check = await schema_check(context, params, params.structure)
     requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
-    answer = _CompletionsResponse(context, model, response_id, body, prompts, check)
+    answer = _CompletionsResponse(context, model, response_id, body, prompts, requests, check)
     response = await respond(answer, request, requests, streamed=body.stream, stream_options=body.stream_options)
     return check.with_header(response)
 
@@ -55,12 +56,13 @@ class _CompletionsResponse(ResponseBuilder):
         response_id: str,
         body: CompletionBody,
         prompts: list[EncodedPrompt],
+        requests: list[EngineRequest],
         check: SchemaCheck,
     ) -> None:
         head = openai_head("text_completion", response_id, model, usage_follows=body.include_usage)
         super().__init__(context, model, head)
         self._body = body
-        self._prompts, self._check = prompts, check
+        self._prompts, self._requests, self._check = prompts, requests, check
         self._readers: dict[int, TokenReader] = {}  # by streamed choice
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -117,8 +119,9 @@ class _CompletionsResponse(ResponseBuilder):
         return self._prompts[position].reader(self.context.tokenizer)
 
     def _reader(self, position: int) -> TokenReader:
-        opens, skips = self._prompts[position].opens_text, self._body.skip_special_tokens
-        return self.context.tokenizer.detokenizer(opens_text=opens, skip_special_tokens=skips)
+        request = self._requests[position]
+        skips = request.params.skip_special_tokens
+        return self.context.tokenizer.detokenizer(opens_text=request.opens_text, skip_special_tokens=skips)
 
     def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
         choice: dict[str, Any] = {"index": index, "text": delta.text}
