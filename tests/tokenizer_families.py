@@ -131,7 +131,7 @@ FAMILIES: dict[str, tuple[Callable[[], Rust], dict[str, Any]]] = {
     "metaspace never": (lambda: _metaspace("never"), {}),
     "metaspace decoder": (_metaspace_decoder, {}),
     "phi3": (_llama2, {"rstrip": True}),
-    "gemma": (_gemma, {}),
+    "gemma": (_gemma, {"words": ["▁▁", "▁▁▁▁", "\n\n", "<table>"]}),  # words of its vocabulary too
     "unigram": (_unigram, {}),
     "gpt2": (_byte_level, {"clean_up_tokenization_spaces": True}),
     "gpt2 with a prefix space": (lambda: _byte_level(prefix=True), {}),

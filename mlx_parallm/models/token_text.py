@@ -36,9 +36,8 @@ class TokenPieces:
         self._tokenizer, self._decode, self._size = tokenizer, decode, size
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = "" if backend is None else str(backend.decoder)
-        added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
-        # WordPiece puts spaces around added words too; elsewhere a decoder may damage them ("▁", or "é" as a byte).
-        self._verbatim = {n: text for n, text in added.items() if n in special_ids or "WordPiece" not in decoder}
+        self._added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+        self._special_ids = special_ids
         self._byte_tokens = (
             backend is None or "ByteFallback" in decoder or getattr(backend.model, "byte_fallback", False) is True
         )
@@ -66,7 +65,8 @@ class TokenPieces:
         piece = self._first.get(token_id)
         if piece is None:
             piece = self.inner(token_id)
-            if piece.startswith(b" ") and self.byte_of is None and token_id not in self._verbatim:
+            written = self._added.get(token_id, "").startswith(" ")
+            if piece.startswith(b" ") and self.byte_of is None and not written:
                 shown = self._decode([token_id]).encode()
                 if shown != piece and shown.lstrip(b" ") == piece.lstrip(b" "):
                     piece = piece[1:]
@@ -84,15 +84,17 @@ class TokenPieces:
         return b"".join(pieces).decode(errors="replace")
 
     def _read(self, token_id: int) -> bytes:
-        if (written := self._verbatim.get(token_id)) is not None:
-            spelled = self._spelled(written)  # an added word may also be one of the vocabulary: "Ġx"
-            return spelled if spelled is not None and _is_text(spelled) else written.encode()
+        if token_id in self._special_ids and token_id in self._added:
+            return self._added[token_id].encode()
         raw = self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < self._size else None
         if raw is None or isinstance(raw, bytes):
             return raw or b""
         if self.byte_of is not None:
             spelled = self._spelled(raw)
-            return raw.encode() if spelled is None else spelled
+            # An added word stands as it is written ("é"), unless it is one of the vocabulary too ("Ġx").
+            if spelled is not None and (token_id not in self._added or _is_text(spelled)):
+                return spelled
+            return raw.encode()
         if self._byte_tokens and (byte := _BYTE_TOKEN.fullmatch(raw)) is not None:
             return bytes.fromhex(byte[1])
         return self._between(token_id).encode()
@@ -117,7 +119,7 @@ class TokenPieces:
     def _anchor(self) -> tuple[int, str, str] | None:
         """A token that others can stand between, its text as the first one and as a later one. None: there is none."""
         for token in range(min(self._size, _MOST_ANCHORS)):
-            raw = None if token in self._verbatim else self._tokenizer.convert_ids_to_tokens(token)
+            raw = None if token in self._added else self._tokenizer.convert_ids_to_tokens(token)
             if not isinstance(raw, str) or _BYTE_TOKEN.fullmatch(raw):
                 continue
             left, both = self._decode([token]), self._decode([token, token])

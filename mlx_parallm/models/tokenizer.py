@@ -126,7 +126,7 @@ class Tokenizer:
         return self._pieces.text(ids, opens_text=opens_text, hidden=hidden)
 
     def decode_parts(self, parts: Sequence[Sequence[int]]) -> list[str]:
-        """The texts of the parts of one sequence, each in its place, special tokens shown. Joined they are its text"""
+        """The texts of the parts of one sequence, each in its place, special tokens shown. Joined they are its text."""
         detokenizer = self.detokenizer(skip_special_tokens=False)
         texts = ["".join(map(detokenizer.add, part)) for part in parts]
         return [*texts[:-1], texts[-1] + detokenizer.finish()] if texts else []
