@@ -93,6 +93,7 @@ class Request:
     stream: bool = False  # False: deltas are not emitted, only the final output
     cache_salt: str | None = None  # prefixes are shared among requests of the same salt only
     priority: int = 0  # lower goes first
+    opens_text: bool = False  # the completion begins a text of its own, as a chat's answer does
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,6 +400,10 @@ class ChatTokenizer(Protocol):
     def template_takes_tools(self) -> bool: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def encode_after(self, prompt: str, text: str) -> list[int]: ...
+
+    def opens_text(self, prompt_ids: Sequence[int]) -> bool: ...
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
 

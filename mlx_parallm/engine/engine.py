@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -346,9 +347,13 @@ class Engine:
         stop_ids = eos | frozenset(params.stop_token_ids)
         # With a grammar min_tokens is the matcher's business: an end may be all that the grammar leaves.
         forbidden = stop_ids if params.structure is None else frozenset()
-        bad_words = [ids for word in params.bad_words for ids in spellings(word, self._tokenizer.encode)]
+        bad_words = [ids for word in params.bad_words for ids in spellings(word, self._tokenizer.encode_within)]
         longest = self.limits.default_length(len(prompt))
-        tokenizer = self._tokenizer
+        make_detokenizer = partial(
+            self._tokenizer.detokenizer,
+            opens_text=request.opens_text,
+            skip_special_tokens=params.skip_special_tokens,
+        )
         return [
             Sequence(
                 request_id=request.request_id,
@@ -362,7 +367,7 @@ class Engine:
                 random_stream=random_stream(seed, index),
                 stop_ids=stop_ids,
                 text=OutputText(
-                    tokenizer.detokenizer if params.skip_special_tokens else tokenizer.verbatim_detokenizer,
+                    make_detokenizer,
                     params.stop,
                     include_stop=params.include_stop_str_in_output,
                     eager=request.stream,

@@ -143,8 +143,14 @@ def stack_edits(edits: list[LogitEdits]) -> EditTable:
     return EditTable(*stacked)
 
 
-def spellings(word: str, encode: Callable[..., list[int]]) -> list[tuple[int, ...]]:
-    """vLLM's token ids of a bad word: alone, and behind a space, where that is as many tokens and another first one."""
-    alone, behind = (tuple(encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+def spellings(word: str, encode: Callable[[str], list[int]]) -> list[tuple[int, ...]]:
+    """Token ids of a bad word: alone, and behind a space, where that is another first token.
+
+    vLLM leaves the second out where it is not as many tokens as the first: SentencePiece's `▁world` beside `wor` `ld`.
+
+    Args:
+        encode: to the tokens that a text has inside another.
+    """
+    alone, behind = (tuple(encode(space + word.lstrip())) for space in ("", " "))
     found = [alone] if alone else []
-    return [*found, behind] if len(behind) == len(alone) and behind[:1] != alone[:1] else found
+    return [*found, behind] if behind and behind[:1] != alone[:1] else found

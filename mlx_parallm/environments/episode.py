@@ -227,7 +227,14 @@ class EpisodePolicy:
             stop=turn.config.stop,
         )
         params = dataclasses.replace(params, **overrides)
-        return Request(turn.name, tuple(token_ids), params, adapter=self.adapter, priority=self.priority)
+        return Request(
+            turn.name,
+            tuple(token_ids),
+            params,
+            adapter=self.adapter,
+            priority=self.priority,
+            opens_text=not isinstance(turn.prompt, str) or self.tokenizer.opens_text(token_ids),
+        )
 
     def _follow(
         self, turn: TurnRequest, sequences: Sequence[SequenceRecorder], last: LastTurn | None

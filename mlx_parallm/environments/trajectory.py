@@ -91,5 +91,5 @@ def continuation(
                 tail = tail.removeprefix(end)
             elif isinstance(stop, str) and (end.endswith(stop) or stop.endswith(end)):  # the stop was sampled whole
                 tail = tail.removeprefix(stop)
-            return tokenizer.encode(tail, add_special_tokens=False)
+            return tokenizer.encode_after(after.removesuffix(tail), tail)
     return None

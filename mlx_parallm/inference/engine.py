@@ -53,16 +53,17 @@ class EngineBackend:
     async def generate(
         self, prompts: Sequence[Prompt], params: Mapping[str, Any], *, logprobs: bool
     ) -> list[list[Generation]]:
-        return await self._sample([self._encode(prompt) for prompt in prompts], params)
+        return await self._sample([self._encode(prompt) for prompt in prompts], params, [*map(is_messages, prompts)])
 
     async def generate_with_tools(
         self, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, Any]], formats: Any, params: Mapping[str, Any]
     ) -> list[tuple[str, ParsedCalls]]:
         own = own_format(self._tokenizer)
         parse_tool_calls("", tools, formats, own=own)  # raises on an unknown format before anything is sampled
-        encoded = [self._encode(*prompt_with_tools(prompt, tools, self._tokenizer, formats)) for prompt in prompts]
+        asked = [prompt_with_tools(prompt, tools, self._tokenizer, formats) for prompt in prompts]
+        encoded, chats = [self._encode(*each) for each in asked], [is_messages(prompt) for prompt, _ in asked]
         visible = {"skip_special_tokens": own is None}  # its markers may be special tokens
-        answers = await self._sample(encoded, {**params, **visible})
+        answers = await self._sample(encoded, {**params, **visible}, chats)
         texts = [answer.text for each in answers for answer in each]
         return [(text, parse_tool_calls(text, tools, formats, own=own)) for text in texts]
 
@@ -97,8 +98,14 @@ class EngineBackend:
     async def aclose(self) -> None:
         """Do nothing: the engine belongs to its starter."""
 
-    async def _sample(self, encoded: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> list[list[Generation]]:
-        requests = [self._request(tokens, params, number) for number, tokens in enumerate(encoded)]
+    async def _sample(
+        self, encoded: Sequence[tuple[int, ...]], params: Mapping[str, Any], chats: Sequence[bool]
+    ) -> list[list[Generation]]:
+        """`chats`: of each prompt, whether it is a chat, whose answer begins a text of its own."""
+        requests = [
+            self._request(tokens, params, number, opens_text=chat or self._tokenizer.opens_text(tokens))
+            for number, (tokens, chat) in enumerate(zip(encoded, chats, strict=True))
+        ]
         keys = [self._key(request) for request in requests]
         cached = [self._cached(key) for key in keys]
         new = [request for request, answers in zip(requests, cached, strict=True) if answers is None]
@@ -109,12 +116,12 @@ class EngineBackend:
                 self._keep(key, answers)
         return complete
 
-    def _request(self, tokens: tuple[int, ...], params: Mapping[str, Any], number: int) -> Request:
+    def _request(self, tokens: tuple[int, ...], params: Mapping[str, Any], number: int, *, opens_text: bool) -> Request:
         room = max(1, self.client.max_model_len - len(tokens))
         sampling = {"max_tokens": min(MAX_NEW_TOKENS, room), **params}
         if number and "seed" in params:
             sampling["seed"] = derive_seed("prompt", params["seed"], number)
-        return Request(_id(), tokens, SamplingParams(**sampling), self.adapter)
+        return Request(_id(), tokens, SamplingParams(**sampling), self.adapter, opens_text=opens_text)
 
     async def _logits(self, client: EngineClient, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray:
         adapter, first = self.adapter, len(before) - 1
@@ -144,8 +151,16 @@ class EngineBackend:
         if not before:
             raise RequestError("prompt: the prompt is empty", param="prompt")
         if isinstance(response, str):
-            return before, tuple(self._tokenizer.encode(response, add_special_tokens=False))
+            return before, tuple(self._tokenizer.encode_after(self._text(prompt, before), response))
         return before, tuple(response)
+
+    def _text(self, prompt: Prompt, ids: Sequence[int]) -> str:
+        """The text of a prompt that has these ids."""
+        if isinstance(prompt, str):
+            return prompt
+        if is_messages(prompt):
+            return self._tokenizer.render_chat_text(prompt, template_kwargs=self._template_kwargs)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     # The greedy cache: sampled answers are never kept, and no answer outlives a change of the weights.
 
@@ -156,7 +171,7 @@ class EngineBackend:
         with self._weights.read() as view:
             revision = view.revision
         limits = (params.max_tokens, params.n, params.stop, params.skip_special_tokens)
-        return revision, request.adapter, request.prompt_token_ids, limits
+        return revision, request.adapter, request.prompt_token_ids, request.opens_text, limits
 
     def _cached(self, key: Hashable) -> list[Generation] | None:
         if key not in self._greedy:

@@ -99,7 +99,7 @@ class OpenAIBackend:
         before = await self._tokens(prompt, special=True)
         if not before:
             raise RequestError("prompt: the prompt is empty", param="prompt")
-        after = await self._tokens(response, special=False)
+        after = await self._after(prompt, before, response)
         if not after:
             return np.zeros(0, np.float32)
         body = {"model": self._model, "prompt": before + after, "max_tokens": 0, "echo": True, "logprobs": 0}
@@ -111,6 +111,21 @@ class OpenAIBackend:
             )
         return np.array(scores, np.float32)
 
+    async def _after(self, prompt: Prompt, before: Sequence[int], response: Response) -> list[int]:
+        """Return the tokens that a response has behind its prompt, by the rule of `Tokenizer.encode_after`."""
+        if not isinstance(response, str):
+            return list(response)
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            text = str((await self._on_texts("/detokenize", {"tokens": list(before)}))["prompt"])
+        for context in (text, "\n"):
+            first = await self._tokens(context, special=False)
+            both = await self._tokens(context + response, special=False)
+            if both[: len(first)] == first:
+                return both[len(first) :]
+        return await self._tokens(response, special=False)
+
     async def _tokens(self, text: Prompt, *, special: bool) -> list[int]:
         if isinstance(text, str):
             body: dict[str, Any] = {"prompt": text, "add_special_tokens": special}
@@ -118,17 +133,19 @@ class OpenAIBackend:
             body = {"messages": list(text)}
         else:
             return list(text)  # type: ignore[arg-type]
+        return [int(token) for token in (await self._on_texts("/tokenize", body))["tokens"]]
+
+    async def _on_texts(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            reply = await self._root.post("/tokenize", {"model": self._model, **body})
+            return await self._root.post(path, {"model": self._model, **body})
         except EndpointError as error:
             if error.status in (404, 405):
                 raise EndpointError(
-                    f"get_logprobs of texts needs /tokenize, which vLLM and mlx_parallm have ({error}); "
+                    f"get_logprobs of texts needs {path}, which vLLM and mlx_parallm have ({error}); "
                     "pass token ids instead",
                     status=error.status,
                 ) from error
             raise
-        return [int(token) for token in reply["tokens"]]
 
 
 async def _all(coroutines: Any) -> list[Any]:

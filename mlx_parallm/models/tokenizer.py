@@ -1,7 +1,7 @@
 """A thin face over mlx-lm's tokenizer: ids in and out, chat rendering, incremental text. One instance per thread."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -13,8 +13,12 @@ from mlx_parallm.execution.json_values import template_arguments
 from mlx_parallm.execution.taught_tools import with_taught_tools
 from mlx_parallm.models.chat_template import render_template, with_arguments
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
+from mlx_parallm.models.token_text import Detokenizer, TextReader, TokenPieces
 
-INCOMPLETE = "\ufffd"  # what a decoder shows for half a UTF-8 character
+CONTEXT = 4096
+"""Characters before a text that decide how it is tokenised in its place; more only where they hold no space."""
+ANCHORS = ("\n", ".", "a", "0", ")", "中", "<")
+"""Texts that a text is tokenised behind, to see it as it stands inside another."""
 
 
 class Tokenizer:
@@ -33,13 +37,13 @@ class Tokenizer:
         self._rust = _rust_decoder(self._hf)
         marked = (token_id for token_id, token in self._hf.added_tokens_decoder.items() if token.special)
         self.special_ids: frozenset[int] = frozenset([*self._hf.all_special_ids, *marked])
-        self._byte_of = _byte_level_alphabet() if _is_byte_level(self._hf) else None
         self.eos_token_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
         self.eos_token_id: int | None = wrapper.eos_token_id
         self.bos_token_id: int | None = self._hf.bos_token_id
         self.pad_token_id: int | None = self._hf.pad_token_id
         self.has_chat_template: bool = bool(wrapper.has_chat_template)
         self.vocab_size: int = len(self._hf)
+        self._pieces = TokenPieces(self._hf, self._decode_alone, self.special_ids, self.vocab_size)
         self.longest_token = max(len(token) for token in self._hf.get_vocab())  # in characters, or bytes shown as such
         self.think_markers = _pair(wrapper.think_start, wrapper.think_end) if splits_reasoning else None
         self.tool_markers = _pair(wrapper.tool_call_start, wrapper.tool_call_end) if reads_tools else None
@@ -77,12 +81,64 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if self._rust is not None:
-            return str(self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens))
-        return str(
-            self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    def encode_after(self, prompt: str, text: str) -> list[int]:
+        """Token ids of a text that stands after a prompt: those that a model sees, or samples, there.
+
+        They are the ids of prompt and text as one, without the prompt's. Where the tokenizer joins the end of the
+        prompt with the beginning of the text ("wor" + "ld"), the prompt keeps its tokens, and the text has those of
+        `encode_within`. No special tokens are added.
+        """
+        if not prompt:
+            return self.encode(text, add_special_tokens=False)
+        start = len(prompt) - CONTEXT
+        if start > 0:
+            start = max(prompt.rfind(" ", 0, start), prompt.rfind("\n", 0, start), 0)
+        behind = self._encode_behind(prompt[start:], text)
+        return self.encode_within(text) if behind is None else behind
+
+    def encode_within(self, text: str) -> list[int]:
+        """Token ids of a text inside another: SentencePiece's tokenizers do not put their space before it."""
+        alone = self.encode(text, add_special_tokens=False)
+        if not self._adds_a_space or not text:
+            return alone
+        candidates = [ids for anchor in ANCHORS if (ids := self._encode_behind(anchor, text)) is not None]
+        exact = (
+            ids for ids in (alone, *candidates) if self.decode(ids, skip_special_tokens=False, opens_text=False) == text
         )
+        return next(exact, next(iter(candidates), alone))
+
+    def _encode_behind(self, before: str, text: str) -> list[int] | None:
+        """Token ids of the text behind another one; None: the tokenizer joins the two."""
+        first, both = (self.encode(whole, add_special_tokens=False) for whole in (before, before + text))
+        return both[len(first) :] if both[: len(first)] == first else None
+
+    @cached_property
+    def _adds_a_space(self) -> bool:
+        return self.decode(self.encode("a", add_special_tokens=False), opens_text=False) != "a"
+
+    @cached_property
+    def _adds_a_space_behind_marks(self) -> bool:
+        if not (self._adds_a_space and self.eos_token_ids):
+            return False
+        end = self.token_text(min(self.eos_token_ids))
+        return self.encode_after(end, "a") == self.encode("a", add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, opens_text: bool = True) -> str:
+        """The text of tokens. `opens_text` = False: they stand in a text that has begun."""
+        hidden = self.special_ids if skip_special_tokens else ()
+        return self._pieces.text(ids, opens_text=opens_text, hidden=hidden)
+
+    def decode_parts(self, parts: Sequence[Sequence[int]]) -> list[str]:
+        """The texts of the parts of one sequence, each in its place, special tokens shown. Joined they are its text."""
+        detokenizer = self.detokenizer(skip_special_tokens=False)
+        texts = ["".join(map(detokenizer.add, part)) for part in parts]
+        return [*texts[:-1], texts[-1] + detokenizer.finish()] if texts else []
+
+    def _decode_alone(self, ids: Sequence[int]) -> str:
+        """As the tokenizer's own decoder shows them."""
+        if self._rust is not None:
+            return str(self._rust.decode(list(ids), skip_special_tokens=False))
+        return str(self._hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation; options as `render_chat_text`."""
@@ -185,64 +241,45 @@ class Tokenizer:
 
     def word_of(self, text: str) -> str:
         """A text as the vocabulary of tokenizer.json writes it: in GPT-2's alphabet of bytes, or with ▁ for a space."""
-        if self._byte_of is None:
+        if self._pieces.byte_of is None:
             return text.replace(" ", "▁")
-        character_of = {byte: character for character, byte in self._byte_of.items()}
+        character_of = {byte: character for character, byte in self._pieces.byte_of.items()}
         return "".join(character_of[byte] for byte in text.encode())
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token, special tokens shown; half a character shows as U+FFFD."""
-        return self.decode([token_id], skip_special_tokens=False)
+        """What one token adds to a text that has begun, special tokens shown; half a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token (exact for byte-level tokenizers, also for half a character)."""
-        if self._byte_of is not None and token_id not in self.special_ids and token_id < self.vocab_size:
-            raw = self._hf.convert_ids_to_tokens(token_id)
-            if raw is not None and all(character in self._byte_of for character in raw):
-                return bytes(self._byte_of[character] for character in raw)
-        return self.token_text(token_id).encode()
+        """The bytes that one token adds to a text that has begun, exact also for half a character."""
+        return self._pieces.inner(token_id)
 
-    def detokenizer(self) -> "Detokenizer":
-        return Detokenizer(self.decode)
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token of a whole text, in its place, special tokens shown."""
+        detokenizer, texts = self.detokenizer(skip_special_tokens=False), []
+        for token_id in ids:
+            texts.append(detokenizer.text_of(token_id))
+            detokenizer.add(token_id)
+        return texts
 
-    def verbatim_detokenizer(self) -> "Detokenizer":
-        """Shows special tokens too."""
-        return Detokenizer(partial(self.decode, skip_special_tokens=False))
+    def opens_text(self, prompt_ids: Sequence[int]) -> bool:
+        """True: what follows this prompt begins a text, as the tokenizer sees it.
 
+        The prompt has no text, or ends with a special token behind which the tokenizer puts a space of its own (Llama
+        2's and Phi-3's do).
+        """
+        if self.special_ids.issuperset(prompt_ids):
+            return True
+        return prompt_ids[-1] in self.special_ids and self._adds_a_space_behind_marks
 
-class Detokenizer:
-    """Incremental decoding: text is given out once no later token can change it.
+    def detokenizer(self, *, opens_text: bool = True, skip_special_tokens: bool = True) -> Detokenizer:
+        """Reads tokens one after another. `opens_text` = False: they stand in a text that has begun."""
+        hidden = self.special_ids if skip_special_tokens else ()
+        return Detokenizer(self._pieces, opens_text=opens_text, hidden=hidden)
 
-    Decoding token by token loses spaces and splits characters, so a short window [prefix, read) of already shown
-    tokens is decoded again with the new ones and the difference is what is new (the method of TGI and vLLM).
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._ids: list[int] = []
-        self._shown = ""  # text of ids[prefix:read]
-        self._read = 0
-
-    def add(self, token_id: int) -> str:
-        """Text that became final with this token (may be empty)."""
-        self._ids.append(token_id)
-        text = self._decode(self._ids)
-        if text.endswith(INCOMPLETE):
-            return ""
-        return self._advance(text)
-
-    def finish(self) -> str:
-        """The rest, replacement characters included. Further `add`s start from nothing."""
-        rest = self._advance(self._decode(self._ids))
-        self._ids, self._shown, self._read = [], "", 0
-        return rest
-
-    def _advance(self, text: str) -> str:
-        new = text[len(self._shown) :]
-        self._ids = self._ids[self._read :]
-        self._read = len(self._ids)
-        self._shown = self._decode(self._ids)
-        return new
+    def text_reader(self, text: str) -> TextReader:
+        """Reads the tokens of a text that is known, such as a prompt's."""
+        return TextReader(self._pieces, text, self.special_ids)
 
 
 def _pair(start: str | None, end: str | None) -> tuple[str, str] | None:
@@ -256,16 +293,3 @@ def _rust_decoder(hf_tokenizer: Any) -> Any:
     if not isinstance(hf_tokenizer, plain) or kind.decode is not plain.decode or kind._decode is not plain._decode:
         return None
     return hf_tokenizer.backend_tokenizer
-
-
-def _is_byte_level(hf_tokenizer: Any) -> bool:
-    backend = getattr(hf_tokenizer, "backend_tokenizer", None)
-    return backend is not None and "ByteLevel" in str(backend.decoder)
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Inverse of GPT-2's printable alphabet of bytes: character → byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    pairs = [(chr(byte), byte) for byte in printable]
-    return dict(pairs + [(chr(256 + position), byte) for position, byte in enumerate(hidden)])

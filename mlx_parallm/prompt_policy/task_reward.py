@@ -61,7 +61,7 @@ class ServedAnswers:
         context = request.app.state.context
         check_text(prompt, "prompt")
         tokens = tuple(context.tokenizer.render_chat([{"role": "user", "content": prompt}]))
-        encoded = EncodedPrompt(tokens, prompt)
+        encoded = EncodedPrompt(tokens, prompt, opens_text=True)
         model = resolve_model(context, None)
         requests = build_requests(new_id(UNNAMED), [encoded], self._params, model, QueueFields())
         [output] = await run(context, request, requests)

@@ -212,7 +212,7 @@ class _Base:
             )
         try:
             tokens = self.inference.tokenizer.render_chat(messages, template_kwargs=self._template_kwargs)
-            request = Request(f"judge/{uuid.uuid4().hex}", tuple(tokens), self._params, adapter=None)
+            request = Request(f"judge/{uuid.uuid4().hex}", tuple(tokens), self._params, adapter=None, opens_text=True)
             async with asyncio.timeout(self._timeout_s):
                 output: RequestOutput = await self.inference.client.generate(request)
         except TimeoutError:

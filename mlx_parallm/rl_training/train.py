@@ -466,7 +466,7 @@ class TrainingRun:
         hide = self._run_log.redactor.text
         sample_log = SampleLog(
             directory.path / SAMPLES_FILE,
-            lambda tokens: hide(tokenizer.decode(tokens, skip_special_tokens=False)),
+            lambda parts: [hide(text) for text in tokenizer.decode_parts(parts)],
             every=self.config.logging.sample_every,
             step=state.step if state else 0,
         )

@@ -21,7 +21,6 @@ from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.server.metrics import ServerMetrics
-from mlx_parallm.server.protocol.answers import TokenTexts
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.server.responses.store import ResponseStore
 from mlx_parallm.types import Request
@@ -39,7 +38,6 @@ class LoadedParts:
 
     engine: "EngineClient"
     tokenizer: "Tokenizer"
-    texts: TokenTexts
     adapters: "AdapterLoader | None"
 
 
@@ -62,7 +60,7 @@ class ServerState:
     def ready(self, engine: "EngineClient", tokenizer: "Tokenizer", adapters: "AdapterLoader | None" = None) -> None:
         """Lets every route answer from now on; call it once."""
         self.metrics.watch_engine(engine.stats, engine.rank_stats)
-        self._parts = LoadedParts(engine, tokenizer, TokenTexts(tokenizer), adapters)
+        self._parts = LoadedParts(engine, tokenizer, adapters)
 
     def failed(self, reason: str) -> None:
         """The model could not be loaded: /health says why."""
@@ -181,10 +179,6 @@ class ServerContext:
     @property
     def tokenizer(self) -> "Tokenizer":
         return self.deps.state.parts.tokenizer
-
-    @property
-    def texts(self) -> TokenTexts:
-        return self.deps.state.parts.texts
 
     @property
     def clients_paused(self) -> bool:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
@@ -24,11 +24,14 @@ from mlx_parallm.errors import GenerationFailedError, RequestError
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import ClientDisconnectedError
-from mlx_parallm.server.protocol.answers import last_version, usage, usage_of, version_spans
+from mlx_parallm.server.protocol.answers import TokenReader, last_version, usage, usage_of, version_spans
 from mlx_parallm.server.protocol.fields import QueueFields, StreamOptions
 from mlx_parallm.server.protocol.openai import ChatBody, Conversation
 from mlx_parallm.server.sse import AnswerResponse, EventStream, StreamForm, merged, until_hangup
 from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
+
+if TYPE_CHECKING:
+    from mlx_parallm.models.tokenizer import Tokenizer
 
 UNNAMED = "gen"  # prefix of response ids that no client sees
 Part = TypeVar("Part", Completion, CompletionDelta)
@@ -38,12 +41,19 @@ Part = TypeVar("Part", Completion, CompletionDelta)
 class EncodedPrompt:
     token_ids: tuple[int, ...]
     text: str | None = None  # None when the client sent ids
+    opens_text: bool = False  # what is sampled begins a text of its own: an answer of a chat
 
     def last(self, count: int | None) -> "EncodedPrompt":
         """`truncate_prompt_tokens`: the last `count` tokens; None = all."""
         if count is None or count >= len(self.token_ids):
             return self
-        return EncodedPrompt(self.token_ids[-count:])
+        return EncodedPrompt(self.token_ids[-count:], opens_text=self.opens_text)
+
+    def reader(self, tokenizer: "Tokenizer") -> TokenReader:
+        """Reads this prompt's tokens."""
+        if self.text is None:
+            return tokenizer.detokenizer(skip_special_tokens=False)
+        return tokenizer.text_reader(self.text)
 
 
 def new_id(prefix: str) -> str:
@@ -74,12 +84,11 @@ def encode_prompt(context: ServerContext, prompt: str | Sequence[int]) -> Encode
     if isinstance(prompt, str):
         check_text(prompt, "prompt")
         check_size(context, prompt, "prompt")
-        encoded = EncodedPrompt(tuple(context.tokenizer.encode(prompt)), prompt)
-    else:
-        encoded = EncodedPrompt(tuple(prompt))
-    if not encoded.token_ids:
+    ids = tuple(context.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    if not ids:
         raise RequestError("'prompt' must not be empty", param="prompt")
-    return encoded
+    text = prompt if isinstance(prompt, str) else None
+    return EncodedPrompt(ids, text, opens_text=context.tokenizer.opens_text(ids))
 
 
 def render_conversation(context: ServerContext, conversation: Conversation) -> tuple[int, ...]:
@@ -146,6 +155,7 @@ def build_requests(
             stream,
             cache_salt=body.cache_salt,
             priority=body.priority,
+            opens_text=prompt.opens_text and params.structure is None,  # a grammar's text is what it has matched
         )
         for position, prompt in enumerate(prompts)
     ]

@@ -365,33 +365,37 @@ class _Texts:
         """Return prompt and answer as people read them, without the chat template. Between two turns, what the
         environment said stands in ⟦ ⟧."""
         prompt, *turns = _turns(rollout)
-        texts = ((sampled, self._decode(tokens)) for sampled, tokens in turns)
-        answer = "".join(text if sampled else BETWEEN.format(text) for sampled, text in texts)
-        return self._readable(self._decode(prompt[1])), self._readable(answer)
+        asked, *texts = self._decode([prompt[1], *(tokens for _, tokens in turns)])
+        shown = zip(turns, texts, strict=True)
+        answer = "".join(text if sampled else BETWEEN.format(text) for (sampled, _), text in shown)
+        return self._readable(asked), self._readable(answer)
 
     def whole(self, rollout: Rollout) -> dict[str, Any]:
         """Return the turns of the conversation and the tokens of each segment, special tokens shown."""
-        decode = self._decode if self.known else lambda tokens: None
+        decode: Any = self._decode if self.known else lambda parts: [None] * len(parts)
         prompt, *turns = _turns(rollout)
-        conversation = [("prompt", prompt[1])] + [("model" if own else "environment", part) for own, part in turns]
+        roles = ["prompt", *("model" if own else "environment" for own, _ in turns)]
+        texts = decode([prompt[1], *(part for _, part in turns)])
         return {
             "zero_advantage": rollout.zero_advantage,
-            "conversation": [{"role": role, "text": decode(tokens)} for role, tokens in conversation],
+            "conversation": [{"role": role, "text": text} for role, text in zip(roles, texts, strict=True)],
             "segments": [
                 {
                     "tokens": segment.tokens,
                     "mask": segment.mask,
                     "logprobs": segment.logprobs,
                     "policy_versions": segment.policy_versions,
-                    "text": decode(segment.tokens),
-                    "token_texts": [decode([token]) for token in segment.tokens] if self.known else None,
+                    "text": decode([segment.tokens])[0],
+                    "token_texts": self._tokenizer.token_texts(segment.tokens) if self.known else None,
                 }
                 for segment in rollout.segments
             ],
         }
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+    def _decode(self, parts: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of the parts of one sequence, each in its place."""
+        texts: list[str] = self._tokenizer.decode_parts(parts)
+        return texts
 
 
 def _turns(rollout: Rollout) -> list[tuple[bool, list[int]]]:

@@ -184,7 +184,7 @@ def test_the_trainers_numbers_of_tokens(tmp_path: Path) -> None:
     events, log = RunEvents(), TokenLog(view.path, most_bytes=200_000)
     log.subscribe(events)
     events.emit(StepFinished({"step": 1}, batch, tokens))
-    events.emit(SamplesWritten(1, choose_samples(1, [group], str)))
+    events.emit(SamplesWritten(1, choose_samples(1, [group], lambda parts: [*map(str, parts)])))
     log.close()
     found = view.tokens("sums-1", 0, 0, 0)
     for place, own in enumerate(found["mask"]):

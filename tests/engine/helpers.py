@@ -41,7 +41,7 @@ class ByteTokenizer:
     def decode(self, ids: list[int]) -> str:
         return b"".join(self.token_bytes(i) for i in ids).decode(errors="replace")
 
-    def detokenizer(self) -> "ByteDetokenizer":
+    def detokenizer(self, **_options: bool) -> "ByteDetokenizer":
         return ByteDetokenizer(self)
 
 

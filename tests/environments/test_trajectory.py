@@ -3,6 +3,7 @@ import pytest
 from mlx_parallm.environments.trajectory import SequenceRecorder, continuation
 from tests.environments.scripted_client import end_of_turn, finished
 from tests.environments.templates import QWEN3, with_template
+from tests.tokenizer_families import make_tokenizer
 
 
 def test_spans_keep_mask_logprobs_and_versions():
@@ -73,3 +74,20 @@ def test_a_text_goes_on_where_the_next_one_begins_with_it(tokenizer, said, after
     [last] = tokenizer.encode(ended_by or "4", add_special_tokens=False)
     tail = continuation(tokenizer, "Q: 2+2\nA:", said, after, last_token=last, stop=ended_by)
     assert (None if tail is None else tokenizer.decode(tail)) == expected
+
+
+@pytest.mark.parametrize("family", ["llama2", "mistral", "gemma", "metaspace decoder", "gpt2"])
+def test_what_an_environment_answers_has_the_tokens_of_its_place(tmp_path, family):
+    """No dummy space before an observation, in a text or a chat; a sampled one is no part of a chat's answer."""
+    tokenizer = make_tokenizer(tmp_path, family)
+    before, said, after = "Q: 2+2\nA:", " 4", "Q: 2+2\nA: 4world is 5\nA:"
+    tail = continuation(tokenizer, before, said, after, last_token=tokenizer.encode("4")[-1])
+    ids = [*tokenizer.encode(before), *tokenizer.encode_after(before, said), *tail]
+    assert tokenizer.decode(ids) == after and ids == tokenizer.encode(after)
+    turns = [ASK, {"role": "assistant", "content": "world"}, REPLY]
+    before, whole = tokenizer.render_chat_text(turns[:1]), tokenizer.render_chat_text(turns)
+    sampled = [*tokenizer.encode("world", add_special_tokens=False), tokenizer.eos_token_id]
+    assert tokenizer.decode(sampled) == "world"
+    tail = continuation(tokenizer, before, "world", whole, last_token=sampled[-1])
+    rendered = tokenizer.render_chat(turns)
+    assert tail == rendered[len(rendered) - len(tail) :]

@@ -33,6 +33,7 @@ from mlx_parallm.models.lora import linear_layers, linear_shape, save_adapter
 from tests.conftest import TinyEngine
 from tests.server.fake_engine import FakeEngine
 from tests.tiny_models import TINY_ASSETS
+from tests.tokenizer_families import make_tokenizer
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -341,6 +342,17 @@ def test_prompts_that_are_none_are_refused(inference: InferenceModule, prompts: 
         inference.generate(prompts)
     with pytest.raises(TypeError, match="beams"):
         inference.generate("a", beams=3)
+
+
+def test_a_response_as_text_has_the_tokens_that_it_has_behind_its_prompt(tmp_path: Path) -> None:
+    """A SentencePiece tokenizer would put a space before a response that is tokenised alone; the prompt as text, as a
+    chat and as ids."""
+    tokenizer = make_tokenizer(tmp_path, "llama2")
+    backend, chat = inference_engine.EngineBackend(None, tokenizer), [{"role": "user", "content": "Hello"}]  # type: ignore[arg-type]
+    for prompt in ("Hello\n", chat, tokenizer.encode("Hello\n")):
+        before, after = backend._pair(prompt, "world")
+        assert tokenizer.decode(after, opens_text=False) == "world"
+        assert tokenizer.decode([*before, *after]).endswith("\nworld")
 
 
 @pytest.mark.slow

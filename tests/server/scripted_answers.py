@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,8 @@ class ScriptedEngine(FakeEngine):
         return RequestOutput(request.request_id, request.prompt_token_ids, tuple(completions))
 
     def _output_text(self, request: Request) -> OutputText:
-        tokenizer = self._tokenizer
-        make = tokenizer.detokenizer if request.params.skip_special_tokens else tokenizer.verbatim_detokenizer
+        skips = request.params.skip_special_tokens
+        make = partial(self._tokenizer.detokenizer, opens_text=request.opens_text, skip_special_tokens=skips)
         return OutputText(make, request.params.stop, include_stop=False, eager=request.stream)
 
 

@@ -1,9 +1,10 @@
 """Examples → token ids and what of them is trained on. No MLX.
 
-The prompt is rendered and tokenised alone, as the server does it, and the completion after it, so the prompt's tokens
-are a prefix of the whole by construction. A completion ends with the turn's end token, as a sampled one does; what the
-template puts behind it (a line end, the next turn) is given, not trained on. Where the template closes a turn with no
-end token, one is put there: without it the model would learn never to stop.
+The prompt is rendered and tokenised alone, as the server does it, and the completion behind it
+(`Tokenizer.encode_after`): the prompt's tokens are a prefix of the whole, and the completion has the tokens that it has
+there. A completion ends with the turn's end token, as a sampled one does; what the template puts behind it (a line end,
+the next turn) is given, not trained on. Where the template closes a turn with no end token, one is put there: without
+it the model would learn never to stop.
 
 A template that rewrites history (Qwen3's leaves out earlier thinking; or it shows no such end) gives each such turn a
 sequence of its own, in the context that it would be sampled in. A preference is between two sequences: there it is an
@@ -110,7 +111,7 @@ def _encode(
     if isinstance(completion, str):
         assert isinstance(example.prompt, str)
         prompt = tokenizer.encode(example.prompt) if example.prompt else []
-        answer = tokenizer.encode(completion, add_special_tokens=not prompt)
+        answer = tokenizer.encode_after(example.prompt, completion) if prompt else tokenizer.encode(completion)
         end = [] if answer and answer[-1] in tokenizer.eos_token_ids else _end_token(tokenizer, example, own=own_end)
         return [_joined([(prompt, False), (answer + end, True)], example)]
     assert not isinstance(example.prompt, str)
@@ -130,7 +131,7 @@ def _turns(
     own_end: bool,
 ) -> list[Encoded]:
     """Every assistant turn of the completion. One sequence, or more where the template rewrites history."""
-    encode = partial(tokenizer.encode, add_special_tokens=False)
+    encode = tokenizer.encode_after
     messages = [*prompt, *completion]
     sequences: list[list[tuple[list[int], bool]]] = []
     shown: str | None = None
@@ -148,10 +149,10 @@ def _turns(
         answer, closed = _without_tail(after[len(before) :], tokenizer)
         closing = [] if closed else _end_token(tokenizer, example, own=own_end)
         if shown is not None and before.startswith(shown):
-            sequences[-1].append((encode(before[len(shown) :]), False))
+            sequences[-1].append((encode(shown, before[len(shown) :]), False))
         else:
-            sequences.append([(encode(before), False)])
-        sequences[-1].append((encode(answer) + closing, messages[number].get("weight") != 0))
+            sequences.append([(encode("", before), False)])
+        sequences[-1].append((encode(before, answer) + closing, messages[number].get("weight") != 0))
         shown = before + answer if closed else None  # the template's next turn does not show that end
     learned = [spans for spans in sequences if any(trained for _, trained in spans)]
     return [_joined(spans, example) for spans in learned or sequences]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +45,8 @@ pre { margin: 0; padding: .5rem; background: #f5f7f9; white-space: pre-wrap; ove
 """
 
 TURN = "\x00turn\x00"  # where a turn begins; a model may write a NUL
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]
+"""The parts of one sequence → the text of each in its place."""
 Readable = Callable[[str], str]
 
 
@@ -220,6 +222,9 @@ def _sample(
         if mask and version >= 0
     ]
     begins = rollout.mask.index(1) if 1 in rollout.mask else len(rollout.tokens)
+    after = groupby(zip(rollout.tokens[begins:], rollout.mask[begins:], strict=True), key=itemgetter(1))
+    parts = [(on, [token for token, _ in part]) for on, part in after]
+    prompt, *texts = decode([rollout.tokens[:begins], *(tokens for _, tokens in parts)])
     return Sample(
         step=step,
         which=which,
@@ -231,15 +236,9 @@ def _sample(
         turns=sum(sampled for segment in rollout.segments for sampled, _ in groupby(segment.mask)),
         version=max(sampled, default=None),
         scores=dict(rollout.scores),
-        prompt=decode(rollout.tokens[:begins]),
-        completion=_marked(rollout.tokens[begins:], rollout.mask[begins:], decode),
+        prompt=prompt,
+        completion="".join(text if on else BETWEEN.format(text) for (on, _), text in zip(parts, texts, strict=True)),
     )
-
-
-def _marked(tokens: Sequence[int], mask: Sequence[int], decode: Decode) -> str:
-    parts = groupby(zip(tokens, mask, strict=True), key=lambda pair: pair[1])
-    texts = ((sampled, decode([token for token, _ in part])) for sampled, part in parts)
-    return "".join(text if sampled else BETWEEN.format(text) for sampled, text in texts)
 
 
 def write_page(path: Path, title: str, shown: Iterable[Shown], *, note: str = "") -> None:

@@ -233,8 +233,8 @@ class DryRun:
             text = tokenizer.render_chat_text(turns, add_generation_prompt=False, template_kwargs=options)
         except RequestError:
             return None  # a template that takes no assistant turn
-        _, found, tail = text.rpartition(STAND_IN)
-        mark = next(iter(tokenizer.encode(tail.lstrip(), add_special_tokens=False)), None) if found else None
+        before, found, tail = text.rpartition(STAND_IN)
+        mark = next(iter(tokenizer.encode_after(before + found, tail.lstrip())), None) if found else None
         if mark is None or mark in tokenizer.eos_token_ids or mark not in tokenizer.special_ids:
             return None
         ends = ", ".join(repr(tokenizer.token_text(token)) for token in sorted(tokenizer.eos_token_ids)) or "none"
@@ -400,8 +400,9 @@ class Forecast:
 def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Text:
     """The text of tokens; special tokens stand out, line ends show as ⏎."""
     text = Text()
-    for special, run in itertools.groupby(token_ids, key=lambda token: token in tokenizer.special_ids):
-        piece = tokenizer.decode(list(run), skip_special_tokens=False)
+    parts = [(special, list(run)) for special, run in itertools.groupby(token_ids, tokenizer.special_ids.__contains__)]
+    pieces = tokenizer.decode_parts([part for _, part in parts])
+    for (special, _), piece in zip(parts, pieces, strict=True):
         text.append(piece if special else piece.replace("\n", "⏎\n"), style=SPECIAL if special else "")
     return text
 

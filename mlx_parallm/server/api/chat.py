@@ -30,6 +30,7 @@ from mlx_parallm.server.protocol.answer_grammar import (
 )
 from mlx_parallm.server.protocol.answer_parts import AnswerFormat, AnswerSplitter
 from mlx_parallm.server.protocol.answers import (
+    TokenReader,
     chat_logprobs,
     openai_head,
     processed_logprobs,
@@ -40,6 +41,7 @@ from mlx_parallm.server.protocol.openai import ChatBody, ChatTokensBody
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.schema_check import SchemaCheck, schema_check
 from mlx_parallm.types import Completion, CompletionDelta, FinishReason, RequestOutput, ServedModel, Structure
+from mlx_parallm.types import Request as EngineRequest
 
 _TAIL_TOKENS = 16  # enough for the markers with which a template opens an answer
 router = json_router("openai")
@@ -55,7 +57,8 @@ async def answer_chat(
 ) -> Response:
     """Answers a chat. `form`: the words of another API. Raises as `generation.run` does."""
     model = resolve_model(context, body.model)
-    prompt = EncodedPrompt(body.prompt_tokens or render_conversation(context, body)).last(body.truncate_prompt_tokens)
+    tokens = body.prompt_tokens or render_conversation(context, body)
+    prompt = EncodedPrompt(tokens, opens_text=not body.continues_final_message).last(body.truncate_prompt_tokens)
     plan, params = plan_answer(context, body, prompt.token_ids), body.to_params()
     skips = params.skip_special_tokens and not plan.form.needs_special_tokens
     params = replace(params, skip_special_tokens=skips, structure=plan.structure)
@@ -63,7 +66,7 @@ async def answer_chat(
     requests = build_requests(response_id, [prompt], params, model, body, stream=body.stream)
     if (observer := observer_of(request)) is not None:
         observer.begun(body)
-    answer = _ChatResponse(context, model, response_id, body, plan.form, prompt.token_ids, check)
+    answer = _ChatResponse(context, model, response_id, body, plan.form, requests[0], check)
     options = body.stream_options
     response = await respond(answer, request, requests, streamed=body.stream, stream_options=options, form=form)
     return check.with_header(response)
@@ -165,14 +168,15 @@ class _ChatResponse(ResponseBuilder):
         response_id: str,
         body: ChatBody,
         form: AnswerFormat,
-        prompt_token_ids: tuple[int, ...],
+        request: EngineRequest,
         check: SchemaCheck,
     ) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(context, model, openai_head(kind, response_id, model, usage_follows=body.include_usage))
         self._body = body
         self._form, self._check = form, check
-        self._prompt_token_ids = prompt_token_ids
+        self._request = request
+        self._readers: dict[int, TokenReader] = {}  # by choice, of its tokens with log-probabilities
         self._splitters: dict[int, AnswerSplitter] = {}
         self._sampled: dict[int, list[int]] = {}  # token ids of each choice, of models that reason
 
@@ -181,7 +185,7 @@ class _ChatResponse(ResponseBuilder):
         if self._form.think_markers is None:
             return {}
         tokenizer = self.context.tokenizer
-        start, end = (tokenizer.encode(marker, add_special_tokens=False) for marker in self._form.think_markers)
+        start, end = map(tokenizer.encode_within, self._form.think_markers)
         opened = self._form.starts_reasoning
         count = sum(reasoning_tokens(ids, start, end, opened=opened) for ids in self._sampled.values())
         return {"completion_tokens_details": {"reasoning_tokens": count}}
@@ -194,9 +198,9 @@ class _ChatResponse(ResponseBuilder):
         [output] = outputs
         response: dict[str, Any] = {"choices": [self._choice(completion) for completion in output.completions]}
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            response["prompt_logprobs"] = prompt_logprob_entries(
-                self.context.texts, output.prompt_token_ids, output.prompt_logprobs
-            )
+            reader = self.context.tokenizer.detokenizer(skip_special_tokens=False)
+            scores = output.prompt_logprobs
+            response["prompt_logprobs"] = prompt_logprob_entries(reader, output.prompt_token_ids, scores)
         if self._body.return_token_ids:
             response["prompt_token_ids"] = output.prompt_token_ids
         return response
@@ -225,7 +229,11 @@ class _ChatResponse(ResponseBuilder):
         # The engine returns the requested alternatives; with top_logprobs = 0 none are shown.
         tops = part.top_logprobs if self._body.top_logprobs else None
         as_ids = self._body.return_tokens_as_token_ids
-        return chat_logprobs(self.context.texts, part.token_ids, part.logprobs, tops, as_ids)
+        if (reader := self._readers.get(part.index)) is None:
+            skips = self._request.params.skip_special_tokens
+            reader = self.context.tokenizer.detokenizer(opens_text=self._request.opens_text, skip_special_tokens=skips)
+            self._readers[part.index] = reader
+        return chat_logprobs(reader, part.token_ids, part.logprobs, tops, as_ids)
 
     def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
         self._sample(delta)
@@ -249,5 +257,5 @@ class _ChatResponse(ResponseBuilder):
         delta = {"role": "assistant", "content": ""}
         chunk: dict[str, Any] = {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
         if first and self._body.return_token_ids:
-            chunk["prompt_token_ids"] = self._prompt_token_ids
+            chunk["prompt_token_ids"] = self._request.prompt_token_ids
         return chunk

@@ -1,5 +1,6 @@
 """/v1/completions: text or token ids in, one or many prompts, streamed or not, and prompt scoring (echo)."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -17,7 +18,8 @@ from mlx_parallm.server.generation import (
 )
 from mlx_parallm.server.protocol.answer_parts import AnswerParts
 from mlx_parallm.server.protocol.answers import (
-    CompletionLogprobs,
+    TokenReader,
+    completion_logprobs,
     joined,
     openai_head,
     processed_logprobs,
@@ -28,6 +30,7 @@ from mlx_parallm.server.protocol.openai import CompletionBody
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.schema_check import SchemaCheck, schema_check
 from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, ServedModel
+from mlx_parallm.types import Request as EngineRequest
 
 router = json_router("openai")
 
@@ -40,7 +43,7 @@ async def create_completion(body: CompletionBody, request: Request, context: Con
     params = body.to_params()
     check = await schema_check(context, params, params.structure)
     requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
-    answer = _CompletionsResponse(context, model, response_id, body, prompts, check)
+    answer = _CompletionsResponse(context, model, response_id, body, prompts, requests, check)
     response = await respond(answer, request, requests, streamed=body.stream, stream_options=body.stream_options)
     return check.with_header(response)
 
@@ -53,13 +56,14 @@ class _CompletionsResponse(ResponseBuilder):
         response_id: str,
         body: CompletionBody,
         prompts: list[EncodedPrompt],
+        requests: list[EngineRequest],
         check: SchemaCheck,
     ) -> None:
         head = openai_head("text_completion", response_id, model, usage_follows=body.include_usage)
         super().__init__(context, model, head)
         self._body = body
-        self._prompts, self._check = prompts, check
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # by streamed choice
+        self._prompts, self._requests, self._check = prompts, requests, check
+        self._readers: dict[int, TokenReader] = {}  # by streamed choice
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices = [
@@ -74,7 +78,7 @@ class _CompletionsResponse(ResponseBuilder):
         choice: dict[str, Any] = {
             "index": position * self._body.n + completion.index,
             "text": self._echoed(position) + completion.text,
-            "logprobs": self._all_logprobs(output, completion) if wanted else None,
+            "logprobs": self._all_logprobs(position, output, completion) if wanted else None,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
             "weight_versions": version_spans(completion.policy_versions),
@@ -83,7 +87,7 @@ class _CompletionsResponse(ResponseBuilder):
             choice |= processed_logprobs(completion)
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprob_entries(
-                self.context.texts, output.prompt_token_ids, output.prompt_logprobs
+                self._prompt_reader(position), output.prompt_token_ids, output.prompt_logprobs
             )
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
@@ -100,29 +104,40 @@ class _CompletionsResponse(ResponseBuilder):
             return prompt.text
         return self.context.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
-    def _all_logprobs(self, output: RequestOutput, completion: Completion) -> dict[str, list[Any]]:
+    def _all_logprobs(self, position: int, output: RequestOutput, completion: Completion) -> dict[str, list[Any]]:
         """The completion's log-probabilities; with `echo` the prompt's before them."""
-        lists = self._new_logprobs()
-        prompt_part = lists.take((), (), None)
-        if self._body.echo and output.prompt_logprobs is not None:
-            scores = output.prompt_logprobs
-            prompt_part = lists.take(output.prompt_token_ids, scores.logprobs, scores.top_logprobs)
-        return joined(prompt_part, lists.take(completion.token_ids, completion.logprobs, completion.top_logprobs))
+        own = partial(completion_logprobs, as_ids=self._body.return_tokens_as_token_ids)
+        start, scores = len(self._echoed(position)), output.prompt_logprobs
+        sampled = completion.token_ids, completion.logprobs, completion.top_logprobs
+        lists = own(self._reader(position), *sampled, start=start)
+        if not self._body.echo or scores is None:
+            return lists
+        prompt = output.prompt_token_ids, scores.logprobs, scores.top_logprobs
+        return joined(own(self._prompt_reader(position), *prompt), lists)
 
-    def _new_logprobs(self) -> CompletionLogprobs:
-        return CompletionLogprobs(self.context.texts, self._body.return_tokens_as_token_ids)
+    def _prompt_reader(self, position: int) -> TokenReader:
+        return self._prompts[position].reader(self.context.tokenizer)
+
+    def _reader(self, position: int) -> TokenReader:
+        request = self._requests[position]
+        skips = request.params.skip_special_tokens
+        return self.context.tokenizer.detokenizer(opens_text=request.opens_text, skip_special_tokens=skips)
 
     def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
         choice: dict[str, Any] = {"index": index, "text": delta.text}
-        if index not in self._logprobs:
-            self._logprobs[index] = self._new_logprobs()
+        if index not in self._readers:
             position = index // self._body.n
+            self._readers[index] = self._reader(position)
             choice["text"] = self._echoed(position) + delta.text
             if self._body.return_token_ids:
                 choice["prompt_token_ids"] = self._prompts[position].token_ids
         choice["logprobs"] = None
         if self._body.logprobs is not None:
-            choice["logprobs"] = self._logprobs[index].take(delta.token_ids, delta.logprobs, delta.top_logprobs)
+            sampled, as_ids = (
+                (delta.token_ids, delta.logprobs, delta.top_logprobs),
+                self._body.return_tokens_as_token_ids,
+            )
+            choice["logprobs"] = completion_logprobs(self._readers[index], *sampled, as_ids=as_ids)
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         choice["finish_reason"] = delta.finish_reason

@@ -5,7 +5,7 @@ vLLM's (Atropos' default): `prompt: {"prompt_token_ids": […]}`, parallel lists
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -17,6 +17,7 @@ from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.errors import request_error
 from mlx_parallm.server.generation import (
     UNNAMED,
+    EncodedPrompt,
     build_requests,
     check_count,
     encode_prompt,
@@ -24,7 +25,7 @@ from mlx_parallm.server.generation import (
     resolve_model,
     run,
 )
-from mlx_parallm.server.protocol.answers import TokenTexts, finite, last_version, version_spans
+from mlx_parallm.server.protocol.answers import TokenReader, finite, last_version, version_spans
 from mlx_parallm.server.protocol.fields import (
     Body,
     ListOf,
@@ -36,6 +37,10 @@ from mlx_parallm.server.protocol.fields import (
 )
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.types import Completion, PromptLogprobs, RequestOutput, SamplingParams, TopLogprob
+from mlx_parallm.types import Request as EngineRequest
+
+if TYPE_CHECKING:
+    from mlx_parallm.models.tokenizer import Tokenizer
 
 router = json_router("tokens")
 VLLM_MAX_TOKENS = 16
@@ -153,12 +158,14 @@ async def _sglang(body: SglangBody, request: Request, context: ServerContext) ->
     response_id = new_id(UNNAMED)
     params_of = body.params_of(len(values))
     check_count(len(values), max(params.n for params in params_of))
+    prompts = [encode_prompt(context, value) for value in values]
     requests = [
-        build_requests(f"{response_id}-{position}", [encode_prompt(context, value)], params, model, body)[0]
-        for position, (value, params) in enumerate(zip(values, params_of, strict=True))
+        build_requests(f"{response_id}-{position}", [prompt], params, model, body)[0]
+        for position, (prompt, params) in enumerate(zip(prompts, params_of, strict=True))
     ]
     outputs = await run(context, request, requests)
-    objects = [each for output in outputs for each in _sglang_objects(context.texts, body, output)]
+    answers = zip(requests, prompts, outputs, strict=True)
+    objects = [each for answer in answers for each in _sglang_objects(context.tokenizer, body, *answer)]
     return objects[0] if len(objects) == 1 and not batched else objects
 
 
@@ -216,17 +223,23 @@ def _by_id(token_id: int, logprob: float, top: Sequence[TopLogprob]) -> dict[str
     return entry
 
 
-def _sglang_objects(texts: TokenTexts, body: SglangBody, output: RequestOutput) -> list[dict[str, Any]]:
+def _sglang_objects(
+    tokenizer: "Tokenizer", body: SglangBody, request: EngineRequest, prompt: EncodedPrompt, output: RequestOutput
+) -> list[dict[str, Any]]:
     """One object a completion."""
+    opens, skips = request.opens_text, request.params.skip_special_tokens
 
-    def shown(token_id: int) -> str | None:
-        return texts.text(token_id) if body.return_text_in_logprobs else None
-
-    def triples(ids: Sequence[int], logprobs: Sequence[float | None]) -> list[list[Any]]:
-        return [
-            [None if logprob is None else finite(logprob), token_id, shown(token_id)]
-            for token_id, logprob in zip(ids, logprobs, strict=True)
-        ]
+    def triples(
+        reader: TokenReader, ids: Sequence[int], logprobs: Sequence[float | None], *, in_turn: bool = True
+    ) -> list[list[Any]]:
+        """`in_turn`: the tokens follow one another; otherwise each could stand in the reader's place."""
+        shown = []
+        for token_id, logprob in zip(ids, logprobs, strict=True):
+            text = reader.text_of(token_id) if body.return_text_in_logprobs else None
+            shown.append([None if logprob is None else finite(logprob), token_id, text])
+            if in_turn:
+                reader.add(token_id)
+        return shown
 
     objects = []
     for completion in output.completions:
@@ -240,16 +253,18 @@ def _sglang_objects(texts: TokenTexts, body: SglangBody, output: RequestOutput) 
             "weight_versions": version_spans(completion.policy_versions),
         }
         if body.return_logprob:
-            meta["output_token_logprobs"] = triples(completion.token_ids, completion.logprobs)
+            reader = tokenizer.detokenizer(opens_text=opens, skip_special_tokens=skips)
+            meta["output_token_logprobs"] = triples(reader, completion.token_ids, completion.logprobs)
         if body.return_logprob and body.top_logprobs_num and completion.top_logprobs is not None:
-            meta["output_top_logprobs"] = [
-                triples([t.token_id for t in top], [t.logprob for t in top]) for top in completion.top_logprobs
-            ]
+            reader, alternatives = tokenizer.detokenizer(opens_text=opens, skip_special_tokens=skips), []
+            for token_id, top in zip(completion.token_ids, completion.top_logprobs, strict=True):
+                ids, logprobs = [t.token_id for t in top], [t.logprob for t in top]
+                alternatives.append(triples(reader, ids, logprobs, in_turn=False))
+                reader.add(token_id)
+            meta["output_top_logprobs"] = alternatives
         if body.return_logprob and output.prompt_logprobs is not None:
-            start = body.logprob_start_len
-            meta["input_token_logprobs"] = triples(
-                output.prompt_token_ids[start:], output.prompt_logprobs.logprobs[start:]
-            )
+            of_prompt = triples(prompt.reader(tokenizer), output.prompt_token_ids, output.prompt_logprobs.logprobs)
+            meta["input_token_logprobs"] = of_prompt[body.logprob_start_len :]
         objects.append({"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta})
     return objects
 

@@ -20,7 +20,13 @@ from mlx_parallm.server.generation import (
     resolve_model,
     respond,
 )
-from mlx_parallm.server.protocol.answers import chat_logprobs, processed_logprobs, prompt_logprob_entries, version_spans
+from mlx_parallm.server.protocol.answers import (
+    TokenReader,
+    chat_logprobs,
+    processed_logprobs,
+    prompt_logprob_entries,
+    version_spans,
+)
 from mlx_parallm.server.protocol.fields import (
     Body,
     ListOf,
@@ -89,12 +95,13 @@ class _TokensResponse(ResponseBuilder):
     def __init__(self, context: ServerContext, model: ServedModel, request_id: str, body: InferenceBody) -> None:
         super().__init__(context, model, {"request_id": request_id, "model": model.id})
         self._logprobs = body.sampling_params.logprobs
+        self._readers: dict[int, TokenReader] = {}  # by choice
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
         scores = None
         if output.prompt_logprobs is not None:
-            scores = prompt_logprob_entries(self.context.texts, output.prompt_token_ids, output.prompt_logprobs)
+            scores = prompt_logprob_entries(self._reader(), output.prompt_token_ids, output.prompt_logprobs)
         choices = [
             self._choice(completion) | {"weight_versions": version_spans(completion.policy_versions)}
             for completion in output.completions
@@ -103,6 +110,9 @@ class _TokensResponse(ResponseBuilder):
 
     def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
         return [{"choices": [self._choice(delta)]}]
+
+    def _reader(self, *, opens_text: bool = True) -> TokenReader:
+        return self.context.tokenizer.detokenizer(opens_text=opens_text, skip_special_tokens=False)
 
     def _choice(self, part: Completion | CompletionDelta) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -114,6 +124,7 @@ class _TokensResponse(ResponseBuilder):
         }
         if self._logprobs is not None:
             tops = part.top_logprobs if self._logprobs else None
-            choice["logprobs"] = chat_logprobs(self.context.texts, part.token_ids, part.logprobs, tops, as_ids=True)
+            reader = self._readers.setdefault(part.index, self._reader(opens_text=False))
+            choice["logprobs"] = chat_logprobs(reader, part.token_ids, part.logprobs, tops, as_ids=True)
             choice |= processed_logprobs(part)
         return choice

@@ -27,7 +27,7 @@ async def tokenize(body: TokenizeBody, context: Context) -> Response:
             "count": len(token_ids),
             "max_model_len": context.engine.max_model_len,
             "tokens": token_ids,
-            "token_strs": [context.texts.text(token_id) for token_id in token_ids] if body.return_token_strs else None,
+            "token_strs": context.tokenizer.token_texts(token_ids) if body.return_token_strs else None,
         }
     )
 

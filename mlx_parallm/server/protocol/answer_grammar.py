@@ -104,7 +104,7 @@ class _Writer:
     def marker(self, text: str) -> str:
         """A marker as Lark: its special tokens by id, the rest as text."""
         tokenizer = self.tokenizer
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = tokenizer.encode_within(text)
         if not any(token in tokenizer.special_ids for token in ids):
             return literal(text)
         return " ".join(
@@ -183,7 +183,7 @@ def _any_call(writer: _Writer, calls: Calls) -> Written:
     tokenizer, (start, end) = writer.tokenizer, calls.format.markers
     if end and writer.marker(end) == literal(end):
         return f"{writer.marker(start)} {writer.up_to(end, 'inside')}", '"\\n"?'
-    outside = {*tokenizer.eos_token_ids, *tokenizer.encode(end, add_special_tokens=False)}
+    outside = {*tokenizer.eos_token_ids, *tokenizer.encode_within(end)}
     inside = ",".join(map(str, sorted(tokenizer.special_ids - outside)))
     writer.rules.append(f"inside: SOME {f'| <[{inside}]>' if inside else ''}")
     writer.rules.append("SOME: /(.|\\n)+/")

@@ -6,7 +6,7 @@ policy versions it was sampled under.
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mlx_parallm.types import (
     Completion,
@@ -18,35 +18,19 @@ from mlx_parallm.types import (
     weight_spans,
 )
 
-if TYPE_CHECKING:
-    from mlx_parallm.models.tokenizer import Tokenizer
-
 MINIMUM_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
 
 
-class TokenTexts:
-    """Used by the server's thread only; holds at most one entry a vocabulary item."""
+class TokenReader(Protocol):
+    """Follows the tokens of a text and says what each stands for in its place (`models.token_text`)."""
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-        self._bytes: dict[int, list[int]] = {}
+    length: int  # characters before the next token's
 
-    def text(self, token_id: int, as_id: bool = False) -> str:
-        """The token's text, or "token_id:<id>" for `return_tokens_as_token_ids`."""
-        if as_id:
-            return f"token_id:{token_id}"
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self._tokenizer.token_text(token_id)
-        return text
+    def bytes_of(self, token_id: int) -> bytes: ...
 
-    def bytes(self, token_id: int) -> list[int]:
-        """The token's bytes; half a character's are exact where the tokenizer is byte-level."""
-        values = self._bytes.get(token_id)
-        if values is None:
-            values = self._bytes[token_id] = list(self._tokenizer.token_bytes(token_id))
-        return values
+    def text_of(self, token_id: int) -> str: ...
+
+    def add(self, token_id: int) -> object: ...
 
 
 def finite(logprob: float) -> float:
@@ -98,84 +82,89 @@ def last_version(outputs: Iterable[RequestOutput], default: int) -> int:
 
 
 def chat_logprobs(
-    texts: TokenTexts,
+    reader: TokenReader,
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     top_logprobs: Sequence[Sequence[TopLogprob]] | None,
     as_ids: bool,
 ) -> dict[str, Any]:
-    """Chat's form: one entry a token; `token` is "token_id:<id>" when `as_ids`."""
+    """Chat's form: one entry a token; `token` is "token_id:<id>" when `as_ids`. The reader takes the tokens."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": texts.text(token_id, as_ids), "logprob": finite(logprob), "bytes": texts.bytes(token_id)}
+        shown = _shown(reader, token_id, as_ids)
+        return {"token": shown, "logprob": finite(logprob), "bytes": list(reader.bytes_of(token_id))}
 
     tops: Sequence[Sequence[TopLogprob]] = top_logprobs or [()] * len(token_ids)
-    content = [
-        {**entry(token_id, logprob), "top_logprobs": [entry(t.token_id, t.logprob) for t in top]}
-        for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True)
-    ]
+    content = []
+    for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True):
+        alternatives = [entry(t.token_id, t.logprob) for t in top]
+        content.append({**entry(token_id, logprob), "top_logprobs": alternatives})
+        reader.add(token_id)
     return {"content": content, "refusal": None}
 
 
-class CompletionLogprobs:
-    """The completions route's form: four parallel lists. Grows over a stream, keeping the text offset."""
+def _shown(reader: TokenReader, token_id: int, as_id: bool) -> str:
+    """The token's text in its place, or "token_id:<id>" for `return_tokens_as_token_ids`."""
+    return f"token_id:{token_id}" if as_id else reader.text_of(token_id)
 
-    def __init__(self, texts: TokenTexts, as_ids: bool) -> None:
-        self._texts = texts
-        self._as_ids = as_ids
-        self._offset = 0
 
-    def take(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float | None],
-        top_logprobs: Sequence[Sequence[TopLogprob] | None] | None,
-    ) -> dict[str, list[Any]]:
-        """The lists of these tokens. A token without a log-probability (a prompt's first) shows null."""
-        tops: Sequence[Sequence[TopLogprob] | None] = top_logprobs or [()] * len(token_ids)
-        tokens, offsets, alternatives = [], [], []
-        for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True):
-            text = self._texts.text(token_id)
-            tokens.append(self._texts.text(token_id, self._as_ids))
-            offsets.append(self._offset)
-            self._offset += len(text)
-            alternatives.append(None if logprob is None else self._alternatives(token_id, logprob, top or ()))
-        return {
-            "tokens": tokens,
-            "token_logprobs": [None if logprob is None else finite(logprob) for logprob in logprobs],
-            "top_logprobs": alternatives,
-            "text_offset": offsets,
-        }
+def completion_logprobs(
+    reader: TokenReader,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    top_logprobs: Sequence[Sequence[TopLogprob] | None] | None,
+    *,
+    as_ids: bool,
+    start: int = 0,
+) -> dict[str, list[Any]]:
+    """The completions route's form: four parallel lists. A token without a log-probability (a prompt's first) shows
+    null. The reader takes the tokens.
 
-    def _alternatives(self, token_id: int, logprob: float, top: Sequence[TopLogprob]) -> dict[str, float]:
-        """The top ones and the sampled one, which may not be among them."""
-        shown = {self._texts.text(t.token_id, self._as_ids): finite(t.logprob) for t in top}
-        shown.setdefault(self._texts.text(token_id, self._as_ids), finite(logprob))
-        return shown
+    `start`: characters of the text before those that the reader has taken.
+    """
+    tops: Sequence[Sequence[TopLogprob] | None] = top_logprobs or [()] * len(token_ids)
+    tokens, offsets, alternatives = [], [], []
+    for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True):
+        tokens.append(_shown(reader, token_id, as_ids))
+        offsets.append(start + reader.length)
+        shown: dict[str, float] | None = None
+        if logprob is not None:  # the top ones and the sampled one, which may not be among them
+            shown = {}
+            for t in top or ():
+                shown.setdefault(_shown(reader, t.token_id, as_ids), finite(t.logprob))  # of one text the likeliest
+            shown.setdefault(tokens[-1], finite(logprob))
+        alternatives.append(shown)
+        reader.add(token_id)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if logprob is None else finite(logprob) for logprob in logprobs],
+        "top_logprobs": alternatives,
+        "text_offset": offsets,
+    }
 
 
 def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Concatenates two outputs of `CompletionLogprobs.take`."""
+    """Concatenates two outputs of `completion_logprobs`."""
     return {key: first[key] + second[key] for key in first}
 
 
 def prompt_logprob_entries(
-    texts: TokenTexts, token_ids: Sequence[int], scores: PromptLogprobs
+    reader: TokenReader, token_ids: Sequence[int], scores: PromptLogprobs
 ) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: a position's given token and its top-k, each {logprob, rank, decoded_token}.
 
-    `rank` is 1-based; null for a given token outside the top-k, whose rank is not computed.
+    `rank` is 1-based; null for a given token outside the top-k, whose rank is not computed. The reader takes
+    the tokens.
     """
     entries: list[dict[str, Any] | None] = []
     for token_id, logprob, top in zip(token_ids, scores.logprobs, scores.top_logprobs, strict=True):
-        if logprob is None:
-            entries.append(None)
-            continue
-        entry: dict[str, Any] = {
-            str(token_id): {"logprob": finite(logprob), "rank": None, "decoded_token": texts.text(token_id)}
-        }
-        for rank, t in enumerate(top or (), 1):
-            shown = {"logprob": finite(t.logprob), "rank": rank, "decoded_token": texts.text(t.token_id)}
-            entry[str(t.token_id)] = shown
+        entry: dict[str, Any] | None = None
+        if logprob is not None:
+            shown = {"logprob": finite(logprob), "rank": None, "decoded_token": reader.text_of(token_id)}
+            entry = {str(token_id): shown}
+            for rank, t in enumerate(top or (), 1):
+                shown = {"logprob": finite(t.logprob), "rank": rank, "decoded_token": reader.text_of(t.token_id)}
+                entry[str(t.token_id)] = shown
         entries.append(entry)
+        reader.add(token_id)
     return entries

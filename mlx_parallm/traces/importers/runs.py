@@ -88,15 +88,16 @@ def _decoder(directory: Path) -> Any:
     config = load_config(directory / CONFIG_FILE, saved=True).model
     tokenizer = load_tokenizer(resolve_model_path(config.base_path, config.revision, fetch=False), config)
     readable = without_template(tokenizer, config.chat_template_kwargs)
-    return lambda ids: readable(tokenizer.decode(ids, skip_special_tokens=False))
+    return lambda parts: [readable(text) for text in tokenizer.decode_parts(parts)]
 
 
 def _rollout_trace(rollout: Rollout, name: str, record: Any, decode: Any) -> Trace:
     messages: list[Json] = []
     for segment in rollout.segments:
-        for sampled, run in groupby(range(len(segment.tokens)), key=lambda at: segment.mask[at]):
-            places = list(run)
-            text = decode(segment.tokens[places[0] : places[-1] + 1])
+        runs = [list(run) for _, run in groupby(range(len(segment.tokens)), key=lambda at: segment.mask[at])]
+        texts = decode([segment.tokens[places[0] : places[-1] + 1] for places in runs])
+        for places, text in zip(runs, texts, strict=True):
+            sampled = segment.mask[places[0]]
             message: Json = {"role": "assistant" if sampled else "user", "content": text}
             if sampled:
                 message["step"] = _sampled_step(segment, places)

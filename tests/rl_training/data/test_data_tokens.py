@@ -1,6 +1,9 @@
 """Tokens of examples: the prompt a prefix as the server tokenises it, and exactly the completion trained on."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.data.rows import Example
 from mlx_parallm.rl_training.data.tokens import Encoded, Unit, encode_all
+from tests.tokenizer_families import make_tokenizer
 
 USER = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "4"}
@@ -28,6 +32,9 @@ class Characters:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord("^")] * add_special_tokens + [ord(character) for character in text]
+
+    def encode_after(self, prompt: str, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
@@ -161,3 +168,51 @@ def test_an_answer_of_weight_0_is_context() -> None:
     example = Example("x:1", (), ((USER, thought | {"weight": 0}, MORE, thought),), "k")
     [only] = encode(tokenizer, example, segments=True)
     assert texts(only.sequences[0])[1].strip(".") == "hm</think>six$"
+
+
+@pytest.mark.parametrize(
+    "family", ["llama2", "mistral", "metaspace decoder", "gemma", "phi3", "unigram", "gpt2", "llama3"]
+)
+def test_a_completion_has_the_tokens_of_its_place(tmp_path: Path, family: str) -> None:
+    """A SentencePiece tokenizer puts a space before whatever is tokenised alone (transformers #26273).
+
+    The kind: a piece tokenised alone. Looked at: a completion of a plain row, behind a line end, a word, a space and a
+    special token; each side of a pair; an answer behind a template's opening; a later turn behind an earlier answer; a
+    tool's answer between two turns; a row without a prompt, which does begin with that space.
+    """
+    tokenizer = make_tokenizer(tmp_path, family)
+    end = tokenizer.eos_token_id
+    for prompt, completion in (
+        ("user: hi<|assistant|>\n", "world"),
+        ("Hello", " world"),
+        ("Hello ", "world"),
+        ("Hello wor", "ld"),
+        ("1 + 2 =", " 3"),
+        ("<|assistant|>", "世界 🙂"),
+    ):
+        [unit] = encode(tokenizer, Example("x:1", prompt, (completion, completion + " world"), "k"))
+        for sequence, text in zip(unit.sequences, (completion, completion + " world"), strict=True):
+            before, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + text)
+            ids = sequence.tokens.tolist()
+            assert ids[: sequence.prompt_length] == before and sequence.mask[len(before) :].all() and ids[-1] == end
+            if whole[: len(before)] == before:
+                assert ids == [*whole, end]
+            elif family not in ("phi3", "unigram"):
+                assert tokenizer.decode(ids) == tokenizer.decode(before) + text
+    [alone] = encode(tokenizer, Example("x:1", "", ("world",), "k"), segments=True)
+    assert alone.sequences[0].tokens.tolist() == [*tokenizer.encode("world"), end]
+
+    tool = {"role": "user", "content": "world 42"}
+    chat = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "world"}, tool, SECOND)
+    [unit] = encode(tokenizer, Example("x:1", chat[:1], (chat[1:],), "k"), segments=True)
+    [sequence] = unit.sequences
+    rendered = tokenizer.render_chat(chat, add_generation_prompt=False)
+    assert sequence.tokens.tolist() == rendered[: len(sequence.tokens)]
+    learned = [
+        [token for token, _ in run]
+        for on, run in groupby(zip(sequence.tokens.tolist(), sequence.mask, strict=True), itemgetter(1))
+        if on
+    ]
+    assert [ids[-1] for ids in learned] == [end, end]
+    if family not in ("llama2", "phi3", "unigram"):  # theirs put a dummy space behind a special token or a line end
+        assert [tokenizer.decode(ids, opens_text=False) for ids in learned] == ["world", "six"]

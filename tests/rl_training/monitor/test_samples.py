@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ from tests.environments.templates import QWEN3
 from tests.rl_training.rollouts import make_batch, make_group, make_rollout
 
 
-def letters(tokens: tuple[int, ...]) -> str:
-    return "".join(chr(97 + token) for token in tokens)
+def letters(parts: Sequence[Sequence[int]]) -> list[str]:
+    return ["".join(chr(97 + token) for token in part) for part in parts]
 
 
 def group(name: str, rewards: list[float]) -> RolloutGroup:
@@ -137,7 +138,7 @@ def test_nothing_that_a_model_writes_is_markup_on_the_page(tmp_path: Path) -> No
     usual = make_rollout((1, 1), prompt=(0,))
     rollouts = [dataclasses.replace(usual, scores={"reward": reward, "<b>": 0.25}) for reward in (0.5, 0.75)]
     batch = make_batch([RolloutGroup("<i>", "<u>", tuple(rollouts))], step=1)
-    SampleLog(tmp_path / "samples.jsonl", lambda tokens: evil, every=1).write(batch)
+    SampleLog(tmp_path / "samples.jsonl", lambda parts: [evil] * len(parts), every=1).write(batch)
     page = page_of(tmp_path)
     for tag in ("<script", "<i>", "<u>", "<b>0.25", "<b> 0"):
         assert tag not in page

@@ -35,7 +35,7 @@ def write(log: TokenLog, steps: range) -> None:
         batch = TrainBatch(step, (group,), sequences, BatchStatistics())
         columns = {"trainer_logprobs": np.full(count, step, np.float32)}
         events.emit(StepFinished({"step": step}, batch, StepTokens(columns)))
-        events.emit(SamplesWritten(step, choose_samples(step, [group], str)))
+        events.emit(SamplesWritten(step, choose_samples(step, [group], lambda parts: [*map(str, parts)])))
     log.close()
 
 

@@ -35,6 +35,7 @@ from mlx_parallm.rl_training.plan.dry_run import (
 from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape
 from mlx_parallm.system.hardware import GIB
 from mlx_parallm.types import Rollout, RolloutGroup, Trajectory, Turn
+from tests.tokenizer_families import make_tokenizer
 
 KEY = "environments.0"
 
@@ -127,6 +128,13 @@ def test_special_tokens_stand_out(tokenizer: Tokenizer) -> None:
     marked = [text.plain[span.start : span.end] for span in text.spans if "magenta" in str(span.style)]
     assert "<|im_start|>" in marked and "<|im_end|>" in marked
     assert "two⏎\nlines" in text.plain and not any("two" in part for part in marked)
+
+
+def test_stretches_between_special_tokens_keep_their_spaces(tmp_path: Path) -> None:
+    """A SentencePiece text loses the space at its beginning, which a stretch behind a special token is not."""
+    tokenizer = make_tokenizer(tmp_path, "mistral")
+    ids = tokenizer.render_chat([{"role": "user", "content": " world"}])
+    assert visible(tokenizer, ids).plain == tokenizer.decode(ids, skip_special_tokens=False).replace("\n", "⏎\n")
 
 
 def steps(seconds: list[float], **line: Any) -> Probe:
