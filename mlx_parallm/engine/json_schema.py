@@ -142,11 +142,10 @@ class _Rewriter:
             if not merged and _parts(node) == ("properties" in node):
                 node.setdefault("additionalProperties", node.pop("unevaluatedProperties"))
         elif self._close and not merged and "properties" in node and not any(key in node for key in _OTHERS):
-            others = [name for name in _list(node.get("required")) if isinstance(name, str)]
-            if isinstance(node["properties"], dict):  # what is required is there, though it is not listed
-                node["properties"] = dict.fromkeys(others, True) | node["properties"]
-            node["additionalProperties"] = False
+            self._close_object(node)
         self._patterns_beside_properties(node)
+        if merged and "patternProperties" in node and node.get("additionalProperties") is False:
+            self.lost["patternProperties"] = None  # the other parts may list all names of a pattern: a dead end
         if _is_more_than_one(node.get("minProperties")) and node.get("additionalProperties") is not False:
             self.lost["minProperties"] = None  # the grammar counts a name twice that is written twice
         names = node.get("propertyNames")
@@ -163,6 +162,14 @@ class _Rewriter:
         else:
             return
         del node["propertyNames"]
+
+    @staticmethod
+    def _close_object(node: dict[str, Any]) -> None:
+        """Allows what is listed, and what is required without being listed."""
+        required = [name for name in _list(node.get("required")) if isinstance(name, str)]
+        if isinstance(node["properties"], dict):
+            node["properties"] = dict.fromkeys(required, True) | node["properties"]
+        node["additionalProperties"] = False
 
     def _patterns_beside_properties(self, node: dict[str, Any]) -> None:
         """Drops a pattern all of whose names are listed: the library opens another property that it then cannot name.

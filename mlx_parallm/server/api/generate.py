@@ -4,6 +4,7 @@ vLLM's (Atropos' default): `prompt: {"prompt_token_ids": […]}`, parallel lists
 `sampling_params`, one object with `meta_info` a completion out. Both ignore unknown keys.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -32,7 +33,6 @@ from mlx_parallm.server.protocol.fields import (
     LogprobCount,
     QueueFields,
     SamplingFields,
-    StructuredOutputs,
     StructureFields,
     TokenId,
 )
@@ -94,8 +94,16 @@ class SglangSampling(SamplingFields):
         if self.structural_tag is not None:
             param = "sampling_params.structural_tag"
             raise RequestError(f"{param!r} is not supported by this server", param=param, code="unsupported_parameter")
-        given = StructuredOutputs.model_construct(json_=self.json_schema, regex=self.regex, grammar=self.ebnf)
-        found = given.structures("sampling_params.")
+        schema = self.json_schema
+        found = [
+            Structure(kind, text, f"sampling_params.{name}")
+            for kind, name, text in (
+                ("json_schema", "json_schema", json.dumps(schema) if isinstance(schema, dict) else schema),
+                ("regex", "regex", self.regex),
+                ("grammar", "ebnf", self.ebnf),
+            )
+            if text is not None
+        ]
         if len(found) > 1:
             names = ", ".join(structure.param for structure in found)
             raise RequestError(f"one answer cannot follow several structures: {names}", param=found[0].param)
