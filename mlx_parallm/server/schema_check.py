@@ -89,9 +89,10 @@ class AnswerCheck:
 
     def error(self, fault: str, text: str) -> InvalidAnswerError:
         tries = "" if self.retries == 0 else f" after {self.retries + 1} tries"
+        lacking = f" (the grammar does not hold {', '.join(self.unenforced)})" if self.unenforced else ""
         shown = text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
         return InvalidAnswerError(
-            f"the model's answer does not match what it must match{tries}: {fault}. It was: {shown!r}",
+            f"the model's answer does not match what it must match{tries}: {fault}{lacking}. It was: {shown!r}",
             param=self.param,
             code="json_validate_failed",
         )

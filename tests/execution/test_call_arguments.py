@@ -1,8 +1,8 @@
 """Arguments as models write them: natural values without quotation marks are texts, and errors name the argument.
 
 The fault: `TOOL: list_directory(path=/tmp/x)` was "invalid syntax (<tool call>, line 1)". Other members that were
-looked at: dates with zeros in front, times, versions, addresses, globs, Windows paths, words of Python (`from`), commas and
-brackets in values, apostrophes, positional paths, lists of paths.
+looked at: dates with zeros in front, times, versions, addresses, globs, Windows paths, words of Python (`from`), commas
+and brackets in values, apostrophes, positional paths, lists of paths.
 """
 
 from typing import Any

@@ -49,7 +49,7 @@ def post(server: RunningServer, path: str, **body: Any) -> httpx.Response:
 
 
 def events(response: httpx.Response) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
