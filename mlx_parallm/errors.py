@@ -7,6 +7,7 @@ ParallmError
 ├── RequestError             a generation request that cannot be run (HTTP 400); carries `param` and `code`
 │   ├── ContextLengthError   the prompt does not fit ("maximum context length")
 │   ├── ModelNotFoundError   no such served model (HTTP 404)
+│   ├── InvalidAnswerError   the model's answer does not match what it must match, after all tries (HTTP 400)
 │   └── RefusedError         an adapter, reward or rollback that cannot be accepted; carries HTTP's `status`
 ├── EngineUnavailableError   the engine is loading, draining or dead, or a loop thread has ended (HTTP 503)
 ├── GenerationFailedError    the engine gave one request up with an error of its own (HTTP 500); others go on
@@ -76,6 +77,10 @@ class RefusedError(RequestError):
     def __init__(self, message: str, status: int, param: str | None = None) -> None:
         super().__init__(message, param=param)
         self.status = status
+
+
+class InvalidAnswerError(RequestError):
+    """The model's answer does not match its schema or grammar, however often it was sampled."""
 
 
 class EngineUnavailableError(ParallmError):

@@ -117,6 +117,7 @@ class CompletionDelta:
     error: str | None = None
     processed_logprobs: tuple[float, ...] | None = None  # as Completion's
     cached_tokens: int = 0  # in choice 0's first: tokens of the prompt that the prefix cache held
+    rejected_tokens: int = 0  # in choice 0's first, as RequestOutput's
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ class RequestOutput:
     completions: tuple[Completion, ...]  # in index order, n of them
     prompt_logprobs: PromptLogprobs | None = None
     embedding: tuple[float, ...] | None = None  # [D] float32, the pooled hidden states of the prompt
+    rejected_tokens: int = 0  # of choices that broke their schema and were sampled again
 
 
 @dataclass(frozen=True, slots=True)

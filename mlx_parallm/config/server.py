@@ -63,6 +63,14 @@ class ServerConfig(Section):
     """Objects of a JSON schema that lists `properties` and does not speak of others may have others, as JSON Schema has
     it. False: only those listed, because small models fill their answer with made-up ones. A `strict` schema's objects
     are always closed."""
+    structured_output_retries: int = Field(2, ge=0, le=100)
+    """How often a choice that does not match its JSON schema is sampled again, with tokens and log-probabilities of its
+    own. A stream whose schema has keywords that no grammar holds is sent once it has been checked; 0 = at once. An
+    answer at temperature 0 is not sampled again."""
+    invalid_structured_output: Literal["error", "mark"] = "error"
+    """What becomes of a choice that still does not match its JSON schema. "error": the request fails (400,
+    json_validate_failed; in a stream that has begun, its last event). "mark": the choice is sent with the field
+    `schema_error`."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins ("https://app.example.org") may use the server; "*" = any, needs an API key."""
     allowed_hosts: tuple[str, ...] = ()

@@ -7,9 +7,10 @@ The grammar library is llguidance (MIT): one wheel of 3 MB for macOS arm64, Linu
 no dependencies, masks computed in Rust in microseconds, and bounds on the work of hostile grammars. xgrammar would
 bring torch along; outlines-core compiles an automaton per schema (no recursion, slow for large vocabularies).
 
-The end token is allowed exactly where the grammar accepts, so a choice that ends with it is complete. A text that the
-model never closes ends with finish_reason "length". JSON is written on one line, an optional space after "," and ":":
-where any whitespace is allowed, small models fill their answer with it.
+The end token is allowed where the grammar accepts, so a choice that ends with it is complete. A grammar may also lead
+into a place where nothing can follow; the library then leaves the end, and the choice ends with the error `DEAD_END`.
+A text that the model never closes ends with finish_reason "length". JSON is written on one line, an optional space
+after "," and ":": where any whitespace is allowed, small models fill their answer with it.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from mlx_parallm.engine.json_schema import for_grammar, validator
+from mlx_parallm.engine.json_schema import NO_TEXT, for_grammar, validator
 from mlx_parallm.errors import RequestError
 from mlx_parallm.types import SamplingParams, Structure
 
@@ -41,6 +42,7 @@ MAX_ANSWER = 128 << 10  # an "answer" and all its parts together
 MAX_STRING = 16 << 10  # within a schema: its patterns are regular expressions
 COMPILER_STACK = 256 << 20  # address space; only what is used is memory
 SLOW_MASK_S = 0.1
+DEAD_END = "the grammar lets nothing follow, and the answer is not complete"
 KEPT_GRAMMARS = 64
 _LIMITS = LLParserLimits(
     max_items_in_row=1000,  # 250 optional properties of one object; a step then takes 10 ms at worst
@@ -64,13 +66,13 @@ class Matcher:
     Args:
         state: a copy of its own of the compiled grammar.
         min_tokens: so many tokens come before an end, unless the grammar leaves nothing but the end.
-        ends: token ids that end the choice.
+        ends: token ids that end the choice; `eos`: those of them that end the grammar's text.
     """
 
-    __slots__ = ("_going_on", "_min_tokens", "_slow", "_state", "_taken")
+    __slots__ = ("_eos", "_going_on", "_min_tokens", "_slow", "_state", "_taken")
 
-    def __init__(self, state: LLMatcher, min_tokens: int, ends: Iterable[int]) -> None:
-        self._state = state
+    def __init__(self, state: LLMatcher, min_tokens: int, ends: Iterable[int], eos: Collection[int] = ()) -> None:
+        self._state, self._eos = state, eos
         self._min_tokens = min_tokens
         self._taken = 0
         self._slow = False
@@ -81,8 +83,10 @@ class Matcher:
             self._going_on = np.packbits(going_on, bitorder="little")
 
     def advance(self, token: int) -> str | None:
-        """Takes the sampled token. Returns an error where the grammar has become too complex."""
+        """Takes the sampled token. Returns an error where the grammar has become too complex, or leads nowhere."""
         self._taken += 1
+        if token in self._eos and not self._state.is_accepting():
+            return DEAD_END
         if self._state.consume_token(token) and not self._slow:
             return None
         reason = "it takes too long" if self._slow else _plain(self._state.get_error())
@@ -178,7 +182,7 @@ class Grammars:
     def matcher(self, structure: Structure, min_tokens: int, ends: Iterable[int]) -> Matcher:
         """A matcher at the beginning of its grammar, compiled now if `prepare` did not do so. Raises as that."""
         compiled = self._find(structure) or self._start_compiling(structure).result()
-        return Matcher(compiled.start.deep_copy(), min_tokens, ends)
+        return Matcher(compiled.start.deep_copy(), min_tokens, ends, self._tokenizer.eos_token_ids)
 
     def matcher_of(self, params: SamplingParams, ends: Iterable[int]) -> Matcher | OnlyTokens | None:
         """The matcher of a request's grammar and of its `allowed_token_ids`. Raises as `prepare`."""
@@ -215,8 +219,7 @@ class Grammars:
             compiled = Compiled(self._start(form for form, _ in forms), _names(lost for _, lost in forms))
         if compiled.start.is_error():
             raise _refusal(structure, compiled.start.get_error())
-        if compiled.unenforced:
-            self._check_schemas(every)
+        self._check_schemas(every)
         with self._lock:
             self._kept[structure] = compiled
             while len(self._kept) > KEPT_GRAMMARS:
@@ -257,7 +260,7 @@ class Grammars:
         raise _refusal(structure, start.get_error())
 
     def _check_schemas(self, structures: Iterable[Structure]) -> None:
-        """What the grammar does not enforce is checked when the answer is there: the check must be possible."""
+        """Every answer is checked when it is there: the check must be possible."""
         for structure in structures:
             if structure.kind == "json_schema":
                 try:
@@ -361,7 +364,7 @@ def _refusal(structure: Structure, reason: str) -> RequestError:
 
 def _plain(reason: str) -> str:
     """The library's reason in one line, without its excerpt of the grammar."""
-    if reason.startswith("NoExtension"):
+    if reason.startswith(NO_TEXT):
         return "no text matches it"
     sentence = reason.split("\n   1 |")[0].split("<non-verbose/>")[0].rsplit("\nerror: ", 1)[-1]
     return " ".join(sentence.split())[:300]

@@ -4,46 +4,83 @@
            ─ violation(answer) ─► what is wrong with an answer whose schema has such keywords
 
 The library refuses keywords that it does not know. Some of them have a twin that it does know (`propertyNames`, zod's
-formats): those are written so. The others it leaves out when asked (`lenient`), and names them.
+formats): those are written so. The others it leaves out when asked (`lenient`), and names them. Where the library takes
+more than the keyword means (leap seconds at any time, a local part of 100 characters), the grammar gets something
+narrower.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 import jsonschema_rs
+from llguidance import LLMatcher, LLTokenizer
 
 _BASE64URL = "[A-Za-z0-9_-]+"
-# Formats that the library does not know, as regular expressions; None = any text. Where a schema has a pattern beside
-# such a format (zod's have), the pattern is the definition.
+_DAY = (
+    "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,31}"
+_LABEL = "[A-Za-z0-9]{1,20}(?:-[A-Za-z0-9]{1,20}){0,2}"
+_EMAIL = f"^{_ATOM}(?:\\.{_ATOM})?@(?:{_LABEL}\\.){{1,3}}[A-Za-z]{{2,10}}$"
+_CHARACTER = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=@]|%[0-9A-Fa-f]{2})"  # of a URI's path
+_SCHEME, _AUTHORITY = "[A-Za-z][A-Za-z0-9+.-]*:", f"//{_LABEL}(?:\\.{_LABEL})*(?::[0-9]{{1,4}})?(?:/{_CHARACTER}*)*"
+_PATH = f"/?(?:{_CHARACTER}+(?:/{_CHARACTER}*)*)?"
+_QUERY = f"(?:\\?(?:{_CHARACTER}|[:/?])*)?(?:#(?:{_CHARACTER}|[:/?])*)?"
+# Formats that the library does not know, or takes too widely, as regular expressions; None = any text. Where a schema
+# has a pattern beside such a format (zod's have), the pattern is the definition.
 FORMATS: Mapping[str, str | None] = {
     **dict.fromkeys(("password", "binary", "path", "file-path", "directory-path", "float", "double")),
     "base64": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
     "base64url": "^[A-Za-z0-9_-]*$",
     "cuid": "^[cC][0-9a-z]{8,}$",
     "cuid2": "^[a-z][0-9a-z]+$",
+    "date-time": f"^{_DAY}T{_TIME}$",
     "e164": "^\\+[1-9][0-9]{6,14}$",
+    "email": _EMAIL,
     "emoji": "^(?:\\p{Extended_Pictographic}|\\p{Emoji_Component})+$",
     "guid": "^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
+    "idn-email": _EMAIL,
+    "idn-hostname": f"^(?:{_LABEL}\\.){{0,3}}{_LABEL}$",
+    "iri": f"^{_SCHEME}(?:{_AUTHORITY}|{_PATH}){_QUERY}$",
+    "iri-reference": f"^(?:{_SCHEME})?(?:{_AUTHORITY}|{_PATH}){_QUERY}$",
     "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
     "jwt": f"^{_BASE64URL}\\.{_BASE64URL}\\.{_BASE64URL}$",
     "ksuid": "^[A-Za-z0-9]{27}$",
     "nanoid": "^[A-Za-z0-9_-]{21}$",
+    "relative-json-pointer": "^(?:0|[1-9][0-9]{0,5})(?:#|(?:/(?:[^~/]|~[01])*)*)$",
+    "time": f"^{_TIME}$",
     "ulid": "^[0-7][0-9A-HJKMNP-TV-Z]{25}$",
-    "uri-reference": "^[A-Za-z0-9\\-._~:/?#\\[\\]@!$&'()*+,;=%]*$",
+    "uri-reference": f"^(?:{_SCHEME})?(?:{_AUTHORITY}|{_PATH}){_QUERY}$",
+    "uri-template": f"^(?:{_SCHEME})?(?:{_AUTHORITY}|{_PATH}){_QUERY}$",
     "url": "^[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9\\-._~:/?#\\[\\]@!$&'()*+,;=%]+$",
     "xid": "^[0-9a-v]{20}$",
 }
 # What changes nothing.
 _SAYS_NOTHING: Mapping[str, Any] = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True}
-_LOOKS_AROUND = ("(?=", "(?!", "(?<=", "(?<!", "\\1")
+# Parts of a regular expression: an escape, the opening of a group with a mark, or one character.
+_PATTERN_PART = re.compile(r"\\.|\(\?<?[=!>]|.", re.DOTALL)
+_NO_AUTOMATON = re.compile(r"\(\?(?:<?[=!]|>)|\\[1-9kbBc]")  # of those parts, outside of [...]
+_SPACES = r" \t\n\r\f\v"
+_NUMBERS = ("const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**63 - 1  # what the library holds exactly
+_SMALLEST_BOUND = 1e-6  # the library loses smaller ones
 _MAPS, _LISTS = ("properties", "patternProperties", "$defs", "definitions"), ("prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLE = ("items", "additionalProperties")
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
 LONGEST_REASON = 300  # characters
 BACKTRACKS = 100_000  # of a regular expression in `violation`
+NO_TEXT = "NoExtension"  # how the library begins to say that no text matches
+_BYTES = LLTokenizer("byte")
+# Drafts in which a schema without `$schema` is read: the newest in which it is one (`items` as a list is Draft 7's,
+# `exclusiveMinimum: true` Draft 4's).
+_DRAFTS: tuple[Any, ...] = (None, jsonschema_rs.Draft7Validator, jsonschema_rs.Draft4Validator)
 
 
 def for_grammar(schema: Any, *, close: bool) -> tuple[Any, tuple[str, ...]]:
@@ -74,6 +111,7 @@ class _Rewriter:
         node = {
             key: value for key, value in schema.items() if key not in _SAYS_NOTHING or value is not _SAYS_NOTHING[key]
         }
+        self._numbers(node, place)
         self._object(node, merged=merged)
         self._string(node)
         for key in _MAPS:
@@ -88,12 +126,28 @@ class _Rewriter:
                 node[key] = self.rewrite(node[key], f"{place}/{key}", merged=False)
         return node
 
+    def _numbers(self, node: dict[str, Any], place: str) -> None:
+        """Raises ValueError: an integer that the library would round."""
+        for key, value in [
+            *((key, node.get(key)) for key in _NUMBERS),
+            *(("enum", v) for v in _list(node.get("enum"))),
+        ]:
+            if isinstance(value, int) and not _SMALLEST_INTEGER <= value <= _LARGEST_INTEGER:
+                raise ValueError(f"{place}/{key}: the grammar holds integers of 64 bits, and {value} is larger")
+            if isinstance(value, float) and key not in ("const", "enum") and 0 < abs(value) < _SMALLEST_BOUND:
+                self.lost[key] = None
+
     def _object(self, node: dict[str, Any], *, merged: bool) -> None:
         if "unevaluatedProperties" in node:
             if not merged and _parts(node) == ("properties" in node):
                 node.setdefault("additionalProperties", node.pop("unevaluatedProperties"))
         elif self._close and not merged and "properties" in node and not any(key in node for key in _OTHERS):
-            node["additionalProperties"] = False
+            self._close_object(node)
+        self._patterns_beside_properties(node)
+        if merged and "patternProperties" in node and node.get("additionalProperties") is False:
+            self.lost["patternProperties"] = None  # the other parts may list all names of a pattern: a dead end
+        if _is_more_than_one(node.get("minProperties")) and node.get("additionalProperties") is not False:
+            self.lost["minProperties"] = None  # the grammar counts a name twice that is written twice
         names = node.get("propertyNames")
         if names is None:
             return
@@ -109,10 +163,40 @@ class _Rewriter:
             return
         del node["propertyNames"]
 
+    @staticmethod
+    def _close_object(node: dict[str, Any]) -> None:
+        """Allows what is listed, and what is required without being listed."""
+        required = [name for name in _list(node.get("required")) if isinstance(name, str)]
+        if isinstance(node["properties"], dict):
+            node["properties"] = dict.fromkeys(required, True) | node["properties"]
+        node["additionalProperties"] = False
+
+    def _patterns_beside_properties(self, node: dict[str, Any]) -> None:
+        """Drops a pattern all of whose names are listed: the library opens another property that it then cannot name.
+
+        What the pattern says of those names is added to theirs.
+        """
+        properties, patterns = node.get("properties"), node.get("patternProperties")
+        if not isinstance(properties, dict) or not isinstance(patterns, dict):
+            return
+        for pattern, schema in patterns.items():
+            if _looks_around(pattern) or not _names_only(pattern, properties):
+                continue
+            patterns = {key: value for key, value in patterns.items() if key != pattern}
+            properties = {
+                name: {"allOf": [value, schema]} if _matches(pattern, name) else value
+                for name, value in properties.items()
+            }
+        node["properties"], node["patternProperties"] = properties, patterns
+        if not patterns:
+            del node["patternProperties"]
+
     def _string(self, node: dict[str, Any]) -> None:
         if _looks_around(node.get("pattern")):
             del node["pattern"]
             self.lost["pattern"] = None
+        if isinstance(node.get("pattern"), str):
+            node["pattern"] = _with_plain_spaces(node["pattern"])
         patterns = node.get("patternProperties")
         if isinstance(patterns, dict) and any(map(_looks_around, patterns)):
             del node["patternProperties"]
@@ -138,8 +222,54 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def _is_more_than_one(count: Any) -> bool:
+    return isinstance(count, int | float) and count > 1
+
+
+def _pattern_parts(pattern: str) -> Iterator[tuple[str, bool]]:
+    """The parts of a regular expression, and whether each stands in [...]."""
+    inside = False
+    for match in _PATTERN_PART.finditer(pattern):
+        part = match.group()
+        if inside and part.startswith("(?"):
+            yield from ((character, True) for character in part)
+            continue
+        yield part, inside
+        inside = part == "[" or (inside and part != "]")
+
+
 def _looks_around(pattern: Any) -> bool:
-    return isinstance(pattern, str) and any(sign in pattern for sign in _LOOKS_AROUND)
+    """Whether no automaton follows a regular expression: look-around, a back-reference, the edge of a word."""
+    return isinstance(pattern, str) and any(
+        not inside and _NO_AUTOMATON.match(part) is not None for part, inside in _pattern_parts(pattern)
+    )
+
+
+def _with_plain_spaces(pattern: str) -> str:
+    """The regular expression with the spaces on which Rust and ECMAScript agree (\\x85 is one in Rust only)."""
+    wide, narrow = "\\s", f"[{_SPACES}]"
+    return "".join(
+        (_SPACES if inside else narrow) if part == wide else part for part, inside in _pattern_parts(pattern)
+    )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a property's name falls under a pattern."""
+    return bool(validator(json.dumps({"pattern": pattern})).is_valid(name))
+
+
+def _names_only(pattern: str, names: Iterable[str]) -> bool:
+    """Whether a pattern matches no text but these names: it stands between anchors, and without them matches none."""
+    parts = [part for part, inside in _pattern_parts(pattern) if not inside]
+    depth = [sum(part[0] == "(" for part in parts[:i]) - parts[:i].count(")") for i in range(len(parts))]
+    if parts[:1] != ["^"] or parts[-1:] != ["$"] or any(p == "|" and not d for p, d in zip(parts, depth, strict=True)):
+        return False
+    inside = pattern[1:-1].replace("\\/", "/").replace("/", "\\/")
+    others = "".join(f" & ~{json.dumps(name, ensure_ascii=False)}" for name in names)
+    start = LLMatcher(_BYTES, LLMatcher.grammar_from_lark(f"start: NAME\nNAME: /{inside}/{others}"), log_level=0)
+    if not start.is_error():
+        start.compute_bitmask()  # a grammar that matches no text at all shows here
+    return start.is_error() and start.get_error().startswith(NO_TEXT)
 
 
 def _parts(schema: Mapping[str, Any]) -> int:
@@ -193,9 +323,9 @@ def violation(source: str, answer: str) -> str | None:
     Raises ValueError: this is no JSON schema.
     """
     try:
-        value = json.loads(answer)
+        value = json.loads(answer, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
-        return f"the answer is not JSON: {error}"
+        return f"the answer is not JSON: {error}"[:LONGEST_REASON]
     check = validator(source)
     try:
         first = next(iter(check.iter_errors(value)), None)
@@ -207,8 +337,25 @@ def violation(source: str, answer: str) -> str | None:
     return f"{place or 'the answer'}: {first.message}"[:LONGEST_REASON]
 
 
-@lru_cache(64)
+def _finite(number: str) -> float:
+    """Raises ValueError: a number that readers of JSON take for infinite."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {number[:40]} is beyond a double")
+    return value
+
+
+@lru_cache(256)
 def validator(source: str) -> Any:
     """Raises ValueError: this is no JSON schema, or it refers to another document."""
+    schema = json.loads(source)
     options = jsonschema_rs.FancyRegexOptions(backtrack_limit=BACKTRACKS)
-    return jsonschema_rs.validator_for(json.loads(source), validate_formats=True, pattern_options=options, offline=True)
+    drafts = _DRAFTS[:1] if isinstance(schema, dict) and "$schema" in schema else _DRAFTS
+    reason = ""
+    for draft in drafts:
+        make = jsonschema_rs.validator_for if draft is None else draft
+        try:
+            return make(schema, validate_formats=True, pattern_options=options, offline=True)
+        except ValueError as error:
+            reason = reason or str(getattr(error, "message", error))
+    raise ValueError(f"not a JSON schema: {reason}")

@@ -88,7 +88,8 @@ def _call(
         return Action(kind, start, line_end, name)
     if text[opening] != "(":
         return Action(kind, start, line_end, name, error=f"expected {kind.upper()}: {name}(key=value)")
-    length = closing_bracket(text[opening:end], 0, "\"'")
+    inside = text[opening:end]
+    length = closing_bracket(inside, 0, "\"'") or closing_bracket(inside, 0, "\"'", words=True)  # text=it's
     if length is None:
         return Action(kind, start, line_end, name, error="the parenthesis is not closed")
     close = opening + length

@@ -33,6 +33,7 @@ from mlx_parallm.execution.call_arguments import (
     read_json,
     read_object,
 )
+from mlx_parallm.execution.call_text import careful, inside_value
 from mlx_parallm.types import ChatTokenizer
 
 Format = Literal["own", "xml", "json", "use_tool", "tool_line", "function"]
@@ -50,6 +51,7 @@ HOW_TO_CALL: Mapping[str, str] = {
     "tool_line": HOW_TO_ACT,
     "function": "To call one, write NAME(KEY=VALUE)",
 }
+MOST_WORK = 10_000_000  # characters that are read to tell whether the marks of a text stand in arguments
 RAW_INPUT = "input"  # the argument that holds the text of a USE_TOOL call whose arguments are plain words
 NAME_KEYS, ARGUMENT_KEYS = ("tool", "name"), ("arguments", "args", "parameters")
 
@@ -145,7 +147,7 @@ def read_calls(parse: Callable[[str, Any], Any], text: str, tools: Any) -> list[
     """Return (name, arguments, id or None) of the calls in a model's own format; [] without a call, or if any part of
     the text cannot be read."""
     try:
-        parsed = parse(text, tools)
+        parsed = careful(parse)(text, tools)
         return [_own_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
     except Exception:  # noqa: BLE001 - boundary: mlx-lm's parsers raise anything on a malformed call
         return []
@@ -181,15 +183,31 @@ def _chosen(formats: Any, own: OwnFormat | None, tools: Tools) -> list[Format]:
 
 def _own_places(text: str, own: OwnFormat, tools: Tools) -> Iterator[Place]:
     start_marker, end_marker = own.markers
-    at = text.find(start_marker)
+    marks = re.compile("|".join(re.escape(marker) for marker in own.markers if marker))
+    at, work = text.find(start_marker), [0]
     while at >= 0:
         inside = at + len(start_marker)
-        following = text.find(start_marker, inside)
-        limit = len(text) if following < 0 else following
-        closed = text.find(end_marker, inside, limit) if end_marker else -1
-        stop, end = (limit, limit) if closed < 0 else (closed, closed + len(end_marker))
+        ending = _end_of_own(text, inside, marks, own.parse.__module__.rpartition(".")[2], work)
+        stop = len(text) if ending is None else ending.start()
+        end = stop if ending is None or ending.group() != end_marker else ending.end()
         yield at, end, partial(_own_calls, own, text[inside:stop], tools)
-        at = following
+        at = text.find(start_marker, end)
+
+
+def _end_of_own(text: str, inside: int, marks: re.Pattern[str], form: str, work: list[int]) -> re.Match[str] | None:
+    """The first mark that stands in no argument. A broken call, which never ends, does at its first. `work`: how many
+    characters were read to tell, of all calls."""
+
+    def is_inside(end: int) -> bool:
+        work[0] += end - inside
+        return work[0] < MOST_WORK and inside_value(form, text[inside:end])
+
+    first = ending = marks.search(text, inside)
+    while ending is not None and is_inside(ending.start()):
+        ending = marks.search(text, ending.end())
+    if ending is None and first is not None and is_inside(len(text)):
+        return first
+    return ending
 
 
 def _xml_places(text: str, tools: Tools) -> Iterator[Place]:

@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
+from mlx_parallm.engine.sequence import random_stream
 from mlx_parallm.engine.validation import MAX_CHOICES
-from mlx_parallm.errors import GenerationFailedError, RequestError
+from mlx_parallm.errors import GenerationFailedError, InvalidAnswerError, RequestError
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import ClientDisconnectedError
 from mlx_parallm.server.protocol.answers import TokenReader, last_version, usage, usage_of, version_spans
 from mlx_parallm.server.protocol.fields import QueueFields, StreamOptions
 from mlx_parallm.server.protocol.openai import ChatBody, Conversation
+from mlx_parallm.server.schema_check import NO_CHECK, AnswerCheck
 from mlx_parallm.server.sse import AnswerResponse, EventStream, StreamForm, merged, until_hangup
 from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
 
@@ -203,7 +205,11 @@ def observer_of(http_request: HTTPRequest) -> AnswerObserver | None:
 
 
 async def run(
-    context: ServerContext, http_request: HTTPRequest, requests: Sequence[Request], client_id: str | None = None
+    context: ServerContext,
+    http_request: HTTPRequest,
+    requests: Sequence[Request],
+    client_id: str | None = None,
+    check: AnswerCheck = NO_CHECK,
 ) -> list[RequestOutput]:
     """All requests to their end, submitted together. The client's hang-up aborts them.
 
@@ -211,15 +217,63 @@ async def run(
 
     Raises RequestError, EngineUnavailableError, ClientDisconnectedError, GenerationFailedError.
     """
-    with context.admitted(requests), context.running.holding(requests, client_id):
-        outputs = await until_hangup(http_request.receive, context.engine.generate_many(list(requests)))
-    for output in outputs:
+    with context.admitted(requests):
+        outputs = await until_hangup(http_request.receive, _checked_outputs(context, requests, client_id, check))
+    _keep(context, requests, _choices_of(outputs), client_id, observer_of(http_request))
+    return [replace(o, completions=tuple(in_mode(context, c) for c in o.completions)) for o in outputs]
+
+
+async def _checked_outputs(
+    context: ServerContext, requests: Sequence[Request], client_id: str | None, check: AnswerCheck
+) -> list[RequestOutput]:
+    """Run the requests; choices that break their schema are sampled again. Raises as `run`."""
+    with context.running.holding(requests, client_id):
+        outputs = await context.engine.generate_many(list(requests))
+    for attempt in range(1, check.retries + 1):
+        faulty = [
+            (position, completion.index)
+            for position, output in enumerate(outputs)
+            for completion in output.completions
+            if check.fault(completion, completion.text) is not None
+        ]
+        if not faulty:
+            break
+        again = [_again(requests[position], index, attempt) for position, index in faulty]
+        with context.running.holding(again, client_id):
+            sampled = await context.engine.generate_many(again)
+        context.metrics.resampled_choices.inc(len(again))
+        for (position, index), output in zip(faulty, sampled, strict=True):
+            outputs[position] = _with_choice(outputs[position], index, output.completions[0])
+    for position, output in enumerate(outputs):
+        outputs[position] = replace(output, completions=tuple(map(check.settle, output.completions)))
         for completion in output.completions:
             if completion.finish_reason == "error":
                 raise GenerationFailedError(completion.error or "the generation failed")
-    choices: list[list[Choice]] = [[(completion,) for completion in output.completions] for output in outputs]
-    _keep(context, requests, choices, client_id, observer_of(http_request))
-    return [replace(o, completions=tuple(in_mode(context, c) for c in o.completions)) for o in outputs]
+    return outputs
+
+
+def _again(request: Request, index: int, attempt: int) -> Request:
+    """The request for another text in the place of choice `index`; its seed follows from the request's."""
+    params = request.params
+    seed = None if params.seed is None else random_stream(random_stream(params.seed, index), attempt)
+    return replace(
+        request,
+        request_id=f"{request.request_id}.{index}.{attempt}",
+        params=replace(params, n=1, seed=seed, prompt_logprobs=None),
+        stream=False,
+    )
+
+
+def _with_choice(output: RequestOutput, index: int, sampled: Completion) -> RequestOutput:
+    """The output with another text in the place of choice `index`."""
+    completions = list(output.completions)
+    rejected = output.rejected_tokens + len(completions[index].token_ids)
+    completions[index] = replace(sampled, index=index, cached_tokens=completions[index].cached_tokens)
+    return replace(output, completions=tuple(completions), rejected_tokens=rejected)
+
+
+def _choices_of(outputs: Sequence[RequestOutput]) -> list[list[Choice]]:
+    return [[(completion,) for completion in output.completions] for output in outputs]
 
 
 async def stream(
@@ -227,8 +281,23 @@ async def stream(
     requests: Sequence[Request],
     client_id: str | None = None,
     observer: AnswerObserver | None = None,
+    check: AnswerCheck = NO_CHECK,
 ) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
-    """Deltas of all requests as they come, with the request's position. Closing it aborts what still runs."""
+    """Deltas of all requests as they come, with the request's position. Closing it aborts what still runs.
+
+    What may have to be sampled again comes in one delta a choice, once it has been checked.
+    """
+    if check.holds_streams_back:
+        with context.admitted(requests):
+            started = time.perf_counter()
+            outputs = await _checked_outputs(context, requests, client_id, check)
+        context.metrics.observe_first_token(time.perf_counter() - started)
+        _keep(context, requests, _choices_of(outputs), client_id, observer)
+        for position, output in enumerate(outputs):
+            for completion in output.completions:
+                yield position, in_mode(context, _delta_of(completion, output))
+        return
+    texts: dict[tuple[int, int], str] = defaultdict(str)
     with context.admitted(requests), context.running.holding(requests, client_id):
         submitted: float | None = time.perf_counter()
         parts: list[list[list[CompletionDelta]]] = [[[] for _ in range(request.params.n)] for request in requests]
@@ -240,6 +309,9 @@ async def stream(
                 if submitted is not None:
                     context.metrics.observe_first_token(time.perf_counter() - submitted)
                     submitted = None
+                if check.active:
+                    texts[position, delta.index] += delta.text
+                    delta = _settled(check, delta, texts[position, delta.index])
                 if delta.finish_reason == "error":
                     raise GenerationFailedError(delta.error or "the generation failed")
                 if context.deps.completions is not None or observer is not None:
@@ -248,6 +320,34 @@ async def stream(
                     if not unfinished:  # before the client sees the end, and may reward it
                         _keep(context, requests, parts, client_id, observer)
                 yield position, in_mode(context, delta)
+
+
+def _settled(check: AnswerCheck, delta: CompletionDelta, text: str) -> CompletionDelta:
+    """A delta of a stream that cannot be sampled again; `text` is all of its choice. Raises InvalidAnswerError."""
+    fault = None if delta.finish_reason is None else check.fault(delta, text)
+    if fault is None:
+        return delta
+    if check.marks and delta.finish_reason == "stop":
+        return replace(delta, error=fault)
+    raise replace(check, retries=0).error(fault, text)
+
+
+def _delta_of(completion: Completion, output: RequestOutput) -> CompletionDelta:
+    """A whole choice as one delta."""
+    return CompletionDelta(
+        index=completion.index,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        top_logprobs=completion.top_logprobs,
+        policy_versions=completion.policy_versions,
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        error=completion.error,
+        processed_logprobs=completion.processed_logprobs,
+        cached_tokens=completion.cached_tokens if completion.index == 0 else 0,
+        rejected_tokens=output.rejected_tokens if completion.index == 0 else 0,
+    )
 
 
 def _keep(
@@ -275,8 +375,8 @@ class ResponseBuilder(ABC):
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The answer without its head, usage and policy version."""
 
-    def usage_details(self) -> dict[str, Any]:
-        """What the usage says beyond the counts of tokens, once the answer is made."""
+    def usage_details(self) -> dict[str, int]:
+        """The answer's own `completion_tokens_details`, once it is made."""
         return {}
 
     @abstractmethod
@@ -296,41 +396,52 @@ async def respond(
     stream_options: StreamOptions | None,
     client_id: str | None = None,
     form: AnswerForm | None = None,
+    check: AnswerCheck = NO_CHECK,
 ) -> Response:
     """Runs the requests. `form`: None = as OpenAI's chat or completion. Raises as `run` does."""
     observer = observer_of(http_request)
     if streamed:
-        events = _events(answer, requests, stream_options or StreamOptions(), client_id, observer)
+        deltas = stream(answer.context, requests, client_id, observer, check)
+        events = _events(answer, requests, stream_options or StreamOptions(), deltas)
         events = observer.events(events) if observer else events
-        return await EventStream(form.events(events) if form else events, form).prefetch(http_request.receive)
+        stream_response = EventStream(form.events(events) if form else events, form)
+        return check.with_header(await stream_response.prefetch(http_request.receive))
     try:
-        outputs = await run(answer.context, http_request, requests, client_id)
-    except (ClientDisconnectedError, GenerationFailedError, asyncio.CancelledError):
+        outputs = await run(answer.context, http_request, requests, client_id, check)
+    except (ClientDisconnectedError, GenerationFailedError, InvalidAnswerError, asyncio.CancelledError):
         if observer is not None:
             await observer.aborted()
         raise
     version = last_version(outputs, answer.model.policy_version)
     body = {**answer.head, **answer.whole(outputs)}
-    body |= {"usage": usage_of(outputs) | answer.usage_details(), "policy_version": version}
+    completions = [completion for output in outputs for completion in output.completions]
+    for choice, completion in zip(body["choices"], completions, strict=True):
+        choice |= schema_error(completion)
+    body |= {"usage": usage_of(outputs, answer.usage_details()), "policy_version": version}
     if observer is not None:
         await observer.whole(body)
-    return AnswerResponse(form.whole(body) if form else body)
+    return check.with_header(AnswerResponse(form.whole(body) if form else body))
+
+
+def schema_error(part: Completion | CompletionDelta) -> dict[str, str]:
+    """The field of that name, of a choice that ended by itself and does not match its schema."""
+    return {} if part.error is None else {"schema_error": part.error}
 
 
 async def _events(
     answer: ResponseBuilder,
     requests: Sequence[Request],
     wanted: StreamOptions,
-    client_id: str | None,
-    observer: AnswerObserver | None,
+    sampled: AsyncGenerator[tuple[int, CompletionDelta], None],
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Chunks; a choice's last one has the policy versions of its tokens. Closing it aborts the requests."""
     versions: dict[int, list[int]] = defaultdict(list)  # by choice
     prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-    generated = cached = 0
-    async with aclosing(stream(answer.context, requests, client_id, observer)) as deltas:
+    generated = cached = rejected = 0
+    async with aclosing(sampled) as deltas:
         async for position, delta in deltas:
             generated += len(delta.token_ids)
+            rejected += delta.rejected_tokens
             cached += delta.cached_tokens
             index = position * requests[0].params.n + delta.index
             versions[index] += delta.policy_versions
@@ -338,10 +449,11 @@ async def _events(
             if delta.finish_reason is not None:
                 spans = version_spans(tuple(versions[index]))
                 chunks[-1]["choices"][0] |= {"stop_reason": delta.stop_reason, "weight_versions": spans}
+                chunks[-1]["choices"][0] |= schema_error(delta)
                 chunks[-1]["policy_version"] = (versions[index] or [answer.model.policy_version])[-1]
-            so_far = {"usage": usage(prompt_tokens, generated, cached)} if wanted.usage_so_far else {}
+            so_far = {"usage": usage(prompt_tokens, generated, cached, rejected)} if wanted.usage_so_far else {}
             for chunk in chunks:
                 yield answer.head | chunk | so_far
     if wanted.include_usage:
-        counts = usage(prompt_tokens, generated, cached) | answer.usage_details()
+        counts = usage(prompt_tokens, generated, cached, rejected, answer.usage_details())
         yield answer.head | {"choices": [], "usage": counts}

@@ -79,6 +79,11 @@ class ServerMetrics:
             "Texts between tool-call markers that were no call, and were given as content",
             registry=self.registry,
         )
+        self.resampled_choices = Counter(
+            f"{PREFIX}_resampled_choices",
+            "Choices that did not match their JSON schema or grammar and were sampled again",
+            registry=self.registry,
+        )
         ProcessCollector(registry=self.registry)
 
     def observe_request(self, route: str, status: int, seconds: float) -> None:

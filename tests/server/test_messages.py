@@ -149,7 +149,7 @@ def test_a_tool_choice_forces_by_the_chats_grammar(client):
         answer, schema = source(type=free)
         assert schema is None and answer.content[0].type == ("text" if free == "none" else "tool_use")
     asked = asking(output_config={"effort": "low", "format": {"type": "json_schema", "schema": WEATHER}})
-    saying(client, "{}").create(**asked)
+    saying(client, 'hm</think>{"city": "Bonn"}').create(**asked)
     assert json.loads(client.engine.asked[-1].params.structure.parts[-1].source) == WEATHER
 
 

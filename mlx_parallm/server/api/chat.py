@@ -39,7 +39,7 @@ from mlx_parallm.server.protocol.answers import (
 )
 from mlx_parallm.server.protocol.openai import ChatBody, ChatTokensBody
 from mlx_parallm.server.protocol.strict_json import json_router
-from mlx_parallm.server.schema_check import SchemaCheck, schema_check
+from mlx_parallm.server.schema_check import answer_check
 from mlx_parallm.types import Completion, CompletionDelta, FinishReason, RequestOutput, ServedModel, Structure
 from mlx_parallm.types import Request as EngineRequest
 
@@ -62,14 +62,22 @@ async def answer_chat(
     plan, params = plan_answer(context, body, prompt.token_ids), body.to_params()
     skips = params.skip_special_tokens and not plan.form.needs_special_tokens
     params = replace(params, skip_special_tokens=skips, structure=plan.structure)
-    check = await schema_check(context, params, plan.schema, plan.called_schemas)
+    check = await answer_check(
+        context,
+        params,
+        content=plan.schema,
+        called=plan.called_schemas,
+        must_call=bool(body.forced_tools),
+        read=plan.checked_form.read,
+    )
     requests = build_requests(response_id, [prompt], params, model, body, stream=body.stream)
     if (observer := observer_of(request)) is not None:
         observer.begun(body)
-    answer = _ChatResponse(context, model, response_id, body, plan.form, requests[0], check)
+    answer = _ChatResponse(context, model, response_id, body, plan.form, requests[0])
     options = body.stream_options
-    response = await respond(answer, request, requests, streamed=body.stream, stream_options=options, form=form)
-    return check.with_header(response)
+    return await respond(
+        answer, request, requests, streamed=body.stream, stream_options=options, form=form, check=check
+    )
 
 
 @router.post("/v1/chat/completions/tokens")
@@ -80,12 +88,14 @@ async def continue_tokens(body: ChatTokensBody, request: Request, context: Conte
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How an answer to one prompt must look, and how it is read. `schema`: of all of its content; None = any text."""
+    """How an answer to one prompt must look, and how it is read. `schema`: of its content behind the reasoning; None =
+    any text."""
 
     form: AnswerFormat
     structure: Structure | None
     schema: Structure | None
-    called_schemas: Mapping[str, Structure]  # of the arguments of forced calls, by function
+    called_schemas: Mapping[str, Structure]  # of the arguments of calls that a grammar makes or that are strict
+    checked_form: AnswerFormat  # how its content and calls are told from its reasoning, which the client may not want
 
 
 def plan_answer(context: ServerContext, body: ChatBody, prompt_token_ids: Sequence[int]) -> AnswerPlan:
@@ -119,8 +129,16 @@ def plan_answer(context: ServerContext, body: ChatBody, prompt_token_ids: Sequen
         on_malformed=context.metrics.malformed_tool_calls.inc,
     )
     structure = answer_grammar(tokenizer, may_think, calls, schema)
-    called = {tool["function"]["name"]: arguments_schema(tool) for tool in forced}
-    return AnswerPlan(form, structure, None if mixed else schema, called)
+    checked = forced or [tool for tool in tools if schema is not None or tool["function"].get("strict") is True]
+    called = {tool["function"]["name"]: arguments_schema(tool) for tool in checked}
+    checked_form = replace(form, on_malformed=lambda: None)
+    if mixed and may_think is not None:
+        if any(map(tokenizer.hides, may_think.markers)):  # nobody tells where the content begins
+            schema = None
+        checked_form = replace(
+            checked_form, think_markers=may_think.markers, structured=True, starts_reasoning=may_think.opened
+        )
+    return AnswerPlan(form, structure, schema, called, checked_form)
 
 
 def _thinking(context: ServerContext, body: ChatBody, prompt_token_ids: Sequence[int]) -> Thinking | None:
@@ -169,18 +187,17 @@ class _ChatResponse(ResponseBuilder):
         body: ChatBody,
         form: AnswerFormat,
         request: EngineRequest,
-        check: SchemaCheck,
     ) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(context, model, openai_head(kind, response_id, model, usage_follows=body.include_usage))
         self._body = body
-        self._form, self._check = form, check
+        self._form = form
         self._request = request
         self._readers: dict[int, TokenReader] = {}  # by choice, of its tokens with log-probabilities
         self._splitters: dict[int, AnswerSplitter] = {}
         self._sampled: dict[int, list[int]] = {}  # token ids of each choice, of models that reason
 
-    def usage_details(self) -> dict[str, Any]:
+    def usage_details(self) -> dict[str, int]:
         """OpenAI's count of reasoning tokens, markers included, of models that reason."""
         if self._form.think_markers is None:
             return {}
@@ -188,7 +205,7 @@ class _ChatResponse(ResponseBuilder):
         start, end = map(tokenizer.encode_within, self._form.think_markers)
         opened = self._form.starts_reasoning
         count = sum(reasoning_tokens(ids, start, end, opened=opened) for ids in self._sampled.values())
-        return {"completion_tokens_details": {"reasoning_tokens": count}}
+        return {"reasoning_tokens": count}
 
     def _sample(self, part: Completion | CompletionDelta) -> None:
         if self._form.think_markers is not None:
@@ -220,8 +237,7 @@ class _ChatResponse(ResponseBuilder):
             choice |= processed_logprobs(completion)
         if self._body.return_token_ids:
             choice["token_ids"] = completion.token_ids
-        self._check.add(completion.index, parts)
-        return choice | self._check.result(completion.index, completion.finish_reason)
+        return choice
 
     def _logprobs(self, part: Completion | CompletionDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -240,7 +256,6 @@ class _ChatResponse(ResponseBuilder):
         opening = [] if index in self._splitters else [self._role_chunk(index)]
         splitter = self._splitters[index]
         parts = splitter.take(delta.text, delta.finish_reason)
-        self._check.add(index, parts)
         choice: dict[str, Any] = {
             "index": index,
             "delta": parts.delta(),
@@ -249,7 +264,7 @@ class _ChatResponse(ResponseBuilder):
         }
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-        return [*opening, {"choices": [choice | self._check.result(index, delta.finish_reason)]}]
+        return [*opening, {"choices": [choice]}]
 
     def _role_chunk(self, index: int) -> dict[str, Any]:
         first = not self._splitters

@@ -16,7 +16,6 @@ from mlx_parallm.server.generation import (
     resolve_model,
     respond,
 )
-from mlx_parallm.server.protocol.answer_parts import AnswerParts
 from mlx_parallm.server.protocol.answers import (
     TokenReader,
     completion_logprobs,
@@ -28,7 +27,7 @@ from mlx_parallm.server.protocol.answers import (
 )
 from mlx_parallm.server.protocol.openai import CompletionBody
 from mlx_parallm.server.protocol.strict_json import json_router
-from mlx_parallm.server.schema_check import SchemaCheck, schema_check
+from mlx_parallm.server.schema_check import answer_check
 from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, ServedModel
 from mlx_parallm.types import Request as EngineRequest
 
@@ -41,11 +40,11 @@ async def create_completion(body: CompletionBody, request: Request, context: Con
     prompts = [prompt.last(body.truncate_prompt_tokens) for prompt in encode_prompts(context, body.prompt)]
     response_id = new_id("cmpl")
     params = body.to_params()
-    check = await schema_check(context, params, params.structure)
+    check = await answer_check(context, params, content=params.structure)
     requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
-    answer = _CompletionsResponse(context, model, response_id, body, prompts, requests, check)
-    response = await respond(answer, request, requests, streamed=body.stream, stream_options=body.stream_options)
-    return check.with_header(response)
+    answer = _CompletionsResponse(context, model, response_id, body, prompts, requests)
+    options = body.stream_options
+    return await respond(answer, request, requests, streamed=body.stream, stream_options=options, check=check)
 
 
 class _CompletionsResponse(ResponseBuilder):
@@ -57,12 +56,11 @@ class _CompletionsResponse(ResponseBuilder):
         body: CompletionBody,
         prompts: list[EncodedPrompt],
         requests: list[EngineRequest],
-        check: SchemaCheck,
     ) -> None:
         head = openai_head("text_completion", response_id, model, usage_follows=body.include_usage)
         super().__init__(context, model, head)
         self._body = body
-        self._prompts, self._requests, self._check = prompts, requests, check
+        self._prompts, self._requests = prompts, requests
         self._readers: dict[int, TokenReader] = {}  # by streamed choice
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -92,8 +90,7 @@ class _CompletionsResponse(ResponseBuilder):
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
             choice["token_ids"] = completion.token_ids
-        self._check.add(choice["index"], AnswerParts(content=completion.text))
-        return choice | self._check.result(choice["index"], completion.finish_reason)
+        return choice
 
     def _echoed(self, position: int) -> str:
         """The prompt's text, with `echo`."""
@@ -141,5 +138,4 @@ class _CompletionsResponse(ResponseBuilder):
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         choice["finish_reason"] = delta.finish_reason
-        self._check.add(index, AnswerParts(content=delta.text))
-        return [{"choices": [choice | self._check.result(index, delta.finish_reason)]}]
+        return [{"choices": [choice]}]

@@ -4,6 +4,7 @@ vLLM's (Atropos' default): `prompt: {"prompt_token_ids": […]}`, parallel lists
 `sampling_params`, one object with `meta_info` a completion out. Both ignore unknown keys.
 """
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -24,6 +25,7 @@ from mlx_parallm.server.generation import (
     new_id,
     resolve_model,
     run,
+    schema_error,
 )
 from mlx_parallm.server.protocol.answers import TokenReader, finite, last_version, version_spans
 from mlx_parallm.server.protocol.fields import (
@@ -36,7 +38,8 @@ from mlx_parallm.server.protocol.fields import (
     TokenId,
 )
 from mlx_parallm.server.protocol.strict_json import json_router
-from mlx_parallm.types import Completion, PromptLogprobs, RequestOutput, SamplingParams, TopLogprob
+from mlx_parallm.server.schema_check import answer_check
+from mlx_parallm.types import Completion, PromptLogprobs, RequestOutput, SamplingParams, Structure, TopLogprob
 from mlx_parallm.types import Request as EngineRequest
 
 if TYPE_CHECKING:
@@ -85,7 +88,31 @@ class SglangSampling(SamplingFields):
     min_new_tokens: int = Field(0, ge=0)
     sampling_seed: int | None = None
     no_stop_trim: bool = False
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: Any = None
     stop: str | ListOf[str] | ListOf[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
+
+    def structure(self) -> Structure | None:
+        """What the text must match. Raises RequestError: more than one is given, or SGLang's structural tags."""
+        if self.structural_tag is not None:
+            param = "sampling_params.structural_tag"
+            raise RequestError(f"{param!r} is not supported by this server", param=param, code="unsupported_parameter")
+        schema = self.json_schema
+        found = [
+            Structure(kind, text, f"sampling_params.{name}")
+            for kind, name, text in (
+                ("json_schema", "json_schema", json.dumps(schema) if isinstance(schema, dict) else schema),
+                ("regex", "regex", self.regex),
+                ("grammar", "ebnf", self.ebnf),
+            )
+            if text is not None
+        ]
+        if len(found) > 1:
+            names = ", ".join(structure.param for structure in found)
+            raise RequestError(f"one answer cannot follow several structures: {names}", param=found[0].param)
+        return found[0] if found else None
 
     def to_params(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         neutral_names = self.model_copy(
@@ -140,18 +167,20 @@ class SglangBody(QueueFields, Body):
 async def generate(body: dict[str, Any], request: Request, context: Context) -> Response:
     parsed = _parse(body)
     if isinstance(parsed, VllmBody):
-        return JSONResponse(await _vllm(parsed, request, context))
-    return JSONResponse(await _sglang(parsed, request, context))
+        return await _vllm(parsed, request, context)
+    return await _sglang(parsed, request, context)
 
 
-async def _vllm(body: VllmBody, request: Request, context: ServerContext) -> dict[str, Any]:
+async def _vllm(body: VllmBody, request: Request, context: ServerContext) -> Response:
     model = resolve_model(context, body.model)
-    prompt = encode_prompt(context, body.prompt_value())
-    [output] = await run(context, request, build_requests(new_id(UNNAMED), [prompt], body.to_params(), model, body))
-    return _vllm_answer(body, output, model.policy_version)
+    prompt, params = encode_prompt(context, body.prompt_value()), body.to_params()
+    check = await answer_check(context, params, content=params.structure)
+    requests = build_requests(new_id(UNNAMED), [prompt], params, model, body)
+    [output] = await run(context, request, requests, check=check)
+    return check.with_header(JSONResponse(_vllm_answer(body, output, model.policy_version)))
 
 
-async def _sglang(body: SglangBody, request: Request, context: ServerContext) -> Any:
+async def _sglang(body: SglangBody, request: Request, context: ServerContext) -> Response:
     """One object for one prompt with n = 1, a list for anything else."""
     model = resolve_model(context, body.lora_path or body.model)
     values, batched = body.prompt_values()
@@ -163,10 +192,13 @@ async def _sglang(body: SglangBody, request: Request, context: ServerContext) ->
         build_requests(f"{response_id}-{position}", [prompt], params, model, body)[0]
         for position, (prompt, params) in enumerate(zip(prompts, params_of, strict=True))
     ]
-    outputs = await run(context, request, requests)
+    if len({params.structure for params in params_of}) > 1:
+        raise RequestError("the 'sampling_params' of one request must have one structure", param="sampling_params")
+    check = await answer_check(context, params_of[0], content=params_of[0].structure)
+    outputs = await run(context, request, requests, check=check)
     answers = zip(requests, prompts, outputs, strict=True)
     objects = [each for answer in answers for each in _sglang_objects(context.tokenizer, body, *answer)]
-    return objects[0] if len(objects) == 1 and not batched else objects
+    return check.with_header(JSONResponse(objects[0] if len(objects) == 1 and not batched else objects))
 
 
 def _parse(body: dict[str, Any]) -> VllmBody | SglangBody:
@@ -193,6 +225,8 @@ def _vllm_answer(body: VllmBody, output: RequestOutput, default_version: int) ->
         "weight_versions": [version_spans(completion.policy_versions) for completion in completions],
         "policy_version": last_version([output], default_version),
     }
+    if any(completion.error for completion in completions):
+        response["schema_errors"] = [completion.error for completion in completions]
     if body.logprobs is not None:
         response["logprobs"] = [_vllm_logprobs(completion) for completion in completions]
     if output.prompt_logprobs is not None:
@@ -252,6 +286,7 @@ def _sglang_objects(
             "weight_version": str(completion.policy_versions[-1]) if completion.policy_versions else None,
             "weight_versions": version_spans(completion.policy_versions),
         }
+        meta |= schema_error(completion)
         if body.return_logprob:
             reader = tokenizer.detokenizer(opens_text=opens, skip_special_tokens=skips)
             meta["output_token_logprobs"] = triples(reader, completion.token_ids, completion.logprobs)

@@ -38,6 +38,7 @@ from mlx_parallm.server.protocol.fields import (
     TokenId,
 )
 from mlx_parallm.server.protocol.strict_json import json_router
+from mlx_parallm.server.schema_check import answer_check
 from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, SamplingParams, ServedModel
 
 router = json_router("tokens")
@@ -86,8 +87,15 @@ async def generate_tokens(body: InferenceBody, request: Request, context: Contex
     prompts = [EncodedPrompt(tuple(body.token_ids))]
     params = body.sampling_params.to_params()
     requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
+    check = await answer_check(context, params, content=params.structure)
     return await respond(
-        answer, request, requests, streamed=body.stream, stream_options=body.stream_options, client_id=body.request_id
+        answer,
+        request,
+        requests,
+        streamed=body.stream,
+        stream_options=body.stream_options,
+        client_id=body.request_id,
+        check=check,
     )
 
 

@@ -5,7 +5,7 @@
 An answer that is not streamed goes through the same code in one piece; where the text is cut makes no difference. The
 tokenizer brings the markers and the parser of calls (mlx-lm's knowledge of the model). Nothing is lost: text between
 tool markers that is no call becomes part of the text that it interrupted. (A parser may leave out text beside a call.)
-Whitespace beside a marker belongs to the marker.
+Whitespace beside a marker belongs to the marker. A marker within an argument of a call is text of that argument.
 
 A streamed call is shown as it grows (begun_calls.py). So two answers differ from their streams: of a malformed call the
 stream has shown the beginning, as a call; and it is text in an answer that is sent whole.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_parallm.execution.call_text import inside_value
 from mlx_parallm.execution.tool_calls import read_calls
 from mlx_parallm.server.protocol.begun_calls import BegunCall, BegunCalls, begun_calls, new_call_id
 from mlx_parallm.types import FinishReason
@@ -73,8 +74,9 @@ class AnswerParts:
         return {"reasoning": self.reasoning, "reasoning_content": self.reasoning} if self.reasoning else {}
 
 
-MARKS_INSIDE = 64
-"""Marks that stand in the arguments of one forced call. Each costs a reading of the call, so they are bounded."""
+MOST_WORK = 10_000_000
+"""Characters that are read, in one answer, to tell whether markers stand in arguments: a degenerate answer has no end
+of them. Beyond it every marker counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,8 @@ class AnswerSplitter:
         self._region: list[str] = []  # the tool region's text, its start marker first
         self._begun: BegunCalls | None = None  # the region's calls …
         self._sent: list[str] = []  # … and what was shown of their arguments
-        self._marks_inside = 0
+        self._first_inside: int | None = None  # where in the region the first marker within an argument ended
+        self._work = 0  # of MOST_WORK
         self._pending = ""  # may begin a marker
         self._space = ""  # whitespace that the next marker would take
         self._after_marker = form.starts_reasoning
@@ -151,8 +154,10 @@ class AnswerSplitter:
             if self._state == _FINAL:
                 at = found.start()
                 break
-            self._cross(found.group(), parts)
+            again = self._cross(found.group(), parts)
             at = found.end()
+            if again:
+                text, at = again + text[at:], 0
         end = len(text) - self._undecided(text[at:])
         self._take(text[at:end], parts)
         self._pending = text[end:]
@@ -168,8 +173,12 @@ class AnswerSplitter:
         one that a limit cut off there is the beginning."""
         parts, thinking = AnswerParts(), self._state in ("reasoning", "tool in reasoning")
         self._take(self._pending, parts)
-        if self._state in _INTERRUPTED:
-            self._end_region("", parts, cut_off=not complete)
+        self._pending = ""
+        while self._state in _INTERRUPTED:
+            if again := self._end_region("", parts, cut_off=not complete):
+                parts = parts.plus(self.feed(again))
+                self._take(self._pending, parts)
+                self._pending = ""
         if complete or thinking or not self._form.forced:
             parts.add(self._state, self._space)
         else:
@@ -199,31 +208,40 @@ class AnswerSplitter:
         if shown and self._form.structured and self._state == "content":
             self._state = _FINAL
 
-    def _cross(self, marker: str, parts: AnswerParts) -> None:
-        after = self._transitions[self._state][marker]
+    def _cross(self, marker: str, parts: AnswerParts) -> str:
+        """Takes a marker. Returns text that is to be read again, now that it stands in no call."""
+        after, again = self._transitions[self._state][marker], ""
         if self._state in _INTERRUPTED:
-            if self._form.forced and self._marks_inside < MARKS_INSIDE and not self._whole_call():
-                self._marks_inside += 1
-                return self._take(marker, parts)  # a grammar ends calls, so this stands in an argument
+            if self._is_inside_argument():
+                self._take(marker, parts)
+                if self._first_inside is None:
+                    self._first_inside = sum(map(len, self._region))
+                return ""
             ends = self._form.tool_markers is not None and marker == self._form.tool_markers[1]
-            self._end_region(marker if ends else "", parts)
+            again = self._end_region(marker if ends else "", parts)
+            if again:
+                return again if ends else again + marker
             if ends:
-                return
+                return ""
         if after in _INTERRUPTED:
-            self._region, self._sent, self._marks_inside = [marker], [], 0
+            self._region, self._sent, self._first_inside = [marker], [], None
             assert self._form.parse is not None
             self._begun = begun_calls(self._form.tool_format, self._form.parse, self._form.tools)
         else:
             self._space, self._after_marker = "", True
         self._state = after
+        return ""
 
-    def _whole_call(self) -> bool:
-        assert self._form.parse is not None
-        return bool(read_calls(self._form.parse, "".join(self._region[1:]), self._form.tools))
+    def _is_inside_argument(self) -> bool:
+        text = "".join(self._region[1:])
+        self._region[1:] = [text]
+        self._work += len(text)
+        return self._work < MOST_WORK and inside_value(self._form.tool_format, text)
 
-    def _end_region(self, end: str, parts: AnswerParts, *, cut_off: bool = False) -> None:
+    def _end_region(self, end: str, parts: AnswerParts, *, cut_off: bool = False) -> str:
         """Goes back to the state that the region interrupted, which gets the text unless it is a call, or a call that
-        was cut off or shown before it turned out to be malformed."""
+        was cut off or shown before it turned out to be malformed. Of a malformed call the text behind the first marker
+        that seemed to stand in an argument is returned: it is to be read again."""
         start, *body = self._region
         self._state = _INTERRUPTED[self._state]
         assert self._begun is not None and self._form.parse is not None
@@ -232,17 +250,21 @@ class AnswerSplitter:
             self._complete(index, name, arguments, call_id)
         if calls:
             del self._begun.calls[max(len(calls), len(self._sent)) :]
+        whole, again = "".join([start, *body, end]), ""
         if not calls and not cut_off:
             self._form.on_malformed()
+            if self._first_inside is not None:
+                whole, again = whole[: self._first_inside], whole[self._first_inside :]
         if not calls and not (cut_off and self._begun.calls) and not self._sent:
             self._begun = None
-            if cut_off and (self._form.forced or self._form.structured):
-                return None  # the beginning of a call is no content
-            return self._take("".join([start, *body, end]), parts)
+            if not (cut_off and (self._form.forced or self._form.structured)):  # the beginning of a call is no content
+                self._take(whole, parts)
+            return again
         self._show_begun(parts)
         self.calls_made += len(self._sent)
         self._begun, self._sent = None, []
         self._space, self._after_marker = "", True
+        return again
 
     def _complete(self, index: int, name: str, arguments: Mapping[str, Any], call_id: str | None) -> None:
         """Puts a call as it was read in the end beside what had begun; what was shown of it stays."""

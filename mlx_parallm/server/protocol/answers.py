@@ -5,7 +5,7 @@ policy versions it was sampled under.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mlx_parallm.types import (
@@ -50,23 +50,41 @@ def processed_logprobs(part: Completion | CompletionDelta) -> dict[str, Any]:
     return {} if values is None else {"processed_logprobs": [finite(logprob) for logprob in values]}
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
-    """`cached_tokens`: of the prompts, found in the prefix cache."""
-    return {
+def usage(
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int = 0,
+    rejected_tokens: int = 0,
+    details: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """Return the counts of an answer.
+
+    Args:
+        completion_tokens: of the choices that are shown.
+        cached_tokens: of the prompts, found in the prefix cache.
+        rejected_tokens: of choices that broke their schema and were sampled again; they count as completion tokens.
+        details: more for `completion_tokens_details`.
+    """
+    completion_tokens += rejected_tokens
+    details = {**(details or {}), **({"rejected_tokens": rejected_tokens} if rejected_tokens else {})}
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+    return counts | {"completion_tokens_details": details} if details else counts
 
 
-def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
-    """Each prompt counts once, every choice's tokens count."""
+def usage_of(outputs: Iterable[RequestOutput], details: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Each prompt counts once, every choice's tokens count. `details`: as of `usage`."""
     outputs = list(outputs)
     return usage(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(completion.token_ids) for output in outputs for completion in output.completions),
         sum(output.completions[0].cached_tokens for output in outputs),
+        sum(output.rejected_tokens for output in outputs),
+        details,
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mlx_parallm.execution.call_text import MARKUP, certain_text, decided_end, inside_value
 from mlx_parallm.execution.tool_calls import read_calls
 
 READ_AGAIN = 6  # a text of n characters is parsed again after n / 2^6 more: the work stays linear but for a factor
@@ -44,7 +45,7 @@ def begun_calls(form: str, parse: Callable[[str, Any], Any], tools: Sequence[Map
     before the region's end."""
     if form in _HEADERS:
         return _JsonCalls(_HEADERS[form])
-    return _GrowingCalls(_STEPS.get(form), parse, tools)
+    return _GrowingCalls(form, parse, tools)
 
 
 # ------------------------------------------------------------------ arguments that are JSON
@@ -124,14 +125,14 @@ class _JsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """How a text becomes a whole call: up to `opened` there is a name, `argument` ends an argument, `close` the call.
+    """How a text becomes a whole call: up to `opened` there is a name, `close` ends the call. An argument ends as
+    call_text.MARKUP says, or in the other formats at a comma.
 
     `verbatim`: the text of an argument whose schema is a string stands there as it is. `valid`: whether a closed text
     may be read, where the parser takes anything.
     """
 
     opened: re.Pattern[str]
-    argument: str
     close: str
     verbatim: bool = False
     valid: Callable[[str], bool] = lambda text: True
@@ -145,28 +146,27 @@ def _is_python(text: str) -> bool:
     return True
 
 
+_GLM = _Steps(re.compile("<arg_key>"), "", verbatim=True)
 _STEPS: Mapping[str, _Steps] = {
-    "qwen3_coder": _Steps(re.compile(r"<function=[^\s<>]+>"), "</parameter>", "</function>", verbatim=True),
-    "glm47": _Steps(re.compile("<arg_key>"), "</arg_value>", "", verbatim=True),
-    "longcat": _Steps(re.compile("<longcat_arg_key>"), "</longcat_arg_value>", "", verbatim=True),
-    "minimax_m2": _Steps(re.compile("<invoke name=[^>]+>"), "</parameter>", "</invoke>", verbatim=True),
-    "minicpm5": _Steps(re.compile(r"""^\s*["']?[^"'<>]+["']?\s*>"""), "</param>", "", verbatim=True),
-    "muse_spark": _Steps(re.compile('<atem:invoke[^>]*name="[^"]+">'), "</atem:parameter>", "</atem:invoke>"),
-    "kimi_k3": _Steps(
-        re.compile(r"<\|open\|>call(?:(?!<\|sep\|>).)*<\|sep\|>"), "<|close|>argument<|sep|>", "<|close|>call<|sep|>"
-    ),
-    "function_gemma": _Steps(re.compile(r"call:\w+\{"), ",", "}"),
-    "gemma4": _Steps(re.compile(r"call:[\w-]+\{"), ",", "}"),
-    "pythonic": _Steps(re.compile(r"\[[\w.]+\("), ",", ")]", valid=_is_python),
+    "qwen3_coder": _Steps(re.compile(r"<function=[^\s<>]+>"), "</function>", verbatim=True),
+    "glm47": _GLM,
+    "laguna": _GLM,
+    "longcat": _Steps(re.compile("<longcat_arg_key>"), "", verbatim=True),
+    "minimax_m2": _Steps(re.compile("<invoke name=[^>]+>"), "</invoke>", verbatim=True),
+    "minicpm5": _Steps(re.compile(r"""^\s*["']?[^"'<>]+["']?\s*>"""), "", verbatim=True),
+    "muse_spark": _Steps(re.compile('<atem:invoke[^>]*name="[^"]+">'), "</atem:invoke>"),
+    "kimi_k3": _Steps(re.compile(r"<\|open\|>call(?:(?!<\|sep\|>).)*<\|sep\|>"), "<|close|>call<|sep|>"),
+    "function_gemma": _Steps(re.compile(r"call:\w+\{"), "}"),
+    "gemma4": _Steps(re.compile(r"call:[\w-]+\{"), "}"),
+    "pythonic": _Steps(re.compile(r"\[[\w.]+\("), ")]", valid=_is_python),
 }
 
 
 class _GrowingCalls:
-    def __init__(
-        self, steps: _Steps | None, parse: Callable[[str, Any], Any], tools: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, form: str, parse: Callable[[str, Any], Any], tools: Sequence[Mapping[str, Any]]) -> None:
         self.calls: list[BegunCall] = []
-        self._steps, self._parse, self._tools = steps, parse, tools
+        self._form, self._steps, self._parse, self._tools = form, _STEPS.get(form), parse, tools
+        self._markup = MARKUP.get(form)
         self._text = ""
         self._next = 0  # length at which the text is read again
 
@@ -175,15 +175,14 @@ class _GrowingCalls:
         if self._steps is None or len(self._text) < self._next:
             return
         self._next = len(self._text) + max(1, len(self._text) >> READ_AGAIN)
-        ended = self._text.rfind(self._steps.argument)
-        if ended >= 0:
-            end = ended + (len(self._steps.argument) if self._steps.argument != "," else 0)
-        elif (opened := self._steps.opened.search(self._text)) is not None:
+        end = self._text.rfind(",") if self._markup is None else decided_end(self._markup, self._text)
+        if end <= 0:
+            opened = self._steps.opened.search(self._text)
+            if opened is None:
+                return
             end = opened.end()
-        else:
-            return
         closed = self._text[:end] + self._steps.close
-        if not self._steps.valid(closed):
+        if inside_value(self._form, closed) or not self._steps.valid(closed):
             return
         calls = read_calls(self._parse, closed, self._tools)
         growing = self._with_open_text(calls) if self._steps.verbatim else None
@@ -191,12 +190,9 @@ class _GrowingCalls:
 
     def _with_open_text(self, calls: list[tuple[str, dict[str, Any], str | None]]) -> list[Any] | None:
         """The calls with the argument that is being written, where that is a text that will not be read otherwise."""
-        assert self._steps is not None
-        tag, shown = self._steps.argument, self._text
-        tail = shown[shown.rfind("<") :] if "<" in shown else ""
-        if tail and tag.startswith(tail):
-            shown = shown.removesuffix(tail)
-        longer = read_calls(self._parse, shown + tag + self._steps.close, self._tools)
+        assert self._steps is not None and self._markup is not None
+        shown = certain_text(self._markup, self._text)
+        longer = read_calls(self._parse, shown + self._markup.closed + self._steps.close, self._tools)
         if not calls or len(longer) != len(calls) or len(longer[-1][1]) != len(calls[-1][1]) + 1:
             return None
         name, arguments, _ = longer[-1]
