@@ -17,19 +17,12 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.config.trl import DPOConfig, GRPOConfig, KTOConfig, RowsConfig, SFTConfig, TrainerConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import reference_to
+from mlx_parallm.models.adapters.settings import NAMES, TRAINED, check_trained
 from mlx_parallm.system.hardware import detect
 from mlx_parallm.trl.rows import DataRows
 
 TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metrics
 PEFT_DEFAULT_MODULES = ("q_proj", "v_proj")  # PEFT's for Llama, Qwen and their like, where target_modules is None
-PEFT_NOT_HERE: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"), ()),
-    **dict.fromkeys(("trainable_token_indices", "exclude_modules", "target_parameters", "layer_replication"), ()),
-    **dict.fromkeys(("lora_bias", "use_qalora", "alora_invocation_tokens"), (False,)),
-    "bias": ("none",),
-    "init_lora_weights": (True,),
-}
-"""PEFT's settings of an adapter → the values, beside None and empty ones, that mean what is done here."""
 NO_BOUND = 1 << 30
 SPARE_TOKENS = 256  # of a chat template around a prompt
 
@@ -191,11 +184,11 @@ def lora_settings(given: Any) -> dict[str, Any]:
     if isinstance(given, LoraConfig):
         return given.model_dump()
     if isinstance(given, Mapping):
-        _check_peft(given)
-        return {name: value for name, value in given.items() if name not in ("task_type", *PEFT_NOT_HERE)}
+        check_trained(given, known={name for name in given if name not in NAMES})  # LoraConfig knows near names
+        return {name: value for name, value in given.items() if name in TRAINED or name not in NAMES}
     if getattr(given, "peft_type", None) is None or not hasattr(given, "lora_alpha"):
         raise ConfigError(f"peft_config: {type(given).__name__} is neither PEFT's LoraConfig, nor a dictionary of r, …")
-    _check_peft(vars(given))
+    check_trained(vars(given))
     modules = given.target_modules
     return {
         "rank": given.r,
@@ -205,16 +198,6 @@ def lora_settings(given: Any) -> dict[str, Any]:
         "use_rslora": bool(given.use_rslora),
         "use_dora": bool(given.use_dora),
     }
-
-
-def _check_peft(settings: Mapping[str, Any]) -> None:
-    for name, off in PEFT_NOT_HERE.items():
-        value = settings.get(name)
-        if value is not None and value not in off and value not in ([], (), {}):
-            raise ConfigError(
-                f"peft_config: {name}={value!r} is not done here: every adapted layer has the same rank and alpha,"
-                " the usual initial values, and nothing else is trained"
-            )
 
 
 def configuration(
