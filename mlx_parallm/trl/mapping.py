@@ -344,6 +344,7 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
     keys = ({} if own_loss else bounds) | {  # the user's own reads none of these
         "advantage": "mean" if args.scale_rewards in (False, "none") else "std_sample",
         "kl_estimator": "k3_ratio" if args.use_bias_correction_kl else "k3",
+        "entropy_aggregation": "token",
         "dynamic_sampling": False,
         "max_staleness": 0,
     }
