@@ -50,6 +50,8 @@ class DataConfig(Section):
     """Longest sequence (prompt + completion) that is trained on."""
     too_long: Literal["error", "skip"] = "error"
     """Longer rows are an error that names the first one, or are left out (their number is logged)."""
+    shuffle: bool = True
+    """A new order of the rows in each epoch, drawn from rl_training.seed; false: always the order of the file."""
     prompt_format: Literal["chat", "text"] = "chat"
     """Strings become messages of the chat template (chat), or are trained on as they are, EOS at the end (text)."""
 

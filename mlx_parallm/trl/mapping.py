@@ -64,6 +64,7 @@ HOW: Mapping[str, str] = {
     "per_device_train_batch_size": "× `gradient_accumulation_steps` = `rl_training.batch_size`",
     "gradient_accumulation_steps": "× `per_device_train_batch_size` = `rl_training.batch_size`",
     "num_train_epochs": "`rl_training.total_steps`",
+    "train_sampling_strategy": "`data.shuffle`",
     "max_steps": "`rl_training.total_steps`, in steps",
     "logging_steps": "the trainer's `state.log_history` and `on_log`",
     "logging_first_step": "the trainer's `state.log_history` and `on_log`",
@@ -99,6 +100,7 @@ HOW: Mapping[str, str] = {
     "ref_model_sync_steps": "`rl_training.reference_update_every`, in steps",
     "log_completions": "`logging.sample_every` = logging_steps",
     "max_length": '`data.max_length`, with `data.too_long = "skip"`',
+    "assistant_only_loss": "always so",
     "dataset_text_field": "the column is renamed to `text`",
 }
 
@@ -361,13 +363,14 @@ def _add_rows(
     evaluated: DataRows | None,
 ) -> None:
     training = data["rl_training"]
-    training["algorithm"] = KINDS[type(args)]
+    training |= {"algorithm": KINDS[type(args)], "max_staleness": 0}
     rows: dict[str, Any] = {
         "path": reference_to(train.rows, "train_dataset"),
         "eval_fraction": 0.0,
         "max_length": args.max_length or NO_BOUND,
         "too_long": "skip",
         "end_token": "tokenizer",
+        "shuffle": args.train_sampling_strategy == "random",
         "prompt_format": "chat" if train.conversational else "text",
     }
     if evaluated is not None:
