@@ -103,8 +103,8 @@ async def test_what_no_function_scores_learns_nothing_and_moves_no_mean(function
 
 
 async def test_none_for_a_whole_group_is_a_reward_of_0_that_teaches_nothing(functions):
-    """As in TRL, whose sum over no scores is 0, and so the advantage: the group counts, and the run goes on. A group
-    that was left UNSCORED (the judge is away) is another thing: it is dropped with the reason."""
+    """The advantage is 0 as in TRL ("unscorable"): the group counts, and the run goes on. A group that was left
+    UNSCORED (the judge is away) is another thing: it is dropped with the reason."""
     made = functions("def f(completions):\n    return [None] * len(completions)")
     group = await score_group(made.for_row(PLAIN, ROW, TrainingProgress), [trajectory("a"), trajectory("b")])
     assert [(rollout.reward, rollout.zero_advantage) for rollout in group] == [(0.0, True), (0.0, True)]
