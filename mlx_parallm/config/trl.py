@@ -110,11 +110,10 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "packing_strategy": (("bfd",), "short rows share a computation already, without seeing each other"),
     "completion_only_loss": ((True,), "prompts are never trained on: use rows with `text` for whole texts"),
     **dict.fromkeys(("eos_token", "pad_token"), ((), "the tokenizer's own tokens are used")),
-    **dict.fromkeys(("loss_weights", "ld_alpha"), ((), "one loss at a time")),
+    "ld_alpha": ((), "tokens behind the shorter completion's length weigh as much as the others"),
     "f_divergence_type": (("reverse_kl",), "DPO's divergence is the reverse KL"),
     "f_alpha_divergence_coef": ((0.5,), "DPO's divergence is the reverse KL"),
     "use_weighting": ((False,), "all pairs weigh the same"),
-    "discopop_tau": ((0.05,), "there is no discopop loss"),
     **dict.fromkeys(("vespo_k_pos", "vespo_lambda_neg"), ((2.0,), "there is no vespo loss")),
     **dict.fromkeys(("vespo_lambda_pos", "vespo_k_neg"), ((3.0,), "there is no vespo loss")),
 }
@@ -346,9 +345,14 @@ class DPOConfig(RowsConfig):
     beta: float = Field(BETAS["dpo"], gt=0)
     """Scale of the implied reward."""
     loss_type: str | tuple[str, ...] = "sigmoid"
-    """"sigmoid", "hinge", "ipo" or "robust"; a list of one of them."""
+    """"sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+    "discopop", "sigmoid_norm", "sft"; or a list of them, which are added up. "aot" and "aot_unpaired" there are not."""
+    loss_weights: tuple[float, ...] | None = None
+    """The weight of each loss of a list; default: 1 each."""
     label_smoothing: float = Field(PreferenceConfig().label_smoothing, ge=0, lt=0.5)
-    """sigmoid (cDPO), robust: the probability that a pair's label is wrong."""
+    """sigmoid (cDPO), robust, exo_pair: the probability that a pair's label is wrong."""
+    discopop_tau: float = Field(PreferenceConfig().discopop_tau, gt=0)
+    """discopop: how sharply it changes from one loss to the other."""
     sync_ref_model: bool = False
     """The reference moves: ref_model_mixup_alpha of the policy is mixed into it."""
     ref_model_mixup_alpha: float = Field(0.6, gt=0, le=1)

@@ -44,6 +44,8 @@ SAME: Mapping[str, str] = {
     "entropy_coef": "rl_training.entropy_weight",
     "mask_truncated_completions": "rl_training.mask_truncated",
     "label_smoothing": "rl_training.preference.label_smoothing",
+    "loss_weights": "rl_training.preference.loss_weights",
+    "discopop_tau": "rl_training.preference.discopop_tau",
     "desirable_weight": "rl_training.preference.desirable_weight",
     "undesirable_weight": "rl_training.preference.undesirable_weight",
     "chat_template_path": "model.chat_template",
@@ -386,9 +388,7 @@ def _add_rows(
         training |= _reference(args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule)
     if isinstance(args, DPOConfig):
         kinds = (args.loss_type,) if isinstance(args.loss_type, str) else args.loss_type
-        if len(kinds) != 1:
-            raise ConfigError(f"DPOConfig: loss_type {list(kinds)}: one loss at a time")
-        training["preference"]["loss_type"] = kinds[0]
+        training["preference"]["loss_type"] = kinds[0] if len(kinds) == 1 else kinds
 
 
 def _reference(moves: bool, alpha: float, every: int, schedule: UpdateSchedule) -> dict[str, Any]:

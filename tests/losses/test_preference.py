@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,7 +55,10 @@ def inputs(rows: Rows, part: slice = slice(None), logprobs: np.ndarray | None = 
         "mask": mx.array(rows.mask[part]),
         "token_normalizer": float(rows.mask.sum()),
         "sequence_normalizer": float(len(LENGTHS)),
-        "constants": {"kl": 0.3, "desirable": 4.0, "undesirable": 4.0},
+        "constants": {
+            **{"kl": 0.3, "desirable": 4.0, "undesirable": 4.0},
+            "chosen_tokens": float(rows.mask[0::2].sum()),
+        },
     }
     return LossInputs(**fields | others)
 
@@ -80,16 +83,43 @@ def margins(logprobs: np.ndarray, rows: Rows, of: Callable[..., np.ndarray] = su
     return ratios[0::2] - ratios[1::2]
 
 
-def oracle_dpo(logprobs: np.ndarray, rows: Rows, *, beta: float, loss_type: str, label_smoothing: float = 0) -> float:
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def oracle_dpo(
+    logprobs: np.ndarray,
+    rows: Rows,
+    *,
+    beta: float,
+    loss_type: str | Sequence[str],
+    label_smoothing: float = 0,
+    loss_weights: Sequence[float] = (),
+    discopop_tau: float = 0,
+) -> float:
+    """TRL 1.16's formulas (trl/trainer/dpo_trainer.py), τ = 0.05."""
     h, e = beta * margins(logprobs, rows), label_smoothing
+    ratios = beta * (sums(logprobs, rows) - sums(rows.reference, rows))
+    c, r = ratios[0::2], ratios[1::2]
     values = {
         "sigmoid": lambda: -(1 - e) * log_sigmoid(h) - e * log_sigmoid(-h),
         "robust": lambda: (-(1 - e) * log_sigmoid(h) + e * log_sigmoid(-h)) / (1 - 2 * e),
         "hinge": lambda: np.maximum(0, 1 - h),
         "ipo": lambda: (margins(logprobs, rows, means) - 1 / (2 * beta)) ** 2,
         "ipo_sum": lambda: (margins(logprobs, rows) - 1 / (2 * beta)) ** 2,
+        "sigmoid_norm": lambda: -log_sigmoid(beta * margins(logprobs, rows, means)),
+        "exo_pair": lambda: sigmoid(h) * (log_sigmoid(h) - np.log(1 - e)) + sigmoid(-h) * (log_sigmoid(-h) - np.log(e)),
+        "nca_pair": lambda: -log_sigmoid(c) - 0.5 * log_sigmoid(-c) - 0.5 * log_sigmoid(-r),
+        "bco_pair": lambda: -log_sigmoid(c) - log_sigmoid(-r),
+        "sppo_hard": lambda: (c / beta - 0.5 / beta) ** 2 + (r / beta + 0.5 / beta) ** 2,
+        "apo_zero": lambda: 1 - sigmoid(c) + sigmoid(r),
+        "apo_down": lambda: sigmoid(c) + 1 - sigmoid(h),
+        "discopop": lambda: -log_sigmoid(h) * (1 - sigmoid(h / 0.05)) + np.exp(-h) * sigmoid(h / 0.05),
+        "sft": lambda: -sums(logprobs, rows)[0::2].sum() / rows.mask[0::2].sum() * np.ones(len(h)),
     }
-    return float(values[loss_type]().mean())
+    kinds = [loss_type] if isinstance(loss_type, str) else loss_type
+    weights = loss_weights or [1.0] * len(kinds)
+    return float(sum(weight * values[kind]().mean() for kind, weight in zip(kinds, weights, strict=True)))
 
 
 def oracle_orpo(logprobs: np.ndarray, rows: Rows, *, beta: float) -> float:
@@ -128,6 +158,15 @@ CASES: dict[str, tuple[Callable[..., LossOutputs], Callable[..., float], dict[st
     "hinge": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.2, "loss_type": "hinge"}),
     "ipo": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.3, "loss_type": "ipo"}),
     "ipo_sum": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.3, "loss_type": "ipo_sum"}),
+    **{
+        kind: (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.3, "loss_type": kind, "discopop_tau": 0.05})
+        for kind in ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sft")
+    },
+    "exo_pair": (dpo_loss, oracle_dpo, {"beta": 0.5, "loss_type": "exo_pair", "label_smoothing": 0.1}),
+    "mpo": (
+        *(dpo_loss, oracle_dpo),
+        PLAIN | {"beta": 0.3, "loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0)},
+    ),
     "orpo": (orpo_loss, oracle_orpo, {"beta": 0.4}),
     "simpo": (simpo_loss, oracle_simpo, {"beta": 2.0, "gamma": 1.0}),
     "cpo": (cpo_loss, oracle_cpo, {"beta": 0.1, "nll_weight": 0.7}),
@@ -187,13 +226,28 @@ CHOSEN, REJECTED = [[-0.5] * 8, [-0.575] * 8], [[-0.65] * 10, [-0.6] * 10]
         (partial(dpo_loss, beta=0.1, loss_type="hinge", **PLAIN), 0.89),
         (partial(dpo_loss, beta=0.1, loss_type="ipo", **PLAIN), 23.765625),
         (partial(dpo_loss, beta=0.1, loss_type="ipo_sum", **PLAIN), 15.21),
+        *(
+            (partial(dpo_loss, beta=0.1, loss_type=kind, discopop_tau=0.05, **PLAIN), expected)
+            for kind, expected in (
+                *(("apo_zero", 0.972507), ("apo_down", 0.987523), ("bco_pair", 1.332057), ("nca_pair", 1.359625)),
+                *(("sppo_hard", 39.61), ("sigmoid_norm", 0.686917), ("discopop", 0.870281), ("sft", 0.5)),
+            )
+        ),
+        (partial(dpo_loss, beta=0.1, loss_type="exo_pair", label_smoothing=0.1), 0.451973),
+        (
+            partial(
+                *(dpo_loss,),
+                **PLAIN | {"beta": 0.1, "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+            ),
+            1.278138,
+        ),
         (partial(orpo_loss, beta=0.1), 0.553565),
         (partial(simpo_loss, beta=2.0, gamma=1.0), 1.103186),
         (partial(cpo_loss, beta=0.1, nll_weight=1.0), 1.075939),
     ],
 )
 def test_other_trainers_numbers(loss: Callable[[LossInputs], LossOutputs], expected: float) -> None:
-    pair = printed([CHOSEN[0], REJECTED[0]], [CHOSEN[1], REJECTED[1]])
+    pair = printed([CHOSEN[0], REJECTED[0]], [CHOSEN[1], REJECTED[1]], constants={"chosen_tokens": 8.0})
     assert loss(pair).loss.item() == pytest.approx(expected, abs=1e-6 * max(1, expected))
 
 

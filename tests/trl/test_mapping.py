@@ -294,8 +294,18 @@ def test_configurations_of_rows() -> None:
     config = one(KTOConfig(desirable_weight=2.0, model_init_kwargs={"dtype": "float32"}))
     assert (config.rl_training.preference.desirable_weight, config.model.dtype) == (2.0, "float32")
     assert one(SFTConfig(max_length=12)).data.max_length == 12
-    with pytest.raises(ConfigError, match="one loss at a time"):
-        one(DPOConfig(loss_type=["ipo", "sigmoid"]))
+    mpo = one(DPOConfig(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])).rl_training.preference
+    assert (mpo.loss_type, mpo.loss_weights) == (("sigmoid", "bco_pair", "sft"), (0.8, 0.2, 1.0))
+    assert one(DPOConfig(loss_type="discopop", discopop_tau=0.1)).rl_training.preference.discopop_tau == 0.1
+    for options, words in (
+        ({"loss_type": "aot"}, "loss_type"),
+        ({"loss_type": ["ipo", "ipo"]}, "several different ones"),
+        ({"loss_type": ["ipo", "sigmoid"], "loss_weights": [1.0]}, "1 numbers for 2 losses"),
+        ({"loss_type": "exo_pair"}, "needs label_smoothing > 0"),
+        ({"discopop_tau": 0.1}, "only read with loss_type"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            one(DPOConfig(**options))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +384,15 @@ OTHER_VALUES: dict[str, Any] = {
     **{"overrides": {"rl_training.seed": 9}, "chat_template_kwargs": {"x": 1}, "reward_weights": (0.5,)},
     **{"importance_sampling_level": "sequence", "scale_rewards": False, "num_generations": 4, "max_length": 99},
     **{"generation_batch_size": 16, "steps_per_generation": 2, "max_token_length": 5000, "num_generations_eval": 3},
-    **{"delta": 2.5, "epsilon_high": 0.3, "train_sampling_strategy": None, "host": "::1", "port": 1, "max_steps": 5},
+    **{
+        "loss_weights": (0.5,),
+        "delta": 2.5,
+        "epsilon_high": 0.3,
+        "train_sampling_strategy": None,
+        "host": "::1",
+        "port": 1,
+        "max_steps": 5,
+    },
     **{
         "disable_tqdm": True,
         "dataset_text_field": "body",
@@ -395,6 +413,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
     **{name: {"beta": 0.1} for name in ("sync_ref_model", "use_bias_correction_kl")},
     **{name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
     "log_completions": {"logging_steps": 3},
+    "discopop_tau": {"loss_type": "discopop"},
     **{name: {"eval_strategy": "steps"} for name in ("eval_steps", "num_generations_eval", "eval_on_start")},
 }
 LOSS_TYPES = {"GRPOConfig": "grpo", "DPOConfig": "hinge"}

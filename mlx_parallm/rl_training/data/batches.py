@@ -58,7 +58,7 @@ class DataBatches:
     def collect(self, step: int, *, timeout_s: float = 0.0) -> TrainBatch:
         rows = self.rows(step)
         units = [self._units[row] for row in rows]
-        constants = {}
+        constants = {} if self._log_ratios is not None else pair_constants(units)
         if self._log_ratios is not None:
             constants = kto_constants(units, self._mismatched(rows, step), self._log_ratios)
         sequences = [
@@ -110,6 +110,11 @@ def mismatched(unit: Unit, other: Unit) -> Encoded:
         np.concatenate([own.tokens[:prompt], others.tokens[completion:]]),
         np.concatenate([np.zeros(prompt, bool), others.mask[completion:]]),
     )
+
+
+def pair_constants(units: Sequence[Unit]) -> dict[str, float]:
+    """Constant of a mini-batch of pairs: how many tokens the chosen completions have. Nothing reads that of others."""
+    return {"chosen_tokens": float(sum(int(unit.sequences[0].mask[1:].sum()) for unit in units))}
 
 
 def kto_constants(units: Sequence[Unit], foreign: Sequence[Encoded], log_ratios: Score) -> dict[str, float]:

@@ -14,7 +14,7 @@ import numpy as np
 from mlx_parallm.config.load import Config
 from mlx_parallm.losses.types import LossInputs
 from mlx_parallm.models.parameters import scalar
-from mlx_parallm.rl_training.data.batches import kto_constants, mismatched
+from mlx_parallm.rl_training.data.batches import kto_constants, mismatched, pair_constants
 from mlx_parallm.rl_training.data.tokens import Unit
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Rollout
@@ -89,7 +89,7 @@ class HeldOut:
 
     def _constants(self) -> Mapping[str, float]:
         if self._trainer.algorithm.name != "kto":
-            return {}
+            return pair_constants(self._units)
         after = [*self._units[1:], self._units[0]]
         foreign = [mismatched(unit, other) for unit, other in zip(self._units, after, strict=True)]
         return kto_constants(self._units, foreign, lambda rollouts: log_ratios(self._trainer, rollouts))

@@ -194,7 +194,14 @@ def credit(prepared: PreparedBatch, *, gamma: float, gae_lambda: float, normaliz
 
 
 DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
-    "dpo": lambda own, beta: partial(dpo_loss, beta=beta, loss_type=own.loss_type, label_smoothing=own.label_smoothing),
+    "dpo": lambda own, beta: partial(
+        dpo_loss,
+        beta=beta,
+        loss_type=own.loss_type,
+        loss_weights=own.loss_weights,
+        label_smoothing=own.label_smoothing,
+        discopop_tau=own.discopop_tau,
+    ),
     "kto": lambda own, beta: partial(kto_loss, beta=beta),
     "orpo": lambda own, beta: partial(orpo_loss, beta=beta),
     "simpo": lambda own, beta: partial(simpo_loss, beta=beta, gamma=own.gamma),
