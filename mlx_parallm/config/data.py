@@ -15,10 +15,11 @@ USES_REFERENCE = ("dpo", "kto")
 BETAS = {"dpo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0, "cpo": 0.1}
 OPTIONS = {
     "dpo": {"beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau"},
-    "kto": {"beta", "desirable_weight", "undesirable_weight"},
+    "kto": {"beta", "desirable_weight", "undesirable_weight", "kto_loss"},
     "orpo": {"beta"},
     "simpo": {"beta", "gamma"},
     "cpo": {"beta", "nll_weight"},
+    "sft": {"sft_loss"},
 }
 """Keys of [rl_training.preference] that each algorithm reads; a key set for another one is an error."""
 ROLLOUT_KEYS = (
@@ -98,6 +99,10 @@ class PreferenceConfig(Section):
     """kto: weight of rows with label true."""
     undesirable_weight: float = Field(1.0, gt=0)
     """kto: weight of rows with label false."""
+    kto_loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """kto: KTO's loss, or APO-zero's of single rows, which is KTO's with a KL of 0."""
+    sft_loss: Literal["nll", "dft"] = "nll"
+    """sft: the negative log-likelihood, or DFT's, in which each token's is multiplied by its probability."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "PreferenceConfig":

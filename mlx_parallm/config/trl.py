@@ -333,8 +333,8 @@ class SFTConfig(RowsConfig):
     """A file with a chat template."""
     shuffle_dataset: bool = False
     """Without effect: train_sampling_strategy decides, whose "random" is a new order in each epoch, as in TRL."""
-    loss_type: Literal["nll", "chunked_nll"] = "nll"
-    """The negative log-likelihood; both names are the same here."""
+    loss_type: Literal["nll", "chunked_nll", "dft"] = "nll"
+    """The negative log-likelihood (both names are the same here), or DFT's."""
 
 
 class DPOConfig(RowsConfig):
@@ -374,8 +374,8 @@ class KTOConfig(RowsConfig):
     """Weight of rows with label true."""
     undesirable_weight: float = Field(PreferenceConfig().undesirable_weight, gt=0)
     """Weight of rows with label false."""
-    loss_type: Literal["kto"] = "kto"
-    """KTO's own."""
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """KTO's own, or APO-zero's of single rows."""
     sync_ref_model: bool = False
     """The reference moves: ref_model_mixup_alpha of the policy is mixed into it."""
     ref_model_mixup_alpha: float = Field(0.6, gt=0, le=1)

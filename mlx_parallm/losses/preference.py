@@ -192,6 +192,8 @@ def cpo_loss(inputs: LossInputs, *, beta: float, nll_weight: float) -> LossOutpu
 def kto_loss(inputs: LossInputs, *, beta: float) -> LossOutputs:
     """KTO (arXiv:2402.01306): w · (1 - σ(±β (ratio - kl))), + for a desirable completion, ratio = Σ(logprobs - ref).
 
+    With kl = 0 it is APO-zero of single rows (arXiv:2408.06266): w · (1 - σ(β ratio)) and w · σ(β ratio).
+
     A row's advantage is its label and weight: +w desirable, -w undesirable. `constants`, of the whole mini-batch: "kl",
     the estimate max(0, mean ratio of mismatched prompts and completions), not differentiated; "desirable" and
     "undesirable", how many there are. rewards/accuracies: share of rows on their side of kl, at it ½.
@@ -223,6 +225,16 @@ def nll_loss(inputs: LossInputs) -> LossOutputs:
     Worked: log-probabilities -1 and -2 of one row, -6 of another: (1 + 2 + 6) / 3 = 3.
     """
     return LossOutputs(aggregate(-inputs.logprobs, inputs))
+
+
+def dft_loss(inputs: LossInputs) -> LossOutputs:
+    """Dynamic fine-tuning (arXiv:2508.05629): -p · logprobs, the probability p not differentiated, mean over the
+    mini-batch's trained tokens: unlikely tokens count less.
+
+    Worked: log-probabilities -1, -2 and -6: (e^-1 + 2 e^-2 + 6 e^-6) / 3 = 0.217808.
+    """
+    logprobs = masked(inputs.logprobs, inputs.mask)
+    return LossOutputs(aggregate(-mx.stop_gradient(mx.exp(logprobs)) * logprobs, inputs))
 
 
 # ---------------------------------------------------------------------- parts

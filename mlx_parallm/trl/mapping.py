@@ -94,7 +94,10 @@ HOW: Mapping[str, str] = {
     "delta": '`rl_training.loss = "two_sided"`, `rl_training.ratio_delta`',
     "sapo_temperature_pos": "`rl_training.sapo_tau_positive`",
     "sapo_temperature_neg": "`rl_training.sapo_tau_negative`",
-    "loss_type": "`rl_training.loss`, `.loss_aggregation` (GRPO); `rl_training.preference.loss_type` (DPO)",
+    "loss_type": (
+        "`rl_training.loss`, `.loss_aggregation` (GRPO); `rl_training.preference.loss_type` (DPO), `.kto_loss` (KTO),"
+        " `.sft_loss` (SFT)"
+    ),
     "importance_sampling_level": "`rl_training.ratio_level`",
     "scale_rewards": '`rl_training.advantage`: `"std_sample"` or `"mean"`',
     "sync_ref_model": '`rl_training.reference = "ema"`',
@@ -386,6 +389,10 @@ def _add_rows(
             training["lora"] = settings | {"dropout": 0.0}
         training["preference"] = {"beta": args.beta}
         training |= _reference(args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule)
+    if isinstance(args, KTOConfig):
+        training["preference"]["kto_loss"] = args.loss_type
+    if isinstance(args, SFTConfig):
+        training["preference"] = {"sft_loss": "dft" if args.loss_type == "dft" else "nll"}
     if isinstance(args, DPOConfig):
         kinds = (args.loss_type,) if isinstance(args.loss_type, str) else args.loss_type
         training["preference"]["loss_type"] = kinds[0] if len(kinds) == 1 else kinds

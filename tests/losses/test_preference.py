@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.losses.preference import cpo_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
+from mlx_parallm.losses.preference import cpo_loss, dft_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 
 LENGTHS = (4, 6, 5, 3, 7, 2, 1, 8)  # of completions: four pairs, or eight labelled rows
@@ -150,6 +150,12 @@ def oracle_nll(logprobs: np.ndarray, rows: Rows) -> float:
     return float(-logprobs[rows.mask].mean())
 
 
+def oracle_dft(logprobs: np.ndarray, rows: Rows) -> float:
+    """The probability is not differentiated: it is the fixtures'."""
+    held = np.exp(make_rows().logprobs[rows.mask])
+    return float(-(held * logprobs[rows.mask]).mean())
+
+
 PLAIN = {"label_smoothing": 0.0}
 CASES: dict[str, tuple[Callable[..., LossOutputs], Callable[..., float], dict[str, Any]]] = {
     "dpo": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.1, "loss_type": "sigmoid"}),
@@ -172,8 +178,9 @@ CASES: dict[str, tuple[Callable[..., LossOutputs], Callable[..., float], dict[st
     "cpo": (cpo_loss, oracle_cpo, {"beta": 0.1, "nll_weight": 0.7}),
     "kto": (kto_loss, oracle_kto, {"beta": 0.3}),
     "nll": (nll_loss, oracle_nll, {}),
+    "dft": (dft_loss, oracle_dft, {}),
 }
-PAIRED = [name for name in CASES if name not in ("kto", "nll")]
+PAIRED = [name for name in CASES if name not in ("kto", "nll", "dft")]
 every_loss = pytest.mark.parametrize("name", CASES)
 
 
@@ -249,6 +256,26 @@ CHOSEN, REJECTED = [[-0.5] * 8, [-0.575] * 8], [[-0.65] * 10, [-0.6] * 10]
 def test_other_trainers_numbers(loss: Callable[[LossInputs], LossOutputs], expected: float) -> None:
     pair = printed([CHOSEN[0], REJECTED[0]], [CHOSEN[1], REJECTED[1]], constants={"chosen_tokens": 8.0})
     assert loss(pair).loss.item() == pytest.approx(expected, abs=1e-6 * max(1, expected))
+
+
+def test_dft_worked() -> None:
+    """(e^-1 + 2 e^-2 + 6 e^-6) / 3 = 0.217808, and the slope by the first is -e^-1 / 3 = -0.122626."""
+    given = printed([[-1.0, -2.0], [-6.0]], [[0.0, 0.0], [0.0]])
+    assert dft_loss(given).loss.item() == pytest.approx(0.217808, abs=1e-6)
+    slope = mx.grad(lambda logprobs: dft_loss(replace(given, logprobs=logprobs)).loss)(given.logprobs)
+    assert slope[0, 0].item() == pytest.approx(-0.122626, abs=1e-6)
+
+
+def test_apo_zero_of_single_rows_worked() -> None:
+    """KTO with kl = 0: σ(-0.06) = 0.485004 for the ratio 0.6 as a desirable row, σ(-0.05) = 0.487503 for -0.5 as an
+    undesirable one; the mean is 0.486254. TRL's apo_zero_unpaired."""
+    given = printed(
+        [CHOSEN[0], REJECTED[0]],
+        [CHOSEN[1], REJECTED[1]],
+        constants={"kl": 0.0, "desirable": 1.0, "undesirable": 1.0},
+    )
+    labels = mx.array([[1.0], [-1.0]]) * given.advantages
+    assert kto_loss(replace(given, advantages=labels), beta=0.1).loss.item() == pytest.approx(0.486254, abs=1e-6)
 
 
 def test_other_trainers_log_odds() -> None:

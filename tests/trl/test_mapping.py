@@ -416,7 +416,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
     "discopop_tau": {"loss_type": "discopop"},
     **{name: {"eval_strategy": "steps"} for name in ("eval_steps", "num_generations_eval", "eval_on_start")},
 }
-LOSS_TYPES = {"GRPOConfig": "grpo", "DPOConfig": "hinge"}
+LOSS_TYPES = {"GRPOConfig": "grpo", "DPOConfig": "hinge", "KTOConfig": "apo_zero_unpaired", "SFTConfig": "dft"}
 
 
 def another(name: str, kind: type[TrainerConfig]) -> Any:

@@ -13,7 +13,7 @@ from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch
-from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios
+from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios, no_ratios
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import Unit, encode_all
 from mlx_parallm.rl_training.sources import RolloutSource, Served
@@ -71,7 +71,8 @@ class DataSource(RolloutSource):
         return self._config
 
     def batches(self, trainer: Trainer) -> DataBatches:
-        training, score = self._config.rl_training, partial(log_ratios, trainer)
+        training = self._config.rl_training
+        score = partial(log_ratios, trainer) if training.preference.kto_loss == "kto" else no_ratios
         return DataBatches(
             self._train,
             batch_size=training.batch_size,

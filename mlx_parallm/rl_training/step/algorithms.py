@@ -32,7 +32,7 @@ from mlx_parallm.losses.advantages import (
 )
 from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
 from mlx_parallm.losses.ppo import gae, with_value_loss
-from mlx_parallm.losses.preference import cpo_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
+from mlx_parallm.losses.preference import cpo_loss, dft_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.metrics import KEYS
 from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch
@@ -206,7 +206,7 @@ DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
     "orpo": lambda own, beta: partial(orpo_loss, beta=beta),
     "simpo": lambda own, beta: partial(simpo_loss, beta=beta, gamma=own.gamma),
     "cpo": lambda own, beta: partial(cpo_loss, beta=beta, nll_weight=own.nll_weight),
-    "sft": lambda own, beta: nll_loss,
+    "sft": lambda own, beta: dft_loss if own.sft_loss == "dft" else nll_loss,
 }
 """One more is a function in `losses.preference`, a line here, and its name (with its options) in `config.data`."""
 
