@@ -34,6 +34,7 @@ from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
 ADAPTER_FILE = "adapters.safetensors"
 SPECIFICATION_FILE = "lora_weights.safetensors"  # the name that the specification prints; means ADAPTER_FILE beside it
 MAX_RANK = 4096
+NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")  # beside an adapter, as vLLM reads them
 NPZ_FILE = "adapters.npz"  # mlx-lm's arrays as its first versions kept them
 
 
@@ -192,6 +193,11 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
         raise AdapterError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("lora_parameters", {}), dict):
         raise AdapterError(f"{config_file} is not an adapter's configuration")
+    for name in NEW_EMBEDDINGS:
+        if (file.parent / name).exists():
+            raise AdapterError(
+                f"{file.parent / name}: embeddings of added tokens are not supported: add them to the base model"
+            )
     if not isinstance(tensors, dict):
         raise AdapterError(f"{file} holds one array: an adapter is a safetensors file")
     return config, tensors

@@ -242,6 +242,9 @@ def test_a_pickle_is_named(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").write_bytes(b"x")
     with pytest.raises(AdapterError, match=r"adapter_model\.bin is PyTorch's pickle"):
         load_adapter(tmp_path)
+    (peft(tmp_path / "a") / "new_embeddings.safetensors").write_bytes(b"x")
+    with pytest.raises(AdapterError, match=r"new_embeddings\.safetensors: embeddings of added tokens"):
+        load_adapter(tmp_path / "a")
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
