@@ -23,12 +23,13 @@ from mlx_parallm.config.algorithm import (
     AlgorithmSection,
     defaults_of,
 )
-from mlx_parallm.config.data import PreferenceConfig
+from mlx_parallm.config.data import DPOLossName, PreferenceConfig
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.registry import ENVIRONMENTS, KINDS
 from mlx_parallm.losses.advantages import AdvantageKind
 from mlx_parallm.losses.kl import KL_ESTIMATORS
 from mlx_parallm.losses.policy_gradient import LOSSES
+from mlx_parallm.losses.preference import PAIR_LOSSES
 from mlx_parallm.rewards.parts import BUILT_IN, PARTS, WEIGHTS
 from mlx_parallm.rl_training.step.algorithms import DATA_LOSSES
 from tests.docs.docs_blocks import COMMANDS, flags_of
@@ -154,7 +155,8 @@ def test_losses_on_rows() -> None:
     made["sft"] = DATA_LOSSES["sft"](PreferenceConfig(), 0.1)
     where = "with a float64 twin to CASES of tests/losses/test_preference.py"
     report(f"loss {name!r}: add it {where}" for name, loss in made.items() if loss not in [one for one, _ in tested])
-    kinds = get_args(PreferenceConfig.model_fields["loss_type"].annotation)
+    kinds = get_args(DPOLossName)
+    assert set(kinds) == set(PAIR_LOSSES)
     report(f"dpo with loss_type {kind!r}: add it {where}" for kind in kinds if kind not in [one for _, one in tested])
 
 

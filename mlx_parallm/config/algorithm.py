@@ -119,6 +119,8 @@ class AlgorithmSection(Section):
     the policy loss: DeepSeek-V3.2's unbiased estimator, TRL's default (docs/algorithms.md)."""
     entropy_weight: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
+    entropy_aggregation: Literal["loss", "token"] = "loss"
+    """How the bonus becomes one number: "loss" = by loss_aggregation; "token" = mean over tokens, as in TRL."""
     overlong_buffer: int = Field(0, ge=0)
     """Tokens before overlong_length over which a completion loses up to 1 of its reward (DAPO); 0 = off."""
     overlong_length: int | None = Field(None, ge=1)
@@ -177,7 +179,8 @@ class PrepareConfig(Section):
     kl_horizon: int = Field(10_000, ge=1)
     """kl_target: sequences over which a KL that is 20 % or more off changes the coefficient by 20 %."""
     mask_truncated: bool = False
-    """Do not train on completions that the length limit ended; they count in their group's mean (DAPO, TRL)."""
+    """Do not train on completions that the length limit ended; they count in their group's mean, and as 0 in the means
+    of a loss over sequences (DAPO, TRL)."""
 
 
 def check_prepared(config: PrepareConfig, kl_beta: float) -> None:

@@ -14,11 +14,12 @@ USES_REFERENCE = ("dpo", "kto")
 
 BETAS = {"dpo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0, "cpo": 0.1}
 OPTIONS = {
-    "dpo": {"beta", "loss_type", "label_smoothing"},
-    "kto": {"beta", "desirable_weight", "undesirable_weight"},
+    "dpo": {"beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau"},
+    "kto": {"beta", "desirable_weight", "undesirable_weight", "kto_loss"},
     "orpo": {"beta"},
     "simpo": {"beta", "gamma"},
     "cpo": {"beta", "nll_weight"},
+    "sft": {"sft_loss"},
 }
 """Keys of [rl_training.preference] that each algorithm reads; a key set for another one is an error."""
 ROLLOUT_KEYS = (
@@ -50,6 +51,8 @@ class DataConfig(Section):
     """Longest sequence (prompt + completion) that is trained on."""
     too_long: Literal["error", "skip"] = "error"
     """Longer rows are an error that names the first one, or are left out (their number is logged)."""
+    shuffle: bool = True
+    """A new order of the rows in each epoch, drawn from rl_training.seed; false: always the order of the file."""
     prompt_format: Literal["chat", "text"] = "chat"
     """Strings become messages of the chat template (chat), or are trained on as they are, EOS at the end (text)."""
 
@@ -68,13 +71,26 @@ class DataConfig(Section):
         return self
 
 
+DPOLossName = Literal[
+    *("sigmoid", "hinge", "ipo", "ipo_sum", "robust", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"),
+    *("apo_zero", "apo_down", "discopop", "sft"),
+]
+SMOOTHED = ("sigmoid", "robust", "exo_pair")
+NEED_SMOOTHING = ("robust", "exo_pair")
+
+
 class PreferenceConfig(Section):
     beta: float | None = Field(None, gt=0)
     """Scale of the implied reward; default 0.1, with simpo 2.0. orpo: weight of the odds ratio."""
-    loss_type: Literal["sigmoid", "hinge", "ipo", "ipo_sum", "robust"] = "sigmoid"
-    """dpo: the loss of a margin. ipo averages log-probabilities over tokens (TRL), ipo_sum adds them (the paper)."""
+    loss_type: DPOLossName | tuple[DPOLossName, ...] = "sigmoid"
+    """dpo: the loss of a pair, or several that are added up (docs/training_on_data.md). ipo averages log-probabilities
+    over tokens (TRL), ipo_sum adds them (the paper)."""
+    loss_weights: tuple[float, ...] = ()
+    """dpo: the weight of each of several losses; default: 1 each."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """dpo with sigmoid (cDPO) or robust: the probability that a pair's label is wrong."""
+    """dpo with sigmoid (cDPO), robust or exo_pair: the probability that a pair's label is wrong."""
+    discopop_tau: float = Field(0.05, gt=0)
+    """dpo with discopop: how sharply it changes from one loss to the other."""
     gamma: float = Field(1.0, ge=0)
     """simpo: target margin of the chosen completion."""
     nll_weight: float = Field(1.0, ge=0)
@@ -83,11 +99,23 @@ class PreferenceConfig(Section):
     """kto: weight of rows with label true."""
     undesirable_weight: float = Field(1.0, gt=0)
     """kto: weight of rows with label false."""
+    kto_loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """kto: KTO's loss, or APO-zero's of single rows, which is KTO's with a KL of 0."""
+    sft_loss: Literal["nll", "dft"] = "nll"
+    """sft: the negative log-likelihood, or DFT's, in which each token's is multiplied by its probability."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "PreferenceConfig":
-        if self.loss_type == "robust" and self.label_smoothing == 0:
-            raise ValueError('loss_type = "robust" needs label_smoothing > 0, the share of wrong labels')
-        if self.label_smoothing > 0 and self.loss_type not in ("sigmoid", "robust"):
+        kinds = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+        if not kinds or len(set(kinds)) != len(kinds):
+            raise ValueError(f"loss_type = {list(kinds)}: name one loss, or several different ones")
+        if self.loss_weights and len(self.loss_weights) != len(kinds):
+            raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers for {len(kinds)} losses (loss_type)")
+        needing = [kind for kind in kinds if kind in NEED_SMOOTHING]
+        if needing and self.label_smoothing == 0:
+            raise ValueError(f'loss_type = "{needing[0]}" needs label_smoothing > 0, the share of wrong labels')
+        if self.label_smoothing > 0 and not set(kinds) & set(SMOOTHED):
             raise ValueError(f"loss_type = {self.loss_type!r} has no label_smoothing: set it to 0, or use sigmoid")
+        if "discopop_tau" in self.changed() and "discopop" not in kinds:
+            raise ValueError('discopop_tau is set, but only read with loss_type = "discopop"')
         return self

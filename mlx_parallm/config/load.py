@@ -115,7 +115,7 @@ def _check_data(data: DataConfig, training: RLTrainingConfig, environments: int)
         )
     elif changed := training.atropos.changed():
         raise ValueError(f"rl_training.atropos.{changed[0]} is about rollouts: {algorithm} does not use it")
-    elif algorithm == "kto" and training.batch_size < 2:
+    elif algorithm == "kto" and training.preference.kto_loss == "kto" and training.batch_size < 2:
         raise ValueError("kto estimates a KL over a mini-batch: batch_size has to be at least 2")
     if wrong := [name for name in training.preference.changed() if name not in OPTIONS.get(algorithm, ())]:
         readers = ", ".join(name for name, keys in OPTIONS.items() if wrong[0] in keys)

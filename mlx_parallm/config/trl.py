@@ -80,7 +80,6 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     "data_seed": ((), "seed is of everything random"),
     "dataloader_drop_last": ((False,), "every row is trained on: batches of an epoch are of nearly equal size"),
-    "train_sampling_strategy": (("random", "sequential"), "rows come in a new order each epoch"),
     "lr_scheduler_kwargs": ((), 'the final rate of linear and cosine: overrides={"rl_training.lr_final": 1e-6}'),
     **dict.fromkeys(("optim_args", "optim_target_modules"), ((), "optim names an optimizer of MLX")),
     "label_smoothing_factor": ((0.0, 0), "DPO has label_smoothing"),
@@ -110,13 +109,11 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "packing": ((False,), "short rows share a computation already, without seeing each other"),
     "packing_strategy": (("bfd",), "short rows share a computation already, without seeing each other"),
     "completion_only_loss": ((True,), "prompts are never trained on: use rows with `text` for whole texts"),
-    "assistant_only_loss": ((True, False), "only what the assistant says is trained on"),
     **dict.fromkeys(("eos_token", "pad_token"), ((), "the tokenizer's own tokens are used")),
-    **dict.fromkeys(("loss_weights", "ld_alpha"), ((), "one loss at a time")),
+    "ld_alpha": ((), "tokens behind the shorter completion's length weigh as much as the others"),
     "f_divergence_type": (("reverse_kl",), "DPO's divergence is the reverse KL"),
     "f_alpha_divergence_coef": ((0.5,), "DPO's divergence is the reverse KL"),
     "use_weighting": ((False,), "all pairs weigh the same"),
-    "discopop_tau": ((0.05,), "there is no discopop loss"),
     **dict.fromkeys(("vespo_k_pos", "vespo_lambda_neg"), ((2.0,), "there is no vespo loss")),
     **dict.fromkeys(("vespo_lambda_pos", "vespo_k_neg"), ((3.0,), "there is no vespo loss")),
 }
@@ -162,6 +159,8 @@ class TrainerConfig(Options):
     """times per_device_train_batch_size: completions (GRPO), rows or pairs of one optimizer update."""
     num_train_epochs: float = Field(3.0, gt=0)
     """Passes over the data set, where max_steps is not set."""
+    train_sampling_strategy: Literal["random", "sequential"] = "random"
+    """"random": a new order in each epoch, drawn from seed; "sequential" (SFT, DPO, KTO): the order of the rows."""
     max_steps: int = Field(-1, ge=-1)
     """Optimizer updates in all; -1: by num_train_epochs."""
     logging_steps: int = Field(10, ge=1)
@@ -234,6 +233,9 @@ class TrainerConfig(Options):
     def _of_one_kind(self) -> "TrainerConfig":
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio contradict each other: set one of them")
+        for name in ("adam_beta1", "adam_beta2"):
+            if self.optim.startswith("lion") and name in self.changed():
+                raise ValueError(f"{name} is not read with optim={self.optim!r}: MLX's Lion has the betas 0.9 and 0.99")
         if self.load_best_model_at_end and self.eval_strategy == "no":
             raise ValueError("load_best_model_at_end needs eval_strategy: evaluations decide which checkpoint is best")
         return self
@@ -303,6 +305,8 @@ class GRPOConfig(TrainerConfig):
     def _of_grpo(self) -> "GRPOConfig":
         if not self.shuffle_dataset:
             raise ValueError("shuffle_dataset=False: prompts come in a new order each epoch")
+        if self.train_sampling_strategy != "random":
+            raise ValueError("train_sampling_strategy='sequential': prompts come in a new order each epoch")
         if self.loss_type == "cispo" and (self.epsilon_high or 0.0) < 1:
             raise ValueError("loss_type='cispo' clips the ratio at epsilon_high itself: 5.0 is usual")
         if self.delta is not None and self.loss_type in ("cispo", "sapo"):
@@ -322,12 +326,15 @@ class SFTConfig(RowsConfig):
     """Peak learning rate. For a LoRA adapter 2e-4 is usual."""
     dataset_text_field: str = "text"
     """The column of whole texts."""
+    assistant_only_loss: bool | None = None
+    """None, True: of `messages` only what the assistant says is trained on. False, TRL's default, is refused with
+    `messages`: rows with `text` are trained on as a whole."""
     chat_template_path: str | None = None
     """A file with a chat template."""
     shuffle_dataset: bool = False
-    """Without effect: rows come in a new order each epoch anyway, as in TRL."""
-    loss_type: Literal["nll", "chunked_nll"] = "nll"
-    """The negative log-likelihood; both names are the same here."""
+    """Without effect: train_sampling_strategy decides, whose "random" is a new order in each epoch, as in TRL."""
+    loss_type: Literal["nll", "chunked_nll", "dft"] = "nll"
+    """The negative log-likelihood (both names are the same here), or DFT's."""
 
 
 class DPOConfig(RowsConfig):
@@ -338,9 +345,14 @@ class DPOConfig(RowsConfig):
     beta: float = Field(BETAS["dpo"], gt=0)
     """Scale of the implied reward."""
     loss_type: str | tuple[str, ...] = "sigmoid"
-    """"sigmoid", "hinge", "ipo" or "robust"; a list of one of them."""
+    """"sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+    "discopop", "sigmoid_norm", "sft"; or a list of them, which are added up. "aot" and "aot_unpaired" there are not."""
+    loss_weights: tuple[float, ...] | None = None
+    """The weight of each loss of a list; default: 1 each."""
     label_smoothing: float = Field(PreferenceConfig().label_smoothing, ge=0, lt=0.5)
-    """sigmoid (cDPO), robust: the probability that a pair's label is wrong."""
+    """sigmoid (cDPO), robust, exo_pair: the probability that a pair's label is wrong."""
+    discopop_tau: float = Field(PreferenceConfig().discopop_tau, gt=0)
+    """discopop: how sharply it changes from one loss to the other."""
     sync_ref_model: bool = False
     """The reference moves: ref_model_mixup_alpha of the policy is mixed into it."""
     ref_model_mixup_alpha: float = Field(0.6, gt=0, le=1)
@@ -350,6 +362,8 @@ class DPOConfig(RowsConfig):
 
 
 class KTOConfig(RowsConfig):
+    train_sampling_strategy: Literal["random", "sequential"] = "sequential"
+    """"sequential": the order of the rows; "random": a new one in each epoch, drawn from seed."""
     disable_dropout: bool = True
     """The adapter's dropout is off."""
     learning_rate: float = Field(1e-6, gt=0)
@@ -360,8 +374,8 @@ class KTOConfig(RowsConfig):
     """Weight of rows with label true."""
     undesirable_weight: float = Field(PreferenceConfig().undesirable_weight, gt=0)
     """Weight of rows with label false."""
-    loss_type: Literal["kto"] = "kto"
-    """KTO's own."""
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """KTO's own, or APO-zero's of single rows."""
     sync_ref_model: bool = False
     """The reference moves: ref_model_mixup_alpha of the policy is mixed into it."""
     ref_model_mixup_alpha: float = Field(0.6, gt=0, le=1)

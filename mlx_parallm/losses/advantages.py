@@ -98,7 +98,8 @@ class Shaping:
     """Changes to a group before its advantages are computed. `step.algorithms.make_shaping` builds it.
 
     `overlong_buffer`: rewards lose `overlong_penalty` of the episode's sampled tokens; 0 = nothing. `mask_truncated`:
-    a rollout that reached the length limit is left out of the batch, but counts in the group's mean.
+    no token of a rollout that reached the length limit is trained on, but it counts in the group's mean, and as a
+    sequence of loss 0 in the means over sequences: a batch has as many sequences and updates with it as without (TRL).
     `leave_out_marked`: rollouts marked `zero_advantage` are left out too, where the algorithm would learn from an
     advantage of 0.
     """

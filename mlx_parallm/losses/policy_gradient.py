@@ -15,7 +15,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlx_parallm.losses.kl import LOG_RATIO_LIMIT, token_kl
+from mlx_parallm.losses.kl import token_kl, token_ratio
 from mlx_parallm.losses.types import Aggregation, LossInputs, LossOutputs, aggregate, masked
 
 SEQUENCE_LOG_RATIO_LIMIT = 10.0  # as in verl
@@ -28,7 +28,7 @@ KLEstimatorName = Literal["k1", "abs", "k2", "k3", "k3_ratio"]
 class LossOptions:
     """The keys of [rl_training] that policy losses read. `step.algorithms.loss_options` builds it.
 
-    Of the bounds and weights below `entropy_weight`, each loss reads its own; the others are NaN.
+    Of the bounds and weights below `entropy_aggregation`, each loss reads its own; the others are NaN.
     """
 
     loss: str  # in LOSSES
@@ -36,6 +36,7 @@ class LossOptions:
     aggregation: Aggregation
     kl_estimator: KLEstimatorName
     entropy_weight: float
+    entropy_aggregation: Aggregation
     clip_ratio: float
     clip_ratio_high: float
     dual_clip: float
@@ -81,10 +82,10 @@ class Terms:
 
         Worked: ratios 2 and 0.5 of one sequence → "token" [2, 0.5]; "sequence" exp((ln 2 - ln 2) / 2) = 1: [1, 1].
         """
-        log_ratio = self.logprobs - self.old_logprobs
         level = self.options.ratio_level
         if level == "token":
-            return mx.exp(mx.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+            return token_ratio(self.logprobs, self.old_logprobs)
+        log_ratio = self.logprobs - self.old_logprobs
         lengths = mx.maximum(self.inputs.mask.sum(axis=-1, keepdims=True), 1)
         mean = log_ratio.sum(axis=-1, keepdims=True) / lengths
         sequence = mx.exp(mx.clip(mean, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
@@ -207,10 +208,14 @@ LOSSES: dict[str, Callable[[Terms], TokenLoss]] = {
 
 
 def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """aggregate(weights · LOSSES[loss] + kl_beta · KL(policy || reference) - entropy_weight · entropy).
+    """aggregate(weights · LOSSES[loss] + kl_beta · KL(policy || reference)) - entropy_weight · aggregate(entropy).
 
     `weights` (sampler correction) multiply the policy loss alone, as in TRL. The group enters through the advantages
-    alone.
+    alone. "k3_ratio" multiplies the KL by the loss's own ratio. The entropy has an aggregation of its own
+    (`entropy_aggregation`): with "token" it is the mean over tokens whatever the loss divides by, as in TRL.
+
+    Worked: entropies [[1, 2], [6, -]] with weight 0.1 and the aggregation "sequence": -0.1 · (1.5 + 6) / 2 = -0.375
+    with entropy_aggregation "sequence", -0.1 · 9 / 3 = -0.3 with "token".
 
     Metrics: policy_loss; ratio_mean where there is a ratio; clip_fraction, the share of tokens at which the loss's
     bound acts, where it has one; `kl` and `entropy` (token means) where `ref_logprobs` and `entropy` are given. Raises
@@ -228,7 +233,7 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     if token.penalty is not None:
         values = values + token.penalty
     if inputs.ref_logprobs is not None:
-        kl = token_kl(inputs, options.kl_estimator)
+        kl = token_kl(inputs, options.kl_estimator, lambda: terms.ratio, shared=options.ratio_level == "sequence")
         metrics["kl"] = aggregate(kl, inputs)
         if kl_in_loss:
             values = values + inputs.kl_beta * kl
@@ -236,8 +241,9 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
         raise ValueError("kl_beta > 0 needs ref_logprobs")
     if inputs.entropy is not None:
         metrics["entropy"] = aggregate(inputs.entropy, inputs)
-        if options.entropy_weight:
-            values = values - options.entropy_weight * masked(inputs.entropy, inputs.mask)
-    elif options.entropy_weight:
-        raise ValueError("entropy_weight > 0 needs entropy")
-    return LossOutputs(aggregate(values, inputs, options.aggregation), metrics)
+    loss = aggregate(values, inputs, options.aggregation)
+    if options.entropy_weight:
+        if inputs.entropy is None:
+            raise ValueError("entropy_weight > 0 needs entropy")
+        loss = loss - options.entropy_weight * aggregate(inputs.entropy, inputs, options.entropy_aggregation)
+    return LossOutputs(loss, metrics)

@@ -9,44 +9,150 @@ Worked: c = -4 over 8 tokens, r = -6.5 over 10, c_ref = -4.6, r_ref = -6, so Δ 
 (1.1 - 5)² = 15.21 on sums; CPO -log σ(0.25) + 0.5 = 1.075939; ORPO 0.5 + 0.1 · 0.535646 = 0.553565; SimPO with β = 2,
 γ = 1: -log σ(2 · 0.15 - 1) = 1.103186. KTO with kl = 0.3: 1 - σ(0.1 · (0.6 - 0.3)) = 0.492501 for c as a desirable
 completion, 1 - σ(0.1 · (0.3 + 0.5)) = 0.480011 for r as an undesirable one.
+
+Of the ratios 0.6 and -0.5 with β = 0.1: apo_zero σ(-0.06) + σ(-0.05) = 0.972507, apo_down σ(0.06) + σ(-0.11) =
+0.987523, bco_pair 0.663597 + 0.668460 = 1.332057, nca_pair 1.359625, sppo_hard 4.4² + 4.5² = 39.61, sigmoid_norm
+-log σ(0.1 · 0.125) = 0.686917, exo_pair with ε = 0.1: 0.451973, discopop with τ = 0.05: 0.870281, sft 4 / 8 = 0.5.
+MPO, 0.8 sigmoid + 0.2 bco_pair + 1 sft: 1.278138.
 """
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
 
-DPOLoss = Literal["sigmoid", "hinge", "ipo", "ipo_sum", "robust"]
 HIGHEST_MEAN_LOGPROB = -1e-6
 """ORPO: log(1 - e^x) has no value at x = 0; a completion of this mean log-probability is certain in float32."""
 
 
-def dpo_loss(inputs: LossInputs, *, beta: float, loss_type: DPOLoss, label_smoothing: float) -> LossOutputs:
-    """DPO (arXiv:2305.18290): "sigmoid" -log σ(βΔ), with ε = `label_smoothing` cDPO's (1-ε)(-log σ(βΔ)) - ε log σ(-βΔ);
-    "robust" (arXiv:2403.00409) is the same with the second sign turned, over 1 - 2ε; "hinge" max(0, 1 - βΔ) (SLiC,
-    arXiv:2305.10425); "ipo" (arXiv:2310.12036) (Δ - 1/(2β))² with Δ of means over tokens as in TRL, "ipo_sum" of sums.
+@dataclass(frozen=True)
+class Pairs:
+    """What DPO's losses read of P pairs. `chosen`, `rejected` [P]: the log-ratios c - c_ref and r - r_ref."""
 
-    Raises ValueError: no `ref_logprobs`.
+    inputs: LossInputs
+    ratios: mx.array  # [2P]
+    beta: float
+    label_smoothing: float
+    discopop_tau: float | None
+
+    @property
+    def chosen(self) -> mx.array:
+        return self.ratios[0::2]
+
+    @property
+    def rejected(self) -> mx.array:
+        return self.ratios[1::2]
+
+    @cached_property
+    def margin(self) -> mx.array:
+        """Δ [P]."""
+        return self.chosen - self.rejected
+
+    @cached_property
+    def mean_margin(self) -> mx.array:
+        """Δ of means over tokens [P]."""
+        chosen, rejected = _pairs(self.ratios / _lengths(self.inputs))
+        return chosen - rejected
+
+
+def _sigmoid(pairs: Pairs) -> mx.array:
+    """cDPO's (1-ε)(-log σ(βΔ)) - ε log σ(-βΔ), DPO's where ε = `label_smoothing` is 0."""
+    h, smoothing = pairs.beta * pairs.margin, pairs.label_smoothing
+    return _minus_log_sigmoid(h) * (1.0 - smoothing) + _minus_log_sigmoid(-h) * smoothing
+
+
+def _robust(pairs: Pairs) -> mx.array:
+    """cDPO's with the second sign turned, over 1 - 2ε (arXiv:2403.00409)."""
+    h, smoothing = pairs.beta * pairs.margin, pairs.label_smoothing
+    values = _minus_log_sigmoid(h) * (1.0 - smoothing) - _minus_log_sigmoid(-h) * smoothing
+    return values / (1.0 - 2.0 * smoothing)
+
+
+def _exo_pair(pairs: Pairs) -> mx.array:
+    """The reverse KL of the policy's preference σ(βΔ) and the labels', 1-ε and ε (arXiv:2402.00856, eq. 16)."""
+    h, smoothing = pairs.beta * pairs.margin, mx.array(pairs.label_smoothing)
+    chosen = mx.sigmoid(h) * (-_minus_log_sigmoid(h) - mx.log1p(-smoothing))
+    return chosen + mx.sigmoid(-h) * (-_minus_log_sigmoid(-h) - mx.log(smoothing))
+
+
+def _nca_pair(pairs: Pairs) -> mx.array:
+    """-log σ(β chosen) - ½ log σ(-β chosen) - ½ log σ(-β rejected) (arXiv:2402.05369)."""
+    chosen, rejected = pairs.beta * pairs.chosen, pairs.beta * pairs.rejected
+    return _minus_log_sigmoid(chosen) + 0.5 * _minus_log_sigmoid(-chosen) + 0.5 * _minus_log_sigmoid(-rejected)
+
+
+def _sppo_hard(pairs: Pairs) -> mx.array:
+    """(chosen - 1/(2β))² + (rejected + 1/(2β))² (arXiv:2405.00675)."""
+    half = 0.5 / pairs.beta
+    return mx.square(pairs.chosen - half) + mx.square(pairs.rejected + half)
+
+
+def _discopop(pairs: Pairs) -> mx.array:
+    """-log σ(h) · (1 - m) + e^-h · m, h = βΔ, m = σ(h / τ) (arXiv:2406.08414, eq. 5). e^-h · m is one exponential: a
+    large e^-h and an m of 0 would make a NaN."""
+    assert pairs.discopop_tau is not None
+    h = pairs.beta * pairs.margin
+    exponential = mx.exp(-h - _minus_log_sigmoid(h / pairs.discopop_tau))
+    return _minus_log_sigmoid(h) * mx.sigmoid(-h / pairs.discopop_tau) + exponential
+
+
+def _sft(pairs: Pairs) -> mx.array:
+    """The chosen completions' negative log-likelihood, a mean over all their tokens of the mini-batch."""
+    inputs = pairs.inputs
+    tokens = inputs.constants["chosen_tokens"]
+    return -_pairs(_sums(inputs))[0] * (inputs.sequence_normalizer / 2) / tokens
+
+
+PAIR_LOSSES: dict[str, Callable[[Pairs], mx.array]] = {
+    "sigmoid": _sigmoid,
+    "hinge": lambda pairs: mx.maximum(1.0 - pairs.beta * pairs.margin, 0.0),
+    "ipo": lambda pairs: mx.square(pairs.mean_margin - 1.0 / (2.0 * pairs.beta)),
+    "ipo_sum": lambda pairs: mx.square(pairs.margin - 1.0 / (2.0 * pairs.beta)),
+    "robust": _robust,
+    "sigmoid_norm": lambda pairs: _minus_log_sigmoid(pairs.beta * pairs.mean_margin),
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "bco_pair": lambda pairs: (
+        _minus_log_sigmoid(pairs.beta * pairs.chosen) + _minus_log_sigmoid(-pairs.beta * pairs.rejected)
+    ),
+    "sppo_hard": _sppo_hard,
+    "apo_zero": lambda pairs: mx.sigmoid(-pairs.beta * pairs.chosen) + mx.sigmoid(pairs.beta * pairs.rejected),
+    "apo_down": lambda pairs: mx.sigmoid(pairs.beta * pairs.chosen) + mx.sigmoid(-pairs.beta * pairs.margin),
+    "discopop": _discopop,
+    "sft": _sft,
+}
+"""loss_type of DPO → its value for each pair, [P]. The names are TRL's but `ipo_sum`."""
+
+
+def dpo_loss(
+    inputs: LossInputs,
+    *,
+    beta: float,
+    loss_type: str | Sequence[str],
+    label_smoothing: float,
+    loss_weights: Sequence[float] = (),
+    discopop_tau: float | None = None,
+) -> LossOutputs:
+    """DPO (arXiv:2305.18290): "sigmoid" -log σ(βΔ), with ε = `label_smoothing` cDPO's; "hinge" max(0, 1 - βΔ) (SLiC,
+    arXiv:2305.10425); "ipo" (arXiv:2310.12036) (Δ - 1/(2β))² with Δ of means over tokens as in TRL, "ipo_sum" of sums;
+    "bco_pair" (arXiv:2404.04656); "apo_zero", "apo_down" (arXiv:2408.06266); the others: `PAIR_LOSSES`. Several are
+    added up by `loss_weights` (default: 1 each), as in MPO (arXiv:2411.10442).
+
+    Args:
+        discopop_tau: τ, which "discopop" needs.
+
+    Raises ValueError: no `ref_logprobs`. KeyError: "sft", and `constants` lacks "chosen_tokens", their number.
     """
-    ratios = _log_ratios(inputs)
-    chosen, rejected = _pairs(ratios)
-    margin = chosen - rejected
-    h = beta * margin
-    if loss_type == "hinge":
-        values = mx.maximum(1.0 - h, 0.0)
-    elif loss_type in ("ipo", "ipo_sum"):
-        if loss_type == "ipo":
-            chosen_mean, rejected_mean = _pairs(ratios / _lengths(inputs))
-            margin = chosen_mean - rejected_mean
-        values = mx.square(margin - 1.0 / (2.0 * beta))
-    elif loss_type == "robust":
-        values = (_minus_log_sigmoid(h) * (1.0 - label_smoothing) - _minus_log_sigmoid(-h) * label_smoothing) / (
-            1.0 - 2.0 * label_smoothing
-        )
-    else:
-        values = _minus_log_sigmoid(h) * (1.0 - label_smoothing) + _minus_log_sigmoid(-h) * label_smoothing
-    return _of_pairs(values, inputs, (beta * chosen, beta * rejected))
+    kinds = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
+    pairs = Pairs(inputs, _log_ratios(inputs), beta, label_smoothing, discopop_tau)
+    values = mx.zeros_like(pairs.margin)
+    for kind, weight in zip(kinds, loss_weights or (1.0,) * len(kinds), strict=True):
+        part = PAIR_LOSSES[kind](pairs)
+        values = values + (part if weight == 1.0 else weight * part)
+    return _of_pairs(values, inputs, (beta * pairs.chosen, beta * pairs.rejected))
 
 
 def orpo_loss(inputs: LossInputs, *, beta: float) -> LossOutputs:
@@ -86,6 +192,8 @@ def cpo_loss(inputs: LossInputs, *, beta: float, nll_weight: float) -> LossOutpu
 def kto_loss(inputs: LossInputs, *, beta: float) -> LossOutputs:
     """KTO (arXiv:2402.01306): w · (1 - σ(±β (ratio - kl))), + for a desirable completion, ratio = Σ(logprobs - ref).
 
+    With kl = 0 it is APO-zero of single rows (arXiv:2408.06266): w · (1 - σ(β ratio)) and w · σ(β ratio).
+
     A row's advantage is its label and weight: +w desirable, -w undesirable. `constants`, of the whole mini-batch: "kl",
     the estimate max(0, mean ratio of mismatched prompts and completions), not differentiated; "desirable" and
     "undesirable", how many there are. rewards/accuracies: share of rows on their side of kl, at it ½.
@@ -117,6 +225,16 @@ def nll_loss(inputs: LossInputs) -> LossOutputs:
     Worked: log-probabilities -1 and -2 of one row, -6 of another: (1 + 2 + 6) / 3 = 3.
     """
     return LossOutputs(aggregate(-inputs.logprobs, inputs))
+
+
+def dft_loss(inputs: LossInputs) -> LossOutputs:
+    """Dynamic fine-tuning (arXiv:2508.05629): -p · logprobs, the probability p not differentiated, mean over the
+    mini-batch's trained tokens: unlikely tokens count less.
+
+    Worked: log-probabilities -1, -2 and -6: (e^-1 + 2 e^-2 + 6 e^-6) / 3 = 0.217808.
+    """
+    logprobs = masked(inputs.logprobs, inputs.mask)
+    return LossOutputs(aggregate(-mx.stop_gradient(mx.exp(logprobs)) * logprobs, inputs))
 
 
 # ---------------------------------------------------------------------- parts

@@ -27,6 +27,7 @@ from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, PEFT_FILE, LoraP
 from mlx_parallm.models.adapters.linear import AdapterDropout, DoRALinear, LoRALinear
 from mlx_parallm.models.adapters.peft import is_peft, read_peft
 from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
+from mlx_parallm.models.adapters.settings import check_mlx_lm
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
 from mlx_parallm.system.files import is_directory, is_file, local_path
@@ -34,6 +35,7 @@ from mlx_parallm.system.files import is_directory, is_file, local_path
 ADAPTER_FILE = "adapters.safetensors"
 SPECIFICATION_FILE = "lora_weights.safetensors"  # the name that the specification prints; means ADAPTER_FILE beside it
 MAX_RANK = 4096
+NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")  # beside an adapter, as vLLM reads them
 NPZ_FILE = "adapters.npz"  # mlx-lm's arrays as its first versions kept them
 
 
@@ -155,6 +157,8 @@ def find_adapter_file(path: str | Path) -> Path:
         if directory is not None and is_file(directory / name):
             return directory / name
     hint = f"; did you mean {source / 'final'}?" if is_directory(source / "final") else ""
+    if directory is not None and is_file(directory / "adapter_model.bin"):
+        hint = "; adapter_model.bin is PyTorch's pickle: save it with PEFT again, as safetensors"
     raise AdapterError(
         f"no adapter at {source}: expected a file, or a directory with {ADAPTER_FILE} or {PEFT_FILE}{hint}"
     )
@@ -165,7 +169,7 @@ def load_adapter(path: str | Path, *, as_stored: bool = False) -> AdapterFile:
     file = find_adapter_file(path)
     config, tensors = _read(file)
     try:
-        layers = read_peft(tensors, config, file) if is_peft(tensors) else _from_mlx_lm(tensors, config, file)
+        layers = read_peft(tensors, config, file) if is_peft(tensors, config) else _from_mlx_lm(tensors, config, file)
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise AdapterError(f"{file.parent / ADAPTER_CONFIG} does not fit {file.name}: {error!r}") from error
     if not layers:
@@ -190,6 +194,11 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
         raise AdapterError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("lora_parameters", {}), dict):
         raise AdapterError(f"{config_file} is not an adapter's configuration")
+    for name in NEW_EMBEDDINGS:
+        if (file.parent / name).exists():
+            raise AdapterError(
+                f"{file.parent / name}: embeddings of added tokens are not supported: add them to the base model"
+            )
     if not isinstance(tensors, dict):
         raise AdapterError(f"{file} holds one array: an adapter is a safetensors file")
     return config, tensors
@@ -311,22 +320,31 @@ def _layer_keys(paths: Iterable[str]) -> list[str]:
 
 
 def _from_mlx_lm(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, LoraPair]:
-    kind = config.get("fine_tune_type", "lora")
+    config_file, parameters = file.parent / ADAPTER_CONFIG, config.get("lora_parameters", {})
+    kind = config.get("fine_tune_type", "dora" if config.get("use_dora") else "lora")  # use_dora: before 0.20
     if kind not in ("lora", "dora"):
         raise AdapterError(f"{file}: fine_tune_type {kind!r} is not supported, only 'lora' and 'dora'")
-    scale = config.get("lora_parameters", {}).get("scale")
+    scale, rank = parameters.get("scale"), parameters.get("rank")
     if not isinstance(scale, int | float):
-        raise AdapterError(f"{file.parent / ADAPTER_CONFIG}: lora_parameters.scale is missing")
-    layers = {}
-    for key, a in tensors.items():
+        raise AdapterError(f"{config_file}: lora_parameters.scale is missing")
+    check_mlx_lm(config, config_file)
+    wanted = ("lora_a", "lora_b", "m") if kind == "dora" else ("lora_a", "lora_b")
+    parts: dict[str, dict[str, mx.array]] = {}
+    for key, array in tensors.items():
         path, _, leaf = key.rpartition(".")
-        if leaf not in ("lora_a", "lora_b") and not (leaf == "m" and kind == "dora"):
+        if leaf not in wanted or not path:
             raise AdapterError(f"{file}: {key} is no {'LoRA' if kind == 'lora' else 'DoRA'} tensor")
-        if leaf == "lora_a":
-            for other in ["lora_b", *(["m"] if kind == "dora" else [])]:
-                if f"{path}.{other}" not in tensors:
-                    raise AdapterError(f"{file}: {path} has lora_a but no {other}")
-            layers[path] = LoraPair(a, tensors[f"{path}.lora_b"], float(scale), tensors.get(f"{path}.m"))
+        parts.setdefault(path, {})[leaf] = array
+    layers = {}
+    for path, found in parts.items():
+        if missing := [leaf for leaf in wanted if leaf not in found]:
+            raise AdapterError(f"{file}: {path} has {next(iter(found))} but no {missing[0]}")
+        a, b = found["lora_a"], found["lora_b"]
+        if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or not a.size:
+            raise AdapterError(f"{file}: {path}: lora_a {a.shape} and lora_b {b.shape} are not [in, r] and [r, out]")
+        if rank is not None and rank != a.shape[1]:
+            raise AdapterError(f"{file}: {path} has rank {a.shape[1]}, {ADAPTER_CONFIG} has {rank}")
+        layers[path] = LoraPair(a, b, float(scale), found.get("m"))
     return layers
 
 

@@ -213,10 +213,11 @@ class RewardFunctions:
             parts_G, metrics = await self.parts(prompt, row, trajectories, state)
             rewards = combine(self._method, [parts or {} for parts in parts_G], weights)
             scored = [value for value in rewards if value is not None]
-            if not scored:
-                what = "left every completion unscored" if None in parts_G else "returned None for every completion"
-                raise RolloutRejectedError(f"{', '.join(self.names)} {what}")
-            mean = math.fsum(scored) / len(scored)
+            if not scored and None in parts_G:
+                raise RolloutRejectedError(f"{', '.join(self.names)} left every completion unscored")
+            if not scored:  # they do not apply to this task: its reward is 0, and nothing is learned from it
+                log.warning("no reward function applies to a group", functions=self.names)
+            mean = math.fsum(scored) / max(len(scored), 1)
             return [
                 {f"rewards/{name}": score for name, score in (parts or {}).items() if score is not None}
                 | ({"reward": mean, UNSCORED: 1.0} if value is None else {"reward": value})

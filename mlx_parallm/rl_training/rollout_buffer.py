@@ -21,7 +21,7 @@ step, and the health line says so: a minimum never keeps a step from its batch f
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -374,12 +374,13 @@ class RolloutBuffer:
         for group, advantages in chosen:
             known = group.group_id not in self._restored or self._deterministic
             for rollout, row in zip(group.rollouts, advantages or _zeros(group), strict=True):
-                if self._shaping.leaves_out(rollout):
-                    continue
+                left_out = self._shaping.leaves_out(rollout)
                 for segment in rollout.segments:
                     # Environments that bring advantages of each token send one sequence an episode.
                     own = row if segment is rollout else (row[-1],) * len(segment.tokens)
-                    sequences.append(TrainSequence(segment, own, known and self._is_fresh(segment, step)))
+                    fresh = known and self._is_fresh(segment, step)
+                    trained = replace(segment, mask=(0,) * len(segment.mask)) if left_out else segment
+                    sequences.append(TrainSequence(trained, own, fresh))
         return tuple(sequences)
 
     def _is_fresh(self, rollout: Rollout, step: int) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.errors import CheckpointError
+from mlx_parallm.errors import AdapterError, CheckpointError
+from mlx_parallm.models.adapters.settings import check_peft
 from mlx_parallm.models.formats import numbers_in, safetensors_header
 from mlx_parallm.rl_training.checkpoints.checksums import damaged_files
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
@@ -94,6 +95,9 @@ def _peft(directory: Path) -> dict[str, Any]:
         base = config.get("base_model_name_or_path") or "unknown"
         settings = {"rank": config["r"], "alpha": config["lora_alpha"], "modules": last, "base": base}
         kind = "DoRA" if config.get("use_dora") else "LoRA"
+        check_peft(config, directory / ADAPTER_CONFIG)
+    except AdapterError as error:
+        problems.append(str(error))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problems.append(f"{ADAPTER_CONFIG} cannot be read: {error!r}")
     settings["layers"] = sum(".lora_A." in name for name in header)

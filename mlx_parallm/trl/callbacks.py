@@ -60,6 +60,10 @@ class TRLState:
     max_steps: int = 0
     epoch: float = 0.0
     logging_steps: int = 0
+    eval_steps: int = 0
+    save_steps: int = 0
+    num_train_epochs: float = 0.0
+    train_batch_size: int = 0
     num_input_tokens_seen: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)
     best_model_checkpoint: str | None = None
@@ -123,9 +127,19 @@ class Callbacks:
         self.asked = False  # the program has asked for an evaluation, and records it itself
         self._stop = threading.Event()
         for callback in callbacks:
-            self.add(callback)
+            self.add_callback(callback)
 
-    def add(self, callback: Any) -> None:
+    def pop_callback(self, callback: Any) -> Any:
+        """Take a callback, or the first of a class, away and return it; None where there is none."""
+        given = (each for each in self.callbacks if each is callback or type(each) is callback)
+        if (found := next(given, None)) is not None:
+            self.callbacks.remove(found)
+        return found
+
+    def remove_callback(self, callback: Any) -> None:
+        self.pop_callback(callback)
+
+    def add_callback(self, callback: Any) -> None:
         """Take one more, or a class of one. Raises ConfigError: it has none of the methods that are called."""
         callback = callback() if isinstance(callback, type) else callback
         if not any(callable(getattr(callback, name, None)) for name in CALLED):
@@ -184,6 +198,9 @@ class Callbacks:
     def _begin(self, schedule: UpdateSchedule, lines: Sequence[Mapping[str, Any]]) -> None:
         state = self.state
         state.max_steps, state.logging_steps = schedule.max_steps, self.args.logging_steps
+        state.eval_steps, state.save_steps = self.args.eval_steps or self.args.logging_steps, self.args.save_steps
+        state.num_train_epochs = self.args.num_train_epochs
+        state.train_batch_size = self.args.per_device_train_batch_size
         state.global_step, state.epoch, state.num_input_tokens_seen, self._lines = 0, 0.0, 0, []  # of an earlier run
         self.losses = []
         self._silent = True

@@ -17,19 +17,12 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.config.trl import DPOConfig, GRPOConfig, KTOConfig, RowsConfig, SFTConfig, TrainerConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import reference_to
+from mlx_parallm.models.adapters.settings import NAMES, TRAINED, check_trained
 from mlx_parallm.system.hardware import detect
 from mlx_parallm.trl.rows import DataRows
 
 TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metrics
 PEFT_DEFAULT_MODULES = ("q_proj", "v_proj")  # PEFT's for Llama, Qwen and their like, where target_modules is None
-PEFT_NOT_HERE: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"), ()),
-    **dict.fromkeys(("trainable_token_indices", "exclude_modules", "target_parameters", "layer_replication"), ()),
-    **dict.fromkeys(("lora_bias", "use_qalora", "alora_invocation_tokens"), (False,)),
-    "bias": ("none",),
-    "init_lora_weights": (True,),
-}
-"""PEFT's settings of an adapter → the values, beside None and empty ones, that mean what is done here."""
 NO_BOUND = 1 << 30
 SPARE_TOKENS = 256  # of a chat template around a prompt
 
@@ -51,6 +44,8 @@ SAME: Mapping[str, str] = {
     "entropy_coef": "rl_training.entropy_weight",
     "mask_truncated_completions": "rl_training.mask_truncated",
     "label_smoothing": "rl_training.preference.label_smoothing",
+    "loss_weights": "rl_training.preference.loss_weights",
+    "discopop_tau": "rl_training.preference.discopop_tau",
     "desirable_weight": "rl_training.preference.desirable_weight",
     "undesirable_weight": "rl_training.preference.undesirable_weight",
     "chat_template_path": "model.chat_template",
@@ -71,6 +66,7 @@ HOW: Mapping[str, str] = {
     "per_device_train_batch_size": "× `gradient_accumulation_steps` = `rl_training.batch_size`",
     "gradient_accumulation_steps": "× `per_device_train_batch_size` = `rl_training.batch_size`",
     "num_train_epochs": "`rl_training.total_steps`",
+    "train_sampling_strategy": "`data.shuffle`",
     "max_steps": "`rl_training.total_steps`, in steps",
     "logging_steps": "the trainer's `state.log_history` and `on_log`",
     "logging_first_step": "the trainer's `state.log_history` and `on_log`",
@@ -98,7 +94,10 @@ HOW: Mapping[str, str] = {
     "delta": '`rl_training.loss = "two_sided"`, `rl_training.ratio_delta`',
     "sapo_temperature_pos": "`rl_training.sapo_tau_positive`",
     "sapo_temperature_neg": "`rl_training.sapo_tau_negative`",
-    "loss_type": "`rl_training.loss`, `.loss_aggregation` (GRPO); `rl_training.preference.loss_type` (DPO)",
+    "loss_type": (
+        "`rl_training.loss`, `.loss_aggregation` (GRPO); `rl_training.preference.loss_type` (DPO), `.kto_loss` (KTO),"
+        " `.sft_loss` (SFT)"
+    ),
     "importance_sampling_level": "`rl_training.ratio_level`",
     "scale_rewards": '`rl_training.advantage`: `"std_sample"` or `"mean"`',
     "sync_ref_model": '`rl_training.reference = "ema"`',
@@ -106,6 +105,7 @@ HOW: Mapping[str, str] = {
     "ref_model_sync_steps": "`rl_training.reference_update_every`, in steps",
     "log_completions": "`logging.sample_every` = logging_steps",
     "max_length": '`data.max_length`, with `data.too_long = "skip"`',
+    "assistant_only_loss": "always so",
     "dataset_text_field": "the column is renamed to `text`",
 }
 
@@ -191,11 +191,11 @@ def lora_settings(given: Any) -> dict[str, Any]:
     if isinstance(given, LoraConfig):
         return given.model_dump()
     if isinstance(given, Mapping):
-        _check_peft(given)
-        return {name: value for name, value in given.items() if name not in ("task_type", *PEFT_NOT_HERE)}
+        check_trained(given, known={name for name in given if name not in NAMES})  # LoraConfig knows near names
+        return {name: value for name, value in given.items() if name in TRAINED or name not in NAMES}
     if getattr(given, "peft_type", None) is None or not hasattr(given, "lora_alpha"):
         raise ConfigError(f"peft_config: {type(given).__name__} is neither PEFT's LoraConfig, nor a dictionary of r, …")
-    _check_peft(vars(given))
+    check_trained(vars(given))
     modules = given.target_modules
     return {
         "rank": given.r,
@@ -205,16 +205,6 @@ def lora_settings(given: Any) -> dict[str, Any]:
         "use_rslora": bool(given.use_rslora),
         "use_dora": bool(given.use_dora),
     }
-
-
-def _check_peft(settings: Mapping[str, Any]) -> None:
-    for name, off in PEFT_NOT_HERE.items():
-        value = settings.get(name)
-        if value is not None and value not in off and value not in ([], (), {}):
-            raise ConfigError(
-                f"peft_config: {name}={value!r} is not done here: every adapted layer has the same rank and alpha,"
-                " the usual initial values, and nothing else is trained"
-            )
 
 
 def configuration(
@@ -361,6 +351,7 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
     keys = ({} if own_loss else bounds) | {  # the user's own reads none of these
         "advantage": "mean" if args.scale_rewards in (False, "none") else "std_sample",
         "kl_estimator": "k3_ratio" if args.use_bias_correction_kl else "k3",
+        "entropy_aggregation": "token",
         "dynamic_sampling": False,
         "max_staleness": 0,
     }
@@ -377,13 +368,14 @@ def _add_rows(
     evaluated: DataRows | None,
 ) -> None:
     training = data["rl_training"]
-    training["algorithm"] = KINDS[type(args)]
+    training |= {"algorithm": KINDS[type(args)], "max_staleness": 0}
     rows: dict[str, Any] = {
         "path": reference_to(train.rows, "train_dataset"),
         "eval_fraction": 0.0,
         "max_length": args.max_length or NO_BOUND,
         "too_long": "skip",
         "end_token": "tokenizer",
+        "shuffle": args.train_sampling_strategy == "random",
         "prompt_format": "chat" if train.conversational else "text",
     }
     if evaluated is not None:
@@ -397,11 +389,13 @@ def _add_rows(
             training["lora"] = settings | {"dropout": 0.0}
         training["preference"] = {"beta": args.beta}
         training |= _reference(args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule)
+    if isinstance(args, KTOConfig):
+        training["preference"]["kto_loss"] = args.loss_type
+    if isinstance(args, SFTConfig):
+        training["preference"] = {"sft_loss": "dft" if args.loss_type == "dft" else "nll"}
     if isinstance(args, DPOConfig):
         kinds = (args.loss_type,) if isinstance(args.loss_type, str) else args.loss_type
-        if len(kinds) != 1:
-            raise ConfigError(f"DPOConfig: loss_type {list(kinds)}: one loss at a time")
-        training["preference"]["loss_type"] = kinds[0]
+        training["preference"]["loss_type"] = kinds[0] if len(kinds) == 1 else kinds
 
 
 def _reference(moves: bool, alpha: float, every: int, schedule: UpdateSchedule) -> dict[str, Any]:

@@ -31,13 +31,15 @@ from mlx_parallm.daemon import COMPUTING_THREADS, training_run
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.user_code import is_reference, name_of
 from mlx_parallm.models.adapters.peft import save_peft
+from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.lora import load_adapter
-from mlx_parallm.models.threads import MLXThread
+from mlx_parallm.models.threads import MLXThread, in_mlx_thread
 from mlx_parallm.rewards.functions import is_reward_reference
 from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
 from mlx_parallm.rl_training.checkpoints.resume import placed
 from mlx_parallm.rl_training.data.source import Fit
 from mlx_parallm.rl_training.run_directory import BEST, CONFIG_FILE, FINAL, LATEST, USED_BY, RunDirectory
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.train import StartedRun, TrainingRun
 from mlx_parallm.system.blas import share_blas_between
 from mlx_parallm.system.files import write_directory
@@ -45,8 +47,10 @@ from mlx_parallm.system.hardware import usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging
 from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.terminal import Console
+from mlx_parallm.trl.attributes import TrainerAttributes
 from mlx_parallm.trl.callbacks import Callbacks, TRLState, evaluation_numbers
 from mlx_parallm.trl.mapping import UpdateSchedule, configuration, grpo_schedule, lora_settings, rows_schedule
+from mlx_parallm.trl.model import module_before_training, with_methods
 from mlx_parallm.trl.rows import DataRows, read_rows
 
 T = TypeVar("T")
@@ -79,7 +83,7 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class TRLTrainer:
+class TRLTrainer(TrainerAttributes):
     """What the four have in common. Arguments are checked here, before a model is loaded.
 
     Args:
@@ -120,15 +124,15 @@ class TRLTrainer:
         if not isinstance(self.args, self.config_class):
             raise ConfigError(f"{name}: args is a {type(args).__name__}, not a {self.config_class.__name__}")
         path = Path(model).expanduser()
-        self.model = str(path.resolve()) if path.is_dir() else str(model)
-        self.processing_class = processing_class
+        self._base = str(path.resolve()) if path.is_dir() else str(model)
+        self._tokenizer, self._module = processing_class, None
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.state = TRLState()
         self._callbacks = Callbacks(callbacks or (), self.args, self.state)
         self._rows, self._evaluated = self._read(train_dataset, eval_dataset)
         self.schedule = self._schedule()
         self._lora = lora_settings(peft_config)
-        self._template = _chat_template(processing_class, self.model)
+        self._template = _chat_template(processing_class, self._base)
         self._configuration()  # its errors come here, not in train
         self._open: _OpenRun | None = None
 
@@ -162,7 +166,8 @@ class TRLTrainer:
         with ExitStack() as unless_finished:
             run = self._open = _OpenRun(self._configuration(), self.args, resume, self._fit, callbacks=self._callbacks)
             unless_finished.callback(self.close)
-            run.do(lambda: run.train(self._callbacks, lambda: self.schedule))
+            self._module = None  # a step frees what it no longer needs
+            run.do(lambda: run.train(self._callbacks, lambda: self.schedule, self._keep_module))
             if (failed := self._callbacks.failed) is not None:
                 raise failed
             unless_finished.pop_all()
@@ -171,8 +176,10 @@ class TRLTrainer:
         mean = sum(losses) / len(losses) if losses else float("nan")
         return TrainOutput(self.state.global_step, mean, {"train_loss": mean, "epoch": self.state.epoch})
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Measure the weights as they are now on eval_dataset: eval_loss and its metrics, or eval_reward (GRPO)."""
+        if eval_dataset is not None and eval_dataset is not self.eval_dataset:
+            raise ConfigError(f"{type(self).__name__}.evaluate: pass eval_dataset when the trainer is made")
         if self._evaluated is None:
             raise ConfigError(f"{type(self).__name__}: there is no eval_dataset")
         self._callbacks.asked = True
@@ -202,16 +209,30 @@ class TRLTrainer:
         target.mkdir(parents=True, exist_ok=True)
         thread = MLXThread("save")
         lora = self._configuration().rl_training.lora
-        work = thread.submit(lambda: _save(checkpoint, target, lora=lora, base=self.model))
+        work = thread.submit(lambda: _save(checkpoint, target, lora=lora, base=self._base))
         thread.close()
         work.result()
 
-    def add_callback(self, callback: Any) -> None:
-        self._callbacks.add(callback)
+    @property
+    def model(self) -> Any:
+        """The MLX module that is trained: as training will begin, and once `train` was called, as it is now."""
+        if self._module is None:
+            config = self._configuration()
+            self._module = in_mlx_thread(lambda: module_before_training(config))
+        return self._module
 
-    def remove_callback(self, callback: Any) -> None:
-        kept = [other for other in self._callbacks.callbacks if other is not callback and type(other) is not callback]
-        self._callbacks.callbacks = kept
+    model_wrapped = model
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer that was passed, else the model's own, of transformers."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            model = self._configuration().model
+            path = resolve_model_path(self._base, model.revision)
+            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        return self._tokenizer
 
     # ------------------------------------------------------------------ ours
 
@@ -247,7 +268,7 @@ class TRLTrainer:
         return configuration(
             self.args,
             self.schedule,
-            model=self.model,
+            model=self._base,
             train=self._rows,
             evaluated=self._evaluated,
             lora=self._lora,
@@ -260,6 +281,9 @@ class TRLTrainer:
         assert isinstance(self.args, RowsConfig)
         self.schedule = rows_schedule(self.args, rows)
         return placed(self._configuration(), config.rl_training.checkpoint_dir / str(config.rl_training.run_name))
+
+    def _keep_module(self, policy: TrainedPolicy) -> None:
+        self._module = with_methods(policy.model, policy.model_config)
 
     def _where_from(self, resume: str | Path | bool | None) -> str | None:
         directory = self._directory
@@ -294,6 +318,11 @@ class SFTTrainer(TRLTrainer):
         assert isinstance(self.args, SFTConfig)
         column, formatting = self.args.dataset_text_field, self._formatting
         rows = read_rows(train, "train_dataset", text_field=column, formatting=formatting)
+        if self.args.assistant_only_loss is False and any(row.get("messages") is not None for row in rows.rows):
+            raise ConfigError(
+                "SFTConfig(assistant_only_loss=False): of `messages` only what the assistant says is trained on here;"
+                " to train on all turns, render each conversation into a column `text` (formatting_func does it)"
+            )
         if evaluated is None:
             return rows, None
         return rows, read_rows(evaluated, "eval_dataset", text_field=column, formatting=formatting)
@@ -454,9 +483,15 @@ class _OpenRun:
             raise
         return work.result()
 
-    def train(self, callbacks: Callbacks, schedule: Callable[[], UpdateSchedule]) -> None:
-        """`schedule`: asked when the rows have been read."""
+    def train(
+        self,
+        callbacks: Callbacks,
+        schedule: Callable[[], UpdateSchedule],
+        on_policy: Callable[[TrainedPolicy], None],
+    ) -> None:
+        """`schedule`: asked when the rows have been read; `on_policy`: gets what is trained."""
         if (started := self._start()) is not None:
+            on_policy(started.parts.trainer.policy)
             callbacks.subscribe(self.run.events, schedule(), stop=self._stop)
             self.run.train(started)
 

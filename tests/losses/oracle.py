@@ -88,12 +88,12 @@ def token_values(
     return values, settings["dppo_kl"] * (new - old) ** 2 if loss == "dppo" else np.zeros_like(new)
 
 
-KL: dict[str, Callable[[Array, Array], Array]] = {  # of d = ref - new, and of new - old
+KL: dict[str, Callable[[Array, Array], Array]] = {  # of d = ref - new, and of the ratio
     "k1": lambda d, _: -d,
     "abs": lambda d, _: np.abs(d),
     "k2": lambda d, _: d**2 / 2,
     "k3": lambda d, _: np.exp(d) - 1 - d,
-    "k3_ratio": lambda d, moved: np.exp(moved) * (np.exp(d) - 1 - d),
+    "k3_ratio": lambda d, ratio: ratio * (np.exp(d) - 1 - d),
 }
 AGGREGATIONS: dict[str, Callable[[Array], float]] = {
     "token": lambda values: values.sum() / 20,
@@ -115,14 +115,15 @@ def loss_of(
     kl_beta: float = 0.0,
     kl_estimator: str = "k3",
     entropy_weight: float = 0.0,
+    entropy_aggregation: str = "token",
     frozen: Array = fixtures.NEW,
 ) -> float:
     """`registry.policy_loss` on the fixtures' inputs."""
     values, unweighted = token_values(loss, level, settings, new, frozen, fixtures.rollout_logprobs(scale))
-    kl = KL[kl_estimator](fixtures.REF - new, new - fixtures.rollout_logprobs(scale))
+    kl = KL[kl_estimator](fixtures.REF - new, _ratio(level, new, frozen, fixtures.rollout_logprobs(scale)))
     total = weights * values + unweighted + kl_beta * kl
-    total = total - entropy_weight * fixtures.ENTROPY
-    return float(AGGREGATIONS[aggregation](np.where(fixtures.MASK, total, 0)))
+    bonus = entropy_weight * AGGREGATIONS[entropy_aggregation](np.where(fixtures.MASK, fixtures.ENTROPY, 0))
+    return float(AGGREGATIONS[aggregation](np.where(fixtures.MASK, total, 0)) - bonus)
 
 
 def gradient(function: Callable[[Array], float], at: Array = fixtures.NEW, step: float = 1e-6) -> Array:

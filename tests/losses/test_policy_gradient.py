@@ -36,7 +36,8 @@ def made(loss: str, **options: Any) -> Loss:
 
 def full(loss: str, level: str = "token", aggregation: str = "token") -> Loss:
     """With every term that there is; the inputs of `full_inputs`."""
-    return made(loss, ratio_level=level, aggregation=aggregation, entropy_weight=0.05, **oracle.SETTINGS[loss])
+    settings = {"entropy_weight": 0.05, "entropy_aggregation": aggregation, **oracle.SETTINGS[loss]}
+    return made(loss, ratio_level=level, aggregation=aggregation, **settings)
 
 
 def full_inputs(**more: Any) -> LossInputs:
@@ -99,6 +100,7 @@ def test_value_and_gradient_equal_the_float64_oracle(loss: str, level: str, aggr
                 "settings": oracle.SETTINGS[loss],
             },
             **{"weights": fixtures.WEIGHTS, "kl_beta": 0.3, "entropy_weight": 0.05},
+            entropy_aggregation=aggregation,
         )
 
     value, slope = value_and_grad(full(loss, level, aggregation), full_inputs())
@@ -107,18 +109,48 @@ def test_value_and_gradient_equal_the_float64_oracle(loss: str, level: str, aggr
     assert np.linalg.norm(slope - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("entropy_aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_the_entropy_has_an_aggregation_of_its_own(aggregation: str, entropy_aggregation: str) -> None:
+    """TRL's bonus is the mean over tokens whatever its loss_type divides by: with weight 0.05 and 20 tokens the slope
+    by each token's entropy is -0.05 / 20 = -0.0025. The six rows have 5, 3, 4, 2, 5 and 1 tokens, so "sequence" gives
+    -0.05 / (6 · length), "sequence_sum" -0.05 / 6, "constant" -0.05 / (6 · 8)."""
+    loss = made("clip", aggregation=aggregation, entropy_weight=0.05, entropy_aggregation=entropy_aggregation)
+    inputs = fixtures.inputs(0.6)
+    slope = np.array(mx.grad(lambda entropy: loss(replace(inputs, entropy=entropy)).loss)(inputs.entropy))
+    lengths = np.array(fixtures.LENGTHS)[:, None]
+    divisors = {"token": 20.0, "sequence": 6 * lengths, "sequence_sum": 6.0, "constant": 6 * 8.0}
+    wanted = np.where(fixtures.MASK, -0.05 / divisors[entropy_aggregation], 0.0)
+    np.testing.assert_allclose(slope, wanted, rtol=1e-5, atol=1e-9)
+    assert loss(inputs).loss.item() == pytest.approx(
+        oracle.loss_of(
+            *(fixtures.NEW,),
+            **{"loss": "clip", "scale": 0.6, "aggregation": aggregation, "settings": {"clip_ratio": 0.2}},
+            **{"entropy_weight": 0.05, "entropy_aggregation": entropy_aggregation},
+        ),
+        rel=1e-5,
+    )
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
 @pytest.mark.parametrize("estimator", oracle.KL)
-def test_every_kl_in_the_loss_equals_the_oracle(estimator: str) -> None:
+def test_every_kl_in_the_loss_equals_the_oracle(estimator: str, level: str, aggregation: str) -> None:
+    """With every level of the ratio and every aggregation: "k3_ratio" is k3 times the ratio that the loss has."""
+
     def in_float64(new: np.ndarray) -> float:
         return oracle.loss_of(
-            new, loss="clip", scale=0.6, settings=oracle.SETTINGS["clip"], kl_beta=0.7, kl_estimator=estimator
+            new,
+            **{"loss": "clip", "scale": 0.6, "settings": oracle.SETTINGS["clip"], "level": level},
+            **{"aggregation": aggregation, "kl_beta": 0.7, "kl_estimator": estimator, "frozen": shifted},
         )
 
     shifted = fixtures.NEW + 0.013  # |ref - new| is 0 somewhere in the fixture, where "abs" has no slope
     inputs = fixtures.inputs(0.6, new=shifted, kl_beta=0.7)
-    value, slope = value_and_grad(made("clip", kl_estimator=estimator, **oracle.SETTINGS["clip"]), inputs)
+    options = {"ratio_level": level, "aggregation": aggregation, **oracle.SETTINGS["clip"]}
+    value, slope = value_and_grad(made("clip", kl_estimator=estimator, **options), inputs)
     expected = oracle.gradient(in_float64, shifted)
-    assert value == pytest.approx(in_float64(shifted), rel=1e-5)
+    assert value == pytest.approx(in_float64(shifted), rel=1e-5, abs=1e-7)  # some are sums of 0.003 of float32 numbers
     assert np.linalg.norm(slope - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
@@ -301,7 +333,7 @@ def test_kl_of_other_trainers(name: str, value: float, norm: float) -> None:
     inputs = fixtures.inputs(0.1)
 
     def mean(logprobs: mx.array) -> mx.array:
-        return mx.where(inputs.mask, KL_ESTIMATORS[name](logprobs, inputs.ref_logprobs, inputs), 0.0).sum() / 20
+        return token_kl(replace(inputs, logprobs=logprobs), name).sum() / 20
 
     got, gradient = mx.value_and_grad(mean)(inputs.logprobs)
     assert got.item() == pytest.approx(value, abs=1e-6)
@@ -314,6 +346,24 @@ def test_kl_worked() -> None:
     wanted = {"k1": 0.2, "abs": 0.2, "k2": 0.02, "k3": 0.018731, "k3_ratio": 0.030882}
     assert values == pytest.approx(wanted, abs=1e-6)
     assert kl_of_token("k3_ratio", -1.0, -1.2, -1.5)[1] == pytest.approx(0.329744, abs=1e-6)
+
+
+def test_k3_by_the_ratio_of_a_sequence_worked() -> None:
+    """Two tokens with ratios 2 and 0.5, log-probability -1 and d = ref - new = 0.3 and -0.4: k3 = e^0.3 - 1.3 =
+    0.049859 and e^-0.4 - 0.6 = 0.070320. By token (2 · 0.049859 + 0.5 · 0.070320) / 2 = 0.067439. The sequence's ratio
+    is exp((ln 2 - ln 2) / 2) = 1: (0.049859 + 0.070320) / 2 = 0.060089, TRL's with importance_sampling_level
+    "sequence". Its slope by the first token: (k3' + the ratio's share) / 2 with k3' = 1 - e^0.3 = -0.349859 and a share
+    of (0.049859 + 0.070320) / 2 = 0.060089: -0.144885."""
+    d, moved = np.array([[0.3, -0.4]]), np.log([[2.0, 0.5]])
+    new = mx.full((1, 2), -1.0)
+    row = lambda values: mx.array(values.astype(np.float32))  # noqa: E731
+    inputs = LossInputs(new, row(-1.0 - moved), mx.zeros((1, 2)), mx.ones((1, 2), mx.bool_), 2.0, 1.0)
+    inputs = replace(inputs, ref_logprobs=row(-1.0 + d), kl_beta=1.0)
+    by_token, _ = value_and_grad(made("clip", kl_estimator="k3_ratio"), inputs)
+    assert by_token == pytest.approx(0.067439, abs=1e-6)
+    value, slope = value_and_grad(made("clip", kl_estimator="k3_ratio", ratio_level="sequence"), inputs)
+    assert value == pytest.approx(0.060089, abs=1e-6)
+    assert slope[0, 0] == pytest.approx(-0.144885, abs=1e-6)
 
 
 def kl_of_token(name: str, new: float, ref: float, old: float) -> tuple[float, float]:

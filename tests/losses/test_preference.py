@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.losses.preference import cpo_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
+from mlx_parallm.losses.preference import cpo_loss, dft_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 
 LENGTHS = (4, 6, 5, 3, 7, 2, 1, 8)  # of completions: four pairs, or eight labelled rows
@@ -55,7 +55,10 @@ def inputs(rows: Rows, part: slice = slice(None), logprobs: np.ndarray | None = 
         "mask": mx.array(rows.mask[part]),
         "token_normalizer": float(rows.mask.sum()),
         "sequence_normalizer": float(len(LENGTHS)),
-        "constants": {"kl": 0.3, "desirable": 4.0, "undesirable": 4.0},
+        "constants": {
+            **{"kl": 0.3, "desirable": 4.0, "undesirable": 4.0},
+            "chosen_tokens": float(rows.mask[0::2].sum()),
+        },
     }
     return LossInputs(**fields | others)
 
@@ -80,16 +83,43 @@ def margins(logprobs: np.ndarray, rows: Rows, of: Callable[..., np.ndarray] = su
     return ratios[0::2] - ratios[1::2]
 
 
-def oracle_dpo(logprobs: np.ndarray, rows: Rows, *, beta: float, loss_type: str, label_smoothing: float = 0) -> float:
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def oracle_dpo(
+    logprobs: np.ndarray,
+    rows: Rows,
+    *,
+    beta: float,
+    loss_type: str | Sequence[str],
+    label_smoothing: float = 0,
+    loss_weights: Sequence[float] = (),
+    discopop_tau: float = 0,
+) -> float:
+    """TRL 1.16's formulas (trl/trainer/dpo_trainer.py), τ = 0.05."""
     h, e = beta * margins(logprobs, rows), label_smoothing
+    ratios = beta * (sums(logprobs, rows) - sums(rows.reference, rows))
+    c, r = ratios[0::2], ratios[1::2]
     values = {
         "sigmoid": lambda: -(1 - e) * log_sigmoid(h) - e * log_sigmoid(-h),
         "robust": lambda: (-(1 - e) * log_sigmoid(h) + e * log_sigmoid(-h)) / (1 - 2 * e),
         "hinge": lambda: np.maximum(0, 1 - h),
         "ipo": lambda: (margins(logprobs, rows, means) - 1 / (2 * beta)) ** 2,
         "ipo_sum": lambda: (margins(logprobs, rows) - 1 / (2 * beta)) ** 2,
+        "sigmoid_norm": lambda: -log_sigmoid(beta * margins(logprobs, rows, means)),
+        "exo_pair": lambda: sigmoid(h) * (log_sigmoid(h) - np.log(1 - e)) + sigmoid(-h) * (log_sigmoid(-h) - np.log(e)),
+        "nca_pair": lambda: -log_sigmoid(c) - 0.5 * log_sigmoid(-c) - 0.5 * log_sigmoid(-r),
+        "bco_pair": lambda: -log_sigmoid(c) - log_sigmoid(-r),
+        "sppo_hard": lambda: (c / beta - 0.5 / beta) ** 2 + (r / beta + 0.5 / beta) ** 2,
+        "apo_zero": lambda: 1 - sigmoid(c) + sigmoid(r),
+        "apo_down": lambda: sigmoid(c) + 1 - sigmoid(h),
+        "discopop": lambda: -log_sigmoid(h) * (1 - sigmoid(h / 0.05)) + np.exp(-h) * sigmoid(h / 0.05),
+        "sft": lambda: -sums(logprobs, rows)[0::2].sum() / rows.mask[0::2].sum() * np.ones(len(h)),
     }
-    return float(values[loss_type]().mean())
+    kinds = [loss_type] if isinstance(loss_type, str) else loss_type
+    weights = loss_weights or [1.0] * len(kinds)
+    return float(sum(weight * values[kind]().mean() for kind, weight in zip(kinds, weights, strict=True)))
 
 
 def oracle_orpo(logprobs: np.ndarray, rows: Rows, *, beta: float) -> float:
@@ -120,6 +150,12 @@ def oracle_nll(logprobs: np.ndarray, rows: Rows) -> float:
     return float(-logprobs[rows.mask].mean())
 
 
+def oracle_dft(logprobs: np.ndarray, rows: Rows) -> float:
+    """The probability is not differentiated: it is the fixtures'."""
+    held = np.exp(make_rows().logprobs[rows.mask])
+    return float(-(held * logprobs[rows.mask]).mean())
+
+
 PLAIN = {"label_smoothing": 0.0}
 CASES: dict[str, tuple[Callable[..., LossOutputs], Callable[..., float], dict[str, Any]]] = {
     "dpo": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.1, "loss_type": "sigmoid"}),
@@ -128,13 +164,23 @@ CASES: dict[str, tuple[Callable[..., LossOutputs], Callable[..., float], dict[st
     "hinge": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.2, "loss_type": "hinge"}),
     "ipo": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.3, "loss_type": "ipo"}),
     "ipo_sum": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.3, "loss_type": "ipo_sum"}),
+    **{
+        kind: (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.3, "loss_type": kind, "discopop_tau": 0.05})
+        for kind in ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sft")
+    },
+    "exo_pair": (dpo_loss, oracle_dpo, {"beta": 0.5, "loss_type": "exo_pair", "label_smoothing": 0.1}),
+    "mpo": (
+        *(dpo_loss, oracle_dpo),
+        PLAIN | {"beta": 0.3, "loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0)},
+    ),
     "orpo": (orpo_loss, oracle_orpo, {"beta": 0.4}),
     "simpo": (simpo_loss, oracle_simpo, {"beta": 2.0, "gamma": 1.0}),
     "cpo": (cpo_loss, oracle_cpo, {"beta": 0.1, "nll_weight": 0.7}),
     "kto": (kto_loss, oracle_kto, {"beta": 0.3}),
     "nll": (nll_loss, oracle_nll, {}),
+    "dft": (dft_loss, oracle_dft, {}),
 }
-PAIRED = [name for name in CASES if name not in ("kto", "nll")]
+PAIRED = [name for name in CASES if name not in ("kto", "nll", "dft")]
 every_loss = pytest.mark.parametrize("name", CASES)
 
 
@@ -187,14 +233,49 @@ CHOSEN, REJECTED = [[-0.5] * 8, [-0.575] * 8], [[-0.65] * 10, [-0.6] * 10]
         (partial(dpo_loss, beta=0.1, loss_type="hinge", **PLAIN), 0.89),
         (partial(dpo_loss, beta=0.1, loss_type="ipo", **PLAIN), 23.765625),
         (partial(dpo_loss, beta=0.1, loss_type="ipo_sum", **PLAIN), 15.21),
+        *(
+            (partial(dpo_loss, beta=0.1, loss_type=kind, discopop_tau=0.05, **PLAIN), expected)
+            for kind, expected in (
+                *(("apo_zero", 0.972507), ("apo_down", 0.987523), ("bco_pair", 1.332057), ("nca_pair", 1.359625)),
+                *(("sppo_hard", 39.61), ("sigmoid_norm", 0.686917), ("discopop", 0.870281), ("sft", 0.5)),
+            )
+        ),
+        (partial(dpo_loss, beta=0.1, loss_type="exo_pair", label_smoothing=0.1), 0.451973),
+        (
+            partial(
+                *(dpo_loss,),
+                **PLAIN | {"beta": 0.1, "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+            ),
+            1.278138,
+        ),
         (partial(orpo_loss, beta=0.1), 0.553565),
         (partial(simpo_loss, beta=2.0, gamma=1.0), 1.103186),
         (partial(cpo_loss, beta=0.1, nll_weight=1.0), 1.075939),
     ],
 )
 def test_other_trainers_numbers(loss: Callable[[LossInputs], LossOutputs], expected: float) -> None:
-    pair = printed([CHOSEN[0], REJECTED[0]], [CHOSEN[1], REJECTED[1]])
+    pair = printed([CHOSEN[0], REJECTED[0]], [CHOSEN[1], REJECTED[1]], constants={"chosen_tokens": 8.0})
     assert loss(pair).loss.item() == pytest.approx(expected, abs=1e-6 * max(1, expected))
+
+
+def test_dft_worked() -> None:
+    """(e^-1 + 2 e^-2 + 6 e^-6) / 3 = 0.217808, and the slope by the first is -e^-1 / 3 = -0.122626."""
+    given = printed([[-1.0, -2.0], [-6.0]], [[0.0, 0.0], [0.0]])
+    assert dft_loss(given).loss.item() == pytest.approx(0.217808, abs=1e-6)
+    slope = mx.grad(lambda logprobs: dft_loss(replace(given, logprobs=logprobs)).loss)(given.logprobs)
+    assert slope[0, 0].item() == pytest.approx(-0.122626, abs=1e-6)
+
+
+def test_apo_zero_of_single_rows_worked() -> None:
+    """KTO with kl = 0: σ(-0.06) = 0.485004 for the ratio 0.6 as a desirable row, σ(-0.05) = 0.487503 for -0.5 as an
+    undesirable one; the mean is 0.486254. TRL's apo_zero_unpaired."""
+    given = printed(
+        [CHOSEN[0], REJECTED[0]],
+        [CHOSEN[1], REJECTED[1]],
+        constants={"kl": 0.0, "desirable": 1.0, "undesirable": 1.0},
+    )
+    labels = mx.array([[1.0], [-1.0]]) * given.advantages
+    assert kto_loss(replace(given, advantages=labels), beta=0.1).loss.item() == pytest.approx(0.486254, abs=1e-6)
 
 
 def test_other_trainers_log_odds() -> None:

@@ -100,8 +100,21 @@ async def test_what_no_function_scores_learns_nothing_and_moves_no_mean(function
     assert [rollout.reward for rollout in rollouts] == [1.0, 2.0, 3.0]
     assert [rollout.zero_advantage for rollout in rollouts] == [False, True, False]
     assert "rewards/f" not in rollouts[1].scores
-    with pytest.raises(RolloutRejectedError, match="f returned None for every completion"):
-        await scores(made, "?", "?")
+
+
+async def test_none_for_a_whole_group_is_a_reward_of_0_that_teaches_nothing(functions):
+    """The advantage is 0 as in TRL ("unscorable"): the group counts, and the run goes on. A group that was left
+    UNSCORED (the judge is away) is another thing: it is dropped with the reason."""
+    made = functions("def f(completions):\n    return [None] * len(completions)")
+    group = await score_group(made.for_row(PLAIN, ROW, TrainingProgress), [trajectory("a"), trajectory("b")])
+    assert [(rollout.reward, rollout.zero_advantage) for rollout in group] == [(0.0, True), (0.0, True)]
+    two = functions(
+        "def f(completions):\n    return [None] * len(completions)\n"
+        "def g(completions):\n    return ['unscored'] * len(completions)",
+        *("f", "g"),
+    )
+    with pytest.raises(RolloutRejectedError, match="f, g left every completion unscored"):
+        await scores(two, "a", "b")
 
 
 async def test_log_metric_is_kept_beside_the_scores(functions):

@@ -540,14 +540,18 @@ def test_reported_is_the_environments_reward(store: RolloutStore) -> None:
     assert [s.advantages[-1] for s in batch.sequences] == pytest.approx([0.5, 0.5, -0.5, -0.5])
 
 
-def test_cut_answers_are_left_out_and_count_in_the_mean(store: RolloutStore) -> None:
-    """Rewards 1, 0, 0 (cut), 0 → mean 0.25, and three sequences are trained on, after a resume too."""
+def test_no_token_of_a_cut_answer_is_trained_on_and_it_counts_in_the_means(store: RolloutStore) -> None:
+    """Rewards 1, 0, 0 (cut), 0 → mean 0.25. All five sequences are in the batch, so that it has as many updates and
+    the loss's mean as many parts as without a cut (TRL); those of the cut episode have no trained token, after a resume
+    too."""
     rollouts = [make_rollout(reward=reward, stop_reason="stop") for reward in (1.0, 0.0, 0.0, 0.0)]
     rollouts[2] = replace(rollouts[2], stop_reason="length", earlier=(make_rollout(),))
     store.add(group_of("g", *rollouts), source="http")
     buffer = buffer_of(store, replace(PLAIN, mask_truncated=True))
     batch = buffer.collect(1, timeout_s=0)
-    assert [s.advantages[-1] for s in batch.sequences] == pytest.approx([0.75, -0.25, -0.25])
+    assert [s.advantages[-1] for s in batch.sequences if s.trained] == pytest.approx([0.75, -0.25, -0.25])
+    assert [s.trained > 0 for s in batch.sequences] == [True, True, False, False, True]
+    assert batch.sequences[3].rollout.tokens == rollouts[2].tokens
     assert batch.statistics.truncated_fraction == 0.25
     again = buffer_of(store, replace(PLAIN, mask_truncated=True)).resume(1, ["g"])
     assert [(s.rollout, s.advantages) for s in again.sequences] == [(s.rollout, s.advantages) for s in batch.sequences]
@@ -564,7 +568,8 @@ def test_marked_ones_are_left_out_where_an_advantage_of_0_teaches(store: Rollout
     rollouts = [make_rollout(reward=reward) for reward in (1.0, 0.0)] + [make_rollout(zero_advantage=True)] * 2
     store.add(group_of("g", *rollouts), source="http")
     batch = buffer_of(store, replace(PLAIN, leave_out_marked=True)).collect(1, timeout_s=0)
-    assert [s.advantages[-1] for s in batch.sequences] == pytest.approx([0.75, -0.25])
+    assert [s.advantages[-1] for s in batch.sequences if s.trained] == pytest.approx([0.75, -0.25])
+    assert [s.trained > 0 for s in batch.sequences] == [True, True, False, False]
     assert len(buffer_of(store, PLAIN).resume(1, ["g"]).sequences) == 4
 
 

@@ -41,8 +41,8 @@ OTHER_DEFAULTS = {
     "optim": "another name of AdamW",
     "bf16": "the dtype is the model's",
     "project": "mlx_parallm's own",
+    "assistant_only_loss": "TRL trains on all turns; None here, so that an explicit False can be refused",
     "loss_type": "DPO's list of one is a name",
-    "train_sampling_strategy": "not a field",
 }
 
 
@@ -294,8 +294,18 @@ def test_configurations_of_rows() -> None:
     config = one(KTOConfig(desirable_weight=2.0, model_init_kwargs={"dtype": "float32"}))
     assert (config.rl_training.preference.desirable_weight, config.model.dtype) == (2.0, "float32")
     assert one(SFTConfig(max_length=12)).data.max_length == 12
-    with pytest.raises(ConfigError, match="one loss at a time"):
-        one(DPOConfig(loss_type=["ipo", "sigmoid"]))
+    mpo = one(DPOConfig(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])).rl_training.preference
+    assert (mpo.loss_type, mpo.loss_weights) == (("sigmoid", "bco_pair", "sft"), (0.8, 0.2, 1.0))
+    assert one(DPOConfig(loss_type="discopop", discopop_tau=0.1)).rl_training.preference.discopop_tau == 0.1
+    for options, words in (
+        ({"loss_type": "aot"}, "loss_type"),
+        ({"loss_type": ["ipo", "ipo"]}, "several different ones"),
+        ({"loss_type": ["ipo", "sigmoid"], "loss_weights": [1.0]}, "1 numbers for 2 losses"),
+        ({"loss_type": "exo_pair"}, "needs label_smoothing > 0"),
+        ({"discopop_tau": 0.1}, "only read with loss_type"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            one(DPOConfig(**options))
 
 
 @pytest.mark.parametrize(
@@ -363,3 +373,109 @@ def test_rows_come_as_lists_and_data_sets() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             read_rows(bad, "train_dataset")
+
+
+# ---------------------------------------------------------------------- nothing is accepted and not obeyed
+
+OTHER_VALUES: dict[str, Any] = {
+    **{"output_dir": "elsewhere", "lr_scheduler_type": "cosine", "warmup_steps": 7, "warmup_ratio": 0.5},
+    **{"optim": "lion_32bit", "eval_strategy": "epoch", "save_strategy": "epoch", "save_steps": 3, "report_to": "all"},
+    **{"eval_steps": 2, "project": "mine", "model_init_kwargs": {"dtype": "float32"}, "chat_template_path": "{{ x }}"},
+    **{"overrides": {"rl_training.seed": 9}, "chat_template_kwargs": {"x": 1}, "reward_weights": (0.5,)},
+    **{"importance_sampling_level": "sequence", "scale_rewards": False, "num_generations": 4, "max_length": 99},
+    **{"generation_batch_size": 16, "steps_per_generation": 2, "max_token_length": 5000, "num_generations_eval": 3},
+    **{
+        "loss_weights": (0.5,),
+        "delta": 2.5,
+        "epsilon_high": 0.3,
+        "train_sampling_strategy": None,
+        "host": "::1",
+        "port": 1,
+        "max_steps": 5,
+    },
+    **{
+        "disable_tqdm": True,
+        "dataset_text_field": "body",
+        "label_smoothing": 0.1,
+        "save_total_limit": 5,
+        "temperature": 0.7,
+    },
+}
+ELSEWHERE = {
+    **dict.fromkeys(("overwrite_output_dir", "logging_steps", "logging_first_step"), "test_trainers"),
+    **dict.fromkeys(("load_best_model_at_end", "serve", "dataset_text_field"), "test_trainers"),
+    "assistant_only_loss": "test_sft_on_all_turns_is_refused",
+    "shuffle_dataset": "refused (GRPO); TRL shuffles either way (SFT)",
+    "disable_dropout": "DPO, KTO: test_dpo_and_kto_have_no_dropout; GRPO's adapter never has any",
+}
+NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
+    **{name: {"sync_ref_model": True, "beta": 0.1} for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")},
+    **{name: {"beta": 0.1} for name in ("sync_ref_model", "use_bias_correction_kl")},
+    **{name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
+    "log_completions": {"logging_steps": 3},
+    "discopop_tau": {"loss_type": "discopop"},
+    **{name: {"eval_strategy": "steps"} for name in ("eval_steps", "num_generations_eval", "eval_on_start")},
+}
+LOSS_TYPES = {"GRPOConfig": "grpo", "DPOConfig": "hinge", "KTOConfig": "apo_zero_unpaired", "SFTConfig": "dft"}
+
+
+def another(name: str, kind: type[TrainerConfig]) -> Any:
+    """Return a value of an argument that is not its default."""
+    default = kind.model_fields[name].get_default(call_default_factory=True)
+    if name == "loss_type":
+        return LOSS_TYPES.get(kind.__name__)
+    if name == "train_sampling_strategy":
+        return "sequential" if default == "random" else "random"
+    if name in OTHER_VALUES:
+        return OTHER_VALUES[name]
+    if isinstance(default, bool):
+        return not default
+    assert isinstance(default, int | float), name
+    return default * 2 if default else (1 if isinstance(default, int) else 0.25)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_argument_is_obeyed_or_refused(name: str) -> None:
+    """Each argument with another value changes the configuration or the counted updates, or is refused: what is
+    accepted and not obeyed is the worst that a face can do. `ELSEWHERE`: obeyed by the trainer itself."""
+    kind = CLASSES[name]
+    rows = read_rows([{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}] * 64, "rows")
+
+    def made(**options: Any) -> Any:
+        args = kind(**options)
+        count = grpo_schedule(args, 64) if isinstance(args, GRPOConfig) else rows_schedule(args, 64)  # type: ignore[arg-type]
+        lora = {"enabled": True, "lora_dropout": 0.1}
+        config = one(args, evaluated=rows if "eval_strategy" in options else None, lora=lora)
+        return config.model_dump(exclude={"environments": {"__all__": {"data"}}}), count
+
+    silent = []
+    for argument in kind.model_fields:
+        needed = {key: value for key, value in NEEDED.get(argument, {}).items() if key in kind.model_fields}
+        if argument in ELSEWHERE or (argument == "eval_on_start" and kind is not GRPOConfig):  # rows always are
+            continue
+        if (value := another(argument, kind)) is None:
+            continue
+        try:
+            changed = made(**needed | {argument: value})
+        except ConfigError as error:
+            silent += [] if argument in str(error) else [f"{argument}: {error}"]
+            continue
+        if repr(changed) == repr(made(**needed)):
+            silent.append(argument)
+    assert silent == []
+
+
+def test_lions_betas_are_not_read() -> None:
+    with pytest.raises(ConfigError, match=r"adam_beta2 is not read with optim='lion_32bit'"):
+        SFTConfig(optim="lion_32bit", adam_beta2=0.95)
+
+
+def test_rows_in_their_order() -> None:
+    """TRL's train_sampling_strategy: KTO's default is sequential there and here, the others' random."""
+    for kind in (SFTConfig, DPOConfig):
+        assert one(kind()).data.shuffle
+        assert not one(kind(train_sampling_strategy="sequential")).data.shuffle
+    assert not one(KTOConfig()).data.shuffle and one(KTOConfig(train_sampling_strategy="random")).data.shuffle
+    for value in ("group_by_length", "sequential"):
+        with pytest.raises(ConfigError, match="train_sampling_strategy"):
+            GRPOConfig(train_sampling_strategy=value)

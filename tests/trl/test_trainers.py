@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 import mlx_parallm
@@ -363,3 +364,105 @@ def test_arguments_that_cannot_work(call: Any, words: str, tmp_path: Path, monke
     with pytest.raises((ConfigError, CheckpointError), match=words):
         call()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_scripts_ask_of_a_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """trainer.model is the module: before training as it will begin, in a callback and afterwards as it is; its names
+    are the same, A is the same number, and B has left 0. Beside it what else transformers' Trainer has: each works, or
+    says what to use. Looked at: model, processing_class, state, args, data sets, callback_handler, accelerator,
+    is_world_process_zero, log and save_metrics; optimizer, dataloaders, predict, hub."""
+    args = DPOConfig(str(tmp_path / "run"), **QUICK, max_steps=2, per_device_train_batch_size=4, logging_steps=1)
+    heard = Heard()
+    trainer = DPOTrainer(MODEL, args, train_dataset=PAIRS, peft_config=LoraConfig(r=4), callbacks=[heard])
+    before = dict(trainer.model.named_parameters())
+    a, b = (next(name for name in before if name.endswith(end)) for end in ("lora_a", "lora_b"))
+    assert isinstance(trainer.model, nn.Module) and not before[b].any().item()
+    trained, total = trainer.model.get_nb_trainable_parameters()
+    assert trained == sum(before[name].size for name in before if "lora_" in name) < total
+    assert trainer.model.config.model_type == "qwen3"
+    seen: list[float] = []
+
+    class Watching:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append(mx.abs(trainer.model.get_parameter(b)).max().item())
+
+    trainer.add_callback(Watching())
+    with trainer:
+        output = trainer.train()
+        assert seen[0] > 0 and trainer.model.get_parameter(b).any().item()
+    after = dict(trainer.model.named_parameters())
+    assert after.keys() == before.keys() and not mx.array_equal(after[a], before[a])
+    base = next(name for name in before if "lora_" not in name)
+    assert mx.array_equal(after[base], before[base])
+    logits = trainer.model(mx.array([[1, 5, 6]]))
+    assert logits.shape == (1, 3, trainer.model.config.vocab_size)
+
+    assert trainer.tokenizer.decode(trainer.processing_class("abc")["input_ids"]).endswith("abc")
+    assert (trainer.train_dataset, trainer.eval_dataset, trainer.args, trainer.beta) == (PAIRS, None, args, 0.1)
+    assert trainer.is_world_process_zero() and trainer.accelerator.is_main_process
+    assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model and trainer.accelerator.num_processes == 1
+    assert trainer.callback_handler.callbacks[0] is heard and trainer.pop_callback(Heard) is heard
+    assert (trainer.state.num_train_epochs, trainer.state.train_batch_size) == (3.0, 4)
+    trainer.log({"mine": 1.0})
+    assert trainer.state.log_history[-1] == {"mine": 1.0, "epoch": 1.0, "step": 2}
+    trainer.log_metrics("train", output.metrics)
+    assert "train_loss = " in capsys.readouterr().out
+    trainer.save_metrics("train", output.metrics)
+    trainer.save_state()
+    assert json.loads((tmp_path / "run" / "all_results.json").read_text()) == output.metrics
+    assert json.loads((tmp_path / "run" / "log_history.json").read_text())["global_step"] == 2
+    for name, words in (
+        *(("optimizer", "learning_rate"), ("ref_model", "without the adapter"), ("get_train_dataloader", "padding")),
+        *(("predict", "evaluate"), ("push_to_hub", "merge --push-to-hub"), ("no_such_thing", "this one has not")),
+    ):
+        assert not hasattr(trainer, name)
+        with pytest.raises(AttributeError, match=words):
+            getattr(trainer, name)
+    for name, words in (("generate", "trainer.url"), ("save_pretrained", "save_model"), ("device", "one memory")):
+        with pytest.raises(AttributeError, match=words):
+            getattr(trainer.model, name)
+    with pytest.raises(ConfigError, match="pass eval_dataset when the trainer is made"):
+        trainer.evaluate(PAIRS)
+
+
+def test_sft_on_all_turns_is_refused(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    with pytest.raises(ConfigError, match=r"assistant_only_loss=False\): of `messages` only what the assistant says"):
+        SFTTrainer(MODEL, SFTConfig(str(tmp_path), assistant_only_loss=False), train_dataset=rows)
+    for given, kept in ((None, rows), (True, rows), (False, [{"prompt": "a", "completion": "b"}, {"text": "c"}])):
+        SFTTrainer(MODEL, SFTConfig(str(tmp_path), assistant_only_loss=given), train_dataset=kept)
+
+
+def test_short_data_sets_and_texts_without_a_prompt(tmp_path: Path) -> None:
+    """Two of eight rows fit into max_length: one batch of two in the place of eight, as TRL's last batch has the rest.
+    None that fits is an error that says so, also of eval_dataset. Pairs of texts without a prompt are trained on."""
+    rows = [{"prompt": "a", "completion": "b" * (3 if number > 5 else 400)} for number in range(8)]
+    with SFTTrainer(
+        MODEL, SFTConfig(str(tmp_path / "a"), **QUICK, max_length=64), train_dataset=rows, peft_config={"r": 2}
+    ) as trainer:
+        assert (trainer.train().global_step, trainer.schedule.batch_size) == (3, 2)
+    for train, held in ((rows[:6], None), (rows[6:], rows[:1])):
+        with pytest.raises(ConfigError, match=r"none of \d rows \((train|eval)_dataset, row 0, …\) fits into"):
+            SFTTrainer(
+                MODEL,
+                SFTConfig(str(tmp_path / "b"), **QUICK, max_length=64),
+                train_dataset=train,
+                eval_dataset=held,
+                peft_config={"r": 2},
+            ).train()
+    pairs = [{"chosen": f"Say {c}: {c}", "rejected": f"Say {c}: z{c}"} for c in "abcd"]
+    args = DPOConfig(str(tmp_path / "c"), **QUICK, max_steps=1, full_determinism=True)
+    with DPOTrainer(MODEL, args, train_dataset=pairs, peft_config={"r": 2}) as dpo:
+        assert dpo.train().global_step == 1
+
+
+def test_reward_functions_that_do_not_apply_end_no_run(tmp_path: Path) -> None:
+    """TRL: their advantage is 0. Ten groups in a row, of which eight ended the run; each is counted."""
+
+    def nothing(completions: list[Any], **columns: Any) -> list[None]:
+        return [None] * len(completions)
+
+    with grpo(tmp_path / "run", reward_funcs=[nothing], max_steps=5) as trainer:
+        assert trainer.train().global_step == 5
+    entries = lines(tmp_path / "run")
+    assert {(entry["reward_mean"], entry["groups_without_variance"]) for entry in entries} == {(0.0, 1.0)}

@@ -17,38 +17,82 @@ import regex
 
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, PEFT_FILE, LoraPair
+from mlx_parallm.models.adapters.settings import check_peft
 
 PREFIX = "base_model.model."
 MAGNITUDE = ".lora_magnitude_vector"
 PATTERN_SECONDS = 2.0
+DEFAULT_ALPHA = 8  # PEFT's, where the configuration does not say
+_NAME = r"(?:\.(?P<{}>(?!weight$|weight\.|bias$)[^.]+))?"  # of the adapter, as in lora_A.default.weight
+_KEY = re.compile(
+    r"(?P<path>.+)\.(?:(?P<matrix>lora_[AB])" + _NAME.format("name") + r"\.weight"
+    r"|(?P<vector>lora_magnitude_vector)" + _NAME.format("other") + r"(?:\.weight)?)"
+)
+_NOT_APPLIED: Mapping[str, str] = {
+    "modules_to_save": "modules_to_save is not supported, merge the adapter with PEFT",
+    "original_module": "it is a copy of the base's weights (modules_to_save)",
+    ".bias": "biases are not supported (bias, lora_bias), merge the adapter with PEFT",
+    "lora_embedding_": "adapters of embeddings are not supported, adapt linear layers or merge it with PEFT",
+    "trainable_tokens": "trainable_token_indices is not supported, merge the adapter with PEFT",
+    "base_layer": "it is a weight of the base, merge the adapter with PEFT",
+    ".lora_a": "it is mlx-lm's name in a file of PEFT's",
+    ".lora_b": "it is mlx-lm's name in a file of PEFT's",
+    "lora_": "this kind of LoRA is not supported, merge the adapter with PEFT",
+    ".weight": "it is a whole weight, not an adapter's: merge the adapter with PEFT",
+}
+"""Part of a name → why the tensor is refused; the first that fits counts."""
 
 
-def is_peft(tensors: Mapping[str, mx.array]) -> bool:
-    return any(".lora_A." in key for key in tensors)
+def is_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> bool:
+    return "peft_type" in config or any(".lora_A" in key or ".lora_B" in key for key in tensors)
 
 
 def read_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, LoraPair]:
-    """Return the layers by path. Raises AdapterError: tensors that would be left out, or are missing."""
-    dora = bool(config.get("use_dora"))
-    alphas = _Pattern(config.get("alpha_pattern") or {}, file)
+    """Return the layers by path. Raises AdapterError: a setting or a tensor that would be left out, or one that is
+    missing; ValueError: shapes that are no LoRA's."""
+    config_file = file.parent / ADAPTER_CONFIG
+    check_peft(config, config_file)
+    dora, parts = bool(config.get("use_dora")), _parts_of_layers(tensors, file)
+    alphas, ranks = (_Pattern(name, config.get(name) or {}, config_file) for name in ("alpha_pattern", "rank_pattern"))
     layers = {}
-    for key, a in tensors.items():
-        path, separator, _ = key.partition(".lora_A.")
-        if not separator:
-            if ".lora_B." not in key and not (dora and MAGNITUDE in key):
-                raise AdapterError(f"{file}: {key} is no LoRA tensor (modules_to_save is not supported)")
-            continue
-        b = tensors.get(key.replace(".lora_A.", ".lora_B."))
-        if b is None:
-            raise AdapterError(f"{file}: {path} has lora_A but no lora_B")
-        magnitude = tensors.get(path + MAGNITUDE, tensors.get(f"{path}{MAGNITUDE}.weight"))
-        if dora and magnitude is None:
-            raise AdapterError(f"{file}: use_dora is true, but {path} has no magnitude vector")
-        name, rank = path.removeprefix(PREFIX), int(a.shape[0])
-        alpha = float(alphas.of(name, config.get("lora_alpha", rank)))
+    for path, found in parts.items():
+        for part, needed in (("lora_A", True), ("lora_B", True), ("lora_magnitude_vector", dora)):
+            if needed != (part in found):
+                absent = "no magnitude vector (use_dora is true)" if part == "lora_magnitude_vector" else f"no {part}"
+                extra = "a magnitude vector, but use_dora is not true"
+                raise AdapterError(f"{file}: {path} has {absent if needed else extra}")
+        a, b = found["lora_A"], found["lora_B"]
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.size or not b.size:
+            raise ValueError(f"{path}: lora_A {a.shape} and lora_B {b.shape} are not [rank, in] and [out, rank]")
+        rank = int(a.shape[0])
+        if (configured := ranks.of(path, config.get("r", rank))) != rank:
+            raise AdapterError(f"{file}: {path} has rank {rank}, {ADAPTER_CONFIG} {configured} (r, rank_pattern)")
+        alpha = float(alphas.of(path, config.get("lora_alpha", DEFAULT_ALPHA)))
         scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-        layers[name] = LoraPair(a.T, b.T, scale, magnitude if dora else None)
+        layers[path] = LoraPair(a.T, b.T, scale, found.get("lora_magnitude_vector"))
     return layers
+
+
+def _parts_of_layers(tensors: Mapping[str, mx.array], file: Path) -> dict[str, dict[str, mx.array]]:
+    """Return path → part → its tensor. Raises AdapterError: a tensor that is no part of a linear layer's adapter."""
+    layers: dict[str, dict[str, mx.array]] = {}
+    keys: dict[tuple[str, str], str] = {}
+    adapters: set[str | None] = set()
+    for key, tensor in tensors.items():
+        if (match := _KEY.fullmatch(key)) is None:
+            raise AdapterError(f"{file}: {key} is no LoRA tensor: {_reason(key)}")
+        path, part = match["path"].removeprefix(PREFIX), match["matrix"] or match["vector"]
+        first = keys.setdefault((path, part), key)
+        adapters.add(match["name"] or match["other"])
+        if first != key or len(adapters) > 1:
+            other = first if first != key else next(iter(tensors))
+            raise AdapterError(f"{file}: {key} and {other} are of two adapters, a file holds one")
+        layers.setdefault(path, {})[part] = tensor
+    return layers
+
+
+def _reason(key: str) -> str:
+    return next((reason for part, reason in _NOT_APPLIED.items() if part in key), "its name has another form")
 
 
 def peft_tensors(layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
@@ -100,17 +144,18 @@ def save_peft(directory: Path, layers: Mapping[str, LoraPair], *, dropout: float
 
 
 class _Pattern:
-    """alpha_pattern, by PEFT's rule: the first key that matches the path's end as a regular expression counts.
+    """alpha_pattern or rank_pattern, by PEFT's rule: the first key that matches the path's end as a regular expression
+    counts.
 
     The adapter may be anybody's, and an expression can take for ever: all of them together have PATTERN_SECONDS.
     """
 
-    def __init__(self, pattern: Mapping[str, Any], file: Path) -> None:
-        self._file, self._left_s = file, PATTERN_SECONDS
+    def __init__(self, name: str, pattern: Mapping[str, Any], file: Path) -> None:
+        self._name, self._file, self._left_s = name, file, PATTERN_SECONDS
         try:
             self._entries = [(regex.compile(rf"(.*\.)?({key})$"), value) for key, value in pattern.items()]
         except (regex.error, RecursionError) as error:
-            raise AdapterError(f"{file.parent / ADAPTER_CONFIG}: alpha_pattern: {error}") from error
+            raise AdapterError(f"{file}: {name}: {error}") from error
 
     def of(self, path: str, default: Any) -> Any:
         """The layer's value. Raises AdapterError: the expressions take too long."""
@@ -120,8 +165,8 @@ class _Pattern:
                 if expression.match(path, timeout=max(self._left_s - (time.perf_counter() - started), 1e-3)):
                     return value
         except TimeoutError as error:
-            message = f"alpha_pattern: its regular expressions take more than {PATTERN_SECONDS:g} s"
-            raise AdapterError(f"{self._file.parent / ADAPTER_CONFIG}: {message}") from error
+            message = f"its regular expressions take more than {PATTERN_SECONDS:g} s"
+            raise AdapterError(f"{self._file}: {self._name}: {message}") from error
         finally:
             self._left_s -= time.perf_counter() - started
         return default

@@ -93,7 +93,8 @@ MAY_CHANGE = (
         for key in (
             *("learning_rate", "lr_schedule", "lr_final", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
             *("adam_eps", "decay_norms_and_biases"),
-            *("max_grad_norm", "kl_beta", "entropy_weight", *SETTINGS, "overlong_buffer", "overlong_length"),
+            *("max_grad_norm", "kl_beta", "entropy_weight", "entropy_aggregation", *SETTINGS),
+            *("overlong_buffer", "overlong_length"),
             *("sampler_correction*", "kl_in", "kl_target", "kl_horizon"),
             "temperature",
             *("token_budget", "packing", "blocks_per_eval", "max_eval_ms", "serve_priority", "deterministic"),

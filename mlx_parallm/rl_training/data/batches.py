@@ -1,8 +1,8 @@
 """Rows of a file in the place of the rollout buffer: step → TrainBatch.
 
-The rows of a step are a function of (seed, step) alone: each epoch is a permutation, cut into batches of nearly equal
-size that never mix epochs. So a resumed run goes on where it was without keeping a position. A step is one optimizer
-update on `batch_size` examples (a pair is one).
+The rows of a step are a function of (seed, step) alone: each epoch is a permutation (not shuffled: the order of the
+rows), cut into batches of nearly equal size that never mix epochs. So a resumed run goes on where it was without
+keeping a position. A step is one optimizer update on `batch_size` examples (a pair is one).
 """
 
 import math
@@ -21,6 +21,7 @@ Score = Callable[[Sequence[Rollout]], list[float]]
 class DataBatches:
     """Args:
     units: in the order of the rows.
+    shuffle: False: each epoch has the order of the units.
     weights: what a KTO row's advantage is: label true, label false (taken negative).
     log_ratios: for KTO's kl; None = the algorithm needs none.
     """
@@ -31,10 +32,11 @@ class DataBatches:
         *,
         batch_size: int,
         seed: int,
+        shuffle: bool = True,
         weights: tuple[float, float] = (1.0, 1.0),
         log_ratios: Score | None = None,
     ) -> None:
-        self._units, self._seed = units, seed
+        self._units, self._seed, self._shuffle = units, seed, shuffle
         self._weights, self._log_ratios = weights, log_ratios
         self.steps_per_epoch = steps_per_epoch(len(units), batch_size)
 
@@ -44,6 +46,8 @@ class DataBatches:
         return np.array_split(self._order(epoch), self.steps_per_epoch)[number].tolist()
 
     def _order(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(len(self._units))
         return np.random.default_rng([self._seed & 0xFFFFFFFF, epoch]).permutation(len(self._units))
 
     # ------------------------------------------------------------------ the interface of a rollout buffer
@@ -54,7 +58,7 @@ class DataBatches:
     def collect(self, step: int, *, timeout_s: float = 0.0) -> TrainBatch:
         rows = self.rows(step)
         units = [self._units[row] for row in rows]
-        constants = {}
+        constants = {} if self._log_ratios is not None else pair_constants(units)
         if self._log_ratios is not None:
             constants = kto_constants(units, self._mismatched(rows, step), self._log_ratios)
         sequences = [
@@ -106,6 +110,11 @@ def mismatched(unit: Unit, other: Unit) -> Encoded:
         np.concatenate([own.tokens[:prompt], others.tokens[completion:]]),
         np.concatenate([np.zeros(prompt, bool), others.mask[completion:]]),
     )
+
+
+def pair_constants(units: Sequence[Unit]) -> dict[str, float]:
+    """Constant of a mini-batch of pairs: how many tokens the chosen completions have. Nothing reads that of others."""
+    return {"chosen_tokens": float(sum(int(unit.sequences[0].mask[1:].sum()) for unit in units))}
 
 
 def kto_constants(units: Sequence[Unit], foreign: Sequence[Encoded], log_ratios: Score) -> dict[str, float]:

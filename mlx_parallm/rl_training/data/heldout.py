@@ -14,7 +14,7 @@ import numpy as np
 from mlx_parallm.config.load import Config
 from mlx_parallm.losses.types import LossInputs
 from mlx_parallm.models.parameters import scalar
-from mlx_parallm.rl_training.data.batches import kto_constants, mismatched
+from mlx_parallm.rl_training.data.batches import kto_constants, mismatched, pair_constants
 from mlx_parallm.rl_training.data.tokens import Unit
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Rollout
@@ -89,9 +89,11 @@ class HeldOut:
 
     def _constants(self) -> Mapping[str, float]:
         if self._trainer.algorithm.name != "kto":
-            return {}
+            return pair_constants(self._units)
         after = [*self._units[1:], self._units[0]]
         foreign = [mismatched(unit, other) for unit, other in zip(self._units, after, strict=True)]
+        if self._trainer.config.preference.kto_loss != "kto":
+            return kto_constants(self._units, foreign, no_ratios)
         return kto_constants(self._units, foreign, lambda rollouts: log_ratios(self._trainer, rollouts))
 
     def _reference_logprobs(self) -> list[np.ndarray]:
@@ -107,6 +109,11 @@ def log_ratios(trainer: Trainer, rollouts: Sequence[Rollout]) -> list[float]:
     with trainer.policy.reference():
         then = trainer.logprobs(rollouts)
     return [math.fsum(a.astype(np.float64) - b) for a, b in zip(now, then, strict=True)]
+
+
+def no_ratios(rollouts: Sequence[Rollout]) -> list[float]:
+    """Stand in for `log_ratios` where the KL is 0 by definition (APO-zero)."""
+    return [0.0] * len(rollouts)
 
 
 def area_under_curve(scores: Sequence[float], labels: Sequence[bool]) -> float | None:

@@ -1,6 +1,6 @@
 """Rows of `[data]`, checked one by one, each as an `Example`. An error names file and line. No MLX.
 
-Forms (TRL's): `prompt, chosen, rejected`, or `chosen, rejected` as message lists with a common beginning; KTO:
+Forms (TRL's): `prompt, chosen, rejected`, or `chosen, rejected` whose common beginning is the prompt; KTO:
 `prompt, completion, label`, or pairs, which are split up; SFT: `messages`, `prompt, completion` or `text`. Prompts and
 completions are strings or lists of messages. ShareGPT's and Alpaca's rows come as these (`environments/row_forms.py`).
 Each form may have `tools` (a list of definitions, or JSON text of one).
@@ -66,7 +66,7 @@ def _read(config: DataConfig, algorithm: str, file: str, split: str) -> list[Exa
         tools = _tools(row.get("tools"), where)
         if "chosen" in columns:
             prompt, chosen, rejected = _pair(row, chat=chat, where=where)
-            key = prompt_key(prompt)
+            key = prompt_key(prompt or chosen)
             if algorithm in PAIRED:
                 examples.append(Example(where, prompt, (chosen, rejected), key, tools=tools))
             else:
@@ -101,9 +101,13 @@ def _pair(row: Mapping[str, Any], *, chat: bool, where: str) -> tuple[Text, Text
     if "prompt" in row and row["prompt"] is not None:
         prompt = _prompt(row["prompt"], chat=chat, where=where)
         chosen, rejected = (_completion(row, name, prompt, chat=chat, where=where) for name in ("chosen", "rejected"))
+    elif not chat:
+        texts = [_completion(row, name, "", chat=False, where=where) for name in ("chosen", "rejected")]
+        prompt, chosen, rejected = _split_texts(*map(str, texts))
+    elif isinstance(row["chosen"], str):
+        text_mode = 'data.prompt_format = "text" takes their common beginning'
+        raise _bad(where, f"chosen is a text, and there is no column 'prompt': {text_mode}")
     else:
-        if not chat:
-            raise _bad(where, "column 'prompt' is missing; data.prompt_format = \"text\" needs it")
         one, other = (_messages(row[name], name, where) for name in ("chosen", "rejected"))
         shared = 0
         while shared < min(len(one), len(other)) and one[shared] == other[shared]:
@@ -118,6 +122,21 @@ def _pair(row: Mapping[str, Any], *, chat: bool, where: str) -> tuple[Text, Text
     if chosen == rejected:
         raise _bad(where, SAME)
     return prompt, chosen, rejected
+
+
+def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Return the common beginning and what follows it, as TRL's `extract_prompt`: a space before the first other
+    character begins the completions, and each of these has at least one character.
+
+    Worked: "Sky is blue", "Sky is black" → "Sky is bl", "ue", "ack"; "Sky is red", "Sky is green" → "Sky is", " red",
+    " green"; "ab", "abc" → "a", "b", "bc".
+    """
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    differs = next((place for place, (one, other) in pairs if one != other), None)
+    shared = min(len(chosen), len(rejected)) - 1 if differs is None else differs
+    if differs and chosen[differs - 1] == " ":
+        shared -= 1
+    return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
 def _single(row: Mapping[str, Any], columns: Sequence[str], *, chat: bool, where: str) -> tuple[Text, Text]:

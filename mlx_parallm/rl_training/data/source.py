@@ -13,7 +13,7 @@ from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch
-from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios
+from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios, no_ratios
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import Unit, encode_all
 from mlx_parallm.rl_training.sources import RolloutSource, Served
@@ -39,12 +39,13 @@ class DataSource(RolloutSource):
         self._train, self._heldout = (
             encode_all(examples, tokenizer, config.data, kwargs, segments=segments) for examples in (train, heldout)
         )
-        if len(self._train) < config.rl_training.batch_size:
-            raise ConfigError(
-                f"data: {len(self._train)} rows to train on are fewer than one mini-batch: rl_training.batch_size ="
-                f" {config.rl_training.batch_size}"
-            )
-        self._state = {"rows": len(self._train), "sha256": _fingerprint(self._train)}
+        for examples, units in ((train, self._train), (heldout, self._heldout)):
+            if examples and not units:
+                raise ConfigError(
+                    f"data: none of {len(examples)} rows ({examples[0].where}, …) fits into data.max_length ="
+                    f" {config.data.max_length} tokens: raise it, or shorten the rows"
+                )
+        self._state: dict[str, Any] = {"rows": len(self._train), "sha256": _fingerprint(self._train)}
         self.example_prompt = _prompt_text(train[0].prompt)
         log.info("rows", train=len(self._train), heldout=len(self._heldout), file=config.data.path)
 
@@ -54,20 +55,29 @@ class DataSource(RolloutSource):
         return training.total_steps if configured else steps_per_epoch(len(self._train), training.batch_size)
 
     def with_total_steps(self, fit: Fit | None = None) -> Config:
-        """The configuration with `total_steps` set. `fit`: counts the steps otherwise than in one pass."""
+        """The configuration with `total_steps` set. `fit`: counts the steps otherwise than in one pass, and may lower
+        batch_size to the number of rows. Raises ConfigError: fewer rows than one mini-batch."""
         training = self._config.rl_training
         training = training.model_copy(update={"total_steps": self.total_steps(training)})
         self._config = self._config.model_copy(update={"rl_training": training})
         if fit is not None:
             self._config = fit(self._config, len(self._train))
+        batch_size = self._config.rl_training.batch_size
+        if len(self._train) < batch_size:
+            raise ConfigError(
+                f"data: {len(self._train)} rows to train on are fewer than one mini-batch: rl_training.batch_size ="
+                f" {batch_size}"
+            )
         return self._config
 
     def batches(self, trainer: Trainer) -> DataBatches:
-        training, score = self._config.rl_training, partial(log_ratios, trainer)
+        training = self._config.rl_training
+        score = partial(log_ratios, trainer) if training.preference.kto_loss == "kto" else no_ratios
         return DataBatches(
             self._train,
             batch_size=training.batch_size,
             seed=training.seed,
+            shuffle=self._config.data.shuffle,
             weights=self._weights,
             log_ratios=score if self._algorithm == "kto" else None,
         )

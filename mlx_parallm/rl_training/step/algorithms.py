@@ -32,7 +32,7 @@ from mlx_parallm.losses.advantages import (
 )
 from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
 from mlx_parallm.losses.ppo import gae, with_value_loss
-from mlx_parallm.losses.preference import cpo_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
+from mlx_parallm.losses.preference import cpo_loss, dft_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.metrics import KEYS
 from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch
@@ -114,6 +114,7 @@ def loss_options(config: RLTrainingConfig) -> LossOptions:
         aggregation=config.loss_aggregation or "token",
         kl_estimator=config.kl_estimator,
         entropy_weight=config.entropy_weight,
+        entropy_aggregation="token" if config.entropy_aggregation == "token" else config.loss_aggregation or "token",
         clip_ratio=number(config.clip_ratio),
         clip_ratio_high=number(config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high),
         dual_clip=number(config.dual_clip),
@@ -193,12 +194,19 @@ def credit(prepared: PreparedBatch, *, gamma: float, gae_lambda: float, normaliz
 
 
 DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
-    "dpo": lambda own, beta: partial(dpo_loss, beta=beta, loss_type=own.loss_type, label_smoothing=own.label_smoothing),
+    "dpo": lambda own, beta: partial(
+        dpo_loss,
+        beta=beta,
+        loss_type=own.loss_type,
+        loss_weights=own.loss_weights,
+        label_smoothing=own.label_smoothing,
+        discopop_tau=own.discopop_tau,
+    ),
     "kto": lambda own, beta: partial(kto_loss, beta=beta),
     "orpo": lambda own, beta: partial(orpo_loss, beta=beta),
     "simpo": lambda own, beta: partial(simpo_loss, beta=beta, gamma=own.gamma),
     "cpo": lambda own, beta: partial(cpo_loss, beta=beta, nll_weight=own.nll_weight),
-    "sft": lambda own, beta: nll_loss,
+    "sft": lambda own, beta: dft_loss if own.sft_loss == "dft" else nll_loss,
 }
 """One more is a function in `losses.preference`, a line here, and its name (with its options) in `config.data`."""
 

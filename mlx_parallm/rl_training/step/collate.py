@@ -105,7 +105,8 @@ def collate(
     share_prompts: bool = False,
     packing: bool = False,
 ) -> MiniBatch:
-    """The mini-batch of these rows. A sequence longer than the budget is a micro-batch of its own.
+    """The mini-batch of these rows. A sequence longer than the budget is a micro-batch of its own; one without a
+    trained token is in none, and counts among the sequences.
 
     Args:
         together: so many consecutive rows are one example (a pair) and stay in one micro-batch, in their order.
@@ -115,7 +116,10 @@ def collate(
     Prompts are shared, or rows packed, where that computes less than rows sorted by length (PAYS_BELOW); of the two,
     the one with fewer tokens.
     """
-    examples = [tuple(rows[i : i + together]) for i in range(0, len(rows), together)]
+    count = len(rows)
+    examples = [tuple(rows[i : i + together]) for i in range(0, count, together)]
+    examples = [example for example in examples if any(sequences[row].trained for row in example)]
+    rows = [row for example in examples for row in example]
     parts = _by_length(sequences, examples, token_budget)
     cut: Cut = [(part, None) for part in parts]
     if rows and all(1 in sequences[row].rollout.mask[1:] and sequences[row].targets_each == 1 for row in rows):
@@ -132,7 +136,7 @@ def collate(
                 cut = [(part.sequences, partial(pack_rows, counts=part.counts)) for part in packed]
     starts = np.concatenate([[0], np.cumsum([sequence.trained for sequence in sequences])]).astype(np.int64)
     micro_batches = tuple(_micro_batch(sequences, part, arrange, starts) for part, arrange in cut)
-    return MiniBatch(micro_batches, sum(len(part.positions) for part in micro_batches), len(rows), sequences)
+    return MiniBatch(micro_batches, sum(len(part.positions) for part in micro_batches), count, sequences)
 
 
 def _micro_batch(

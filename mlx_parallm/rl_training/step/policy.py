@@ -69,7 +69,7 @@ class TrainedPolicy:
         needs_reference: bool | None = None,
         needs_values: bool = False,
     ) -> None:
-        self.model, self._source, self._model_config, self._base = model, source, dict(model_config), base
+        self.model, self._source, self.model_config, self._base = model, source, dict(model_config), base
         self.lora = config.lora.enabled
         self.dropout = AdapterDropout(config.lora.dropout)
         use_fast_swiglu(model)
@@ -221,7 +221,7 @@ class TrainedPolicy:
         else:
             with without_value_head(self.model):
                 save_model(directory, self.model)
-            save_config(dict(self._model_config), directory / "config.json")
+            save_config(dict(self.model_config), directory / "config.json")
             for file in self._source.iterdir():
                 if file.suffix in COMPANIONS and not (directory / file.name).exists():
                     shutil.copyfile(file, directory / file.name)

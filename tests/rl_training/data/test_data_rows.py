@@ -42,6 +42,31 @@ def test_every_form_of_a_pair_is_the_same_pair(tmp_path: Path, algorithm: str, r
     assert example.where == f"{tmp_path / 'pairs.jsonl'}:1"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("Sky is blue", "Sky is black", "Sky is bl"),
+        ("Sky is red", "Sky is green", "Sky is"),
+        ("ab", "abc", "a"),
+        ("abc ", "abc d", "abc"),
+        ("no", "yes", ""),
+        ("a b", "a bc", "a "),
+        ("München: ja", "München: nein", "München:"),
+    ],
+)
+def test_the_common_beginning_of_texts_is_the_prompt(tmp_path: Path, chosen: str, rejected: str, prompt: str) -> None:
+    """TRL's extract_prompt: up to the first other character, or one before the shorter one's last; a space at the end
+    goes to the completions. Also tried: KTO's pairs, messages (which had it already), a text in a chat data set."""
+    row = {"chosen": chosen, "rejected": rejected}
+    [pair] = read(tmp_path, "dpo", row, prompt_format="text")
+    assert (pair.prompt, pair.completions) == (prompt, (chosen[len(prompt) :], rejected[len(prompt) :]))
+    sides = read(tmp_path, "kto", row, prompt_format="text")
+    assert [(side.prompt, side.completions, side.label) for side in sides] == [
+        (prompt, (chosen[len(prompt) :],), True),
+        (prompt, (rejected[len(prompt) :],), False),
+    ]
+
+
 def test_kto_takes_labels_and_splits_pairs(tmp_path: Path) -> None:
     rows = read(tmp_path, "kto", {"prompt": "hi", "completion": "bad", "label": False}, "", PAIR)
     assert [(row.completions, row.label, row.where[-2:]) for row in rows] == [
@@ -84,7 +109,9 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
             {"prompt_format": "text"},
             r"chosen is a list of messages: set data\.prompt_f",
         ),
-        ("dpo", {"chosen": [GOOD], "rejected": [BAD]}, {"prompt_format": "text"}, "'prompt' is missing"),
+        ("dpo", {"chosen": [GOOD], "rejected": [BAD]}, {"prompt_format": "text"}, "chosen is a list of messages: set"),
+        ("dpo", {"chosen": "a b", "rejected": "a c"}, {}, "chosen is a text, and there is no column 'prompt'"),
+        ("dpo", {"chosen": "a", "rejected": "a"}, {"prompt_format": "text"}, "the same: there is nothing to prefer"),
         ("kto", {"prompt": "a", "completion": "b", "label": 1}, {}, "label is 1; expected true .desirable. or false"),
         (
             "kto",

@@ -1,5 +1,6 @@
 """Micro-batches: alignment, order, and a budget that follows the measured time of an evaluation."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,11 @@ def test_two_turns_of_one_sequence() -> None:
 def test_where_a_micro_batchs_tokens_stand_in_the_columns_of_the_step() -> None:
     """Three sequences with 2, 0 and 3 trained tokens: their numbers are 0-1, none and 2-4."""
     sequences = [TrainSequence(make_rollout(tokens), (), True) for tokens in ((5, 6), (), (7, 8, 9))]
-    (micro,) = collate(sequences, [2, 1, 0], token_budget=64).micro_batches
-    assert (micro.rows, micro.columns.tolist()) == ((1, 0, 2), [0, 1, 2, 3, 4])
+    mini = collate(sequences, [2, 1, 0], token_budget=64)
+    (micro,) = mini.micro_batches
+    assert (micro.rows, micro.columns.tolist()) == ((0, 2), [0, 1, 2, 3, 4]), "nothing is computed for the empty one"
+    assert (mini.sequences, mini.tokens) == (3, 5), "and it counts in the means over sequences"
+    assert collate(sequences, [1], token_budget=64).micro_batches == ()
     (micro,) = collate(sequences, [2], token_budget=64).micro_batches
     assert micro.columns.tolist() == [2, 3, 4]
 
@@ -154,6 +158,38 @@ def test_a_single_sequence_that_is_too_long_is_said_once() -> None:
             found.observe(1500.0, tokens=300, rows=1)
     assert [entry["log_level"] for entry in logs] == ["warning"]
     assert "max_token_length" in logs[0]["event"]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "divisors"),
+    [("token", (2, 3)), ("sequence", (2 * 2, 2 * 3)), ("sequence_sum", (2, 2)), ("constant", (2 * 10, 2 * 10))],
+)
+def test_a_masked_sequence_counts_as_0_in_the_loss(aggregation: str, divisors: tuple[int, int]) -> None:
+    """TRL's mask_truncated_completions: B stays what it was. Four sequences of 2, 3, 3, 3 tokens, all with advantage -1
+    and the ratio 1, so that each token's loss is 1; the first and the last are masked. Mini-batches of two that each
+    hold one of them: 2 resp. 3 tokens of loss 1 over the number of tokens (dapo: 1), over 2 sequences of their mean
+    (grpo: 1 / 2), over 2 sequences (luspo: tokens / 2), over 2 · 10 (dr_grpo). Two updates, as with no mask."""
+    rollouts = [make_rollout((5, 6, 7)), make_rollout((5, 6)), make_rollout((7, 8, 9)), make_rollout((9, 8, 7))]
+    masked = [replace(rollout, mask=(0,) * len(rollout.mask)) for rollout in (rollouts[0], rollouts[3])]
+    config = make_config(batch=4, batch_size=2, loss_aggregation=aggregation, learning_rate=1e-9)
+    config = config.model_copy(update={"constant_length": 10})
+    trainer = make_trainer(config)
+    seen: list[float] = []
+    original = trainer.accumulate
+
+    def accumulate(*arguments: Any) -> Any:
+        sums = original(*arguments)
+        seen.append(sums.totals["loss"])
+        return sums
+
+    trainer.accumulate = accumulate
+    trainer._order = lambda batch, epoch: (0, 1, 2, 3)
+    rows = [masked[0], rollouts[1], rollouts[2], masked[1]]
+    scored = [replace(row, logprobs=None) for row in rows]  # so that the ratio is 1
+    sequences = tuple(TrainSequence(row, (-1.0,) * len(row.tokens), False) for row in scored)
+    result = trainer.train_step(replace(make_batch([]), sequences=sequences))
+    assert result.position.updates == 2
+    assert seen == pytest.approx([2 / divisors[0], 3 / divisors[1]], rel=1e-4)
 
 
 def test_training_is_the_same_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
