@@ -21,7 +21,7 @@ from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.run_directory import checkpoints
 from mlx_parallm.server.context import Context, ServerContext
-from mlx_parallm.server.protocol.fields import Body
+from mlx_parallm.server.protocol.fields import Body, ObjectOf
 from mlx_parallm.server.protocol.strict_json import json_router
 
 ANSWERED_WITHIN_S = 20.0
@@ -39,7 +39,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 class ControlBody(Body):
     action: Literal["pause", "resume", "checkpoint", "stop", "note", "change"]
     text: Annotated[str, Field(max_length=LONGEST_NOTE)] = ""
-    settings: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
+    settings: ObjectOf[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
 
 
 def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
