@@ -13,16 +13,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.server.protocol.fields import ListOf, TokenId
+from mlx_parallm.server.protocol.fields import ListOf, ShortText, TokenId
 
 MOST_METADATA = 64 << 10  # characters and values of a client's metadata
-MOST_SHOWN = 256  # characters of a name that is shown
 MOST_UNKNOWN = 64  # fields
 MOST_SAMPLES = 1024  # of one request
 ADDRESS = 1024  # characters of a tinker:// path, or of a model's name or path
 
 
-def _not_too_much(value: dict[str, Any]) -> dict[str, Any]:
+def not_too_much(value: dict[str, Any]) -> dict[str, Any]:
     """Raises ValueError: the metadata hold more than MOST_METADATA characters and values."""
     left, waiting = MOST_METADATA, [value]
     while waiting:
@@ -37,15 +36,7 @@ def _not_too_much(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _short(text: str) -> str:
-    """Raises ValueError: more than MOST_SHOWN characters. Unlike Field(max_length=…) it takes half a surrogate pair."""
-    if len(text) > MOST_SHOWN:
-        raise ValueError(f"at most {MOST_SHOWN} characters")
-    return text
-
-
-Shown = Annotated[str, AfterValidator(_short)]  # a text that the server only shows
-Metadata = Annotated[dict[str, Any], AfterValidator(_not_too_much)]
+Metadata = Annotated[dict[str, Any], AfterValidator(not_too_much)]
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Word = Annotated[str, Field(max_length=256)]
 Address = Annotated[str, Field(max_length=ADDRESS)]
@@ -82,7 +73,7 @@ class CreateSessionBody(TinkerBody):
     user_metadata: Metadata | None = None
     sdk_version: Word = ""
     project_id: Word | None = None
-    display_name: Shown | None = None
+    display_name: ShortText | None = None
 
 
 class SessionBody(TinkerBody):
@@ -182,7 +173,7 @@ class PromptBody(TinkerBody):
 class SamplingParamsBody(TinkerBody):
     max_tokens: int | None = Field(None, ge=0)
     seed: Seed | None = None
-    stop: str | ListOf[TokenId] | ListOf[str] | None = None
+    stop: Word | ListOf[TokenId] | ListOf[Word] | None = None
     temperature: float = Field(1.0, ge=0)
     top_k: int = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)

@@ -6,11 +6,11 @@ admission (`EngineClient.pause_admission`): neither ends the other's.
 """
 
 import asyncio
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 import mlx_parallm
@@ -29,7 +29,7 @@ router = json_router("control")
 
 class AbortBody(Body):
     model_config = ConfigDict(extra="ignore")
-    request_ids: ListOf[str] | None = None
+    request_ids: ListOf[Annotated[str, Field(max_length=256)]] | None = None
 
 
 class PauseStatus(TypedDict):

@@ -13,7 +13,16 @@ from collections.abc import Callable, Mapping, Set
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, WrapValidator, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RequestError
@@ -92,6 +101,7 @@ class OneFault(FailFast):
 
 Item = TypeVar("Item")
 ListOf = Annotated[list[Item], OneFault()]  # every list of a request body whose items are checked
+LONGEST_NAME = 4096  # characters; of a path too
 ITEMS_AT_ONCE = 256  # of an object whose values are checked: there is no FailFast for objects
 
 
@@ -105,6 +115,14 @@ def give_up_early(value: Any, check: Callable[[Any], dict[Any, Any]]) -> dict[An
     return checked
 
 
+def short(text: str) -> str:
+    """Raises ValueError: too long for a name or a path. Unlike Field(max_length=…) it takes half a surrogate pair."""
+    if len(text) > LONGEST_NAME:
+        raise ValueError(f"at most {LONGEST_NAME} characters")
+    return text
+
+
+ShortText = Annotated[str, AfterValidator(short)]
 Key = TypeVar("Key")
 ObjectOf = Annotated[dict[Key, Item], WrapValidator(give_up_early)]  # every object whose keys or values are checked
 
