@@ -325,7 +325,7 @@ _PLACES: tuple[SecretForm, ...] = (
         rf"(?:(?:\s{{1,4}}(?:access|key|is|was|of|value)){{0,3}}\s{{0,4}}(?:[:=]|=>){{1,2}}\s{{0,4}}|(?:\s{{1,4}}(?:access|key|is|was|value)){{0,3}}\s)"
         rf"(?:{_QUOTE}|`|<)?(?P<secret>[A-Za-z0-9+/_~.-]{{16,}}={{0,2}})",
         _ANY_CASE,
-        check=looks_random,
+        check=lambda text: looks_random(text) and not _IDENTIFIER.fullmatch(text),
     ),
 )
 SECRET_FORMS: tuple[SecretForm, ...] = (*_PLACES[:2], *_ISSUERS, *_PLACES[2:])

@@ -1,7 +1,8 @@
 """Every kind of secret that agents' logs hold is hidden, and ordinary text, prose and code stay.
 
 The secrets are made here: none stands in this file. Kinds beside those of the bug report: Langfuse, Tavily, NVIDIA,
-Azure's account keys, GitLab's other tokens, XML, JSON within JSON, `sshpass -p`, OAuth tokens in a fragment, HTML-escaped URLs.
+Azure's account keys, GitLab's other tokens, XML, JSON within JSON, `sshpass -p`, OAuth tokens in a
+fragment, HTML-escaped URLs.
 """
 
 import base64
