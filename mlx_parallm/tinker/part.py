@@ -53,7 +53,7 @@ class TinkerPart:
         assert self._learner is not None, "loaded() comes first"
         names, tokenizer = base_names(self._config, self._learner.base)
         tinker = self._config.tinker
-        checkpoints = Checkpoints(tinker.directory)
+        checkpoints = Checkpoints(tinker.directory, min_free_gb=self._config.rollouts.min_free_gb)
         samplers = SamplerWeights(
             weights,
             linear_shapes(self._learner.base.model),

@@ -100,7 +100,7 @@ def _check(known: Fields, number: int, count: int) -> None:
     most, name = known.most[number]
     if count > most:
         unit = "bytes of" if number == known.packed else "entries of"
-        advice = ": send the datums in several requests" if known is REQUEST else ""
+        advice = ": send the datums in several requests" if known is REQUEST and name == "data" else ""
         raise RequestError(f"a message of the request holds more than {most} {unit} {name!r}{advice}")
 
 
