@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from mlx_parallm.errors import EngineUnavailableError, RequestError
@@ -19,7 +21,7 @@ from mlx_parallm.orchestrator.orchestrator import Orchestrator, OrchestratorStep
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.protocol.fields import ListOf
 from mlx_parallm.server.protocol.openai import MAX_MESSAGES
-from mlx_parallm.server.protocol.strict_json import json_router
+from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
 
 NO_ANSWER = "length"  # OpenAI's reason for an answer that a limit ended
 
@@ -55,7 +57,9 @@ class ServedPlanner:
 
 def hybrid_router(planner: ServedPlanner) -> AddedRouter:
     """Return the routes of one environment. Where a run has several, the first one answers."""
-    router = json_router("openai", prefix="/v1/hybrid")
+    router = APIRouter(
+        prefix="/v1/hybrid", route_class=StrictJSONRoute, default_response_class=JSONResponse, tags=["openai"]
+    )
 
     @router.post("/chat/completions")
     async def chat(body: HybridRequest) -> dict[str, Any]:

@@ -7,7 +7,7 @@ cannot be read or written is left out, with a line in the log that says why and 
 
 import json
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -125,10 +125,9 @@ class _Relay:
     async def _stream(self, reply: httpx.Response, recording: "_Recording") -> AsyncGenerator[bytes, None]:
         """The upstream's bytes. What ends the answer is sent once it is recorded."""
         try:
-            async with aclosing(reply.aiter_bytes()) as parts:
-                async for part in parts:
-                    await recording.part(part)
-                    yield part
+            async for part in reply.aiter_bytes():
+                await recording.part(part)
+                yield part
             await recording.part(b"\n\n")  # some servers leave the last event without its blank line
         finally:
             await reply.aclose()

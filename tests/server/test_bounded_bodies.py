@@ -1,8 +1,8 @@
 """No body of any application can make the server build millions of errors, or keep a text without an end.
 
 pydantic makes an error for every wrong item of a list, 300 bytes and a microsecond each: a body of 16 MB with wrong
-items took 60 s and 6 GB. A list is therefore `ListOf`, which is given up at its first fault, or has few items; an object
-whose keys or values are checked is `ObjectOf`. A text that the server keeps has a length.
+items took 60 s and 6 GB. A list is therefore `ListOf`, which is given up at its first fault, or has few items; an
+object whose keys or values are checked is `ObjectOf`. A text that the server keeps has a length.
 
 Looked at: every pydantic model below the bodies of all routes of `train`, `serve`, the prompt policy, traces, the
 dashboard, Atropos and the hybrid chat, those that a route reads by itself, and the tools of the MCP server.
@@ -52,38 +52,45 @@ def is_checked(schema: dict[str, Any] | None) -> bool:
     return schema is not None and schema["type"] != "any"
 
 
+def fault(schema: dict[str, Any], texts: bool) -> str | None:
+    """What has no bound in this schema itself."""
+    kind = schema.get("type")
+    few = schema.get("max_length") is not None and schema["max_length"] <= FEW
+    if kind in ("list", "set", "tuple"):
+        return "list" if is_checked(schema.get("items_schema")) and not (schema.get("fail_fast") or few) else None
+    if kind == "dict":
+        checked = is_checked(schema.get("values_schema")) or schema["keys_schema"]["type"] != "str"
+        return "object" if checked else None
+    bounded = schema.get("max_length") is not None or schema.get("pattern") is not None
+    return "text" if kind == "str" and texts and not bounded else None
+
+
+def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What lies in a schema, with the names of fields."""
+    function = schema["function"]["function"] if str(schema.get("type")).startswith("function-") else None
+    if function is give_up_early:
+        yield "", schema["schema"].get("values_schema")
+    elif function not in (short, not_too_much):
+        for key, value in schema.items():
+            if key == "fields" and isinstance(value, dict):
+                yield from ((f".{name}", field) for name, field in value.items())
+            elif key == "keys_schema" and value.get("type") == "str":
+                continue
+            elif key not in ("metadata", "function", "serialization", "cls", "config", "default"):
+                yield "", value
+
+
 def unbounded(schema: Any, texts: bool, where: str = "") -> Iterator[str]:
     """The places of a core schema that have no bound."""
     if isinstance(schema, list | tuple):
         for item in schema:
             yield from unbounded(item, texts, where)
-        return
-    if not isinstance(schema, dict):
-        return
-    kind = schema.get("type")
-    where = f"{where}.{schema['cls'].__name__}" if kind == "model" else where
-    few = schema.get("max_length") is not None and schema["max_length"] <= FEW
-    if kind in ("list", "set", "tuple") and is_checked(schema.get("items_schema")):
-        if not schema.get("fail_fast") and not few:
-            yield f"{where}: list"
-    elif kind == "dict" and (is_checked(schema.get("values_schema")) or schema["keys_schema"]["type"] != "str"):
-        yield f"{where}: object"
-    elif kind == "str" and texts and schema.get("max_length") is None and schema.get("pattern") is None:
-        yield f"{where}: text"
-    if kind == "function-wrap" and schema["function"]["function"] is give_up_early:
-        inner = schema["schema"]
-        yield from unbounded(inner.get("values_schema"), texts, where)
-        return
-    if kind == "function-after" and schema["function"]["function"] in (short, not_too_much):
-        return
-    for key, value in schema.items():
-        if key == "keys_schema" and value.get("type") == "str":
-            continue
-        if key == "fields" and isinstance(value, dict):
-            for name, field in value.items():
-                yield from unbounded(field, texts, f"{where}.{name}")
-        elif key not in ("metadata", "function", "serialization", "cls", "config", "default"):
-            yield from unbounded(value, texts, where)
+    elif isinstance(schema, dict):
+        where = f"{where}.{schema['cls'].__name__}" if schema.get("type") == "model" else where
+        if (found := fault(schema, texts)) is not None:
+            yield f"{where}: {found}"
+        for name, inner in inner_schemas(schema):
+            yield from unbounded(inner, texts, where + name)
 
 
 @pytest.mark.parametrize("body", bodies(), ids=lambda body: body.__name__)
@@ -99,7 +106,7 @@ def test_the_walk_finds_what_has_no_bound() -> None:
 
     class Outer(Body):
         inner: dict[str, Inner] | None = None
-        anything: list[Any] = []
+        anything: list[Any] | None = None
 
     found = {place.rpartition(".")[2] for place in unbounded(TypeAdapter(Outer).core_schema, texts=True)}
     assert found == {"inner: object", "numbers: list", "name: text"}

@@ -34,9 +34,9 @@ def _too_deep() -> HTTPException:
     return HTTPException(400, f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another")
 
 
-def json_router(tag: str, prefix: str = "") -> APIRouter:
+def json_router(tag: str) -> APIRouter:
     """A router of JSON routes under this tag of the OpenAPI document."""
-    return APIRouter(prefix=prefix, route_class=StrictJSONRoute, default_response_class=JSONResponse, tags=[tag])
+    return APIRouter(route_class=StrictJSONRoute, default_response_class=JSONResponse, tags=[tag])
 
 
 class StrictJSONRequest(Request):
