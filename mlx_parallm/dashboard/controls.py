@@ -16,18 +16,19 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from mlx_parallm.dashboard.answers import ControlAnswer, ControlState
-from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.run_directory import checkpoints
+from mlx_parallm.server.api.control import pause_for_clients, resume_for_clients
 from mlx_parallm.server.context import Context, ServerContext
-from mlx_parallm.server.protocol.fields import Body
+from mlx_parallm.server.protocol.fields import Body, ObjectOf
 from mlx_parallm.server.protocol.strict_json import json_router
 
 ANSWERED_WITHIN_S = 20.0
 """A step may take minutes: then the answer is 202, and a mark on the charts says that it is done."""
 LONGEST_NOTE = 400
 LISTED_CHECKPOINTS = 20
+DASHBOARD = "the dashboard"
 
 
 _ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 class ControlBody(Body):
     action: Literal["pause", "resume", "checkpoint", "stop", "note", "change"]
     text: Annotated[str, Field(max_length=LONGEST_NOTE)] = ""
-    settings: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
+    settings: ObjectOf[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
 
 
 def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
@@ -88,10 +89,10 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
 
 async def _pause(context: ServerContext, pause: bool) -> None:
     """Hold every request where it stands, those of the rollouts too: the training waits for its batch."""
-    engine = context.engine
-    await asyncio.wrap_future(
-        engine.pause_admission(CLIENTS, freeze=True) if pause else engine.resume_admission(CLIENTS)
-    )
+    if pause:
+        await pause_for_clients(context.engine, DASHBOARD, freeze=True)
+    else:
+        await resume_for_clients(context.engine, DASHBOARD)
 
 
 async def _answer(result: "Future[dict[str, Any]]") -> Response:

@@ -9,6 +9,8 @@ from mlx_parallm.types import Request, SamplingParams
 
 MAX_CHOICES = 1024
 MAX_ALTERNATIVES = 1024
+MOST_ALTERNATIVES = 1 << 21  # numbers beside the sampled tokens' own of one request: rows × tokens × alternatives
+LIKELY_LENGTH = 1 << 16  # tokens of a completion without max_tokens, for that product
 MAX_STOPS, LONGEST_STOP = 64, 256  # each row looks for each of them at each token
 
 
@@ -39,6 +41,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_tokens(request.prompt_token_ids, limits)
     _check_length(len(request.prompt_token_ids), params.max_tokens, limits)
     _check_sampling(params)
+    check_alternatives([request], limits.max_model_len)
     _check_stops(params, limits)
     ends = params.structure is None or not params.ignore_eos
     _require(ends, "ignore_eos", "excludes structured output, whose grammar says where the text ends")
@@ -52,6 +55,28 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _require(len(params.bad_words) <= MAX_STOPS, "bad_words", f"at most {MAX_STOPS} words")
     fits = all(len(word.strip()) > 0 and len(word) <= LONGEST_STOP for word in params.bad_words)
     _require(fits, "bad_words", f"a word has 1 to {LONGEST_STOP} characters")
+
+
+def alternatives(request: Request, max_model_len: int) -> int:
+    """How many log-probabilities of other tokens the answer may hold: each is an object of 100 bytes."""
+    params, prompt = request.params, len(request.prompt_token_ids)
+    length = params.max_tokens
+    if length is None:
+        length = min(max(max_model_len - prompt, 0), LIKELY_LENGTH)
+    return params.n * length * (params.logprobs or 0) + prompt * (params.prompt_logprobs or 0)
+
+
+def check_alternatives(requests: Sequence[Request], max_model_len: int) -> int:
+    """Count those of requests that are one to their client. Raises RequestError: more than MOST_ALTERNATIVES."""
+    count = sum(alternatives(request, max_model_len) for request in requests)
+    if count > MOST_ALTERNATIVES:
+        raise RequestError(
+            f"logprobs: completions × their tokens × alternatives, and tokens of the prompt × alternatives, are {count}"
+            f" numbers in one answer, and at most {MOST_ALTERNATIVES} are given: ask for fewer alternatives,"
+            " completions or max_tokens",
+            param="logprobs",
+        )
+    return count
 
 
 def _check_tokens(tokens: Sequence[int], limits: RequestLimits) -> None:

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from mlx_parallm.errors import EngineUnavailableError, RequestError
 from mlx_parallm.inference.types import MAX_NEW_TOKENS
 from mlx_parallm.orchestrator.orchestrator import Orchestrator, OrchestratorStep
 from mlx_parallm.server.app import AddedRouter
+from mlx_parallm.server.protocol.fields import ListOf
+from mlx_parallm.server.protocol.openai import MAX_MESSAGES
+from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
 
 NO_ANSWER = "length"  # OpenAI's reason for an answer that a limit ended
 
@@ -34,11 +38,11 @@ class HybridRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    messages: list[HybridMessage] = Field(min_length=1)
+    messages: ListOf[HybridMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     model: str = "default"
     max_tokens: int = Field(MAX_NEW_TOKENS, ge=1, description="of one turn of the planner")
     temperature: float = Field(0.0, ge=0)
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     stream: bool = False
 
 
@@ -53,7 +57,9 @@ class ServedPlanner:
 
 def hybrid_router(planner: ServedPlanner) -> AddedRouter:
     """Return the routes of one environment. Where a run has several, the first one answers."""
-    router = APIRouter(prefix="/v1/hybrid", tags=["openai"])
+    router = APIRouter(
+        prefix="/v1/hybrid", route_class=StrictJSONRoute, default_response_class=JSONResponse, tags=["openai"]
+    )
 
     @router.post("/chat/completions")
     async def chat(body: HybridRequest) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from mlx_parallm.rl_training.events import CheckpointSaved, RunEvents
 from mlx_parallm.rl_training.metrics import METRICS_FILE
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.files import GB, shortage, sync, write_atomically
-from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.log import CONFIGURED, get_logger
 
 log = get_logger("train")
 
@@ -133,7 +133,7 @@ class RunDirectory:
         named = config.rl_training.model_copy(update={"run_name": self.path.name})
         text = config.model_copy(update={"rl_training": named}).to_toml()
         write_atomically(self.path / CONFIG_FILE, text.encode())
-        log.info("configuration written", file=str(self.path / CONFIG_FILE))
+        log.info(CONFIGURED, file=str(self.path / CONFIG_FILE))
 
     def discard(self) -> None:
         """After a start that failed, and after `close`: removes the directory if `open` made it."""

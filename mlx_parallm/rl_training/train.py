@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
+from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.registry import build_sources
@@ -446,6 +447,8 @@ class TrainingRun:
 
     def _display(self, started: StartedRun, tokenizer: Tokenizer) -> None:
         def health() -> list[str | None]:
+            if CLIENTS in self.serving.client.stats().holders:  # then nothing else is the reason for waiting
+                return ["paused by a client: POST /resume, or Resume on the dashboard, goes on", self._memory.health()]
             return [*started.sources.health(), started.parts.buffer.health(), self._memory.health()]
 
         readable = without_template(tokenizer, self.config.model.chat_template_kwargs)

@@ -4,6 +4,11 @@ A server without a key on loopback could be driven by any web page through DNS r
 Host (and Origin, where a browser sends one) is a loopback name are answered. `check_bind` refuses a public address
 without a key.
 
+A page of another port of this machine is another origin too. Browsers send some of its requests without asking first
+(`no-cors`: a form, an image, a POST without a body), so a request that changes something must prove that its page was
+let in: it comes from the page of this very server, from `server.cors_origins`, or it is JSON, which a browser sends
+only after a preflight request. The same holds where a browser adds the key by itself (Basic authentication).
+
 Which paths need no key: those that an `AddedRouter` calls public (`create_app` gathers them), and `HEALTH`.
 """
 
@@ -14,14 +19,16 @@ import ipaddress
 import re
 from collections.abc import Collection, Iterable, Sequence
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, RefusedError
 from mlx_parallm.server.errors import HEALTH, error_response
 
 ANY_ORIGIN = "*"
 SHORTEST_KEY = 8
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:@/\\\[\]]+)(?::\d{0,5})?")
+_CROSS_SITE, _SAME_SITE = b"cross-site", b"same-site"  # the latter: another port of the same name
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(?P<authority>[^\s/?#]+)")
 
 
@@ -128,6 +135,9 @@ class AuthMiddleware:
             if reason is not None:
                 await error_response(reason, 403, code="foreign_request")(scope, receive, send)
                 return
+        elif self._basic_prefixes and _is_basic(scope) and (reason := _unasked(scope, self._origins)) is not None:
+            await error_response(reason, 403, code="foreign_request")(scope, receive, send)
+            return
         elif not self._public.allows(scope) and not self._has_key(scope, self._key):
             headers = {"WWW-Authenticate": "Bearer"}
             response = error_response("missing or wrong API key", 401, code="invalid_api_key", headers=headers)
@@ -175,16 +185,63 @@ def _foreign(scope: Scope, allowed: Collection[str], allowed_hosts: Collection[s
             f"without an API key this server answers only pages of this machine (a loopback Origin), not {foreign!r}: "
             "add it to server.cors_origins, or set an API key"
         )
-    sites = [site.strip().lower() for site in _header(scope, b"sec-fetch-site")]
-    if not origins and b"cross-site" in sites:  # an image or a link: no Origin is sent
+    if not origins and _CROSS_SITE in _sites(scope):  # an image or a link: no Origin is sent
         return "without an API key this server answers no requests of foreign pages"
-    return None
+    return _unasked(scope, allowed)
+
+
+def _unasked(scope: Scope, allowed: Collection[str]) -> str | None:
+    """Why a request is refused that a page of another origin may have sent without a preflight request."""
+    origins = [origin.decode("latin-1") for origin in _header(scope, b"origin")]
+    hosts = [host.decode("latin-1") for host in _header(scope, b"host")]
+    same = all(origin in allowed or _authority(origin) in hosts for origin in origins)
+    if not origins:  # only a browser sends Sec-Fetch-Site; with a link somebody opens the page himself
+        sites = _sites(scope)
+        same = sites.isdisjoint({_CROSS_SITE, _SAME_SITE})
+        same = same or (_reads(scope) and _CROSS_SITE not in sites and b"navigate" in _header(scope, b"sec-fetch-mode"))
+    elif _reads(scope):  # the page does not see the answer
+        return None
+    if same or _is_json(scope):
+        return None
+    return (
+        "a page of another origin cannot do this: only the page of this server may, and pages of server.cors_origins;"
+        " pages that this server lets in send Content-Type: application/json"
+    )
+
+
+def refuse_pages(request: Request) -> None:
+    """A dependency of routes whose GET changes something. Raises RefusedError: a page of another origin has sent it,
+    or somebody has followed its link."""
+    if not _sites(request.scope).isdisjoint({_CROSS_SITE, _SAME_SITE}):
+        raise RefusedError("a page of another origin cannot do this", 403)
+
+
+def _is_json(scope: Scope) -> bool:
+    """Of `text/plain; a=json` only the first part counts: a browser sends such a body without a preflight request."""
+    kinds = [value.partition(b";")[0].strip().lower() for value in _header(scope, b"content-type")]
+    return bool(kinds) and all(kind == b"application/json" or kind.endswith(b"+json") for kind in kinds)
+
+
+def _is_basic(scope: Scope) -> bool:
+    return any(value.lower().startswith(b"basic ") for value in _header(scope, b"authorization"))
+
+
+def _reads(scope: Scope) -> bool:
+    return scope["method"] in ("GET", "HEAD", "OPTIONS")
+
+
+def _sites(scope: Scope) -> set[bytes]:
+    return {site.strip().lower() for site in _header(scope, b"sec-fetch-site")}
+
+
+def _authority(origin: str) -> str | None:
+    match = _ORIGIN.fullmatch(origin)
+    return match["authority"] if match is not None else None
 
 
 def _is_own_page(origin: str, hosts: Collection[str]) -> bool:
     """Of this machine, or of the very name that is asked, which is loopback's or an allowed one."""
-    match = _ORIGIN.fullmatch(origin)
-    return is_loopback_origin(origin) or (match is not None and match["authority"] in hosts)
+    return is_loopback_origin(origin) or _authority(origin) in hosts
 
 
 def _is_ours(authority: str, allowed: Collection[str]) -> bool:

@@ -18,12 +18,15 @@ from fastapi import Request as HTTPRequest
 
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.client import CLIENTS
+from mlx_parallm.engine.validation import MOST_ALTERNATIVES, check_alternatives
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.server.responses.store import ResponseStore
 from mlx_parallm.types import Request
+
+MOST_ALTERNATIVES_AT_ONCE = 2 * MOST_ALTERNATIVES  # of all answers that are being made
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.adapter_loader import AdapterLoader
@@ -161,6 +164,24 @@ class RunningRequests:
         return [key for key, aliases in self._names.items() if names is None or not aliases.isdisjoint(names)]
 
 
+class AlternativesHeld:
+    """The log-probabilities of other tokens in answers that are being made. The server's thread only."""
+
+    def __init__(self) -> None:
+        self._numbers = 0
+
+    @contextmanager
+    def holding(self, numbers: int) -> Iterator[None]:
+        """Raises ServerBusyError: with these there would be MOST_ALTERNATIVES_AT_ONCE. One answer alone may be made."""
+        if numbers and self._numbers and self._numbers + numbers > MOST_ALTERNATIVES_AT_ONCE:
+            raise ServerBusyError(f"answers with {self._numbers} log-probabilities of other tokens run; try again")
+        self._numbers += numbers
+        try:
+            yield
+        finally:
+            self._numbers -= numbers
+
+
 class ServerContext:
     """The app's shared parts, reached by routes through the `Context` annotation."""
 
@@ -170,6 +191,7 @@ class ServerContext:
         self.created = int(time.time())
         self.running = RunningRequests()
         self.responses = ResponseStore(deps.config.stored_responses_bytes)
+        self.alternatives = AlternativesHeld()
         self._admitted = self._choices = 0
 
     @property
@@ -199,8 +221,10 @@ class ServerContext:
     @contextmanager
     def admitted(self, requests: Sequence[Request]) -> Iterator[None]:
         """Holds one of `max_concurrent_requests` places for an HTTP request of these engine requests. Raises
-        ServerBusyError when all are taken, or as many choices wait as may."""
+        ServerBusyError when all are taken, or as many choices wait as may, or answers are large enough already;
+        RequestError: this answer would be too large."""
         config = self.deps.config
+        numbers = check_alternatives(requests, self.engine.max_model_len)
         if self._admitted >= config.max_concurrent_requests:
             limit = config.max_concurrent_requests
             raise ServerBusyError(f"the server is busy: {limit} requests are running or waiting; try again")
@@ -210,15 +234,16 @@ class ServerContext:
             reason = f"{waiting} choices wait for a place (server.max_waiting_requests = {most})"
             raise ServerBusyError(f"the server is busy: {reason}; try again")
         choices = sum(request.params.n for request in requests)
-        self._choices += choices
-        self._admitted += 1
-        self.metrics.http_in_flight.set(self._admitted)
-        try:
-            yield
-        finally:
-            self._admitted -= 1
-            self._choices -= choices
+        with self.alternatives.holding(numbers):
+            self._choices += choices
+            self._admitted += 1
             self.metrics.http_in_flight.set(self._admitted)
+            try:
+                yield
+            finally:
+                self._admitted -= 1
+                self._choices -= choices
+                self.metrics.http_in_flight.set(self._admitted)
 
 
 async def _context_of(request: HTTPRequest) -> ServerContext:

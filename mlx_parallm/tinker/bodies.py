@@ -2,15 +2,46 @@
 
 A field that is not known here is refused when it asks for something, and ignored when it is empty, false or 0: newer
 SDKs send new fields with their defaults.
+
+Every field is bounded: lists by `ListOf` (given up at the first fault), texts by a length, and what is kept by its size
+(`Metadata`).
 """
 
+import reprlib
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.server.protocol.fields import ListOf, ShortText, TokenId
 
+MOST_METADATA = 64 << 10  # characters and values of a client's metadata
+MOST_UNKNOWN = 64  # fields
+MOST_SAMPLES = 1024  # of one request
+ADDRESS = 1024  # characters of a tinker:// path, or of a model's name or path
+
+
+def not_too_much(value: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError: the metadata hold more than MOST_METADATA characters and values."""
+    left, waiting = MOST_METADATA, [value]
+    while waiting:
+        item: Any = waiting.pop()
+        left -= 1 + (len(item) if isinstance(item, str | list | dict) else 0)
+        if left < 0:
+            raise ValueError(f"metadata hold at most {MOST_METADATA} characters and values")
+        if isinstance(item, dict):
+            waiting += [*item, *item.values()]
+        elif isinstance(item, list):
+            waiting += item
+    return value
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(not_too_much)]
 Id = Annotated[str, Field(min_length=1, max_length=256)]
+Word = Annotated[str, Field(max_length=256)]
+Address = Annotated[str, Field(max_length=ADDRESS)]
+Number = Annotated[int, Field(ge=0, lt=2**63)]  # of a request, a session, a model
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._=+@,:-]{0,127}$")]
 """Of a checkpoint: a directory's name, and a part of a tinker:// path."""
 Seconds = Annotated[int, Field(gt=0, le=10 * 366 * 86_400)]  # ten years
@@ -18,28 +49,31 @@ Seconds = Annotated[int, Field(gt=0, le=10 * 366 * 86_400)]  # ten years
 
 class TinkerBody(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
-    type: str | None = None
+    type: Word | None = None
 
     @model_validator(mode="after")
     def _asks_for_nothing_unknown(self) -> Self:
-        for name, value in (self.__pydantic_extra__ or {}).items():
+        unknown = self.__pydantic_extra__ or {}
+        if len(unknown) > MOST_UNKNOWN:
+            raise RequestError(f"the body holds {len(unknown)} fields that are not known to this server")
+        for name, value in unknown.items():
             if value not in (None, False, 0, "", [], {}):
                 raise RequestError(
-                    f"{name} = {str(value)[:80]!r} is not known to this server: leave it out", param=name
+                    f"{name} = {reprlib.repr(value)} is not known to this server: leave it out", param=name
                 )
         return self
 
 
 class ClientConfigBody(TinkerBody):
-    sdk_version: str = ""
+    sdk_version: Word = ""
 
 
 class CreateSessionBody(TinkerBody):
-    tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
+    tags: ListOf[Word] = Field([], max_length=64)
+    user_metadata: Metadata | None = None
+    sdk_version: Word = ""
+    project_id: Word | None = None
+    display_name: ShortText | None = None
 
 
 class SessionBody(TinkerBody):
@@ -48,7 +82,7 @@ class SessionBody(TinkerBody):
 
 class LoraBody(TinkerBody):
     rank: int = Field(32, ge=1, le=4096)
-    seed: int | None = None
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -66,9 +100,9 @@ class OptimizerBody(TinkerBody):
 
 class CreateModelBody(TinkerBody):
     session_id: Id
-    model_seq_id: int
-    base_model: str
-    user_metadata: dict[str, Any] | None = None
+    model_seq_id: Number
+    base_model: Address
+    user_metadata: Metadata | None = None
     lora_config: LoraBody | None = None
     optimizer_config: OptimizerBody | None = None
 
@@ -87,59 +121,59 @@ class AdamBody(TinkerBody):
 
 
 class OptimStepBody(ModelBody):
-    seq_id: int | None = None
+    seq_id: Number | None = None
     adam_params: AdamBody | None = None
-    optimizer_params: dict[str, Any] | None = None
+    optimizer_params: Metadata | None = None
 
 
 class SaveWeightsBody(ModelBody):
-    path: str | None = None
-    seq_id: int | None = None
+    path: Address | None = None
+    seq_id: Number | None = None
     ttl_seconds: Seconds | None = None
     overwrite: bool = False
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
 
 
 class SaveForSamplerBody(SaveWeightsBody):
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
 class SaveExternalBody(SaveWeightsBody):
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: ListOf[Word] | None = None
 
 
 class LoadWeightsBody(TinkerBody):
-    path: str
+    path: Address
     optimizer: bool = False
     session_id: Id | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Number | None = None
     model_id: Id | None = None
-    seq_id: int | None = None
-    base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    seq_id: Number | None = None
+    base_model: Address | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: OptimizerBody | None = None
 
 
 class SamplingSessionBody(TinkerBody):
     session_id: Id
-    sampling_session_seq_id: int
-    base_model: str | None = None
-    model_path: str | None = None
+    sampling_session_seq_id: Number
+    base_model: Address | None = None
+    model_path: Address | None = None
 
 
 class PromptChunk(TinkerBody):
-    tokens: list[int] | None = None
+    tokens: ListOf[TokenId] | None = None
 
 
 class PromptBody(TinkerBody):
-    chunks: list[PromptChunk]
+    chunks: ListOf[PromptChunk] = Field(max_length=4096)
 
 
 class SamplingParamsBody(TinkerBody):
     max_tokens: int | None = Field(None, ge=0)
-    seed: int | None = None
-    stop: str | list[int] | list[str] | None = None
+    seed: Seed | None = None
+    stop: Word | ListOf[TokenId] | ListOf[Word] | None = None
     temperature: float = Field(1.0, ge=0)
     top_k: int = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -147,10 +181,10 @@ class SamplingParamsBody(TinkerBody):
 
 class SampleBody(TinkerBody):
     sampling_session_id: Id | None = None
-    seq_id: int | None = None
-    base_model: str | None = None
-    model_path: str | None = None
-    num_samples: int = Field(1, ge=1, le=1024)
+    seq_id: Number | None = None
+    base_model: Address | None = None
+    model_path: Address | None = None
+    num_samples: int = Field(1, ge=1, le=MOST_SAMPLES)
     prompt: PromptBody
     sampling_params: SamplingParamsBody = SamplingParamsBody()
     prompt_logprobs: bool | None = None
@@ -163,29 +197,29 @@ class SampleBody(TinkerBody):
 
 
 class RetrieveBody(TinkerBody):
-    request_id: str
+    request_id: Word
     allow_metadata_only: bool | None = None
-    model_id: str | None = None
+    model_id: Word | None = None
 
 
 class FuturesTarget(TinkerBody):
     sampling_session_id: Id
-    cloned_sampler_id: int = 0
+    cloned_sampler_id: Number = 0
 
 
 class RetrieveManyBody(TinkerBody):
     target: FuturesTarget
-    prev_cursor: int = 0
-    timeout: float | None = None
-    retrieved_request_ids: list[str] = []
+    prev_cursor: Number = 0
+    timeout: float | None = Field(None, allow_inf_nan=False)
+    retrieved_request_ids: ListOf[Word] = []
 
 
 class CancelBody(TinkerBody):
-    request_id: str
+    request_id: Word
 
 
 class PathBody(TinkerBody):
-    tinker_path: str
+    tinker_path: Address
 
 
 class TtlBody(TinkerBody):

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.system.files import TEMPORARY, write_atomically, write_directory
+from mlx_parallm.system.files import TEMPORARY, reserve_bytes, shortage, write_atomically, write_directory
 
 SCHEME = "tinker://"
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 KINDS = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
+MOST_CHECKPOINTS = 4096  # of one run and kind
 RUN_FILE, CHECKPOINT_FILE = "run.json", "checkpoint.json"
 
 
@@ -147,9 +148,9 @@ class Checkpoints:
     """All runs below a directory. Expired checkpoints are not found, and are removed when another one of
     their run is saved."""
 
-    def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, root: Path, clock: Callable[[], float] = time.time, *, min_free_gb: float | None = None) -> None:
         self.root = root.expanduser()
-        self._clock = clock
+        self._clock, self._min_free_gb = clock, min_free_gb
         self.removed: Callable[[str], None] = lambda name: None  # hears of each path that is no longer what it was
 
     def run_directory(self, run_id: str) -> Path:
@@ -185,11 +186,12 @@ class Checkpoints:
         overwrite: bool = False,
         weights: tuple[int, int] | None = None,
     ) -> Path:
-        """Write a checkpoint. Raises RequestError: there is one of that name, and it is not to be overwritten."""
+        """Write a checkpoint. Raises RequestError: there is one of that name, and it is not to be overwritten; the run
+        has MOST_CHECKPOINTS; the disk is full, or nearly."""
         target = self._directory(path)
         if target.exists() and not overwrite and self.find(path) is not None:
             raise RequestError(f"{path} exists: choose another name, or save with overwrite=True", param="path")
-        target.parent.mkdir(parents=True, exist_ok=True)
+        self._check_room(target)
         now = self._clock()
         facts = {
             "created": now,
@@ -204,11 +206,29 @@ class Checkpoints:
             (directory / CHECKPOINT_FILE).write_bytes(_json(facts))
 
         replaces = target.exists()
-        write_directory(target, fill)
+        try:
+            write_directory(target, fill)
+        except OSError as error:
+            raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
         if replaces:
             self.removed(str(path))
         self._remove_expired(path.run)
         return target
+
+    def _check_room(self, target: Path) -> None:
+        """Make the directory that the checkpoint goes to. Raises RequestError."""
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            reserve = reserve_bytes(target.parent, self._min_free_gb)
+            count = sum(1 for _ in target.parent.iterdir())
+        except OSError as error:
+            raise RequestError(f"a checkpoint cannot be written: {error.strerror or error}") from error
+        if (problem := shortage(target.parent, reserve)) is not None:
+            raise RequestError(f"a checkpoint cannot be written: {problem}")
+        if count >= MOST_CHECKPOINTS and not target.exists():
+            raise RequestError(
+                f"this run has {count} checkpoints of this kind, {MOST_CHECKPOINTS} at most: delete some"
+            )
 
     def find(self, path: TinkerPath) -> Checkpoint | None:
         """None: there is none, its time is over, or it is damaged."""

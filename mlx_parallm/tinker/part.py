@@ -2,12 +2,12 @@
 part that the daemon starts: the routes at once, and behind them a learner once the model is loaded.
 
     routes.py       sessions, promises, training and sampling below /api/v1 · rest.py: runs, checkpoints, downloads
-    service.py      sessions, models, order of requests (the server's thread) · sampling.py: samples
+    service.py      models, order of requests (the server's thread) · sessions.py: clients · sampling.py: samples
     promises.py     results that wait for their clients · pace.py: how much the event loop does in one turn
     learner.py      the thread that trains all models · losses.py, data.py: what one request asks of it
     samplers.py     the weights that samples are drawn with · checkpoints.py: tinker:// names and their directories
     run_log.py      staleness, the gap between sampler and learner · recorder.py, groups.py: the files of a run
-    wire.py         protobuf messages and tensors · bodies.py: JSON bodies
+    wire.py         protobuf messages and tensors · wire_counts.py: how many of them · bodies.py: JSON bodies
 """
 
 from pathlib import Path
@@ -53,7 +53,7 @@ class TinkerPart:
         assert self._learner is not None, "loaded() comes first"
         names, tokenizer = base_names(self._config, self._learner.base)
         tinker = self._config.tinker
-        checkpoints = Checkpoints(tinker.directory)
+        checkpoints = Checkpoints(tinker.directory, min_free_gb=self._config.rollouts.min_free_gb)
         samplers = SamplerWeights(
             weights,
             linear_shapes(self._learner.base.model),

@@ -1,12 +1,13 @@
 """Results that wait for their clients. Server's thread only.
 
 A request is answered at once with a promise's id; the client asks for the result until it is there. A result is kept
-until well after its first delivery, because two polls may overlap and a client may ask again. Ids carry the process's
-own mark: an id of another process is a promise that was lost with it.
+until well after its first delivery, because two polls may overlap and a client may ask again. An id is the process's
+own mark and a random part, which nobody can guess: an id with another mark is a promise that was lost with its process.
 """
 
 import asyncio
 import json
+import secrets
 import time
 import uuid
 from collections import deque
@@ -22,6 +23,7 @@ POLL_S = 25.0  # of a long poll; the SDK gives up after 45
 KEPT_AFTER_DELIVERY_S = 120.0
 UNCLAIMED_S = 6 * 3600.0  # without anybody asking: the client is gone
 NEEDED_S = 900.0  # the same where their memory is needed
+PROMISE_BYTES = 2048  # that a promise takes beside its result: its object, its id, its place in the queues
 JSON = "application/json"
 
 
@@ -98,8 +100,7 @@ class Promises:
     def __init__(self, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._mark = uuid.uuid4().hex[:12]
         self._most_bytes, self._clock = most_bytes, clock
-        self._count = 0
-        self._bytes = 0
+        self._bytes = 0  # of promises and results
         self._open: dict[str, Promise] = {}
         self._delivered: deque[tuple[float, str]] = deque()  # when, request id
         self._resolved: deque[tuple[float, str]] = deque()
@@ -118,8 +119,8 @@ class Promises:
             raise ServerBusyError(
                 f"results of {self._bytes} bytes wait for their clients (tinker.max_result_bytes); collect them first"
             )
-        self._count += 1
-        request_id = f"{self._mark}-{self._count}"
+        self._bytes += PROMISE_BYTES
+        request_id = f"{self._mark}-{secrets.token_hex(16)}"
         promise = self._open[request_id] = Promise(request_id, model_id=model_id, sequence_count=sample_count)
         return promise
 
@@ -142,9 +143,8 @@ class Promises:
         self._forget()
         promise = self._open.get(request_id)
         if promise is None:
-            mark, _, number = request_id.rpartition("-")
-            if mark == self._mark and len(number) < 20 and number.isdecimal() and 0 < int(number) <= self._count:
-                raise RefusedError(f"the result of request {request_id} was collected and is gone", 410)
+            if request_id.startswith(f"{self._mark}-"):
+                raise RefusedError(f"the result of request {request_id!r} was collected and is gone", 410)
             raise RefusedError(
                 f"request {request_id!r} is unknown: the server was restarted, and what it had promised is lost."
                 " Checkpoints are kept: create_training_client_from_state goes on from one",
@@ -186,6 +186,8 @@ class Promises:
     def _drop(self, request_id: str) -> None:
         """Let the result go: whoever knows the promise by a request's number knows that there was one, no more."""
         promise = self._open.pop(request_id, None)
+        if promise is not None:
+            self._bytes -= PROMISE_BYTES
         if promise is not None and promise.result is not None:
             self._bytes -= len(promise.result.body)
             promise.result = None

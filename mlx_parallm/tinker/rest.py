@@ -28,6 +28,7 @@ from mlx_parallm.tinker.checkpoints import (
 )
 from mlx_parallm.tinker.service import TinkerService
 
+MOST_LINKS = 4096  # the oldest makes room
 LINKS_LIVE_S = 3600.0
 DOWNLOADS = "/api/v1/downloads/"
 ARCHIVE = "archive.tar"
@@ -116,6 +117,8 @@ class Links:
     def new(self, checkpoint: Checkpoint, request: Request) -> str:
         now = time.time()
         self._open = {token: entry for token, entry in self._open.items() if entry[0] > now}
+        while len(self._open) >= MOST_LINKS:
+            del self._open[next(iter(self._open))]
         token = secrets.token_urlsafe(24)
         self._open[token] = now + LINKS_LIVE_S, checkpoint
         return f"{str(request.base_url).rstrip('/')}{DOWNLOADS}{token}"

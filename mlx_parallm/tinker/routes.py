@@ -26,12 +26,14 @@ from mlx_parallm.tinker.promises import POLL_S
 from mlx_parallm.tinker.sampling import Sampling
 from mlx_parallm.tinker.service import TinkerService
 from mlx_parallm.tinker.wire import BodyTooLargeError, decompressed, leading_number, read_forward_backward
+from mlx_parallm.tinker.wire_counts import CHUNK_DATUMS
 
 PREFIX = "/api/v1"
 MOST_DECOMPRESSED = 256 << 20
 IN_A_THREAD = 1 << 18  # bytes of a body whose parsing would hold up the event loop
 CHUNK_BYTES = 24_000_000  # of one forward_backward request: below the server's limit of a body
-CHUNK_DATUMS = 16_384
+LARGE_AT_ONCE = 2  # bodies that are decompressed and read at once: each may take MOST_DECOMPRESSED twice
+LONGEST_REASON = 64  # characters
 Service = Callable[[], TinkerService]
 
 
@@ -96,7 +98,8 @@ def _session_routes(router: APIRouter, service: Service) -> None:
     async def finish(session_id: str, request: Request) -> dict[str, str]:
         sent = await request.json() if await request.body() else None
         reason = sent.get("reason") if isinstance(sent, dict) else None
-        service().finish(session_id, str(reason.get("type")) if isinstance(reason, dict) else "success")
+        kind = reason.get("type") if isinstance(reason, dict) else "success"
+        service().finish(session_id, kind[:LONGEST_REASON] if isinstance(kind, str) else "unknown")
         return {"status": "ok"}
 
     @router.get("/sessions")
@@ -170,6 +173,8 @@ def _training_routes(router: APIRouter, numbered: APIRouter, service: Service) -
         service().unload(body.model_id)
         return {"type": "unload_model", "model_id": body.model_id}
 
+    places = asyncio.Semaphore(LARGE_AT_ONCE)
+
     @numbered.post("/forward_backward")
     async def forward_backward(request: Request) -> dict[str, Any]:
         body, encoding = await request.body(), request.headers.get("content-encoding", "")
@@ -177,8 +182,11 @@ def _training_routes(router: APIRouter, numbered: APIRouter, service: Service) -
         def read() -> Any:
             return read_forward_backward(decompressed(body, encoding, MOST_DECOMPRESSED))
 
-        large = encoding or len(body) > IN_A_THREAD
-        return service().forward_backward(await asyncio.to_thread(read) if large else read()).answer()
+        if not encoding and len(body) <= IN_A_THREAD:
+            return service().forward_backward(read()).answer()
+        async with places:
+            content = await asyncio.to_thread(read)
+        return service().forward_backward(content).answer()
 
     @numbered.post("/optim_step")
     async def optim_step(body: bodies.OptimStepBody) -> dict[str, Any]:

@@ -9,11 +9,14 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 
 import numpy as np
 
+from mlx_parallm.engine.validation import alternatives
 from mlx_parallm.errors import ParallmError, RefusedError, RequestError
+from mlx_parallm.server.context import AlternativesHeld
 from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.tinker.bodies import FuturesTarget, SampleBody, SamplingParamsBody
@@ -21,7 +24,8 @@ from mlx_parallm.tinker.groups import DrawnAnswer, SampleRecord
 from mlx_parallm.tinker.pace import Pace
 from mlx_parallm.tinker.promises import Promise, PromiseResult, failure, protobuf_result
 from mlx_parallm.tinker.recorder import Drawn
-from mlx_parallm.tinker.service import Completions, Sampler, TinkerService
+from mlx_parallm.tinker.service import TinkerService
+from mlx_parallm.tinker.sessions import Completions, Sampler
 from mlx_parallm.tinker.wire import DrawnSample, write_samples
 from mlx_parallm.types import Completion, Request, RequestOutput, SamplingParams, TopLogprob
 
@@ -44,6 +48,7 @@ class Sampling:
         self._known: dict[tuple[str, int], Promise] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = 0  # samples, of all requests
+        self._alternatives = AlternativesHeld()
         self._pace = Pace()
 
     async def sample(self, body: SampleBody) -> Promise:
@@ -56,26 +61,33 @@ class Sampling:
         if self._running and self._running + body.num_samples > service.config.max_samples:
             raise ServerBusyError(f"{self._running} samples run or wait (tinker.max_samples); try again")
         params, prompt = _params(body), _prompt(body)
-        service.engine.check(Request("tinker", prompt, params, sampler.adapter))
-        promise = service.promises.new(sample_count=body.num_samples)
-        if key is not None:
+        asked = Request("tinker", prompt, params, sampler.adapter)
+        service.engine.check(asked)
+        line = None if key is None else sampler.line(key[1] // CLONE)
+        ended = ExitStack()
+        ended.enter_context(self._alternatives.holding(alternatives(asked, service.engine.max_model_len)))
+        with ExitStack() as on_error:
+            on_error.push(ended)
+            promise = service.promises.new(sample_count=body.num_samples)
+            on_error.pop_all()
+        if key is not None and line is not None:
             self._known[key] = promise
             while len(self._known) > KEPT_SAMPLES:
                 del self._known[next(iter(self._known))]
-            line = sampler.completions[key[1] // CLONE]
             line.running += 1
-            promise.on_result.append(lambda done: _completed(line, done))
+            promise.on_result.append(partial(_completed, line))
         request = Request(promise.request_id, prompt, params, sampler.adapter)
         task = asyncio.create_task(self._run(promise, request, body, sampler))
         self._tasks.add(task)
         self._running += body.num_samples
-        task.add_done_callback(lambda done: self._ended(done, body.num_samples))
+        task.add_done_callback(lambda done: self._ended(done, body.num_samples, ended))
         promise.cancel = task.cancel
         return promise
 
-    def _ended(self, task: "asyncio.Task[None]", count: int) -> None:
+    def _ended(self, task: "asyncio.Task[None]", count: int, ended: ExitStack) -> None:
         self._tasks.discard(task)
         self._running -= count
+        ended.close()
 
     async def completions(
         self, target: FuturesTarget, cursor: int, seconds: float, ending: Callable[[], bool]
@@ -88,7 +100,7 @@ class Sampling:
                 " are lost",
                 410,
             )
-        line = sampler.completions[target.cloned_sampler_id]
+        line = sampler.line(target.cloned_sampler_id)
         seen = max(min(cursor, line.first + len(line.events)) - line.first, 0)
         del line.events[:seen]
         line.first += seen
@@ -110,7 +122,7 @@ class Sampling:
                 " restarted. Make a new sampling client",
                 404,
             )
-        session = self._service.sessions.get(sampler.sampler_id.partition(":")[0])
+        session = self._service.sessions.get(sampler.session_id)
         if session is not None:
             session.last_seen = time.time()
         return sampler
@@ -193,9 +205,8 @@ def _completed(line: Completions, promise: Promise) -> None:
         event["state"] = "failed"
     else:
         event["response_payload_uncompressed_size"] = len(promise.result.body)
-    line.events.append(event)
     line.running -= 1
-    line.news.set()
+    line.add(event)
 
 
 def _prompt(body: SampleBody) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ one that is sent again gets the promise that there is.
 import asyncio
 import time
 import uuid
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -51,6 +51,7 @@ from mlx_parallm.tinker.promises import Promise, PromiseResult, Promises, failur
 from mlx_parallm.tinker.recorder import RunRecorder
 from mlx_parallm.tinker.run_log import SampleRecords, TinkerRunLog
 from mlx_parallm.tinker.samplers import INFLIGHT, SamplerWeights
+from mlx_parallm.tinker.sessions import ClientSession, Sampler, SamplingSessions
 from mlx_parallm.tinker.wire import ForwardBackward, write_output
 
 GONE_AFTER_S = 900.0  # without a heartbeat, of which the SDK sends one in 10 s: the client is gone
@@ -58,48 +59,10 @@ FORGOTTEN_AFTER_S = 24 * 3600.0  # then its session is forgotten; one that was f
 MOST_QUEUED_BYTES = 1 << 30  # of forward_backward bodies that have not run
 FARTHEST_AHEAD = 4096  # requests of a model that may wait for an earlier one
 KEPT_REQUESTS = 65_536  # answered requests of a model that are still known by their number
+MOST_SESSIONS = 1024
+MOST_CREATED = 16_384  # requests for a model that are still known by their number
 
 log = get_logger("tinker")
-
-
-@dataclass
-class ClientSession:
-    session_id: str
-    user_metadata: Mapping[str, Any] | None
-    display_name: str | None
-    project_id: str | None
-    created: float
-    last_seen: float
-    finished: str | None = None
-    models: list[str] = field(default_factory=list)
-    samplers: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Completions:
-    """What the samples of one client have come to, for `retrieve_futures`: events from number `first` + 1 on.
-
-    `running`: requests that have begun and not ended.
-    """
-
-    running: int = 0
-    first: int = 0
-    events: list[dict[str, object]] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass
-class Sampler:
-    """A sampling session. `adapter`: None = the base. `weights`: of the model, when they were saved."""
-
-    sampler_id: str
-    base_model: str
-    model_path: str | None = None
-    adapter: str | None = None
-    run: str | None = None
-    directory: Path | None = None  # of a named checkpoint
-    weights: Callable[[], tuple[int, int] | None] = lambda: None
-    completions: dict[int, Completions] = field(default_factory=lambda: defaultdict(Completions))  # by copied client
 
 
 @dataclass(eq=False)
@@ -158,7 +121,7 @@ class TinkerService:
         self.records = SampleRecords()
         self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, TrainedModel] = {}
-        self.sampling: dict[str, Sampler] = {}
+        self.sampling = SamplingSessions()
         self._creating: dict[tuple[str, int], Promise] = {}
         self._queued_bytes = 0  # of bodies that have not run
         self._running_bytes = 0  # the part of them that waits for nothing but the learner
@@ -170,22 +133,27 @@ class TinkerService:
         return self.names[0]
 
     def create_session(self, body: CreateSessionBody) -> ClientSession:
+        """Raises ServerBusyError: there are MOST_SESSIONS of clients that are not gone."""
         now = time.time()
-        self._forget_sessions(now)
+        self._forget_sessions(now, FORGOTTEN_AFTER_S)
+        if len(self.sessions) >= MOST_SESSIONS:
+            self._forget_sessions(now, GONE_AFTER_S)
+        if len(self.sessions) >= MOST_SESSIONS:
+            raise ServerBusyError(f"{len(self.sessions)} sessions are open: close a ServiceClient; try again")
         session = ClientSession(
             str(uuid.uuid4()), body.user_metadata, body.display_name, body.project_id, created=now, last_seen=now
         )
         self.sessions[session.session_id] = session
         return session
 
-    def _forget_sessions(self, now: float) -> None:
-        """Drop what is known of clients that are gone for long; their checkpoints stay."""
+    def _forget_sessions(self, now: float, unseen_s: float) -> None:
+        """Drop what is known of clients that are gone for so long, or have finished; their checkpoints stay."""
         for session in list(self.sessions.values()):
-            if now - session.last_seen > (GONE_AFTER_S if session.finished else FORGOTTEN_AFTER_S):
+            if now - session.last_seen > (GONE_AFTER_S if session.finished else unseen_s):
                 for model_id in session.models:
                     self.unload(model_id)
                 for sampler_id in session.samplers:
-                    self.sampling.pop(sampler_id, None)
+                    self.sampling.drop(sampler_id)
                 for key in [key for key in self._creating if key[0] == session.session_id]:
                     del self._creating[key]
                 del self.sessions[session.session_id]
@@ -217,9 +185,7 @@ class TinkerService:
             for waiting in model.waiting.values():
                 self._queued_bytes -= waiting.size
                 self.promises.resolve(waiting.promise, lost)
-            live = [key for key, each in self.sampling.items() if each.run == model_id and each.directory is None]
-            for sampler_id in live:
-                del self.sampling[sampler_id]
+            self.sampling.drop_live(model_id)
 
             def ended() -> None:
                 self.samplers.drop_run(model_id)
@@ -283,7 +249,10 @@ class TinkerService:
     ) -> Promise:
         if (known := self._creating.get(key)) is not None:
             return known
-        promise = self._creating[key] = self.promises.new(_model_id(key))
+        promise = self.promises.new(_model_id(key))
+        self._creating[key] = promise
+        if len(self._creating) > MOST_CREATED:
+            self._creating.pop(next((old for old, made in self._creating.items() if made.ready.is_set()), key))
         if (full := self._make_room()) is not None:
             self.promises.resolve(promise, failure(full, category="user"))
             return promise
@@ -541,8 +510,11 @@ class TinkerService:
     # ------------------------------------------------------------------ sampling sessions
 
     def add_sampler(self, session: ClientSession, sampler: Sampler) -> None:
-        self.sampling[sampler.sampler_id] = sampler
         session.samplers.append(sampler.sampler_id)
+        gone = self.sampling.add(sampler)
+        owner = None if gone is None else self.sessions.get(gone.session_id)
+        if gone is not None and owner is not None:
+            owner.samplers.remove(gone.sampler_id)
 
     async def create_sampler(
         self, session: ClientSession, seq_id: int, base_model: str | None, model_path: str | None

@@ -16,6 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.tinker.wire_counts import check_counts
 
 PROTOBUF = "application/x-protobuf"
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
@@ -179,9 +180,11 @@ def leading_number(body: bytes) -> tuple[str, int] | None:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """Raises RequestError: not such a message."""
+    """Raises RequestError: not such a message, or more datums and other messages than one request may hold."""
     request = message("ForwardBackwardRequest")
     try:
+        if not check_counts(body):
+            raise DecodeError("no protobuf")
         request.ParseFromString(body)
     except DecodeError as error:
         raise RequestError(

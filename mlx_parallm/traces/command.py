@@ -6,9 +6,12 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.errors import TraceError
+
+if TYPE_CHECKING:
+    from mlx_parallm.system.redaction import Redactor
 
 SHOWN = 20
 Run = Callable[[Namespace], int]
@@ -55,7 +58,6 @@ def _record(commands: Any) -> Run:
         from mlx_parallm.server.thread import ServerThread, bind_socket
         from mlx_parallm.system.files import raise_file_limit
         from mlx_parallm.system.signals import ShutdownWatcher
-        from mlx_parallm.traces.privacy import secret_finder
         from mlx_parallm.traces.proxy import recording_proxy
         from mlx_parallm.traces.recorder import SessionRecorder
 
@@ -63,7 +65,7 @@ def _record(commands: Any) -> Run:
             raise ConfigError(f"--host {args.host}: the recorder has no key of its own, so it binds loopback only")
         stop = threading.Event()
         ShutdownWatcher(lambda name: stop.set()).start()
-        recorder = SessionRecorder(args.dir, None if args.no_redact else secret_finder())
+        recorder = SessionRecorder(args.dir, _finder(args))
         app = recording_proxy(recorder, args.upstream)
         listener = bind_socket(args.host, args.port)
         thread = ServerThread(app, listener, connection_limit(10_000, raise_file_limit()))
@@ -80,6 +82,17 @@ def _record(commands: Any) -> Run:
 
 def _add_redaction(parser: ArgumentParser) -> None:
     parser.add_argument("--no-redact", action="store_true", help="keep secrets and user names (default: placeholders)")
+    parser.add_argument(
+        "--redact-personal",
+        action="store_true",
+        help="hide e-mail addresses, payment cards, IBANs and phone numbers too",
+    )
+
+
+def _finder(args: Namespace) -> "Redactor | None":
+    from mlx_parallm.traces.privacy import secret_finder
+
+    return None if args.no_redact else secret_finder(personal=args.redact_personal)
 
 
 def _import(commands: Any) -> Run:
@@ -93,14 +106,12 @@ def _import(commands: Any) -> Run:
 
     def run(args: Namespace) -> int:
         from mlx_parallm.traces.importers.report import ImportReport
-        from mlx_parallm.traces.privacy import RedactionHit, secret_finder
+        from mlx_parallm.traces.privacy import RedactionHit
         from mlx_parallm.traces.reading import read_traces, redacted, write_traces
 
         report, hits, found = ImportReport(), list[RedactionHit](), []
         for path in args.paths:
-            for trace in redacted(
-                read_traces(path, report, source=args.source), None if args.no_redact else secret_finder(), hits
-            ):
+            for trace in redacted(read_traces(path, report, source=args.source), _finder(args), hits):
                 if args.license:
                     trace.note(license=args.license)
                 found.append(trace)
@@ -241,10 +252,10 @@ def _build(commands: Any) -> Run:
             write_dataset,
         )
         from mlx_parallm.traces.importers.report import ImportReport
-        from mlx_parallm.traces.privacy import RedactionHit, secret_finder
+        from mlx_parallm.traces.privacy import RedactionHit
         from mlx_parallm.traces.reading import read_traces, redacted
 
-        finder = None if args.no_redact else secret_finder()
+        finder = _finder(args)
         options = DatasetOptions(
             args.kind,
             test_fraction=args.test_fraction,
@@ -351,7 +362,6 @@ def _labelled(args: Namespace, found: list[Any]) -> str | None:
 def _by_hand(args: Namespace, found: list[Any]) -> None:
     from mlx_parallm.system.terminal import escaped
     from mlx_parallm.traces.labeling import label_by_hand
-    from mlx_parallm.traces.privacy import secret_finder
 
     def ask(question: str) -> None:
         sys.stdout.write(question)
@@ -365,7 +375,7 @@ def _by_hand(args: Namespace, found: list[Any]) -> None:
         from mlx_parallm.traces.auto_label import AutoLabeler
 
         order = AutoLabeler(found).unsure_first(found)
-    redactor = None if args.no_redact else secret_finder()
+    redactor = _finder(args)
     done = label_by_hand(args.path, found, iter(sys.stdin.readline, ""), show, ask, order=order, redactor=redactor)
     _print(["", f"{done} labelled"])
 

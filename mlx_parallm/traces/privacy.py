@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.system.redaction import (
-    SECRET_FORMS,
     SHORTEST,
     FoundSecret,
     Redactor,
-    SecretForm,
     environment_secrets,
     is_secret_name,
+    names_a_secret,
 )
+from mlx_parallm.system.secret_forms import PERSONAL_FORMS, SECRET_FORMS, SecretForm
 from mlx_parallm.traces.schema import Json, Trace, parse_json, parse_trace, read_jsonl
 
 CONTEXT = 40  # characters of a hit's surroundings, on each side
@@ -36,7 +36,7 @@ _EVERYBODY = (
 PLACEHOLDER = re.compile(r"<[A-Z][A-Z_]*_\d+>")
 
 
-def _personal_forms(home: Path) -> tuple[SecretForm, ...]:
+def _user_names(home: Path) -> tuple[SecretForm, ...]:
     nobody = "|".join(sorted(_EVERYBODY))
     path = re.compile(
         rf"(?:/home/|/Users/|\b[A-Za-z]:(?:\\{{1,2}}|/)Users(?:\\{{1,2}}|/))(?!(?:{nobody})\b)"
@@ -90,7 +90,11 @@ class TraceRedactor:
         if isinstance(value, str):
             return self._json_text(value) if value[:1] in ("{", "[") else self.text(value)
         if isinstance(value, Mapping):
-            return {self.text(str(key)): self._named(str(key), item) for key, item in value.items()}
+            named = names_a_secret(value)
+            return {
+                self.text(str(key)): self._named("secret" if named and key == "value" else str(key), item)
+                for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.value(item) for item in value]
         return value
@@ -133,9 +137,11 @@ class TraceRedactor:
         return known
 
 
-def secret_finder(secrets: Iterable[str | None] = ()) -> Redactor:
-    """What finds secrets in traces: the forms of secrets, user names, `secrets`, and this process's own."""
-    return Redactor([*secrets, *environment_secrets()], (*SECRET_FORMS, *_personal_forms(Path.home())))
+def secret_finder(secrets: Iterable[str | None] = (), *, personal: bool = False) -> Redactor:
+    """What finds secrets in traces: the forms of secrets, user names, `secrets`, and this process's own. `personal`:
+    e-mail addresses, payment cards, IBANs and phone numbers too."""
+    forms = (*SECRET_FORMS, *_user_names(Path.home()), *(PERSONAL_FORMS if personal else ()))
+    return Redactor([*secrets, *environment_secrets()], forms)
 
 
 TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids", "logprobs")

@@ -1,12 +1,13 @@
 """A recorder in front of another OpenAI-compatible server: `mlx_parallm traces record --upstream URL`.
 
-Every request goes on to the upstream as it came, its key too, which is kept nowhere. Chat completions are recorded,
-whole or streamed, before the client sees their end.
+Every request goes on to the upstream as it came, its key too, which is kept nowhere; answers come back byte for byte.
+Chat completions are recorded, whole or streamed, before the client sees their end. Recording never fails a call: what
+cannot be read or written is left out, with a line in the log that says why and how many there are by now.
 """
 
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -29,17 +30,21 @@ from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.sse import event, until_hangup
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.traces.answers import ChunkReader, take_answer
+from mlx_parallm.traces.answers import MOST_CHOICES, ChunkReader, optional_text, take_answer
 from mlx_parallm.traces.recorder import RecordedCall, SessionRecorder, session_name
 from mlx_parallm.traces.routes import SessionName, add_feedback
 from mlx_parallm.traces.session import ABORTED, COMPLETE
 
 CHAT = "chat/completions"
 TIMEOUT_S = 600.0  # without a byte from the upstream
+LONGEST_EVENT = 8 << 20  # bytes
 _HOP_BY_HOP = (
     *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"),
-    *("upgrade", "host", "content-length", "content-encoding", "accept-encoding"),
+    *("upgrade", "host", "content-length", "accept-encoding"),
 )
+_DECODED = (*_HOP_BY_HOP, "content-encoding")  # of an answer, which is unpacked here
+UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, ParallmError)
+"""What a request or an answer of another form than the chat's, or a full disk, raises before its session is written."""
 log = get_logger("traces")
 
 
@@ -58,7 +63,11 @@ def recording_proxy(recorder: SessionRecorder, upstream: str) -> ASGIApp:
     router = json_router("sessions")
     add_feedback(router, recorder)
 
-    @router.api_route("/sessions/{name}/v1/{path:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    @router.api_route(
+        "/sessions/{name}/v1/{path:path}",
+        methods=["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"],
+        include_in_schema=False,
+    )
     async def relayed(name: SessionName, path: str, request: HTTPRequest) -> Response:
         return await relay.answer(session_name(name), path, request)
 
@@ -85,66 +94,121 @@ class _Relay:
 
     async def answer(self, name: str, path: str, request: HTTPRequest) -> Response:
         body = await request.body()
-        call = _call_of(name, body) if path == CHAT and request.method == "POST" else None
-        headers = _passed_on(request.headers)
-        sent = self._http.build_request(
-            request.method, f"{self._upstream}/{path}", params=request.query_params, headers=headers, content=body
-        )
+        recording = _Recording(self._recorder)
+        if path == CHAT and request.method == "POST":
+            recording.begin(name, body)
+        rest = request.scope["raw_path"].split(b"/", 4)[4].decode("ascii")  # as it was sent: "%2F" is no slash
+        query = request.scope["query_string"].decode("ascii")
+        url = f"{self._upstream}/{rest}" + (f"?{query}" if query else "")
         try:
+            headers = _passed_on(request.headers.raw, _HOP_BY_HOP)
+            sent = self._http.build_request(request.method, url, headers=headers, content=body)
             reply = await until_hangup(request.receive, self._http.send(sent, stream=True))
             if reply.headers.get("content-type", "").startswith("text/event-stream"):
-                return _Relayed(reply, self._events(reply, call))
+                return _Relayed(reply, self._stream(reply, recording))
             try:
                 content = await until_hangup(request.receive, reply.aread())
             finally:
                 await reply.aclose()
         except ClientDisconnectedError:
-            await self._write(call, ABORTED)
+            await recording.end(ABORTED)
             raise
-        except httpx.HTTPError as error:
-            await self._write(call, ABORTED)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            await recording.end(ABORTED)
             return error_response(f"{self._upstream} cannot be reached: {str(error) or type(error).__name__}", 502)
-        if call is not None and reply.is_success:
-            answer = _json_object(content)
-            take_answer(call[0], answer, temperature=call[2])
-            if call[0].choices:
-                await self._write(call, COMPLETE)
-        return Response(content, reply.status_code, _passed_on(reply.headers))
+        if reply.is_success:
+            await recording.whole(content)
+        answer = Response(content, reply.status_code)
+        answer.raw_headers = [*_passed_on(reply.headers.raw, _DECODED), (b"content-length", b"%d" % len(content))]
+        return answer
 
-    async def _events(
-        self, reply: httpx.Response, call: "tuple[RecordedCall, int, float] | None"
-    ) -> AsyncGenerator[bytes, None]:
-        """The upstream's events, byte for byte."""
-        reader = ChunkReader(*call) if call is not None else None
-        written = False
+    async def _stream(self, reply: httpx.Response, recording: "_Recording") -> AsyncGenerator[bytes, None]:
+        """The upstream's bytes. What ends the answer is sent once it is recorded."""
         try:
-            async with aclosing(_split_events(reply)) as events:
-                async for raw in events:
-                    data = _event_data(raw)
-                    if reader is not None and data:
-                        reader.take(data)
-                        if reader.ended and not written:
-                            written = True
-                            await self._write(call, COMPLETE)
-                    yield raw
+            async for part in reply.aiter_bytes():
+                await recording.part(part)
+                yield part
+            await recording.part(b"\n\n")  # some servers leave the last event without its blank line
         finally:
             await reply.aclose()
-            if not written:
-                await self._write(call, ABORTED)
+            await recording.end(ABORTED)
 
-    async def _write(self, call: "tuple[RecordedCall, int, float] | None", status: str) -> None:
+
+class _Recording:
+    """Records one call, or gives up: nothing that it reads or writes may fail the call."""
+
+    given_up = 0  # calls of this process
+
+    def __init__(self, recorder: SessionRecorder) -> None:
+        self._recorder = recorder
+        self._call: RecordedCall | None = None
+        self._temperature = 1.0
+        self._reader: ChunkReader | None = None
+        self._events = _EventSplitter()
+
+    def begin(self, name: str, body: bytes) -> None:
+        with self._giving_up(name):
+            asked = _json_object(body)
+            messages = asked.get("messages")
+            if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+                raise ValueError("the request has no list of messages")
+            tools = asked.get("tools") or []
+            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+                raise ValueError("'tools' is no list of objects")
+            choices, temperature = asked.get("n") or 1, asked.get("temperature")
+            if not isinstance(choices, int) or not 1 <= choices <= MOST_CHOICES:
+                raise ValueError("'n' is no number of choices")
+            if temperature is not None and not isinstance(temperature, int | float):
+                raise ValueError("'temperature' is no number")
+            self._temperature = 1.0 if temperature is None else float(temperature)
+            call = RecordedCall(name, messages, tools, optional_text(asked, "model"))
+            self._reader = ChunkReader(call, choices, self._temperature)
+            self._call = call
+
+    async def whole(self, content: bytes) -> None:
+        """Record an answer that was not streamed; one without choices is none."""
+        if (call := self._call) is not None:
+            with self._giving_up(call.session):
+                take_answer(call, _json_object(content), temperature=self._temperature)
+            if call.choices:
+                await self.end(COMPLETE)
+
+    async def part(self, data: bytes) -> None:
+        """Take the next bytes of a stream; record the call where they end it."""
+        if (call := self._call) is None or self._reader is None:
+            return
+        with self._giving_up(call.session):
+            for event_bytes in self._events.feed(data):
+                if found := _event_data(event_bytes):
+                    self._reader.take(found)
+            if self._reader.ended:
+                await self.end(COMPLETE)
+
+    async def end(self, status: str) -> None:
+        """Write the call, once."""
+        call, self._call = self._call, None
         if call is not None:
-            call[0].status = status
-            await self._recorder.commit(call[0])
+            with self._giving_up(call.session):
+                call.status = status
+                await self._recorder.commit(call)
+
+    @contextmanager
+    def _giving_up(self, session: str) -> Iterator[None]:
+        try:
+            yield
+        except UNREADABLE as error:
+            self._call = None
+            _Recording.given_up += 1
+            reason = str(error)[:200] or type(error).__name__
+            log.warning("a call is not recorded", session=session, reason=reason, so_far=_Recording.given_up)
 
 
 class _Relayed(Response):
     """Passes on a stream until its end, or until the client hangs up."""
 
     def __init__(self, reply: httpx.Response, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(status_code=reply.status_code, headers=_passed_on(reply.headers))
-        if "content-length" in self.headers:
-            del self.headers["content-length"]
+        super().__init__(status_code=reply.status_code)
+        self.raw_headers = _passed_on(reply.headers.raw, _DECODED)
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,46 +231,46 @@ class _Relayed(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _call_of(name: str, body: bytes) -> tuple[RecordedCall, int, float] | None:
-    """The call, its number of choices and its temperature; None where the upstream will refuse the body."""
-    asked = _json_object(body)
-    messages = asked.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        return None
-    tools = [tool for tool in asked.get("tools") or () if isinstance(tool, dict)]
-    choices, temperature = asked.get("n") or 1, asked.get("temperature")
-    call = RecordedCall(name, messages, tools, asked.get("model"))
-    return call, choices if isinstance(choices, int) else 1, 1.0 if temperature is None else float(temperature)
-
-
 def _json_object(content: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    """Raises ValueError: no JSON object."""
+    value = json.loads(content)
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value
 
 
-def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
+def _passed_on(headers: Iterable[tuple[bytes, bytes]], dropped: Collection[str]) -> list[tuple[bytes, bytes]]:
+    """Every header, also one that comes several times."""
+    return [(name, value) for name, value in headers if name.decode("latin-1").lower() not in dropped]
 
 
-async def _split_events(reply: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """Yield a stream's events with the blank line that ends each."""
-    rest = b""
-    async for part in reply.aiter_bytes():
-        rest += part
-        while True:
-            ends = [(at, len(mark)) for mark in (b"\n\n", b"\r\n\r\n") if (at := rest.find(mark)) >= 0]
-            if not ends:
+class _EventSplitter:
+    """Finds the events of a stream. Raises ValueError: one has more than LONGEST_EVENT bytes."""
+
+    def __init__(self) -> None:
+        self._lines: list[bytes] = []  # of the event that goes on
+        self._line = bytearray()
+        self._size = 0
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        pieces = data.split(b"\n")
+        for number, piece in enumerate(pieces):
+            self._line += piece
+            self._size += len(piece)
+            if self._size > LONGEST_EVENT:
+                raise ValueError(f"an event has more than {LONGEST_EVENT} bytes")
+            if number == len(pieces) - 1:
                 break
-            at, length = min(ends)
-            yield rest[: at + length]
-            rest = rest[at + length :]
-    if rest:
-        yield rest
+            line = bytes(self._line).removesuffix(b"\r")
+            self._line.clear()
+            if line:
+                self._lines.append(line)
+            elif self._lines:
+                found, self._lines, self._size = b"\n".join(self._lines), [], 0
+                yield found
 
 
 def _event_data(raw: bytes) -> dict[str, Any]:
-    lines = [line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:")]
-    return _json_object(b"\n".join(lines))
+    """The object of an event; an event without one (a comment, [DONE]) is empty."""
+    data = b"\n".join(line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:"))
+    return {} if not data or data == b"[DONE]" else _json_object(data)

@@ -119,7 +119,8 @@ class SessionRecorder:
     async def commit(self, call: RecordedCall) -> list[str]:
         """Write the turns of a call, one for each choice; return their ids. Raises StoreError: nothing was written."""
         # Handing a third of a millisecond of work to another thread would take longer; a large one blocks nobody else.
-        if sum(len(text_of(message.get("content"))) for message in call.messages) > LARGE_CHARACTERS:
+        answered = [choice.message for choice in call.choices.values()]
+        if sum(len(text_of(message.get("content"))) for message in [*call.messages, *answered]) > LARGE_CHARACTERS:
             return await asyncio.to_thread(self._commit, call)
         return self._commit(call)
 

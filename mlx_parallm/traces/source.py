@@ -33,7 +33,9 @@ def recorder_of(config: TracesConfig, secrets: Iterable[str | None] = ()) -> Ses
     """The recorder of `[traces]`; None where it records nothing. Raises StoreError: the directory cannot be made."""
     if config.directory is None:
         return None
-    return SessionRecorder(config.directory, secret_finder(secrets) if config.redact else None)
+    return SessionRecorder(
+        config.directory, secret_finder(secrets, personal=config.redact_personal) if config.redact else None
+    )
 
 
 def session_routes(config: Config) -> AddedRouter | None:

@@ -13,10 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from scripts.soak import attack_sandbox, attack_server
+from scripts.soak import attack_clients, attack_sandbox, attack_server
 from scripts.soak.attack_target import ATTACKS, Attack, Target
 
-MODULES = (attack_server, attack_sandbox)  # importing one fills the table
+MODULES = (attack_server, attack_sandbox, attack_clients)  # importing one fills the table
 
 
 def carry_out(chosen: Attack, target: Target) -> tuple[bool, str]:

@@ -209,12 +209,16 @@ def learning_rates(target: Target) -> str:
     directory = target.directory / "large"
     code, text = ended(training(directory, FINE, "rl_training.learning_rate=1e30", steps=4))
     lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if line["loss"] is not None]  # a step without a group to train on has none
     refused = sum(line["publishes_refused"] for line in lines)
     skipped = sum(line["skipped_steps"] or 0 for line in lines)
-    assert code == 0 and refused + skipped >= 4, (
-        f"exit code {code}, {refused} refused, {skipped} skipped: {text[-300:]}"
+    served = {line["policy_version"] for line in lines}
+    assert code == 0 and updates and refused + skipped == len(updates) and served == {0}, (
+        f"exit code {code}, {len(updates)} updates, {refused} refused, {skipped} skipped, served {served}: {text[-99:]}"
     )
-    return f"inf: exit code 2; 1e30: {refused} publishes refused, {skipped} steps skipped"
+    return (
+        f"inf: exit code 2; 1e30: of {len(updates)} updates {refused} refused, {skipped} skipped; version 0 is served"
+    )
 
 
 @attack("numbers in a config.json that no model has", found=True)

@@ -23,6 +23,7 @@ from scripts.soak.training_daemon import TrainingDaemon
 
 MB = 1 << 20
 START_S = 120.0
+SERVE = ("mlx_parallm_serve", "--model-path", "builtin:tiny")
 Run = Callable[["Target"], str]
 
 
@@ -49,19 +50,19 @@ def attack(name: str, *, found: bool) -> Callable[[Run], Run]:
 class Server:
     """`mlx_parallm_serve` with the shipped tiny model, in a process of its own."""
 
-    def __init__(self, directory: Path, *settings: str) -> None:
+    def __init__(self, directory: Path, *settings: str, command: tuple[str, ...] = SERVE) -> None:
         self.output, self.roots = directory / "server.txt", directory / "adapters"
-        self.roots.mkdir(exist_ok=True)
+        self.roots.mkdir(exist_ok=True, parents=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         chosen = [f"server.adapter_roots=['{self.roots}']", *settings]
         sets = [part for setting in chosen for part in ("--set", setting)]
-        command = [str(Path(sys.executable).parent / "mlx_parallm_serve"), "--model-path", "builtin:tiny"]
+        program = [str(Path(sys.executable).parent / command[0]), *command[1:]]
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [*command, "--port", str(self.port), *sets], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                [*program, "--port", str(self.port), *sets], stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         deadline = time.monotonic() + START_S
         while not self.answers():
@@ -132,6 +133,17 @@ class Target:
         finally:
             if daemon.process.poll() is None:
                 daemon.kill()
+
+    @contextmanager
+    def own_server(self, name: str, *settings: str, command: tuple[str, ...] = SERVE) -> Iterator[Server]:
+        """One attack's own server."""
+        directory = self.directory / name
+        directory.mkdir()
+        server = Server(directory, *settings, command=command)
+        try:
+            yield server
+        finally:
+            server.end()
 
     def close(self) -> None:
         if self._server is not None:

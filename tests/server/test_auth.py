@@ -151,6 +151,46 @@ def test_other_authorities(authority):
     assert not is_loopback_authority(authority) and not is_loopback_origin(f"http://{authority}")
 
 
+OTHER_PAGE = {"Origin": "http://127.0.0.1:18812", "Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"}
+HIDDEN_PAGE = {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"}  # an image, a script
+
+
+@pytest.mark.parametrize("headers", [OTHER_PAGE, HIDDEN_PAGE, OTHER_PAGE | {"Origin": "null"}], ids=str)
+@pytest.mark.parametrize("kind", [None, "text/plain", "text/plain; a=application/json", "multipart/form-data"])
+def test_a_page_of_another_port_changes_nothing(unguarded, headers, kind):
+    """What browsers send without a preflight request: a POST without a body, a form, plain text. Tried on every route
+    of every method that changes something, and on GET for pages whose Origin is not sent."""
+    sent = headers | ({"Content-Type": kind} if kind else {})
+    with unguarded.http() as http:
+        paths = {(path, method) for path, each in unguarded.app.openapi()["paths"].items() for method in each}
+        assert {("/pause", "post"), ("/abort_requests", "post"), ("/v1/responses/{response_id}", "delete")} <= paths
+        for path, method in paths:
+            if method != "get" or "Origin" not in headers:
+                answer = http.request(method, path, headers=sent)
+                assert answer.status_code == 403, (method, path)
+        assert http.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_pages_that_may(unguarded):
+    """The server's own page, one that has asked before (JSON), a link that somebody follows, and what is no browser."""
+    with unguarded.http() as http:
+        own = {"Origin": str(http.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
+        assert http.post("/abort_requests", headers=own).status_code == 200
+        assert http.post("/abort_requests").status_code == 200
+        asked = OTHER_PAGE | {"Sec-Fetch-Mode": "cors", "Content-Type": "application/json; charset=utf-8"}
+        assert http.post("/abort_requests", headers=asked).status_code == 200
+        assert http.get("/v1/models", headers=HIDDEN_PAGE | {"Sec-Fetch-Mode": "navigate"}).status_code == 200
+
+
+def test_a_page_cannot_use_the_key_that_the_browser_adds(guarded):
+    """Basic authentication comes with every request to the server, whoever has sent it."""
+    known = {"Authorization": basic("me", KEY)}
+    with guarded.http(headers=known) as http:
+        assert http.get("/atropos/status").status_code == 200
+        assert http.get("/atropos/status", headers=HIDDEN_PAGE).status_code == 403
+        assert http.get("/atropos/status", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+
+
 @pytest.mark.parametrize("origin", ["null", "localhost", "http://localhost/evil.org", "file://", "http://"])
 def test_other_origins(origin):
     assert not is_loopback_origin(origin)

@@ -9,7 +9,7 @@ from mlx_parallm.tinker import sampling
 from mlx_parallm.tinker.bodies import FuturesTarget
 from mlx_parallm.tinker.promises import Promise, PromiseResult
 from mlx_parallm.tinker.sampling import Sampling
-from mlx_parallm.tinker.service import Completions, Sampler
+from mlx_parallm.tinker.sessions import Completions, Sampler
 
 LONG_S = 60.0
 
@@ -38,7 +38,7 @@ def _polled(running: int) -> tuple[Completions, "asyncio.Task[tuple[list[Any], i
     """The line of a sampling client with so many samples, and a poll that has begun to wait for it."""
     sampler = Sampler("s:sample:1", "base")
     service: Any = SimpleNamespace(sampling={sampler.sampler_id: sampler})
-    line = sampler.completions[0]
+    line = sampler.line(0)
     line.running = running
     target = FuturesTarget(sampling_session_id=sampler.sampler_id)
     return line, asyncio.create_task(Sampling(service).completions(target, 0, LONG_S, lambda: False))

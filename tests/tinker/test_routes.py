@@ -18,9 +18,10 @@ from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.tinker import learner, routes, sampling, service, wire
 from mlx_parallm.tinker.bodies import CreateSessionBody
-from mlx_parallm.tinker.promises import KEPT_AFTER_DELIVERY_S, UNCLAIMED_S, Promises, json_result
+from mlx_parallm.tinker.promises import KEPT_AFTER_DELIVERY_S, PROMISE_BYTES, UNCLAIMED_S, Promises, json_result
 from mlx_parallm.tinker.run_log import SampleRecord, SampleRecords
 from mlx_parallm.tinker.service import FORGOTTEN_AFTER_S, TinkerService
+from mlx_parallm.tinker.sessions import Sampler
 from mlx_parallm.tinker.wire import write_samples
 from tests.server.serving import RunningServer
 from tests.tinker.serving import API, DATUM, JSON_BODY, TOKENS, WireClient, logprobs_of, request_of
@@ -170,7 +171,8 @@ def test_text_that_is_no_unicode_and_odd_bodies_break_nothing(client: WireClient
     for odd in ([], "x"):
         assert client.http.post(f"{API}/sessions/{session}/finish", json=odd).status_code == 200
     mark = client.optim_step(model, 2)["request_id"].partition("-")[0]
-    client.post("retrieve_future", status=410, request_id=f"{mark}-{'1' * 5000}")
+    client.post("retrieve_future", status=410, request_id=f"{mark}-{'1' * 32}")
+    client.post("retrieve_future", status=400, request_id=f"{mark}-{'1' * 5000}")
     link = client.http.get(f"{run}/checkpoints/weights/odd/archive").headers["location"]
     client.http.delete(f"{run}/checkpoints/weights/odd")
     assert client.http.get(link).status_code == 404
@@ -399,7 +401,7 @@ def test_models_are_limited_and_make_room_when_a_session_ends(server: RunningSer
 async def test_results_are_kept_until_after_their_delivery_and_not_for_ever() -> None:
     """Two polls get one result; two minutes later it is gone, its number is known; nobody's results go after hours."""
     now = [0.0]
-    promises = Promises(100, clock=lambda: now[0])
+    promises = Promises(PROMISE_BYTES + 100, clock=lambda: now[0])
     first, lost = promises.new(), promises.new()
     promises.resolve(first, json_result({"a": 1}))
     promises.resolve(first, json_result({"a": 2}))  # of a sample that was cancelled meanwhile
@@ -411,7 +413,7 @@ async def test_results_are_kept_until_after_their_delivery_and_not_for_ever() ->
         promises.find(first.request_id)
     assert first.result is None
     promises.resolve(lost, json_result({"a": "x" * 200}))
-    with pytest.raises(ServerBusyError, match="results of 209 bytes wait"):
+    with pytest.raises(ServerBusyError, match=f"results of {PROMISE_BYTES + 209} bytes wait"):
         promises.new()
     now[0] += UNCLAIMED_S + 1
     assert promises.new().request_id and len(promises) == 1
@@ -442,10 +444,10 @@ async def test_models_that_were_made_long_ago_take_no_place() -> None:
         made.promises.resolve(promise, json_result({}))
         made.promises.forget([promise.request_id])
     assert made._make_room() is None
-    made.add_sampler(session, service.Sampler("x", "m"))
+    made.add_sampler(session, Sampler("x", "m"))
     session.last_seen -= FORGOTTEN_AFTER_S + 1
     made.create_session(CreateSessionBody())
-    assert (len(made.sessions), made.sampling, made._creating) == (1, {}, {})
+    assert (len(made.sessions), len(made.sampling), made._creating) == (1, 0, {})
 
 
 def test_samples_and_waiting_bodies_are_limited(client: WireClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The recorder in front of another server: answers pass through as they are, keys are kept nowhere."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from openai import OpenAI
 from mlx_parallm.errors import EndpointError
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.traces.privacy import secret_finder
-from mlx_parallm.traces.proxy import recording_proxy
+from mlx_parallm.traces.proxy import _Recording, recording_proxy
 from mlx_parallm.traces.recorder import SessionRecorder
 from mlx_parallm.traces.session import ABORTED, Session
 from tests.conftest import TinyEngine
@@ -77,6 +79,112 @@ def test_refusals_of_the_upstream_pass_and_are_no_turns(proxy: str, tmp_path: Pa
     with agent(proxy, "no") as client, pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="default", messages=[QUESTION], temperature=-1)
     assert not (tmp_path / "traces" / "sessions" / "no.jsonl").exists()
+
+
+GOOD_ANSWER: Any = {"id": "a", "choices": [{"index": 0, "message": {"role": "assistant", "content": "x"}}]}
+REQUESTS: Any = [
+    {"temperature": "hot"},
+    {"tools": 5},
+    {"tools": [5]},
+    {"n": "two"},
+    {"n": -1},
+    {"model": {"a": 1}},
+    {"messages": [{"role": "user", "content": {"a": [1]}}]},
+    {"messages": "x"},
+    {"messages": [1]},
+    {"temperature": 10**400},
+]
+PARTS: Any = [
+    {"choices": [{"index": "a", "delta": []}]},
+    {"choices": [{"index": -1, "delta": {}}]},
+    {"choices": [{"index": 10**9, "delta": {}}]},
+    {"choices": [{"delta": 5}]},
+    {"choices": [{"delta": {"content": "a"}, "finish_reason": {"a": 1}}]},
+    {"choices": [{"delta": {"tool_calls": [{"index": "x", "function": 5}]}}]},
+    {"choices": [{"delta": {"tool_calls": [{"function": {"name": "a"}, "id": {}}]}, "finish_reason": "stop"}]},
+    {"choices": [{"logprobs": [], "delta": {"content": "a"}}], "usage": "many"},
+    {"choices": [{"logprobs": {"content": [5]}, "token_ids": ["a"], "finish_reason": "stop"}], "prompt_token_ids": [1]},
+    {"choices": [{"message": {"content": "a"}, "index": [], "finish_reason": 1}], "id": 7, "usage": 8},
+    {"choices": {"0": 1}},
+    {"choices": [[[]]]},
+    [],
+    "x",
+]
+
+
+@pytest.fixture
+def scripted(tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A proxy before an upstream that answers what the test says, and remembers what it was sent."""
+    state: dict[str, Any] = {"answer": (200, "application/json", b"{}")}
+
+    async def upstream_app(scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while (message := await receive()).get("more_body") or message["body"]:
+            body += message["body"]
+            if not message.get("more_body"):
+                break
+        state["seen"] = (scope["raw_path"], scope["query_string"], body, scope["headers"])
+        status, kind, content = state["answer"]
+        headers = [(b"content-type", kind.encode()), (b"set-cookie", b"a=1"), (b"set-cookie", b"b=2")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for start in range(0, max(len(content), 1), 7):
+            await send({"type": "http.response.body", "body": content[start : start + 7], "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    threads = []
+
+    def started(app: Any) -> str:
+        listener = bind_socket("127.0.0.1", 0)
+        threads.append(ServerThread(app, listener, 64))
+        threads[-1].start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    url = started(upstream_app)
+    recorder = SessionRecorder(tmp_path / "traces", secret_finder())
+    yield started(recording_proxy(recorder, f"{url}/v1")), state
+    for thread in reversed(threads):
+        thread.stop(5.0)
+
+
+def test_whatever_comes_passes_on_as_it_is(scripted: tuple[str, dict[str, Any]]) -> None:
+    """Requests and answers of every wrong form, whole and streamed: the same bytes, status and headers on both sides,
+    and recording gives up. Also odd paths and queries, packed bodies, several cookies, a stream without an end, an
+    event of megabytes, and what is no JSON at all."""
+    proxy, state = scripted
+    good = {"model": "m", "messages": [QUESTION]}
+    events = [b"".join(b"data: %s\n\n" % json.dumps(part).encode() for part in parts) for parts in (PARTS[:1], PARTS)]
+    streams = [*events, *(b"data: %s\n\ndata: [DONE]\n\n" % json.dumps(part).encode() for part in PARTS)]
+    streams += [b"", b"data: {", b"\xff\xfe", b"data: " + b"x" * 100_000, b": ping\n\n\r\n\r\n", b"[" * 100_000]
+    wholes = [json.dumps(part).encode() for part in PARTS] + [b"", b"{", b"\xff", b"[" * 100_000, b"null"]
+    with httpx.Client(base_url=proxy, timeout=20) as http:
+
+        def check(body: bytes, answer: tuple[int, str, bytes], path: str = "/chat/completions", **options: Any) -> None:
+            state["answer"] = answer
+            reply = http.post(f"/sessions/s/v1{path}", content=body, **options)
+            assert (reply.status_code, reply.content) == (answer[0], answer[2]), (body[:80], answer[2][:80])
+            assert state["seen"][2] == body and reply.headers.get_list("set-cookie") == ["a=1", "b=2"]
+
+        for asked in REQUESTS:
+            check(json.dumps(good | asked).encode(), (200, "application/json", json.dumps(GOOD_ANSWER).encode()))
+        for raw in (b"", b"{", b"\xff", b"[" * 100_000, b"5"):
+            check(raw, (400, "application/json", b'{"error": 1}'))
+        for content in wholes:
+            check(json.dumps(good).encode(), (200, "application/json", content))
+        for content in streams:
+            check(json.dumps(good | {"stream": True}).encode(), (200, "text/event-stream", content))
+        check(b"x", (200, "text/plain", b"y"), "/files/a%2Fb?q=1&q=%20", headers={"Content-Encoding": "br"})
+        assert state["seen"][:2] == (b"/v1/files/a%2Fb", b"q=1&q=%20")
+        assert (b"content-encoding", b"br") in state["seen"][3]
+
+
+def test_a_full_disk_fails_no_call(scripted: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    """The recorder's directory is gone: answers go on."""
+    proxy, state = scripted
+    shutil.rmtree(tmp_path / "traces")
+    state["answer"] = (200, "application/json", json.dumps(GOOD_ANSWER).encode())
+    given_up = _Recording.given_up
+    answer = httpx.post(f"{proxy}/sessions/s/v1/chat/completions", json={"model": "m", "messages": [QUESTION]})
+    assert answer.json() == GOOD_ANSWER and _Recording.given_up == given_up + 1
 
 
 def test_a_hang_up_is_marked(proxy: str, tmp_path: Path, upstream: RunningServer) -> None:

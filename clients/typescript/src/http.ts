@@ -99,8 +99,8 @@ export class Http {
   #init({ method, body }: Call): RequestInit {
     const headers: Record<string, string> = {}
     if (this.apiKey !== undefined) headers['Authorization'] = `Bearer ${this.apiKey}`
+    if (method !== 'GET') headers['Content-Type'] = 'application/json' // without a body too: or a page's POST is refused
     if (body === undefined) return { method, headers }
-    headers['Content-Type'] = 'application/json'
     return { method, headers, body: JSON.stringify(body) }
   }
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from itertools import chain
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import APIRouter, Body, Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
@@ -31,6 +31,7 @@ from mlx_parallm.errors import RefusedError, RolloutRejectedError, StoreError
 from mlx_parallm.integrations.atropos.queue import LARGEST_NUMBER, LONGEST_NAME, AtroposQueue
 from mlx_parallm.integrations.atropos.wire import ScoredData
 from mlx_parallm.server.app import MEANINGS, AddedRouter
+from mlx_parallm.server.auth import refuse_pages
 from mlx_parallm.server.errors import ERROR_CONTENT
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.server.protocol.strict_json import check_containers
@@ -168,7 +169,7 @@ def _add_run_routes(router: APIRouter, queue: AtroposQueue) -> None:
     def status() -> dict[str, int]:
         return queue.status()
 
-    @router.get("/reset_data", response_class=PlainTextResponse)
+    @router.get("/reset_data", response_class=PlainTextResponse, dependencies=[Depends(refuse_pages)])
     def reset_data() -> str:
         queue.reset()
         return "Reset successful"

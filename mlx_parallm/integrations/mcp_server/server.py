@@ -11,15 +11,21 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.server.protocol.fields import ListOf
+
+Overrides = Annotated[ListOf[str], Field(max_length=1000)]
 
 if TYPE_CHECKING:
     from mlx_parallm.integrations.mcp_server.trainings import Trainings
 
 EVALUATION_TIMEOUT_S = 3600.0
 ASK_TIMEOUT_S = 600.0
+MOST_PROBLEMS = 10_000
 PROBLEMS, ANSWER_TOKENS = 20, 256  # where an agent says no number
 INSTRUCTIONS = (
     "Trains language models by reinforcement learning on this machine. start_training takes a TOML configuration of"
@@ -71,13 +77,14 @@ class AgentTools:
 
     def __init__(self, trainings: "Trainings", failure: type[Exception]) -> None:
         self._trainings, self._failure = trainings, failure
+        self._evaluating = asyncio.Lock()
 
     def all(self) -> Sequence[Callable[..., Any]]:
         manage = (self.start_training, self.stop_training, self.switch_training)
         look = (self.training_status, self.list_trainings, self.training_log)
         return (*manage, *look, self.evaluate, self.ask_policy)
 
-    async def start_training(self, name: str, config: str, overrides: list[str] | None = None) -> dict[str, Any]:
+    async def start_training(self, name: str, config: str, overrides: Overrides | None = None) -> dict[str, Any]:
         """Start a training. `config`: a TOML file, a shipped configuration's name (such as quickstart), or TOML text.
         `overrides`: ["rl_training.total_steps=50"]. It becomes the current one."""
         return dict(await self._carried_out(self._trainings.start, name, config, overrides or []))
@@ -104,7 +111,12 @@ class AgentTools:
 
     async def evaluate(self, name: str = "", problems: int = PROBLEMS) -> dict[str, Any]:
         """Answer held-out problems with the model of a running training; return its numbers with their intervals."""
-        return dict(await self._carried_out(_evaluate, self._trainings, name, problems))
+        if self._evaluating.locked():
+            raise self._failure("an evaluation runs: each takes a process of its own, so there is one at a time")
+        if not 1 <= problems <= MOST_PROBLEMS:
+            raise self._failure(f"problems: 1 to {MOST_PROBLEMS}")
+        async with self._evaluating:
+            return dict(await self._carried_out(_evaluate, self._trainings, name, problems))
 
     async def ask_policy(
         self, prompt: str, name: str = "", max_tokens: int = ANSWER_TOKENS, temperature: float = 0.0

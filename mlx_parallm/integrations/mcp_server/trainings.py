@@ -38,6 +38,8 @@ RECORD, EXIT_CODE, LOG, RUN, CONFIG, CURRENT = (
 )
 STOP_TIMEOUT_S = 90.0  # for the last checkpoint; then the process is killed
 LOG_LINES = 20
+MOST_LOG_LINES, MOST_LOG_BYTES = 1000, 1 << 20
+LONGEST_TEXT = 1 << 20  # characters of a configuration
 SHOWN = ("step", "reward_mean", "loss", "kl", "grad_norm", "tokens", "time_rollout_s", "time_train_s")
 # The shell outlives a SIGTERM to the group, so that it can write the exit code of what it has started.
 _SHELL = """trap : TERM INT HUP
@@ -50,12 +52,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class Training:
-    """What training.json holds. `pid` is the shell's, which leads the process group; `created` tells it from a later
-    process of the same number."""
+    """What training.json holds. `pid` is the shell's, which leads the process group."""
 
     name: str
     pid: int
-    created: float
     port: int
     total_steps: int
     started_at: float
@@ -82,6 +82,8 @@ class Trainings:
         """
         if not _NAME.fullmatch(name):
             raise ConfigError(f"name {name!r}: letters, digits, points, - and _, at most 64, beginning with no sign")
+        for text in (config, *overrides):
+            _check_text(text)
         if "\n" in config:
             loaded = load_config(None, list(overrides), text=config)
         else:
@@ -122,8 +124,7 @@ class Trainings:
                     start_new_session=True,
                 )
             self._children[name] = process
-            created = psutil.Process(process.pid).create_time()
-            self._write(Training(name, process.pid, created, port, loaded.rl_training.total_steps, time.time()))
+            self._write(Training(name, process.pid, port, loaded.rl_training.total_steps, time.time()))
             write_atomically(self.directory / CURRENT, name.encode())
         return self.status(name)
 
@@ -152,7 +153,14 @@ class Trainings:
     def all(self) -> list[dict[str, Any]]:
         """Return the status of every training, the newest first."""
         names = [path.parent.name for path in self.directory.glob(f"*/{RECORD}")]
-        return sorted(map(self.status, names), key=lambda status: -status["started_at"])
+        return sorted(map(self._listed, names), key=lambda status: -status["started_at"])
+
+    def _listed(self, name: str) -> dict[str, Any]:
+        """The status of one; of one whose record is damaged or was removed, why."""
+        try:
+            return self.status(name)
+        except ConfigError as error:
+            return {"name": name, "state": "damaged", "reason": str(error), "started_at": 0.0}
 
     def status(self, name: str = "") -> dict[str, Any]:
         """Return state, step, metrics of the last step and address of a training, and after a failure the end of its
@@ -178,7 +186,14 @@ class Trainings:
     def log(self, name: str = "", lines: int = LOG_LINES) -> str:
         """Return the end of what a training printed. Raises ConfigError: there is none of this name."""
         path = self.directory / self._read(name or self.current()).name / LOG
-        return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+        wanted = min(max(lines, 1), MOST_LOG_LINES)
+        try:
+            with path.open("rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - MOST_LOG_BYTES, 0))
+                text = file.read().decode(errors="replace")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        return "\n".join(text.splitlines()[-wanted:])
 
     def running(self, name: str = "") -> Training:
         """Return a training that serves. Raises ConfigError: there is none of this name, or it does not run."""
@@ -227,7 +242,8 @@ class Trainings:
             child.poll()
         try:
             process = psutil.Process(training.pid)
-            same = abs(process.create_time() - training.created) < 1.0
+            # Its arguments name the training: the time of its beginning changes when somebody sets the clock.
+            same = str(self.directory / training.name / EXIT_CODE) in process.cmdline()
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.Error:
             return None
@@ -238,11 +254,24 @@ class Trainings:
         if not _NAME.fullmatch(name) or not path.is_file():
             known = ", ".join(sorted(found.parent.name for found in self.directory.glob(f"*/{RECORD}"))) or "none"
             raise ConfigError(f"there is no training {name!r}; there are: {known}")
-        data: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return Training(**data)
+        try:
+            data: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return Training(**{key: value for key, value in data.items() if key in Training.__dataclass_fields__})
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is damaged, or was removed: {error}") from error
 
     def _write(self, training: Training) -> None:
         write_atomically(self.directory / training.name / RECORD, (json.dumps(asdict(training)) + "\n").encode())
+
+
+def _check_text(text: str) -> None:
+    """Raises ConfigError: no argument of a process can hold it, or no file."""
+    if len(text) > LONGEST_TEXT or "\0" in text:
+        raise ConfigError(f"a configuration has at most {LONGEST_TEXT} characters, and no null byte")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("a configuration is valid Unicode: this one holds half a surrogate pair") from error
 
 
 def _signal(training: Training, number: int) -> None:

@@ -82,6 +82,7 @@ class Arrivals:
     reason: str = ""  # the most frequent one of the rejections
     times: int = 0  # of that reason, among the newest rejections
     silent_s: float | None = None  # since anything came, where that is too long
+    paused: str = ""  # who has paused the engine
     endless: str = ""  # what run.log tells about episodes that nothing ends
 
 

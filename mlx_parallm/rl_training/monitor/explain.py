@@ -40,7 +40,7 @@ from mlx_parallm.rl_training.run_directory import (
 from mlx_parallm.rl_training.step.batch import StatisticsCollector
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
-from mlx_parallm.system.log import RUN_LOG_FILE
+from mlx_parallm.system.log import CONFIGURED, PAUSED, RESUMED, RUN_LOG_FILE
 from mlx_parallm.system.terminal import Console
 
 Metrics = Mapping[str, Any]
@@ -193,9 +193,32 @@ def outside_of_steps(record: Record) -> Iterator[Diagnosis]:
         misfit=contents.misfits - round(sum(line.get("dropped_misfit") or 0 for line in record.lines)),
         received=groups,
         silent_s=_silent_s(record, groups),
+        paused=paused_by(record.path),
         endless="" if record.lines else _endless(record.path),
     )
     yield from health.find_waiting(arrivals)[:1]
+
+
+def paused_by(run: Path) -> str:
+    """Return who has paused the run's engine, as run.log says; "" while it runs, or in a process that began later."""
+    log, by = run / RUN_LOG_FILE, ""
+    if not log.is_file():
+        return ""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if any(f'"{event}"' in line for event in (PAUSED, RESUMED, CONFIGURED)):
+                entry = _entry(line)
+                if entry.get("event") in (PAUSED, RESUMED, CONFIGURED):
+                    by = str(entry.get("by", "a client")) if entry["event"] == PAUSED else ""
+    return by
+
+
+def _entry(line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
 
 
 def _endless(run: Path) -> str:

@@ -513,9 +513,16 @@ def _stalled_in_metrics(evidence: Evidence) -> Sign | None:
     return Sign(words, {"time_rollout_s": longest, "time_rollout_s_median": usual})
 
 
+@_waiting_rule("paused", "POST /resume, or Resume on the dashboard, goes on")
+def _paused(arrivals: Arrivals) -> Sign | None:
+    if not arrivals.paused:
+        return None
+    return Sign(f"paused by {arrivals.paused}: step {arrivals.step} waits until somebody resumes", {})
+
+
 @_waiting_rule("environment-stalled")
 def _stalled_waiting(arrivals: Arrivals) -> Sign | None:
-    if arrivals.silent_s is None:
+    if arrivals.silent_s is None or arrivals.paused:
         return None
     since = f"came in the last {arrivals.silent_s:.0f} s" if arrivals.received else "ever came"
     words = f"environment stalled: no group of rollouts {since}, step {arrivals.step} waits for its batch"

@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 
 from mlx_parallm.errors import RefusedError
 from mlx_parallm.server.context import Context, ServerContext
-from mlx_parallm.server.protocol.fields import Body
+from mlx_parallm.server.protocol.fields import Body, ShortText
 from mlx_parallm.server.protocol.strict_json import json_router
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ router = json_router("control")
 class UnloadBody(Body):
     model_config = ConfigDict(extra="ignore")
     screened: ClassVar[bool] = False
-    lora_name: str
+    lora_name: ShortText
 
 
 class LoadBody(UnloadBody):
-    lora_path: str
+    lora_path: ShortText
     load_inplace: bool = False
 
 

@@ -6,11 +6,11 @@ admission (`EngineClient.pause_admission`): neither ends the other's.
 """
 
 import asyncio
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 import mlx_parallm
@@ -19,17 +19,19 @@ from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.protocol.fields import Body, ListOf
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.sse import until_hangup
+from mlx_parallm.system.log import PAUSED, RESUMED, get_logger
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.client import EngineClient
 
 _IDLE_WAIT_S = 0.5
+log = get_logger("server")
 router = json_router("control")
 
 
 class AbortBody(Body):
     model_config = ConfigDict(extra="ignore")
-    request_ids: ListOf[str] | None = None
+    request_ids: ListOf[Annotated[str, Field(max_length=256)]] | None = None
 
 
 class PauseStatus(TypedDict):
@@ -75,7 +77,7 @@ async def pause(
     """New requests are accepted and wait until /resume. Running ones end with finish_reason "abort" ("abort"), end by
     themselves ("wait"), or stand still until /resume ("keep"). Answered once that is so."""
     engine = context.engine
-    await asyncio.wrap_future(engine.pause_admission(CLIENTS, freeze=mode == "keep"))
+    await pause_for_clients(engine, "POST /pause", freeze=mode == "keep")
     if mode == "abort":
         _abort(context, None)
     if mode != "keep":
@@ -87,7 +89,7 @@ async def pause(
 
 @router.post("/resume", responses={200: {"model": PauseStatus}})
 async def resume(context: Context) -> Response:
-    await asyncio.wrap_future(context.engine.resume_admission(CLIENTS))
+    await resume_for_clients(context.engine, "POST /resume")
     return JSONResponse({"status": "resumed"})
 
 
@@ -139,6 +141,17 @@ async def weight_info(context: Context) -> Response:
 @router.get("/version", responses={200: {"model": Version}})
 async def version() -> Response:
     return JSONResponse({"version": mlx_parallm.__version__})
+
+
+async def pause_for_clients(engine: "EngineClient", by: str, *, freeze: bool) -> None:
+    """Pause, and say in the log who did: a training then waits, and `health` names the reason."""
+    await asyncio.wrap_future(engine.pause_admission(CLIENTS, freeze=freeze))
+    log.info(PAUSED, by=by)
+
+
+async def resume_for_clients(engine: "EngineClient", by: str) -> None:
+    await asyncio.wrap_future(engine.resume_admission(CLIENTS))
+    log.info(RESUMED, by=by)
 
 
 def _abort(context: ServerContext, names: list[str] | None) -> int:

@@ -13,7 +13,16 @@ from collections.abc import Callable, Mapping, Set
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RequestError
@@ -92,7 +101,30 @@ class OneFault(FailFast):
 
 Item = TypeVar("Item")
 ListOf = Annotated[list[Item], OneFault()]  # every list of a request body whose items are checked
+LONGEST_NAME = 4096  # characters; of a path too
 ITEMS_AT_ONCE = 256  # of an object whose values are checked: there is no FailFast for objects
+
+
+def give_up_early(value: Any, check: Callable[[Any], dict[Any, Any]]) -> dict[Any, Any]:
+    """Check an object in parts, so that it is given up in the first part with a fault."""
+    if not isinstance(value, dict):
+        return check(value)
+    items, checked = list(value.items()), dict[Any, Any]()
+    for start in range(0, max(len(items), 1), ITEMS_AT_ONCE):
+        checked |= check(dict(items[start : start + ITEMS_AT_ONCE]))
+    return checked
+
+
+def short(text: str) -> str:
+    """Raises ValueError: too long for a name or a path. Unlike Field(max_length=…) it takes half a surrogate pair."""
+    if len(text) > LONGEST_NAME:
+        raise ValueError(f"at most {LONGEST_NAME} characters")
+    return text
+
+
+ShortText = Annotated[str, AfterValidator(short)]
+Key = TypeVar("Key")
+ObjectOf = Annotated[dict[Key, Item], WrapValidator(give_up_early)]  # every object whose keys or values are checked
 
 
 class Body(BaseModel):
@@ -179,7 +211,7 @@ class SamplingFields(Body):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    logit_bias: ObjectOf[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     allowed_token_ids: ListOf[TokenId] = Field(default_factory=list)
     bad_words: ListOf[str] = Field(default_factory=list)
     prompt_logprobs: LogprobCount | None = None
@@ -190,16 +222,6 @@ class SamplingFields(Body):
         if "" in ([stop] if isinstance(stop, str) else stop):
             raise ValueError("a stop string must not be empty")
         return stop
-
-    @field_validator("logit_bias", mode="wrap")
-    @classmethod
-    def _give_up_early(cls, bias: Any, check: Callable[[Any], dict[int, float]]) -> dict[int, float]:
-        if not isinstance(bias, dict):
-            return check(bias)
-        items, checked = list(bias.items()), dict[int, float]()
-        for start in range(0, len(items), ITEMS_AT_ONCE):
-            checked |= check(dict(items[start : start + ITEMS_AT_ONCE]))
-        return checked
 
     def structure(self) -> Structure | None:
         """What the text must match: of bodies with `StructureFields`."""

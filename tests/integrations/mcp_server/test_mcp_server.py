@@ -1,5 +1,6 @@
 """An agent's view: the server's tools over MCP, with real training processes behind them."""
 
+import json
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -135,3 +137,58 @@ def test_what_cannot_be_started(directory: Path) -> None:
     with pytest.raises(ConfigError, match="there is no training 'x'; there are: none"):
         trainings.switch("x")
     assert list(directory.iterdir()) == []
+
+
+def test_what_a_hostile_agent_sends(tmp_path: Path) -> None:
+    """Null bytes, half a character, a name that leads out, a huge number of lines; a damaged or removed record hides
+    no other training; a process is known by its arguments, not by a time that the clock changes."""
+    trainings = Trainings(tmp_path)
+    for config in ("a\0b", "a\n\ud800", "x" * (2 << 20)):
+        with pytest.raises(ConfigError):
+            trainings.start("one", config)
+    with pytest.raises(ConfigError, match="null byte"):
+        trainings.start("one", CONFIG, ["rl_training.run_name=a\0b"])
+    assert not (tmp_path / "one").exists()
+    for name in ("../x", "/etc", "a" * 100, "\0", ""):
+        with pytest.raises(ConfigError):
+            trainings.status(name)
+    sleeper = subprocess.Popen(["/bin/sh", "-c", "sleep 60; true", str(tmp_path / "a" / "exit_code")])
+    try:
+        known = {"name": "a", "pid": sleeper.pid, "created": 5.0, "port": 9, "total_steps": 1, "started_at": 1.0}
+        for name, text in {"a": json.dumps(known), "b": "["}.items():
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "training.json").write_text(text)
+        (tmp_path / "a" / "train.log").write_bytes(b"\xff line\n" * 5000)
+        assert {each["name"]: each["state"] for each in trainings.all()} == {"a": "starting", "b": "damaged"}
+        assert len(trainings.log("a", 10**9).splitlines()) == 1000 and len(trainings.log("a", -5).splitlines()) == 1
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert trainings.status("a")["state"] == "failed"
+    (tmp_path / "a" / "train.log").unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        trainings.log("a")
+
+
+@pytest.mark.slow  # it starts a process
+def test_a_page_of_another_origin_cannot_use_the_server(tmp_path: Path) -> None:
+    """Over HTTP: a foreign Host or Origin, and a body that a browser sends without asking first."""
+    port = free_port()
+    with subprocess.Popen([*command(tmp_path), "--http", str(port)], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None and any("Uvicorn running" in line for line in process.stderr)
+            call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+            accept = {"Accept": "application/json, text/event-stream"}
+            url = f"http://127.0.0.1:{port}/mcp"
+            for headers in (
+                {"Origin": "https://example.org"},
+                {"Origin": "null"},
+                {"Host": "example.org"},
+                {"Content-Type": "text/plain"},
+                {"Origin": "http://127.0.0.1:18812", "Content-Type": "text/plain"},
+            ):
+                answer = httpx.post(url, json=call, headers=accept | headers, timeout=20)
+                assert 400 <= answer.status_code < 500, (headers, answer.status_code)
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)

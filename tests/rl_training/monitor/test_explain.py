@@ -83,6 +83,24 @@ def test_a_run_that_goes_on_is_left_alone(directory):
     assert explain(directory).state == "stopped or killed"
 
 
+def test_a_pause_is_no_stalled_environment(directory):
+    """By a client's POST /pause or on the dashboard; until somebody resumes, or another process goes on."""
+    write(directory, line(1))
+    age(directory / METRICS_FILE, AGO)
+    log = directory / "run.log"
+    config = Config.model_validate({"rl_training": {"checkpoint_dir": directory.parent, "run_name": "run"}})
+    held = RunDirectory.open(config, directory / "step_000001")
+    try:
+        log.write_text('{"event": "paused", "by": "POST /pause"}\nnot json "paused"\n')
+        (finding,) = explain(directory).findings
+        assert finding.diagnosis.name == "paused" and "paused by POST /pause: step 2" in finding.diagnosis.sentence
+        for later in ("resumed", "configuration written"):
+            log.write_text(f'{{"event": "paused", "by": "the dashboard"}}\n{{"event": "{later}"}}\n')
+            assert names(explain(directory)) == ["environment-stalled"]
+    finally:
+        held.close()
+
+
 def test_a_step_of_the_run_means_the_run(directory):
     write(directory, line(1))
     (directory / "step_000001").mkdir()
