@@ -24,7 +24,7 @@ def explain(parser: ArgumentParser) -> Run:
 
         explanation = explain.explain(args.run_dir)
         sys.stdout.write(explain.as_json(explanation) if args.json else explain.as_text(explanation))
-        return 1 if explanation.findings else 0
+        return 0 if explanation.healthy else 1
 
     return run
 
