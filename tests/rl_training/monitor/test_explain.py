@@ -245,7 +245,7 @@ def test_a_reward_with_a_hole_is_named_with_answers_to_read(directory, capsys):
     end = [line(step, full_marks=marks(6), completion_tokens_mean=14.3) for step in range(6, 31)]
     write(directory, "".join(begin + end))
     texts = [
-        ("Greet me in lower case.", "hello", 1.0),
+        ("Greet me.", "hello", 1.0),
         ('Describe rain. End with the words "Rain is water."', "rain is water", 1.0),
         ("Write three words.", "four words it is", 0.0),
     ]
@@ -255,7 +255,7 @@ def test_a_reward_with_a_hole_is_named_with_answers_to_read(directory, capsys):
     assert "30 of 90 answers with full marks are nothing but a piece of their prompt" in told
     assert "answers went from 20.8 to 14.3 tokens" in told
     read = explain(directory).to_read
-    assert [(each.answer, each.piece) for each in read] == [("rain is water", True), ("hello", True)]
+    assert [(each.answer, each.piece) for each in read] == [("rain is water", True), ("hello", False)]
     assert "→  rain is water" in told
 
 
