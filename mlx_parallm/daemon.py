@@ -56,6 +56,7 @@ from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.prompt_policy.app import mounted as prompt_policy_routes
 from mlx_parallm.rl_training.commands import RunCommands
+from mlx_parallm.rl_training.monitor.trackers import check_installed
 from mlx_parallm.rl_training.plan.dry_run import DryRun
 from mlx_parallm.rl_training.sources import InProcessEnvironments, RewardsById, RolloutSource, SourceKind
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
@@ -217,6 +218,7 @@ def run_dry_run(config: Config) -> int:
     """A start and a few steps in a directory that is thrown away: shows samples and what the run will need."""
     if launched_rank() is not None:
         raise ConfigError("--dry-run measures one process: start it without mlx.launch")
+    check_installed(config.logging)  # the probe has no trackers
     quiet = config.logging.model_copy(update={"level": "warning"})  # what is printed is the dry run's own
     stop = _begin(config.model_copy(update={"logging": quiet}))
     share_blas_between(COMPUTING_THREADS, usable_cores())

@@ -275,8 +275,8 @@ def missing_of_commands() -> Iterator[str]:
     rows = {name: (script or None, set(re.findall(r"--[\w-]+", flags))) for name, script, flags in found}
     for command in COMMANDS.values():
         name, script = command.name, f"`{command.script}`" if command.script else ""
-        if f"`mlx_parallm {name}" not in text("README.md"):
-            yield f"command {name!r}: add a row | `mlx_parallm {name} …` | what it does | under 'Commands' of README.md"
+        if f"`mlx_parallm {name}" not in text("docs/commands.md"):
+            yield f"command {name!r}: add a row | `mlx_parallm {name} …` | what it does | of docs/commands.md"
         if name not in rows:
             yield (
                 f"command {name!r}: add a row | `mlx_parallm {name}` | {script} | its flags |"

@@ -1,7 +1,7 @@
 """What the commands share: `--set`, loading a configuration, errors of one line. Imports no MLX.
 
-An error that is raised on purpose (`ParallmError`) is one line on stderr and exit code 2; anything else is a bug and
-keeps its traceback.
+An error that is raised on purpose (`ParallmError`), or a package that is not installed, is one line on stderr and exit
+code 2; anything else is a bug and keeps its traceback.
 """
 
 import json
@@ -54,6 +54,13 @@ def exit_code(run: Run, args: Namespace) -> int:
         from mlx_parallm.system.terminal import escaped  # here: it loads rich
 
         sys.stderr.write(f"error: {escaped(Redactor(environment_secrets()).text(str(error)), lines=True)}\n")
+        return EXIT_ERROR
+    except ImportError as error:
+        from mlx_parallm.system.packages import missing
+
+        if (line := missing(error)) is None:
+            raise  # a fault of this package
+        sys.stderr.write(f"error: {line}\n")
         return EXIT_ERROR
     except KeyboardInterrupt:
         return 130

@@ -7,6 +7,7 @@ the model; for a toy they are the quickstart's.
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,20 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import PREFIX, absolute
 from mlx_parallm.models.formats import billions_in, directory_of
 from mlx_parallm.system.files import is_directory, local_path
+from mlx_parallm.system.hardware import Hardware, detect
+from mlx_parallm.system.terminal import duration
 
 if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
 
 SMALL = 512
 """A model with a smaller hidden size is a toy: it is trained like the quickstart's."""
+GROUP, PASSES, FEWEST_STEPS = 8, 10, 20
+OPERATIONS, CORE_OPERATIONS_S = 8.0, 25e9
+"""For a parameter and a token that is sampled and trained on; in a second, of one CPU core."""
+CPU_SIZES = ((64, 512), (64, 256), (64, 128), (32, 128), (32, 64))
+"""(sequences of a step, tokens of an answer), the most first."""
+STEP_S, RUN_S = 60.0, 3600.0
 USUAL_HIDDEN_SIZE = 2560  # a 4B model's, assumed where the size cannot be found
 
 HEAD = """\
@@ -37,7 +46,7 @@ REWARD_BODY = """\
 batch_size = {rows:<17}# sequences decoded together; more is faster and takes more memory
 
 [rl_training]
-total_steps = {steps}
+total_steps = {steps:<16}# {why_steps}
 learning_rate = {learning_rate:<14}# 4e-5 * (1024 / hidden size)^1.5: smaller steps for larger models
 lr_schedule = "linear"        # down to zero after the last step
 warmup_steps = 5
@@ -53,7 +62,7 @@ rank = 16
 alpha = 32.0
 
 [rl_training.atropos]
-rollout_batch_size = {rollouts:<9}# sequences of one step: {groups} prompts, 8 answers each
+rollout_batch_size = {rollouts:<9}# sequences of one step: {groups} prompts, 8 answers each{why_rollouts}
 max_token_length = {longest:<11}# prompt and answer together
 
 [evaluation]
@@ -65,7 +74,7 @@ data = {data}
 rewards = [{rewards}]
 heldout_fraction = 0.1        # never trained on
 group_size = 8                # answers to one prompt; they are compared with each other
-max_tokens = {max_tokens:<17}# of one answer; one that is cut off is rarely right
+max_tokens = {max_tokens:<17}# of one answer; one that is cut off is rarely right{why_tokens}
 chat_template_kwargs = {{ enable_thinking = false }}  # thinking needs thousands of tokens; other templates ignore it
 """
 
@@ -117,19 +126,84 @@ def dataset_toml(model: str, data: str, rewards: Sequence[str], algorithm: str |
         values |= {"algorithm": algorithm, "learning_rate": f"{rate:.1e}", "rows": 16 if algorithm == "sft" else 32}
         return (HEAD + ROWS_BODY).format(**values)
     references = [name if name.startswith((PREFIX, "builtin:")) else PREFIX + name for name in rewards]
-    rollouts = 128 if small else 64
+    sizes = sizes_for(hidden_size, parameters_of(model, hidden_size), count_rows(data), detect())
     values |= {
-        "steps": 80 if small else 200,
+        "steps": sizes.steps,
+        "why_steps": sizes.why_steps,
         "rows": 128 if small else 32,
         "learning_rate": f"{rate:.1e}",
-        "updates": rollouts // 32,
-        "rollouts": rollouts,
-        "groups": rollouts // 8,
+        "updates": sizes.rollouts // 32,
+        "rollouts": sizes.rollouts,
+        "why_rollouts": f"; {sizes.why}" if sizes.why else "",
+        "groups": sizes.rollouts // GROUP,
         "longest": 1024 if small else 2048,
         "rewards": ", ".join(_quoted(absolute(reference, directories)) for reference in references),
-        "max_tokens": 64 if small else 512,
+        "max_tokens": sizes.max_tokens,
+        "why_tokens": f"; {sizes.why}" if sizes.why else "",
     }
     return (HEAD + REWARD_BODY).format(**values)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much a run does, and why. `rollouts`: sequences of one step; `why`: "" where the machine asks for no less."""
+
+    rollouts: int
+    max_tokens: int
+    steps: int
+    why_steps: str
+    why: str = ""
+
+
+def sizes_for(hidden_size: int, parameters: float, rows: int | None, hardware: Hardware) -> Sizes:
+    """Return the sizes of a run, smaller on a CPU and with few rows.
+
+    A token that is sampled and trained on costs about 8 operations for each parameter. Worked: 134.5 M parameters on
+    two cores, 64 answers of 48 tokens: 64 · 48 · 8 · 134.5e6 / (2 · 25e9) = 66 s a step; 52 s were measured.
+    """
+    small = hidden_size < SMALL
+    steps, rollouts, max_tokens = (80, 128, 64) if small else (200, 64, 512)
+    why, why_steps = "", "as many as usually teach something; more where the curve still rises"
+    if hardware.backend == "cpu" and not small:
+        token_s = OPERATIONS * parameters / (hardware.cores * CORE_OPERATIONS_S)
+        asked = rollouts * max_tokens * token_s
+        for rollouts, max_tokens in CPU_SIZES:
+            step_s = rollouts * max_tokens * token_s
+            if step_s <= STEP_S:
+                break
+        if step_s < asked:
+            largest, longest = CPU_SIZES[0]
+            why = f"on {hardware.cores} CPU cores {largest} of {longest} would take {duration(asked)} a step"
+        if (fit := max(FEWEST_STEPS, int(RUN_S / step_s))) < steps:
+            steps, why_steps = fit, f"about {duration(fit * step_s)} on {hardware.cores} CPU cores"
+    if rows and (few := max(FEWEST_STEPS, PASSES * rows * GROUP // rollouts)) < steps:
+        steps, why_steps = few, f"about {PASSES} passes over {rows} rows, and at least {FEWEST_STEPS} steps"
+    return Sizes(rollouts, max_tokens, steps, why_steps, why)
+
+
+def count_rows(data: str) -> int | None:
+    """Return how many rows a file has; None: it cannot be read here, or lies on the hub. The reader reports faults."""
+    try:
+        with Path(data).expanduser().open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    except (OSError, ValueError):
+        return None
+
+
+def parameters_of(model: str, hidden_size: int) -> float:
+    """Return about how many parameters a model has, from its configuration or its name, without network."""
+    directory = directory_of(model)
+    file = directory / "config.json" if directory is not None else _cached(model)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+        text = config.get("text_config") or config
+        layers, vocabulary = int(text.get("num_hidden_layers") or 0), int(text.get("vocab_size") or 0)
+    except (OSError, ValueError, AttributeError, TypeError):
+        layers = vocabulary = 0  # the loader reports what is wrong with the file
+    if layers:
+        return hidden_size * (12.0 * layers * hidden_size + vocabulary)
+    billions = billions_in(model)
+    return billions * 1e9 if billions else (hidden_size / 1320) ** 2 * 1e9
 
 
 def learning_rate_for(hidden_size: int) -> float:

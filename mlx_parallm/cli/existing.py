@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.cli.command import Run, add_set, load, piped, toml_value
+from mlx_parallm.system.packages import require_mlx
 
 
 def explain(parser: ArgumentParser) -> Run:
@@ -23,7 +24,7 @@ def explain(parser: ArgumentParser) -> Run:
 
         explanation = explain.explain(args.run_dir)
         sys.stdout.write(explain.as_json(explanation) if args.json else explain.as_text(explanation))
-        return 1 if explanation.findings else 0
+        return 0 if explanation.healthy else 1
 
     return run
 
@@ -183,6 +184,7 @@ def evaluate(parser: ArgumentParser) -> Run:
             )
         if args.concurrency < 1:
             parser.error("--concurrency: at least 1")
+        require_mlx()
         from mlx_parallm.system.log import configure_logging
         from mlx_parallm.system.terminal import Console
         from mlx_parallm.tools import eval as evaluation
@@ -235,6 +237,7 @@ def replay(parser: ArgumentParser) -> Run:
     def run(args: Namespace) -> int:
         if args.steps is not None and args.steps < 1:
             parser.error("--steps: at least 1")
+        require_mlx()
         from mlx_parallm.system.blas import request_bitwise_reproducible_blas
 
         request_bitwise_reproducible_blas()  # the same command gives the same numbers
@@ -274,6 +277,7 @@ def merge_lora(parser: ArgumentParser) -> Run:
     parser.add_argument("--push-to-hub", metavar="ID", help="also upload the result to this hub repository")
 
     def run(args: Namespace) -> int:
+        require_mlx()
         from mlx_parallm.models.threads import release_streams
         from mlx_parallm.tools.merge_lora import merge
 
@@ -303,6 +307,7 @@ def convert_adapter(parser: ArgumentParser) -> Run:
     parser.add_argument("--overwrite", action="store_true", help="replace an adapter that is at DST")
 
     def run(args: Namespace) -> int:
+        require_mlx()
         from mlx_parallm.models.threads import release_streams
         from mlx_parallm.tools.convert_adapter import convert
 
@@ -328,16 +333,16 @@ def doctor(parser: ArgumentParser) -> Run:
     def run(args: Namespace) -> int:
         if args.contracts != bool(args.model):
             parser.error("--contracts and --model M go together")
+        if not args.contracts:
+            from mlx_parallm.tools import doctor
+
+            return doctor.run()
+        config = load(None, [*args.set, f"model.base_path={toml_value(args.model)}"])
+        require_mlx()
         from mlx_parallm.models.threads import release_streams
+        from mlx_parallm.tools import contracts
 
         atexit.register(release_streams)
-        if args.contracts:
-            config = load(None, [*args.set, f"model.base_path={toml_value(args.model)}"])
-            from mlx_parallm.tools import contracts
-
-            return contracts.run(config)
-        from mlx_parallm.tools import doctor
-
-        return doctor.run()
+        return contracts.run(config)
 
     return run

@@ -13,6 +13,7 @@ from mlx_parallm.cli.command import Run, add_set, load, toml_value
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.files import is_directory, is_file
 from mlx_parallm.system.hardware import launched_rank
+from mlx_parallm.system.packages import require_mlx
 from mlx_parallm.system.signals import block_shutdown_signals
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def train(parser: ArgumentParser) -> Run:
         if args.write_config:
             return _write_config(args)
         config = _training_config(args)
+        require_mlx()
         from mlx_parallm.rl_training.run_directory import directory_of, with_run_name
 
         resume = args.resume or config.rl_training.resume
@@ -122,6 +124,7 @@ def serve(parser: ArgumentParser) -> Run:
         }
         flags = [f"{key}={toml_value(value)}" for key, value in given.items() if value is not None]
         config = load(args.config, args.set + flags)
+        require_mlx()
         _before_mlx(config)
         from mlx_parallm.daemon import run_server
         from mlx_parallm.dashboard.routes import runs_dashboard
@@ -181,6 +184,7 @@ def prompt_policy(parser: ArgumentParser) -> Run:
         }
         overrides += [f"{key}={toml_value(value)}" for key, value in named.items() if value is not None]
         config = load(args.config, overrides)
+        require_mlx()
         from mlx_parallm.models.threads import mlx_thread
         from mlx_parallm.system.log import configure_logging
 

@@ -183,7 +183,7 @@ COMMANDS = (
         "Show device, BLAS and its speed, memory, versions, and what to fix.",
         "mlx_parallm.cli.existing:doctor",
         "mlx_parallm_doctor",
-        "Exit code 0: nothing to fix; 1: see the advice.",
+        "Exit code 0: nothing to fix; 1: see the advice; 2: MLX cannot be loaded.",
     ),
     Command(
         "completion",

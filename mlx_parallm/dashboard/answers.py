@@ -65,13 +65,26 @@ class HealthFinding(TypedDict):
     numbers: dict[str, float | None]
     page: str
     steps: list[list[int]]
+    good: bool
+
+
+class AnswerToRead(TypedDict):
+    """An answer with full marks. `piece`: it is nothing but a piece of its prompt."""
+
+    environment: str
+    prompt: str
+    answer: str
+    piece: bool
 
 
 class RunHealth(TypedDict):
+    """A finding that is `good` says that the run has reached its end. `to_read`: only beside a reward hole."""
+
     state: str
     gained: bool
     findings: list[HealthFinding]
     notes: list[str]
+    to_read: list[AnswerToRead]
 
 
 class RunVersions(TypedDict):

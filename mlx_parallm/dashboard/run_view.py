@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
@@ -281,6 +281,7 @@ class RunView:
                 "gained": found.gained,
                 "findings": [finding.to_json() for finding in found.findings],
                 "notes": list(found.notes),
+                "to_read": [asdict(reading) for reading in found.to_read],
             }
             answer = self._shown(answer)
             self._health = (count + 1, words, now + HEALTH_PAUSE * (now - began), answer)

@@ -33,7 +33,7 @@ SOLVED = 1.0 - 1e-9
 FEW = 20  # problems: an accuracy is then known to ±0.2 at best
 COMPARED_TASKS = 500  # training problems of each environment that are compared with those held out
 HELDOUT_PAGE = "docs/your_environment.md#held-out"
-EXAMPLES = 16  # problems whose answers are written into a file of evaluations
+EXAMPLES = 256  # problems whose answers are written into a file of evaluations
 
 log = get_logger("evaluation")
 

@@ -27,10 +27,10 @@ from mlx_parallm.execution.chat_messages import read_messages, read_tools
 from mlx_parallm.execution.user_code import is_reference, load, user_code
 from mlx_parallm.system.files import is_directory, local_path
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.packages import require
 
 log = get_logger("environments")
 
-INSTALL = "pip install 'mlx-parallm[datasets]'"
 PROMPT_COLUMNS = ("prompt", "messages")
 TASKS_HELDOUT = 0.1  # share of an environment's tasks
 LEAST_WEIGHT = 0.02  # of rows that were always or never solved; the most is 0.25. The policy changes as it learns
@@ -295,10 +295,9 @@ def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _hub(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(f"{key}: {data!r} needs the package: {INSTALL} ({error})") from error
+    require(f"{key}: {data!r}", "datasets")
+    import datasets
+
     name = data.removeprefix(HUB_PREFIX)
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, subset, split=split)

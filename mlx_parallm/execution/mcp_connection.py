@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 from mlx_parallm.errors import ConfigError, ToolFailedError
 from mlx_parallm.execution.tool_results import ToolResult, as_json
+from mlx_parallm.system.packages import install
 
-INSTALL = "pip install 'mlx-parallm[mcp]'"
 CALL_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 30.0
 MAX_CONCURRENT = 16
@@ -137,7 +137,7 @@ class MCPConnection:
             from mcp.client.stdio import stdio_client
             from mcp.client.streamable_http import streamable_http_client
         except ImportError as error:  # no SDK, or one of before 2.0, to which many servers bind it
-            raise ConfigError(f"{self._what}: {error}: {INSTALL}") from error
+            raise ConfigError(f"{self._what}: {error}: {install('mcp')}") from error
         async with AsyncExitStack() as stack:
             if self.server.url:
                 http = await stack.enter_async_context(

@@ -23,12 +23,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ToolFailedError
-from mlx_parallm.execution.mcp_connection import INSTALL, STOP_TIMEOUT_S, MCPConnection, MCPServer
+from mlx_parallm.execution.mcp_connection import STOP_TIMEOUT_S, MCPConnection, MCPServer
 from mlx_parallm.execution.tool_calls import tool_definition
 from mlx_parallm.execution.tool_results import FAILURES, ToolResult, as_json, bounded, no_such_tool
 from mlx_parallm.system.loop_thread import LoopThread
 
-__all__ = ["INSTALL", "MCPServer", "MCPToolClient", "ToolClient", "ToolResult"]
+__all__ = ["MCPServer", "MCPToolClient", "ToolClient", "ToolResult"]
 
 FUNCTION_TIMEOUT_S = 30.0
 MOST_LEFT_BEHIND = 64  # calls of functions that did not return in time and still run

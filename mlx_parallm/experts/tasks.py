@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.packages import require
 
 GRAVITY = 9.81  # m/s²
 HIT_M = 1.0  # a shot nearer than this hits
@@ -147,11 +148,10 @@ class GymnasiumTask:
     """
 
     def __init__(self, id: str, num_envs: int, make: Mapping[str, Any] | None = None) -> None:
-        try:
-            import gymnasium
-            from gymnasium.vector import AutoresetMode
-        except ImportError as error:
-            raise ConfigError(f"environment {id!r}: pip install 'mlx-parallm[gymnasium]'") from error
+        require(f"environment {id!r}", "gymnasium")
+        import gymnasium
+        from gymnasium.vector import AutoresetMode
+
         options = {"autoreset_mode": AutoresetMode.SAME_STEP}
         try:
             self._envs = gymnasium.make_vec(

@@ -1,13 +1,12 @@
 """`mlx_parallm export`. Imports no MLX before it runs."""
 
 import atexit
-import importlib.util
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.packages import require, require_mlx
 
 
 def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
@@ -49,8 +48,8 @@ def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
     def run(args: Namespace) -> int:
         if (args.run_dir is None) == (args.base_model is None) or (args.lora_path and not args.base_model):
             parser.error("either RUN_DIR, or --base-model B with or without --lora-path A")
-        if importlib.util.find_spec("gguf") is None:
-            raise ConfigError("an export needs the package gguf: `pip install 'mlx-parallm[export]'`")
+        require("an export", "gguf")
+        require_mlx()
         from mlx_parallm.export.model import ModelSource, source_of_run
         from mlx_parallm.export.ollama import DEFAULT_URL
         from mlx_parallm.export.pipeline import ExportPipeline, destination_of

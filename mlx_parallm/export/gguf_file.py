@@ -1,10 +1,11 @@
 """Write a GGUF file, one tensor in memory at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType as Type
 
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.export import architectures
@@ -41,40 +42,52 @@ def write_model(
     writer.add_file_type(int(FILE_TYPES[kind]))
     writer.add_quantization_version(QUANTIZATION_VERSION)
 
-    def name_of(mlx_name: str) -> str:
-        return architectures.tensor_name(architecture, mlx_name, arguments.num_hidden_layers)
-
-    planned = {name_of(name): shape for name, shape in opened.shapes().items()}
-    mixture = Mixture(
-        kind,
-        arguments.num_hidden_layers,
-        arguments.num_attention_heads // arguments.num_key_value_heads,
-        getattr(arguments, "num_experts", 0),
-        tied="output.weight" not in planned,
-    )
-    types = {name: mixture.type_of(name, shape) for name, shape in planned.items()}
+    planned = planned_tensors(opened, kind)
+    tied = is_tied(planned)
     factors = architectures.rope_factors(opened.model)
     if factors is not None:
         writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
-    for name, shape in planned.items():
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), size_of(types[name], shape), types[name])
-    total, done = sum(size_of(types[name], shape) for name, shape in planned.items()), 0
+    for name, shape, type_ in planned.values():
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), size_of(type_, shape), type_)
+    total, done = sum(size_of(type_, shape) for _, shape, type_ in planned.values()), 0
     try:
         _write_header(writer, path)
         if factors is not None:
             writer.write_tensor_data(factors)
         for tensor in opened.tensors():
-            name = name_of(tensor.name)
+            name, _, type_ = planned[tensor.name]
             order = architectures.row_order(architecture, tensor.name, arguments)
-            offset, factor = architectures.changed(architecture, name, arguments, tied=mixture.tied)
+            offset, factor = architectures.changed(architecture, name, arguments, tied=tied)
             pieces = tensor.rows(order, np.float32(offset), np.float32(factor))
-            written = encode(pieces, types[name], tensor.shape, tensor.name)
+            written = encode(pieces, type_, tensor.shape, tensor.name)
             writer.write_tensor_data(written)
             done += written.nbytes
             progress(done, total)
     finally:
         writer.close()
-    return {used.name: list(types.values()).count(used) for used in sorted(set(types.values()))}
+    types = [type_ for *_, type_ in planned.values()]
+    return {used.name: types.count(used) for used in sorted(set(types))}
+
+
+def planned_tensors(opened: OpenModel, kind: str) -> dict[str, tuple[str, tuple[int, ...], Type]]:
+    """Return the name in the file, the shape and the type of each tensor, by mlx-lm's name."""
+    architecture, arguments = architectures.architecture_of(opened.config), opened.arguments
+    shapes = opened.shapes()
+    layers = arguments.num_hidden_layers
+    names = {name: architectures.tensor_name(architecture, name, layers) for name in shapes}
+    mixture = Mixture(
+        kind,
+        layers,
+        arguments.num_attention_heads // arguments.num_key_value_heads,
+        getattr(arguments, "num_experts", 0),
+        tied="output.weight" not in names.values(),
+    )
+    return {name: (names[name], shape, mixture.type_of(names[name], shape)) for name, shape in shapes.items()}
+
+
+def is_tied(planned: Mapping[str, tuple[str, tuple[int, ...], Type]]) -> bool:
+    """Return whether the embedding is the output's matrix too."""
+    return all(name != "output.weight" for name, *_ in planned.values())
 
 
 def write_adapter(path: Path, opened: OpenModel) -> int:

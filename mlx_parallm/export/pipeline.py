@@ -32,7 +32,7 @@ from mlx_parallm.export.hosting import OllamaHostingProfile, fitting_type, hosti
 from mlx_parallm.export.llama_server import LlamaServer
 from mlx_parallm.export.model import NO_TEMPLATE, ModelSource, OpenModel, open_model, source_of_run
 from mlx_parallm.export.ollama import DEFAULT_URL, OllamaDeployer, go_template, modelfile
-from mlx_parallm.export.quantization import check_type
+from mlx_parallm.export.quantization import check_type, without_own_type
 from mlx_parallm.export.verify import Verification, not_verified
 from mlx_parallm.export.vocabulary import STOPS_IN_FILE, Vocabulary, candidates, describe_rules, read_vocabulary
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -183,6 +183,8 @@ class ExportPipeline:
             types = {"F32": 2 * write_adapter(file, opened)}
         else:
             types = write_model(file, opened, vocabulary, self.kind)
+            if without := without_own_type(self.kind, types):
+                opened.notes.append(without)
         verification = self._judged(self._verify(opened, vocabulary, file))
         size, memory, hosting = file.stat().st_size, memory_present()[1], None
         if not self.adapter_only:
@@ -231,7 +233,9 @@ class ExportPipeline:
 
     def _compare(self, server: LlamaServer, opened: OpenModel) -> Verification:
         rounding = architecture_of(opened.config).rounding
-        return verify.verify(server, self.source, self.kind, opened.tokenizer, rounding)
+        return verify.verify(
+            server, self.source, self.kind, opened.tokenizer, rounding, adapter_apart=self.adapter_only
+        )
 
     def _judged(self, verification: Verification) -> Verification:
         """Raises ModelError: it was compared, and is not as here."""

@@ -8,7 +8,7 @@ type is llama.cpp's rule (src/llama-quant.cpp, `llama_tensor_get_type_impl`), wi
 import ctypes
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -127,6 +127,18 @@ def check_type(kind: str) -> None:
             "`pip install xllamacpp`; or export --type bf16 and run"
             f" `llama-quantize MODEL-bf16.gguf MODEL-{kind}.gguf {kind.upper()}`"
         )
+
+
+def without_own_type(kind: str, types: Mapping[str, int]) -> str | None:
+    """Return a word about a file of `kind` in which no tensor has the type that it is named after; else None."""
+    own = f"{kind[:2]}_k".upper() if kind not in PLAIN else kind.upper()
+    if own in types:
+        return None
+    held = ", ".join(f"{count} {name}" for name, count in types.items())
+    return (
+        f"no tensor of this file is {own}: the rows of this model's matrices are no multiple of 256, so llama.cpp's"
+        f" rules take other types ({held})"
+    )
 
 
 def size_of(kind: Type, shape: tuple[int, ...]) -> int:

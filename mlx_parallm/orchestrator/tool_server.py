@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_parallm.environments.kinds.svrl import calculate
 from mlx_parallm.errors import ConfigError, ToolFailedError
-from mlx_parallm.execution.tool_client import INSTALL
+from mlx_parallm.system.packages import require
 
 GRAVITY = 9.81  # m/s²
 MAX_VELOCITY, MAX_WIND = 1000.0, 1000.0  # m/s, so that every result is a finite number
@@ -47,12 +47,11 @@ TOOLS: tuple[Callable[..., Any], ...] = (math_solve, physics_simulate)
 
 def make_server() -> Any:
     """Return the server of the SDK. Raises ConfigError: the SDK is not installed."""
-    try:
-        from mcp.server.mcpserver import MCPServer
-        from mcp.server.mcpserver.exceptions import ToolError
-        from mcp_types import ToolAnnotations
-    except ImportError as error:
-        raise ConfigError(f"the tool server needs the MCP SDK: {INSTALL}") from error
+    require("the tool server", "mcp.server.mcpserver", "mcp_types")
+    from mcp.server.mcpserver import MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+    from mcp_types import ToolAnnotations
+
     server = MCPServer("mlx_parallm tools")
     pure = ToolAnnotations(read_only_hint=True, idempotent_hint=True, open_world_hint=False)
 

@@ -1,12 +1,11 @@
 """`mlx_parallm pipeline`. Imports no MLX before it runs."""
 
-import importlib.util
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.packages import require, require_mlx
 
 METHODS = ("grpo", "kto", "dpo", "sft")
 PROFILES = ("AUTO_DETECT", "CPU_ONLY", "GPU_ENABLED", "RYZEN_OPTIMIZED")
@@ -57,8 +56,8 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
     )
 
     def run(args: Namespace) -> int:
-        if importlib.util.find_spec("gguf") is None:
-            raise ConfigError("a pipeline exports, which needs the package gguf: `pip install 'mlx-parallm[export]'`")
+        require("a pipeline, which exports,", "gguf")
+        require_mlx()
         from mlx_parallm.export.ollama import DEFAULT_URL
         from mlx_parallm.pipeline.pipeline import TrainingPipeline
         from mlx_parallm.system.log import configure_logging

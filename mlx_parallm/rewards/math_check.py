@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.rewards.part_tools import by_column, needs_extra
+from mlx_parallm.rewards.part_tools import by_column
+from mlx_parallm.system.packages import require
 
 WORKER = Path(__file__).with_name("math_worker.py")
 START_S = 120.0  # sympy takes seconds to import on a busy machine
@@ -28,7 +29,7 @@ def math(*, column: str = "answer", timeout_s: float = 5.0) -> Callable[..., Any
 
     Raises ConfigError: math-verify is not installed.
     """
-    needs_extra("math_verify", "math")
+    require("builtin:math", "math_verify")
     worker = MathWorker(timeout_s)
     return by_column(lambda text, reference: worker.score(str(reference), text), column)
 

@@ -1,6 +1,5 @@
 """Helpers of the built-in parts: completions as text, the column that an option names, thresholds."""
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -48,9 +47,3 @@ def by_column(score: Callable[[str, Any], float | None], column: str) -> Callabl
         return [None if value is None else score(text, value) for text, value in pairs]
 
     return with_column(part, column)
-
-
-def needs_extra(module: str, part: str) -> None:
-    """Raises ConfigError: the library that a part needs is not installed."""
-    if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"builtin:{part} needs {module}: pip install 'mlx-parallm[rewards]'")

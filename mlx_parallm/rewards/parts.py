@@ -18,8 +18,9 @@ from mlx_parallm.rewards.judge import judge
 from mlx_parallm.rewards.learned import learned
 from mlx_parallm.rewards.math_check import math
 from mlx_parallm.rewards.methods import Objective, Parts, RewardComputer
-from mlx_parallm.rewards.part_tools import Completions, Scores, by_column, needs_extra, texts_of, to_binary
+from mlx_parallm.rewards.part_tools import Completions, Scores, by_column, texts_of, to_binary
 from mlx_parallm.rewards.tool_check import tool
+from mlx_parallm.system.packages import require
 from mlx_parallm.types import Trajectory
 
 Part = Callable[..., Any]
@@ -195,7 +196,7 @@ def _compile(pattern: str) -> "re.Pattern[str]":
 
 
 def _schema(source: Mapping[str, Any] | str) -> Callable[[Any], bool]:
-    needs_extra("jsonschema", "json")
+    require("builtin:json", "jsonschema")
     import jsonschema
 
     try:

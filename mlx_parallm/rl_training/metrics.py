@@ -31,7 +31,7 @@ KEYS = (
     *("dropped_stale", "skipped_steps", "optimizer_updates", "stopped_at_kl", "publish_timeouts", "gave_up"),
     *("publishes_refused", "publish_kl", "rolled_back_to"),
     *("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb"),
-    *("reward_by_environment", "environments"),
+    *("reward_by_environment", "environments", "full_marks"),
 )
 """Every line has all of these keys (null = unknown); others may follow.
 
@@ -43,7 +43,7 @@ which every answer is the same, token for token. `rewards/NAME/mean`, `/std` (n 
 `extra_segments`: sequences beyond one an episode, because the chat template rewrote history.
 `dropped_misfit`: groups of another tokenizer or model.
 `dropped_without_variance`: groups in whose place others were sampled.
-`environments`: `batch.EnvironmentNumbers` of each.
+`environments`: `batch.EnvironmentNumbers` of each. `full_marks`: `full_marks.FullMarks` of each.
 `kl`: mean estimate of KL(policy || reference), null unless kl_beta > 0. `kl_coefficient`: its weight in this step.
 `logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the weights that the step starts from, before
 its first update; of all tokens that came with log-probabilities where none is of those weights (then the difference

@@ -520,7 +520,9 @@ class TrainingRun:
                 curve = report.write_reward_curve(lines, directory.path / "reward.png", title=directory.path.name)
             except OSError as error:
                 log.warning("the reward curve cannot be written", error=str(error))
-        if finished:
+        if finished and not report.has_trained(lines):
+            commands = []  # the result is the base model: there is nothing new to serve
+        elif finished:
             lora = self.config.rl_training.lora.enabled
             commands = report.next_commands(directory.path, self.config.model.base_path, lora=lora)
         else:
@@ -533,7 +535,8 @@ class TrainingRun:
             log.warning(problem, **{FILE_ONLY: True})  # the report shows them
         first = f"after step {evaluations[0]['step']}" if found and evaluations[0]["step"] else report.BEFORE
         shown = samples if samples.is_file() else None
-        report.print_report(self._console, found, commands, curve, shown, problems, first=first)
+        successes = report.successes_of(lines)
+        report.print_report(self._console, found, commands, curve, shown, problems, successes, first=first)
 
     def _run_info(self, directory: RunDirectory, state: TrainerState | None) -> RunInfo:
         evaluation, rows = self.config.evaluation, self._heldout is not None and self._heldout.measures

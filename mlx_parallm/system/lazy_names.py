@@ -1,4 +1,4 @@
-"""Names of a package that are imported at their first use (PEP 562). Imports nothing itself."""
+"""Names of a package that are imported at their first use (PEP 562). Imports nothing itself until then."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -17,7 +17,14 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     def get(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"mlx_parallm.{home_of[name]}"), name)
+        try:
+            return getattr(importlib.import_module(f"mlx_parallm.{home_of[name]}"), name)
+        except ImportError as error:
+            from mlx_parallm.system.packages import missing  # here: it reads what is installed
+
+            if (line := missing(error)) is None:
+                raise
+            raise ImportError(line) from error
 
     def names() -> list[str]:
         return sorted({*vars(importlib.import_module(package)), *home_of})

@@ -70,3 +70,13 @@ def _escaped(text: Text) -> Text:
         part.plain = escaped(part.plain, lines=True)
         result.append_text(part)
     return result
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it: 0.28 s, 55 s, 12 min, 2 h 50 min."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,23 +1,22 @@
 """The line that the daemon has: the part where it is asked for, whose packages are imported only then."""
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.packages import require
 
 if TYPE_CHECKING:
     from mlx_parallm.tinker.part import TinkerPart
 
-PACKAGES = ("google", "google.protobuf", "zstandard")
+PACKAGES = ("google.protobuf", "zstandard")
 
 
 def tinker_part(config: Config) -> "TinkerPart | None":
     """The part for the daemon; None = not asked for. Raises ConfigError: no package, or server.kv_bits is set."""
     if not config.tinker.enabled:
         return None
-    if missing := next((name for name in PACKAGES if find_spec(name) is None), None):
-        raise ConfigError(f"tinker.enabled = true needs {missing}: pip install 'mlx-parallm[tinker]'")
+    require("tinker.enabled = true", *PACKAGES)
     if bits := config.server.kv_bits:
         raise ConfigError(
             f"server.kv_bits = {bits}: Tinker's clients train on the sampler's log-probabilities, and the learner's"

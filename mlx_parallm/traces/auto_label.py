@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.learned import LEAST_OF_EACH, WORD
+from mlx_parallm.system.packages import require
 from mlx_parallm.traces.builders import AUTO, score_of
 from mlx_parallm.traces.execution import AnyTrace, trace_of
 from mlx_parallm.traces.rewards import label_about, trajectory_of
@@ -76,14 +77,13 @@ def judged(trace: Trace) -> float | None:
 
 
 def _classifier() -> Any:
-    try:
-        from sklearn.calibration import CalibratedClassifierCV
-        from sklearn.feature_extraction import DictVectorizer
-        from sklearn.linear_model import LogisticRegression
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import MaxAbsScaler
-    except ImportError as error:
-        raise ConfigError("the auto-labeler needs scikit-learn: pip install 'mlx-parallm[traces]'") from error
+    require("the auto-labeler", "sklearn")
+    from sklearn.calibration import CalibratedClassifierCV
+    from sklearn.feature_extraction import DictVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import MaxAbsScaler
+
     model = make_pipeline(DictVectorizer(), MaxAbsScaler(), LogisticRegression(max_iter=TRIES))
     # One sigmoid for the predictions of all folds together. A sigmoid of each fold's own (ensemble) would see 4 of 20
     # labels, which Platt's prior pulls to 1/4 and 3/4: it claimed 0.77 where 0.92 were right, and left most alone.

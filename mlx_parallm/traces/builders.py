@@ -29,6 +29,7 @@ from mlx_parallm import __version__
 from mlx_parallm.config.environment import PASS_RATE
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.system.files import write_directory
+from mlx_parallm.system.packages import require
 from mlx_parallm.traces.execution import MANUAL, AnyTrace, trace_of
 from mlx_parallm.traces.privacy import leftovers
 from mlx_parallm.traces.row_messages import RowChat, row_chat
@@ -426,12 +427,9 @@ def _shingles(text: str) -> set[str]:
 def _minhash_index(threshold: float) -> Callable[[str | None, set[str], bool], bool]:
     """A function that says whether such a text is there, and adds it under its name, if it has one, where it is not.
     Raises ConfigError."""
-    try:
-        from datasketch import MinHash, MinHashLSH
-    except ImportError as error:
-        raise ConfigError(
-            "near-duplicates are found by datasketch: pip install 'mlx-parallm[traces]', or set near_duplicates to 1"
-        ) from error
+    require("near_duplicates below 1", "datasketch")
+    from datasketch import MinHash, MinHashLSH
+
     indices = {good: MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS) for good in (True, False)}
     hashes: dict[str, Any] = {}
 

@@ -3,12 +3,21 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlx_parallm import cli
-from mlx_parallm.cli.dataset_config import dataset_toml, find_hidden_size, learning_rate_for
+from mlx_parallm.cli.dataset_config import (
+    count_rows,
+    dataset_toml,
+    find_hidden_size,
+    learning_rate_for,
+    parameters_of,
+    sizes_for,
+)
 from mlx_parallm.config.load import load_config
+from mlx_parallm.system.hardware import GIB, Hardware
 from tests.cli.test_cli import call
 
 ROOT = Path(__file__).parents[2]
@@ -132,3 +141,54 @@ def test_an_algorithm_that_learns_from_the_rows_needs_no_reward_and_is_known_aga
     assert (training["learning_rate"], training["batch_size"]) == (pytest.approx(rate), rows)
     assert cli.train([*flags[:-1], "kto", "--resume", "auto"]) == 2
     assert "--algorithm is kto" in capsys.readouterr().err
+
+
+SMOL, QWEN = (576, 1.345e8), (1024, 6e8)
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "backend", "cores", "sizes", "reasons"),
+    [
+        (SMOL, 5000, "cpu", 2, (32, 64, 81), ("59 min", "512 would take 12 min a step")),
+        (SMOL, 5000, "cpu", 64, (64, 512, 163), ("60 min", "")),  # as on a GPU, and an hour of steps
+        (SMOL, 5000, "cuda", 2, (64, 512, 200), ("", "")),
+        (QWEN, 5000, "metal", 8, (64, 512, 200), ("", "")),
+        (QWEN, 48, "metal", 8, (64, 512, 60), ("10 passes over 48 rows", "")),
+        (QWEN, 3, "cuda", 8, (64, 512, 20), ("at least 20 steps", "")),
+        (QWEN, None, "cpu", 2, (32, 64, 20), ("CPU cores", "512 would take")),  # rows on the hub are not counted
+        ((128, 1e6), 5000, "cpu", 2, (128, 64, 80), ("", "")),
+    ],
+    ids=["two cores", "many cores", "cuda", "metal", "few rows", "three rows", "hub", "toy"],
+)
+def test_sizes_follow_the_machine_and_the_rows(
+    model: tuple[int, float],
+    rows: int | None,
+    backend: Any,
+    cores: int,
+    sizes: tuple[int, int, int],
+    reasons: tuple[str, str],
+) -> None:
+    """64 answers of 512 tokens, 200 steps of them: 2.87 hours on two cores, even with 48 tokens."""
+    found = sizes_for(*model, rows, Hardware(backend, "x86_64", cores, 16 * GIB, 8 * GIB))
+    assert (found.rollouts, found.max_tokens, found.steps) == sizes
+    assert reasons[0] in found.why_steps and reasons[1] in found.why and bool(found.why) == bool(reasons[1])
+
+
+def test_each_size_has_its_reason_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mac = Hardware("metal", "arm64", 8, 16 * GIB, 8 * GIB)
+    monkeypatch.setattr("mlx_parallm.cli.dataset_config.detect", lambda: mac)
+    text = dataset_toml("model", "rows.jsonl", ["score.py:correct"])
+    for key in ("total_steps", "rollout_batch_size", "max_tokens", "group_size", "batch_size"):
+        assert all("#" in line for line in text.splitlines() if line.startswith(f"{key} ="))
+    assert "about 10 passes over 3 rows, and at least 20 steps" in text
+
+
+def test_a_model_has_about_so_many_parameters(here: Path) -> None:
+    config = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
+    (here / "model" / "config.json").write_text(json.dumps(config))
+    assert parameters_of("model", 576) == pytest.approx(1.48e8, rel=0.01), "SmolLM2 has 134.5 M"
+    assert parameters_of("Qwen/Qwen3-0.6B", 1024) == 0.6e9
+    assert parameters_of("someone/model", 2560) == pytest.approx(3.76e9, rel=0.01)
+    (here / "model" / "config.json").write_text("[1]")
+    assert parameters_of("model", 1320) == 1e9
+    assert count_rows("rows.jsonl") == 3 and count_rows("hf:a/b") is None

@@ -34,8 +34,8 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def test_the_tree_in_the_readme_is_the_package() -> None:
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("\nmlx_parallm/\n")[1].split("```")[0]
+def test_the_tree_in_the_architecture_is_the_package() -> None:
+    tree = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("\nmlx_parallm/\n")[1].split("```")[0]
     rows = re.findall(r"^  (\S.*)", tree, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"[\w/]+(?:\.py|/)(?=\s|$)", row[:23])}
     there = {p.name + "/" * p.is_dir() for p in (ROOT / "mlx_parallm").iterdir() if not p.name.startswith(("_", "."))}

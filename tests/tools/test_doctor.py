@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.blas import FIX, BlasStatus, blas_status
 from mlx_parallm.system.hardware import GIB, Hardware
 from mlx_parallm.tools import doctor as doctor_module
@@ -100,7 +101,16 @@ def test_the_measured_speed_is_a_speed() -> None:
 
 def test_every_cuda_backend_of_mlx_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"mlx": "0.32.4", "mlx-cuda-13": "0.32.4"}
-    monkeypatch.setattr(doctor_module, "_version", installed.get)
+    monkeypatch.setattr(doctor_module, "version", installed.get)
     assert doctor_module.versions()["mlx-cuda-13"] == "0.32.4"
     assert "mlx-cuda-12" not in doctor_module.versions()
-    assert doctor_module.extras() == {"cpu": False, "cuda": True, "reasoning-gym": False, "dev": False}
+
+
+def test_without_mlx_it_shows_the_machine_and_names_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor_module, "mlx_backend_advice", lambda: "MLX has no backend here: pip install 'x[cpu]'")
+    with pytest.raises(ConfigError, match=r"x\[cpu\]"):
+        doctor_module.run()
+    shown = capsys.readouterr().out
+    assert "MLX cannot be loaded" in shown and "memory" in shown and "GFLOP" not in shown

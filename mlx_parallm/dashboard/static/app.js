@@ -12,7 +12,7 @@ import { Compare } from "./compare.js";
 import { Controls } from "./controls.js";
 
 const HELP = [
-  ["1 2 3 4", "overview, groups, search, compare"], ["5 6 7 8", "chat, held-out prompts, timeline, controls"], ["[ ]", "step before, next step"], ["u i", "group before, next group; o opens it"],
+  ["1 … 8", "the tabs, from left to right"], ["[ ]", "step before, next step"], ["u i", "group before, next group; o opens it"],
   ["j k", "next answer, answer before"], ["← →", "move on a chart or through tokens"], ["Enter", "on a chart: the groups of that step"],
   ["t", "on a chart: its table"], ["/", "search"], ["?", "this help"],
 ];
@@ -118,8 +118,11 @@ function App() {
   useEffect(() => { window.scrollTo(0, 0); }, [place.view, place.rest.join()]);
 
   const step = place.view === "step" ? Number(place.rest[0] ?? (last || 1)) : last || 1;
+  const tabs = [["Overview", "overview"], ["Groups", "step", [step], ["group", "tokens"]], ["Search", "search"], ["Held-out", "heldout"], ["Timeline", "timeline"],
+    ...(info?.live ? [["Chat", "chat"], ["Controls", "controls"]] : []), ...(runs?.length > 1 ? [["Compare", "compare"]] : [])];
   useKeys((event) => {
-    const to = { 1: writePlace("overview"), 2: writePlace("step", [step]), 3: writePlace("search"), 4: runs?.length > 1 && writePlace("compare"), 5: info?.live && writePlace("chat"), 6: writePlace("heldout"), 7: writePlace("timeline"), 8: info?.live && writePlace("controls"), "/": writePlace("search") }[event.key];
+    const numbered = tabs[Number(event.key) - 1];
+    const to = event.key === "/" ? writePlace("search") : numbered && writePlace(numbered[1], numbered[2] ?? []);
     if (to) {
       event.preventDefault();
       go(to);
@@ -145,7 +148,7 @@ function App() {
     timeline: () => html`<${Timeline} key=${run} ...${shared} />`,
     compare: () => runs?.length > 1 && html`<${Compare} ...${shared} runs=${runs} words=${words} smooth=${smooth} />`,
   };
-  const tab = (name, view, to, also = []) => html`<a href=${to} aria-current=${place.view === view || also.includes(place.view) ? "page" : null}>${name}</a>`;
+  const tab = ([name, view, rest = [], also = []], number) => html`<a href=${writePlace(view, rest)} title=${`key ${number + 1}`} aria-current=${place.view === view || also.includes(place.view) ? "page" : null}>${name}</a>`;
   return html`
     <header class="bar">
       <div class="who">
@@ -153,7 +156,7 @@ function App() {
           : html`<h1 title=${info?.name}>${inShort(info?.name ?? "mlx_parallm")}</h1>`}
         ${info && html`<span class="quiet model">${info.model ?? ""}${info.algorithm ? ` · ${info.algorithm}` : ""}</span>`}
       </div>
-      <nav aria-label="views">${tab("Overview", "overview", writePlace("overview"))}${tab("Groups", "step", writePlace("step", [step]), ["group", "tokens"])}${tab("Search", "search", writePlace("search"))}${tab("Held-out", "heldout", writePlace("heldout"))}${tab("Timeline", "timeline", writePlace("timeline"))}${info?.live && html`${tab("Chat", "chat", writePlace("chat"))}${tab("Controls", "controls", writePlace("controls"))}`}${runs?.length > 1 && tab("Compare", "compare", writePlace("compare"))}</nav>
+      <nav aria-label="views">${tabs.map(tab)}</nav>
       <div class="now">
         ${info && html`<span class=${`badge ${word?.state ?? info.state}`}>${word?.state ?? info.state}</span> <span class="count">${last}${info.total_steps ? ` / ${info.total_steps}` : ""}</span>`}
         <button class="plain" onClick=${turn} aria-label=${theme === "dark" ? "light colours" : "dark colours"} title="light or dark">${theme === "dark" ? "☀" : "☾"}</button>

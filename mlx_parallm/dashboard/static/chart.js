@@ -31,11 +31,11 @@ function Drawn({ title, note, steps, series, marks = NO_MARKS, onPick, theme, pe
   const say = (value) => (percent && value !== null && value !== undefined ? `${(100 * value).toFixed(1)} %` : short(value));
 
   useEffect(() => {
-    const lines = [{}], bands = [];
+    const lines = [{}], bands = [], banded = series.filter(({ low }) => low).length; // several bands over each other would be mud
     series.forEach((one, number) => {
       const stroke = colour(`--c${(one.colour ?? number) % 8}`);
       if (one.low) {
-        bands.push({ series: [lines.length, lines.length + 1], fill: `${stroke}26` });
+        bands.push({ series: [lines.length, lines.length + 1], fill: `${stroke}${banded > 1 ? "12" : "26"}` });
         lines.push({ stroke: "transparent", width: 0, points: { show: false } }, { stroke: "transparent", width: 0, points: { show: false } });
       }
       if (one.raw) lines.push({ stroke: `${stroke}55`, width: 1, points: { show: false } });

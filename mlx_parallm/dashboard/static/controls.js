@@ -20,7 +20,7 @@ function Order({ name, ask, yes, act, done, danger, disabled, children }) {
   };
   return html`<div class="order">
     <div class="filters">${children}
-      ${stage === "" ? html`<button type="button" key="order" disabled=${disabled} onClick=${() => { setResult(null); setStage("asking"); }}>${name}</button>`
+      ${stage === "" ? html`<button type="button" key="order" class=${danger ? "careful" : ""} disabled=${disabled} onClick=${() => { setResult(null); setStage("asking"); }}>${name}</button>`
         : html`<span class="asking" key="asking" role="group" aria-label=${name}><span>${ask}</span>
           <button type="button" class=${danger ? "danger" : "primary"} disabled=${stage === "working"} onClick=${perform}>${yes}</button>
           <button type="button" disabled=${stage === "working"} onClick=${() => setStage("")}>No</button></span>`}</div>

@@ -8,6 +8,7 @@ const ORDERS = { best: "best first", worst: "worst first", newest: "newest first
 
 export function Text({ text, found, className = "text" }) {
   if (text === null || text === undefined) return html`<p class="quiet">no text: the tokenizer of the run's model is not on this machine</p>`;
+  if (text === "") return html`<p class="quiet">the answer is empty</p>`;
   return html`<pre class=${className} dir="ltr">${parts(visible(text), found).map(([part, hit]) => (hit ? html`<mark>${part}</mark>` : part))}</pre>`;
 }
 

@@ -11,6 +11,12 @@ export function HeldOutPrompts({ run, query, words, go }) {
   if (!data) return html`<${Problem} error=${answer.error} />`;
   const count = data.evaluations.length;
   if (!count) return html`<p class="empty">No evaluation on held-out problems yet.</p>`;
+  if (count === 1) {
+    return html`<div class="heading"><h2>Held-out prompts</h2></div><p class="empty">One evaluation so far, of step ${data.evaluations[0].step}: the same prompts are compared once there is another.</p>
+      <${Problem} error=${answer.error} />
+      ${Object.entries(data.environments).map(([name, part]) => html`<section aria-label=${name}><div class="heading"><h3>${name}</h3></div>
+        <div class="answers">${part.examples.map((example) => html`<${Example} key=${example.key} ...${example} before=${null} />`)}</div></section>`)}`;
+  }
   const at = { before: Number(query.before ?? 0), after: Number(query.after ?? count - 1) };
   const choose = (side) => html`<label class="quiet">${side} <select aria-label=${side} value=${at[side]} onChange=${(event) => go(writePlace("heldout", [], { ...query, [side]: event.target.value }), true)}>
     ${data.evaluations.map(({ step, version }, place) => html`<option value=${place} selected=${place === at[side]}>step ${step} · version ${version}</option>`)}</select></label>`;

@@ -61,7 +61,7 @@ export function beganAndNow(values) {
   if (!known.length) return null;
   const count = Math.max(1, Math.min(5, Math.floor(known.length / 2)));
   const mean = (part) => part.reduce((sum, value) => sum + value, 0) / part.length;
-  return [mean(known.slice(0, count)), mean(known.slice(-count))];
+  return [mean(known.slice(0, count)), mean(known.slice(-count)), count];
 }
 
 /** The place of the page: view, its arguments and its settings. "#/group/a%2Fb?sort=best" ⇄ object. */

@@ -67,7 +67,7 @@ export function Overview({ run, info, metrics: newest, words, smooth, setSmooth,
 
 function firstOf({ metrics, judged, title, smooth, band, theme, pick }) {
   const { steps = [], columns = {}, marks = [] } = metrics ?? {}, shown = known(columns.reward_p25) ? band : "deviation";
-  return known(columns.headline) && html`<${Chart} key=${title} title=${title} note=${`mean of a step; the band: ${BANDS[shown]}`} steps=${steps}
+  return known(columns.headline) && html`<${Chart} key=${title} title=${title} note=${shown === "deviation" && known(columns.reward_std) && rightOrWrong(columns) ? "mean of a step, and its course; every answer earned 0 or 1" : `mean of a step, and its course; the band: ${BANDS[shown]}`} steps=${steps}
     series=${[withBand(columns, smooth, judged, shown)]} marks=${marks} onPick=${pick} theme=${theme} />`;
 }
 
@@ -98,12 +98,17 @@ function curvesOf({ metrics, evaluations, title, smooth, theme, pick }) {
   };
 }
 
+/** Whether all rewards are 0 or 1: then their deviation is √(m(1 − m)), which the mean says already. */
+function rightOrWrong({ headline, reward_std: deviations }) {
+  return headline.every((mean, row) => mean === null || deviations[row] === null || (mean >= 0 && mean <= 1 && Math.abs(deviations[row] ** 2 - mean * (1 - mean)) < 1e-6));
+}
+
 const BANDS = { deviation: "one standard deviation of its answers", quartiles: "the middle half of its answers" };
 
 function withBand(columns, smooth, label, band) {
   const values = smoothed(columns.headline, smooth), one = { label, values, raw: smooth ? columns.headline : undefined };
   if (band === "quartiles") return { ...one, low: smoothed(columns.reward_p25, smooth), high: smoothed(columns.reward_p75, smooth) };
-  if (!known(columns.reward_std)) return one;
+  if (!known(columns.reward_std) || rightOrWrong(columns)) return one;
   const spread = smoothed(columns.reward_std, smooth);
   const unit = Math.max(...(columns.reward_max ?? [2])) <= 1 && Math.min(...columns.headline.filter((value) => value !== null)) >= 0;
   const within = (value) => (unit ? Math.min(1, Math.max(0, value)) : value);
@@ -133,16 +138,17 @@ function HeldOut({ evaluations, theme, pick }) {
 function Health({ answer, steps }) {
   const found = answer.data;
   if (!found?.findings) return html`<div class="health"><h2>Health</h2></div>`;
-  const healthy = !found.findings.length;
+  const healthy = found.findings.every(({ good }) => good), none = !found.findings.length;
   return html`<div class=${`health ${healthy ? "well" : "ill"}`}>
     <h2>Health</h2>
-    ${healthy && html`<p class="verdict"><i class="dot"></i>${steps ? "Nothing found that keeps it from learning." : "No step yet, and nothing that keeps it from one."}</p>`}
+    ${none && html`<p class="verdict"><i class="dot"></i>${steps ? "Nothing found that keeps it from learning." : "No step yet, and nothing that keeps it from one."}</p>`}
     ${found.findings.map(({ sentence, numbers, setting, page, steps: spans }) => html`<div class="finding">
       <p class="verdict"><i class="dot"></i>${sentence}</p>
       <p class="quiet">${Object.entries(numbers).map(([name, value]) => html`<span>${name} <b>${short(value)}</b></span> `)}
         ${spans.length > 0 && html`<span>steps <b>${spans.slice(0, 3).map(([a, b]) => (a === b ? a : `${a}–${b}`)).join(", ")}</b></span>`}</p>
       <p class="quiet">Change: <b>${setting}</b> · ${page}</p></div>`)}
-    ${found.notes.map((note) => html`<p class="quiet">${note}</p>`)}
+    ${found.to_read.map(({ prompt, answer, piece }) => html`<p class="quiet">${piece ? "a piece of its prompt" : "full marks"}: <code>${visible(answer)}</code> to ${visible(prompt)}</p>`)}
+    ${found.notes.map((note) => html`<p class="quiet">${note[0].toUpperCase() + note.slice(1)}.</p>`)}
   </div>`;
 }
 
@@ -153,7 +159,7 @@ function Figures({ info, steps, columns, evaluations, title }) {
   const pace = recent.length ? recent.reduce((sum, value) => sum + value, 0) / recent.length : null;
   const left = info?.state === "running" && info.total_steps && pace ? (info.total_steps - (steps.at(-1) ?? 0)) * pace : null;
   const figures = [
-    learned && [title, short(learned[1]), `began at ${short(learned[0])}`],
+    learned && [title, short(learned[1]), `began at ${short(learned[0])}; ${learned[2] > 1 ? `means of the first and last ${learned[2]} steps` : "the first and the last step"}`],
     scores.length > 0 && ["Held out", short(scores.at(-1)), scores.length > 1 ? `began at ${short(scores[0])}` : "one evaluation"],
     last("serve_tok_s") !== null && ["Served", short(last("serve_tok_s")), "tokens a second"],
     last("trained_tok_s") !== null && ["Trained", short(last("trained_tok_s")), "tokens a second"],

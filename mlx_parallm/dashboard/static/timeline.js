@@ -30,6 +30,7 @@ export function Timeline({ run, query, words, metrics, go }) {
       ${lanes.map((name) => html`<div class="lane"><span class="quiet">${LANES[name]} <b>${short(spans.filter((span) => span[0] === name).reduce((sum, [, , from, to]) => sum + to - from, 0))} s</b></span>
         <svg viewBox="0 0 1000 20" preserveAspectRatio="none" aria-hidden="true">${spans.map((span, number) => span[0] === name && html`<rect x=${(1000 * (span[2] - begin)) / all} width=${Math.max(0.8, (1000 * (span[3] - span[2])) / all)} y="2" height="16"
           class=${`k${Object.keys(LANES).indexOf(name)} ${span[1] % 2 ? "odd" : ""} ${number === at ? "at" : ""}`} onMouseOver=${() => setAt(number)} onClick=${() => go(writePlace("step", [span[1]]))} />`)}</svg></div>`)}
+      <div class="lane"><span class="quiet">seconds</span><span class="ticks" aria-hidden="true">${[0, 0.25, 0.5, 0.75, 1].map((share) => html`<i>${short(share * all)}</i>`)}</span></div>
       <p class="quiet" aria-live="polite">${spans[at] ? said(spans[at]) : `${short(all)} s in all; a shade for every other step`}</p></section>`}
     ${data && Object.keys(data.tokens).length > 0 && html`<${Versions} tokens=${data.tokens} />`}`;
 }

@@ -5,12 +5,12 @@ import { Chart } from "./chart.js";
 
 /** How each number is coloured: from `from` (no colour) to `to` (full), or on both sides of `middle`. */
 export const SCALES = {
-  logprobs: { label: "sampler log-probability", from: 0, to: -5 },
-  trainer_logprobs: { label: "trainer log-probability", from: 0, to: -5 },
+  logprobs: { label: "sampler log-probability (nats)", from: 0, to: -5 },
+  trainer_logprobs: { label: "trainer log-probability (nats)", from: 0, to: -5 },
   ratio: { label: "importance ratio", middle: 1, reach: 0.4 },
-  entropies: { label: "entropy", from: 0, to: 2.5 },
-  kl: { label: "KL to the reference (k3)", from: 0, to: 1 },
-  reference_logprobs: { label: "reference log-probability", from: 0, to: -5 },
+  entropies: { label: "entropy (nats)", from: 0, to: 2.5 },
+  kl: { label: "KL to the reference (k3, nats)", from: 0, to: 1 },
+  reference_logprobs: { label: "reference log-probability (nats)", from: 0, to: -5 },
   advantages: { label: "advantage", middle: 0, reach: 2 },
 };
 

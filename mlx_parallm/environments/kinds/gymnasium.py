@@ -17,9 +17,9 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import load_function_of, user_code
+from mlx_parallm.system.packages import require
 from mlx_parallm.types import Trajectory
 
-INSTALL = "pip install 'mlx-parallm[gymnasium]'"
 WHOLE_NUMBER = re.compile(r"-?\d+")
 
 
@@ -201,10 +201,9 @@ def episode_return(trajectories: Sequence[Trajectory]) -> list[float]:
 
 
 def _import_gymnasium() -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ConfigError(f'environments: kind = "gymnasium" needs the package: {INSTALL} ({error})') from error
+    require('environments: kind = "gymnasium"', "gymnasium")
+    import gymnasium
+
     return gymnasium
 
 

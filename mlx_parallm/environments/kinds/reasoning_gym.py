@@ -16,8 +16,8 @@ from mlx_parallm.environments.base import EnvironmentSource, Split, Task
 from mlx_parallm.environments.kinds.tasks import split_of
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.base import verifier
+from mlx_parallm.system.packages import require
 
-INSTALL = "pip install 'mlx-parallm[reasoning-gym]'"
 HELDOUT_SEED = 3_000_000_000
 DEFAULT_SIZE = 20_000  # virtual items; the most that every data set of reasoning-gym 0.1.25 accepts
 DRAWS = 2_000  # items looked at for one of the right split; a tenth is held out
@@ -69,11 +69,10 @@ class ReasoningGymSource(EnvironmentSource):
 
 
 def _create(name: str, options: dict[str, Any]) -> Any:
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise ConfigError(f'environments: kind = "reasoning_gym" needs the package: {INSTALL} ({error})') from error
+    require('environments: kind = "reasoning_gym"', "reasoning_gym")
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
     if name not in DATASETS:
         raise ConfigError(
             f"environments: reasoning-gym has no data set {name!r}; did you mean {_near(name, DATASETS)}?"

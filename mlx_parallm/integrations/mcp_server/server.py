@@ -17,6 +17,7 @@ from pydantic import Field
 
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.server.protocol.fields import ListOf
+from mlx_parallm.system.packages import require, require_mlx
 
 Overrides = Annotated[ListOf[str], Field(max_length=1000)]
 
@@ -42,6 +43,7 @@ def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
     def run(args: Namespace) -> int:
         if args.most_running < 1:
             parser.error("--most-running: at least 1")
+        require_mlx()  # for the trainings that it starts
         from mlx_parallm.integrations.mcp_server.trainings import Trainings  # --help stays quick
 
         server = make_server(Trainings(args.directory, most_running=args.most_running))
@@ -56,14 +58,11 @@ def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
 
 def make_server(trainings: "Trainings") -> Any:
     """Return the SDK's server with the tools of `trainings`. Raises ConfigError: the SDK is not installed."""
-    try:
-        from mcp.server.mcpserver import MCPServer
-        from mcp.server.mcpserver.exceptions import ToolError
-        from mcp_types import ToolAnnotations
-    except ImportError as error:
-        from mlx_parallm.execution.tool_client import INSTALL
+    require("mlx_parallm mcp", "mcp.server.mcpserver", "mcp_types")
+    from mcp.server.mcpserver import MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+    from mcp_types import ToolAnnotations
 
-        raise ConfigError(f"mlx_parallm mcp needs the MCP SDK: {INSTALL}") from error
     server, tools = MCPServer("mlx_parallm", instructions=INSTRUCTIONS), AgentTools(trainings, ToolError)
     for tool in tools.all():
         # No read_only_hint: clients keep the results of such tools, and these change.

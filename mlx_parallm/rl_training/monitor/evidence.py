@@ -68,6 +68,17 @@ class Evidence:
         then, now, spread = self.first("reward_mean"), self.mean("reward_mean"), self.first("reward_std")
         return then is not None and now is not None and now - then > GAIN * (spread or 0.0) + SAME_REWARD
 
+    @property
+    def rises(self) -> bool:
+        """Whether the reward is above that of the first steps by more than chance: twice the standard error of the
+        difference, which counts each group once, for its answers go together."""
+        then, now, spread = self.first("reward_mean"), self.mean("reward_mean"), self.first("reward_std")
+        groups = [sum(values_of(lines, "groups")) or len(lines) for lines in (self.start or self.window, self.window)]
+        if then is None or now is None:
+            return False
+        error = (spread or 0.0) * math.sqrt(sum(1 / count for count in groups)) if all(groups) else 0.0
+        return now - then > 2 * error + SAME_REWARD
+
 
 @dataclass(frozen=True)
 class Arrivals:

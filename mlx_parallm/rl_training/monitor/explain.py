@@ -20,13 +20,16 @@ import tomli
 from rich.text import Text
 
 from mlx_parallm.environments.base import NEVER_DONE
+from mlx_parallm.environments.estimates import difference
 from mlx_parallm.errors import StoreError
 from mlx_parallm.losses.advantages import group_advantages, token_advantages
+from mlx_parallm.rl_training.evaluation.log import EvaluationLog
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, of_rows
-from mlx_parallm.rl_training.monitor import health
+from mlx_parallm.rl_training.monitor import health, report
 from mlx_parallm.rl_training.monitor.drawing import began_and_now, sparkline
 from mlx_parallm.rl_training.monitor.evidence import WINDOW, Arrivals, Evidence
 from mlx_parallm.rl_training.monitor.health import Diagnosis
+from mlx_parallm.rl_training.monitor.reward_hole import Reading, full_marks_to_read
 from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
 from mlx_parallm.rl_training.run_directory import (
     CONFIG_FILE,
@@ -41,7 +44,7 @@ from mlx_parallm.rl_training.step.batch import StatisticsCollector
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
 from mlx_parallm.system.log import CONFIGURED, PAUSED, RESUMED, RUN_LOG_FILE
-from mlx_parallm.system.terminal import Console
+from mlx_parallm.system.terminal import Console, beginning_of
 
 Metrics = Mapping[str, Any]
 
@@ -49,6 +52,8 @@ LOOKED_AT = 256
 """Most groups and rejects that are read from the store."""
 NOTHING = StoreCounts(0, 0, 0, 0)
 SPANS_SHOWN = 3
+SHOWN = 100
+"""Characters of a prompt and of an answer that are printed for a reader."""
 SOME_STEPS = 20
 """A run that has not gained by then is worth a note."""
 
@@ -112,6 +117,25 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class HeldOutChange:
+    """One environment's held-out score in the first and the newest evaluation, over the same problems.
+
+    `risen`: by more than chance; `fallen`: the same downwards."""
+
+    environment: str
+    steps: tuple[int, int]
+    first: float
+    last: float
+    risen: bool
+    fallen: bool
+
+    def __str__(self) -> str:
+        chance = "" if self.risen or self.fallen else ", which may be chance"
+        change = f"{self.first:.3f} after step {self.steps[0]}, {self.last:.3f} after step {self.steps[1]}{chance}"
+        return f"held out, {self.environment}: {change}"
+
+
+@dataclass(frozen=True)
 class Explanation:
     run: str
     state: str
@@ -121,6 +145,13 @@ class Explanation:
     gained: bool
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = field(default=())
+    heldout: tuple[HeldOutChange, ...] = ()
+    to_read: tuple[Reading, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong: a finding may also say that the run has learned what there is to learn."""
+        return all(finding.diagnosis.good for finding in self.findings)
 
 
 def explain(path: Path) -> Explanation:
@@ -128,15 +159,16 @@ def explain(path: Path) -> Explanation:
     record = read_record(path)
     notes = [f"the rollouts cannot be read: {record.contents.unreadable}"] if record.contents.unreadable else []
     evidence = Evidence(record.lines[-WINDOW:], record.start)
+    evaluations = EvaluationLog(record.path).done()
+    heldout = held_out(evaluations)
     outside = () if record.by_clients else outside_of_steps(record)
     findings = (*over_the_run(record.lines), *(Finding(diagnosis) for diagnosis in outside))
     if record.lines and of_rows(record.lines[-1]):
         scores = [line["heldout_score"] for line in record.lines if line.get("heldout_score") is not None]
         notes += [f"held-out score: first {scores[0]:.3f}, last {scores[-1]:.3f}"] if scores else []
     elif not (findings or evidence.gained or record.by_clients) and record.steps >= SOME_STEPS:
-        rate = max((line.get("learning_rate") or 0.0 for line in record.lines), default=0.0)
-        at = f" at a learning_rate of {rate:.2g}" if rate else ""
-        notes.append(f"but the reward has not risen{at}; what to try: {health.PAGE}#nothing-found")
+        notes += slowness(evidence, heldout, record.lines)
+    notes += two_curves(evidence, heldout)
     notes += [] if any(finding.diagnosis.name == "reward-below-1" for finding in findings) else limits(record.lines)
     return Explanation(
         run=record.path.name,
@@ -147,7 +179,45 @@ def explain(path: Path) -> Explanation:
         gained=evidence.gained,
         findings=findings,
         notes=tuple(notes),
+        heldout=heldout,
+        to_read=full_marks_to_read(evaluations) if any(f.diagnosis.name == "reward-hole" for f in findings) else (),
     )
+
+
+def slowness(evidence: Evidence, heldout: Sequence[HeldOutChange], lines: Sequence[Metrics]) -> Iterator[str]:
+    """Yield a word about a run in which nothing is found and whose reward has not gained much."""
+    then, now = evidence.first("reward_mean"), evidence.mean("reward_mean")
+    if then is None or now is None or any(score.risen for score in heldout):
+        return
+    rate = max((line.get("learning_rate") or 0.0 for line in lines), default=0.0)
+    at = f" at a learning_rate of {rate:.2g}" if rate else ""
+    how = "rises slowly" if evidence.rises else "has not risen by more than chance"
+    yield f"the reward {how}, {then:.3f} to {now:.3f}{at}; what to try: {health.PAGE}#nothing-found"
+
+
+def held_out(evaluations: Sequence[Metrics]) -> tuple[HeldOutChange, ...]:
+    """Compare the newest evaluation with the first one, environment by environment; () of fewer than two."""
+    if len(evaluations) < 2:
+        return ()
+    first, last = evaluations[0], evaluations[-1]
+    found = []
+    for row in report.compare(first, last):
+        before, after = ([pair[side] for pair in row.rewards] for side in (0, 1))
+        change = difference(before, after)
+        values = (sum(before) / len(before), sum(after) / len(after))
+        up, down = change.significant and change.mean > 0, change.significant and change.mean < 0
+        found.append(HeldOutChange(row.environment, (first["step"], last["step"]), *values, up, down))
+    return tuple(found)
+
+
+def two_curves(evidence: Evidence, heldout: Sequence[HeldOutChange]) -> Iterator[str]:
+    """Yield which curve to believe, where training reward and held-out score differ."""
+    risen, fallen = any(score.risen for score in heldout), any(score.fallen for score in heldout)
+    if fallen or risen > evidence.rises or (heldout and evidence.gained and not risen):
+        yield (
+            "training reward and held-out score differ: believe the held-out score, which is of the same problems each"
+            " time; the training reward is of new ones in each step, sampled at the training's temperature"
+        )
 
 
 def limits(lines: Sequence[Metrics]) -> Iterator[str]:
@@ -337,6 +407,8 @@ def as_json(explanation: Explanation) -> str:
         "gained": explanation.gained,
         "notes": explanation.notes,
     }
+    data["heldout"] = [asdict(score) for score in explanation.heldout]
+    data["to_read"] = [asdict(reading) for reading in explanation.to_read]
     data["reward"] = dict(zip(("first", "last"), began_and_now(rewards)[:2], strict=True)) if rewards else None
     data["diagnoses"] = [finding.to_json() for finding in explanation.findings]
     return json.dumps(data, indent=1) + "\n"
@@ -360,14 +432,21 @@ def _lines(explanation: Explanation) -> Iterator[Text]:
         curve = Text("reward ").append(f"{began:.3f} ", style="dim").append(sparkline(rewards), style="green")
         means = f"means of the first and the last {steps} steps" if steps > 1 else "of the first and the last step"
         yield curve.append(f" {now:.3f}").append(f" ({means})", style="dim")
+    yield from (Text(str(change)) for change in explanation.heldout)
     for finding in explanation.findings:
         diagnosis = finding.diagnosis
         yield Text("")
-        yield Text(diagnosis.sentence, style="bold red").append(_steps(finding.steps), style="not bold")
+        yield Text(diagnosis.sentence, style="bold green" if diagnosis.good else "bold red").append(
+            _steps(finding.steps), style="not bold"
+        )
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in diagnosis.numbers.items())
         yield Text("  numbers  ", style="dim").append(numbers, style="not dim")
         yield Text("  change   ", style="dim").append(diagnosis.setting, style="not dim")
         yield Text("  page     ", style="dim").append(diagnosis.page, style="not dim")
+    for reading in explanation.to_read:
+        yield Text(f"  {'a piece of its prompt' if reading.piece else 'full marks'}  ", style="dim").append(
+            f"{beginning_of(reading.prompt, SHOWN)}  →  {beginning_of(reading.answer, SHOWN)}", style="not dim"
+        )
     if not explanation.findings and explanation.steps:
         yield Text("healthy: nothing found", style="green")
     elif not explanation.findings:

@@ -29,6 +29,7 @@ from mlx_parallm.rl_training.monitor.evidence import (
     mean_of,
     values_of,
 )
+from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
 
 HEALTHY = "healthy"
 PAGE = "docs/troubleshooting.md"
@@ -36,6 +37,8 @@ ALWAYS = 0.95
 """Share of the episodes: an environment that ends its episodes ends one in twenty before there is no room."""
 OVERSAMPLED = 0.75
 """Share of the groups that were sampled and dropped: four for each one that is trained on."""
+MOSTLY_RIGHT = 0.5
+"""Share of the groups in which every answer earns 1, of a run that has gained."""
 MOST_GROUPS = 0.8
 """Many groups without variance are normal (quickstart: up to 0.7 once most answers are right)."""
 NO_ROOM = 0.05
@@ -89,6 +92,7 @@ class Diagnosis:
     sentence: str
     setting: str
     numbers: Mapping[str, float] = field(default_factory=dict)
+    good: bool = False  # nothing is wrong: it says that the run has reached its end
 
     @property
     def page(self) -> str:
@@ -106,13 +110,14 @@ class Rule:
     setting: str
     judge: Callable[[Any], Sign | None]
     waiting: bool = False
+    good: bool = False
 
 
 RULES: list[Rule] = []  # in the order of this file: the gravest first
 
 
-def _rule(name: str, setting: str) -> Callable[[Callable[[Evidence], Sign | None]], None]:
-    return lambda judge: RULES.append(Rule(name, setting, judge))
+def _rule(name: str, setting: str, *, good: bool = False) -> Callable[[Callable[[Evidence], Sign | None]], None]:
+    return lambda judge: RULES.append(Rule(name, setting, judge, good=good))
 
 
 def _waiting_rule(name: str, setting: str = "") -> Callable[[Callable[[Arrivals], Sign | None]], None]:
@@ -134,7 +139,7 @@ def find_waiting(arrivals: Arrivals) -> list[Diagnosis]:
 
 def _diagnoses(facts: Evidence | Arrivals, *, waiting: bool) -> list[Diagnosis]:
     found = [(rule, rule.judge(facts)) for rule in RULES if rule.waiting == waiting]
-    return [Diagnosis(rule.name, s.words, s.setting or rule.setting, s.numbers) for rule, s in found if s]
+    return [Diagnosis(rule.name, s.words, s.setting or rule.setting, s.numbers, rule.good) for rule, s in found if s]
 
 
 def diagnose(window: Window, sources: Sequence[str | None] = (), start: Window = ()) -> str:
@@ -301,12 +306,16 @@ def _solved_steps(evidence: Evidence) -> int:
     return sum(1 for _ in itertools.takewhile(lambda share: share == 1, shares))
 
 
-@_rule("solved", "stop here, or use harder problems")
+def _is_solved(evidence: Evidence) -> bool:
+    return _solved_steps(evidence) >= FEWEST_STEPS and not _uniform(evidence, "too-easy")
+
+
+@_rule("solved", "stop here, or use harder problems", good=True)
 def _solved(evidence: Evidence) -> Sign | None:
     """What a run ends in that learns well; one that begins so is too easy."""
-    steps = _solved_steps(evidence)
-    if steps < FEWEST_STEPS or _uniform(evidence, "too-easy"):
+    if not _is_solved(evidence):
         return None
+    steps = _solved_steps(evidence)
     words = f"solved: every answer of {steps} steps in a row earned 1, the best reward; nothing is left to learn"
     solved = Evidence(evidence.window[-steps:])
     return Sign(words, {"steps_solved": steps} | solved.known("reward_mean", "groups_all_right", "grad_norm"))
@@ -328,11 +337,48 @@ def _no_variance(evidence: Evidence) -> Sign | None:
     return Sign(f"no variance: in {groups} every answer to a prompt earns the same", numbers)
 
 
+@_rule("learned", "stop here, or use harder problems", good=True)
+def _learned(evidence: Evidence) -> Sign | None:
+    """The good reason for groups that teach nothing: what they ask for is learned."""
+    if not _has_learned(evidence) or _is_solved(evidence):
+        return None
+    began, now, groups = evidence.first("reward_mean"), evidence.mean("reward_mean"), evidence.total("groups")
+    trained = groups - evidence.total("dropped_without_variance")
+    words = f"learned: nearly all answers are right, reward {now:.2f} after {began:.2f} at first"
+    numbers = {"reward_first": began or 0.0, "reward_mean": now or 0.0, "groups": groups, "trained": trained}
+    return Sign(f"{words}; {trained} of {groups} groups still taught something", numbers)
+
+
+def _has_learned(evidence: Evidence) -> bool:
+    return _oversampled(evidence) and evidence.gained and (evidence.mean("groups_all_right") or 0.0) >= MOSTLY_RIGHT
+
+
+def _oversampled(evidence: Evidence) -> bool:
+    groups, dropped = evidence.total("groups"), evidence.total("dropped_without_variance")
+    return groups > 0 and dropped >= OVERSAMPLED * groups and evidence.has_enough_groups
+
+
+@_rule("nothing-trained", "problems of middling difficulty, a larger group_size, a finer reward")
+def _nothing_trained(evidence: Evidence) -> Sign | None:
+    groups = evidence.total("groups")
+    if not _trains_nothing(evidence):
+        return None
+    right, wrong = evidence.mean("groups_all_right") or 0.0, evidence.mean("groups_all_wrong") or 0.0
+    words = f"nothing was trained: in all {groups} groups of {evidence.steps} every answer to a prompt earns the same"
+    words += f"; {right:.0%} all right, {wrong:.0%} all wrong"
+    return Sign(words, {"groups": groups, "trained": 0, "groups_all_right": right, "groups_all_wrong": wrong})
+
+
+def _trains_nothing(evidence: Evidence) -> bool:
+    groups, dropped = evidence.total("groups"), evidence.total("dropped_without_variance")
+    return 0 < groups <= dropped and len(evidence.window) >= FEWEST_STEPS and not _is_solved(evidence)
+
+
 @_rule("oversampling", "harder problems; or dynamic_sampling = false, or a smaller max_oversampling")
 def _oversampling(evidence: Evidence) -> Sign | None:
-    """What the steps cost, also in a run that gains: that it has learned the problems is one reason."""
+    """Steps that cost much, also in a run that gains."""
     groups, dropped = evidence.total("groups"), evidence.total("dropped_without_variance")
-    if not groups or dropped < OVERSAMPLED * groups or not evidence.has_enough_groups:
+    if not _oversampled(evidence) or _has_learned(evidence) or _trains_nothing(evidence):
         return None
     trained, short = groups - dropped, sum(bool(line.get("gave_up")) for line in evidence.window)
     right, wrong = evidence.mean("groups_all_right") or 0.0, evidence.mean("groups_all_wrong") or 0.0
@@ -378,6 +424,12 @@ def _reward_below_one(evidence: Evidence) -> Sign | None:
             words = f"reward below 1: no answer of {name} earned more than {limit:.3g}, so its accuracy stays 0"
             return Sign(words, {"reward_max": limit, "eval/accuracy": 0.0} | evidence.known("reward_mean"))
     return None
+
+
+_rule(
+    "reward-hole",
+    "read the full-mark answers (mlx_parallm rollouts RUN --best); if they are not what the task asks for, the reward",
+)(reward_hole)
 
 
 def reward_limit(lines: Window, environment: str) -> tuple[float, int, int]:

@@ -224,14 +224,24 @@ def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
 
 def problems_of(lines: Sequence[Line], run: Path) -> list[str]:
     """Return what is wrong with a run that ends here, in its last steps or in how its steps were filled."""
-    told = [f"{diagnosis}; see {diagnosis.page}" for diagnosis in find(lines, lines)]
+    told = [f"{diagnosis}; see {diagnosis.page}" for diagnosis in find(lines, lines) if not diagnosis.good]
     given = {words_of(line["gave_up"]): line["gave_up"] for line in lines if line.get("gave_up")}
     reasons = Counter(words_of(line["gave_up"]) for line in lines if line.get("gave_up"))
     for reason, count in reasons.most_common(1) if reasons.total() > FEWER * len(lines) else ():
         told.append(f"{reasons.total()} of {len(lines)} steps had fewer rollouts, {count} because of: {given[reason]}")
-    if lines and not any(line.get("optimizer_updates") for line in lines):
+    if not has_trained(lines) and lines:
         told.insert(0, f"nothing was learned: none of the {len(lines)} steps has changed the weights")
     return [*told, f"more: {our_command()} explain {shlex.quote(str(run))}"] if told else []
+
+
+def has_trained(lines: Sequence[Line]) -> bool:
+    """Return whether any step has changed the weights."""
+    return any(line.get("optimizer_updates") for line in lines)
+
+
+def successes_of(lines: Sequence[Line]) -> list[str]:
+    """Return what is good about a run that ends here: it has learned what there was to learn."""
+    return [str(diagnosis) for diagnosis in find(lines, lines) if diagnosis.good]
 
 
 def our_command() -> str:
@@ -260,13 +270,14 @@ def print_report(
     curve: Path | None,
     samples: Path | None = None,
     problems: Sequence[str] = (),
+    successes: Sequence[str] = (),
     *,
     first: str = BEFORE,
 ) -> None:
     """Print the report. In a terminal no line breaks inside a word, and a command in several lines can be pasted.
 
     Args:
-        problems: what is wrong with the run, a sentence each.
+        problems: what is wrong with the run, a sentence each. successes: what is good about it.
         first: when the earlier answers of `comparisons` were given.
     """
     if comparisons:
@@ -276,8 +287,9 @@ def print_report(
             console.print(accuracy_table(comparisons, columns=columns))
         else:
             console.print(plain_report(comparisons, first), soft_wrap=True, markup=False, highlight=False)
-    for problem in problems:
-        console.print(Text(problem, style="bold red"), soft_wrap=not console.is_terminal)
+    sentences = [(success, "bold green") for success in successes] + [(problem, "bold red") for problem in problems]
+    for sentence, style in sentences:
+        console.print(Text(sentence, style=style), soft_wrap=not console.is_terminal)
     for name, file in (("reward curve", curve), ("samples", samples)):
         if file is not None:
             _print_whole(console, f"{name}:", [str(file)])

@@ -7,7 +7,6 @@ A resumed run continues the same tracker run: `trackers.json` in the run directo
 """
 
 import contextlib
-import importlib.util
 import json
 import queue
 import threading
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlx_parallm.config.training import LoggingConfig
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
 from mlx_parallm.rl_training.monitor.samples import Sample
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.packages import require
 
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
 IDS_FILE = "trackers.json"
@@ -57,10 +56,7 @@ class Tracker(Protocol):
 def check_installed(config: LoggingConfig) -> None:
     """Raises ConfigError: the package of a tracker is missing."""
     for name in config.trackers:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
-            raise ConfigError(
-                f"logging.trackers: {name!r} needs the package {PACKAGES[name]}: pip install 'mlx-parallm[{name}]'"
-            )
+        require(f"logging.trackers: {name!r}", PACKAGES[name])
 
 
 class Trackers:

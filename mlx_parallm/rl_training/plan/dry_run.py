@@ -39,6 +39,8 @@ from mlx_parallm.rl_training.events import BatchReady
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE
 from mlx_parallm.rl_training.plan.preflight import (
+    OFF,
+    SMALL,
     Lengths,
     MemoryEstimate,
     ModelShape,
@@ -56,7 +58,8 @@ from mlx_parallm.rl_training.step.policy import COMPANIONS
 from mlx_parallm.rl_training.train import StartedRun, TrainingRun
 from mlx_parallm.system.files import GB
 from mlx_parallm.system.hardware import memory_present
-from mlx_parallm.system.terminal import Console
+from mlx_parallm.system.terminal import Console, duration
+from mlx_parallm.types import Rollout
 
 FEWEST_STEPS = 3
 """Steps of a probe; the first is not measured: nothing was generated while it trained nothing."""
@@ -70,6 +73,8 @@ ALIKE = 0.8
 LOG_LINE = 400
 """Bytes that a step adds to run.log and samples.jsonl."""
 NEVER = 10**9
+SEVERAL_TURNS = ("conversation", "svrl", "gymnasium", "tools")
+"""Kinds of environments whose episodes may have several turns, though a probe's may all have one."""
 STAND_IN = "STAND-IN-FOR-THE-ANSWER"
 
 T = TypeVar("T")
@@ -83,9 +88,11 @@ class Probe:
     lines: list[dict[str, Any]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     seen: Lengths = Lengths(0, 0)  # noqa: RUF009  frozen
+    several_turns: bool = False
 
     def add(self, batch: TrainBatch) -> None:
         self.seen = self.seen.with_batch(batch)
+        self.several_turns |= any(has_several_turns(rollout) for group in batch.groups for rollout in group.rollouts)
 
     def saw(self, prompt: int, completion: int) -> None:
         self.seen = Lengths(max(self.seen.prompt, prompt), max(self.seen.completion, completion))
@@ -193,6 +200,7 @@ class DryRun:
                 prompt = first.tokens[: first.mask.index(1)] if 1 in first.mask else first.tokens
                 self._console.print(show_group(result, prompt, tokenizer))
                 for rollout in result.group.rollouts:
+                    self._probe.several_turns |= has_several_turns(rollout)
                     self._probe.saw(len(prompt), len(rollout.tokens) - len(prompt))
             failure = result.failure or self._look_through(policy, result.plan.source)
             if failure is not None:
@@ -260,8 +268,7 @@ class DryRun:
     def _conclude(self, started: StartedRun, shape: ModelShape, empty_bytes: int) -> None:
         probe, asked, (free, whole) = self._probe, self._asked, memory_present()
         seen = replace(probe.seen, prompt=max(probe.seen.prompt, 1), completion=max(probe.seen.completion, 1))
-        limit = longest(asked)
-        most = Lengths(max(seen.prompt, 1), max(seen.completion, limit.completion)) if self._measurable else limit
+        most = longest_to_expect(asked, seen, several_turns=probe.several_turns) if self._measurable else longest(asked)
         by_formula = [predict_memory(asked, shape, lengths) for lengths in (seen, most)]
         memory = measured_bytes(probe.lines) if self._measurable else needed_bytes(by_formula[1])
         training = asked.rl_training
@@ -269,7 +276,7 @@ class DryRun:
         kept = training.keep_checkpoints + bool(training.keep_best)
         forecast = Forecast(
             memory_seen=memory,
-            memory_most=memory + max(0, by_formula[1].total - by_formula[0].total) * self._measurable,
+            memory_most=at_most(memory, by_formula) if self._measurable else memory,
             memory_present=min(whole, free + memory),  # what this process has is free again
             steps=steps,
             checkpoint=checkpoint_bytes(asked, shape) + self._companions(),
@@ -317,6 +324,28 @@ class DryRun:
     def _say(self, sentences: list[str]) -> None:
         for sentence in sentences:
             self._console.print(Text(f"note: {sentence}", style="yellow"), soft_wrap=not self._console.is_terminal)
+
+
+def has_several_turns(rollout: Rollout) -> bool:
+    """Return whether something that was not sampled follows what was: a tool's result, the next question."""
+    sampled = [place for place, each in enumerate(rollout.mask) if each]
+    return bool(rollout.earlier) or (bool(sampled) and sampled[-1] - sampled[0] >= len(sampled))
+
+
+def longest_to_expect(config: Config, seen: Lengths, *, several_turns: bool) -> Lengths:
+    """Return the longest prompt that was seen with the longest completion that may follow it: max_tokens, or where
+    episodes have several turns all that max_token_length leaves."""
+    limit = longest(config)
+    completion = limit.completion
+    if several_turns or any(entry.kind in SEVERAL_TURNS or entry.tools for entry in config.environments):
+        completion = config.rl_training.atropos.max_token_length - seen.prompt
+    return Lengths(seen.prompt, max(seen.completion, completion))
+
+
+def at_most(measured: int, by_formula: Sequence[MemoryEstimate]) -> int:
+    """Return the most bytes that a run may need, from what a probe needed and the formula for its lengths and for the
+    longest ones. The formula is good to 15 %, so that much is added: a bound that is passed is none."""
+    return round((measured + max(0, by_formula[1].total - by_formula[0].total)) * (1 + OFF)) + SMALL
 
 
 async def unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -> T | None:
@@ -372,7 +401,7 @@ OTHER_FILES = 170 * 2**10
 @dataclass(frozen=True)
 class Forecast:
     """Hold what the run will need: bytes, seconds, steps. `memory_seen`: at the lengths of the probe; `memory_most`:
-    with every completion at its max_tokens. `seconds` of a step; None = no step could be measured."""
+    with the longest sequences, and what a prediction may be off by. `seconds` of a step; None = none was measured."""
 
     memory_seen: int
     memory_most: int
@@ -393,8 +422,8 @@ class Forecast:
         return OTHER_FILES + bounded + self.checkpoints * self.checkpoint
 
     @property
-    def hours(self) -> float | None:
-        return None if self.seconds is None else self.seconds * self.steps / 3600
+    def duration_s(self) -> float | None:
+        return None if self.seconds is None else self.seconds * self.steps
 
 
 def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Text:
@@ -470,28 +499,30 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
 
 def show_memory(estimate: MemoryEstimate, present: int) -> Table:
     """The parts of a prediction."""
-    table = Table(title="memory before loading, by formula", title_justify="left", show_header=False)
+    table = Table(title="memory of the longest sequences, by formula", title_justify="left", show_header=False)
     for name, size in estimate.parts.items():
         if size:
             table.add_row(name, in_words(size))
     table.add_section()
-    table.add_row("needed at most", in_words(estimate.total), style="bold")
+    table.add_row("together", in_words(estimate.total), style="bold")
     table.add_row("present", in_words(present))
     return table
 
 
 def show_forecast(forecast: Forecast, config: Config) -> Table:
     table = Table(title="what the run will need", title_justify="left", show_header=False)
-    all_at = "every completion at its max_tokens" if config.data.path is None else "rows of data.max_length tokens"
+    all_at = "the longest sequences" if config.data.path is None else "rows of data.max_length tokens"
     longest = f"at most {in_words(forecast.memory_most)}, with {all_at}"
     table.add_row(
         "memory", f"needed {in_words(forecast.memory_seen)}; {longest}; present {in_words(forecast.memory_present)}"
     )
-    if forecast.seconds is None or forecast.hours is None:
+    if forecast.seconds is None or forecast.duration_s is None:
         table.add_row("time", "not known: no step was measured")
     else:
-        table.add_row("seconds a step", f"{forecast.seconds:.3g} (mean of {forecast.measured_steps} real steps)")
-        table.add_row("hours", f"{forecast.hours:.3g} to total_steps = {forecast.steps}, evaluations not counted")
+        table.add_row("a step", f"{duration(forecast.seconds)} (mean of {forecast.measured_steps} real steps)")
+        table.add_row(
+            "time", f"{duration(forecast.duration_s)} to total_steps = {forecast.steps}, evaluations not counted"
+        )
     saved = f"{forecast.checkpoints} × checkpoint of {in_words(forecast.checkpoint)}"
     parts = f"{saved}, {in_words(forecast.disk_step)} a step"
     table.add_row("disk", f"needed {in_words(forecast.disk)} ({parts}); free {in_words(forecast.disk_present)}")

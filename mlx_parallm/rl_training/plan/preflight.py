@@ -510,7 +510,7 @@ class MemoryWatch:
             log.warning("the preflight predicted too little", peak=peak, predicted=predicted)
         lengths = f"the longest prompt ({self._seen.prompt} tokens) and completion ({self._seen.completion}) of the run"
         ratio = self.predicted / self._peak
-        text = f"memory: {peak} at the peak; {predicted} ({ratio:.2f}) were predicted for {lengths}"
+        text = f"memory: {peak} at the peak; predicted {predicted}, {ratio:.2f} times that, for {lengths}"
         console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
 
 

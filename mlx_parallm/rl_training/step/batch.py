@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
+from mlx_parallm.rl_training.step.full_marks import FullMarksCollector
 from mlx_parallm.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class BatchStatistics:
     extra_segments: int = 0  # sequences beyond one an episode, because the chat template rewrote history
     reward_by_environment: dict[str, float | None] = field(default_factory=dict)
     environments: dict[str, EnvironmentNumbers] = field(default_factory=dict)
+    full_marks: dict[str, dict[str, int]] = field(default_factory=dict)  # `full_marks.FullMarks` of each environment
     parts: dict[str, float] = field(default_factory=dict)  # further scores by name: means over who has them
     parts_std: dict[str, float] = field(default_factory=dict)  # and their sample standard deviations
 
@@ -124,6 +126,7 @@ class _Environment:
     sequences: int = 0
     staleness: list[int] = field(default_factory=list)
     dropped_stale: int = 0
+    full_marks: FullMarksCollector = field(default_factory=FullMarksCollector)
 
     def result(self) -> EnvironmentNumbers:
         return {
@@ -212,6 +215,7 @@ class StatisticsCollector:
         self._rewards += rewards
         self._by_environment[group.environment].groups += 1
         self._by_environment[group.environment].rewards += rewards
+        self._by_environment[group.environment].full_marks.add(group)
         for rollout in group.rollouts:
             for name, score in rollout.scores.items():
                 if name != "reward":
@@ -266,6 +270,11 @@ class StatisticsCollector:
                 name: numbers["reward_mean"] for name, numbers in environments.items() if numbers["groups"]
             },
             environments=environments,
+            full_marks={
+                name: environment.full_marks.result().to_json()
+                for name, environment in sorted(self._by_environment.items())
+                if environment.groups
+            },
             parts={name: mean for name, (mean, _) in parts.items()},
             parts_std={name: deviation for name, (_, deviation) in parts.items()},
         )

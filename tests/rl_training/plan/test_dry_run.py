@@ -26,15 +26,22 @@ from mlx_parallm.rl_training.plan.dry_run import (
     Forecast,
     Probe,
     ProbeDone,
+    at_most,
+    has_several_turns,
+    longest_to_expect,
     probe_config,
     remarks,
     shortcomings,
+    show_forecast,
     show_group,
+    show_memory,
     visible,
 )
-from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape
+from mlx_parallm.rl_training.plan.preflight import Lengths, MemoryEstimate, ModelShape, predict_memory
 from mlx_parallm.system.hardware import GIB
+from mlx_parallm.system.terminal import duration
 from mlx_parallm.types import Rollout, RolloutGroup, Trajectory, Turn
+from tests.rl_training.rollouts import make_rollout
 from tests.tokenizer_families import make_tokenizer
 
 KEY = "environments.0"
@@ -169,7 +176,7 @@ def test_forecast_adds_up_and_says_what_is_missing() -> None:
         seconds=36.0,
         disk_step=1000,
     )
-    assert forecast.hours == 1.0 and forecast.disk == 3 * GIB + 100_000 + OTHER_FILES
+    assert forecast.duration_s == 3600 and forecast.disk == 3 * GIB + 100_000 + OTHER_FILES
     pruned = replace(forecast, rollouts_most=40_000)
     assert pruned.disk == 3 * GIB + 40_000 + OTHER_FILES
     config = parse_config({})
@@ -276,3 +283,62 @@ def test_too_large_for_the_machine_is_refused_before_loading(tmp_path: Path, mon
         ConfigError, match=r"needs .* and 128\.0 MiB are there; no setting changes that: take a smaller model"
     ):
         dry(config, tmp_path / "scratch")
+
+
+ONE_TURN = make_rollout((5, 6), prompt=(1, 2))
+SEVERAL = replace(ONE_TURN, mask=(0, 1, 0, 1))
+
+
+def test_several_turns_are_seen_in_what_was_sampled() -> None:
+    assert not has_several_turns(ONE_TURN) and not has_several_turns(replace(ONE_TURN, mask=(0, 0, 0, 0)))
+    assert has_several_turns(SEVERAL)
+    assert has_several_turns(replace(ONE_TURN, earlier=(ONE_TURN,))), "a template that rewrites earlier turns"
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "dataset": {"data": "x.jsonl", "rewards": ["python:x.py:f"]},
+    "gymnasium": {"options": {"id": "CartPole-v1"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen", "several", "completion"),
+    [
+        ("dataset", 20, False, 64),  # max_tokens of one turn
+        ("dataset", 80, False, 80),  # more was seen
+        ("dataset", 20, True, 472),  # several turns: all that max_token_length leaves
+        ("gymnasium", 20, False, 472),  # the probe's episodes had one turn, later ones may have more
+    ],
+)
+def test_the_longest_sequence_of_several_turns_fills_all_the_room(
+    kind: str, seen: int, several: bool, completion: int
+) -> None:
+    """A run of several turns passed its "at most 349.2 MiB" with 397.0 MiB: one turn of max_tokens was expected."""
+    entry = {"kind": kind, "name": "e", "max_tokens": 64} | ROWS[kind]
+    config = Config.model_validate({"environments": [entry], "rl_training": {"atropos": {"max_token_length": 512}}})
+    assert longest_to_expect(config, Lengths(40, seen), several_turns=several) == Lengths(40, completion)
+
+
+def test_at_most_has_room_for_what_a_formula_does_not_know() -> None:
+    seen, longest = MemoryEstimate({"a": GIB}), MemoryEstimate({"a": 2 * GIB})
+    assert at_most(GIB, [seen, longest]) == round(2 * GIB * 1.15) + 64 * 2**20
+    assert at_most(GIB, [longest, seen]) == round(GIB * 1.15) + 64 * 2**20, "longer sequences never need less"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2834, "0.28 s"), (9.94, "9.9 s"), (55.1, "55 s"), (89.4, "89 s"), (150, "2 min"), (10_332, "2 h 52 min")],
+)
+def test_times_are_said_as_people_say_them(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_one_number_of_a_dry_run_is_called_at_most() -> None:
+    config = parse_config({})
+    shape = ModelShape.of(read_config(resolve_model_path("builtin:tiny")), config)
+    forecast = Forecast(GIB, 2 * GIB, 3 * GIB, 10, 1, 1, GIB, seconds=5.5, measured_steps=3)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(show_memory(predict_memory(config, shape), GIB))
+    console.print(show_forecast(forecast, config))
+    shown = console.file.getvalue()
+    assert shown.count("at most") == 1 and "at most 2.00 GiB" in shown and "55 s to total_steps = 10" in shown

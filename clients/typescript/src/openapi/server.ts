@@ -446,6 +446,13 @@ export interface components {
             status: "aborted";
             aborted: number;
         };
+        /** @description An answer with full marks. `piece`: it is nothing but a piece of its prompt. */
+        AnswerToRead: {
+            environment: string;
+            prompt: string;
+            answer: string;
+            piece: boolean;
+        };
         /** @description An event of the stream: a word for each kind of data of each run. */
         Changes: {
             runs: components["schemas"]["RunVersions"][];
@@ -538,6 +545,7 @@ export interface components {
             };
             page: string;
             steps: number[][];
+            good: boolean;
         };
         Healthy: {
             /** @constant */
@@ -680,11 +688,13 @@ export interface components {
             version?: number | null;
             checkpoint?: string | null;
         };
+        /** @description A finding that is `good` says that the run has reached its end. `to_read`: only beside a reward hole. */
         RunHealth: {
             state: string;
             gained: boolean;
             findings: components["schemas"]["HealthFinding"][];
             notes: string[];
+            to_read: components["schemas"]["AnswerToRead"][];
         };
         /**
          * @description `id`: by which routes are asked about the run. `inferred_rewards`: rewards are known from advantages alone
@@ -838,6 +848,7 @@ export interface components {
 }
 export type AbortBody = components['schemas']['AbortBody'];
 export type Aborted = components['schemas']['Aborted'];
+export type AnswerToRead = components['schemas']['AnswerToRead'];
 export type Changes = components['schemas']['Changes'];
 export type ControlAnswer = components['schemas']['ControlAnswer'];
 export type ControlBody = components['schemas']['ControlBody'];

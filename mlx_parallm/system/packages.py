@@ -1,0 +1,108 @@
+"""Optional packages: which extra brings each, and one line for one that is missing. Imports no MLX.
+
+`pip install mlx-parallm` on Linux brings MLX without a backend: the CPU's and CUDA's put their files into the same
+place, so the machine's owner has to choose one. A command that computes calls `require_mlx` before it starts, and
+whatever needs another optional package calls `require` before its work begins. `missing` turns an ImportError that came
+all the same into that line.
+"""
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.blas import has_cuda_backend
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "reasoning-gym": ("reasoning_gym",),
+    "rewards": ("math_verify", "jsonschema"),
+    "gymnasium": ("gymnasium",),
+    "mcp": ("mcp", "mcp_types", "httpx2"),
+    "datasets": ("datasets",),
+    "traces": ("datasketch", "sklearn"),
+    "export": ("gguf", "xllamacpp"),
+    "wandb": ("wandb",),
+    "tensorboard": ("tensorboardX",),
+    "trackio": ("trackio",),
+    "tinker": ("google.protobuf", "zstandard"),
+    "dev": ("pytest", "ruff", "mypy"),
+}
+"""Extra → modules that it brings. The extras `cpu` and `cuda` bring MLX's backends."""
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "google.protobuf": "protobuf", "google": "protobuf"}
+BACKENDS = "pip install 'mlx-parallm[cpu]', or 'mlx-parallm[cuda]' on a machine with an NVIDIA GPU"
+
+
+def install(extra: str) -> str:
+    """Return the command that brings an extra."""
+    return f"pip install 'mlx-parallm[{extra}]'"
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be found. Imports its parent package, not the module."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def require(what: str, *modules: str) -> None:
+    """Raises ConfigError: one of the modules, which `what` needs, is not installed."""
+    for module in modules:
+        if not is_installed(module):
+            raise ConfigError(needs(what, module))
+
+
+def needs(what: str, module: str) -> str:
+    """Return the line that names the package of a module and how to install it."""
+    root = module.partition(".")[0]
+    extra = next((extra for extra, modules in EXTRAS.items() if {module, root} & set(modules)), None)
+    package = DISTRIBUTIONS.get(module, root.replace("_", "-"))
+    return f"{what} needs the package {package}: {install(extra) if extra else f'pip install {package}'}"
+
+
+def missing(error: ImportError) -> str | None:
+    """Return the line for an import that failed because a package is not installed; None: the fault is another one."""
+    root = (error.name or "").partition(".")[0]
+    if root == "mlx" or "libmlx" in str(error):
+        return mlx_backend_advice() or f"MLX cannot be loaded ({error}): {BACKENDS}"
+    if isinstance(error, ModuleNotFoundError) and root not in ("", "mlx_parallm") and not is_installed(root):
+        return needs("this", error.name if error.name in DISTRIBUTIONS else root)
+    return None
+
+
+def require_mlx() -> None:
+    """Raises ConfigError: no backend of MLX is installed."""
+    if advice := mlx_backend_advice():
+        raise ConfigError(advice)
+
+
+def mlx_backend_advice() -> str | None:
+    """Return what to install so that MLX can be loaded; None: it can. Loads no MLX into this process.
+
+    A wheel's backend is a library beside MLX's modules. Where it is not there a build from source may still have MLX in
+    one piece, which another process tries.
+    """
+    found = importlib.util.find_spec("mlx")
+    places = [Path(place) for place in found.submodule_search_locations or ()] if found else []
+    if not places:
+        return f"MLX is not installed: {BACKENDS if sys.platform == 'linux' else 'pip install mlx'}"
+    if sys.platform != "linux" or any(next(place.glob("lib*/libmlx.so*"), None) for place in places):
+        return None
+    tried = subprocess.run([sys.executable, "-c", "import mlx.core"], capture_output=True, check=False)
+    return f"MLX has no backend here (its libmlx.so is not installed): {BACKENDS}" if tried.returncode else None
+
+
+def extras() -> dict[str, bool]:
+    """Return which of this package's extras are installed, each as a whole."""
+    backends = {"cpu": version("mlx-cpu") is not None, "cuda": has_cuda_backend()}
+    return backends | {extra: all(map(is_installed, modules)) for extra, modules in EXTRAS.items()}
+
+
+def version(package: str) -> str | None:
+    """Return the installed version of a package; None: it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
