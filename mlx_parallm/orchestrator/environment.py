@@ -79,7 +79,7 @@ class HybridEnvironment(BaseEnvironment):
         ppo: Mapping[str, Any] | None = None,
         max_steps: int = 50,
         max_expert_steps: int = 20,
-        tool_call_timeout: float = 30.0,
+        tool_call_timeout: float | None = None,
         cache_tool_calls: bool = True,
         seed: int = 0,
     ) -> None:

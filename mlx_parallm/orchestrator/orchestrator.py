@@ -44,16 +44,21 @@ NO_ACTION = "No action yet. Write TOOL:, DELEGATE: or ANSWER:."
 
 @dataclass(frozen=True)
 class OrchestratorConfig:
-    """The limits of an episode. Raises ConfigError: a limit that is not above 0."""
+    """The limits of an episode. Raises ConfigError: a limit that is not above 0.
+
+    `tool_call_timeout`: seconds, of one call, in the place of the tool client's own limits (`MCPServer.timeout_s`,
+    `function_timeout_s`; 30 each); None: those.
+    """
 
     max_steps: int = 50
     max_expert_steps: int = 20  # of one delegation
-    tool_call_timeout: float = 30.0  # seconds, of one call
+    tool_call_timeout: float | None = None
     cache_tool_calls: bool = True  # of the planner's calls, of tools that a server marks read-only
     rewards: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self) -> None:
-        if min(self.max_steps, self.max_expert_steps) < 1 or self.tool_call_timeout <= 0:
+        seconds = 1.0 if self.tool_call_timeout is None else self.tool_call_timeout
+        if min(self.max_steps, self.max_expert_steps) < 1 or not seconds > 0:
             raise ConfigError("orchestrator: max_steps, max_expert_steps and tool_call_timeout have to be above 0")
 
 
