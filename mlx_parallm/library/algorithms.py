@@ -427,7 +427,10 @@ class REINFORCEAlgorithm(BaseAlgorithm):
     def _check(self) -> None:
         super()._check()
         if (self.config.ppo_epochs or 1) > 1:
-            raise ConfigError("REINFORCE has no ratio that could correct a second pass: ppo_epochs can only be 1")
+            raise ConfigError(
+                f"ppo_epochs = {self.config.ppo_epochs}: REINFORCE has no ratio that could correct a second pass over"
+                " the same answers. Leave it out or set 1; for several passes use PPOAlgorithm or GRPOAlgorithm"
+            )
 
 
 ALGORITHMS: dict[str, type[BaseAlgorithm]] = {

@@ -36,6 +36,7 @@ class DatasetSource(EnvironmentSource):
             reward=self.rewards.for_row(seen, copy.deepcopy(row.columns), self.progress),
             answer=None if answer is None else str(answer),
             plain=plain,
+            tools=self.named_tools(row.columns),
         )
 
     def heldout(self, n: int) -> list[Task]:

@@ -1,0 +1,111 @@
+"""Before a run: whether the prompts of its environments leave room for an answer, and what their tools take.
+
+A prompt that does not fit is dropped with its group. Where none fits, a run would drop group after group, so it is
+refused, with the tokens of each part.
+"""
+
+from collections.abc import Sequence
+
+from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.episode import EpisodePolicy
+from mlx_parallm.environments.episode_tools import EpisodeTools
+from mlx_parallm.environments.runner import attempt
+from mlx_parallm.environments.state import Prompt
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.log import get_logger
+
+log = get_logger("environments")
+
+PROMPTS = 16
+MUCH = 0.5  # of the limit: then tools are a warning
+
+
+def check_room(sources: Sequence[EnvironmentSource], policy: EpisodePolicy, limit: str) -> None:
+    """Log what tools take of each prompt. `limit`: the name of the setting that bounds a sequence.
+
+    Raises ConfigError: no prompt of an environment leaves room for an answer.
+    """
+    if policy.client.max_model_len < policy.max_token_length:
+        limit = "the model's context"
+    for source in sources:
+        prompts = _openings(source)
+        lengths = [_tokens(policy, source, prompt, tools) for prompt, tools in prompts]
+        if not lengths:
+            continue
+        shortest = min(range(len(lengths)), key=lambda number: lengths[number] or float("inf"))
+        prompt, tools = prompts[shortest]
+        if not any(length is not None and length < policy.longest for length in lengths):
+            raise ConfigError(_no_room(source, policy, prompt, tools, lengths, limit))
+        if tools is not None:
+            taken = _taken_by_tools(policy, source, prompt, tools)
+            say = log.warning if sum(taken.values()) > MUCH * policy.longest else log.info
+            words = _listed(taken)
+            say("tools in every prompt", environment=source.name, tokens=sum(taken.values()), by_tool=words)
+
+
+def _openings(source: EnvironmentSource) -> list[tuple[Prompt, EpisodeTools | None]]:
+    """Return the prompts that some episodes open with, and their tools. Where drawing a task uses it up: a prompt with
+    an empty question."""
+    if source.in_order:
+        with attempt():
+            return [(source.format_prompt(""), source.tools)]
+        return []
+    openings = []
+    for index in range(PROMPTS):
+        with attempt():  # what an environment raises is reported by the run, in its place
+            task = source.task(index)
+            if isinstance(task, Task):
+                openings.append((task.opening, source.tools_of(task)))
+    return openings
+
+
+def _tokens(policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools | None) -> int | None:
+    """Return the tokens of an opening; None: it is far too long to be counted, or the chat template refuses it."""
+    with attempt() as outcome:
+        options = {}
+        if tools is not None:
+            prompt, _, options = policy.with_tools(prompt, tools)
+        count = len(policy.ids(prompt, source.config, options))
+    return None if outcome.failure is not None else count
+
+
+def _taken_by_tools(
+    policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools
+) -> dict[str, int]:
+    """Return tool → the tokens by which it makes the prompt longer beside the others; the first has what the template
+    says of tools at all."""
+    taken, before = {}, _tokens(policy, source, prompt, None) or 0
+    names = [str(definition["name"]) for definition in tools.definitions]
+    for count, name in enumerate(names, 1):
+        now = _tokens(policy, source, prompt, tools.only(names[:count], source.name)) or before
+        taken[name], before = now - before, now
+    return taken
+
+
+def _no_room(
+    source: EnvironmentSource,
+    policy: EpisodePolicy,
+    prompt: Prompt,
+    tools: EpisodeTools | None,
+    lengths: Sequence[int | None],
+    limit: str,
+) -> str:
+    known = [length for length in lengths if length is not None]
+    has = f"{min(known):,} tokens" if known else "too many characters to be tokenised"
+    parts, advice = [], f"Shorten the prompts, or raise {limit}"
+    if system := source.config.system_prompt:
+        parts.append(f"system_prompt {len(policy.tokenizer.encode(system)):,}")
+    if tools is not None:
+        taken = _taken_by_tools(policy, source, prompt, tools)
+        parts.append(f"tools {sum(taken.values()):,} ({_listed(taken)})")
+        advice += ', or show fewer tools: tools = ["NAME"] for the environment, tools_column for each row'
+    of_it = f" Of it: {', '.join(parts)}." if parts else ""
+    of = f"the shortest of {len(lengths)} prompts has" if len(lengths) > 1 else "the prompt has"
+    return (
+        f"environments: {source.name}: no prompt leaves room for an answer: {of} {has}, and"
+        f" {limit} = {policy.longest:,} holds prompt and answer.{of_it} {advice}"
+    )
+
+
+def _listed(taken: dict[str, int]) -> str:
+    return ", ".join(f"{name} {tokens:,}" for name, tokens in sorted(taken.items(), key=lambda item: -item[1]))
