@@ -1,12 +1,9 @@
 """`mlx_parallm pipeline`. Imports no MLX before it runs."""
 
-import importlib.util
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
-
-from mlx_parallm.errors import ConfigError
 
 METHODS = ("grpo", "kto", "dpo", "sft")
 PROFILES = ("AUTO_DETECT", "CPU_ONLY", "GPU_ENABLED", "RYZEN_OPTIMIZED")
@@ -57,8 +54,6 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
     )
 
     def run(args: Namespace) -> int:
-        if importlib.util.find_spec("gguf") is None:
-            raise ConfigError("a pipeline exports, which needs the package gguf: `pip install 'mlx-parallm[export]'`")
         from mlx_parallm.export.ollama import DEFAULT_URL
         from mlx_parallm.pipeline.pipeline import TrainingPipeline
         from mlx_parallm.system.log import configure_logging

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.pipeline.hardware import AUTO_DETECT, Profile, detect_hardware
 from mlx_parallm.pipeline.report import write_report
+from mlx_parallm.pipeline.requirements import check_packages, check_place
 from mlx_parallm.pipeline.stages import OLLAMA, PipelineOptions, Stages, TrainingMethod, check_name, check_options
 from mlx_parallm.pipeline.work import Json, StageFailedError, StageOutcome, WorkDirectory
 from mlx_parallm.system.files import write_atomically
@@ -80,7 +81,8 @@ class TrainingPipeline:
             deploy_ollama: deploy as "toolbox-AGENT" where `deploy` names nothing else.
             say: hears one line after each stage; default: stderr.
 
-        Raises ConfigError: the options; any other ParallmError: a stage failed. A second call begins with that stage.
+        Raises ConfigError: the options, or something that a later stage needs is missing; any other ParallmError: a
+        stage failed. A second call begins with that stage.
         """
         options = self._options
         if deploy_ollama and options.deploy is None:
@@ -89,10 +91,14 @@ class TrainingPipeline:
         for path in options.traces:
             if path.is_relative_to(self.work) or self.work.is_relative_to(path):
                 raise ConfigError(f"--traces {path} and the work directory {self.work}: one lies in the other")
-        hardware = detect_hardware(self._profile)
+        check_packages()
+        check_place(self.work, "--work")
+        hardware, say = detect_hardware(self._profile), say or _to_stderr
         with closing(WorkDirectory(self.work)) as work:
             stages = Stages(options, hardware, work)
-            return _Attempt(self, options, stages, work, say or _to_stderr).carry_out()
+            for line in stages.check_requirements():
+                say(line)
+            return _Attempt(self, options, stages, work, say).carry_out()
 
 
 class _Attempt:
@@ -183,7 +189,7 @@ def line_of(outcome: StageOutcome) -> str:
         case "label":
             about = f"{result['labels']} labels"
         case "dataset":
-            about = f"{result['rows']['train']} rows, {result['problems']} prompts held out"
+            about = f"{result['rows']['train']} rows, {result['problems']} of {result['prompts']} prompts held out"
         case "train":
             about = f"{result['steps']} steps"
         case "baseline" if result["score"] is not None:
