@@ -52,7 +52,7 @@ class RecurrentPPOConfig:
     value_coefficient: float = 0.5
     entropy_weight: float = 0.0
     max_grad_norm: float = 0.5
-    reward_scale: float | None = None  # None: measured (`RewardScale`), so that returns are of the order of 1
+    reward_scale: float | None = None  # None: measured, at most 1, so that returns stay below about 5
     target_kl: float | None = 0.02  # an update ends when approx_kl is above 1.5 times this
     normalize_advantages: bool = True
     recurrent: bool = True  # False: every step begins without memory, to compare
@@ -81,16 +81,16 @@ class RecurrentPPOConfig:
 class RewardScale:
     """The factor of rewards in what is learned from, so that the value loss does not drown the policy's.
 
-    A fixed one, or 1 / (rms · H): the root mean square of the rewards, and the steps H = 1 / (1 - γ (1 - p)) that a
-    return reaches over where an episode ends (is terminated) with probability p a step. A limit of time is no end, so
-    short episodes too have returns of H rewards. Older updates count less (`FORGET`).
+    A fixed one, or min(1, 5 / (rms · H)): the root mean square of the rewards, and the steps H = 1 / (1 - γ (1 - p))
+    that a return reaches over where an episode ends (is terminated) with probability p a step. A limit of time is no
+    end, so short episodes too have returns of H rewards. Smaller returns stay as they are. Older updates count less.
 
-    Worked: rewards of 1, γ = 0.99, never terminated: H = 100, factor 0.01, a return is 1. Terminated after every
-    tenth step: p = 0.1, H = 1 / 0.109 = 9.17, factor 0.109.
+    Worked: rewards of 1, γ = 0.99, never terminated: H = 100, factor 0.05, a return is 5. Terminated after every
+    tenth step: p = 0.1, H = 1 / 0.109 = 9.17, factor 0.545.
     """
 
     FORGET: ClassVar[float] = 0.9
-    TARGET: ClassVar[float] = 3.0
+    LARGEST: ClassVar[float] = 5.0
 
     fixed: float | None
     gamma: float
@@ -105,7 +105,7 @@ class RewardScale:
         if not self.squares:
             return 1.0
         reach = 1 / (1 - self.gamma * (1 - self.ends / self.steps) + 1e-8)
-        return self.TARGET / (math.sqrt(self.squares / self.steps) * reach)
+        return min(1.0, self.LARGEST / (math.sqrt(self.squares / self.steps) * reach))
 
     def measure(self, rewards: np.ndarray, ends: int) -> None:
         """Take the rewards of an update, of which `ends` ended an episode for good."""

@@ -1,5 +1,9 @@
 """`PlannerTrainer`: GRPO of a planner on single answers in Python, under the name `GRPOTrainer` of the original plan.
 
+    trainer = GRPOTrainer(policy_model=model, reference_model=None, tokenizer=tokenizer, reward_fn=right)
+    trainer.train(["What is 17 * 23?", "What is 8 * 9?"], num_iterations=100)
+    trainer.close()
+
 With tools and experts in the episodes it is `kind = "hybrid"` that trains (docs/hybrid.md).
 """
 
@@ -47,12 +51,27 @@ class PlannerTrainer:
         self._config, self._rollouts = config, rollouts or RolloutConfig(prompt_format="chat")
         self.algorithm: GRPOAlgorithm | None = None
 
-    def train(self, prompt_source: Iterable[str], num_iterations: int | None = None) -> list[TrainingMetrics]:
-        """Train on prompts, in their order and again; a later call goes on with the prompts of the first."""
-        if self.algorithm is None:
-            environment = SimpleTextEnvironment(self.inference, prompts=list(prompt_source))
+    def train(
+        self,
+        prompt_source: Iterable[str] | Callable[[], Iterable[str]] | None = None,
+        num_iterations: int | None = None,
+    ) -> list[TrainingMetrics]:
+        """Train on prompts, in their order and again; a second call goes on.
+
+        Args:
+            prompt_source: the prompts, or a function that returns them; in a second call nothing.
+            num_iterations: default: those of `config`.
+
+        Raises ConfigError: no prompts, or others in a second call.
+        """
+        if (self.algorithm is None) == (prompt_source is None):
+            raise ConfigError("GRPOTrainer: train(prompts) the first time, then train() goes on with the same prompts")
+        if self.algorithm is None and prompt_source is not None:
+            prompts = list(prompt_source() if callable(prompt_source) else prompt_source)
+            environment = SimpleTextEnvironment(self.inference, prompts=prompts)
             manager = RolloutManager(environment, self._rollouts)
             self.algorithm = GRPOAlgorithm(environment, manager, self._reward, self._backprop, self._config)
+        assert self.algorithm is not None
         return self.algorithm.train(num_iterations, progress_bar=False)
 
     def close(self) -> None:

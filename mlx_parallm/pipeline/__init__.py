@@ -14,11 +14,19 @@ if TYPE_CHECKING:
     from mlx_parallm.export.ollama import OllamaDeployer
     from mlx_parallm.export.pipeline import ExportPipeline, GGUFExporter
     from mlx_parallm.pipeline.datasets import (
+        BaseReward,
+        CodeExecutionReward,
         DatasetPipeline,
+        EfficiencyReward,
+        FormatComplianceReward,
         GRPODatasetBuilder,
         GRPOExample,
         KTODatasetBuilder,
         KTOExample,
+        RewardResult,
+        SyntaxValidationReward,
+        TaskCompletionReward,
+        ToolSuccessReward,
     )
     from mlx_parallm.pipeline.hardware import (
         AUTO_DETECT,
@@ -29,19 +37,8 @@ if TYPE_CHECKING:
         detect_hardware,
         get_ryzen_optimized_config,
     )
-    from mlx_parallm.pipeline.pipeline import TrainingPipeline
-    from mlx_parallm.pipeline.rewards import (
-        BaseReward,
-        CodeExecutionReward,
-        EfficiencyReward,
-        FormatComplianceReward,
-        RewardResult,
-        SyntaxValidationReward,
-        TaskCompletionReward,
-        ToolSuccessReward,
-    )
+    from mlx_parallm.pipeline.pipeline import RLTrainer, TrainingConfig, TrainingPipeline
     from mlx_parallm.pipeline.stages import PipelineOptions
-    from mlx_parallm.pipeline.trainer import RLTrainer, TrainingConfig
     from mlx_parallm.rewards.learned import LearnedReward
     from mlx_parallm.traces.builders import DatasetOptions, build_dataset, write_dataset
     from mlx_parallm.traces.checkpoints import CheckpointLoader
@@ -99,12 +96,11 @@ __getattr__, __dir__ = lazy_names(
         "export.pipeline": "ExportPipeline GGUFExporter",
         "pipeline.hardware": "AUTO_DETECT CPU_ONLY GPU_ENABLED RYZEN_OPTIMIZED HardwareConfig detect_hardware"
         " get_ryzen_optimized_config",
-        "pipeline.datasets": "DatasetPipeline GRPODatasetBuilder GRPOExample KTODatasetBuilder KTOExample",
-        "pipeline.pipeline": "TrainingPipeline",
-        "pipeline.rewards": "BaseReward CodeExecutionReward EfficiencyReward FormatComplianceReward RewardResult"
+        "pipeline.datasets": "DatasetPipeline GRPODatasetBuilder GRPOExample KTODatasetBuilder KTOExample"
+        " BaseReward CodeExecutionReward EfficiencyReward FormatComplianceReward RewardResult"
         " SyntaxValidationReward TaskCompletionReward ToolSuccessReward",
+        "pipeline.pipeline": "RLTrainer TrainingConfig TrainingPipeline",
         "pipeline.stages": "PipelineOptions",
-        "pipeline.trainer": "RLTrainer TrainingConfig",
         "rewards.learned": "LearnedReward",
         "traces.builders": "DatasetOptions build_dataset write_dataset",
         "traces.checkpoints": "CheckpointLoader",

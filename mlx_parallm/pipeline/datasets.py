@@ -1,9 +1,15 @@
-"""From traces to rows in Python: `DatasetPipeline`, and a builder for each of two kinds of rows.
+"""From traces to rows in Python: reward parts as classes, a builder for each of two kinds of rows, `DatasetPipeline`.
 
-All of it is `traces.builders.build_dataset`, which has every kind.
+    CodeExecutionReward().compute(trace)                   RewardResult
+    RewardEngine([CodeExecutionReward(), "efficiency"])    several as one score
+    KTODatasetBuilder().build_dataset(traces)              rows
+
+The parts are those of `traces.rewards.RewardEngine`, the rows those of `traces.builders.build_dataset`, which has every
+kind.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
@@ -13,10 +19,76 @@ from mlx_parallm.traces.importers.report import ImportReport
 from mlx_parallm.traces.labeling import add_rule_labels
 from mlx_parallm.traces.privacy import RedactionHit, secret_finder
 from mlx_parallm.traces.reading import read_traces, redacted
-from mlx_parallm.traces.rewards import add_reward_labels, references_of
+from mlx_parallm.traces.rewards import RewardEngine, add_reward_labels, references_of
 from mlx_parallm.traces.schema import Json, Trace
 
 Messages = list[Json]
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """What a part says of a trace. `score`: 0 to 1; None: the part does not apply."""
+
+    name: str
+    score: float | None
+    weight: float
+
+
+class BaseReward:
+    """One part. `options`: its keywords (docs/reward_parts.md). Raises ConfigError."""
+
+    part: ClassVar[str] = ""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self._engine = RewardEngine([self.part], options={self.part: options} if options else None)
+
+    def __str__(self) -> str:
+        return self.part
+
+    @property
+    def weight(self) -> float:
+        return self._engine.weights[self.part]
+
+    def compute(self, trace: Trace | ExecutionTrace) -> RewardResult:
+        """Score a trace. Raises RolloutRejectedError."""
+        return RewardResult(self.part, self._engine.compute_all(trace)[self.part], self.weight)
+
+
+class CodeExecutionReward(BaseReward):
+    """Run the code in an answer, in the sandbox: the share of blocks that end well."""
+
+    part = "code"
+
+
+class SyntaxValidationReward(BaseReward):
+    """Check that the code in an answer can be parsed."""
+
+    part = "syntax"
+
+
+class ToolSuccessReward(BaseReward):
+    """Count the tool calls that succeeded."""
+
+    part = "tool_success"
+
+
+class TaskCompletionReward(BaseReward):
+    """Count the tasks that were completed, and those that failed."""
+
+    part = "task_completion"
+
+
+class EfficiencyReward(BaseReward):
+    """Score few tokens, calls and steps."""
+
+    part = "efficiency"
+
+
+class FormatComplianceReward(BaseReward):
+    """Score answers without XML tags, or with exactly those that are wanted (`tags`)."""
+
+    part = "format"
 
 
 class KTOExample(TypedDict):

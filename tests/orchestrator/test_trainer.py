@@ -42,8 +42,10 @@ def trainer() -> Iterator[GRPOTrainer]:
 def test_it_trains_with_the_constructor_of_the_plan(trainer: GRPOTrainer) -> None:
     [first] = trainer.train(["Sum: 1+2", "Sum: 30+4"], 1)
     assert first.num_trajectories >= 8 and first.kl is not None
-    [second] = trainer.train([], 1)
+    [second] = trainer.train(num_iterations=1)
     assert second.iteration == 2 and second.reward_max > 0
+    with pytest.raises(ConfigError, match="goes on with the same prompts"):
+        trainer.train(["Sum: 5+5"])
 
 
 def test_a_trainer_needs_a_reward() -> None:
