@@ -20,15 +20,26 @@ PROMPTS = 16
 MUCH = 0.5  # of the limit: then tools are a warning
 
 
-def check_room(sources: Sequence[EnvironmentSource], policy: EpisodePolicy, limit: str) -> None:
-    """Log what tools take of each prompt. `limit`: the name of the setting that bounds a sequence.
+def check_room(
+    sources: Sequence[EnvironmentSource],
+    policy: EpisodePolicy,
+    limit: str,
+    tasks: Sequence[Sequence[Task]] | None = None,
+) -> None:
+    """Log what tools take of each prompt.
+
+    Args:
+        limit: the name of the setting that bounds a sequence.
+        tasks: of each source; default: the first ones to train on.
 
     Raises ConfigError: no prompt of an environment leaves room for an answer.
     """
     if policy.client.max_model_len < policy.max_token_length:
         limit = "the model's context"
-    for source in sources:
-        prompts = _openings(source)
+    for number, source in enumerate(sources):
+        prompts = (
+            _openings(source) if tasks is None else [(task.opening, source.tools_of(task)) for task in tasks[number]]
+        )
         lengths = [_tokens(policy, source, prompt, tools) for prompt, tools in prompts]
         if not lengths:
             continue
