@@ -73,7 +73,7 @@ def _openings(source: EnvironmentSource) -> list[tuple[Prompt, EpisodeTools | No
 def _tokens(policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools | None) -> int | None:
     """Return the tokens of an opening; None: it is far too long to be counted, or the chat template refuses it."""
     with attempt() as outcome:
-        options = {}
+        options: dict[str, object] = {}
         if tools is not None:
             prompt, _, options = policy.with_tools(prompt, tools)
         count = len(policy.ids(prompt, source.config, options))

@@ -306,7 +306,7 @@ class PrintedOutput(asyncio.Protocol):
     async def take_message(self, message: Any) -> None:
         """Take a message handler's message: notifications mean nothing here, an error is a line that is no JSON-RPC."""
         if isinstance(message, Exception):
-            errors = getattr(message, "errors", list)()
+            errors: list[Any] = getattr(message, "errors", list)()
             line = str(errors[0].get("input", "")) if errors else words(message)
             self._stdout = [*self._stdout, line][-SHOWN_LINES:]
 
