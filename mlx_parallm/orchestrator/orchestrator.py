@@ -36,6 +36,7 @@ from mlx_parallm.orchestrator.reward import (
     RewardConfig,
     final_reward,
     is_solved,
+    nearly,
     step_reward,
 )
 
@@ -121,6 +122,9 @@ class Orchestrator:
     def reset(self, task: Mapping[str, Any] | HybridTask) -> str:
         """Begin a task; return the text view. Raises ConfigError: it is no task."""
         self._task = HybridTask.of(task)
+        kind, known = self._task.type, [*self.config.rewards.task_rewards, "general"]
+        if kind not in known and (meant := nearly(kind, known)):
+            raise ConfigError(f"task: type {kind!r} has no reward function; did you mean {meant!r}?")
         self.steps, self.delegations, self.done, self.timed_out = 0, 0, False, False
         self.answer: str | None = None
         self.total_reward = 0.0

@@ -266,6 +266,13 @@ def test_hybrid_env_obeys_its_orchestrators_settings(tools: ToolClient) -> None:
             HybridEnv(Orchestrator(config, registry(), tools), task_pool=[SUM], max_episode_length=length)
 
 
+def test_a_type_that_is_nearly_one_is_refused(tools: ToolClient) -> None:
+    orchestrator = Orchestrator(None, registry(), tools)
+    with pytest.raises(ConfigError, match="type 'phisics' has no reward function; did you mean 'physics'"):
+        orchestrator.reset({**SUM, "type": "phisics"})
+    orchestrator.reset({**SUM, "type": "geography"})  # of the data's own
+
+
 def test_environments_side_by_side(tools: ToolClient) -> None:
     def make(number: int) -> HybridEnv:
         orchestrator = Orchestrator(None, registry(), tools, seed=number)
