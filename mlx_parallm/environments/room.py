@@ -4,7 +4,8 @@ A prompt that does not fit is dropped with its group. Where none fits, a run wou
 refused, with the tokens of each part.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.episode import EpisodePolicy
@@ -40,13 +41,13 @@ def check_room(
         prompts = (
             _openings(source) if tasks is None else [(task.opening, source.tools_of(task)) for task in tasks[number]]
         )
-        lengths = [_tokens(policy, source, prompt, tools) for prompt, tools in prompts]
-        if not lengths:
+        if not prompts:
             continue
-        shortest = min(range(len(lengths)), key=lambda number: lengths[number] or float("inf"))
+        ids = [_ids(policy, source, prompt, tools) for prompt, tools in prompts]
+        shortest = min(range(len(ids)), key=lambda number: len(ids[number] or ()) or float("inf"))
         prompt, tools = prompts[shortest]
-        if not any(length is not None and length < policy.longest for length in lengths):
-            raise ConfigError(_no_room(source, policy, prompt, tools, lengths, limit))
+        if not any(each is not None and len(each) < policy.longest for each in ids):
+            raise ConfigError(_no_room(source, policy, prompt, tools, ids, limit))
         if tools is not None:
             taken = _taken_by_tools(policy, source, prompt, tools)
             say = log.warning if sum(taken.values()) > MUCH * policy.longest else log.info
@@ -70,14 +71,27 @@ def _openings(source: EnvironmentSource) -> list[tuple[Prompt, EpisodeTools | No
     return openings
 
 
-def _tokens(policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools | None) -> int | None:
-    """Return the tokens of an opening; None: it is far too long to be counted, or the chat template refuses it."""
+def _ids(
+    policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools | None
+) -> list[int] | None:
+    """Return the tokens of an opening; None: it is far too long to be tokenised, or the chat template refuses it."""
     with attempt() as outcome:
         options: dict[str, object] = {}
         if tools is not None:
             prompt, _, options = policy.with_tools(prompt, tools)
-        count = len(policy.ids(prompt, source.config, options))
-    return None if outcome.failure is not None else count
+        ids = policy.ids(prompt, source.config, options)
+    return None if outcome.failure is not None else ids
+
+
+def _in_all(openings: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens all of several openings begin and end with: what is the same in every prompt."""
+    room = min(map(len, openings))
+
+    def same(columns: Iterable[tuple[int, ...]]) -> int:
+        return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+
+    first = same(zip(*openings, strict=False))
+    return first + min(room - first, same(zip(*map(reversed, openings), strict=False)))
 
 
 def _taken_by_tools(
@@ -85,10 +99,10 @@ def _taken_by_tools(
 ) -> dict[str, int]:
     """Return tool → the tokens by which it makes the prompt longer beside the others; the first has what the template
     says of tools at all."""
-    taken, before = {}, _tokens(policy, source, prompt, None) or 0
+    taken, before = {}, len(_ids(policy, source, prompt, None) or ())
     names = [str(definition["name"]) for definition in tools.definitions]
     for count, name in enumerate(names, 1):
-        now = _tokens(policy, source, prompt, tools.only(names[:count], source.name)) or before
+        now = len(_ids(policy, source, prompt, tools.only(names[:count], source.name)) or ())
         taken[name], before = now - before, now
     return taken
 
@@ -98,12 +112,14 @@ def _no_room(
     policy: EpisodePolicy,
     prompt: Prompt,
     tools: EpisodeTools | None,
-    lengths: Sequence[int | None],
+    ids: Sequence[list[int] | None],
     limit: str,
 ) -> str:
-    known = [length for length in lengths if length is not None]
-    has = f"{min(known):,} tokens" if known else "too many characters to be tokenised"
+    known = list({tuple(each) for each in ids if each is not None})
+    has = f"{min(map(len, known)):,} tokens" if known else "too many characters to be tokenised"
     parts, advice = [], f"Shorten the prompts, or raise {limit}"
+    if len(known) > 1:
+        parts.append(f"{_in_all(known):,} are the same in every prompt")
     if system := source.config.system_prompt:
         parts.append(f"system_prompt {len(policy.tokenizer.encode(system)):,}")
     if tools is not None:
@@ -111,7 +127,7 @@ def _no_room(
         parts.append(f"tools {sum(taken.values()):,} ({_listed(taken)})")
         advice += ', or show fewer tools: tools = ["NAME"] for the environment, tools_column for each row'
     of_it = f" Of it: {', '.join(parts)}." if parts else ""
-    of = f"the shortest of {len(lengths)} prompts has" if len(lengths) > 1 else "the prompt has"
+    of = f"the shortest of {len(ids)} prompts has" if len(ids) > 1 else "the prompt has"
     return (
         f"environments: {source.name}: no prompt leaves room for an answer: {of} {has}, and"
         f" {limit} = {policy.longest:,} holds prompt and answer.{of_it} {advice}"

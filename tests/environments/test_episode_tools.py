@@ -249,10 +249,12 @@ async def test_prompts_without_room_are_refused_before_the_run(tokenizer, tools,
     with pytest.raises(ConfigError, match=f"has {tokens} tokens"):
         check(tokens)
     check(tokens + 1)
-    assert re.search(r"Of it: tools (\d+) \((add|secret) \d+, (add|secret) \d+\)", whole)
+    assert re.search(
+        r"Of it: \d+ are the same in every prompt, tools (\d+) \((add|secret) \d+, (add|secret) \d+\)", whole
+    )
     assert "tools_column" in whole
     check(tokens - 10, tools=("add",))
-    with pytest.raises(ConfigError, match=r"Of it: system_prompt \d+\. Shorten"):
+    with pytest.raises(ConfigError, match=r"Of it: \d{3} are the same in every prompt, system_prompt \d+\. Shorten"):
         check(60, tools=(), system_prompt="word " * 100)
     with pytest.raises(ConfigError, match="raise the model's context"):
         client.max_model_len = 30
