@@ -252,7 +252,8 @@ def line_of(outcome: StageOutcome) -> str:
         case "label":
             about = f"{result['labels']} labels"
         case "dataset":
-            about = f"{result['rows']['train']} rows, {result['problems']} of {result['prompts']} prompts held out"
+            of_all = f" of {result['prompts']}" if "prompts" in result else ""  # not in a state of an older build
+            about = f"{result['rows']['train']} rows, {result['problems']}{of_all} prompts held out"
         case "train":
             about = f"{result['steps']} steps"
         case "baseline" if result["score"] is not None:
