@@ -49,6 +49,9 @@ class EnvironmentConfig(Section):
     """Longest time of one episode, its reward included."""
     tools: tuple[str, ...] | None = None
     """Names of the tools of [tools] that the policy may call in this environment; not set: all, []: none."""
+    tools_column: str | None = None
+    """Column of the rows that names the tools of this task, a list: only these are in its prompt, and can be called;
+    a row without it has all."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment (e.g. reasoning-gym's data set keywords)."""
     data: str | None = None

@@ -89,6 +89,7 @@ class Task:
     plain: bool = False  # the last message's text goes to the model as it is, without the chat template
     state: State | None = None  # a BaseEnvironment's: each episode begins with a copy of it
     tools: tuple[Mapping[str, Any], ...] = ()  # definitions that the chat template shows; nobody makes their calls
+    tool_names: tuple[str, ...] | None = None  # of the environment's tools, those that it shows; None: all
 
     @property
     def opening(self) -> Prompt:
@@ -196,12 +197,31 @@ class EnvironmentSource(ABC):
         if tools is None and names:
             raise ConfigError(f"{what}: there are none: set [[tools.mcp]] or tools.functions")
         self.tools = self.policy_tools(tools if tools is None or names is None else tools.only(names, what))
+        if self.config.tools_column is not None and self.tools is None:
+            raise ConfigError(f"{what}_column: the policy calls no tools of [tools] in this environment")
         if self.rewards is not None:
             self.rewards.use_tools(None if tools is None else tools.client)
 
     def policy_tools(self, allowed: EpisodeTools | None) -> EpisodeTools | None:
         """Return what the policy may call in the episodes, of what the configuration allows it."""
         return allowed if allowed is not None and allowed.definitions else None
+
+    def tools_of(self, task: Task) -> EpisodeTools | None:
+        """Return what the policy may call in the episodes of a task. Raises ConfigError: it names a tool that there is
+        not."""
+        if self.tools is None or task.tool_names is None:
+            return self.tools
+        return self.tools.only(task.tool_names, f"environments: {self.name}: a task") if task.tool_names else None
+
+    def named_tools(self, columns: Mapping[str, Any]) -> tuple[str, ...] | None:
+        """Return what a row's `tools_column` says; None: nothing. Raises RolloutRejectedError: no list of names."""
+        names = columns.get(self.config.tools_column) if self.config.tools_column is not None else None
+        if names is None:
+            return None
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            column = f"environments: {self.name}: column {self.config.tools_column!r}"
+            raise RolloutRejectedError(f"{column} has {names!r}: expected a list of tools")
+        return tuple(names)
 
     def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
         """Return what the store keeps of a group beside its rollouts, as JSON."""

@@ -20,6 +20,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from mlx_parallm.config.environment import EnvironmentConfig, unique_names
 from mlx_parallm.environments.base import EnvironmentSource, PolicyInference
 from mlx_parallm.environments.episode import EpisodePolicy, failed_trajectories
+from mlx_parallm.environments.room import check_room
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, MakePlayer
 from mlx_parallm.environments.scheduler import RolloutScheduler
 from mlx_parallm.environments.state import BaseEnvironment
@@ -416,8 +417,16 @@ class RolloutManager(RolloutScheduler):
     def _adapter_now(self) -> str | None:
         return self._adapter or getattr(self.inference, "adapter", None)
 
+    def check_room(self, limit: str) -> None:
+        """Raises ConfigError: no prompt of an environment leaves room for an answer; `limit` names the setting."""
+        check_room([queue.source for queue in self._queues], self._policy(), limit)
+
     def _runner(self) -> EpisodeRunner:
-        policy = EpisodePolicy(
+        self._episodes = EpisodeRunner(self._policy())
+        return self._episodes
+
+    def _policy(self) -> EpisodePolicy:
+        return EpisodePolicy(
             self._client,
             self._tokenizer,
             temperature=self._config.temperature,
@@ -425,8 +434,6 @@ class RolloutManager(RolloutScheduler):
             adapter=self._adapter_now,
             template_kwargs=self._template_kwargs or {},
         )
-        self._episodes = EpisodeRunner(policy)
-        return self._episodes
 
     def _begun(self, plans: Sequence[GroupPlan]) -> None:
         if self._collector is not None:

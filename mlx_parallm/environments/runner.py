@@ -119,8 +119,8 @@ class EpisodeRunner:
             if not isinstance(task, Task):
                 raise RolloutRejectedError(f"{type(source).__name__}.task returned {task!r}, not a Task")
             opening = TurnRequest(plan.group_id, task.opening, config, plan.seed, {}, task.options)
-            if source.tools is not None:
-                prompt, overrides, options = self._policy.with_tools(task.opening, source.tools)
+            if (tools := source.tools_of(task)) is not None:
+                prompt, overrides, options = self._policy.with_tools(task.opening, tools)
                 opening = dataclasses.replace(opening, prompt=prompt, overrides=overrides, options=options)
             request = self._policy.open_group(opening, plan.size) if source.opens_together else None
         if outcome.failure is not None:
@@ -191,7 +191,7 @@ class EpisodeRunner:
             opening=opening,
             format_prompt=plan.source.format_prompt,
             bounded=plan.max_steps is not None,
-            tools=plan.source.tools,
+            tools=plan.source.tools_of(job.task),
         )
         CURRENT.set(episode)  # for this task only: gather gives each episode a context of its own
         with attempt() as outcome:

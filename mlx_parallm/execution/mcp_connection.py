@@ -4,13 +4,13 @@ The SDK (extra `mcp`) is imported with the first start. MCP: https://modelcontex
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mlx_parallm.errors import ConfigError, ToolFailedError
 from mlx_parallm.execution.tool_results import ToolResult, as_json
@@ -23,6 +23,8 @@ RESTARTS = 3
 RETRY_PAUSE_S = 60.0  # between two starts after `restarts` that failed
 STOP_TIMEOUT_S = 10.0  # the SDK itself waits 2 s, sends SIGTERM, waits 2 s, and kills
 CONNECTION_CLOSED, INVALID_PARAMS = -32000, -32602  # of JSON-RPC, as the SDK uses them
+LAST_WORDS_S = 0.5  # a server that ended has written its last line by then
+KEPT_BYTES, SHOWN_LINES, SHOWN_CHARACTERS = 8192, 8, 800  # of what a server printed
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class MCPConnection:
         self._ending: set[asyncio.Task[None]] = set()  # holders of sessions that were let go
         self._end = asyncio.Event()
         self._stopped = False
+        self._stage = ""  # of a start
+        self._printed = PrintedOutput()
 
     def is_cached(self, name: str) -> bool:
         return self.server.cache and name in self._read_only
@@ -93,9 +97,10 @@ class MCPConnection:
             raise ToolFailedError(f"{self._what} was stopped")
         if self._failed_starts > self.server.restarts and time.monotonic() < self._retry_at:
             raise ToolFailedError(f"{self._why} ({self._failed_starts} times in a row; it is tried once a minute)")
+        self._import_sdk()
         self.starts += 1
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._end, self._answered = asyncio.Event(), 0
+        self._end, self._answered, self._printed = asyncio.Event(), 0, PrintedOutput()
         self._holder = asyncio.create_task(self._hold(ready, self._end))
         try:
             self._session = await asyncio.wait_for(asyncio.shield(ready), self.server.start_timeout_s)
@@ -104,11 +109,22 @@ class MCPConnection:
             self._let_go()
             if isinstance(error, asyncio.CancelledError | ConfigError):
                 raise
-            late = f"no answer within {self.server.start_timeout_s:g} s"
-            self._why = f"{self._what} cannot be started: {late if isinstance(error, TimeoutError) else words(error)}"
+            late = f"no answer within {self.server.start_timeout_s:g} s (start_timeout_s) to {self._stage}"
+            why = late if isinstance(error, TimeoutError) else words(error)
+            self._why = f"{self._what} cannot be started: {why}{self._printed.in_words()}"
             raise ToolFailedError(self._why) from error
         self._failed_starts = 0
         return self._session
+
+    def _import_sdk(self) -> None:
+        """Import the SDK, which takes a second, before a start is timed. Raises ConfigError: it is not installed."""
+        try:
+            import httpx2  # noqa: F401
+            from mcp import Client, StdioServerParameters  # noqa: F401
+            from mcp.client.streamable_http import streamable_http_client  # noqa: F401
+        except ImportError as error:  # no SDK, or one of before 2.0, to which many servers bind it
+            raise ConfigError(f"{self._what}: {error}: {INSTALL}") from error
+        logging.getLogger("mcp.client").setLevel(logging.CRITICAL)  # its tracebacks: results and errors have the words
 
     @property
     def _what(self) -> str:
@@ -138,23 +154,41 @@ class MCPConnection:
             from mcp.client.streamable_http import streamable_http_client
         except ImportError as error:  # no SDK, or one of before 2.0, to which many servers bind it
             raise ConfigError(f"{self._what}: {error}: {install('mcp')}") from error
+
+        printed = self._printed
+
+        @asynccontextmanager
+        async def process(parameters: Any) -> AsyncIterator[Any]:
+            async with AsyncExitStack() as stack:
+                writer = await printed.listen(stack)
+                try:
+                    streams = await stack.enter_async_context(stdio_client(parameters, errlog=writer))
+                finally:
+                    writer.close()  # the process has its own
+                yield streams
+
         async with AsyncExitStack() as stack:
             if self.server.url:
-                http = await stack.enter_async_context(
-                    httpx2.AsyncClient(headers=dict(self.server.headers), timeout=self.server.timeout_s)
+                http = httpx2.AsyncClient(
+                    headers=dict(self.server.headers),
+                    timeout=None,  # calls and starts have their own
+                    event_hooks={"response": [printed.take_response]},
                 )
-                transport = streamable_http_client(self.server.url, http_client=http)
+                transport: Any = streamable_http_client(
+                    self.server.url, http_client=await stack.enter_async_context(http)
+                )
             else:
                 command, *arguments = self.server.command
-                quiet = stack.enter_context(_nowhere())
-                parameters = StdioServerParameters(
-                    command=command, args=arguments, env=dict(self.server.env), cwd=self.server.cwd
+                transport = process(
+                    StdioServerParameters(
+                        command=command, args=arguments, env=dict(self.server.env), cwd=self.server.cwd
+                    )
                 )
-                transport = stdio_client(parameters, errlog=quiet)
-            yield await stack.enter_async_context(Client(transport, cache=None))
+            self._stage = "initialize"
+            yield await stack.enter_async_context(Client(transport, cache=None, message_handler=printed.take_message))
 
     async def _list(self, session: Any) -> None:
-        found, cursor = {}, None
+        self._stage, found, cursor = "tools/list", {}, None
         while True:
             page = await session.list_tools(cursor=cursor)
             found.update({tool.name: tool for tool in page.tools})
@@ -170,11 +204,12 @@ class MCPConnection:
         }
         self._read_only = {tool.name for tool in chosen if tool.annotations and tool.annotations.read_only_hint}
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool within `timeout_s`, the wait for a slot included; a restart has `start_timeout_s` of its own."""
-        at_first, answered = self._session, self._answered
+    async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float | None = None) -> ToolResult:
+        """Call a tool within `timeout_s` (default: the server's), the wait for a slot included; a restart has
+        `start_timeout_s` of its own."""
+        at_first, answered, seconds = self._session, self._answered, timeout_s or self.server.timeout_s
         try:
-            async with asyncio.timeout(self.server.timeout_s) as limit, self._slots:
+            async with asyncio.timeout(seconds) as limit, self._slots:
                 if self._session is None:
                     rest = (limit.when() or 0.0) - asyncio.get_running_loop().time()
                     limit.reschedule(None)
@@ -187,25 +222,27 @@ class MCPConnection:
         except TimeoutError:
             if at_first is not None and at_first is self._session and answered == self._answered:
                 self._let_go()  # it answers nobody: begin anew
-            return ToolResult(f"{name}: no answer within {self.server.timeout_s:g} s", error="timeout")
+            return ToolResult(f"{name}: no answer within {seconds:g} s", error="timeout")
         except ToolFailedError as error:
             return ToolResult(str(error), error="server")
         except Exception as error:  # noqa: BLE001 - boundary: a server may answer anything
-            return self._failed(name, error, at_first)
+            return await self._failed(name, error, at_first)
         self._answered += 1
         text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in answer.content)
         if not text and answer.structured_content is not None:
             text = as_json(answer.structured_content)
         return ToolResult(text, answer.structured_content, "tool" if answer.is_error else None)
 
-    def _failed(self, name: str, error: Exception, session: Any) -> ToolResult:
-        code = getattr(error, "code", None)
+    async def _failed(self, name: str, error: Exception, session: Any) -> ToolResult:
+        code, printed = getattr(error, "code", None), self._printed
         if isinstance(code, int) and code != CONNECTION_CLOSED:
             self._answered += 1
-            return ToolResult(f"{name}: {words(error)}", error="arguments" if code == INVALID_PARAMS else "tool")
+            text = f"{name}: {words(error)}{printed.http_in_words()}"
+            return ToolResult(text, error="arguments" if code == INVALID_PARAMS else "tool")
         if session is not None and session is self._session:
             self._let_go()
-        return ToolResult(f"{self._what} failed: {words(error)}", error="server")
+        await printed.ended()
+        return ToolResult(f"{self._what} failed: {words(error)}{printed.in_words()}", error="server")
 
     async def stop(self) -> None:
         """End the server, and wait for its end; it does not start again."""
@@ -229,10 +266,78 @@ class MCPConnection:
         holder.add_done_callback(self._ending.discard)
         if not is_open:
             holder.cancel()
+        else:
+            asyncio.get_running_loop().call_later(STOP_TIMEOUT_S, holder.cancel)
 
 
-def _nowhere() -> TextIO:
-    return Path(os.devnull).open("w", encoding="utf-8")
+class PrintedOutput(asyncio.Protocol):
+    """Keep the end of what a server printed, for the error that says why it failed: its stderr, what on its stdout is
+    no JSON-RPC, and the last HTTP answer if that was an error."""
+
+    def __init__(self) -> None:
+        self._stderr, self._stdout, self._http = bytearray(), list[str](), ""
+        self._ended = asyncio.Event()
+        self._ended.set()
+
+    async def listen(self, stack: AsyncExitStack) -> Any:
+        """Return a file for the process to write its stderr to; the caller closes it once the process has it."""
+        reading, writing = os.pipe()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, os.fdopen(reading, "rb", 0))
+        self._ended.clear()
+
+        async def close() -> None:
+            try:
+                await self.ended()
+            finally:
+                transport.close()
+
+        stack.push_async_callback(close)
+        return os.fdopen(writing, "w")
+
+    def data_received(self, data: bytes) -> None:
+        self._stderr += data
+        del self._stderr[:-KEPT_BYTES]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended.set()
+
+    async def ended(self) -> None:
+        """Wait for the end of the stderr, not for long: a child of the server may keep it open."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), LAST_WORDS_S)
+
+    async def take_message(self, message: Any) -> None:
+        """Take a message handler's message: notifications mean nothing here, an error is a line that is no JSON-RPC."""
+        if isinstance(message, Exception):
+            errors: list[Any] = getattr(message, "errors", list)()
+            line = str(errors[0].get("input", "")) if errors else words(message)
+            self._stdout = [*self._stdout, line][-SHOWN_LINES:]
+
+    async def take_response(self, response: Any) -> None:
+        """Take an HTTP answer (a hook of httpx)."""
+        self._http = ""
+        if response.status_code >= 400:
+            body = (await response.aread())[:KEPT_BYTES].decode(errors="replace")
+            self._http = f"HTTP {response.status_code} {_end_of(body)}".strip()
+
+    def http_in_words(self) -> str:
+        return f"; the server's answer: {self._http}" if self._http else ""
+
+    def in_words(self) -> str:
+        """Return what was printed, to be added to an error; nothing where there is none."""
+        stderr, stdout = _end_of(self._stderr.decode(errors="replace")), _end_of("\n".join(self._stdout))
+        return (
+            (f"; the end of its stderr: {stderr}" if stderr else "")
+            + (f"; on its stdout was no JSON-RPC: {stdout}" if stdout else "")
+            + self.http_in_words()
+        )
+
+
+def _end_of(text: str) -> str:
+    """Return the last lines on one line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    end = " | ".join(lines[-SHOWN_LINES:])
+    return end if len(end) <= SHOWN_CHARACTERS else f"… {end[-SHOWN_CHARACTERS:]}"
 
 
 def words(error: BaseException) -> str:

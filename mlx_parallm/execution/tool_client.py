@@ -59,7 +59,7 @@ class ToolClient:
             raise ConfigError(f"two MCP servers have one name: {', '.join(server.name for server in servers)}")
         self._cache: OrderedDict[tuple[str, str], ToolResult] = OrderedDict()
         self._cached_characters = 0
-        self._under_way: dict[tuple[str, str], asyncio.Task[ToolResult]] = {}  # of read-only tools
+        self._under_way: dict[tuple[str, str, float | None], asyncio.Task[ToolResult]] = {}  # of read-only tools
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._resolving: asyncio.Task[dict[str, MCPConnection]] | None = None
@@ -94,31 +94,18 @@ class ToolClient:
         timeout_s: float | None = None,
         cached: bool = True,
     ) -> ToolResult:
-        """Call a tool and wait. `timeout_s` of its server bounds it, or `function_timeout_s`.
+        """Call a tool and wait.
 
         Args:
-            timeout_s: bounds this call too, of a function as well; its thread may go on.
+            timeout_s: of this call, in the place of its server's `timeout_s` or `function_timeout_s`; the thread of a
+                function may go on.
             cached: false: the tool is called even where an earlier result is kept.
         """
-        return self._loop.run(self._bounded_call(name, dict(arguments or {}), timeout_s, cached))
+        return self._loop.run(self._call(name, dict(arguments or {}), timeout_s, cached=cached))
 
     async def acall(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
         """Do the same for the code of another loop. Cancelling it cancels the call."""
         return await self._loop.arun(self._call(name, dict(arguments or {})))
-
-    async def _bounded_call(
-        self, name: str, arguments: dict[str, Any], timeout_s: float | None, cached: bool
-    ) -> ToolResult:
-        limit = asyncio.timeout(timeout_s)
-        try:
-            async with limit:
-                return await self._call(name, arguments, cached=cached)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            result = ToolResult(f"{name}: no answer within {timeout_s:g} s", error="timeout", seconds=timeout_s or 0.0)
-            self._count(result)
-            return result
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the start: "calls", "errors", "timeouts", "restarts", "cache_hits", "seconds" (summed
@@ -169,7 +156,9 @@ class ToolClient:
         self._served = served
         return served
 
-    async def _call(self, name: str, arguments: dict[str, Any], *, cached: bool = True) -> ToolResult:
+    async def _call(
+        self, name: str, arguments: dict[str, Any], timeout_s: float | None = None, *, cached: bool = True
+    ) -> ToolResult:
         key = (name, repr(sorted(arguments.items())))
         if cached and (kept := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
@@ -177,17 +166,17 @@ class ToolClient:
             return kept
         began, shared = time.perf_counter(), False
         if name in self._functions:
-            result = bounded(name, await self._call_function(name, arguments))
+            result = bounded(name, await self._call_function(name, arguments, timeout_s or self._function_timeout_s))
         else:
             try:
                 connection = (await self._tools_of_servers()).get(name)
                 if connection is None:
                     result = no_such_tool(name, [*self._functions, *(self._served or {})])
                 elif cached and connection.is_cached(name):
-                    shared = key in self._under_way
-                    result = await self._shared_call(connection, key, arguments)
+                    shared = (*key, timeout_s) in self._under_way
+                    result = await self._shared_call(connection, key, arguments, timeout_s)
                 else:
-                    result = bounded(name, await connection.call(name, arguments))
+                    result = bounded(name, await connection.call(name, arguments, timeout_s))
             except ConfigError as error:
                 result = ToolResult(str(error), error="server")
         hit = shared and result.error is None
@@ -196,24 +185,25 @@ class ToolClient:
         return result
 
     async def _shared_call(
-        self, connection: MCPConnection, key: tuple[str, str], arguments: Mapping[str, Any]
+        self, connection: MCPConnection, key: tuple[str, str], arguments: Mapping[str, Any], timeout_s: float | None
     ) -> ToolResult:
         """Call a read-only tool, and keep its result. Who asks the same meanwhile waits for the same call: the episodes
         of a group often do."""
 
         async def call() -> ToolResult:
-            result = bounded(key[0], await connection.call(key[0], arguments))
+            result = bounded(key[0], await connection.call(key[0], arguments, timeout_s))
             if result.error is None:
                 self._keep(key, replace(result, cached=True))
             return result
 
-        task = self._under_way.get(key)
+        asked = (*key, timeout_s)
+        task = self._under_way.get(asked)
         if task is None:
-            task = self._under_way[key] = asyncio.create_task(call())
-            task.add_done_callback(lambda _: self._under_way.pop(key))
+            task = self._under_way[asked] = asyncio.create_task(call())
+            task.add_done_callback(lambda _: self._under_way.pop(asked))
         return await asyncio.shield(task)
 
-    async def _call_function(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def _call_function(self, name: str, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
         function = self._functions[name][0]
         try:
             inspect.signature(function).bind(**arguments)
@@ -225,7 +215,7 @@ class ToolClient:
             return ToolResult(words, error="timeout")
         thread, outcome = _on_a_thread(name, function, arguments)
         try:
-            async with asyncio.timeout(self._function_timeout_s) as limit:
+            async with asyncio.timeout(timeout_s) as limit:
                 value, raised = await outcome
                 if raised is not None:
                     raise raised
@@ -238,7 +228,7 @@ class ToolClient:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - boundary: the policy reads why
             if isinstance(error, TimeoutError) and limit.expired():
                 self._left_behind.append(thread)
-                return ToolResult(f"{name}: no answer within {self._function_timeout_s:g} s", error="timeout")
+                return ToolResult(f"{name}: no answer within {timeout_s:g} s", error="timeout")
             return ToolResult(f"{name} failed: {type(error).__name__}: {error}", error="tool")
         return ToolResult(text, None if isinstance(value, str) else value)
 

@@ -32,11 +32,12 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 @dataclass(frozen=True)
 class ExpertConfig:
-    """The shape of an expert. Raises ConfigError: a size below 1, bounds in the wrong order, no number of actions."""
+    """The shape of an expert. Raises ConfigError: a size below 1, bounds in the wrong order, no number of actions, or a
+    setting of the other kind of actions, which would have no effect."""
 
     name: str
     obs_dim: int
-    action_dim: int = 1  # continuous actions; a discrete expert chooses one of `num_actions`
+    action_dim: int = 1  # of continuous actions; a discrete expert chooses one of `num_actions` instead
     hidden_dim: int = 128
     num_layers: int = 2
     dropout: float = 0.0  # between layers, while the policy learns
@@ -55,6 +56,13 @@ class ExpertConfig:
             raise ConfigError(f"expert {self.name!r}: dropout has to be in [0, 1), not {self.dropout}")
         if self.discrete_actions and self.num_actions < 2:
             raise ConfigError(f"expert {self.name!r}: discrete_actions needs num_actions ≥ 2, not {self.num_actions}")
+        what = f"expert {self.name!r}"
+        if self.discrete_actions and (self.action_low, self.action_high) != (-1.0, 1.0):
+            raise ConfigError(f"{what}: action_low and action_high have no effect with discrete_actions")
+        if self.num_actions and not self.discrete_actions:
+            raise ConfigError(f"{what}: num_actions = {self.num_actions} needs discrete_actions = True")
+        if self.dropout and self.num_layers == 1:
+            raise ConfigError(f"{what}: dropout is between layers, and num_layers is 1")
         if not -math.inf < self.action_low < self.action_high < math.inf:
             raise ConfigError(
                 f"expert {self.name!r}: finite action_low < action_high, not {self.action_low}, {self.action_high}"

@@ -13,10 +13,10 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -52,7 +52,7 @@ class RecurrentPPOConfig:
     value_coefficient: float = 0.5
     entropy_weight: float = 0.0
     max_grad_norm: float = 0.5
-    reward_scale: float = 1.0  # of what is learned from, so that returns are of the order of 1; metrics stay unscaled
+    reward_scale: float | None = None  # None: measured, at most 1, so that returns stay below about 5
     target_kl: float | None = 0.02  # an update ends when approx_kl is above 1.5 times this
     normalize_advantages: bool = True
     recurrent: bool = True  # False: every step begins without memory, to compare
@@ -64,7 +64,7 @@ class RecurrentPPOConfig:
             raise ConfigError(f"PPO: gamma and gae_lambda have to be in [0, 1], not {self.gamma} and {self.gae_lambda}")
         if not (0 < self.learning_rate < math.inf and self.max_grad_norm > 0 and self.clip_ratio > 0):
             raise ConfigError("PPO: learning_rate, max_grad_norm and clip_ratio have to be above 0")
-        if not 0 < self.reward_scale < math.inf:
+        if self.reward_scale is not None and not 0 < self.reward_scale < math.inf:
             raise ConfigError(f"PPO: reward_scale has to be above 0, not {self.reward_scale}")
 
     def loss(self) -> Loss:
@@ -75,6 +75,43 @@ class RecurrentPPOConfig:
             value_clip=self.value_clip,
             value_coefficient=self.value_coefficient,
         )
+
+
+@dataclass
+class RewardScale:
+    """The factor of rewards in what is learned from, so that the value loss does not drown the policy's.
+
+    A fixed one, or min(1, 5 / (rms · H)): the root mean square of the rewards, and the steps H = 1 / (1 - γ (1 - p))
+    that a return reaches over where an episode ends (is terminated) with probability p a step. A limit of time is no
+    end, so short episodes too have returns of H rewards. Smaller returns stay as they are. Older updates count less.
+
+    Worked: rewards of 1, γ = 0.99, never terminated: H = 100, factor 0.05, a return is 5. Terminated after every
+    tenth step: p = 0.1, H = 1 / 0.109 = 9.17, factor 0.545.
+    """
+
+    FORGET: ClassVar[float] = 0.9
+    LARGEST: ClassVar[float] = 5.0
+
+    fixed: float | None
+    gamma: float
+    squares: float = 0.0  # sums over the steps so far, each update's times FORGET for every later one
+    ends: float = 0.0
+    steps: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        if self.fixed is not None:
+            return self.fixed
+        if not self.squares:
+            return 1.0
+        reach = 1 / (1 - self.gamma * (1 - self.ends / self.steps) + 1e-8)
+        return min(1.0, self.LARGEST / (math.sqrt(self.squares / self.steps) * reach))
+
+    def measure(self, rewards: np.ndarray, ends: int) -> None:
+        """Take the rewards of an update, of which `ends` ended an episode for good."""
+        self.squares = self.FORGET * self.squares + float(np.square(rewards, dtype=np.float64).sum())
+        self.ends = self.FORGET * self.ends + ends
+        self.steps = self.FORGET * self.steps + rewards.size
 
 
 @dataclass
@@ -253,6 +290,8 @@ class RecurrentPPO:
         self.optimizer.init(expert.trainable_parameters())
         self.steps = self.updates = 0
         self.finished = EpisodeStatistics()
+        self.scale = RewardScale(self.config.reward_scale, self.config.gamma)
+        self._factor = self.scale.factor  # in whose units the value head and new columns are
         self._loss = self.config.loss()
         self._gradient = nn.value_and_grad(expert, self._objective)
         self._key = mx.random.key(seed)
@@ -270,13 +309,14 @@ class RecurrentPPO:
         """Train until `self.steps` is `total_steps`. `report` gets each update's metrics; True from it ends training.
 
         Metrics: steps, episode_return (mean of the episodes that ended; absent when none did), episode_length,
-        policy_loss, value_loss, entropy, approx_kl, clip_fraction, explained_variance, grad_norm, steps_per_second.
+        policy_loss, value_loss, entropy, approx_kl, clip_fraction, explained_variance, grad_norm, steps_per_second,
+        reward_scale. Returns are unscaled, value_loss is of scaled ones.
         """
         history = []
         while self.steps < total_steps:
             began, before = time.perf_counter(), self.steps
             self.anneal(self.steps / total_steps)
-            metrics = self.update(cut(self.collect(), self.config.gamma, self.config.gae_lambda))
+            metrics = self.update(cut(self._rescaled(self.collect()), self.config.gamma, self.config.gae_lambda))
             metrics["steps"] = self.steps
             metrics["steps_per_second"] = (self.steps - before) / (time.perf_counter() - began)
             if self.finished.returns:
@@ -298,29 +338,45 @@ class RecurrentPPO:
             self._observations = task.reset(self.seed)
             self._state = expert.initial_state(task.num_envs)
             self._return, self._length = np.zeros(task.num_envs), np.zeros(task.num_envs, int)
-        first_state, kept = np.array(self._state), []
+        first_state, kept, cuts = np.array(self._state), [], []
         for _ in range(config.horizon):
             self._key, key = mx.random.split(self._key)
             seen = self._observations
             output = expert.step(mx.array(seen), self._state, key=key)
             mx.eval(output.action, output.raw, output.log_prob, output.value, output.hidden)
             step = task.step(np.array(output.action))
-            rewards = config.reward_scale * step.rewards
+            behind = np.zeros(task.num_envs)  # γ V of the state that an episode was truncated in
             if step.truncated.any():
                 after = expert.step(mx.array(step.last_observations), self._memory(output.hidden), key=key).value
-                rewards += config.gamma * np.where(step.truncated & ~step.terminated, np.array(after), 0.0)
+                behind = config.gamma * np.where(step.truncated & ~step.terminated, np.array(after), 0.0)
             kept.append(
-                (seen, np.array(output.raw), np.array(output.log_prob), np.array(output.value), rewards, step.ended)
+                (
+                    *(seen, np.array(output.raw), np.array(output.log_prob), np.array(output.value)),
+                    *(np.array(step.rewards, np.float64), step.ended),
+                )
             )
+            cuts.append((behind, step.terminated))
             self._count(step.rewards, step.ended)
             alive = mx.array(~step.ended)[:, None, None]
             self._state = mx.where(alive, self._memory(output.hidden), 0.0)
             self._observations = step.observations
         columns = Columns(first_state, *(np.stack(column) for column in zip(*kept, strict=True)))
+        behind, terminated = (np.stack(column) for column in zip(*cuts, strict=True))
         last = np.array(expert.step(mx.array(self._observations), self._state, key=self._key).value)
-        columns.rewards[-1] += config.gamma * np.where(columns.ended[-1], 0.0, last)
+        behind[-1] += config.gamma * np.where(columns.ended[-1], 0.0, last)
+        self.scale.measure(columns.rewards, int(terminated.sum()))
+        columns.rewards = self._factor * columns.rewards + behind
         self.steps += config.horizon * task.num_envs
         return columns
+
+    def _rescaled(self, columns: Columns) -> Columns:
+        """Learn in the newest factor's units from now on, the columns first: the value head goes over to them."""
+        ratio, self._factor = self.scale.factor / self._factor, self.scale.factor
+        if ratio == 1.0:
+            return columns
+        head = self.expert.value_head
+        head.weight, head.bias = head.weight * ratio, head.bias * ratio
+        return replace(columns, values=columns.values * np.float32(ratio), rewards=columns.rewards * ratio)
 
     def save(self, directory: str | Path) -> None:
         """Write expert, optimizer and random states as one directory, whole or absent. Raises CheckpointError."""
@@ -328,8 +384,9 @@ class RecurrentPPO:
         def fill(path: Path) -> None:
             save_expert(path / EXPERT_FILE, self.expert)
             mx.save_safetensors(str(path / OPTIMIZER_FILE), dict(tree_flatten(self.optimizer.state)))
-            state = {"steps": self.steps, "updates": self.updates, "key": self._key.tolist()}
-            text = json.dumps(state | {"order": self._order.bit_generator.state, "seed": self.seed})
+            state: dict[str, Any] = {"steps": self.steps, "updates": self.updates, "key": self._key.tolist()}
+            state |= {"order": self._order.bit_generator.state, "seed": self.seed}
+            text = json.dumps(state | {"scale": vars(self.scale), "factor": self._factor})
             (path / STATE_FILE).write_text(text)
 
         write_directory(Path(directory), fill)
@@ -337,7 +394,7 @@ class RecurrentPPO:
     def load(self, directory: str | Path) -> None:
         """Go on from `save`: weights, optimizer, counts. Episodes begin anew. Raises CheckpointError."""
         directory = Path(directory)
-        loaded = load_expert(directory / EXPERT_FILE)
+        loaded = load_expert(directory / EXPERT_FILE, type(self.expert))
         if (loaded.kind, loaded.config) != (self.expert.kind, self.expert.config):
             raise CheckpointError(f"{directory} holds another expert: {loaded.kind}, {loaded.config}")
         try:
@@ -345,6 +402,8 @@ class RecurrentPPO:
             optimizer: Any = mx.load(str(directory / OPTIMIZER_FILE))
             self.steps, self.updates = int(state["steps"]), int(state["updates"])
             self._order.bit_generator.state = state["order"]
+            self.scale = replace(self.scale, **{name: state["scale"][name] for name in ("squares", "ends", "steps")})
+            self._factor = float(state["factor"])
             self._key = mx.array(state["key"], mx.uint32)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(f"{directory} is not a checkpoint of recurrent PPO: {error}") from error
@@ -381,7 +440,8 @@ class RecurrentPPO:
         self.updates += 1
         spread = (advantages + values).var()
         explained = 1 - advantages.var() / spread if spread else math.nan
-        return {name: value / batches for name, value in sums.items()} | {"explained_variance": float(explained)}
+        means = {name: value / batches for name, value in sums.items()}
+        return means | {"explained_variance": float(explained), "reward_scale": self._factor}
 
     def _mini_batches(self, lengths: np.ndarray) -> list[np.ndarray]:
         """Rows in random order, cut into mini-batches of about `batch_size` steps."""

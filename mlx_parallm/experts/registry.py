@@ -68,9 +68,16 @@ class ExpertRegistry:
         for name, expert in self._experts.items():
             save_expert(Path(directory) / f"{name}.safetensors", expert)
 
-    def load(self, directory: str | Path) -> None:
-        """Register every expert of a directory, in place of those of the same names. Raises CheckpointError."""
-        loaded = {path.stem: load_expert(path) for path in sorted(Path(directory).glob("*.safetensors"))}
+    def load(self, directory: str | Path, *classes: type[RNNExpertBase]) -> None:
+        """Register every expert of a directory, in place of those of the same names.
+
+        Args:
+            classes: of your own, besides those of the experts that are registered.
+
+        Raises CheckpointError: a file is none, or is of a class that is neither registered nor among `classes`.
+        """
+        known = {*classes, *map(type, self._experts.values())}
+        loaded = {path.stem: load_expert(path, *known) for path in sorted(Path(directory).glob("*.safetensors"))}
         if not loaded:
             raise ConfigError(f"{directory} has no expert (NAME.safetensors)")
         self._experts |= loaded

@@ -1,9 +1,12 @@
 """An expert as one file: weights and configuration, safetensors or npz, whole or absent.
 
-`best.npz` stands for `best.safetensors` where only that one is there, and the other way round.
+`best.npz` stands for `best.safetensors` where only that one is there, and the other way round. A file of a class of
+your own names it; it is read with that class, never without (`load_expert(path, MyExpert)`): no file decides what code
+is run.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.experts.expert import ExpertConfig, RNNExpertBase, make_expert
+from mlx_parallm.experts.expert import KINDS, ExpertConfig, RNNExpertBase, make_expert
 from mlx_parallm.models.parameters import check_weights
 from mlx_parallm.system.files import TEMPORARY, sync
 
@@ -25,7 +28,8 @@ def save_expert(path: str | Path, expert: RNNExpertBase) -> None:
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise CheckpointError(f"{path}: an expert is saved as {' or '.join(SUFFIXES)}")
-    config = json.dumps({"kind": expert.kind, "config": expert.config.to_dict()})
+    own = {} if type(expert) in KINDS.values() else {"class": type(expert).__qualname__}
+    config = json.dumps({"kind": expert.kind, "config": expert.config.to_dict(), **own})
     weights: dict[str, mx.array] = dict(tree_flatten(expert.parameters()))
     temporary = path.with_name(f"{path.stem}{TEMPORARY}{path.suffix}")
     try:
@@ -43,22 +47,36 @@ def save_expert(path: str | Path, expert: RNNExpertBase) -> None:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
-def load_expert(path: str | Path) -> RNNExpertBase:
+def load_expert(path: str | Path, *classes: type[RNNExpertBase]) -> RNNExpertBase:
     """Read an expert that `save_expert` has written.
 
-    Raises CheckpointError: no such file, not an expert's, weights that do not fit its configuration or are not finite.
+    Args:
+        classes: of your own, of which one may be the file's.
+
+    Raises CheckpointError: no such file, not an expert's, weights that do not fit its configuration or are not finite,
+        or an expert of a class that is not among `classes`.
     """
     path = _existing(Path(path))
     try:
         weights, text = _read(path)
         described = json.loads(text)
-        expert = make_expert(described["kind"], ExpertConfig(**described["config"]))
+        expert = _make(described["kind"], described.get("class"), ExpertConfig(**described["config"]), classes)
         check_weights(expert, weights)
         expert.update(tree_unflatten(list(weights.items())))
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, ConfigError) as error:
         raise CheckpointError(f"{path} is not an expert: {error}") from error
     mx.eval(expert.parameters())
     return expert
+
+
+def _make(kind: str, name: str | None, config: ExpertConfig, classes: Sequence[type[RNNExpertBase]]) -> RNNExpertBase:
+    if name is None:
+        return make_expert(kind, config)
+    for cls in classes:
+        if (cls.__qualname__, cls.kind) == (name, kind):
+            return cls(config)
+    short = name.rpartition(".")[2]
+    raise ConfigError(f"it is of your class {short}: load_expert(path, {short}), or registry.load(directory, {short})")
 
 
 def _existing(path: Path) -> Path:

@@ -114,7 +114,6 @@ class ExportPipeline:
         ConfigError; CheckpointError: the file cannot be written; EndpointError: Ollama, or the URL to verify with."""
         if self.check not in ("auto", "off"):
             return self._compare_only()
-        check_type(self.kind)
         directory = self.destination.directory
         if directory.exists() or directory.is_symlink():
             raise ConfigError(f"{directory} exists already: choose another --to, an export never replaces anything")
@@ -127,12 +126,17 @@ class ExportPipeline:
         deployer = OllamaDeployer(self.ollama_url) if self.destination.ollama else None
         if deployer is not None:
             self.say(f"Ollama {deployer.version()} at {deployer.url}")
-        opened = open_model(self.source)
-        vocabulary = self._vocabulary(opened)
+        opened, vocabulary = self.check_source()
         made: list[ExportReport] = []
         remove_of_the_dead(directory.parent, f"{directory.name}{TEMPORARY}")
         write_directory(directory, lambda unfinished: made.append(self._fill(opened, vocabulary, unfinished)))
         return made[0] if deployer is None else self._deploy(deployer, made[0])
+
+    def check_source(self) -> tuple[OpenModel, Vocabulary]:
+        """Open the model; refuse here all that can be refused before anything is written. Raises ModelError."""
+        check_type(self.kind)
+        opened = open_model(self.source)
+        return opened, self._vocabulary(opened)
 
     def _compare_only(self) -> ExportReport:
         opened = open_model(self.source)
@@ -144,7 +148,6 @@ class ExportPipeline:
         return ExportReport(None, 0, {}, verification, tuple(opened.notes), None)
 
     def _vocabulary(self, opened: OpenModel) -> Vocabulary:
-        """Everything that can be refused before anything is written."""
         check_arguments(architecture_of(opened.config), opened.arguments)
         vocabulary = read_vocabulary(opened.tokenizer, opened.config, opened.path)
         if vocabulary.chat_template is None and self.source.chat_template != NO_TEMPLATE:

@@ -426,8 +426,13 @@ class REINFORCEAlgorithm(BaseAlgorithm):
 
     def _check(self) -> None:
         super()._check()
-        if (self.config.ppo_epochs or 1) > 1:
-            raise ConfigError("REINFORCE has no ratio that could correct a second pass: ppo_epochs can only be 1")
+        given = self.backprop.own_config
+        of_updates = given.ppo_epochs if "ppo_epochs" in given.model_fields_set else 1
+        if (epochs := self.config.ppo_epochs or of_updates) > 1:
+            raise ConfigError(
+                f"ppo_epochs = {epochs}: REINFORCE has no ratio that could correct a second pass over the same answers,"
+                " so ppo_epochs can only be 1; PPOAlgorithm and GRPOAlgorithm take several"
+            )
 
 
 ALGORITHMS: dict[str, type[BaseAlgorithm]] = {

@@ -68,7 +68,7 @@ class BackpropModule:
         *,
         value_head: bool = True,
     ) -> None:
-        self.config = config or BackpropConfig()
+        self.config = self.own_config = config or BackpropConfig()  # an algorithm's numbers go over `config`
         self.inference: InferenceModule | None = None
         self.source = model
         self._ref_model, self._value_head = ref_model, value_head

@@ -9,6 +9,7 @@ learning.py       recurrent PPO on the experts' steps of those episodes, and the
 routes.py         /v1/hybrid/chat/completions: answers with the tools and experts of a run
 hybrid_env.py     `HybridEnv`, `VectorizedHybridEnv`: a gym-like environment of texts
 tasks.py          task pools, generators, and the routing tasks
+trainer.py        `GRPOTrainer`: GRPO of a planner on single answers, in Python
 tool_server.py    the tools `math_solve` and `physics_simulate`, and a server of them
 """
 
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from mlx_parallm.orchestrator.observation import ObservationBuilder
     from mlx_parallm.orchestrator.orchestrator import Orchestrator, OrchestratorConfig, StepResult
     from mlx_parallm.orchestrator.reward import RewardConfig
+    from mlx_parallm.orchestrator.trainer import GRPOTrainer, GRPOTrainerConfig
 
 __all__ = [
+    "GRPOTrainer",
+    "GRPOTrainerConfig",
     "HybridEnv",
     "MCPToolClient",
     "ObservationBuilder",
@@ -42,5 +46,6 @@ __getattr__, __dir__ = lazy_names(  # the tool server starts without MLX
         "orchestrator.observation": "ObservationBuilder",
         "orchestrator.orchestrator": "Orchestrator OrchestratorConfig StepResult",
         "orchestrator.reward": "RewardConfig",
+        "orchestrator.trainer": "GRPOTrainer GRPOTrainerConfig",
     },
 )

@@ -31,7 +31,7 @@ from mlx_parallm.orchestrator.learning import (
     ActingExperts,
     ExpertLearner,
     Learning,
-    LearningSchedule,
+    schedule_of,
     settings_of,
 )
 from mlx_parallm.orchestrator.orchestrator import Orchestrator, OrchestratorConfig, controls_of
@@ -74,12 +74,12 @@ class HybridEnvironment(BaseEnvironment):
         rewards: Mapping[str, float] | None = None,
         task_rewards: Mapping[str, str | Callable[..., float]] | None = None,
         learn: Learning = "planner",
-        alternate_every: int = 10,
-        min_steps: int = 256,
+        alternate_every: int | None = None,
+        min_steps: int | None = None,
         ppo: Mapping[str, Any] | None = None,
         max_steps: int = 50,
         max_expert_steps: int = 20,
-        tool_call_timeout: float = 30.0,
+        tool_call_timeout: float | None = None,
         cache_tool_calls: bool = True,
         seed: int = 0,
     ) -> None:
@@ -92,7 +92,8 @@ class HybridEnvironment(BaseEnvironment):
             instructions: before the task; default: the grammar, the tools and the experts. "" = nothing.
             history: what the planner reads: the conversation, or the task with the last 5 results and 3 actions.
             rewards: numbers of `RewardConfig`. task_rewards: type → a function of the episode.
-            learn, alternate_every, min_steps: see `LearningSchedule`; ppo: settings of `RecurrentPPOConfig`.
+            learn, alternate_every, min_steps: see `LearningSchedule`; ppo: settings of `RecurrentPPOConfig`. One that
+                `learn` makes no use of is refused.
             max_steps, max_expert_steps, tool_call_timeout, cache_tool_calls: see `OrchestratorConfig`.
 
         Raises ConfigError: any of them is wrong. CheckpointError: no such expert.
@@ -112,11 +113,13 @@ class HybridEnvironment(BaseEnvironment):
         registry = experts if isinstance(experts, ExpertRegistry) else _load_experts(experts or {})
         self.controls = controls_of(registry, {name: _control(value) for name, value in (controls or {}).items()})
         self.episode_tools, self._instructions = tools, instructions
+        if learn != "planner" and not len(registry):
+            raise ConfigError(f'hybrid: learn = "{learn}", but there is no expert: set experts')
         thread = MLXThread("experts")
         self.acting = ActingExperts(registry, lambda function: thread.submit(function).result())
         self.close = weakref.finalize(self, thread.close)  # at exit, too
         self.use_tools(tools)
-        schedule = LearningSchedule(learn, alternate_every, min_steps)
+        schedule = schedule_of(learn, {"alternate_every": alternate_every, "min_steps": min_steps, "ppo": ppo})
         self.run = lambda function: thread.submit(function).result()
         # A planner that learns alone needs none, and experts that never learn may have no value head.
         self.learner = (

@@ -19,8 +19,10 @@ Step = tuple[str, float, bool, dict[str, Any]]
 class HybridEnv:
     """Episodes on the tasks of a pool, in their order and again, or of a generator (number of the episode → task).
 
-    `step_penalty`, `tool_call_reward`, `expert_use_reward` and `max_episode_length` replace the numbers of the
-    orchestrator's configuration. Raises ConfigError: not one of task_pool and task_generator, or an empty pool.
+    The limit and the rewards are those of `orchestrator.config`. `step_penalty`, `tool_call_reward`,
+    `expert_use_reward` and `max_episode_length` replace its `step_penalty`, `valid_tool_call_reward`,
+    `expert_delegation_reward` and `max_steps`; None leaves them. Raises ConfigError: not one of task_pool and
+    task_generator, or an empty pool.
     """
 
     def __init__(
@@ -29,22 +31,22 @@ class HybridEnv:
         *,
         task_pool: Sequence[Task] = (),
         task_generator: Callable[[int], Task] | None = None,
-        step_penalty: float = -0.01,
-        tool_call_reward: float = 0.0,
-        expert_use_reward: float = 0.0,
-        max_episode_length: int = 50,
+        step_penalty: float | None = None,
+        tool_call_reward: float | None = None,
+        expert_use_reward: float | None = None,
+        max_episode_length: int | None = None,
     ) -> None:
         if bool(task_pool) == (task_generator is not None):
             raise ConfigError("HybridEnv: set either task_pool (with tasks) or task_generator")
-        rewards = dataclasses.replace(
-            orchestrator.config.rewards,
-            step_penalty=step_penalty,
-            valid_tool_call_reward=tool_call_reward,
-            expert_delegation_reward=expert_use_reward,
-        )
-        config = dataclasses.replace(orchestrator.config, rewards=rewards, max_steps=max_episode_length)
+        changed = {
+            "step_penalty": step_penalty,
+            "valid_tool_call_reward": tool_call_reward,
+            "expert_delegation_reward": expert_use_reward,
+        }
+        config = orchestrator.config
+        rewards = dataclasses.replace(config.rewards, **_set(changed))
+        orchestrator.config = dataclasses.replace(config, rewards=rewards, **_set({"max_steps": max_episode_length}))
         self.orchestrator = orchestrator
-        orchestrator.config = config
         self._pool, self._generator = list(task_pool), task_generator
         self.episodes = 0
 
@@ -70,6 +72,10 @@ class HybridEnv:
             "solved": self.orchestrator.solved,
         }
         return result.observation, result.reward, result.done, info
+
+
+def _set(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class VectorizedHybridEnv:

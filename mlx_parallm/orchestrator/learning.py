@@ -28,6 +28,10 @@ from mlx_parallm.types import RolloutGroup
 Learning = Literal["planner", "experts", "alternate", "both"]
 STEPS = "expert_steps"  # of a group's metadata: a list of ExpertSteps.to_json() for each rollout
 WAITING_FILE = "waiting.json"
+NO_EFFECT = {
+    "horizon": "an update has the steps of whole delegations; set min_steps",
+    "recurrent": "in a delegation experts always remember",
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,20 @@ class LearningSchedule:
 
     def _turn(self, step: int) -> int:
         return (step - 1) // self.alternate_every % 2
+
+
+def schedule_of(learn: Learning, options: Mapping[str, Any]) -> LearningSchedule:
+    """Return the schedule of a configuration's options: alternate_every, min_steps, ppo, None where they are not set.
+
+    Raises ConfigError: `learn` is another word, or makes no use of an option that is set.
+    """
+    used = {"planner": (), "alternate": ("alternate_every", "min_steps", "ppo")}.get(learn, ("min_steps", "ppo"))
+    given = {name: value for name, value in options.items() if value is not None}
+    schedule = LearningSchedule(learn, **{name: value for name, value in given.items() if name != "ppo"})
+    if unused := [name for name in given if name not in used]:
+        needed = '"alternate"' if unused[0] == "alternate_every" else '"experts", "alternate" or "both"'
+        raise ConfigError(f'hybrid: {unused[0]} has no effect with learn = "{learn}": set learn = {needed}')
+    return schedule
 
 
 class ActingExperts:
@@ -154,7 +172,7 @@ def piece_of(steps: ExpertSteps, config: RecurrentPPOConfig, state: np.ndarray) 
 
     γ times the value of the state after a cut is part of the last reward; a loop that ended has none.
     """
-    rewards = config.reward_scale * np.array(steps.rewards, np.float64)
+    rewards = (config.reward_scale or 1.0) * np.array(steps.rewards, np.float64)
     rewards[-1] += config.gamma * steps.last_value
     actions = np.array(steps.raw_actions)
     return Piece(
@@ -168,8 +186,12 @@ def piece_of(steps: ExpertSteps, config: RecurrentPPOConfig, state: np.ndarray) 
 
 
 def settings_of(table: Mapping[str, Any]) -> RecurrentPPOConfig:
-    """Return PPO's settings from a table of the configuration. Raises ConfigError: an unknown key."""
+    """Return PPO's settings from a table of the configuration; `reward_scale` is 1 where it has none, since experts
+    come with a value head in their own units. Raises ConfigError: an unknown key, or one that has no effect here."""
     known = [entry.name for entry in fields(RecurrentPPOConfig)]
     if unknown := [key for key in table if key not in known]:
         raise ConfigError(f"hybrid: ppo has no {unknown[0]!r}{did_you_mean(unknown[0], known)}")
-    return RecurrentPPOConfig(**table)
+    for key, why in NO_EFFECT.items():
+        if key in table:
+            raise ConfigError(f"hybrid: ppo.{key} has no effect here: {why}")
+    return RecurrentPPOConfig(**{"reward_scale": 1.0, **table})

@@ -36,6 +36,7 @@ from mlx_parallm.orchestrator.reward import (
     RewardConfig,
     final_reward,
     is_solved,
+    nearly,
     step_reward,
 )
 
@@ -44,16 +45,21 @@ NO_ACTION = "No action yet. Write TOOL:, DELEGATE: or ANSWER:."
 
 @dataclass(frozen=True)
 class OrchestratorConfig:
-    """The limits of an episode. Raises ConfigError: a limit that is not above 0."""
+    """The limits of an episode. Raises ConfigError: a limit that is not above 0.
+
+    `tool_call_timeout`: seconds, of one call, in the place of the tool client's own limits (`MCPServer.timeout_s`,
+    `function_timeout_s`; 30 each); None: those.
+    """
 
     max_steps: int = 50
     max_expert_steps: int = 20  # of one delegation
-    tool_call_timeout: float = 30.0  # seconds, of one call
+    tool_call_timeout: float | None = None
     cache_tool_calls: bool = True  # of the planner's calls, of tools that a server marks read-only
     rewards: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self) -> None:
-        if min(self.max_steps, self.max_expert_steps) < 1 or self.tool_call_timeout <= 0:
+        seconds = 1.0 if self.tool_call_timeout is None else self.tool_call_timeout
+        if min(self.max_steps, self.max_expert_steps) < 1 or not seconds > 0:
             raise ConfigError("orchestrator: max_steps, max_expert_steps and tool_call_timeout have to be above 0")
 
 
@@ -116,6 +122,9 @@ class Orchestrator:
     def reset(self, task: Mapping[str, Any] | HybridTask) -> str:
         """Begin a task; return the text view. Raises ConfigError: it is no task."""
         self._task = HybridTask.of(task)
+        kind, known = self._task.type, [*self.config.rewards.task_rewards, "general"]
+        if kind not in known and (meant := nearly(kind, known)):
+            raise ConfigError(f"task: type {kind!r} has no reward function; did you mean {meant!r}?")
         self.steps, self.delegations, self.done, self.timed_out = 0, 0, False, False
         self.answer: str | None = None
         self.total_reward = 0.0

@@ -7,6 +7,7 @@ An episode is judged by what the tools have returned, never by what the policy s
 velocity and wind of its call, and only in the wind of the task.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from mlx_parallm.execution.tool_client import ToolResult
 SIMULATOR = "physics_simulate"
 SHOT_TOLERANCE_M = 1.0  # of a task that sets none
 NEAR = 5.0  # times the tolerance: a near miss
+GOALS = ("expected_answer", "target", "tolerance", "wind")
 EXACT = 1e-9  # of math_reward, relative
 
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -39,11 +41,25 @@ class HybridTask:
         for name, value in (("goal", self.goal), ("constraints", self.constraints)):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"task: {name} has to be a table, not {value!r}")
+        self._check_goal()
+        self._check_constraints()
+
+    def _check_goal(self) -> None:
         for name in ("target", "tolerance", "wind"):
             if name in self.goal and _number(self.goal[name]) is None:
                 raise ConfigError(f"task: goal.{name} has to be a number, not {self.goal[name]!r}")
+        if "tolerance" in self.goal and _tolerance(self) <= 0:
+            raise ConfigError(f"task: goal.tolerance has to be above 0, not {self.goal['tolerance']!r}")
+        for name in self.goal:  # others are for functions of the user's
+            if name not in GOALS and (meant := nearly(str(name), GOALS)):
+                raise ConfigError(f"task: goal has {name!r}, which nothing reads; did you mean {meant!r}?")
+
+    def _check_constraints(self) -> None:
         if unknown := sorted(set(self.constraints) - {"max_tool_calls", "required_tools"}):
             raise ConfigError(f"task: constraints has no {unknown[0]!r}: there are max_tool_calls and required_tools")
+        most = self.constraints.get("max_tool_calls")
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+            raise ConfigError(f"task: constraints.max_tool_calls has to be a whole number, not {most!r}")
         required = self.constraints.get("required_tools", ())
         if isinstance(required, str) or not all(isinstance(name, str) for name in required):
             raise ConfigError(f"task: constraints.required_tools has to be a list of names, not {required!r}")
@@ -220,6 +236,12 @@ def matches(answer: str, expected: Any, tolerance: float) -> bool:
     words, wanted_words = _words(answer), _words(str(expected))
     count = len(wanted_words)
     return bool(count) and any(words[i : i + count] == wanted_words for i in range(len(words) - count + 1))
+
+
+def nearly(name: str, names: Sequence[str]) -> str | None:
+    """Return the name that was probably meant; None: it is a name of its own."""
+    inside = [known for known in names if name and name in known]
+    return next(iter(inside or difflib.get_close_matches(name, names, n=1, cutoff=0.65)), None)
 
 
 def last_number(text: str | None) -> float | None:

@@ -13,6 +13,21 @@ if TYPE_CHECKING:
     from mlx_parallm.export.hosting import OllamaHostingProfile
     from mlx_parallm.export.ollama import OllamaDeployer
     from mlx_parallm.export.pipeline import ExportPipeline, GGUFExporter
+    from mlx_parallm.pipeline.datasets import (
+        BaseReward,
+        CodeExecutionReward,
+        DatasetPipeline,
+        EfficiencyReward,
+        FormatComplianceReward,
+        GRPODatasetBuilder,
+        GRPOExample,
+        KTODatasetBuilder,
+        KTOExample,
+        RewardResult,
+        SyntaxValidationReward,
+        TaskCompletionReward,
+        ToolSuccessReward,
+    )
     from mlx_parallm.pipeline.hardware import (
         AUTO_DETECT,
         CPU_ONLY,
@@ -22,7 +37,8 @@ if TYPE_CHECKING:
         detect_hardware,
         get_ryzen_optimized_config,
     )
-    from mlx_parallm.pipeline.pipeline import TrainingPipeline
+    from mlx_parallm.pipeline.pipeline import RLTrainer, TrainingConfig, TrainingPipeline
+    from mlx_parallm.pipeline.stages import PipelineOptions
     from mlx_parallm.rewards.learned import LearnedReward
     from mlx_parallm.traces.builders import DatasetOptions, build_dataset, write_dataset
     from mlx_parallm.traces.checkpoints import CheckpointLoader
@@ -35,19 +51,35 @@ __all__ = [
     "CPU_ONLY",
     "GPU_ENABLED",
     "RYZEN_OPTIMIZED",
+    "BaseReward",
     "CheckpointLoader",
+    "CodeExecutionReward",
     "DatasetOptions",
+    "DatasetPipeline",
+    "EfficiencyReward",
     "ExecutionTrace",
     "ExportPipeline",
+    "FormatComplianceReward",
     "GGUFExporter",
+    "GRPODatasetBuilder",
+    "GRPOExample",
     "HardwareConfig",
+    "KTODatasetBuilder",
+    "KTOExample",
     "LearnedReward",
     "OllamaDeployer",
     "OllamaHostingProfile",
+    "PipelineOptions",
+    "RLTrainer",
     "ReasoningStep",
     "RewardEngine",
+    "RewardResult",
+    "SyntaxValidationReward",
+    "TaskCompletionReward",
     "ToolCallTrace",
+    "ToolSuccessReward",
     "TraceCollector",
+    "TrainingConfig",
     "TrainingPipeline",
     "build_dataset",
     "detect_hardware",
@@ -64,7 +96,11 @@ __getattr__, __dir__ = lazy_names(
         "export.pipeline": "ExportPipeline GGUFExporter",
         "pipeline.hardware": "AUTO_DETECT CPU_ONLY GPU_ENABLED RYZEN_OPTIMIZED HardwareConfig detect_hardware"
         " get_ryzen_optimized_config",
-        "pipeline.pipeline": "TrainingPipeline",
+        "pipeline.datasets": "DatasetPipeline GRPODatasetBuilder GRPOExample KTODatasetBuilder KTOExample"
+        " BaseReward CodeExecutionReward EfficiencyReward FormatComplianceReward RewardResult"
+        " SyntaxValidationReward TaskCompletionReward ToolSuccessReward",
+        "pipeline.pipeline": "RLTrainer TrainingConfig TrainingPipeline",
+        "pipeline.stages": "PipelineOptions",
         "rewards.learned": "LearnedReward",
         "traces.builders": "DatasetOptions build_dataset write_dataset",
         "traces.checkpoints": "CheckpointLoader",

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_parallm.system.packages import require, require_mlx
+from mlx_parallm.system.packages import require_mlx
 
 METHODS = ("grpo", "kto", "dpo", "sft")
 PROFILES = ("AUTO_DETECT", "CPU_ONLY", "GPU_ENABLED", "RYZEN_OPTIMIZED")
@@ -56,7 +56,6 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
     )
 
     def run(args: Namespace) -> int:
-        require("a pipeline, which exports,", "gguf")
         require_mlx()
         from mlx_parallm.export.ollama import DEFAULT_URL
         from mlx_parallm.pipeline.pipeline import TrainingPipeline

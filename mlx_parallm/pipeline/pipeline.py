@@ -1,5 +1,8 @@
-"""TrainingPipeline: from an agent's traces to a model that is deployed, in one call.
+"""TrainingPipeline: from an agent's traces to a model that is deployed, in one call. RLTrainer: the training alone, on
+rows in Python; it is a trainer of `mlx_parallm.trl`, chosen by the method.
 
+requirements.py   what later stages need, checked first
+datasets.py   reward parts and rows, in Python
 hardware.py   what this machine can train, and why
 work.py       the work directory: what is done, with which inputs; the commands that are run in it
 stages.py     the stages, each a call of what the commands call
@@ -9,21 +12,24 @@ pipeline.py   the whole way; command.py is `mlx_parallm pipeline`
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.pipeline.hardware import AUTO_DETECT, Profile, detect_hardware
 from mlx_parallm.pipeline.report import write_report
+from mlx_parallm.pipeline.requirements import check_packages, check_place
 from mlx_parallm.pipeline.stages import OLLAMA, PipelineOptions, Stages, TrainingMethod, check_name, check_options
 from mlx_parallm.pipeline.work import Json, StageFailedError, StageOutcome, WorkDirectory
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.terminal import Console, escaped
+from mlx_parallm.trl.trainers import DPOTrainer, GRPOTrainer, KTOTrainer, SFTTrainer, TrainOutput, TRLTrainer
 
 RESULTS_FILE = "pipeline_results.json"
 REPORT_FILE = "report.html"
@@ -31,6 +37,13 @@ TRACES = "rl_traces"
 TRAINING = "rl_training"
 TRAINED, EXPORTED = "evaluate", "export"
 
+RowsMethod = Literal["grpo", "kto", "dpo", "sft"]
+TRAINERS: Mapping[str, type[TRLTrainer]] = {
+    "grpo": GRPOTrainer,
+    "kto": KTOTrainer,
+    "dpo": DPOTrainer,
+    "sft": SFTTrainer,
+}
 Say = Callable[[str], None]
 
 
@@ -80,7 +93,8 @@ class TrainingPipeline:
             deploy_ollama: deploy as "toolbox-AGENT" where `deploy` names nothing else.
             say: hears one line after each stage; default: stderr.
 
-        Raises ConfigError: the options; any other ParallmError: a stage failed. A second call begins with that stage.
+        Raises ConfigError: the options, or something that a later stage needs is missing; any other ParallmError: a
+        stage failed. A second call begins with that stage.
         """
         options = self._options
         if deploy_ollama and options.deploy is None:
@@ -89,10 +103,65 @@ class TrainingPipeline:
         for path in options.traces:
             if path.is_relative_to(self.work) or self.work.is_relative_to(path):
                 raise ConfigError(f"--traces {path} and the work directory {self.work}: one lies in the other")
-        hardware = detect_hardware(self._profile)
+        check_packages()
+        check_place(self.work, "--work")
+        hardware, say = detect_hardware(self._profile), say or _to_stderr
         with closing(WorkDirectory(self.work)) as work:
             stages = Stages(options, hardware, work)
-            return _Attempt(self, options, stages, work, say or _to_stderr).carry_out()
+            for line in stages.check_requirements():
+                say(line)
+            return _Attempt(self, options, stages, work, say).carry_out()
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """What is trained, and how.
+
+    Attributes:
+        base_model: directory, hub id or "builtin:tiny".
+        lora: settings of the adapter, as `peft_config` of the trainers; None trains all weights.
+        arguments: further ones of TRL's configuration of the method (docs/trl.md): learning_rate, beta, …
+    """
+
+    base_model: str
+    method: RowsMethod = "grpo"
+    output_dir: str | Path = "rl_training/model"
+    lora: Any = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RLTrainer:
+    """Train on rows: `train(rows)`, then `save_model(directory)`.
+
+    Args:
+        rewards: GRPO's reward functions.
+
+    Raises ConfigError: a method that there is not, rewards for one without, or what the trainer refuses.
+    """
+
+    def __init__(self, config: TrainingConfig, rewards: Sequence[Any] = ()) -> None:
+        if config.method not in get_args(RowsMethod):
+            raise ConfigError(f"method = {config.method!r}: expected one of {', '.join(get_args(RowsMethod))}")
+        if bool(rewards) != (config.method == "grpo"):
+            raise ConfigError('RLTrainer: rewards are for method = "grpo", which needs some')
+        self.config, self._rewards = config, list(rewards)
+        self.trainer: TRLTrainer | None = None
+
+    def train(self, rows: Any, eval_rows: Any = None) -> TrainOutput:
+        """Train on rows (a list, a file, a `datasets.Dataset`). Raises what the trainer of the method raises."""
+        config, kind = self.config, TRAINERS[self.config.method]
+        args = kind.config_class(output_dir=str(config.output_dir), **config.arguments)
+        rewards = {"reward_funcs": self._rewards} if self._rewards else {}
+        self.trainer = kind(
+            config.base_model, args=args, train_dataset=rows, eval_dataset=eval_rows, peft_config=config.lora, **rewards
+        )
+        return self.trainer.train()
+
+    def save_model(self, directory: str | Path) -> None:
+        """Write the adapter, or the model, where PEFT and transformers expect it."""
+        if self.trainer is None:
+            raise RuntimeError("train(rows) comes first")
+        self.trainer.save_model(str(directory))
 
 
 class _Attempt:
@@ -183,7 +252,8 @@ def line_of(outcome: StageOutcome) -> str:
         case "label":
             about = f"{result['labels']} labels"
         case "dataset":
-            about = f"{result['rows']['train']} rows, {result['problems']} prompts held out"
+            of_all = f" of {result['prompts']}" if "prompts" in result else ""  # not in a state of an older build
+            about = f"{result['rows']['train']} rows, {result['problems']}{of_all} prompts held out"
         case "train":
             about = f"{result['steps']} steps"
         case "baseline" if result["score"] is not None:

@@ -25,10 +25,20 @@ from mlx_parallm.environments.estimates import difference
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import PREFIX
 from mlx_parallm.export import llama_server
+from mlx_parallm.export.hosting import BITS
+from mlx_parallm.export.model import ModelSource
 from mlx_parallm.export.ollama import DEFAULT_URL, OllamaDeployer
-from mlx_parallm.export.pipeline import REPORT_FILE, deploy_directory
+from mlx_parallm.export.pipeline import REPORT_FILE, Destination, ExportPipeline, deploy_directory
 from mlx_parallm.models.formats import directory_of
 from mlx_parallm.pipeline.hardware import HardwareConfig, parameters_of
+from mlx_parallm.pipeline.requirements import (
+    check_disk,
+    check_export,
+    check_ollama,
+    check_place,
+    check_trackers,
+    remarks,
+)
 from mlx_parallm.pipeline.work import Json, PipelineStage, StageFailedError, Watch, WorkDirectory
 from mlx_parallm.rewards.functions import BUILTIN
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
@@ -57,6 +67,7 @@ METHODS: tuple[TrainingMethod, ...] = get_args(TrainingMethod)
 KINDS: dict[TrainingMethod, Kind] = {"grpo": "prompts", "kto": "kto", "dpo": "preference", "sft": "sft"}
 LEARNED = f"{BUILTIN}learned"
 OLLAMA = "ollama:"
+PLAIN_BITS = {"f16": 16, "bf16": 16}
 RUN = "run"
 MEASURE = {"kto": "auc", "dpo": "rewards/accuracies", "sft": "loss"}  # of held-out rows, where no reward judges answers
 FEW_ROWS = 10  # they are seen once: more passes would be learned by heart
@@ -110,6 +121,7 @@ class Stages:
         self.options, self.work = options, work
         self.hardware = hardware.for_model(parameters_of(options.base_model))
         self.training_step: tuple[int, int] = (0, 0)
+        self._export_checked = False
 
     def all(self, watch: Watch = lambda: None) -> list[PipelineStage]:
         self._watch = watch
@@ -126,6 +138,29 @@ class Stages:
         if self.options.deploy is not None:
             stages.append(PipelineStage("deploy", "deploy", self._about_deployment, self._deploy, self._deployed))
         return stages
+
+    def check_requirements(self) -> list[str]:
+        """Check, before the first stage, what the later ones need; return what will be left out.
+
+        Raises ConfigError: something is missing (requirements.py).
+        """
+        options = self.options
+        if options.deploy is not None and self._in_ollama:
+            check_ollama(options.ollama_url, options.deploy.removeprefix(OLLAMA))
+        elif options.deploy is not None:
+            check_place(Path(options.deploy), "--deploy")
+        check_trackers(self._config_of(options.settings))
+        self._export_checked = check_export(options.base_model, self._check_source)
+        parameters = parameters_of(options.base_model)
+        if parameters is not None:
+            file = parameters * BITS.get(self._kind, PLAIN_BITS.get(self._kind, 32)) / 8
+            deployed = [] if options.deploy is None or self._in_ollama else [(Path(options.deploy), file)]
+            check_disk([(self.work.path, file), *deployed])
+        return remarks(judged=bool(self._rewards))
+
+    def _check_source(self) -> None:
+        export = ExportPipeline(ModelSource(self.options.base_model), self._kind, Destination(self.work.path))
+        export.check_source()
 
     # ------------------------------------------------------------------ traces
 
@@ -193,7 +228,8 @@ class Stages:
             seen = set(map(prompt_key, problems.train))
             labelled = [trace for trace in found if is_usable(trace) and prompt_key(trace) in seen]
             fit_learned(labelled, self.options.good_from).save(directory / "rows" / "reward.json")
-        return {"kind": kind, "problems": len(problems.test), **card}
+        every = len(problems.train) + len(problems.test)
+        return {"kind": kind, "problems": len(problems.test), "prompts": every, **card}
 
     # ------------------------------------------------------------------ training
 
@@ -265,6 +301,8 @@ class Stages:
 
     def _dry_run(self, directory: Path) -> Json:
         self.work.command("dry_run", [*self._training_command(directory), "--dry-run"], self._watch)
+        if not self._export_checked:  # the model was not here before
+            self._export_checked = check_export(self.options.base_model, self._check_source)
         return {"log": (directory / "log.txt").read_text(encoding="utf-8", errors="replace")}
 
     def _train(self, directory: Path) -> Json:

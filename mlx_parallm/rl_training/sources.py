@@ -188,6 +188,7 @@ class InProcessEnvironments(RolloutSource):
             template_kwargs=config.model.chat_template_kwargs,
             players=players,
         )
+        manager.check_room("rl_training.atropos.max_token_length")
         if state is not None and self.name in state.sources:
             manager.restore(state.sources[self.name])
         if training.deterministic:

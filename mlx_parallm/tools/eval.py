@@ -29,6 +29,7 @@ from mlx_parallm.environments.evaluate import (
     evaluate,
     overall_score,
 )
+from mlx_parallm.environments.room import PROMPTS, check_room
 from mlx_parallm.environments.state import Prompt
 from mlx_parallm.environments.trajectory import UNKNOWN_VERSION, SequenceRecorder
 from mlx_parallm.errors import ConfigError, EndpointError, EnvironmentFailedError
@@ -213,6 +214,8 @@ def evaluate_here(config: Config, max_in_flight: int) -> Result:
             adapter=inference.adapter,
             template_kwargs=config.model.chat_template_kwargs,
         )
+        limit, first = "rl_training.atropos.max_token_length", [each.tasks[:PROMPTS] for each in problems]
+        check_room([each.source for each in problems], policy, limit, first)
         started = time.monotonic()
         evaluations = asyncio.run(_answer(config, problems, policy, inference, max_in_flight))
     name = config.model.base_path + (f" + {config.model.lora_path}" if config.model.lora_path else "")

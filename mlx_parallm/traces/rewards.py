@@ -91,7 +91,7 @@ class RewardEngine:
     """Built-in reward parts over traces. Code in an answer is executed, in the sandbox.
 
     Args:
-        parts: names of `builtin:` parts.
+        parts: names of `builtin:` parts, or the classes of `mlx_parallm.pipeline` (`CodeExecutionReward()`).
         weights: of parts, by name, in the place of the default ones.
         options: of parts, by name, e.g. {"learned": {"path": "reward.json"}}.
 
@@ -100,16 +100,18 @@ class RewardEngine:
 
     def __init__(
         self,
-        parts: Sequence[str] = PARTS,
+        parts: Sequence[Any] = PARTS,
         *,
         weights: Mapping[str, float] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
+        options = {str(part): part.options for part in parts if getattr(part, "options", None)} | dict(options or {})
+        parts = [str(part) for part in parts]
         references = [BUILTIN + name for name in parts]
-        kept = {name: chosen for name, chosen in (options or {}).items() if name in parts}
+        kept = {name: chosen for name, chosen in options.items() if name in parts}
         self._functions = RewardFunctions(references, (), columns=None, key="RewardEngine", options=kept)
-        self._weights = self._functions.weights | dict(weights or {})
-        if unknown := sorted(set(self._weights) - set(parts)):
+        self.weights = self._functions.weights | dict(weights or {})
+        if unknown := sorted(set(self.weights) - set(parts)):
             raise ConfigError(f"RewardEngine: a weight for {unknown[0]!r}, which is none of {', '.join(parts)}")
 
     def compute_all(self, trace: AnyTrace) -> dict[str, float | None]:
@@ -138,8 +140,8 @@ class RewardEngine:
 
     def _combined(self, parts: Parts) -> float:
         scored = {name: value for name, value in parts.items() if value is not None}
-        total = sum(self._weights[name] for name in scored)
-        return sum(self._weights[name] * value for name, value in scored.items()) / total if total else NEUTRAL
+        total = sum(self.weights[name] for name in scored)
+        return sum(self.weights[name] * value for name, value in scored.items()) / total if total else NEUTRAL
 
 
 def references_of(rewards: Sequence[str], directory: Path) -> list[str]:

@@ -99,9 +99,8 @@ def configuration(planner: Path, expert: Path, run: Path, *, learn: str, steps: 
                     "instructions": "",
                     "max_steps": 4,
                     "learn": learn,
-                    "alternate_every": 5,
-                    "min_steps": 600,
-                    "ppo": ppo,
+                    **({"alternate_every": 5} if learn == "alternate" else {}),
+                    **({"min_steps": 600, "ppo": ppo} if learn != "planner" else {}),
                 },
             }
         ],

@@ -3,6 +3,7 @@ answer alone. The policy is scripted; tools are functions."""
 
 import asyncio
 import json
+import re
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.kinds.tools import ToolsEnvironment
 from mlx_parallm.environments.registry import build_sources, create_environment
+from mlx_parallm.environments.room import check_room
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError
@@ -21,6 +23,7 @@ from tests.environments.scripted_client import ScriptedClient
 from tests.environments.templates import QWEN3, with_template
 from tests.environments.test_state_episodes import InEpisode
 
+SCORED = {"rewards": ("builtin:length",), "reward_options": {"length": {"target": 5}}}
 ADD = '```json\n{"tool": "add", "arguments": {"a": 2, "b": 3}}\n```'
 TAKES_TOOLS = """{%- if tools %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}""" + QWEN3
 
@@ -91,7 +94,7 @@ def sampled_text(tokenizer, rollout):
 
 
 def environment(kind, **fields):
-    fields = {"rewards": ("builtin:length",), "reward_options": {"length": {"target": 5}}, **fields}
+    fields = {**SCORED, **fields}
     [source] = build_sources([EnvironmentConfig(kind=kind, name="e", **fields)], seed=0)
     return source
 
@@ -197,6 +200,74 @@ async def test_the_policy_has_only_the_tools_of_its_environment(tokenizer, tools
     assert "secret" not in tokenizer.decode(client.requests[0].prompt_token_ids)
 
 
+async def test_a_row_names_the_tools_that_its_task_shows(tokenizer, tools, tmp_path):
+    """A row's list, an empty list, none; in a data set and in an environment's metadata; a name that there is not."""
+    rows = [
+        {"prompt": "[one]", "with": ["add"]},
+        {"prompt": "[none]", "with": []},
+        {"prompt": "[all]", "with": None},
+        {"prompt": "[wrong]", "with": ["ad"]},
+        {"prompt": "[text]", "with": "add"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scored = {**SCORED, "tools_column": "with"}
+    data = EnvironmentConfig(kind="dataset", data=str(path), heldout_fraction=0, **scored)
+    many = [{**row, "prompt": f"{row['prompt']} {number}"} for number in range(8) for row in rows]
+    own = EnvironmentConfig(kind="tools", options={"tasks": many}, **scored)
+    for source in build_sources([data, own], seed=0, tools=tools):
+        shown = {}
+        for index in range(40):
+            client = answering(tokenizer, '{"tool": "secret"}', "hm")
+            policy = EpisodePolicy(client, tokenizer, temperature=1.0, max_token_length=2000)
+            [result] = await EpisodeRunner(policy).run([GroupPlan("g", source, index, 1, seed=1, index=0)])
+            text = tokenizer.decode(client.requests[0].prompt_token_ids) if client.requests else ""
+            calls = [call["error"] for each in result.trajectories for call in each.metadata.get("tool_calls", [])]
+            name = next((row["prompt"] for row in rows if row["prompt"] in text), result.failure)
+            shown[name] = "- add" in text, "- secret" in text, calls
+        assert shown.pop("[one]") == (True, False, ["unknown_tool"])
+        assert shown.pop("[none]") == (False, False, [])
+        assert shown.pop("[all]") == (True, True, [None])
+        failures = " ".join(shown)
+        assert len(shown) == 2 and "there is no tool 'ad'; did you mean 'add'" in failures
+        assert "column 'with' has 'add': expected a list of tools" in failures
+
+
+async def test_prompts_without_room_are_refused_before_the_run(tokenizer, tools, rows):
+    """Tools, a system prompt, the rows themselves, an environment that makes its tasks in order; and what fits."""
+    client = answering(tokenizer, "hm")
+
+    def check(longest, **fields):
+        config = EnvironmentConfig(kind="dataset", data=str(rows), **SCORED, **fields)
+        sources = build_sources([config], seed=0, tools=tools)
+        check_room(sources, EpisodePolicy(client, tokenizer, 1.0, longest), "max_token_length")
+
+    with pytest.raises(ConfigError) as raised:
+        check(60)
+    whole = str(raised.value)
+    tokens = int(re.search(r"the shortest of 16 prompts has (\d+) tokens, and max_token_length = 60 holds", whole)[1])
+    with pytest.raises(ConfigError, match=f"has {tokens} tokens"):
+        check(tokens)
+    check(tokens + 1)
+    assert re.search(
+        r"Of it: \d+ are the same in every prompt, tools (\d+) \((add|secret) \d+, (add|secret) \d+\)", whole
+    )
+    assert "tools_column" in whole
+    check(tokens - 10, tools=("add",))
+    with pytest.raises(ConfigError, match=r"Of it: \d{3} are the same in every prompt, system_prompt \d+\. Shorten"):
+        check(60, tools=(), system_prompt="word " * 100)
+    with pytest.raises(ConfigError, match="raise the model's context"):
+        client.max_model_len = 30
+        check(2000)
+    client.max_model_len = 4096
+    source = environment("simple_text", options={"prompts": ["x"]})
+    source.use_tools(tools)
+    source.in_order = True
+    with pytest.raises(ConfigError, match="the prompt has"):
+        check_room([source], EpisodePolicy(client, tokenizer, 1.0, 40), "max_token_length")
+    check_room([source], EpisodePolicy(client, tokenizer, 1.0, 800), "max_token_length")
+
+
 async def test_a_hanging_tool_holds_up_no_other_episode(tokenizer):
     """100 episodes hang at once, and one does not: it ends while they hang."""
     gate, waiting = threading.Event(), threading.Semaphore(0)
@@ -227,6 +298,8 @@ async def test_a_hanging_tool_holds_up_no_other_episode(tokenizer):
         ({"kind": "simple_text", "options": {"prompts": ["x"]}, "tools": ("add",)}, False, "there are none"),
         ({"kind": "svrl"}, True, r"reads calls by itself: set `tools = \[\]`"),
         ({"kind": "svrl", "tools": ("add",)}, True, "tools of its own"),
+        ({"kind": "simple_text", "options": {"prompts": ["x"]}, "tools_column": "t"}, False, "calls no tools"),
+        ({"kind": "hybrid", "tools_column": "t"}, True, "calls no tools"),
     ],
 )
 def test_what_cannot_work(tools, fields, with_tools, words):

@@ -46,6 +46,13 @@ def end() -> str:
 
 
 @server.tool()
+def crash() -> str:
+    """End the server with a last word."""
+    print("out of memory: the table of prices", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+@server.tool()
 def garbage() -> str:
     """Write what is no JSON-RPC to stdout."""
     sys.stdout.buffer.write(b"\xff\xfe{]\n" * 3)

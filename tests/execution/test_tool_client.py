@@ -3,7 +3,9 @@
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -130,6 +132,91 @@ def test_a_server_that_does_not_start(server: MCPServer, words: str) -> None:
         with pytest.raises(ConfigError, match=words):
             client.definitions()
         assert client.call("add").error == "server"
+
+
+CRASHES = "import sys; print('reading', file=sys.stderr); raise RuntimeError('no such table: prices')"
+CHATTERS = "import sys; print('Usage: server --db FILE'); sys.exit(2)"
+WAITS = "import sys, time; print('loading weights', file=sys.stderr, flush=True); time.sleep(60)"
+NO_JSON = "print('Listening on port 80', flush=True); import time; time.sleep(60)"
+FLOODS = "import sys; [print(f'line {n}', file=sys.stderr) for n in range(10**5)]; sys.exit('the last line')"
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (CRASHES, r"the end of its stderr: reading \| .*RuntimeError: no such table: prices$"),
+        (CHATTERS, r"on its stdout was no JSON-RPC: Usage: server --db FILE$"),
+        (FLOODS, r"the end of its stderr: line 99993 \| .* \| the last line$"),
+        pytest.param(
+            WAITS,
+            r"no answer within 2 s \(start_timeout_s\) to initialize; the end of its stderr: loading weights$",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            NO_JSON,
+            r"no answer within 2 s .* on its stdout was no JSON-RPC: Listening on port 80$",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_failed_start_has_the_servers_last_words(program: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A crash, a usage line, a flood (only its end is kept), no answer to initialize, junk on stdout. Over HTTP, in the
+    middle of a call, and a command that does not exist: the tests around this one."""
+    late = 2.0 if "time.sleep" in program else 30.0
+    server = MCPServer("s", command=[sys.executable, "-c", program], start_timeout_s=late)
+    with ToolClient([server]) as client, pytest.raises(ConfigError, match=words) as raised:
+        client.definitions()
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 1400
+    assert capfd.readouterr().err == "", "neither the server's stderr nor a traceback of the SDK reaches the terminal"
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_in_a_call_leaves_its_last_words() -> None:
+    with ToolClient([stdio()]) as client:
+        died = client.call("crash")
+        assert died.error == "server" and died.text.endswith("out of memory: the table of prices")
+        assert client.call("add", {"a": 1, "b": 1}).text == "2"
+
+
+def test_an_http_servers_error_answer_is_named() -> None:
+    """A wrong key, a full disk, another page at that address; a server that does not answer names its time-out."""
+    release = threading.Event()
+
+    class Wrong(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            if self.path == "/hangs":
+                release.wait(30)
+            code, body = {"/key": (401, b'{"error": "no such key"}'), "/disk": (500, b"no space left")}.get(
+                self.path, (404, b"nothing here")
+            )
+            self.send_response(code)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Wrong) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        try:
+            for path, words in {
+                "key": 'HTTP 401 {"error": "no such key"}',
+                "disk": "HTTP 500 no space left",
+                "mcp": "HTTP 404 nothing here",
+                "hangs": "no answer within 0.3 s (start_timeout_s) to initialize",
+            }.items():
+                url = f"http://127.0.0.1:{http.server_port}/{path}"
+                late = 0.3 if path == "hangs" else 30.0
+                with ToolClient([MCPServer("s", url=url, start_timeout_s=late)]) as client:
+                    with pytest.raises(ConfigError) as raised:
+                        client.definitions()
+                    assert str(raised.value).endswith(words)
+        finally:
+            release.set()
+            http.shutdown()
+            thread.join()
 
 
 def test_an_sdk_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

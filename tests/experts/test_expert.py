@@ -13,12 +13,15 @@ from mlx_parallm.experts import (
     ExpertRegistry,
     GRUExpert,
     LSTMExpert,
+    RecurrentPPO,
+    RecurrentPPOConfig,
     RNNExpertBase,
     load_expert,
     save_expert,
 )
 from mlx_parallm.experts.expert import make_expert
 from mlx_parallm.experts.registry import arc_solver, physics_controller, planner, scheduler
+from mlx_parallm.experts.tasks import ConstantTask
 
 KINDS = ("gru", "lstm")
 
@@ -129,6 +132,11 @@ def test_the_experts_own_memory() -> None:
         {"discrete_actions": True, "num_actions": 1},
         {"action_low": 1.0, "action_high": 1.0},
         {"action_high": math.inf},
+        # what would have no effect
+        {"num_actions": 3},
+        {"discrete_actions": True, "num_actions": 3, "action_high": 2.0},
+        {"discrete_actions": True, "num_actions": 3, "action_low": -2.0},
+        {"num_layers": 1, "dropout": 0.1},
     ],
 )
 def test_impossible_shapes(changes: dict[str, object]) -> None:
@@ -175,6 +183,41 @@ def test_a_file_and_its_other_name(tmp_path: Path, suffix: str) -> None:
         assert loaded.config == expert.config
         np.testing.assert_array_equal(loaded(np.ones(3), True)["action"], expert(np.ones(3), True)["action"])
         expert.reset_hidden()
+
+
+class Careful(GRUExpert):
+    """An expert of a user's: the same network, other behaviour."""
+
+    def environment_action(self, raw: mx.array) -> mx.array:
+        return 0.5 * super().environment_action(raw)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_a_subclass_comes_back_as_itself_or_not_at_all(tmp_path: Path, suffix: str) -> None:
+    """By the registry, by `load_expert`, by the trainer's checkpoint; a file never decides what code is run."""
+    own = Careful(ExpertConfig("own", obs_dim=4, hidden_dim=8))
+    save_expert(tmp_path / f"own{suffix}", own)
+    with pytest.raises(CheckpointError, match=r"of your class Careful: load_expert\(path, Careful\)"):
+        load_expert(tmp_path / f"own{suffix}", LSTMExpert)
+    assert type(load_expert(tmp_path / f"own{suffix}", LSTMExpert, Careful)) is Careful
+    registry = ExpertRegistry()
+    registry.register(own)
+    registry.register(GRUExpert(own.config), "plain")
+    registry.save(tmp_path / "experts")
+    registry.load(tmp_path / "experts")
+    assert (type(registry.get("own")), type(registry.get("plain"))) == (Careful, GRUExpert)
+    seen = np.ones(4)
+    np.testing.assert_array_equal(registry.step("own", seen, True)["action"], own(seen, True)["action"])
+    with pytest.raises(CheckpointError, match=r"registry\.load"):
+        ExpertRegistry().load(tmp_path / "experts")
+    other = ExpertRegistry()
+    other.load(tmp_path / "experts", Careful)
+    assert type(other.get("own")) is Careful
+    trainer = RecurrentPPO(own, ConstantTask(2), RecurrentPPOConfig(horizon=2))
+    trainer.save(tmp_path / "latest")
+    trainer.load(tmp_path / "latest")
+    with pytest.raises(CheckpointError, match="Careful"):
+        RecurrentPPO(GRUExpert(own.config), ConstantTask(2)).load(tmp_path / "latest")
 
 
 def test_files_that_are_no_experts(tmp_path: Path) -> None:

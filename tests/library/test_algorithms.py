@@ -190,6 +190,8 @@ def test_what_does_not_fit_is_refused(inference: InferenceModule) -> None:
         make(GRPOAlgorithm, inference, Length(), group_size=1)
     with pytest.raises(ConfigError, match="ppo_epochs can only be 1"):
         make(REINFORCEAlgorithm, inference, Length(), ppo_epochs=4)
+    with pytest.raises(ConfigError, match="so ppo_epochs can only be 1; PPOAlgorithm and GRPOAlgorithm take several"):
+        make(REINFORCEAlgorithm, inference, Length(), backprop={"ppo_epochs": 2})
     with pytest.raises(ConfigError, match="'a2c': choose one of ppo, grpo, reinforce"):
         create_algorithm("a2c")
     algorithm = make(GRPOAlgorithm, inference, Length(), batch_size=8)

@@ -144,7 +144,7 @@ def test_a_stopped_run_goes_on_and_the_server_answers_meanwhile(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_planner_stays_while_the_experts_learn(tmp_path: Path) -> None:
-    train(configuration(tmp_path, "experts", learn="experts", alternate_every=1))
+    train(configuration(tmp_path, "experts", learn="experts"))
     made = lines(tmp_path / "experts")
     assert [line["optimizer_updates"] for line in made] == [0] * 4 and made[-1]["policy_version"] == 0
     assert all(line["sequences"] == 8 and line["reward_mean"] is not None for line in made)

@@ -95,6 +95,21 @@ def test_a_slow_tool_is_a_time_out() -> None:
     assert result.info["error"] == "timeout" and "0.05 s" in result.text
 
 
+def test_the_time_limit_of_a_call_is_the_orchestrators_where_it_has_one() -> None:
+    """Longer than the client's own is obeyed too; without one the client's holds."""
+
+    def slow() -> str:
+        """Take 0.2 s."""
+        threading.Event().wait(0.2)
+        return "late"
+
+    with ToolClient(functions=[slow], function_timeout_s=0.05) as client:
+        for seconds, text in ((30.0, "late"), (None, "slow: no answer within 0.05 s")):
+            orchestrator = Orchestrator(OrchestratorConfig(tool_call_timeout=seconds), ExpertRegistry(), client)
+            orchestrator.reset(SUM)
+            assert orchestrator.step("TOOL: slow()").tool_result.text == text
+
+
 def test_an_expert_acts_as_in_its_training_environment(tools: ToolClient) -> None:
     """The same observations, shots, rewards and end as `ProjectileTask`, call by call."""
     experts = registry()
@@ -224,6 +239,38 @@ def test_hybrid_env(tools: ToolClient) -> None:
     assert done and info["timed_out"]
     with pytest.raises(ConfigError, match="task_pool"):
         HybridEnv(Orchestrator(None, registry(), tools))
+
+
+def test_hybrid_env_obeys_its_orchestrators_settings(tools: ToolClient) -> None:
+    """Every number that both have, in the orchestrator's configuration alone, and replaced by HybridEnv's own."""
+    rewards = RewardConfig(
+        step_penalty=-0.3, valid_tool_call_reward=0.2, expert_delegation_reward=0.1, expert_success_bonus=0.0
+    )
+    config = OrchestratorConfig(max_steps=2, rewards=rewards, max_expert_steps=1)
+    call, aim = "TOOL: math_solve(expression=6 * 7)", "DELEGATE: aim(target=100, wind=2)"
+
+    def play(turns: tuple[str, ...], **changes: Any) -> tuple[list[float], list[bool]]:
+        env = HybridEnv(Orchestrator(config, registry(), tools), task_pool=[SUM], **changes)
+        env.reset()
+        steps = [env.step_from_text(turn) for turn in turns]
+        assert f"at most {env.orchestrator.config.max_steps}" in steps[0][0]
+        return [round(step[1], 6) for step in steps], [step[2] for step in steps]
+
+    assert play(("THINK: so", "THINK: and so")) == ([-0.3, -0.3 - 2.0], [False, True])
+    assert play((call, aim))[0] == [-0.1, pytest.approx(-0.2 - 2.0)]
+    own = {"step_penalty": -0.5, "tool_call_reward": 0.0, "expert_use_reward": 0.4, "max_episode_length": 3}
+    assert play((call, aim, "THINK: so"), **own) == ([-0.5, -0.1, -2.5], [False, False, True])
+    assert play(("THINK: so",), step_penalty=0.0)[0] == [0.0], "0 is a value, not the absence of one"
+    for length in (0, -1):
+        with pytest.raises(ConfigError, match="max_steps"):
+            HybridEnv(Orchestrator(config, registry(), tools), task_pool=[SUM], max_episode_length=length)
+
+
+def test_a_type_that_is_nearly_one_is_refused(tools: ToolClient) -> None:
+    orchestrator = Orchestrator(None, registry(), tools)
+    with pytest.raises(ConfigError, match="type 'phisics' has no reward function; did you mean 'physics'"):
+        orchestrator.reset({**SUM, "type": "phisics"})
+    orchestrator.reset({**SUM, "type": "geography"})  # of the data's own
 
 
 def test_environments_side_by_side(tools: ToolClient) -> None:

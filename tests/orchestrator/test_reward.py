@@ -128,7 +128,13 @@ def test_last_number() -> None:
     [
         {"prompt": "x", "goal": 3},
         {"prompt": "x", "goal": {"target": "far"}},
+        {"prompt": "x", "goal": {"target": 50, "tolerance": 0}},
+        {"prompt": "x", "goal": {"expected": 3}},
+        {"prompt": "x", "goal": {"answer": 3}},
+        {"prompt": "x", "goal": {"targets": 3}},
         {"prompt": "x", "constraints": {"most": 1}},
+        {"prompt": "x", "constraints": {"max_tool_calls": "3"}},
+        {"prompt": "x", "constraints": {"max_tool_calls": -1}},
         {"prompt": "x", "constraints": {"required_tools": "math_solve"}},
         {"goal": {}},
     ],
@@ -136,3 +142,8 @@ def test_last_number() -> None:
 def test_wrong_tasks(wrong: Any) -> None:
     with pytest.raises(ConfigError):
         HybridTask.of(wrong)
+
+
+def test_a_task_may_have_goals_of_its_own() -> None:
+    """Functions of the user's read them; only what is nearly a known name is refused."""
+    assert HybridTask.of({"prompt": "x", "goal": {"colour": "red", "hint": 3}}).goal["hint"] == 3

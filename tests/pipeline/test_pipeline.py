@@ -1,19 +1,23 @@
 """The whole way on the shipped model: one command, killed in the training, finished by the same command."""
 
+import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from mlx_parallm.cli.table import main
+from mlx_parallm.models.formats import directory_of
 from mlx_parallm.pipeline import CPU_ONLY, LearnedReward, TrainingPipeline, detect_hardware
 from mlx_parallm.pipeline.pipeline import REPORT_FILE, RESULTS_FILE
 from mlx_parallm.pipeline.stages import PipelineOptions, Stages, check_options
@@ -124,6 +128,56 @@ def test_what_cannot_work_is_one_line(
     assert main(command("--hardware", "CPU_ONLY", *more)) == 2
     assert reason in capsys.readouterr().err
     assert not (place / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--deploy", "ollama:words", "--ollama-url", "http://127.0.0.1:9"], "Ollama has to run before the training"),
+        (["--deploy", "ollama:words", "--ollama-url", "127.0.0.1:9"], "is not a URL"),
+        (["--deploy", "ollama:my words"], "a name of Ollama's is letters"),
+        (["--deploy", "score.py/out"], "score.py is a file"),
+        (["--work", "score.py/work"], "score.py is a file"),
+        (["--type", "q9_9"], "expected one of f32"),
+        (["--base-model", "untemplated"], "could not be exported: the tokenizer has no chat template"),
+        (["--base-model", "unknown"], "could not be exported"),
+        (["--set", 'logging.trackers=["trackio"]'], "trackio"),
+        (["no package"], r"needs the package gguf"),
+        (["no disk"], "the disk of"),
+    ],
+)
+def test_what_a_later_stage_needs_is_missed_before_the_first(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str], reason: str
+) -> None:
+    """Of deploying, exporting, training, and of all: no stage has begun, and nothing was trained."""
+    find_spec = importlib.util.find_spec
+    missing = {"gguf"} if more == ["no package"] else {"trackio"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name in missing else find_spec(name, *a))
+    if more == ["no disk"]:
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    if "--base-model" in more:
+        shutil.copytree(directory_of("builtin:tiny"), place / more[-1])
+        for file in (place / more[-1]).glob("*template*"):
+            file.unlink()
+        for name, key in (("config.json", "model_type"), ("tokenizer_config.json", "chat_template")):
+            document = json.loads((place / more[-1] / name).read_text())
+            if key == "chat_template":
+                document.pop(key, None)
+            elif more[-1] == "unknown":
+                document[key] = "mamba"
+            (place / more[-1] / name).write_text(json.dumps(document))
+    assert main(command("--hardware", "CPU_ONLY", *(more if more[0].startswith("--") else []))) == 2
+    said = capsys.readouterr()
+    assert reason in said.err and len(said.err.strip().splitlines()) == 1
+    assert said.out == "" and not (place / "work" / "traces").exists()
+
+
+def test_without_llama_cpp_it_says_so_at_the_start(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_parallm.export.llama_server.available", lambda: False)
+    options = check_options(PipelineOptions((place / "traces.jsonl",), "builtin:tiny", type="f16", rewards=("r",)))
+    with closing(WorkDirectory(place / "work")) as work:
+        [line] = Stages(options, detect_hardware(CPU_ONLY), work).check_requirements()
+    assert line.startswith("no llama.cpp here: the exported file will not be verified, and not asked the held-out")
 
 
 def test_a_stage_that_fails_stands_in_the_results_and_the_report(place: Path) -> None:

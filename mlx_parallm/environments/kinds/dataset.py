@@ -37,6 +37,7 @@ class DatasetSource(EnvironmentSource):
             answer=None if answer is None else str(answer),
             plain=plain,
             tools=tuple(row.tools),
+            tool_names=self.named_tools(row.columns),
         )
 
     def heldout(self, n: int) -> list[Task]:

@@ -62,7 +62,9 @@ class SVRLEnvironment(BaseEnvironment):
     def __init__(
         self,
         inference: Inference | None = None,
-        tools: Sequence[str | VerificationTool | Callable[[str], str]] | None = None,
+        tools: Sequence[str | VerificationTool | Callable[[str], str]]
+        | Mapping[str, str | VerificationTool | Callable[[str], str]]
+        | None = None,
         budget: float = 10.0,
         *,
         max_steps: int = 50,
@@ -74,8 +76,8 @@ class SVRLEnvironment(BaseEnvironment):
         """
         Args:
             tools: names of built-in ones ("verify_calculation", "check_facts", "run_code"), functions from text to text
-                or references to them ("python:file.py:name"), `VerificationTool`s. Default: the built-in ones, with
-                check_facts only where there are `facts`.
+                or references to them ("python:file.py:name"), `VerificationTool`s; or a table of them, name → tool.
+                Default: the built-in ones, with check_facts only where there are `facts`.
             budget: most that an episode may spend; a call that costs more than is left is not made.
             max_steps: most turns of the policy.
             tasks: rows {"prompt", "answer", …}, or a JSONL file of them; default: `arithmetic_task`.
@@ -176,26 +178,19 @@ def arithmetic_task(index: int, split: Split = "train", seed: int = 0) -> dict[s
 
 
 def _make_tools(
-    requested: Sequence[str | VerificationTool | Callable[[str], str]] | None,
+    requested: Sequence[Any] | Mapping[str, Any] | None,
     facts: Mapping[str, str] | str | Path | None,
     costs: Mapping[str, float],
 ) -> list[VerificationTool]:
     built_in: dict[str, Callable[[], VerificationTool]] = {"verify_calculation": calculator, "run_code": code_runner}
     if facts is not None:
         built_in["check_facts"] = lambda: fact_table(facts)
-    tools = []
-    for entry in list(built_in) if requested is None else requested:
-        if isinstance(entry, VerificationTool):
-            tools.append(entry)
-        elif isinstance(entry, str) and not is_reference(entry):
-            if entry not in built_in:
-                why = ": it needs facts" if entry == "check_facts" else did_you_mean(entry, list(built_in))
-                raise ConfigError(f"svrl: tools has no {entry!r}{why}")
-            tools.append(built_in[entry]())
-        else:
-            call = load_function_of(("text",), entry, "svrl: tools") if isinstance(entry, str) else entry
-            description = (call.__doc__ or "").strip().partition("\n")[0]
-            tools.append(VerificationTool(name_of(call), call, description=description, blocking=True))
+    if isinstance(requested, str):
+        raise ConfigError(f"svrl: tools is a list or a table of tools, not {requested!r}: [{requested!r}]")
+    if isinstance(requested, Mapping):
+        tools = [dataclasses.replace(_made(entry, built_in), name=name) for name, entry in requested.items()]
+    else:
+        tools = [_made(entry, built_in) for entry in (list(built_in) if requested is None else requested)]
     names = [tool.name for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"svrl: two tools are called {twice[0]!r}")
@@ -207,6 +202,22 @@ def _make_tools(
     if free := [tool.name for tool in tools if not tool.cost >= 0]:
         raise ConfigError(f"svrl: the cost of {free[0]!r} has to be at least 0")
     return tools
+
+
+def _made(entry: Any, built_in: Mapping[str, Callable[[], VerificationTool]]) -> VerificationTool:
+    """Return the tool of an entry of `tools`. Raises ConfigError."""
+    if isinstance(entry, VerificationTool):
+        return entry
+    if isinstance(entry, str) and not is_reference(entry):
+        if entry not in built_in:
+            why = ": it needs facts" if entry == "check_facts" else did_you_mean(entry, list(built_in))
+            raise ConfigError(f"svrl: tools has no {entry!r}{why}")
+        return built_in[entry]()
+    call = load_function_of(("text",), entry, "svrl: tools") if isinstance(entry, str) else entry
+    if not callable(call):
+        raise ConfigError(f"svrl: tools has {call!r}: expected a name, a function or a VerificationTool")
+    description = (call.__doc__ or "").strip().partition("\n")[0]
+    return VerificationTool(name_of(call), call, description=description, blocking=True)
 
 
 def _record(

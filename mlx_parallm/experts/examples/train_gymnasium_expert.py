@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, default=1)
     numbers = {field.name: field.default for field in fields(usual) if type(field.default) in (int, float)}
     del numbers["learning_rate"]  # --lr
+    parser.add_argument("--reward-scale", type=float, help="of what is learned from (default: measured)")
     for name, value in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"(default {value})")
     arguments = parser.parse_args()
@@ -53,7 +54,11 @@ def main() -> None:
         action_low=task.action_low,
         action_high=task.action_high,
     )
-    ppo = RecurrentPPOConfig(learning_rate=arguments.lr, **{name: vars(arguments)[name] for name in numbers})
+    ppo = RecurrentPPOConfig(
+        learning_rate=arguments.lr,
+        reward_scale=arguments.reward_scale,
+        **{name: vars(arguments)[name] for name in numbers},
+    )
     train_expert(arguments, config, task, ppo, score=lambda expert: mean_return(expert, arguments.env, seed=CHOSEN_BY))
     best = load_expert(arguments.checkpoint_dir / BEST)
     reached = mean_return(best, arguments.env, seed=UNSEEN)

@@ -19,7 +19,9 @@ from mlx_parallm.experts.tasks import HIT_M, ProjectileTask
 EPISODES = 500  # tasks to judge by
 CHOSEN_BY, UNSEEN = 10**6, 7 * 10**6  # seeds of the tasks that choose the best expert, and of those that judge it
 SIDE_BY_SIDE = 125  # 10 steps of each are an update, 80 of them 100,000 steps
-PHYSICS_PPO = RecurrentPPOConfig(horizon=10, batch_size=625, learning_rate=3e-3, gamma=0.9, target_kl=None)
+PHYSICS_PPO = RecurrentPPOConfig(
+    horizon=10, batch_size=625, learning_rate=3e-3, gamma=0.9, target_kl=None, reward_scale=1.0
+)
 
 
 def hit_rates(expert: RNNExpertBase, *, seed: int = UNSEEN, recurrent: bool = True) -> tuple[float, float]:

@@ -22,7 +22,7 @@ def mean_error(expert: RNNExpertBase) -> float:
 
 
 def main() -> None:
-    ppo = RecurrentPPOConfig(horizon=20, batch_size=320, reward_scale=0.1)
+    ppo = RecurrentPPOConfig(horizon=20, batch_size=320)
     arguments = parser_of(
         __doc__ or "", timesteps=50_000, learning_rate=ppo.learning_rate, name="simple_expert"
     ).parse_args()

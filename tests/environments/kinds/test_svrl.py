@@ -51,6 +51,22 @@ def test_an_episode_of_a_call_and_an_answer():
     assert [turn["response"] for turn in state.history] == [state.history[0]["response"], state.response]
 
 
+def test_tools_may_be_a_table_of_names():
+    """Functions, a built-in tool and a VerificationTool under names of the user's; costs go by these names."""
+    table = {
+        "calculator": lambda text: str(eval(text)),
+        "check": "verify_calculation",
+        "shout": VerificationTool("other", str.upper, 2.0),
+    }
+    turns = ("USE_TOOL[calculator](6*7) USE_TOOL[check](6*7=42) USE_TOOL[shout](ok)", "FINAL ANSWER: 42")
+    state = play(svrl(*turns, tools=table, costs={"calculator": 0.5}))
+    calls = {call["name"]: (call["result"], call["cost"]) for call in state.metadata["tool_calls"]}
+    assert calls == {"calculator": ("42", 0.5), "check": ("true", 1.0), "shout": ("OK", 2.0)}
+    for wrong, words in (({"calculator": 3}, "expected a name, a function"), ("calculator", "is a list or a table")):
+        with pytest.raises(ConfigError, match=words):
+            svrl(tools=wrong)
+
+
 def test_the_reward_reads_what_was_spent():
     """1 - 0.1 · 1/10 + 0.05 · 48/50 against 1 + 0.05 · 49/50: the published implementation charged nothing."""
     checked = play(svrl("USE_TOOL[verify_calculation](6*7)", "FINAL ANSWER: 42"))

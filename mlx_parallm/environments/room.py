@@ -1,0 +1,138 @@
+"""Before a run: whether the prompts of its environments leave room for an answer, and what their tools take.
+
+A prompt that does not fit is dropped with its group. Where none fits, a run would drop group after group, so it is
+refused, with the tokens of each part.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.episode import EpisodePolicy
+from mlx_parallm.environments.episode_tools import EpisodeTools
+from mlx_parallm.environments.runner import attempt
+from mlx_parallm.environments.state import Prompt
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.log import get_logger
+
+log = get_logger("environments")
+
+PROMPTS = 16
+MUCH = 0.5  # of the limit: then tools are a warning
+
+
+def check_room(
+    sources: Sequence[EnvironmentSource],
+    policy: EpisodePolicy,
+    limit: str,
+    tasks: Sequence[Sequence[Task]] | None = None,
+) -> None:
+    """Log what tools take of each prompt.
+
+    Args:
+        limit: the name of the setting that bounds a sequence.
+        tasks: of each source; default: the first ones to train on.
+
+    Raises ConfigError: no prompt of an environment leaves room for an answer.
+    """
+    if policy.client.max_model_len < policy.max_token_length:
+        limit = "the model's context"
+    for number, source in enumerate(sources):
+        prompts = (
+            _openings(source) if tasks is None else [(task.opening, source.tools_of(task)) for task in tasks[number]]
+        )
+        if not prompts:
+            continue
+        ids = [_ids(policy, source, prompt, tools) for prompt, tools in prompts]
+        shortest = min(range(len(ids)), key=lambda number: len(ids[number] or ()) or float("inf"))
+        prompt, tools = prompts[shortest]
+        if not any(each is not None and len(each) < policy.longest for each in ids):
+            raise ConfigError(_no_room(source, policy, prompt, tools, ids, limit))
+        if tools is not None:
+            taken = _taken_by_tools(policy, source, prompt, tools)
+            say = log.warning if sum(taken.values()) > MUCH * policy.longest else log.info
+            words = _listed(taken)
+            say("tools in every prompt", environment=source.name, tokens=sum(taken.values()), by_tool=words)
+
+
+def _openings(source: EnvironmentSource) -> list[tuple[Prompt, EpisodeTools | None]]:
+    """Return the prompts that some episodes open with, and their tools. Where drawing a task uses it up: a prompt with
+    an empty question."""
+    if source.in_order:
+        with attempt():
+            return [(source.format_prompt(""), source.tools)]
+        return []
+    openings = []
+    for index in range(PROMPTS):
+        with attempt():  # what an environment raises is reported by the run, in its place
+            task = source.task(index)
+            if isinstance(task, Task):
+                openings.append((task.opening, source.tools_of(task)))
+    return openings
+
+
+def _ids(
+    policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools | None
+) -> list[int] | None:
+    """Return the tokens of an opening; None: it is far too long to be tokenised, or the chat template refuses it."""
+    with attempt() as outcome:
+        options: dict[str, object] = {}
+        if tools is not None:
+            prompt, _, options = policy.with_tools(prompt, tools)
+        ids = policy.ids(prompt, source.config, options)
+    return None if outcome.failure is not None else ids
+
+
+def _in_all(openings: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens all of several openings begin and end with: what is the same in every prompt."""
+    room = min(map(len, openings))
+
+    def same(columns: Iterable[tuple[int, ...]]) -> int:
+        return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+
+    first = same(zip(*openings, strict=False))
+    return first + min(room - first, same(zip(*map(reversed, openings), strict=False)))
+
+
+def _taken_by_tools(
+    policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools
+) -> dict[str, int]:
+    """Return tool → the tokens by which it makes the prompt longer beside the others; the first has what the template
+    says of tools at all."""
+    taken, before = {}, len(_ids(policy, source, prompt, None) or ())
+    names = [str(definition["name"]) for definition in tools.definitions]
+    for count, name in enumerate(names, 1):
+        now = len(_ids(policy, source, prompt, tools.only(names[:count], source.name)) or ())
+        taken[name], before = now - before, now
+    return taken
+
+
+def _no_room(
+    source: EnvironmentSource,
+    policy: EpisodePolicy,
+    prompt: Prompt,
+    tools: EpisodeTools | None,
+    ids: Sequence[list[int] | None],
+    limit: str,
+) -> str:
+    known = list({tuple(each) for each in ids if each is not None})
+    has = f"{min(map(len, known)):,} tokens" if known else "too many characters to be tokenised"
+    parts, advice = [], f"Shorten the prompts, or raise {limit}"
+    if len(known) > 1:
+        parts.append(f"{_in_all(known):,} are the same in every prompt")
+    if system := source.config.system_prompt:
+        parts.append(f"system_prompt {len(policy.tokenizer.encode(system)):,}")
+    if tools is not None:
+        taken = _taken_by_tools(policy, source, prompt, tools)
+        parts.append(f"tools {sum(taken.values()):,} ({_listed(taken)})")
+        advice += ', or show fewer tools: tools = ["NAME"] for the environment, tools_column for each row'
+    of_it = f" Of it: {', '.join(parts)}." if parts else ""
+    of = f"the shortest of {len(ids)} prompts has" if len(ids) > 1 else "the prompt has"
+    return (
+        f"environments: {source.name}: no prompt leaves room for an answer: {of} {has}, and"
+        f" {limit} = {policy.longest:,} holds prompt and answer.{of_it} {advice}"
+    )
+
+
+def _listed(taken: dict[str, int]) -> str:
+    return ", ".join(f"{name} {tokens:,}" for name, tokens in sorted(taken.items(), key=lambda item: -item[1]))
