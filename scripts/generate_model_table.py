@@ -352,8 +352,8 @@ ROWS = (
     ),
     (
         "together; snapshots",
-        "the same for layers with a recurrent state: a text goes on from kept states where a prompt or an answer ended, "
-        "or prompts part ([serving.md](serving.md#how-much-at-once)); a group's prompt is computed once.",
+        "the same for layers with a recurrent state: a text goes on from a state kept where a prompt or an answer "
+        "ended, or prompts part ([serving.md](serving.md#how-much-at-once)); a group's prompt is computed once.",
     ),
     ("one by one", "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time."),
 )

@@ -86,7 +86,7 @@ class StateSource(EnvironmentSource):
             answer=None if answer is None else str(answer),
             plain=isinstance(asked, str),
             state=state,
-            tools=self.named_tools(state.metadata),
+            tool_names=self.named_tools(state.metadata),
         )
 
     def attach(self, inference: PolicyInference) -> None:

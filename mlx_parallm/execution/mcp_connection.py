@@ -123,7 +123,7 @@ class MCPConnection:
             from mcp import Client, StdioServerParameters  # noqa: F401
             from mcp.client.streamable_http import streamable_http_client  # noqa: F401
         except ImportError as error:  # no SDK, or one of before 2.0, to which many servers bind it
-            raise ConfigError(f"{self._what}: {error}: {INSTALL}") from error
+            raise ConfigError(f"{self._what}: {error}: {install('mcp')}") from error
         logging.getLogger("mcp.client").setLevel(logging.CRITICAL)  # its tracebacks: results and errors have the words
 
     @property
@@ -147,13 +147,10 @@ class MCPConnection:
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[Any]:
-        try:
-            import httpx2
-            from mcp import Client, StdioServerParameters
-            from mcp.client.stdio import stdio_client
-            from mcp.client.streamable_http import streamable_http_client
-        except ImportError as error:  # no SDK, or one of before 2.0, to which many servers bind it
-            raise ConfigError(f"{self._what}: {error}: {install('mcp')}") from error
+        import httpx2
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+        from mcp.client.streamable_http import streamable_http_client
 
         printed = self._printed
 

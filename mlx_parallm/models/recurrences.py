@@ -15,6 +15,7 @@ ones stay exact.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -168,8 +169,9 @@ def selective_scan(
     outputs = []
     for start in range(0, x.shape[1], SCAN_PART):
         part = slice(start, start + SCAN_PART)
-        y, state, *_ = _selective_part(x[:, part], delta[:, part], a, b[:, part], c[:, part], state)
-        outputs.append(y)
+        computed: Any = _selective_part(x[:, part], delta[:, part], a, b[:, part], c[:, part], state)
+        outputs.append(computed[0])
+        state = computed[1]
     return mx.concatenate(outputs, axis=1).astype(dtype), state.astype(dtype)
 
 
@@ -240,7 +242,8 @@ def _states(
     h = inputs[0]
     for decay, new in zip(decays[1:], inputs[1:], strict=True):
         h = decay * h + new
-    products = exp2_minus(sum(deltas)[..., None] * scale, mx.zeros((1,)))
+    whole = mx.stack(deltas).sum(axis=0)
+    products = exp2_minus(whole[..., None] * scale, mx.zeros((1,)))
     starts = [state]
     for n in range(h.shape[1] - 1):
         starts.append(products[:, n] * starts[-1] + h[:, n])

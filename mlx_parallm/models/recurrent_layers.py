@@ -73,7 +73,7 @@ def _gated_delta_ops(by_token: Callable[..., Any]) -> Callable[..., Any]:
         mask: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         if q.shape[1] < FEWEST_TOKENS:
-            return by_token(q, k, v, g, beta, state, mask)  # type: ignore[no-any-return]
+            return by_token(q, k, v, g, beta, state, mask)
         return gated_delta(q, k, v, g, beta, state, mask)
 
     return gated_delta_ops
@@ -84,7 +84,7 @@ def _recurrent_gla(by_token: Callable[..., Any]) -> Callable[..., Any]:
         q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float, h: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
         if q.shape[2] < FEWEST_TOKENS:
-            return by_token(q, k, v, g, scale, h)  # type: ignore[no-any-return]
+            return by_token(q, k, v, g, scale, h)
         y, state = chunked_simple_decay(q, k, v, g, scale=scale, h=h)
         return y, state.astype(q.dtype)
 
@@ -94,7 +94,7 @@ def _recurrent_gla(by_token: Callable[..., Any]) -> Callable[..., Any]:
 def _rnn_scan(by_token: Callable[..., Any]) -> Callable[..., Any]:
     def rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, mx.array]:
         if x.shape[1] < FEWEST_TOKENS:
-            return by_token(x, a, h0)  # type: ignore[no-any-return]
+            return by_token(x, a, h0)
         h = linear_scan(a, x, h0)
         return h, h[:, -1]
 
@@ -106,7 +106,7 @@ def _mamba_sequence(by_token: Callable[..., Any]) -> Callable[..., Any]:
         self: Layer, x: mx.array, conv_cache: mx.array | None, state_cache: mx.array | None
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         if x.shape[1] < FEWEST_TOKENS:
-            return by_token(self, x, conv_cache, state_cache)  # type: ignore[no-any-return]
+            return by_token(self, x, conv_cache, state_cache)
         x, z = self.in_proj(x).split(indices_or_sections=2, axis=-1)
         before = self.conv_kernel_size - 1
         window = (
@@ -126,7 +126,7 @@ def _mamba_sequence(by_token: Callable[..., Any]) -> Callable[..., Any]:
 def _jamba_step(by_token: Callable[..., Any]) -> Callable[..., Any]:
     def ssm_step(self: Layer, x: mx.array, A: mx.array, state: mx.array | None = None) -> tuple[mx.array, mx.array]:
         if x.shape[1] < FEWEST_TOKENS:
-            return by_token(self, x, A, state)  # type: ignore[no-any-return]
+            return by_token(self, x, A, state)
         delta, b, c = _selected(self, x)
         norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
         delta, b, c = (norm(array) for norm, array in zip(norms, (delta, b, c), strict=True))
@@ -135,10 +135,10 @@ def _jamba_step(by_token: Callable[..., Any]) -> Callable[..., Any]:
     return ssm_step
 
 
-def _selected(layer: Layer, x: mx.array) -> list[mx.array]:
+def _selected(layer: Layer, x: mx.array) -> Any:
     """δ before its projection, B and C of Mamba's layer."""
     places = [layer.time_step_rank, layer.time_step_rank + layer.ssm_state_size]
-    return mx.split(layer.x_proj(x), places, axis=-1)  # type: ignore[no-any-return]
+    return mx.split(layer.x_proj(x), places, axis=-1)
 
 
 def _scanned(

@@ -288,8 +288,9 @@ def test_a_window_that_only_the_cache_knows_is_kept():
         assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(served.plain, prompt, 12)
 
 
-@pytest.mark.parametrize(("name", "reused"), [("gemma3_text", True), ("deepseek_v32", True), ("mamba2", True), ("dynamic", False)])
-def test_the_next_turn_goes_on_from_what_was_read(name, reused):
+@pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v32", "mamba2", "dynamic"])
+def test_the_next_turn_goes_on_from_what_was_read(name):
+    reused = name != "dynamic"  # row by row, in caches of the model's own
     served = serve(model_of(name), prefill_chunk=32)
     prompt = ragged_prompts(1, shortest=40, longest=40)[0]
     params = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
