@@ -72,8 +72,20 @@ class DataConfig(Section):
 
 
 DPOLossName = Literal[
-    *("sigmoid", "hinge", "ipo", "ipo_sum", "robust", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"),
-    *("apo_zero", "apo_down", "discopop", "sft"),
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "ipo_sum",
+    "robust",
+    "sigmoid_norm",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
 ]
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
 NEED_SMOOTHING = ("robust", "exo_pair")

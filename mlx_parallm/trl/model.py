@@ -35,7 +35,7 @@ class ModelMethods:
 
     def named_parameters(self) -> Iterator[tuple[str, mx.array]]:
         """Yield path and numbers of each parameter; `trainable_parameters()` is MLX's tree of those that learn."""
-        yield from tree_flatten(self.parameters())  # type: ignore[attr-defined]
+        yield from tree_flatten(self.parameters())
 
     def get_parameter(self, target: str) -> mx.array:
         """Return the numbers at a path of `named_parameters`. Raises AttributeError: there is no such path."""
@@ -45,7 +45,7 @@ class ModelMethods:
         return found
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        tree = self.trainable_parameters() if only_trainable else self.parameters()  # type: ignore[attr-defined]
+        tree = self.trainable_parameters() if only_trainable else self.parameters()
         return sum(math.prod(array.shape) for _, array in tree_flatten(tree))
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
