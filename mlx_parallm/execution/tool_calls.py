@@ -33,6 +33,7 @@ from mlx_parallm.execution.call_arguments import (
     read_json,
     read_object,
 )
+from mlx_parallm.execution.chat_messages import content_text
 from mlx_parallm.types import ChatTokenizer
 
 Format = Literal["own", "xml", "json", "use_tool", "tool_line", "function"]
@@ -459,5 +460,6 @@ def with_instructions(prompt: Any, definitions: Iterable[Mapping[str, Any]], how
         return f"{instructions}\n\n{prompt}"
     first, *others = prompt
     if first.get("role") == "system":
-        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *others]
+        content = content_text(first.get("content") or "", "messages.0.content")
+        return [{**first, "content": f"{content}\n\n{instructions}"}, *others]
     return [{"role": "system", "content": instructions}, *prompt]
