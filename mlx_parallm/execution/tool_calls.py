@@ -34,6 +34,7 @@ from mlx_parallm.execution.call_arguments import (
     read_object,
 )
 from mlx_parallm.execution.call_text import careful, inside_value
+from mlx_parallm.execution.chat_messages import content_text
 from mlx_parallm.types import ChatTokenizer
 
 Format = Literal["own", "xml", "json", "use_tool", "tool_line", "function"]
@@ -477,5 +478,6 @@ def with_instructions(prompt: Any, definitions: Iterable[Mapping[str, Any]], how
         return f"{instructions}\n\n{prompt}"
     first, *others = prompt
     if first.get("role") == "system":
-        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *others]
+        content = content_text(first.get("content") or "", "messages.0.content")
+        return [{**first, "content": f"{content}\n\n{instructions}"}, *others]
     return [{"role": "system", "content": instructions}, *prompt]

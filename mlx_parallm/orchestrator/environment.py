@@ -20,6 +20,7 @@ from mlx_parallm.environments.rows import TaskData
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.chat_messages import read_messages
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.execution.user_code import did_you_mean, is_reference, load, load_function
 from mlx_parallm.experts.registry import ExpertRegistry
@@ -186,8 +187,8 @@ class HybridEnvironment(BaseEnvironment):
 
     def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return a conversation of a client's as the planner reads it."""
-        *earlier, last = (dict(message) for message in messages)
-        return [*earlier, {**last, "content": self._with_instructions(str(last.get("content") or ""))}]
+        *earlier, last = read_messages(messages)
+        return [*earlier, {**last, "content": self._with_instructions(last["content"])}]
 
     def _opening(self, prompt: Any) -> list[dict[str, Any]]:
         return self.opening([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)

@@ -8,6 +8,7 @@ import pytest
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.chat_messages import in_known_roles, read_messages, read_tools
 from mlx_parallm.execution.json_values import JSONNumber, template_arguments, write_json
+from mlx_parallm.execution.tool_calls import with_instructions
 
 USER = {"role": "user", "content": "Wetter?"}
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "rain"}
@@ -165,3 +166,16 @@ def test_numbers_and_repeated_keys_are_written_as_they_came() -> None:
         {"a": "ü", "b": [], "c": {}}, indent=1
     )
     assert isinstance(arguments, dict) and isinstance(arguments["b"], JSONNumber) and arguments["e"][0] == 1.0
+
+
+def test_instructions_stand_below_parts_too() -> None:
+    """An environment's own prompt: its system message may have parts, or none."""
+    tool = {"name": "f", "description": "Grüße", "parameters": {"title": "ü"}}
+    for content, begins in (
+        ([{"type": "text", "text": "Be brief."}], "Be brief."),
+        (None, ""),
+        ("Be brief.", "Be brief."),
+    ):
+        [system, _] = with_instructions([{"role": "system", "content": content}, USER], [tool])
+        assert system["content"].startswith(f"{begins}\n\nYou can use these tools:\n- f: Grüße Arguments: {{")
+        assert '"title": "ü"' in system["content"]

@@ -29,6 +29,7 @@ from mlx_parallm.environments.kinds.tasks import split_of
 from mlx_parallm.environments.rows import TaskData, read_tasks
 from mlx_parallm.environments.state import BaseEnvironment, Inference, Prompt, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, ToolFailedError
+from mlx_parallm.execution.chat_messages import read_messages
 from mlx_parallm.execution.sandbox.sandbox import Sandbox
 from mlx_parallm.execution.tool_calls import parse_tool_calls
 from mlx_parallm.execution.user_code import did_you_mean, is_reference, load_function_of, name_of, user_code
@@ -240,7 +241,7 @@ def _with(prompt: Prompt, about: str) -> Prompt:
     """Return the prompt with a text below it, or below the last of its messages."""
     if isinstance(prompt, str):
         return f"{prompt}\n\n{about}"
-    *earlier, last = prompt
+    *earlier, last = read_messages(prompt)
     return [*earlier, {**last, "content": f"{last['content']}\n\n{about}"}]
 
 

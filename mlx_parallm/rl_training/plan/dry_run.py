@@ -215,7 +215,8 @@ class DryRun:
         most, lengths = self._config.rl_training.atropos.max_token_length, []
         with attempt() as outcome:
             for index in range(PROMPTS):
-                lengths.append(len(policy.ids(source.task(index).opening, source.config, {})))
+                task = source.task(index)
+                lengths.append(len(policy.ids(task.opening, source.config, task.options)))
         if outcome.failure is not None:
             return outcome.failure
         fitting = [length for length in lengths if length < most]
