@@ -101,7 +101,8 @@ def converted(message: Mapping[str, Any]) -> list[Json]:
     if role in _CALLING:
         return [_spoken_call(fields)]
     fields["role"] = _ROLES.get(role, role)
-    if _is_call(call := fields.get("function_call")) and not fields.get("tool_calls"):
+    call = fields.get("function_call")
+    if isinstance(call, Mapping) and _is_call(call) and not fields.get("tool_calls"):
         fields["tool_calls"] = [_call(call)]
         del fields["function_call"]
     if role != "tool" and fields.get("role") == "tool":  # the older forms have no ids

@@ -76,6 +76,8 @@ class TurnTokens:
         for name in ("prompt", "completion", "logprobs", "versions", "processed_logprobs"):
             if not isinstance(data.get(name, []), list | None):
                 raise TypeError(f"tokens.{name} is no list")
+        if any(not isinstance(span, list) or list(map(type, span)) != [int] * 3 for span in data["versions"]):
+            raise TypeError("tokens.versions is no list of [version, start, end]")
         if not isinstance(data.get("policy"), bool | None):
             raise TypeError("tokens.policy is neither true nor false")
         return cls(

@@ -71,8 +71,8 @@ def _conversations(row: Json, place: str, report: ImportReport) -> list[Trace]:
         asked = [add_step(each, **COPIED) if each.get("role") == "assistant" else each for each in asked]
     session = str(row.get("id") or place)
     traces = []
-    for number, answer in enumerate(answers or [None], 1):
-        given = [] if answer is None else [_weighed(m, report, place, *answer[1]) for m in converted(answer[0])]
+    given_answers = [[_weighed(m, report, place, about) for m in converted(answer)] for answer, about in answers]
+    for number, given in enumerate(given_answers or [list[Json]()], 1):
         trace = new_trace(
             linked([*asked, *given]),
             session_id=session,
@@ -98,14 +98,14 @@ def _system(body: Json) -> list[Json]:
     return [{"role": "system", "content": value}]
 
 
-def _answers(columns: Mapping[str, Any], listed: Sequence[Any]) -> list[tuple[Json, tuple[Mapping[str, Any], ...]]]:
+def _answers(columns: Mapping[str, Any], listed: Sequence[Any]) -> list[tuple[Json, Mapping[str, Any]]]:
     """The answers beside the messages, each with what says how its call ended. They stay among the columns too."""
     if listed and isinstance(listed[-1], Mapping) and listed[-1].get("role") in ("assistant", "model"):
         return []
     response = columns.get("response")
     inner = response.get("body") if isinstance(response, Mapping) else None
     for holder in (columns, response, inner):
-        if answers := [(answer, (about,)) for answer, about in answers_of(holder)]:
+        if answers := list(answers_of(holder)):
             return answers
     return []
 
@@ -152,7 +152,7 @@ def _rewards(values: Mapping[str, Any]) -> Json:
     made: Json = {}
     for name, value in values.items():
         score, weight = (value.get("score"), value.get("weight", 1.0)) if isinstance(value, Mapping) else (value, 1.0)
-        if all(isinstance(number, int | float) for number in (score, weight)):
+        if isinstance(score, int | float) and isinstance(weight, int | float):
             made[name] = {"score": float(score), "weight": float(weight)}
     return made
 

@@ -470,9 +470,10 @@ def _codex_call(item: Json, kind: str, call_id: str, rest: Json) -> Json:
 
 def _output(item: Json, call_id: str, rest: Json) -> Json:
     output = item.get("output")
-    inner = output.get("content") if isinstance(output, dict) and "content" in output else output
     others = {key: value for key, value in item.items() if key not in ("type", "call_id", "output")}
-    if inner is not output:
+    inner = output
+    if isinstance(output, dict) and "content" in output:
+        inner = output["content"]
         others |= {key: value for key, value in output.items() if key != "content"}
     message = {"role": "tool", "tool_call_id": call_id, "content": result_content(inner)}
     return add_step(message, extra={"lines": [rest | others]} if rest | others else {})

@@ -373,7 +373,8 @@ def _flat_call(call: Any) -> Any:
     inner = call["tool_call"] if isinstance(call, dict) and set(call) == {"tool_call"} else call
     if not isinstance(inner, dict):
         return call
-    function = inner.get("function") if isinstance(inner.get("function"), dict) else inner
+    own_function = inner.get("function")
+    function = own_function if isinstance(own_function, dict) else inner
     if not isinstance(function.get("name"), str):
         return call
     rest = {key: value for key, value in inner.items() if key not in ("id", "function", "name", "arguments", "type")}
