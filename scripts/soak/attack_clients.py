@@ -13,7 +13,7 @@ import zstandard
 
 from scripts.soak.attack_sandbox import FINE, TRAIN, ended, training
 from scripts.soak.attack_server import JSON, costly, together
-from scripts.soak.attack_target import MB, SERVE, Server, Target, Watch, attack
+from scripts.soak.attack_target import MB, PORT, SERVE, Server, Target, Watch, attack
 
 API = "/api/v1"
 TINKER = (*SERVE, "--tinker")
@@ -76,7 +76,7 @@ def piled_sessions(target: Target) -> str:
     return f"400; {codes.count(200)} sessions, then 429; {seen}"
 
 
-@attack("1024 samples × 400 tokens × 1024 alternatives, and 100 requests of the most", found=True)
+@attack("1024 samples × 400 tokens × 1024 alternatives, and ten requests of the most", found=True)
 def alternatives(target: Target) -> str:
     many = {"num_samples": 1024, "topk_sample_logprobs": 1024, "sampling_params": {"max_tokens": 400}}
     with target.own_server("alternatives", command=TINKER) as server:
@@ -131,7 +131,7 @@ def slow_readers(target: Target) -> str:
 @attack("the prompt policy: 8 MB of wrong items, 64 clients, a page of another port", found=False)
 def prompt_policy(target: Target) -> str:
     directory = target.directory / "policy_checkpoints"
-    command = ("mlx_parallm", "prompt-policy", "--server")
+    command = ("mlx_parallm", "prompt-policy", "--server", PORT)
     with target.own_server("policy", f"prompt_policy.checkpoint_dir='{directory}'", command=command) as server:
         seen = [costly(server, "/select_action", b'{"embedding":[%s1]}' % (b'"a",' * (2 * MB)), 400)]
         seen.append(costly(server, "/embed", b'{"input":[%s1]}' % (b"1," * (4 * MB)), 400))
