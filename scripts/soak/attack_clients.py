@@ -136,7 +136,7 @@ def prompt_policy(target: Target) -> str:
         seen = [costly(server, "/select_action", b'{"embedding":[%s1]}' % (b'"a",' * (2 * MB)), 400)]
         seen.append(costly(server, "/embed", b'{"input":[%s1]}' % (b"1," * (4 * MB)), 400))
         seen.append(
-            costly(server, "/rollout", b'{"prompt":"a","columns":{"a":[%s1]}}' % (b"1," * (4 * MB)), 400, 409, 422)
+            costly(server, "/rollout", b'{"prompt":"a","columns":{"a":[%s1]}}' % (b"1," * (4 * MB)), 400, 404, 409, 422)
         )
         page = {"Origin": "http://127.0.0.1:18812", "Sec-Fetch-Site": "same-site"}
         for path in ("/update", "/save", "/load", "/mutate", "/feedback"):
@@ -175,7 +175,7 @@ def two_resumes(target: Target) -> str:
     return f"exit codes {codes}, steps {steps}"
 
 
-@attack("the run directory is removed while it trains", found=False)
+@attack("the run directory is removed while it trains", found=True)
 def removed_run(target: Target) -> str:
     directory = target.directory / "removed"
     with (target.directory / "removed.txt").open("w") as output:
@@ -185,12 +185,12 @@ def removed_run(target: Target) -> str:
         while not list(directory.glob("run/step_*")) and time.monotonic() < deadline:
             time.sleep(0.1)
         shutil.rmtree(directory, ignore_errors=True)
-        code = process.wait(timeout=240)
+        code = process.wait(timeout=120)
     finally:
         process.kill()
         process.wait()
     text = (target.directory / "removed.txt").read_text()
-    assert code == 1 and "Traceback" not in text, f"exit code {code}: {text[-600:]}"
+    assert code in (1, 2) and "Traceback" not in text, f"exit code {code}: {text[-600:]}"
     return f"exit code {code}: {text.strip().splitlines()[-1][-160:]}"
 
 
