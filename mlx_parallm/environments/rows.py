@@ -289,9 +289,21 @@ def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
         except json.JSONDecodeError as error:
             hint = " (a JSON array? write one object a line)" if line.strip()[0] in "[]" else ""
             raise ConfigError(f"{key}: {where}: not JSON: {error.msg} at column {error.colno}{hint}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists within lists
+            raise ConfigError(f"{key}: {where}: no JSON that can be read: {str(error)[:80]}") from error
         if not isinstance(entry, dict):
             raise ConfigError(f"{key}: {where}: expected one JSON object, got {type(entry).__name__}")
+        if "\\ud" in line.lower() and not _whole_characters(entry):
+            raise ConfigError(f"{key}: {where}: a text holds half a surrogate pair, which is no character")
         yield where, entry
+
+
+def _whole_characters(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def _hub(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:

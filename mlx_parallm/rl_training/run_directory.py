@@ -128,6 +128,14 @@ class RunDirectory:
             os.close(lock)
         return False
 
+    def is_there(self) -> bool:
+        """Whether its path still leads to it: somebody may have removed or replaced it."""
+        try:
+            found, held = (self.path / LOCK_FILE).stat(), os.fstat(self._lock)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+
     def write_config(self, config: Config) -> None:
         """Writes the configuration, once it has proved to fit: a resume that fails must not replace the old one."""
         named = config.rl_training.model_copy(update={"run_name": self.path.name})
@@ -194,7 +202,8 @@ class DiskUse:
             cannot: a resume from it samples again.
     """
 
-    def __init__(self, run: Path, store: RolloutStore, config: RolloutsConfig, *, keep: int) -> None:
+    def __init__(self, directory: RunDirectory, store: RolloutStore, config: RolloutsConfig, *, keep: int) -> None:
+        self._directory, run = directory, directory.path
         self._run, self._store, self._config, self._keep = run, store, config, keep
         self._warned = False
 
@@ -202,7 +211,10 @@ class DiskUse:
         events.subscribe(CheckpointSaved, lambda event: self.prune())
 
     def check(self) -> None:
-        """Raises CheckpointError when less than the reserve is free: then the run has to save and end."""
+        """Raises CheckpointError when less than the reserve is free, or the directory was removed: then the run has to
+        save and end. (The store would take groups that nobody finds again.)"""
+        if not self._directory.is_there():
+            raise CheckpointError(f"training stops: {self._run} was removed or replaced while it trained")
         if fault := shortage(self._run, self._store.min_free_bytes):
             raise CheckpointError(f"training stops: {fault}, then go on with --resume {self._run}")
 

@@ -216,7 +216,7 @@ class TrainingRun:
             log.warning("accepted groups are lost: there is no file of rollouts, or it is empty", file=str(store_file))
         store = RolloutStore(store_file, min_free_bytes=reserve)
         self._closing.callback(store.close)
-        self._disk = DiskUse(directory.path, store, config.rollouts, keep=config.rl_training.keep_checkpoints)
+        self._disk = DiskUse(directory, store, config.rollouts, keep=config.rl_training.keep_checkpoints)
         self._disk.check()
         self._closing.callback(self.serving.close)  # before the store, which requests write to
         step, _ = moment(self._checkpoint) if self._checkpoint else (0, 0)

@@ -13,7 +13,7 @@ import zstandard
 
 from scripts.soak.attack_sandbox import FINE, TRAIN, ended, training
 from scripts.soak.attack_server import JSON, costly, together
-from scripts.soak.attack_target import MB, SERVE, Server, Target, Watch, attack
+from scripts.soak.attack_target import MB, PORT, SERVE, Server, Target, Watch, attack
 
 API = "/api/v1"
 TINKER = (*SERVE, "--tinker")
@@ -76,7 +76,7 @@ def piled_sessions(target: Target) -> str:
     return f"400; {codes.count(200)} sessions, then 429; {seen}"
 
 
-@attack("1024 samples × 400 tokens × 1024 alternatives, and 100 requests of the most", found=True)
+@attack("1024 samples × 400 tokens × 1024 alternatives, and ten requests of the most", found=True)
 def alternatives(target: Target) -> str:
     many = {"num_samples": 1024, "topk_sample_logprobs": 1024, "sampling_params": {"max_tokens": 400}}
     with target.own_server("alternatives", command=TINKER) as server:
@@ -131,12 +131,12 @@ def slow_readers(target: Target) -> str:
 @attack("the prompt policy: 8 MB of wrong items, 64 clients, a page of another port", found=False)
 def prompt_policy(target: Target) -> str:
     directory = target.directory / "policy_checkpoints"
-    command = ("mlx_parallm", "prompt-policy", "--server")
+    command = ("mlx_parallm", "prompt-policy", "--server", PORT)
     with target.own_server("policy", f"prompt_policy.checkpoint_dir='{directory}'", command=command) as server:
         seen = [costly(server, "/select_action", b'{"embedding":[%s1]}' % (b'"a",' * (2 * MB)), 400)]
         seen.append(costly(server, "/embed", b'{"input":[%s1]}' % (b"1," * (4 * MB)), 400))
         seen.append(
-            costly(server, "/rollout", b'{"prompt":"a","columns":{"a":[%s1]}}' % (b"1," * (4 * MB)), 400, 409, 422)
+            costly(server, "/rollout", b'{"prompt":"a","columns":{"a":[%s1]}}' % (b"1," * (4 * MB)), 400, 404, 409, 422)
         )
         page = {"Origin": "http://127.0.0.1:18812", "Sec-Fetch-Site": "same-site"}
         for path in ("/update", "/save", "/load", "/mutate", "/feedback"):
@@ -175,7 +175,7 @@ def two_resumes(target: Target) -> str:
     return f"exit codes {codes}, steps {steps}"
 
 
-@attack("the run directory is removed while it trains", found=False)
+@attack("the run directory is removed while it trains", found=True)
 def removed_run(target: Target) -> str:
     directory = target.directory / "removed"
     with (target.directory / "removed.txt").open("w") as output:
@@ -185,12 +185,12 @@ def removed_run(target: Target) -> str:
         while not list(directory.glob("run/step_*")) and time.monotonic() < deadline:
             time.sleep(0.1)
         shutil.rmtree(directory, ignore_errors=True)
-        code = process.wait(timeout=240)
+        code = process.wait(timeout=120)
     finally:
         process.kill()
         process.wait()
     text = (target.directory / "removed.txt").read_text()
-    assert code == 1 and "Traceback" not in text, f"exit code {code}: {text[-600:]}"
+    assert code in (1, 2) and "Traceback" not in text, f"exit code {code}: {text[-600:]}"
     return f"exit code {code}: {text.strip().splitlines()[-1][-160:]}"
 
 

@@ -23,7 +23,8 @@ from scripts.soak.training_daemon import TrainingDaemon
 
 MB = 1 << 20
 START_S = 120.0
-SERVE = ("mlx_parallm_serve", "--model-path", "builtin:tiny")
+PORT = "PORT"  # in a command: the port that was found
+SERVE = ("mlx_parallm_serve", "--model-path", "builtin:tiny", "--port", PORT)
 Run = Callable[["Target"], str]
 
 
@@ -59,11 +60,10 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         chosen = [f"server.adapter_roots=['{self.roots}']", *settings]
         sets = [part for setting in chosen for part in ("--set", setting)]
-        program = [str(Path(sys.executable).parent / command[0]), *command[1:]]
+        words = [str(self.port) if word == PORT else word for word in command[1:]]
+        program = [str(Path(sys.executable).parent / command[0]), *words]
         with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*program, "--port", str(self.port), *sets], stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
+            self.process = subprocess.Popen([*program, *sets], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         deadline = time.monotonic() + START_S
         while not self.answers():
             assert self.process.poll() is None, f"the server ended: {self.output.read_text()[-2000:]}"

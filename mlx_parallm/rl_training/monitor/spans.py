@@ -84,8 +84,15 @@ class SpanLog:
         self.flush()
 
     def flush(self) -> None:
-        """Write what has come since the last step: after a run, its last checkpoint and evaluation."""
+        """Write what has come since the last step: after a run, its last checkpoint and evaluation. What cannot be
+        written (a full disk, a directory that was removed) is left out: a run does not end for its times."""
         lines, self._lines = self._lines, []
+        try:
+            self._append(lines)
+        except OSError as error:
+            log.warning("spans are not written", lines=len(lines), reason=str(error))
+
+    def _append(self, lines: list[str]) -> None:
         if self._step is not None and lines:
             try:
                 MetricsFile(self._path).cut(self._step)

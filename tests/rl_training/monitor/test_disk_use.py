@@ -1,5 +1,6 @@
 """A run's disk: what is pruned after a checkpoint, and the end before it is full."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from structlog.testing import capture_logs
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
-from mlx_parallm.rl_training.run_directory import DiskUse
+from mlx_parallm.rl_training.monitor.spans import SpanLog
+from mlx_parallm.rl_training.run_directory import DiskUse, RunDirectory
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system import files
 from mlx_parallm.system.log import configure_logging
@@ -24,7 +26,7 @@ def run_with(directory: Path, checkpoints: list[str], steps: int, **rollouts: An
         store.take([f"g{step}"], step)
     for name in checkpoints:
         (directory / name).mkdir()
-    return store, DiskUse(directory, store, RolloutsConfig(**rollouts), keep=3)
+    return store, DiskUse(RunDirectory.hold(directory), store, RolloutsConfig(**rollouts), keep=3)
 
 
 def whole(store: RolloutStore) -> list[int]:
@@ -73,13 +75,35 @@ def test_a_file_above_its_size_that_cannot_be_pruned_is_warned_about_once(tmp_pa
 
 def test_a_disk_below_the_reserve_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RolloutStore(tmp_path / "rollouts.sqlite", min_free_bytes=10**9)
-    use = DiskUse(tmp_path, store, RolloutsConfig(), keep=3)
+    use = DiskUse(RunDirectory.hold(tmp_path), store, RolloutsConfig(), keep=3)
     monkeypatch.setattr(files, "free_bytes", lambda directory: 10**9)
     use.check()
     monkeypatch.setattr(files, "free_bytes", lambda directory: 10**9 // 2)
     with pytest.raises(CheckpointError, match=r"training stops: 0\.50 GB are free.*free some space, then.*--resume"):
         use.check()
     store.close()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
+def test_a_directory_that_was_removed_ends_the_training(tmp_path: Path, again: bool) -> None:
+    """The store would take groups that nobody finds again; and spans, which a run does not end for."""
+    run = tmp_path / "run"
+    store, use = run_with_new(run)
+    use.check()
+    spans = SpanLog(run)
+    shutil.rmtree(run)
+    if again:
+        RunDirectory.hold(run)
+    with pytest.raises(CheckpointError, match="was removed or replaced while it trained"):
+        use.check()
+    spans._lines.append("{}\n")
+    spans.flush()
+    store.close()
+
+
+def run_with_new(run: Path) -> tuple[RolloutStore, DiskUse]:
+    run.mkdir()
+    return run_with(run, [], 0)
 
 
 @pytest.mark.parametrize("values", [{"keep": -1}, {"keep": "some"}, {"max_gb": -1}, {"min_free_gb": -0.1}])
