@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from mlx_parallm.cli.table import main
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.formats import directory_of
 from mlx_parallm.pipeline import CPU_ONLY, LearnedReward, TrainingPipeline, detect_hardware
 from mlx_parallm.pipeline.pipeline import REPORT_FILE, RESULTS_FILE
@@ -170,6 +171,21 @@ def test_what_a_later_stage_needs_is_missed_before_the_first(
     said = capsys.readouterr()
     assert reason in said.err and len(said.err.strip().splitlines()) == 1
     assert said.out == "" and not (place / "work" / "traces").exists()
+
+
+def test_a_model_that_comes_with_the_dry_run_is_checked_after_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of the hub is not here at the start; it is before anything long begins."""
+    options = check_options(PipelineOptions((place / "traces.jsonl",), "builtin:tiny", type="q9_9"))
+    with closing(WorkDirectory(place / "work")) as work:
+        stages = Stages(options, detect_hardware(CPU_ONLY), work)
+        with monkeypatch.context() as away:
+            away.setattr("mlx_parallm.pipeline.requirements.directory_of", lambda name: None)
+            stages.check_requirements()
+        monkeypatch.setattr(stages, "_training_command", lambda directory: ["train"])
+        monkeypatch.setattr(work, "command", lambda *arguments: None)
+        with pytest.raises(ConfigError, match="could not be exported: --type q9_9: expected one of"):
+            stages._watch = lambda: None
+            stages._dry_run(place)
 
 
 def test_without_llama_cpp_it_says_so_at_the_start(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
