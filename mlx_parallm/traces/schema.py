@@ -320,9 +320,11 @@ class StepFields(dict[str, Any]):
 
 
 def add_step(message: Mapping[str, Any], **fields: Any) -> Json:
-    """Return a message with further fields for its step; `extra` is joined, key by key."""
-    step = dict(message.get("step", {}))
-    extra = {**step.get("extra", {}), **fields.pop("extra", {})}
+    """Return a message with further fields for its step; `extra` is joined, key by key, and so is `extra.fields`."""
+    step, added = dict(message.get("step", {})), dict(fields.pop("extra", {}))
+    extra = {**step.get("extra", {}), **added}
+    if "fields" in added:
+        extra["fields"] = {**step.get("extra", {}).get("fields", {}), **added["fields"]}
     return {**message, "step": StepFields({**step, **fields, **({"extra": extra} if extra else {})})}
 
 

@@ -195,3 +195,13 @@ def test_what_a_collector_reads_makes_rows(tmp_path: Path) -> None:
         collector.label_trace(view.trace_id, good)
     made = build_dataset(collector.load_traces(), DatasetOptions("kto", test_fraction=0.0, near_duplicates=1.0))
     assert sorted(row["label"] for row in made.train) == [False, True]
+
+
+def test_fields_of_a_split_message_and_of_its_result_are_both_kept(tmp_path: Path) -> None:
+    """The message has a name and a field called as ours is; its only part is a result with a field of its own."""
+    part = {"type": "tool_result", "tool_use_id": "c1", "content": "r", "note": "of the part"}
+    message = {"role": "user", "name": "bob", "step": "of the message", "content": [part]}
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    [trace], _ = imported(lines(tmp_path / "a.jsonl", {"messages": [*asked, message]}), "openai")
+    held = json.dumps(trace.to_json())
+    assert all(words in held for words in ("bob", "of the message", "of the part"))
