@@ -93,9 +93,8 @@ class DataSource(RolloutSource):
         if saved != self._state:
             raise CheckpointError(
                 f"data: {shown(str(self._config.data.path))} gives other tokens than when this run began"
-                f" ({saved['rows']} rows then, {len(self._train)} now): put file, chat template and data.* back as they were,"
-                " or start a"
-                " new run from this one's weights (model.lora_path)"
+                f" ({saved['rows']} rows then, {len(self._train)} now): put file, chat template and data.* back as they"
+                " were, or start a new run from this one's weights (model.lora_path)"
             )
 
 
