@@ -4,6 +4,7 @@ tests/config/test_config_docs.py fails while the file differs from what this pri
 """
 
 import json
+import re
 import types
 import typing
 from pathlib import Path
@@ -26,6 +27,24 @@ below. An unknown key is an error that names the nearest valid one. The resolved
 """
 
 
+MOST_USED = (
+    "model.base_path",
+    "rl_training.total_steps",
+    "rl_training.learning_rate",
+    "environments.group_size",
+    "environments.max_tokens",
+    "rl_training.atropos.rollout_batch_size",
+    "rl_training.batch_size",
+    "rl_training.atropos.max_token_length",
+    "rl_training.kl_beta",
+    "rl_training.temperature",
+    "rl_training.checkpoint_interval",
+    "rl_training.lora.rank",
+    "evaluation.problems",
+    "server.port",
+)
+
+
 def render() -> str:
     """The whole page."""
     first: dict[type[BaseModel], str] = {}
@@ -33,7 +52,18 @@ def render() -> str:
     for name, model in _sections("", Config):
         seen = first.setdefault(model, name)
         parts.append(_section(name, model) if seen == name else f"\n## `{name}`\n\nThe keys of `{seen}`.\n")
-    return HEADER + "".join(parts)
+    return HEADER + _most_used() + "".join(parts)
+
+
+def _most_used() -> str:
+    """The keys that most runs set, in one table."""
+    models = {heading.strip("[]"): model for heading, model in _sections("", Config)}
+    rows = []
+    for key in MOST_USED:
+        section, _, name = key.rpartition(".")
+        field = models[section].model_fields[name]
+        rows.append(f"| `{key}` | {_default(field)} | {_first_sentence(field)} |\n")
+    return f"\n## Most used\n\n| key | default | meaning |\n|---|---|---|\n{''.join(rows)}"
 
 
 def _sections(prefix: str, model: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
@@ -62,6 +92,10 @@ def _section(heading: str, model: type[BaseModel]) -> str:
         if _as_section(field.annotation)[0] is None
     ]
     return f"\n## `{heading}`\n\n| key | type | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
+
+
+def _first_sentence(field: FieldInfo) -> str:
+    return re.split(r"\.\s+(?=[A-Z])", _cell(field.description or ""))[0].rstrip(".")
 
 
 def _type(field: FieldInfo) -> str:

@@ -24,7 +24,7 @@ from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.row_forms import known_row
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import read_messages, read_tools
-from mlx_parallm.execution.user_code import is_reference, load, user_code
+from mlx_parallm.execution.user_code import is_reference, load, shown, user_code
 from mlx_parallm.system.files import is_directory, local_path
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.packages import require
@@ -102,7 +102,7 @@ def read_prompts(config: EnvironmentConfig, *, seed: int) -> SplitRows[DataRow]:
         key="environments",
     )
     arrange = _curriculum(config, train) if config.curriculum != "none" else None
-    return SplitRows(train, heldout, seed=f"{config.name}/{seed}", what=f"environments: {data}", arrange=arrange)
+    return SplitRows(train, heldout, seed=f"{config.name}/{seed}", what=f"environments: {shown(data)}", arrange=arrange)
 
 
 def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
@@ -205,13 +205,13 @@ def read_splits(
         others = read(heldout[0] or data, heldout[1] or split)
         keys = {row.key for row in rows}
         if both := sum(row.key in keys for row in others):
-            log.warning("held-out prompts are trained on too", data=heldout[0] or data, prompts=both)
+            log.warning("held-out prompts are trained on too", data=shown(heldout[0] or data), prompts=both)
     elif fraction == 1:
         rows, others = [], rows
     elif fraction and rows:
         rows, others = split_heldout(rows, fraction)
     if not (rows or (others and fraction == 1)):
-        raise ConfigError(f"{key}: {data} has no rows to train on")
+        raise ConfigError(f"{key}: {shown(data)} has no rows to train on")
     return rows, others
 
 
@@ -260,7 +260,7 @@ def _as_they_are(data: str, subset: str | None, split: str, key: str) -> Iterato
 def _own(reference: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a list, or those that a function returns."""
     value, name = load(reference, key), reference.rpartition(":")[2]
-    with user_code(f"{key}: {reference}"):
+    with user_code(f"{key}: {shown(reference)}"):
         rows = list(value() if callable(value) else value)
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -360,7 +360,7 @@ def _prompt_column(config: EnvironmentConfig, columns: Sequence[str], data: str)
             return name
     first = columns[0]
     raise ConfigError(
-        f"environments: {data} has no column {' or '.join(map(repr, names))}, only {', '.join(columns)}:"
+        f"environments: {shown(data)} has no column {' or '.join(map(repr, names))}, only {', '.join(columns)}:"
         f' set prompt_column = "{first}" or prompt_template = "{{{first}}}"'
         f" (beside --data: --set environments.0.prompt_column={first})"
     )
@@ -378,7 +378,7 @@ def _template(template: str, columns: Sequence[str], data: str) -> list[tuple[st
         if name not in columns or specification or conversion:
             near = difflib.get_close_matches(name, columns, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"environments: prompt_template names {{{name}}}, which is not a column of {data};"
+                f"environments: prompt_template names {{{name}}}, which is not a column of {shown(data)};"
                 f" did you mean {{{near}}}? There are: {', '.join(columns)}"
             )
     return [(literal, name) for literal, name, _, _ in parsed]

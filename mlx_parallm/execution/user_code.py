@@ -60,6 +60,11 @@ def reference_to(value: Any, name: str) -> str:
     return f"{PREFIX}{THIS_PROCESS}:{word}"
 
 
+def shown(reference: str) -> str:
+    """Return a reference as its user knows it: an object of this process by its name alone."""
+    return reference.removeprefix(f"{PREFIX}{THIS_PROCESS}:")
+
+
 def load(reference: str, key: str) -> Any:
     """Return the object that `reference` names. `key` is its configuration key, for error texts.
 

@@ -45,6 +45,8 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+    except ValueError:  # a module that a program has made and put there has no spec
+        return True
 
 
 def require(what: str, *modules: str) -> None:

@@ -36,6 +36,8 @@ THERE = "there"
 CURVES = (("KL", "kl"), ("entropy", "entropy"))
 CURVE_ROOM = 36
 """Characters of a line of curves besides the curve."""
+FEW_POINTS = 2
+HELD_OUT = "held out"
 WIDEST_CURVE = 80
 UNKNOWN = "–"
 
@@ -229,7 +231,7 @@ ROWS: Mapping[str, Callable[[ComparedRun], str]] = {
 def _curves(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
     width = max(10, min(Console().width - CURVE_ROOM, WIDEST_CURVE))
     scores = [[(int(line["step"]), float(line["score"])) for line in run.evaluations] for run in runs]
-    drawn = [(_judged_by(runs), [run.values("headline") for run in runs]), ("held out", scores)]
+    drawn = [(_judged_by(runs), [run.values("headline") for run in runs]), (HELD_OUT, scores)]
     drawn += [(label, [run.values(key) for run in runs]) for label, key in CURVES]
     grid = Table.grid(padding=(0, 1))
     for _ in range(5):
@@ -244,7 +246,10 @@ def _curves(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
                 values = [value for _, value in points]
                 began, now = (f"{end:.3f}" for end in began_and_now(values)[:2]) if values else ("", UNKNOWN)
                 name = names[number] if number < len(names) else ""
-                grid.add_row(Text(name), run.letter, began, curve(points, every, ends, width), now)
+                # A line through two points would be flat and then jump: the steps are said instead.
+                few = Text(", ".join(f"step {step}: {value:.3f}" for step, value in points), style="dim")
+                line = few if label == HELD_OUT and len(points) <= FEW_POINTS else curve(points, every, ends, width)
+                grid.add_row(Text(name), run.letter, began, line, now)
     yield grid
 
 

@@ -167,3 +167,10 @@ def test_a_directory_named_like_the_package_is_the_users() -> None:
     directory = Path(f"{user_code_module.PACKAGE.rstrip('/')}_rewards")
     assert user_code_module._is_theirs(str(directory / "score.py"))
     assert not user_code_module._is_theirs(user_code_module.__file__)
+
+
+def test_an_object_of_this_process_is_shown_by_its_name() -> None:
+    """TRL's eval_dataset was called python:this_process:eval_dataset in messages."""
+    assert user_code_module.shown(user_code_module.reference_to([], "eval_dataset")) == "eval_dataset"
+    for reference in ("python:rows.py:rows", "rows.jsonl"):
+        assert user_code_module.shown(reference) == reference

@@ -147,7 +147,7 @@ function Health({ answer, steps }) {
       <p class="quiet">${Object.entries(numbers).map(([name, value]) => html`<span>${name} <b>${short(value)}</b></span> `)}
         ${spans.length > 0 && html`<span>steps <b>${spans.slice(0, 3).map(([a, b]) => (a === b ? a : `${a}–${b}`)).join(", ")}</b></span>`}</p>
       <p class="quiet">Change: <b>${setting}</b> · ${page}</p></div>`)}
-    ${found.to_read.map(({ prompt, answer, piece }) => html`<p class="quiet">${piece ? "a piece of its prompt" : "full marks"}: <code>${visible(answer)}</code> to ${visible(prompt)}</p>`)}
+    ${found.to_read.map(({ prompt, answer, piece }) => html`<p class="quiet">${piece ? "a piece of its prompt" : "full marks"}: ${answer ? html`<code>${visible(answer)}</code>` : "an empty answer"} to “${visible(prompt)}”</p>`)}
     ${found.notes.map((note) => html`<p class="quiet">${note[0].toUpperCase() + note.slice(1)}.</p>`)}
   </div>`;
 }

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.execution.user_code import shown
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch
 from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios, no_ratios
@@ -47,7 +48,7 @@ class DataSource(RolloutSource):
                 )
         self._state: dict[str, Any] = {"rows": len(self._train), "sha256": _fingerprint(self._train)}
         self.example_prompt = _prompt_text(train[0].prompt)
-        log.info("rows", train=len(self._train), heldout=len(self._heldout), file=config.data.path)
+        log.info("rows", train=len(self._train), heldout=len(self._heldout), file=shown(str(config.data.path)))
 
     def total_steps(self, training: RLTrainingConfig) -> int:
         """As the configuration says; where it does not, one pass over the rows."""
@@ -101,9 +102,9 @@ class DataSource(RolloutSource):
         saved = state.sources[self.name] if state is not None else self._state
         if saved != self._state:
             raise CheckpointError(
-                f"data: {self._config.data.path} gives other tokens than when this run began ({saved['rows']} rows"
-                f" then, {len(self._train)} now): put file, chat template and data.* back as they were, or start a"
-                " new run from this one's weights (model.lora_path)"
+                f"data: {shown(str(self._config.data.path))} gives other tokens than when this run began"
+                f" ({saved['rows']} rows then, {len(self._train)} now): put file, chat template and data.* back as they"
+                " were, or start a new run from this one's weights (model.lora_path)"
             )
 
 

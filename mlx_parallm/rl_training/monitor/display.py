@@ -52,7 +52,16 @@ EXAMPLE_LENGTH = 120
 UNKNOWN = "–"
 WAITING = Text("waiting for the first step", style="dim")
 LINE_KEYS = ("step", "policy_version", "reward_mean", "kl", "entropy", "eval/score", "publish_ms")
-ROW_KEYS = ("step", "policy_version", "loss", "rewards/accuracies", "rewards/margins", "heldout_score", "publish_ms")
+ROW_KEYS = (
+    "step",
+    "policy_version",
+    "loss",
+    "rewards/accuracies",
+    "rewards/margins",
+    "eval/loss",
+    "heldout_score",
+    "publish_ms",
+)
 """Keys of a run that learns from rows of a file and has no rewards."""
 
 P = ParamSpec("P")
@@ -242,6 +251,8 @@ class TrainingDisplay:
     def _log_step(self, metrics: Mapping[str, Any]) -> None:
         keys = ROW_KEYS if of_rows(metrics) else LINE_KEYS
         shown = {key: _rounded(metrics[key]) for key in keys if key in metrics}
+        if "eval/loss" in shown and shown.get("heldout_score") == _rounded(-metrics["eval/loss"]):
+            del shown["heldout_score"]  # the same number with another sign
         self._logged_health = self.health()
         self._log(
             "step",

@@ -80,7 +80,8 @@ def full_marks_to_read(evaluations: Sequence[Mapping[str, Any]]) -> tuple[Readin
             if example["reward"] >= SOLVED:
                 piece = is_piece(_words(example["text"]), _words(example["prompt"]))
                 found.append(Reading(name, example["prompt"], example["text"], piece))
-    return tuple(sorted(found, key=lambda each: not each.piece)[:SHOWN_ANSWERS])
+    once = dict.fromkeys(sorted(found, key=lambda each: not each.piece))  # the same answer counts once
+    return tuple(once)[:SHOWN_ANSWERS]
 
 
 def _words(text: str) -> tuple[str, ...]:

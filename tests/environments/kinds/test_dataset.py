@@ -218,7 +218,7 @@ def test_a_data_set_of_the_hub(make, monkeypatch):
 
 def test_a_data_set_of_the_hub_without_the_package(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"needs the package: pip install 'mlx-parallm\[datasets\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package datasets: pip install 'mlx-parallm\[datasets\]'"):
         make("", data="hf:openai/gsm8k")
 
 
