@@ -303,13 +303,14 @@ def check_packed(model: nn.Module, tokens: TokenBatch, blocks: int = 1) -> None:
     parts = BlockwiseModel(model, blocks_per_eval=blocks)
     assert parts.packs_rows, parts.unpacked
     for a, b in zip(parts.score(tokens), parts.score(plain(tokens)), strict=True):
-        np.testing.assert_allclose(a, b, atol=4e-6)
+        np.testing.assert_allclose(a, b, atol=2e-5)
     value, _, gradients = parts.loss_and_gradients(tokens, objective)
     expected, _, rows = parts.loss_and_gradients(plain(tokens), objective)
-    assert value.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
     whole, other = (np.concatenate([np.array(g, np.float64).ravel() for g in found]) for found in (rows, gradients))
     assert np.linalg.norm(whole) > 0
-    assert np.linalg.norm(other - whole) <= 1e-6 * np.linalg.norm(whole)
+    # sums in another order: with OpenBLAS's AVX-512 2e-6; a token that sees another sequence is 1e-2 and more
+    assert np.linalg.norm(other - whole) <= 1e-5 * np.linalg.norm(whole)
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
