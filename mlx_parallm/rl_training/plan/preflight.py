@@ -74,6 +74,7 @@ class ModelShape:
     quantized: bool = False
     loading: int = 0  # bytes besides the weights: the largest array, while it is quantised
     by_tokens: bool = False  # keys and values can lie by tokens
+    widened: str = ""  # the checkpoint's dtype, where the weights take more than they would in it
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
@@ -83,7 +84,7 @@ class ModelShape:
         quantizes = training.lora.enabled and training.lora.quantize_base and "quantization" not in model_config
         largest = max(array.size for _, array in tree_flatten(model.parameters())) * HALF if quantizes else 0
         _quantize_lazily(model, model_config, quantize=training.lora.enabled and training.lora.quantize_base)
-        dtype = _dtype(config, model_config)
+        dtype, own = _dtypes(config, model_config)
         model.set_dtype(dtype)
         arrays = tree_flatten(model.parameters())
         weights, count = sum(array.nbytes for _, array in arrays), sum(array.size for _, array in arrays)
@@ -110,6 +111,7 @@ class ModelShape:
             quantized=any(isinstance(module, nn.QuantizedLinear) for module in model.modules()),
             loading=largest,
             by_tokens=can_lie_by_tokens(model),
+            widened=own if dtype.size > getattr(mx, own).size else "",
         )
 
     @property
@@ -411,15 +413,15 @@ def _no_longer(lengths: Lengths | None, limit: Lengths) -> Lengths | None:
     return Lengths(prompt, min(lengths.completion, whole - prompt))
 
 
-def _dtype(config: Config, model_config: Mapping[str, Any]) -> mx.Dtype:
-    """As `models.loading` chooses it."""
-    if config.model.dtype != "auto":
-        found: mx.Dtype = getattr(mx, config.model.dtype)
-        return found
+def _dtypes(config: Config, model_config: Mapping[str, Any]) -> tuple[mx.Dtype, str]:
+    """The dtype of the weights as `models.loading` chooses it, and the name of the checkpoint's."""
     text = model_config.get("text_config", model_config)
     name = str(model_config.get("dtype") or model_config.get("torch_dtype") or text.get("torch_dtype") or "bfloat16")
-    own = getattr(mx, name.removeprefix("torch."), mx.bfloat16)
-    return mx.float32 if on_cpu() else own
+    own = name.removeprefix("torch.")
+    own = own if isinstance(getattr(mx, own, None), mx.Dtype) else "bfloat16"
+    if config.model.dtype != "auto":
+        return getattr(mx, config.model.dtype), own
+    return (mx.float32 if on_cpu() else getattr(mx, own)), own
 
 
 def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:
