@@ -96,7 +96,8 @@ class Probe:
         self.several_turns |= any(has_several_turns(rollout) for group in batch.groups for rollout in group.rollouts)
 
     def saw(self, prompt: int, completion: int) -> None:
-        self.seen = Lengths(max(self.seen.prompt, prompt), max(self.seen.completion, completion))
+        longer = {"prompt": max(self.seen.prompt, prompt), "completion": max(self.seen.completion, completion)}
+        self.seen = replace(self.seen, **longer)
 
     def after_step(self, line: dict[str, Any]) -> None:
         self.lines.append(line)

@@ -134,10 +134,12 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest prompt and of the longest completion."""
+    """Tokens of the longest prompt and of the longest completion; `batch`: of all sequences of the largest batch, each
+    padded. None: each sequence may be as long as the longest."""
 
     prompt: int
     completion: int
+    batch: int | None = None
 
     def with_batch(self, batch: TrainBatch) -> "Lengths":
         """The longest of these and of a batch's."""
@@ -146,7 +148,8 @@ class Lengths:
             sequences = [(len(row.rollout.tokens), sum(row.rollout.mask)) for row in batch.sequences]
         prompts = [whole - completion for whole, completion in sequences]
         completions = [completion for _, completion in sequences]
-        return Lengths(max([self.prompt, *prompts]), max([self.completion, *completions]))
+        padded = sum(padded_length(max(whole - 1, 1)) for whole, _ in sequences)
+        return Lengths(max([self.prompt, *prompts]), max([self.completion, *completions]), max(self.batch or 0, padded))
 
 
 @dataclass(frozen=True)
@@ -286,7 +289,7 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
     together = 2 if training.algorithm in PAIRED else 1
     rows = training.batch_size * together
     computed, shared = _computed(config, lengths, rows, span)
-    tokens = max(together * span, min(training.token_budget, computed))
+    tokens = max(together * span, min(training.token_budget, computed, lengths.batch or sys.maxsize))
     scored = min(tokens, rows * lengths.completion)
     size = training.blocks_per_eval or shape.layers
     groups = -(-shape.layers // size)
