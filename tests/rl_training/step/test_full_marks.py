@@ -31,7 +31,7 @@ def counts(*groups):
 
 
 def test_a_quoted_phrase_is_a_piece_whose_ends_may_differ():
-    """Prompt: 10 11 «20 21 22 23 24 25» 12; the answer begins and ends with other tokens, as a tokenizer may join them."""
+    """Prompt: 10 11 «20 21 22 23 24 25» 12; an answer's ends may be other tokens, as a tokenizer joins them."""
     prompt = (10, 11, 20, 21, 22, 23, 24, 25, 12)
     answers = ((20, 21, 22, 23, 24), 1.0), ((99, 21, 22, 23, 24, 98), 1.0), ((20, 22, 21, 23), 0.0)
     found = counts(group(0, prompt, *answers))
