@@ -43,6 +43,7 @@ VARIABLE_ATTRIBUTES: dict[
     "models.adapters.served:ServedLinear.__getattr__": "a wrapper hands on what it does not know",
     "models.adapters.served:ServedLinear.__setattr__": "a wrapper hands on what it does not know",
     "models.cpu_kernels:FastMLP.__init__": "the layers of an mlx-lm module, by the names that it has",
+    "models.recurrent.layers:_replace": "a method of an mlx-lm class, by its name",
     "models.layer_stack:_Stand.__getattr__": "a wrapper hands on what it does not know",
     "models.loading:_dtype": "a dtype by the name in the configuration",
     "rl_training.plan.preflight:_dtype": "a dtype by the name in the configuration",

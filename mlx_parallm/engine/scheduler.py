@@ -400,7 +400,7 @@ class Scheduler:
         """Before the first chunk of a recurrent model's prompt: looks again for what is known of it, as prompts before
         it may have been computed meanwhile, and picks the places of its snapshots."""
         [row] = prefill.rows
-        row.prefix = self.prefix_cache.find(row.key, row.owner.prompt)
+        row.prefix = self.prefix_cache.look_up(row.key, row.owner.prompt)
         row.reused = prefill.done = row.prefix[-1].stop if row.prefix else 0
         for sequence in row.sequences:
             sequence.cached_prompt_tokens = row.reused
@@ -424,6 +424,8 @@ class Scheduler:
             start, stop = prefill.done, min(prefill.length, prefill.done + limit // len(prefill.rows))
             if stop < prefill.length and chunks:
                 continue
+            if self.takes_snapshots and not prefill.started:
+                self.prefix_cache.count(len(prefill.rows[0].owner.prompt), prefill.rows[0].prefix)
             stop = min([stop, *[place for place in prefill.places if place > start]])
             save = None
             if stop in prefill.places:

@@ -27,7 +27,7 @@ from mlx_parallm.rl_training.evaluation.log import EvaluationLog
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, of_rows
 from mlx_parallm.rl_training.monitor import health, report
 from mlx_parallm.rl_training.monitor.drawing import began_and_now, sparkline
-from mlx_parallm.rl_training.monitor.evidence import WINDOW, Arrivals, Evidence
+from mlx_parallm.rl_training.monitor.evidence import WINDOW, Arrivals, Evidence, reward_limit
 from mlx_parallm.rl_training.monitor.health import Diagnosis
 from mlx_parallm.rl_training.monitor.reward_hole import Reading, full_marks_to_read
 from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
@@ -223,7 +223,7 @@ def two_curves(evidence: Evidence, heldout: Sequence[HeldOutChange]) -> Iterator
 def limits(lines: Sequence[Metrics]) -> Iterator[str]:
     """Yield where the best answers of the whole run earned the same, below 1: perhaps none can earn more."""
     for name in (lines[-1].get("environments") or {}) if lines else ():
-        limit, times, steps = health.reward_limit(lines, name)
+        limit, times, steps = reward_limit(lines, name)
         if steps >= SOME_STEPS and 0 < limit < 1 - health.SAME_REWARD and times > steps / 2:
             yield f"no answer of {name} earned more than {limit:.3g}, which one earned in {times} of {steps} steps"
 
