@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import mlx.core as mx
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
@@ -40,6 +39,7 @@ from mlx_parallm.rl_training.events import BatchReady
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE
 from mlx_parallm.rl_training.plan.preflight import (
+    DTYPES,
     OFF,
     SMALL,
     Lengths,
@@ -505,7 +505,7 @@ def float32_note(shape: ModelShape) -> str | None:
     """Return what to set where a narrow checkpoint takes more memory as float32."""
     if not shape.widened or shape.quantized:
         return None
-    narrow = in_words(shape.weights * getattr(mx, shape.widened).size / shape.width)
+    narrow = in_words(shape.weights * DTYPES[shape.widened].size / shape.width)
     return (
         f"the checkpoint is {shape.widened}, and the weights are float32 here, because a CPU computes that faster:"
         f' {in_words(shape.weights)} instead of {narrow}; model.dtype = "{shape.widened}" keeps them as they are'

@@ -42,6 +42,7 @@ from mlx_parallm.system.terminal import Console
 PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny` and served nothing."""
 FLOAT, HALF = 4, 2
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 NARROW = 0.82
 """Activations of a half-precision model against float32: adapters and log-probabilities stay float32."""
 WHOLE_COPIES, PIECE_COPIES = 10, 11
@@ -111,7 +112,7 @@ class ModelShape:
             quantized=any(isinstance(module, nn.QuantizedLinear) for module in model.modules()),
             loading=largest,
             by_tokens=can_lie_by_tokens(model),
-            widened=own if dtype.size > getattr(mx, own).size else "",
+            widened=own if dtype.size > DTYPES[own].size else "",
         )
 
     @property
@@ -421,10 +422,10 @@ def _dtypes(config: Config, model_config: Mapping[str, Any]) -> tuple[mx.Dtype, 
     text = model_config.get("text_config", model_config)
     name = str(model_config.get("dtype") or model_config.get("torch_dtype") or text.get("torch_dtype") or "bfloat16")
     own = name.removeprefix("torch.")
-    own = own if isinstance(getattr(mx, own, None), mx.Dtype) else "bfloat16"
+    own = own if own in DTYPES else "bfloat16"
     if config.model.dtype != "auto":
-        return getattr(mx, config.model.dtype), own
-    return (mx.float32 if on_cpu() else getattr(mx, own)), own
+        return DTYPES[config.model.dtype], own
+    return (mx.float32 if on_cpu() else DTYPES[own]), own
 
 
 def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:
