@@ -502,13 +502,16 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
 
 
 def float32_note(shape: ModelShape) -> str | None:
-    """Return what to set where a narrow checkpoint takes more memory as float32."""
+    """Return what to set where a narrow checkpoint takes much more memory as float32."""
     if not shape.widened or shape.quantized:
         return None
-    narrow = in_words(shape.weights * DTYPES[shape.widened].size / shape.width)
+    narrow = round(shape.weights * DTYPES[shape.widened].size / shape.width)
+    if shape.weights - narrow <= SMALL:
+        return None
     return (
-        f"the checkpoint is {shape.widened}, and the weights are float32 here, because a CPU computes that faster:"
-        f' {in_words(shape.weights)} instead of {narrow}; model.dtype = "{shape.widened}" keeps them as they are'
+        f"the checkpoint is {shape.widened}, and the weights are float32 here, which a CPU computes several times"
+        f" faster: {in_words(shape.weights)} instead of {in_words(narrow)}; if that is too much:"
+        f' rl_training.lora.quantize_base = true, or model.dtype = "{shape.widened}"'
     )
 
 

@@ -226,6 +226,14 @@ def test_both_curves_are_told_and_which_one_to_believe(directory, capsys, right,
     assert words in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("problems", "differ"), [(1, False), (5, False), (40, True)])
+def test_few_held_out_problems_contradict_no_curve(directory, problems, differ):
+    """The README's three rows hold out one problem: 0.25 to 1 there, and the training reward rose to 1 as well."""
+    write(directory, "".join(line(step, reward_mean=0.3 + 0.4 * (step > 15)) for step in range(1, 31)))
+    (directory / "evaluations.jsonl").write_text(f"{evaluation(0, 0, problems)}\n{evaluation(30, 1, problems)}\n")
+    assert any("believe the held-out score" in note for note in explain(directory).notes) == differ
+
+
 def test_one_evaluation_is_compared_with_nothing(directory):
     write(directory, line(1))
     (directory / "evaluations.jsonl").write_text(evaluation(0, 8) + "\n")

@@ -44,6 +44,7 @@ from mlx_parallm.rl_training.plan.preflight import Lengths, MemoryEstimate, Mode
 from mlx_parallm.system.hardware import GIB
 from mlx_parallm.system.terminal import duration
 from mlx_parallm.types import Rollout, RolloutGroup, Trajectory, Turn
+from tests.rl_training.plan.test_preflight import QWEN3_06B
 from tests.rl_training.rollouts import make_rollout
 from tests.tokenizer_families import make_tokenizer
 
@@ -352,8 +353,8 @@ def test_one_number_of_a_dry_run_is_called_at_most() -> None:
 @pytest.mark.parametrize(
     ("on_cpu", "settings", "words"),
     [
-        (True, {}, 'model.dtype = "bfloat16" keeps'),
-        (True, {"dtype": "float32"}, 'model.dtype = "bfloat16" keeps'),
+        (True, {}, 'model.dtype = "bfloat16"'),
+        (True, {"dtype": "float32"}, 'model.dtype = "bfloat16"'),
         (True, {"dtype": "bfloat16"}, None),
         (False, {}, None),  # a GPU keeps the checkpoint's dtype
     ],
@@ -362,7 +363,7 @@ def test_weights_that_become_float32_are_named(
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool, settings: dict[str, str], words: str | None
 ) -> None:
     monkeypatch.setattr(memory_watch, "on_cpu", lambda: on_cpu)
-    narrow = read_config(resolve_model_path("builtin:tiny")) | {"torch_dtype": "bfloat16"}
+    narrow = QWEN3_06B | {"torch_dtype": "bfloat16"}
     shape = ModelShape.of(narrow, parse_config({"model": settings}))
     note = float32_note(shape)
     assert note is None if words is None else words in str(note)
@@ -373,6 +374,8 @@ def test_weights_that_become_float32_are_named(
         assert shape.weights == own
     wide = ModelShape.of(narrow | {"torch_dtype": "float32"}, parse_config({"model": settings}))
     assert float32_note(wide) is None
+    tiny = read_config(resolve_model_path("builtin:tiny")) | {"torch_dtype": "bfloat16"}
+    assert float32_note(ModelShape.of(tiny, parse_config({"model": settings}))) is None, "a megabyte is no word worth"
 
 
 def test_a_checkpoint_keeps_its_dtype_but_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
