@@ -46,7 +46,6 @@ VARIABLE_ATTRIBUTES: dict[
     "models.recurrent.layers:_replace": "a method of an mlx-lm class, by its name",
     "models.layer_stack:_Stand.__getattr__": "a wrapper hands on what it does not know",
     "models.loading:_dtype": "a dtype by the name in the configuration",
-    "rl_training.plan.preflight:_dtype": "a dtype by the name in the configuration",
     "rl_training.step.optimizer:optimizer_keys": "an optimizer of mlx.optimizers, whatever it has",
     "server.metrics:_EngineCollector.collect": "the engine's counters, by their names in a table",
     "traces.collector:AgentHook.restore": "the agent's methods, by the names that it gives them",

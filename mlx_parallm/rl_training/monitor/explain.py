@@ -120,7 +120,7 @@ class Finding:
 class HeldOutChange:
     """One environment's held-out score in the first and the newest evaluation, over the same problems.
 
-    `risen`: by more than chance; `fallen`: the same downwards."""
+    `risen`: by more than chance; `fallen`: the same downwards; `enough`: of so many problems that it can be told."""
 
     environment: str
     steps: tuple[int, int]
@@ -128,6 +128,7 @@ class HeldOutChange:
     last: float
     risen: bool
     fallen: bool
+    enough: bool
 
     def __str__(self) -> str:
         chance = "" if self.risen or self.fallen else ", which may be chance"
@@ -206,12 +207,13 @@ def held_out(evaluations: Sequence[Metrics]) -> tuple[HeldOutChange, ...]:
         change = difference(before, after)
         values = (sum(before) / len(before), sum(after) / len(after))
         up, down = change.significant and change.mean > 0, change.significant and change.mean < 0
-        found.append(HeldOutChange(row.environment, (first["step"], last["step"]), *values, up, down))
+        found.append(HeldOutChange(row.environment, (first["step"], last["step"]), *values, up, down, change.enough))
     return tuple(found)
 
 
 def two_curves(evidence: Evidence, heldout: Sequence[HeldOutChange]) -> Iterator[str]:
     """Yield which curve to believe, where training reward and held-out score differ."""
+    heldout = [score for score in heldout if score.enough]
     risen, fallen = any(score.risen for score in heldout), any(score.fallen for score in heldout)
     if fallen or risen > evidence.rises or (heldout and evidence.gained and not risen):
         yield (
