@@ -88,8 +88,8 @@ def _call(
         return Action(kind, start, line_end, name)
     if text[opening] != "(":
         return Action(kind, start, line_end, name, error=f"expected {kind.upper()}: {name}(key=value)")
-    inside = text[opening:end]
-    length = closing_bracket(inside, 0, "\"'") or closing_bracket(inside, 0, "\"'", words=True)  # text=it's
+    called_with = text[opening:end]
+    length = closing_bracket(called_with, 0, "\"'") or closing_bracket(called_with, 0, "\"'", words=True)  # text=it's
     if length is None:
         return Action(kind, start, line_end, name, error="the parenthesis is not closed")
     close = opening + length

@@ -100,15 +100,13 @@ class SglangSampling(SamplingFields):
             param = "sampling_params.structural_tag"
             raise RequestError(f"{param!r} is not supported by this server", param=param, code="unsupported_parameter")
         schema = self.json_schema
-        found = [
-            Structure(kind, text, f"sampling_params.{name}")
-            for kind, name, text in (
-                ("json_schema", "json_schema", json.dumps(schema) if isinstance(schema, dict) else schema),
-                ("regex", "regex", self.regex),
-                ("grammar", "ebnf", self.ebnf),
-            )
-            if text is not None
+        source = json.dumps(schema) if isinstance(schema, dict) else schema
+        given = [
+            None if source is None else Structure("json_schema", source, "sampling_params.json_schema"),
+            None if self.regex is None else Structure("regex", self.regex, "sampling_params.regex"),
+            None if self.ebnf is None else Structure("grammar", self.ebnf, "sampling_params.ebnf"),
         ]
+        found = [structure for structure in given if structure is not None]
         if len(found) > 1:
             names = ", ".join(structure.param for structure in found)
             raise RequestError(f"one answer cannot follow several structures: {names}", param=found[0].param)
