@@ -75,9 +75,13 @@ class PrefixCache:
         if self.snapshot_tokens is not None:
             chunks = _to_a_snapshot(chunks)
         self._touch(chunks)
-        self.query_tokens += len(prompt)
-        self.hit_tokens += chunks[-1].stop if chunks else 0
         return chunks
+
+    def count(self, prompt: tuple[int, ...], reused: int) -> None:
+        """Counts a prompt that was looked up, once, however often `find` was called for it."""
+        if self.max_tokens:
+            self.query_tokens += len(prompt)
+            self.hit_tokens += reused
 
     def store(self, key: Key, tokens: tuple[int, ...]) -> Segment | None:
         """Makes room for what is new in `tokens`; None: nothing is, or it does not fit. The caller fills `arrays`."""
