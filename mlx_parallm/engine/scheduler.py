@@ -283,6 +283,15 @@ class Scheduler:
                     saves.append(save)
         return saves
 
+    def _save_prefill(
+        self, row: PrefillRow, stop: int, weights_of: Callable[[Sequence], Hashable]
+    ) -> PrefixSave | None:
+        """Keeps a beginning that was computed under one version, unless only measurements ask for it."""
+        same_weights = row.key == (weights_of(row.owner), row.owner.cache_salt)
+        if not same_weights or not any(sequence.feeds_prefix_cache for sequence in row.sequences):
+            return None
+        return self._save(row.key, row.tokens[:stop], 0)
+
     def _save(self, key: Key, text: tuple[int, ...], row: int) -> PrefixSave | None:
         segment = self.prefix_cache.store(key, text)
         of, position = self.prefix_cache.snapshot(key, text) or (None, 0)
@@ -378,6 +387,8 @@ class Scheduler:
         prefix = () if self.takes_snapshots else self.prefix_cache.find(key, sequence.prompt)  # `_begin` looks later
         chunks = referenced(prefix) if self.by_tokens else ()
         row = PrefillRow(key, sequence, prefix, prefix[-1].stop if prefix else 0, [], chunks)
+        if not self.takes_snapshots:
+            self.prefix_cache.count(sequence.prompt, row.reused)
         length = len(row.tokens)
         for prefill in self.prefills:
             rows, longest = len(prefill.rows) + 1, max(prefill.length, length)
@@ -400,7 +411,7 @@ class Scheduler:
         """Before the first chunk of a recurrent model's prompt: looks again for what is known of it, as prompts before
         it may have been computed meanwhile, and picks the places of its snapshots."""
         [row] = prefill.rows
-        row.prefix = self.prefix_cache.look_up(row.key, row.owner.prompt)
+        row.prefix = self.prefix_cache.find(row.key, row.owner.prompt)
         row.reused = prefill.done = row.prefix[-1].stop if row.prefix else 0
         for sequence in row.sequences:
             sequence.cached_prompt_tokens = row.reused
@@ -419,19 +430,20 @@ class Scheduler:
         left = self.prefill_chunk
         for prefill in sorted(self.prefills, key=self._urgency):
             if self.takes_snapshots and not prefill.started:
+                if not left:
+                    continue
                 self._begin(prefill)
             limit = min(left, self._part_of_long_prompts()) if prefill.in_chunks else left
             start, stop = prefill.done, min(prefill.length, prefill.done + limit // len(prefill.rows))
             if stop < prefill.length and chunks:
                 continue
-            if self.takes_snapshots and not prefill.started:
-                self.prefix_cache.count(len(prefill.rows[0].owner.prompt), prefill.rows[0].prefix)
             stop = min([stop, *[place for place in prefill.places if place > start]])
             save = None
-            if stop in prefill.places:
+            if self.takes_snapshots:
                 [row] = prefill.rows
-                if row.key == (weights_of(row.owner), row.owner.cache_salt):
-                    save = self._save(row.key, row.tokens[:stop], 0)
+                save = self._save_prefill(row, stop, weights_of) if stop in prefill.places else None
+                if not prefill.started:
+                    self.prefix_cache.count(row.owner.prompt, row.reused)
             left -= (stop - start) * len(prefill.rows)
             prefill.done, prefill.last_step, prefill.started = stop, self._step, True
             first_row = len(self.rows)

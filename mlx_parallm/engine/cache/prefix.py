@@ -68,13 +68,7 @@ class PrefixCache:
         self._by_age: OrderedDict[int, tuple[Key, Segment]] = OrderedDict()  # by id, least recently used first
 
     def find(self, key: Key, prompt: tuple[int, ...]) -> tuple[PrefixChunk, ...]:
-        """The longest known prefix, without the prompt's last token: the first decode step feeds it. Counts it."""
-        chunks = self.look_up(key, prompt)
-        self.count(len(prompt), chunks)
-        return chunks
-
-    def look_up(self, key: Key, prompt: tuple[int, ...]) -> tuple[PrefixChunk, ...]:
-        """The same, not counted."""
+        """The longest known prefix, without the prompt's last token: the first decode step feeds it."""
         if not self.max_tokens:
             return ()
         chunks = self._path(key, prompt[:-1])
@@ -83,11 +77,11 @@ class PrefixCache:
         self._touch(chunks)
         return chunks
 
-    def count(self, prompt_tokens: int, chunks: tuple[PrefixChunk, ...]) -> None:
-        """Count a prompt whose computation goes on from these chunks."""
+    def count(self, prompt: tuple[int, ...], reused: int) -> None:
+        """Counts a prompt that was looked up, once, however often `find` was called for it."""
         if self.max_tokens:
-            self.query_tokens += prompt_tokens
-            self.hit_tokens += chunks[-1].stop if chunks else 0
+            self.query_tokens += len(prompt)
+            self.hit_tokens += reused
 
     def store(self, key: Key, tokens: tuple[int, ...]) -> Segment | None:
         """Makes room for what is new in `tokens`; None: nothing is, or it does not fit. The caller fills `arrays`."""

@@ -117,7 +117,8 @@ def _mamba_sequence(by_token: Callable[..., Any]) -> Callable[..., Any]:
         if self.use_bcdt_rms:
             eps = self.args.mixer_rms_eps
             delta, b, c = (mx.fast.rms_norm(array, weight=None, eps=eps) for array in (delta, b, c))
-        y, state = _scanned(self, x, delta, b, c, state_cache)
+        wide = mx.result_type(x, self.A_log)  # in mlx-lm's loop a float32 A makes a float32 state
+        y, state = _scanned(self, x.astype(wide), delta, b, c, state_cache)
         return self.out_proj(nn.silu(z) * y), (window[:, -before:], state)
 
     return _process_sequence

@@ -80,6 +80,29 @@ def test_a_group_and_the_same_prompt_again_are_computed_once(name):
         assert list(choice.token_ids) == wanted
 
 
+def test_a_measured_prompt_is_not_kept():
+    """`prompt_logprobs`: neither where its prefill stops nor where its answer ends; the same prompt after it is."""
+    served = serve(recurrent(STATES_ALONE))
+    cache, prompt = served.engine.scheduler.prefix_cache, prompt_of(100)
+    run(served.engine, [request("measured", prompt, prompt_logprobs=0, max_tokens=2, **GREEDY)])
+    assert cache.tokens == 0
+    run(served.engine, [request("asked", prompt, max_tokens=2, **GREEDY)])
+    weights = served.engine._weights_of(request("any", [1]))
+    assert [chunk.stop for chunk in cache.find((weights, None), tuple(prompt))] == [99]
+
+
+@pytest.mark.parametrize("name", [STATES_ALONE, BESIDE_ATTENTION])
+def test_a_prompt_that_waits_for_its_turn_is_counted_once(name):
+    """32 prompts, of which a step computes about one: each is looked up again as long as it waits."""
+    served = serve(recurrent(name), prefill_chunk=64)
+    prompts = [[*prompt_of(40), i, *prompt_of(9, seed=i)] for i in range(32)]
+    outputs = run(served.engine, [request(f"r{i}", p, max_tokens=2, **GREEDY) for i, p in enumerate(prompts)])
+    cache = served.engine.scheduler.prefix_cache
+    assert cache.query_tokens == 32 * 50
+    reused = [output.completions[0].cached_tokens for output in outputs.values()]
+    assert cache.hit_tokens == sum(reused) == 31 * 40
+
+
 @pytest.mark.parametrize("rows", [4, 64])
 def test_one_instruction_before_many_questions_is_computed_once(rows):
     """All at once, before any of them was computed: the first stops where the others part from it."""

@@ -215,6 +215,25 @@ def test_a_models_layers_compute_in_chunks_what_they_computed_token_by_token(nam
         assert mx.abs(ours - expected).max().item() <= 2e-5 * scale
 
 
+@pytest.mark.parametrize("kept", [mx.float32, mx.bfloat16])
+def test_a_mamba_layers_types_are_those_of_the_loop(kept, monkeypatch):
+    """A checkpoint in bfloat16 whose A is float32, as Mamba's are: logits and states are float32, as mlx-lm's."""
+    model = small_model("mamba")
+    named = tree_flatten(model.parameters())
+    model.load_weights([(path, x.astype(kept if path.endswith("A_log") else mx.bfloat16)) for path, x in named])
+    tokens = (mx.arange(40, dtype=mx.int32) * 7 % 50)[None]
+
+    def types() -> list[mx.Dtype]:
+        cache = model.make_cache()
+        logits = model(tokens, cache=cache)
+        return [logits.dtype, *[state.dtype for layer in cache for state in layer.cache]]
+
+    recurrent_layers.use_chunks(model)
+    chunked = types()
+    monkeypatch.setattr(recurrent_layers, "FEWEST_TOKENS", 1000)
+    assert chunked == types() and chunked[0] == kept
+
+
 def test_a_function_with_other_parameters_is_left_and_named(caplog):
     def rnn_scan(x, a, h0, reverse):
         return x
