@@ -562,7 +562,8 @@ def _stalled_in_metrics(evidence: Evidence) -> Sign | None:
 def _paused(arrivals: Arrivals) -> Sign | None:
     if not arrivals.paused:
         return None
-    return Sign(f"paused by {arrivals.paused}: step {arrivals.step} waits until somebody resumes", {"step": arrivals.step})
+    words = f"paused by {arrivals.paused}: step {arrivals.step} waits until somebody resumes"
+    return Sign(words, {"step": arrivals.step})
 
 
 @_waiting_rule("environment-stalled")
