@@ -560,9 +560,8 @@ def _stalled_in_metrics(evidence: Evidence) -> Sign | None:
 
 @_waiting_rule("paused", "POST /resume, or Resume on the dashboard, goes on")
 def _paused(arrivals: Arrivals) -> Sign | None:
-    if not arrivals.paused:
-        return None
-    return Sign(f"paused by {arrivals.paused}: step {arrivals.step} waits until somebody resumes", {"step": arrivals.step})
+    words = f"paused by {arrivals.paused}: step {arrivals.step} waits until somebody resumes"
+    return Sign(words, {"step": arrivals.step}) if arrivals.paused else None
 
 
 @_waiting_rule("environment-stalled")
