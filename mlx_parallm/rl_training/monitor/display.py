@@ -161,7 +161,7 @@ class TrainingDisplay:
             self._pace.append((0, self._clock()))
         self._log("training", run=info.run_name, model=info.model, steps=info.total_steps)
         if info.base_url:
-            self._log("talk to the model", command=curl_line(info))
+            self._log(f"talk to the model: {curl_line(info)}")  # a field of the log would have its quotes escaped
         for page in self._pages:
             self._log("watch the run in a browser", url=page.partition("#")[0])
         if not self._interactive:
