@@ -215,7 +215,7 @@ def small_model(name: str) -> Any:
     import mlx.nn as nn
 
     from mlx_parallm.models.loading import evaluate_module
-    from mlx_parallm.models.recurrent_layers import use_chunks
+    from mlx_parallm.models.recurrent.layers import use_chunks
 
     module = importlib.import_module(f"mlx_lm.models.{name}")
     config = small_config(module, name)

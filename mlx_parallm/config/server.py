@@ -109,7 +109,8 @@ class ModelConfig(Section):
     lora_path: str | None = None
     """Adapter to start from (file or directory, mlx-lm's or PEFT's format)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Weights' dtype; "auto" = float32 on CPU, the checkpoint's elsewhere."""
+    """Weights' dtype; "auto" = float32 on CPU, the checkpoint's elsewhere. On a CPU "bfloat16" halves the memory of
+    such weights and is several times slower (docs/operations.md)."""
     chat_template: str | None = None
     """Jinja template, or a file that holds one; default: the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -11,6 +11,8 @@ import numpy as np
 
 Z = 1.959964  # of a two-sided 95% interval
 CHANCE = 0.05
+FEWEST = 6
+"""Problems: of fewer, chance alone moves all in one direction more than once in twenty times (2 · ½⁵ = 0.0625)."""
 RESAMPLES = 10_000
 RESAMPLED_AT_ONCE = 1_000_000  # draws: bounds the memory
 
@@ -26,16 +28,25 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """B minus A over the same problems. `p`: exact McNemar test, None where not every value is 0 or 1."""
+    """B minus A over the same problems. `p`: exact McNemar test, None where not every value is 0 or 1. The interval of
+    fewer than FEWEST problems says nothing: of one problem it has no width."""
 
     mean: float
     low: float
     high: float
     p: float | None
+    problems: int
+
+    @property
+    def enough(self) -> bool:
+        """Whether so many problems could show any difference."""
+        return self.problems >= FEWEST
 
     @property
     def significant(self) -> bool:
         """Whether chance alone makes such a difference less than once in twenty times: by p, else by the interval."""
+        if not self.enough:
+            return False
         return self.p < CHANCE if self.p is not None else self.low > 0 or self.high < 0
 
 
@@ -78,7 +89,7 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
         gained, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
         n = gained + lost
         p = min(1.0, 2 * sum(math.comb(n, i) for i in range(min(gained, lost) + 1)) / 2**n)
-    return Difference(math.fsum(changes) / len(changes), *_bootstrap(changes), p)
+    return Difference(math.fsum(changes) / len(changes), *_bootstrap(changes), p, len(changes))
 
 
 def _shares(values: Sequence[float]) -> bool:

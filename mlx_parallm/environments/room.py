@@ -33,8 +33,9 @@ def check_room(
         limit: the name of the setting that bounds a sequence.
         tasks: of each source; default: the first ones to train on.
 
-    Raises ConfigError: no prompt of an environment leaves room for an answer.
+    Raises ConfigError: no prompt of an environment leaves room for an answer; all such environments are in it.
     """
+    refused = []
     if policy.client.max_model_len < policy.max_token_length:
         limit = "the model's context"
     for number, source in enumerate(sources):
@@ -47,12 +48,14 @@ def check_room(
         shortest = min(range(len(ids)), key=lambda number: len(ids[number] or ()) or float("inf"))
         prompt, tools = prompts[shortest]
         if not any(each is not None and len(each) < policy.longest for each in ids):
-            raise ConfigError(_no_room(source, policy, prompt, tools, ids, limit))
-        if tools is not None:
+            refused.append(_no_room(source, policy, prompt, tools, ids, limit))
+        elif tools is not None:
             taken = _taken_by_tools(policy, source, prompt, tools)
             say = log.warning if sum(taken.values()) > MUCH * policy.longest else log.info
             words = _listed(taken)
             say("tools in every prompt", environment=source.name, tokens=sum(taken.values()), by_tool=words)
+    if refused:
+        raise ConfigError(f"environments: {'; '.join(refused)}")
 
 
 def _openings(source: EnvironmentSource) -> list[tuple[Prompt, EpisodeTools | None]]:
@@ -129,7 +132,7 @@ def _no_room(
     of_it = f" Of it: {', '.join(parts)}." if parts else ""
     of = f"the shortest of {len(ids)} prompts has" if len(ids) > 1 else "the prompt has"
     return (
-        f"environments: {source.name}: no prompt leaves room for an answer: {of} {has}, and"
+        f"{source.name}: no prompt leaves room for an answer: {of} {has}, and"
         f" {limit} = {policy.longest:,} holds prompt and answer.{of_it} {advice}"
     )
 

@@ -29,8 +29,8 @@ def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
         metavar="TARGET",
         action="append",
         default=[],
-        help="a new directory (default: NAME-TYPE-gguf), lmstudio or lmstudio:PUBLISHER/MODEL, ollama:NAME; again for a"
-        " directory and Ollama",
+        help="a new directory (default: NAME-TYPE-gguf in the run's directory, with --base-model in the current one),"
+        " lmstudio or lmstudio:PUBLISHER/MODEL, ollama:NAME; again for a directory and Ollama",
     )
     parser.add_argument("--name", help="of the file; default: the run's or the base's")
     parser.add_argument("--adapter-only", action="store_true", help="the adapter alone, for llama-server")
@@ -67,7 +67,7 @@ def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
         pipeline = ExportPipeline(
             source,
             kind,
-            destination_of(args.to, source.name, "lora" if args.adapter_only else kind),
+            destination_of(args.to, source, "lora" if args.adapter_only else kind),
             adapter_only=args.adapter_only,
             check=args.verify,
             pre=args.pre,

@@ -43,6 +43,7 @@ class ModelSource:
         chat_template: text or file, in the place of the tokenizer's own; None = that one; "none" = there need be none.
         notes: what a reader of the report has to know.
         revision: of a hub id.
+        run: the directory of the run that trained it, if any.
     """
 
     base: str
@@ -51,6 +52,7 @@ class ModelSource:
     chat_template: str | None = None
     notes: tuple[str, ...] = ()
     revision: str | None = None
+    run: Path | None = None
 
 
 def source_of_run(path: Path, *, name: str | None = None, chat_template: str | None = None) -> ModelSource:
@@ -74,8 +76,8 @@ def source_of_run(path: Path, *, name: str | None = None, chat_template: str | N
     if config.rl_training.lora.quantize_base:
         notes += ("the run trained beside a base in 4 bits; the adapter is added to the base as it was before",)
     if (step / "config.json").is_file():  # a run that trained all weights
-        return ModelSource(str(step), None, name, template, notes)
-    return ModelSource(config.model.base_path, step, name, template, notes, config.model.revision)
+        return ModelSource(str(step), None, name, template, notes, run=run)
+    return ModelSource(config.model.base_path, step, name, template, notes, config.model.revision, run)
 
 
 @dataclass(frozen=True)

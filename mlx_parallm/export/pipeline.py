@@ -181,7 +181,7 @@ class ExportPipeline:
         arguments, layers = opened.arguments, len(opened.layers)
         parameters = sum(math.prod(shape) for shape in opened.shapes().values())
         file = directory / f"{self.source.name}-{'lora' if self.adapter_only else self.kind}.gguf"
-        self.say(f"writing {file.name}")
+        self.say(f"writing {self.destination.directory / file.name}")
         if self.adapter_only:
             types = {"F32": 2 * write_adapter(file, opened)}
         else:
@@ -300,12 +300,13 @@ def deploy_directory(deployer: OllamaDeployer, directory: Path, name: str, say: 
     deployer.create(name, file, stops=stops, template=template, parameters=parameters, progress=say)
 
 
-def destination_of(targets: Sequence[str], name: str, kind: str) -> Destination:
-    """Return where `--to` puts an export of this name: `ollama:NAME`, `lmstudio[:PUBLISHER/MODEL]`, or a directory.
+def destination_of(targets: Sequence[str], source: ModelSource, kind: str) -> Destination:
+    """Return where `--to` puts an export: `ollama:NAME`, `lmstudio[:PUBLISHER/MODEL]`, or a directory. Without a
+    directory: one in the run's, or of a base in the current one.
 
     Raises ConfigError: an empty or doubled target.
     """
-    directories, models = [], []
+    directories, models, name = [], [], source.name
     for target in targets:
         scheme, _, rest = target.partition(":")
         if scheme == "ollama":
@@ -317,7 +318,7 @@ def destination_of(targets: Sequence[str], name: str, kind: str) -> Destination:
     if len(directories) > 1 or len(models) > 1 or "" in models:
         raise ConfigError("--to: at most one directory or lmstudio, and one ollama:NAME, such as ollama:my-model")
     keep = bool(directories) or not models
-    directory = directories[0] if directories else Path(f"{name}-{kind}-gguf")
+    directory = directories[0] if directories else (source.run or Path()) / f"{name}-{kind}-gguf"
     lm_studio = any(target.partition(":")[0] == LM_STUDIO_TARGET for target in targets)
     return Destination(directory.expanduser(), models[0] if models else None, keep, lm_studio)
 

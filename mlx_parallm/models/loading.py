@@ -22,7 +22,7 @@ from mlx_parallm.models.formats import check_directory, check_names, check_quant
 from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.mlx_lm_api import load_config, load_hf_model, load_hf_tokenizer, tool_parsers
 from mlx_parallm.models.quantize import load_quantized
-from mlx_parallm.models.recurrent_layers import use_chunks
+from mlx_parallm.models.recurrent.layers import use_chunks
 from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.files import is_directory, is_file, local_path

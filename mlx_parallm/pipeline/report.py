@@ -79,8 +79,10 @@ def _comparison(found: Json) -> str:
     text = f"<p>{escape(found['what'])}: {found['before']:.3f} by the base, {found['after']:.3f} after training"
     if "low" in found:
         p = "" if found["p"] is None else f", p = {found['p']:.2g}"
-        interval = f"{found['low']:+.3f} to {found['high']:+.3f}"
-        text += f" ({found['problems']} prompts; 95% interval of the difference {interval}{p})"
+        interval = f"95% interval of the difference {found['low']:+.3f} to {found['high']:+.3f}{p}"
+        if not found.get("enough", True):
+            interval = "too few to tell a difference from chance"
+        text += f" ({found['problems']} prompts; {interval})"
     rows = ([str(example[name]) for name in ("prompt", "before", "after")] for example in found.get("examples", ()))
     return f"{text}.</p>" + (_table(("prompt", "base", "trained"), rows) if found.get("examples") else "")
 

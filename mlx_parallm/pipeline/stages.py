@@ -536,6 +536,7 @@ def _compared(before: Json, after: Json) -> Json:
         "low": found.low,
         "high": found.high,
         "p": found.p,
+        "enough": found.enough,
         "problems": len(rewards[0]),
         "better": found.mean > 0,
         "worse": found.mean < 0,

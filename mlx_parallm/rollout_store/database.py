@@ -7,7 +7,6 @@ their own: marking a group does not write its tokens again, and pruning deletes 
 """
 
 import contextlib
-import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -90,21 +89,13 @@ class Database:
 
         Raises StoreError: not a database, a newer schema, locked, not writable (or not there, read-only).
         """
-        self.path, self._schema = path, schema
+        self.path, self._schema, self._read_only, self._lock_timeout_s = path, schema, read_only, lock_timeout_s
         self.changed = threading.Condition()
         self.connection: sqlite3.Connection | None = None
         try:
             if not read_only:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            # autocommit: every transaction below is explicit; the condition's lock serialises the threads
-            self.connection = sqlite3.connect(
-                f"{path.resolve().as_uri()}?mode={_read_mode(path) if read_only else 'rwc'}",
-                uri=True,
-                timeout=lock_timeout_s,
-                isolation_level=None,
-                check_same_thread=False,
-            )
-            self._prepare(self.connection, read_only)
+            self._open()
         except (sqlite3.Error, OSError) as error:
             self._discard()
             raise self._explained("opened", error) from error
@@ -132,6 +123,9 @@ class Database:
             if self.connection is None:
                 raise StoreError(f"{self.path}: the {self._schema.name} database is closed")
             try:
+                if self._unwritten is not None and self._unwritten != _unwritten_since(self.path):
+                    self.connection.close()  # a run that was over goes on, or has gone on
+                    self._open()
                 yield self.connection
             except sqlite3.Error as error:
                 raise self._explained(doing, error) from error
@@ -161,6 +155,18 @@ class Database:
         with self.changed:
             self._discard()
             self.changed.notify_all()
+
+    def _open(self) -> None:
+        self._unwritten = _unwritten_since(self.path) if self._read_only else None
+        # autocommit: every transaction is explicit; the condition's lock serialises the threads
+        self.connection = sqlite3.connect(
+            reading_uri(self.path) if self._read_only else f"{self.path.resolve().as_uri()}?mode=rwc",
+            uri=True,
+            timeout=self._lock_timeout_s,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        self._prepare(self.connection, self._read_only)
 
     def _prepare(self, connection: sqlite3.Connection, read_only: bool) -> None:
         version, schema = pragma(connection, "user_version"), self._schema
@@ -211,10 +217,15 @@ def delete_groups(connection: sqlite3.Connection, group_ids: Iterable[str]) -> N
     connection.executemany("DELETE FROM groups WHERE group_id = ?", ids)
 
 
-def _read_mode(path: Path) -> str:
-    """A reader makes the log's files where there are none; where it may not, nobody writes: it reads without them."""
-    logged = path.with_name(f"{path.name}-wal").exists()
-    return "ro" if logged or os.access(path.parent, os.W_OK) else "ro&immutable=1"
+def reading_uri(path: Path) -> str:
+    """The address with which a reader opens a file. Where no log lies beside it nobody writes: the reader does without
+    one, and leaves nothing behind. With a log it would make the log's files, and cannot remove them."""
+    return f"{path.resolve().as_uri()}?mode=ro{'' if _unwritten_since(path) is None else '&immutable=1'}"
+
+
+def _unwritten_since(path: Path) -> int | None:
+    """The time of the last change, of a file that nobody writes: no log lies beside it. None: somebody may."""
+    return None if path.with_name(f"{path.name}-wal").exists() else path.stat().st_mtime_ns
 
 
 def pragma(connection: sqlite3.Connection, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Recurrent layers in chunks (models/recurrences.py) against mlx-lm's loops over tokens, in turns in one process.
+"""Recurrent layers in chunks (models/recurrent/chunks.py) against mlx-lm's loops over tokens, in turns in one process.
 
     .venv/bin/python -m scripts.bench.recurrent layers   # forward and gradient of one layer: time and memory
     .venv/bin/python -m scripts.bench.recurrent steps    # a training step of tiny models against a qwen3 of their size
@@ -26,8 +26,8 @@ from rich.console import Console
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.models.loading import evaluate_module
 from mlx_parallm.models.lora import prepare_for_serving
-from mlx_parallm.models.recurrences import gated_delta, selective_scan
-from mlx_parallm.models.recurrent_layers import use_chunks
+from mlx_parallm.models.recurrent.chunks import gated_delta, selective_scan
+from mlx_parallm.models.recurrent.layers import use_chunks
 from mlx_parallm.types import Request, SamplingParams
 from mlx_parallm.weights import SharedWeights
 from scripts.generate_model_table import parameter_count, small_config

@@ -78,6 +78,8 @@ def test_a_pairing_sees_what_two_intervals_do_not():
         ([0.0] * 7 + [1.0], [1.0] * 7 + [0.0], False),  # 2 · (1 + 8) / 2⁸ = 0.0703, though the interval leaves out 0
         ([0.5] * 6, [0.4, 0.3] * 3, True),  # no p: every resample is below 0
         ([0.5] * 6, [0.4, 0.6] * 3, False),
+        ([0.25], [1.0], False),  # one problem: a resample is that problem again
+        ([0.5] * 5, [0.4, 0.3, 0.4, 0.3, 0.2], False),  # 2 · ½⁵ = 0.0625: all of five move so by chance
     ],
 )
 def test_a_difference_is_significant_by_p_else_by_its_interval(a, b, significant):

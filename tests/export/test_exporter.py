@@ -10,7 +10,7 @@ from gguf import GGUFReader
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.export.hosting import fitting_type, hosting_profile
-from mlx_parallm.export.model import ModelSource
+from mlx_parallm.export.model import ModelSource, source_of_run
 from mlx_parallm.export.pipeline import ExportPipeline, GGUFExporter, destination_of
 from mlx_parallm.system.hardware import GIB, Hardware
 from tests.tiny_models import TINY_ASSETS
@@ -35,6 +35,8 @@ def test_a_run_that_trained_all_weights_is_exported_as_it_is(tmp_path: Path) -> 
     assert made.keys() == base.keys() and len(made) > 20
     assert all(np.array_equal(made[name], base[name]) for name in made)
     assert (tmp_path / "whole-f16-gguf" / "whole-f16.gguf").is_file()
+    assert destination_of([], source_of_run(run), "q8_0").directory == run / "whole-q8_0-gguf", "not where one stands"
+    assert destination_of([], ModelSource("builtin:tiny", None, "m"), "f16").directory == Path("m-f16-gguf")
 
 
 @pytest.mark.parametrize(("target", "who"), [("lmstudio", "LM Studio"), ("ollama:x", "Ollama")])
@@ -42,7 +44,7 @@ def test_an_adapter_alone_goes_into_no_program_that_loads_whole_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, who: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    place = destination_of([target], "m", "lora")
+    place = destination_of([target], ModelSource("builtin:tiny", None, "m"), "lora")
     with pytest.raises(ConfigError, match=f"{who}.*leave --adapter-only out"):
         ExportPipeline(ModelSource("builtin:tiny", None, "m"), "f32", place, adapter_only=True).run()
 

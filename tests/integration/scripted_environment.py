@@ -53,7 +53,8 @@ class Scripted(EnvironmentSource):
     def task(self, index: int, split: Split = "train") -> Task:
         problem = make_problem("sort", index, seed=self.seed, split=split)
         of_groups = {"brevity": brevity, "unused_part": unused_part}
-        reward = of_groups.get(self.config.name) or verifier(lambda text: self._reward(index, text))
+        word = problem.messages[-1]["content"].rpartition(" ")[2]
+        reward = of_groups.get(self.config.name) or verifier(lambda text: self._reward(index, text, word))
         return Task(f"{index}", self.open_with(problem.messages), reward)
 
     def environment(self, task: Task) -> Environment:
@@ -64,13 +65,15 @@ class Scripted(EnvironmentSource):
         late = self.config.name == "late" and index == GROUPS_BEFORE
         return Late(float(self.config.options["silence_s"])) if silent or late else SingleTurn()
 
-    def _reward(self, index: int, text: str) -> float:
+    def _reward(self, index: int, text: str, word: str) -> float:
         rewards: dict[str, Any] = {
             "constant": lambda: 0.5,
             "by_prompt": lambda: 0.2 + index % 3 / 10,
             "all_wrong": lambda: 0.0,
             "all_right": lambda: 1.0,
             "solved": lambda: 1.0 if index >= GROUPS_BEFORE else noise(text),
+            "learned": lambda: 1.0 if index >= GROUPS_BEFORE and index % 8 else noise(text),
+            "hole": lambda: sum(a == b for a, b in zip(text, word, strict=False)) / max(len(text), len(word)),
             "up_to_0.7": lambda: min(0.7, noise(text)),
             "raises": lambda: {}["answer"],
         }

@@ -54,7 +54,8 @@ def test_a_broken_environment_ends_with_one_line(tmp_path: Path) -> None:
         assert daemon.wait() == 2
     error = [line for line in daemon.output.splitlines() if line.startswith("error: ")]
     assert len(error) == 1 and daemon.output.rstrip().endswith(error[0])
-    assert "environments.0 (reverse): the prompt has" in error[0] and "environments.1 (sort)" in error[0]
+    assert "error: environments: reverse: no prompt leaves room" in error[0]
+    assert "; sort: no prompt leaves room" in error[0]
     assert not (tmp_path / "checkpoints").exists()
 
 

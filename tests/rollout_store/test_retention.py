@@ -3,6 +3,7 @@
 import os
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
@@ -266,6 +267,25 @@ def test_reading_only_beside_a_writer(store):
     with pytest.raises(StoreError, match="cannot be opened"):
         RolloutStore(store.path.with_name("none.sqlite"), read_only=True)
     assert not store.path.with_name("none.sqlite").exists()
+
+
+def test_reading_what_nobody_writes_leaves_no_file_behind(tmp_path):
+    """Also beside the reader: a run that goes on meanwhile is seen, while it writes and after it has ended again."""
+    path = tmp_path / "r.sqlite"
+    with closing(RolloutStore(path)) as store:
+        store.add(make_group("a"), source="t")
+    with closing(RolloutStore(path, read_only=True)) as reader:
+        assert reader.known_ids() == {"a"}
+    assert [file.name for file in tmp_path.iterdir()] == ["r.sqlite"]
+
+    with closing(RolloutStore(path, read_only=True)) as reader:
+        assert reader.known_ids() == {"a"}
+        with closing(RolloutStore(path)) as store:
+            store.add(make_group("b"), source="t")
+        assert reader.known_ids() == {"a", "b"}
+        with closing(RolloutStore(path)) as store:
+            store.add(make_group("c"), source="t")
+            assert reader.known_ids() == {"a", "b", "c"}
 
 
 def test_commits_are_synchronised_with_the_drive(store):

@@ -11,22 +11,17 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.errors import ConfigError, ParallmError
-from mlx_parallm.server.protocol.fields import ListOf
 from mlx_parallm.system.packages import require, require_mlx
-
-Overrides = Annotated[ListOf[str], Field(max_length=1000)]
 
 if TYPE_CHECKING:
     from mlx_parallm.integrations.mcp_server.trainings import Trainings
 
 EVALUATION_TIMEOUT_S = 3600.0
 ASK_TIMEOUT_S = 600.0
-MOST_PROBLEMS = 10_000
+MOST_PROBLEMS, MOST_OVERRIDES = 10_000, 1000
 PROBLEMS, ANSWER_TOKENS = 20, 256  # where an agent says no number
 INSTRUCTIONS = (
     "Trains language models by reinforcement learning on this machine. start_training takes a TOML configuration of"
@@ -83,9 +78,11 @@ class AgentTools:
         look = (self.training_status, self.list_trainings, self.training_log)
         return (*manage, *look, self.evaluate, self.ask_policy)
 
-    async def start_training(self, name: str, config: str, overrides: Overrides | None = None) -> dict[str, Any]:
+    async def start_training(self, name: str, config: str, overrides: list[str] | None = None) -> dict[str, Any]:
         """Start a training. `config`: a TOML file, a shipped configuration's name (such as quickstart), or TOML text.
-        `overrides`: ["rl_training.total_steps=50"]. It becomes the current one."""
+        `overrides`: ["rl_training.total_steps=50"], 1,000 at most. It becomes the current one."""
+        if len(overrides or []) > MOST_OVERRIDES:
+            raise self._failure(f"overrides has {len(overrides or []):,} entries; at most {MOST_OVERRIDES:,}")
         return dict(await self._carried_out(self._trainings.start, name, config, overrides or []))
 
     async def stop_training(self, name: str = "") -> dict[str, Any]:

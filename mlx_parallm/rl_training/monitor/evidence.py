@@ -105,3 +105,10 @@ def values_of(window: Window, key: str) -> list[float]:
 def mean_of(window: Window, key: str) -> float | None:
     values = values_of(window, key)
     return sum(values) / len(values) if values else None
+
+
+def reward_limit(lines: Window, environment: str) -> tuple[float, int, int]:
+    """Return the highest reward of an environment's answers, in how many steps one earned it, and of how many steps."""
+    each = values_of([(line.get("environments") or {}).get(environment, {}) for line in lines], "reward_max")
+    highest = max(each, default=0.0)
+    return highest, sum(highest - best <= SAME_REWARD for best in each), len(each)

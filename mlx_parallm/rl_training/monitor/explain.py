@@ -27,7 +27,7 @@ from mlx_parallm.rl_training.evaluation.log import EvaluationLog
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, of_rows
 from mlx_parallm.rl_training.monitor import health, report
 from mlx_parallm.rl_training.monitor.drawing import began_and_now, sparkline
-from mlx_parallm.rl_training.monitor.evidence import WINDOW, Arrivals, Evidence
+from mlx_parallm.rl_training.monitor.evidence import WINDOW, Arrivals, Evidence, reward_limit
 from mlx_parallm.rl_training.monitor.health import Diagnosis
 from mlx_parallm.rl_training.monitor.reward_hole import Reading, full_marks_to_read
 from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
@@ -120,7 +120,7 @@ class Finding:
 class HeldOutChange:
     """One environment's held-out score in the first and the newest evaluation, over the same problems.
 
-    `risen`: by more than chance; `fallen`: the same downwards."""
+    `risen`: by more than chance; `fallen`: the same downwards; `enough`: of so many problems that it can be told."""
 
     environment: str
     steps: tuple[int, int]
@@ -128,6 +128,7 @@ class HeldOutChange:
     last: float
     risen: bool
     fallen: bool
+    enough: bool
 
     def __str__(self) -> str:
         chance = "" if self.risen or self.fallen else ", which may be chance"
@@ -206,12 +207,13 @@ def held_out(evaluations: Sequence[Metrics]) -> tuple[HeldOutChange, ...]:
         change = difference(before, after)
         values = (sum(before) / len(before), sum(after) / len(after))
         up, down = change.significant and change.mean > 0, change.significant and change.mean < 0
-        found.append(HeldOutChange(row.environment, (first["step"], last["step"]), *values, up, down))
+        found.append(HeldOutChange(row.environment, (first["step"], last["step"]), *values, up, down, change.enough))
     return tuple(found)
 
 
 def two_curves(evidence: Evidence, heldout: Sequence[HeldOutChange]) -> Iterator[str]:
     """Yield which curve to believe, where training reward and held-out score differ."""
+    heldout = [score for score in heldout if score.enough]
     risen, fallen = any(score.risen for score in heldout), any(score.fallen for score in heldout)
     if fallen or risen > evidence.rises or (heldout and evidence.gained and not risen):
         yield (
@@ -223,7 +225,7 @@ def two_curves(evidence: Evidence, heldout: Sequence[HeldOutChange]) -> Iterator
 def limits(lines: Sequence[Metrics]) -> Iterator[str]:
     """Yield where the best answers of the whole run earned the same, below 1: perhaps none can earn more."""
     for name in (lines[-1].get("environments") or {}) if lines else ():
-        limit, times, steps = health.reward_limit(lines, name)
+        limit, times, steps = reward_limit(lines, name)
         if steps >= SOME_STEPS and 0 < limit < 1 - health.SAME_REWARD and times > steps / 2:
             yield f"no answer of {name} earned more than {limit:.3g}, which one earned in {times} of {steps} steps"
 

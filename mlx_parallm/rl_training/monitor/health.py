@@ -27,6 +27,7 @@ from mlx_parallm.rl_training.monitor.evidence import (
     Sign,
     Window,
     mean_of,
+    reward_limit,
     values_of,
 )
 from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
@@ -77,11 +78,10 @@ JUDGED_RATE = 0.1
 """Share of the highest rate: smaller rates, in a warm-up or at the end of a schedule, are not judged."""
 NO_UPDATE = 0.4
 """Share of the steps; with max_staleness = 1 every second step has rollouts of an older policy."""
-STALE = 0.25
-FEWEST_STALE = 6
+STALE, FEWEST_STALE = 0.25, 6
 REFUSED, FEWEST_REFUSED = 0.2, 3
 STALLED_AFTER_S, STALLED_TIMES = 60.0, 10.0
-"""A step that waited this long for its batch, and this many times longer than the run's median step."""
+"""A step that waited this long for its batch, and this many times longer than the run's median."""
 
 
 @dataclass(frozen=True)
@@ -432,13 +432,6 @@ _rule(
 )(reward_hole)
 
 
-def reward_limit(lines: Window, environment: str) -> tuple[float, int, int]:
-    """Return the highest reward of an environment's answers, in how many steps one earned it, and of how many steps."""
-    each = values_of([(line.get("environments") or {}).get(environment, {}) for line in lines], "reward_max")
-    highest = max(each, default=0.0)
-    return highest, sum(highest - best <= SAME_REWARD for best in each), len(each)
-
-
 @_rule("episodes-never-end", "set state.done when an episode is over; or raise max_token_length, if it ends later")
 def _never_done_in_metrics(evidence: Evidence) -> Sign | None:
     if not (share := _never_done(evidence)):
@@ -567,9 +560,8 @@ def _stalled_in_metrics(evidence: Evidence) -> Sign | None:
 
 @_waiting_rule("paused", "POST /resume, or Resume on the dashboard, goes on")
 def _paused(arrivals: Arrivals) -> Sign | None:
-    if not arrivals.paused:
-        return None
-    return Sign(f"paused by {arrivals.paused}: step {arrivals.step} waits until somebody resumes", {})
+    words = f"paused by {arrivals.paused}: step {arrivals.step} waits until somebody resumes"
+    return Sign(words, {"step": arrivals.step}) if arrivals.paused else None
 
 
 @_waiting_rule("environment-stalled")

@@ -171,7 +171,7 @@ def accuracy_table(
     for name, before, after in (measure for row in comparisons for measure in row.measured):
         found = difference(before, after)
         change = Text(f"{found.mean:+.3f}", style="green" if found.mean >= 0 else "red")
-        interval = f"{found.low:+.3f} to {found.high:+.3f}"
+        interval = f"{found.low:+.3f} to {found.high:+.3f}" if found.enough else "too few"
         p = "–" if found.p is None else "<0.001" if found.p < 0.001 else f"{found.p:.3g}"
         means = (f"{_mean(values):.3f}" for values in (before, after))
         table.add_row(Text(name), str(len(before)), *means, change, interval, p)
@@ -214,8 +214,12 @@ def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
     for row in comparisons:
         for name, before, after in row.measured:
             found = difference(before, after)
-            interval = f"{found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
-            lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} ({interval}) on {len(before)} problems")
+            interval = "too few for an interval"
+            if found.enough:
+                interval = f"95% interval {found.low:+.3f} to {found.high:+.3f}"
+            problems = "1 problem" if len(before) == 1 else f"{len(before)} problems"
+            change = f"({found.mean:+.3f}, {interval}) on {problems}"
+            lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} {change}")
         for then, now in row.examples:
             prompt = f"{beginning_of(now['prompt'], SHOWN)}  [{beginning_of(now['expected'] or '', SHOWN)}]"
             lines.append(f"  {prompt}  {_plain(then)} -> {_plain(now)}")

@@ -17,7 +17,7 @@ import numpy as np
 from mlx_parallm.errors import StoreError
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
 from mlx_parallm.rl_training.step.batch import TrainBatch
-from mlx_parallm.rollout_store.database import pragma
+from mlx_parallm.rollout_store.database import pragma, reading_uri
 
 if TYPE_CHECKING:  # it imports MLX
     from mlx_parallm.rl_training.step.prepare import StepTokens
@@ -153,7 +153,7 @@ def read_tokens(run: Path, group_id: str, number: int, segment: int) -> Mapping[
     path = run / TOKENS_FILE
     if not path.is_file():
         return {}
-    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+    with closing(sqlite3.connect(reading_uri(path), uri=True)) as connection:
         try:
             row = connection.execute(
                 f"SELECT {', '.join(COLUMNS)} FROM tokens WHERE group_id = ? AND number = ? AND segment = ?",

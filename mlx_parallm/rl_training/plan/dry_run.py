@@ -39,6 +39,7 @@ from mlx_parallm.rl_training.events import BatchReady
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE
 from mlx_parallm.rl_training.plan.preflight import (
+    DTYPES,
     OFF,
     SMALL,
     Lengths,
@@ -95,7 +96,8 @@ class Probe:
         self.several_turns |= any(has_several_turns(rollout) for group in batch.groups for rollout in group.rollouts)
 
     def saw(self, prompt: int, completion: int) -> None:
-        self.seen = Lengths(max(self.seen.prompt, prompt), max(self.seen.completion, completion))
+        longer = {"prompt": max(self.seen.prompt, prompt), "completion": max(self.seen.completion, completion)}
+        self.seen = replace(self.seen, **longer)
 
     def after_step(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
@@ -150,7 +152,8 @@ class DryRun:
         """Show what the run needs by formula, start it, show samples, run the probe, and show the forecast."""
         shape = ModelShape.of(read_config(self._serving.model_path), self._asked)
         self._console.print(Rule(Text(f"dry run · {self._asked.model.base_path}"), align="left"))
-        self._console.print(show_memory(predict_memory(self._asked, shape), memory_present()[0]))
+        self._console.print(show_memory(predict_memory(self._asked, shape), memory_present()[0], longest(self._asked)))
+        self._say([widened] if (widened := float32_note(shape)) else [])
         started = self._run.start()  # which refuses what does not fit
         if started is None:
             return
@@ -288,7 +291,7 @@ class DryRun:
             disk_step=self._disk_step(started, empty_bytes),
             rollouts_most=round(asked.rollouts.max_gb * GB),
         )
-        self._console.print(show_forecast(forecast, asked))
+        self._console.print(show_forecast(forecast, asked, most))
         self._say([*self._probe_remarks(started), *shortcomings(forecast, asked, shape, most)])
 
     def _probe_remarks(self, started: StartedRun) -> list[str]:
@@ -498,9 +501,21 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
     return found
 
 
-def show_memory(estimate: MemoryEstimate, present: int) -> Table:
-    """The parts of a prediction."""
-    table = Table(title="memory of the longest sequences, by formula", title_justify="left", show_header=False)
+def float32_note(shape: ModelShape) -> str | None:
+    """Return what to set where a narrow checkpoint takes more memory as float32."""
+    if not shape.widened or shape.quantized:
+        return None
+    narrow = in_words(shape.weights * DTYPES[shape.widened].size / shape.width)
+    return (
+        f"the checkpoint is {shape.widened}, and the weights are float32 here, because a CPU computes that faster:"
+        f' {in_words(shape.weights)} instead of {narrow}; model.dtype = "{shape.widened}" keeps them as they are'
+    )
+
+
+def show_memory(estimate: MemoryEstimate, present: int, lengths: Lengths) -> Table:
+    """The parts of a prediction for these lengths."""
+    title = f"memory by formula, sequences of {_tokens(lengths)}"
+    table = Table(title=title, title_justify="left", show_header=False)
     for name, size in estimate.parts.items():
         if size:
             table.add_row(name, in_words(size))
@@ -510,10 +525,14 @@ def show_memory(estimate: MemoryEstimate, present: int) -> Table:
     return table
 
 
-def show_forecast(forecast: Forecast, config: Config) -> Table:
+def _tokens(lengths: Lengths) -> str:
+    return f"{lengths.prompt + lengths.completion} tokens"
+
+
+def show_forecast(forecast: Forecast, config: Config, most: Lengths) -> Table:
+    """Show what a run will need. `most`: the lengths that `memory_most` is for."""
     table = Table(title="what the run will need", title_justify="left", show_header=False)
-    all_at = "the longest sequences" if config.data.path is None else "rows of data.max_length tokens"
-    longest = f"at most {in_words(forecast.memory_most)}, with {all_at}"
+    longest = f"at most {in_words(forecast.memory_most)}, with sequences of {_tokens(most)}"
     table.add_row(
         "memory", f"needed {in_words(forecast.memory_seen)}; {longest}; present {in_words(forecast.memory_present)}"
     )

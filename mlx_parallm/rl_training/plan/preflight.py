@@ -42,6 +42,7 @@ from mlx_parallm.system.terminal import Console
 PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny` and served nothing."""
 FLOAT, HALF = 4, 2
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 NARROW = 0.82
 """Activations of a half-precision model against float32: adapters and log-probabilities stay float32."""
 WHOLE_COPIES, PIECE_COPIES = 10, 11
@@ -74,6 +75,7 @@ class ModelShape:
     quantized: bool = False
     loading: int = 0  # bytes besides the weights: the largest array, while it is quantised
     by_tokens: bool = False  # keys and values can lie by tokens
+    widened: str = ""  # the checkpoint's dtype, where the weights take more than they would in it
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
@@ -83,7 +85,7 @@ class ModelShape:
         quantizes = training.lora.enabled and training.lora.quantize_base and "quantization" not in model_config
         largest = max(array.size for _, array in tree_flatten(model.parameters())) * HALF if quantizes else 0
         _quantize_lazily(model, model_config, quantize=training.lora.enabled and training.lora.quantize_base)
-        dtype = _dtype(config, model_config)
+        dtype, own = _dtypes(config, model_config)
         model.set_dtype(dtype)
         arrays = tree_flatten(model.parameters())
         weights, count = sum(array.nbytes for _, array in arrays), sum(array.size for _, array in arrays)
@@ -110,6 +112,7 @@ class ModelShape:
             quantized=any(isinstance(module, nn.QuantizedLinear) for module in model.modules()),
             loading=largest,
             by_tokens=can_lie_by_tokens(model),
+            widened=own if dtype.size > DTYPES[own].size else "",
         )
 
     @property
@@ -132,10 +135,12 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest prompt and of the longest completion."""
+    """Tokens of the longest prompt and of the longest completion; `batch`: of all sequences of the largest batch, each
+    padded. None: each sequence may be as long as the longest."""
 
     prompt: int
     completion: int
+    batch: int | None = None
 
     def with_batch(self, batch: TrainBatch) -> "Lengths":
         """The longest of these and of a batch's."""
@@ -144,7 +149,8 @@ class Lengths:
             sequences = [(len(row.rollout.tokens), sum(row.rollout.mask)) for row in batch.sequences]
         prompts = [whole - completion for whole, completion in sequences]
         completions = [completion for _, completion in sequences]
-        return Lengths(max([self.prompt, *prompts]), max([self.completion, *completions]))
+        padded = sum(padded_length(max(whole - 1, 1)) for whole, _ in sequences)
+        return Lengths(max([self.prompt, *prompts]), max([self.completion, *completions]), max(self.batch or 0, padded))
 
 
 @dataclass(frozen=True)
@@ -284,7 +290,7 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
     together = 2 if training.algorithm in PAIRED else 1
     rows = training.batch_size * together
     computed, shared = _computed(config, lengths, rows, span)
-    tokens = max(together * span, min(training.token_budget, computed))
+    tokens = max(together * span, min(training.token_budget, computed, lengths.batch or sys.maxsize))
     scored = min(tokens, rows * lengths.completion)
     size = training.blocks_per_eval or shape.layers
     groups = -(-shape.layers // size)
@@ -411,15 +417,15 @@ def _no_longer(lengths: Lengths | None, limit: Lengths) -> Lengths | None:
     return Lengths(prompt, min(lengths.completion, whole - prompt))
 
 
-def _dtype(config: Config, model_config: Mapping[str, Any]) -> mx.Dtype:
-    """As `models.loading` chooses it."""
-    if config.model.dtype != "auto":
-        found: mx.Dtype = getattr(mx, config.model.dtype)
-        return found
+def _dtypes(config: Config, model_config: Mapping[str, Any]) -> tuple[mx.Dtype, str]:
+    """The dtype of the weights as `models.loading` chooses it, and the name of the checkpoint's."""
     text = model_config.get("text_config", model_config)
     name = str(model_config.get("dtype") or model_config.get("torch_dtype") or text.get("torch_dtype") or "bfloat16")
-    own = getattr(mx, name.removeprefix("torch."), mx.bfloat16)
-    return mx.float32 if on_cpu() else own
+    own = name.removeprefix("torch.")
+    own = own if own in DTYPES else "bfloat16"
+    if config.model.dtype != "auto":
+        return DTYPES[config.model.dtype], own
+    return (mx.float32 if on_cpu() else DTYPES[own]), own
 
 
 def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:

@@ -76,15 +76,17 @@ def is_piece(answer: Sequence[Hashable], prompt: Sequence[Hashable], *, ragged: 
     """Return whether an answer is a stretch of its prompt.
 
     Args:
-        ragged: its first and last token may differ, since a tokenizer may join them with a space or a quotation mark.
-            Then it has to have `FEWEST_TOKENS`.
+        ragged: it has to have `FEWEST_TOKENS`, and where so many are between its first and last token, these two may
+            differ, since a tokenizer may join them with a space or a quotation mark. Of "abcd", sorted from "dbca" in
+            a token a letter, two letters between would not be enough.
 
-    Worked: (7, 8) is a piece of (6, 7, 8, 9), (7, 9) is not; (1, 7, 8, 2) is one where it is ragged.
+    Worked: (7, 8) is a piece of (6, 7, 8, 9), (7, 9) is not; (1, 6, 7, 8, 9, 2) is one where it is ragged.
     """
     if ragged:
         if len(answer) < FEWEST_TOKENS:
             return False
-        answer = answer[1:-1]
+        if len(answer) - 2 >= FEWEST_TOKENS:
+            answer = answer[1:-1]
     size, first = len(answer), answer[0] if answer else None
     starts = (place for place in range(len(prompt) - size + 1) if prompt[place] == first)
     return size > 0 and any(tuple(prompt[place : place + size]) == tuple(answer) for place in starts)

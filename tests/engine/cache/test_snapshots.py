@@ -6,7 +6,7 @@ import pytest
 
 from mlx_parallm.engine.cache.prefix import PrefixCache, common_beginning
 from mlx_parallm.engine.scheduler import SNAPSHOT_EVERY
-from mlx_parallm.models.recurrent_layers import use_chunks
+from mlx_parallm.models.recurrent.layers import use_chunks
 from scripts.generate_model_table import small_model
 from tests.engine.helpers import naive_greedy, random_adapter, request, run, serve
 from tests.engine.test_architectures import model_of
@@ -112,6 +112,9 @@ def test_one_instruction_before_many_questions_is_computed_once(rows):
     outputs = run(served.engine, [request(f"r{i}", p, max_tokens=3, **GREEDY) for i, p in enumerate(prompts)])
     questions = sum(len(prompt) - 200 for prompt in prompts)
     assert served.engine.counters.prefill_tokens <= 200 + questions
+    cache = served.engine.scheduler.prefix_cache
+    assert cache.query_tokens == sum(map(len, prompts)), "a prompt that waits for its turn is counted once"
+    assert cache.hit_tokens >= 63 * 200
     for i in range(0, 64, 7):
         wanted = naive_greedy(served.plain, prompts[i], 3, eos=None)
         assert list(outputs[f"r{i}"].completions[0].token_ids) == wanted

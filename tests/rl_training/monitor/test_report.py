@@ -133,7 +133,7 @@ def test_tables_show_prompt_expected_before_and_after(comparisons):
     assert [part.strip() for part in line.strip("│").split("│")] == ["Add 2 and 2.", "4", "✗ 5", "✓ 4"]
     [line] = [line for line in text.splitlines() if "0.333" in line]
     cells = re.split(r" {2,}", line.strip())
-    assert cells == ["sum", "3", "0.333", "0.667", "+0.333", "+0.000 to +1.000", "1"]
+    assert cells == ["sum", "3", "0.333", "0.667", "+0.333", "too few", "1"]
 
 
 def test_a_first_evaluation_in_the_midst_is_not_called_before(comparisons):
@@ -169,11 +169,18 @@ def test_of_several_turns_the_beginning_and_the_last_answer_are_shown():
 
 def test_the_plain_report_says_the_same(comparisons):
     assert plain_report(comparisons) == (
-        "sum: 0.333 -> 0.667 (+0.333, 95% interval +0.000 to +1.000) on 3 problems\n"
+        "sum: 0.333 -> 0.667 (+0.333, too few for an interval) on 3 problems\n"
         "  Add 1 and 2.  [3]  3 (right) -> 3 (right)\n"
         "  Add 2 and 2.  [4]  5 (wrong) -> 4 (right)\n"
         "  Add 9 and 9.  [18]  8 (wrong) -> 8 (wrong)"
     )
+
+
+def test_an_interval_needs_more_problems_than_chance_moves_together():
+    """One problem that went from 0.25 to 1 had the 95% interval +0.750 to +0.750."""
+    for problems, words in ((1, "too few for an interval) on 1 problem\n"), (6, "95% interval +0.750 to +0.750) on 6")):
+        compared = Comparison("sum", ((0.25, 1.0),) * problems, (), greedy=True)
+        assert words in plain_report([compared]) + "\n"
 
 
 def test_commands_that_are_not_on_the_path_are_given_with_theirs(monkeypatch, tmp_path):
@@ -220,7 +227,7 @@ def test_rewards_that_know_no_full_mark_are_compared_by_their_mean():
         ("sum", [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]),
         ("sum (mean reward)", [-0.5, 0, 0], [1.0, 0.5, 0]),
     ]
-    assert plain_report(soft).startswith("sum (mean reward): -0.167 -> 0.083 (+0.250, 95% interval ")
+    assert plain_report(soft).startswith("sum (mean reward): -0.167 -> 0.083 (+0.250, too few for an ")
     assert "a (-0.5) -> a (0.25)" in plain_report(soft)
 
 

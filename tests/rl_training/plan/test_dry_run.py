@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from mlx_parallm.daemon import training_run
 from mlx_parallm.environments.kinds.tasks import TasksSource
 from mlx_parallm.environments.runner import GroupPlan, GroupResult
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
+from mlx_parallm.models import loading
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.plan import dry_run
@@ -27,6 +29,7 @@ from mlx_parallm.rl_training.plan.dry_run import (
     Probe,
     ProbeDone,
     at_most,
+    float32_note,
     has_several_turns,
     longest_to_expect,
     probe_config,
@@ -37,7 +40,7 @@ from mlx_parallm.rl_training.plan.dry_run import (
     show_memory,
     visible,
 )
-from mlx_parallm.rl_training.plan.preflight import Lengths, MemoryEstimate, ModelShape, predict_memory
+from mlx_parallm.rl_training.plan.preflight import Lengths, MemoryEstimate, ModelShape, in_words, predict_memory
 from mlx_parallm.system.hardware import GIB
 from mlx_parallm.system.terminal import duration
 from mlx_parallm.types import Rollout, RolloutGroup, Trajectory, Turn
@@ -338,7 +341,41 @@ def test_one_number_of_a_dry_run_is_called_at_most() -> None:
     shape = ModelShape.of(read_config(resolve_model_path("builtin:tiny")), config)
     forecast = Forecast(GIB, 2 * GIB, 3 * GIB, 10, 1, 1, GIB, seconds=5.5, measured_steps=3)
     console = Console(file=io.StringIO(), width=200)
-    console.print(show_memory(predict_memory(config, shape), GIB))
-    console.print(show_forecast(forecast, config))
+    console.print(show_memory(predict_memory(config, shape), GIB, Lengths(1984, 64)))
+    console.print(show_forecast(forecast, config, Lengths(15, 64)))
     shown = console.file.getvalue()
-    assert shown.count("at most") == 1 and "at most 2.00 GiB" in shown and "55 s to total_steps = 10" in shown
+    assert shown.count("at most") == 1
+    assert "at most 2.00 GiB, with sequences of 79 tokens" in shown and "55 s to total_steps = 10" in shown
+    assert "by formula, sequences of 2048 tokens" in " ".join(shown.split()), "another number, for other lengths"
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "settings", "words"),
+    [
+        (True, {}, 'model.dtype = "bfloat16" keeps'),
+        (True, {"dtype": "float32"}, 'model.dtype = "bfloat16" keeps'),
+        (True, {"dtype": "bfloat16"}, None),
+        (False, {}, None),  # a GPU keeps the checkpoint's dtype
+    ],
+)
+def test_weights_that_become_float32_are_named(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, settings: dict[str, str], words: str | None
+) -> None:
+    monkeypatch.setattr(memory_watch, "on_cpu", lambda: on_cpu)
+    narrow = read_config(resolve_model_path("builtin:tiny")) | {"torch_dtype": "bfloat16"}
+    shape = ModelShape.of(narrow, parse_config({"model": settings}))
+    note = float32_note(shape)
+    assert note is None if words is None else words in str(note)
+    own = ModelShape.of(narrow, parse_config({"model": {"dtype": "bfloat16"}})).weights
+    if words:
+        assert shape.weights == 2 * own and f"instead of {in_words(own)}" in str(note)
+    else:
+        assert shape.weights == own
+    wide = ModelShape.of(narrow | {"torch_dtype": "float32"}, parse_config({"model": settings}))
+    assert float32_note(wide) is None
+
+
+def test_a_checkpoint_keeps_its_dtype_but_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for on_cpu, dtype in ((True, mx.float32), (False, None)):
+        monkeypatch.setattr(loading, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        assert loading._dtype("auto") is dtype and loading._dtype("bfloat16") is mx.bfloat16

@@ -1,6 +1,7 @@
 """Block by block = the whole graph, for several architectures, adapters, full weights and a 4-bit base."""
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -104,10 +105,17 @@ def test_any_number_of_blocks(blocks: int, prepare: Callable[[nn.Module], nn.Mod
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+EACH_ONCE = ((0, 1, with_lora), (1, 2, with_full_weights), (0, 2, with_4_bit_base), (1, 1, with_an_unpacked_base))
+"""Every value of each is seen; g++ makes loops for each combination, so the other twelve are long."""
+EACH_ONCE_AND_ALL = [
+    one if one in EACH_ONCE else pytest.param(*one, marks=pytest.mark.long)
+    for one in itertools.product((0, 1), (1, 2), (with_lora, with_full_weights, with_4_bit_base, with_an_unpacked_base))
+]
+
+
 @pytest.mark.slow  # g++ makes the loops
 @pytest.mark.skipif(not cpu_kernels.available(), reason="without MLX on the CPU and a C++ compiler nothing is fused")
-@pytest.mark.parametrize("prepare", [with_lora, with_full_weights, with_4_bit_base, with_an_unpacked_base])
-@pytest.mark.parametrize(("blocks", "pieces"), [(0, 1), (0, 2), (1, 1), (1, 2)])
+@pytest.mark.parametrize(("blocks", "pieces", "prepare"), EACH_ONCE_AND_ALL)
 def test_fused_gradients_are_those_of_the_operations_one_by_one(
     blocks: int, pieces: int, prepare: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

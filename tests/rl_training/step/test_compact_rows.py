@@ -78,7 +78,7 @@ def test_what_is_left_as_it_is() -> None:
     assert not is_packed(cut(sequences([30] * 8)))  # nothing to gain
     assert not is_packed(cut(sequences([9, 60] * 4), together=2))
     unsampled = make_rollout((), prompt=(1, 2, 3))
-    assert not is_packed(cut([*sequences([60, 9, 20]), TrainSequence(unsampled, (0.0,) * 3, False)]))
+    assert is_packed(cut([*sequences([60, 9, 20]), TrainSequence(unsampled, (0.0,) * 3, False)]))  # not computed at all
     assert is_packed(cut(sequences([60, 9, 20])))
     # 600 short ones in the rows of two long ones: a quarter fewer tokens, but 2,048 attention scores for each
     short_and_long = sequences([9] * 600 + [2000] * 2)
@@ -180,8 +180,10 @@ def test_a_sequence_without_a_sampled_token_takes_no_part_in_it() -> None:
     given = replace(given, mask=(0,) * len(given.tokens))
     sequences = (*batch.sequences, TrainSequence(given, (0.0,) * len(given.tokens), False))
     mini = collate(sequences, range(len(sequences)), token_budget=256, share_prompts=True)
-    assert sum(len(part.rows) for part in mini.micro_batches) == len(sequences)
-    assert all(part.compact is None for part in mini.micro_batches)
+    rows = [row for part in mini.micro_batches for row in part.rows]
+    assert sorted(rows) == list(range(len(batch.sequences))), "nothing is computed for it"
+    assert mini.sequences == len(sequences), "it counts in means over sequences"
+    assert all(part.compact is not None for part in mini.micro_batches)
 
 
 def test_pairs_stay_together_in_their_order() -> None:

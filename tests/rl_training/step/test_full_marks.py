@@ -31,9 +31,10 @@ def counts(*groups):
 
 
 def test_a_quoted_phrase_is_a_piece_whose_ends_may_differ():
-    """Prompt: 10 11 «20 21 22 23 24» 12; the answer begins and ends with other tokens, as a tokenizer may join them."""
-    prompt = (10, 11, 20, 21, 22, 23, 24, 12)
-    found = counts(group(0, prompt, ((20, 21, 22, 23, 24), 1.0), ((99, 21, 22, 23, 98), 1.0), ((20, 22, 21, 23), 0.0)))
+    """Prompt: 10 11 «20 21 22 23 24 25» 12; an answer's ends may be other tokens, as a tokenizer joins them."""
+    prompt = (10, 11, 20, 21, 22, 23, 24, 25, 12)
+    answers = ((20, 21, 22, 23, 24), 1.0), ((99, 21, 22, 23, 24, 98), 1.0), ((20, 22, 21, 23), 0.0)
+    found = counts(group(0, prompt, *answers))
     assert found == FullMarks(answers=3, pieces=2, full=2, full_pieces=2, prompts=1, prompts_alike=1)
 
 
@@ -75,6 +76,13 @@ def test_nothing_earned_is_no_full_mark_and_several_turns_are_left_out():
 )
 def test_a_stretch_of_the_prompt(answer, prompt, piece):
     assert is_piece(answer.split(), prompt.split()) == piece
+
+
+def test_a_task_about_short_words_is_no_task_of_quoting():
+    """The quickstart, which learned, was told of a hole: in a token a letter, "bc" of "abcd" lies in "Sort: dbca"."""
+    assert not is_piece("abcd", "Sort: dbca", ragged=True) and not is_piece("bcef", "Sort: ebfc", ragged=True)
+    assert is_piece("abcd", "Sort: abcd", ragged=True), "sorted before"
+    assert is_piece("(abcd)", "Write abcd.", ragged=True) and not is_piece("(abc)", "Write abc.", ragged=True)
 
 
 def lines(count, pieces=0, full=16, prompts=8, alike=1, length=20.0, name="tasks"):

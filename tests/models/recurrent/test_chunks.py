@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.models import recurrent_layers
-from mlx_parallm.models.recurrences import gated_delta, linear_scan, selective_scan
+from mlx_parallm.models.recurrent import layers as recurrent_layers
+from mlx_parallm.models.recurrent.chunks import gated_delta, linear_scan, selective_scan
 from scripts.generate_model_table import small_model
 
 

@@ -25,7 +25,7 @@ from mlx_parallm.models.cpu_kernels import exp2_minus
 CHUNK = 64  # tokens between two states that are kept
 SCAN_CHUNK = 32
 SELECTIVE_CHUNK = 16
-SCAN_PART = 128  # tokens of a selective scan whose states are held at a time
+SCAN_PART = 256  # tokens of a selective scan whose states are held at a time
 
 
 def gated_delta(

@@ -1,4 +1,4 @@
-"""Puts the recurrences in chunks (`recurrences.py`) in the place of mlx-lm's loops over tokens.
+"""Puts the recurrences in chunks (`chunks.py`) in the place of mlx-lm's loops over tokens.
 
     use_chunks      in the layers of a model: training, and prompts where there is no Metal kernel
 
@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.mlx_lm_api import chunked_simple_decay
-from mlx_parallm.models.recurrences import gated_delta, linear_scan, selective_scan
+from mlx_parallm.models.recurrent.chunks import gated_delta, linear_scan, selective_scan
 from mlx_parallm.system.log import get_logger
 
 log = get_logger(__name__)
