@@ -68,7 +68,9 @@ _PATTERN_PART = re.compile(r"\\.|\(\?<?[=!>]|.", re.DOTALL)
 _NO_AUTOMATON = re.compile(r"\(\?(?:<?[=!]|>)|\\[1-9kbBc]")  # of those parts, outside of [...]
 _SPACES = r" \t\n\r\f\v"
 _NUMBERS = ("const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**63 - 1  # what the library holds exactly
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**63 - 1  # what the library takes
+_LARGEST_BOUND = 2**63 - 1024
 _SMALLEST_BOUND = 1e-6  # the library loses smaller ones
 _MAPS, _LISTS = ("properties", "patternProperties", "$defs", "definitions"), ("prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLE = ("items", "additionalProperties")
@@ -127,15 +129,21 @@ class _Rewriter:
         return node
 
     def _numbers(self, node: dict[str, Any], place: str) -> None:
-        """Raises ValueError: an integer that the library would round."""
-        for key, value in [
-            *((key, node.get(key)) for key in _NUMBERS),
-            *(("enum", v) for v in _list(node.get("enum"))),
-        ]:
-            if isinstance(value, int) and not _SMALLEST_INTEGER <= value <= _LARGEST_INTEGER:
-                raise ValueError(f"{place}/{key}: the grammar holds integers of 64 bits, and {value} is larger")
-            if isinstance(value, float) and key not in ("const", "enum") and 0 < abs(value) < _SMALLEST_BOUND:
-                self.lost[key] = None
+        """Narrows bounds that the library would round, which computes with doubles.
+
+        Raises ValueError: a value that it would round, or that is beyond 64 bits.
+        """
+        for key in _BOUNDS:
+            if type(value := node.get(key)) is int:
+                node[key] = _narrowed(value, up="inimum" in key)
+        for key in (*_NUMBERS, "enum"):
+            for value in _numbers_in(node.get(key)) if key in ("const", "enum") else (node.get(key),):
+                if isinstance(value, int) and not _SMALLEST_INTEGER <= value <= _LARGEST_INTEGER:
+                    raise ValueError(f"{place}/{key}: the grammar holds integers of 64 bits, and {value} is larger")
+                if isinstance(value, float) and key not in ("const", "enum") and 0 < abs(value) < _SMALLEST_BOUND:
+                    self.lost[key] = None
+                if isinstance(value, int) and int(float(value)) != value:
+                    raise ValueError(f"{place}/{key}: the grammar would round {value}: it has 53 bits for a number")
 
     def _object(self, node: dict[str, Any], *, merged: bool) -> None:
         if "unevaluatedProperties" in node:
@@ -207,6 +215,27 @@ class _Rewriter:
             del node["format"]
             if (pattern := FORMATS[name]) is not None:
                 node.setdefault("pattern", pattern)
+
+
+def _numbers_in(value: Any) -> Iterator[int | float]:
+    """The numbers of a JSON value, at any depth."""
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _numbers_in(each)
+
+
+def _narrowed(value: int, *, up: bool) -> int:
+    """The next integer inwards that the library holds: a double, of a size that it has digits for (int64's ends are
+    beyond). A bound that leaves nothing stays as it is."""
+    value = max(value, -_LARGEST_BOUND) if up else min(value, _LARGEST_BOUND)
+    if not -_LARGEST_BOUND <= value <= _LARGEST_BOUND:
+        return value
+    nearest = float(value)
+    if nearest != value and (nearest < value) == up:
+        nearest = math.nextafter(nearest, math.inf if up else -math.inf)
+    return int(nearest)
 
 
 def _is_keyword(schema: Mapping[str, Any], key: str, kind: type) -> bool:

@@ -19,7 +19,7 @@ CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # put where a final message ends that
 
 
 def render_template(
-    source: str, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool, **variables: Any
+    source: str, messages: Sequence[Mapping[str, Any]], /, *, continue_final_message: bool, **variables: Any
 ) -> str:
     """Return the text that a template makes of messages (`read_messages`).
 
@@ -29,7 +29,7 @@ def render_template(
     final = chat[-1]["content"].strip() if chat else ""
     if continue_final_message:
         chat[-1]["content"] += CONTINUED
-    text = str(_compiled(source).render(messages=chat, **_plain_template_data(variables)))
+    text = str(_compiled(source).render({**_plain_template_data(variables), "messages": chat}))
     if not continue_final_message:
         return text
     end = text.rfind(CONTINUED.strip())

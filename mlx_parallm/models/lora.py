@@ -201,6 +201,10 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
             )
     if not isinstance(tensors, dict):
         raise AdapterError(f"{file} holds one array: an adapter is a safetensors file")
+    for key, tensor in tensors.items():
+        if not mx.issubdtype(tensor.dtype, mx.floating):  # of quantised ones: float8 is read as uint8, without scales
+            kind = str(tensor.dtype).removeprefix("mlx.core.")
+            raise AdapterError(f"{file}: {key} is {kind}: an adapter's tensors are float32, float16 or bfloat16")
     return config, tensors
 
 
@@ -325,8 +329,9 @@ def _from_mlx_lm(tensors: Mapping[str, mx.array], config: Mapping[str, Any], fil
     if kind not in ("lora", "dora"):
         raise AdapterError(f"{file}: fine_tune_type {kind!r} is not supported, only 'lora' and 'dora'")
     scale, rank = parameters.get("scale"), parameters.get("rank")
-    if not isinstance(scale, int | float):
-        raise AdapterError(f"{config_file}: lora_parameters.scale is missing")
+    if not isinstance(scale, int | float) or isinstance(scale, bool):
+        reason = "is missing" if scale is None else f"= {scale!r}: must be a number"
+        raise AdapterError(f"{config_file}: lora_parameters.scale {reason}")
     check_mlx_lm(config, config_file)
     wanted = ("lora_a", "lora_b", "m") if kind == "dora" else ("lora_a", "lora_b")
     parts: dict[str, dict[str, mx.array]] = {}

@@ -19,6 +19,8 @@ CONTEXT = 4096
 """Characters before a text that decide how it is tokenised in its place; more only where they hold no space."""
 ANCHORS = ("\n", ".", "a", "0", ")", "中", "<")
 """Texts that a text is tokenised behind, to see it as it stands inside another."""
+NOT_TEMPLATE_KWARGS = ("chat_template", "messages", "tools")
+"""Names that are no arguments of a template: a template of a client's could keep the server busy for ever."""
 
 
 class Tokenizer:
@@ -164,6 +166,9 @@ class Tokenizer:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or set model.chat_template", param="messages"
             )
+        if (taken := next((name for name in NOT_TEMPLATE_KWARGS if name in (template_kwargs or {})), None)) is not None:
+            reason = f"'chat_template_kwargs' cannot set {taken!r}: it is no argument of the template"
+            raise RequestError(reason, param="chat_template_kwargs")
         chat = in_known_roles(read_messages(messages), self._template_text(tools))
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,

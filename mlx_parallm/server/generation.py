@@ -234,7 +234,7 @@ async def _checked_outputs(
             (position, completion.index)
             for position, output in enumerate(outputs)
             for completion in output.completions
-            if check.fault(completion, completion.text) is not None
+            if requests[position].params.temperature > 0 and check.fault(completion, completion.text) is not None
         ]
         if not faulty:
             break

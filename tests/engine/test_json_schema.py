@@ -155,11 +155,46 @@ def test_the_schema_of_the_client_stays_as_it_is() -> None:
     ],
     ids=json.dumps,
 )
-def test_odd_keywords_are_given_up_or_refused(grammars: Grammars, source: Any) -> None:
+async def test_odd_keywords_are_given_up_or_refused(grammars: Grammars, source: Any) -> None:
     try:
-        grammars.unenforced(schema({"type": "object"} | source))
+        await grammars.unenforced(schema({"type": "object"} | source, param="guided_json"))
     except RequestError as error:
-        assert error.param
+        assert error.param == "guided_json"
+
+
+ODD = 2**53 + 1  # the first integer that no double holds
+
+
+@pytest.mark.parametrize(
+    ("bounds", "good", "bad"),
+    [
+        ({"minimum": ODD}, [ODD + 1], [ODD - 1]),
+        ({"maximum": ODD}, [ODD - 1, 5], [ODD + 1]),
+        ({"minimum": -ODD}, [1 - ODD], [-ODD - 1]),
+        ({"exclusiveMinimum": ODD}, [ODD + 3], [ODD - 1, ODD]),
+        ({"exclusiveMaximum": ODD}, [ODD - 2], [ODD, ODD + 1]),
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, [0, -5, 2**63 - 1024], [2**63, -(2**63) - 1]),
+        ({"minimum": 0, "maximum": 2**64 - 1}, [0, 2**62], [-1]),
+    ],
+    ids=json.dumps,
+)
+async def test_bounds_of_integers_are_narrowed_to_what_the_grammar_holds(
+    grammars: Grammars, tiny_tokenizer: Tokenizer, bounds: dict[str, int], good: list[int], bad: list[int]
+) -> None:
+    """A rounded bound let an integer through that the check refused at each try; int64's were refused as they are."""
+    structure = schema(INTEGER | bounds)
+    assert await grammars.unenforced(structure) == ()
+    for value in good:
+        assert takes(grammars, tiny_tokenizer, structure, value)
+        assert violation(structure.source, json.dumps(value)) is None
+    assert not any(takes(grammars, tiny_tokenizer, structure, value) for value in bad)
+
+
+@pytest.mark.parametrize("source", [{"const": ODD}, {"enum": [1, ODD]}, {"const": {"a": [ODD]}}, {"enum": [[2**70]]}])
+async def test_a_value_that_the_grammar_would_round_is_refused(grammars: Grammars, source: Any) -> None:
+    """`{"const": 9007199254740993}` made 9007199254740992, so that each try failed and the model was blamed."""
+    with pytest.raises(RequestError, match=r"the grammar would round 9007199254740993|integers of 64 bits"):
+        await grammars.unenforced(schema(source, param="guided_json"))
 
 
 def test_an_answer_that_cannot_be_checked_is_no_crash() -> None:

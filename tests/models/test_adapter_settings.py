@@ -6,6 +6,7 @@ dictionaries, FSDP, DeepSpeed and several adapters in a file have; the settings 
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,40 @@ def test_mlx_lms_settings_and_tensors(tmp_path: Path) -> None:
         changed = {key: value for key, value in tensors.items() if key == name} or tensors | {name: mx.ones((64,))}
         with pytest.raises(AdapterError, match=message):
             load_adapter(mlx_lm(tmp_path, changed))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"use_rslora": "false"}, "use_rslora = 'false': must be true or false"),
+        ({"use_dora": "no"}, "use_dora = 'no': must be true or false"),
+        ({"use_rslora": 1}, "use_rslora = 1: must be true or false"),
+        ({"lora_alpha": True}, "the alpha of lora_alpha is True: must be a number"),
+        ({"alpha_pattern": {"q_proj": True}}, "the alpha of q_proj is True: must be a number"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+    """The text "false" counted as true: rsLoRA's factor, twice what PEFT computes at rank 4."""
+    with pytest.raises(AdapterError, match=re.escape(reason)):
+        load_adapter(peft(tmp_path / "wrong", **settings))
+
+
+@pytest.mark.parametrize("scale", [True, "2"])
+def test_mlx_lms_scale_is_a_number(tmp_path: Path, scale: Any) -> None:
+    tensors = {"layer.lora_a": mx.ones((4, 2)), "layer.lora_b": mx.ones((2, 4))}
+    with pytest.raises(AdapterError, match=re.escape(f"lora_parameters.scale = {scale!r}: must be a number")):
+        load_adapter(mlx_lm(tmp_path, tensors, lora_parameters={"rank": 2, "scale": scale}))
+
+
+@pytest.mark.parametrize("dtype", [mx.int8, mx.uint8, mx.int32, mx.bool_, mx.complex64])
+def test_tensors_are_floating_point(tmp_path: Path, dtype: mx.Dtype) -> None:
+    """A quantised adapter's integers, or float8's bytes, were taken for the numbers themselves."""
+    kind = str(dtype).removeprefix("mlx.core.")
+    with pytest.raises(AdapterError, match=f"lora_[AB].weight is {kind}: an adapter's tensors are float32"):
+        load_adapter(peft(tmp_path / "whole", {key: tensor.astype(dtype) for key, tensor in pair().items()}))
+    mlx = {"layer.lora_a": mx.ones((4, 2)), "layer.lora_b": mx.ones((2, 4)).astype(dtype)}
+    with pytest.raises(AdapterError, match=f"layer.lora_b is {kind}"):
+        load_adapter(mlx_lm(tmp_path, mlx))
 
 
 def test_every_way_in_refuses_it(tmp_path: Path) -> None:

@@ -156,6 +156,21 @@ def test_a_final_message_that_is_not_shown_cannot_be_continued() -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["self", "source", "caller", "variables"])
+def test_an_argument_of_any_name_reaches_the_template(name: str) -> None:
+    """Python's own names of parameters are none of the template's (`self` stays Jinja's)."""
+    tokenizer = with_template("{% for m in messages %}{{ m.content }}{% endfor %} {{ " + name + " }}")
+    shown = tokenizer.render_chat_text([USER], template_kwargs={name: "x"})
+    assert shown.startswith("Wetter? ") and (shown.endswith("x") or name == "self")
+
+
+@pytest.mark.parametrize("name", ["chat_template", "messages", "tools"])
+def test_what_is_no_argument_of_a_template_is_refused_from_everywhere(name: str) -> None:
+    with pytest.raises(RequestError, match=f"'chat_template_kwargs' cannot set '{name}'") as refused:
+        with_template("{{ messages }}").render_chat([USER], template_kwargs={name: []})
+    assert refused.value.param == "chat_template_kwargs"
+
+
 def test_half_a_character_is_an_error_of_the_messages() -> None:
     with pytest.raises(RequestError, match="lone surrogate"):
         with_template(TEMPLATES["qwen"]).render_chat_text([{"role": "user", "content": "\ud83d"}])

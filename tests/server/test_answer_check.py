@@ -180,6 +180,24 @@ def test_a_greedy_answer_is_not_sampled_again(servers: dict[str, RunningServer])
     assert answer.status_code == 400 and "tries" not in answer.json()["error"]["message"]
 
 
+def resampled(server: RunningServer) -> float:
+    lines = post_metrics(server).splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("mlx_parallm_resampled_choices_total "))
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 1.0), (1.0, 0.0)])
+def test_of_a_list_of_sampling_params_only_greedy_answers_are_not_sampled_again(
+    servers: dict[str, RunningServer], temperatures: tuple[float, ...]
+) -> None:
+    """SGLang's list: the first temperature decided for all, so that none, or a greedy one 100 times, was sampled."""
+    fields = {"json_schema": json.dumps(NEVER), "max_new_tokens": 40}
+    sampling = [fields | {"temperature": temperature} for temperature in temperatures]
+    before = resampled(servers["usual"])
+    answer = post(servers["usual"], "/generate", text=["a", "b"], sampling_params=sampling)
+    assert answer.status_code == 400
+    assert resampled(servers["usual"]) - before == 1
+
+
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
 def test_patterns_beside_properties(servers: dict[str, RunningServer], temperature: float) -> None:
     """The smallest input of the fault; and where an `allOf` hides it from the rewriting, the header says so."""

@@ -152,6 +152,8 @@ REFUSED = {
     "both prompts": ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     "nothing to continue": ({"continue_final_message": True}, "continue_final_message"),
     "unknown": ({"max_new_tokens": 5}, "max_new_tokens"),
+    "messages of the template": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    "tools of the template": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     "own template": ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
 }
 

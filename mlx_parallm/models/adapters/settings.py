@@ -85,6 +85,13 @@ def check_peft(config: Mapping[str, Any], file: Path) -> None:
         raise AdapterError(f"{file}: lora_parameters is mlx-lm's, but the tensors beside it have PEFT's names")
     if (fault := _fault(config, {*APPLIED, *HARMLESS}, REFUSED)) is not None:
         raise AdapterError(f"{file}: {fault}")
+    for name in ("use_rslora", "use_dora"):
+        if not isinstance(value := config.get(name), bool | None):  # the text "false" would count as true
+            raise AdapterError(f"{file}: {name} = {value!r}: must be true or false")
+    patterns = config.get("alpha_pattern")
+    alphas = {"lora_alpha": config.get("lora_alpha")} | (patterns if isinstance(patterns, dict) else {})
+    if (wrong := next((name for name, alpha in alphas.items() if isinstance(alpha, bool)), None)) is not None:
+        raise AdapterError(f"{file}: the alpha of {wrong} is {alphas[wrong]}: must be a number")
 
 
 def check_mlx_lm(config: Mapping[str, Any], file: Path) -> None:

@@ -192,7 +192,8 @@ async def _sglang(body: SglangBody, request: Request, context: ServerContext) ->
     ]
     if len({params.structure for params in params_of}) > 1:
         raise RequestError("the 'sampling_params' of one request must have one structure", param="sampling_params")
-    check = await answer_check(context, params_of[0], content=params_of[0].structure)
+    warmest = max(params_of, key=lambda params: params.temperature)  # a greedy answer is not sampled again
+    check = await answer_check(context, warmest, content=warmest.structure)
     outputs = await run(context, request, requests, check=check)
     answers = zip(requests, prompts, outputs, strict=True)
     objects = [each for answer in answers for each in _sglang_objects(context.tokenizer, body, *answer)]

@@ -169,10 +169,6 @@ class Conversation(Body):
             raise RequestError(
                 "'continue_final_message' needs a last message of role assistant", param="continue_final_message"
             )
-        if "chat_template" in self.chat_template_kwargs:  # a program that could keep the server busy for ever
-            raise RequestError(
-                "'chat_template_kwargs' cannot set 'chat_template': the server's is used", param="chat_template_kwargs"
-            )
         generation_prompt = not continued
         if self.add_generation_prompt is not None:
             generation_prompt = self.add_generation_prompt
