@@ -60,7 +60,11 @@ def chat_messages(listed: Iterable[Any]) -> list[Json]:
 
 
 def linked(messages: Sequence[Json]) -> list[Json]:
-    """Give calls without an id (None) one, and results without one the id of the call that they answer."""
+    """Give calls whose id is None one, and results without one the id of the call that they answer.
+
+    A call of a form that has no ids (`function_call`, ShareGPT's) has no key "id": it gets none, nor does its result,
+    as in the rows and requests that are read elsewhere.
+    """
     made: list[Json] = []
     waiting: dict[str, str] = {}  # id → name of calls without a result
     for number, message in enumerate(messages):
@@ -71,13 +75,15 @@ def linked(messages: Sequence[Json]) -> list[Json]:
                 is_call = isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
                 made_id = {"id": f"call_{number}_{at}"} if is_call and "id" in call and call["id"] is None else {}
                 named.append({**call, **made_id} if is_call else call)
-                if is_call:
-                    waiting[str(named[-1].get("id"))] = str(call["function"].get("name"))
+                if is_call and named[-1].get("id") is not None:
+                    waiting[str(named[-1]["id"])] = str(call["function"].get("name"))
             kept["tool_calls"] = named
         elif kept.get("role") == "tool":
             if "tool_call_id" in kept and kept["tool_call_id"] is None:
                 same = (call_id for call_id, name in waiting.items() if kept.get("name") in (None, name))
-                kept["tool_call_id"] = next(same, "")
+                kept["tool_call_id"] = next(same, None)
+                if kept["tool_call_id"] is None:
+                    del kept["tool_call_id"]
             waiting.pop(str(kept.get("tool_call_id")), None)
         made.append(kept)
     return made
@@ -101,10 +107,7 @@ def converted(message: Mapping[str, Any]) -> list[Json]:
     if role in _CALLING:
         return [_spoken_call(fields)]
     fields["role"] = _ROLES.get(role, role)
-    call = fields.get("function_call")
-    if isinstance(call, Mapping) and _is_call(call) and not fields.get("tool_calls"):
-        fields["tool_calls"] = [_call(call)]
-        del fields["function_call"]
+    _take_calls(fields)
     if role != "tool" and fields.get("role") == "tool":  # the older forms have no ids
         fields.setdefault("tool_call_id", None)
     content = fields.get("content")
@@ -113,6 +116,16 @@ def converted(message: Mapping[str, Any]) -> list[Json]:
     if role not in _ROLES:
         raise TraceError(f"a message has the role {role!r}: expected system, user, assistant or tool"[:150])
     return _split(fields, content)
+
+
+def _take_calls(fields: Json) -> None:
+    """Give the older `function_call`, and calls that have the function's own fields, the form of `tool_calls`."""
+    call = fields.get("function_call")
+    if isinstance(call, Mapping) and _is_call(call) and not fields.get("tool_calls"):
+        fields["tool_calls"] = [_without_no_id(_call(call))]
+        del fields["function_call"]
+    if isinstance(listed := fields.get("tool_calls"), list) and any(map(_is_flat, listed)):
+        fields["tool_calls"] = [_without_no_id(_call(each)) if _is_flat(each) else each for each in listed]
 
 
 def _spoken_call(fields: Json) -> Json:
@@ -129,7 +142,7 @@ def _spoken_call(fields: Json) -> Json:
         key = next((key for key in _ARGUMENTS if key in call), "arguments")
         rest = {name: value for name, value in call.items() if name not in ("name", key, "id")}
         function = {"name": call["name"], "arguments": _json_text(call.get(key, {}))}
-        calls.append({"id": call.get("id"), "type": "function", "function": function, **rest})
+        calls.append(_without_no_id({"id": call.get("id"), "type": "function", "function": function, **rest}))
     return {**fields, "role": "assistant", "content": None, "tool_calls": calls}
 
 
@@ -240,6 +253,11 @@ def _is_call(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("name"), str)
 
 
+def _is_flat(call: Any) -> bool:
+    """Whether an entry of `tool_calls` has the function's own fields, as many data sets write it."""
+    return _is_call(call) and "function" not in call and "custom" not in call
+
+
 def _is_foreign(part: Any) -> bool:
     """Whether a part is none that OpenAI's chat has."""
     kind = _kind(part)
@@ -271,6 +289,10 @@ def _call(part: Mapping[str, Any]) -> Json:
     call_id = inner.get(ids)
     call = {"id": None if call_id is None else str(call_id), "type": "function", "function": function}
     return call | ({"rest": rest} if rest else {})
+
+
+def _without_no_id(call: Json) -> Json:
+    return {key: value for key, value in call.items() if key != "id" or value is not None}
 
 
 def _result(part: Mapping[str, Any]) -> Json:

@@ -131,11 +131,8 @@ def _row_call(call: Any, notes: Counter[str]) -> Json:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     _judge({key: value for key, value in call.items() if key not in ("id", "type", "function")}, "a call has", notes)
     _judge({key: value for key, value in function.items() if key not in ("name", "arguments")}, "a call has", notes)
-    return {
-        "id": str(call.get("id") or ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": text},
-    }
+    call_id = {"id": str(call["id"])} if call.get("id") else {}
+    return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
 def _judge(fields: Mapping[str, Any], what: str, notes: Counter[str]) -> None:
@@ -151,6 +148,6 @@ def _judge(fields: Mapping[str, Any], what: str, notes: Counter[str]) -> None:
 def _check_results(messages: list[Json]) -> None:
     called: set[str] = set()
     for message in messages:
-        called |= {call["id"] for call in message.get("tool_calls", ())}
+        called |= {call["id"] for call in message.get("tool_calls", ()) if "id" in call}
         if message["role"] == "tool" and message.get("tool_call_id") and message["tool_call_id"] not in called:
             raise TraceError("a tool's result without its call")

@@ -57,6 +57,7 @@ from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.server.responses.body import ResponsesBody
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.traces.builders import DatasetOptions, build_dataset
+from mlx_parallm.traces.dialects import chat_messages
 from mlx_parallm.traces.schema import new_trace, parse_trace
 from mlx_parallm.trl.rows import read_rows
 from tests.chat_templates import TEMPLATES
@@ -297,35 +298,34 @@ def _tool_use(call: Chat) -> Chat:
 
 
 def _common(messages: list[Chat], face: str) -> Iterator[Chat]:
-    """Yield messages in the one form. Raises NotExpressible: fields that only a chat has."""
+    """Yield messages in the one form. Unknown fields are left off: no template here prints them.
+
+    Raises NotExpressible: what only a chat has.
+    """
     for message in read_messages(messages):
-        if {"name", "metadata"} & set(message) and message["role"] != "tool":
-            raise NotExpressible(f"{face}: unknown fields")
         if any("id" not in call for call in message.get("tool_calls", ())):
             raise NotExpressible(f"{face}: calls without an id")
-        if message["role"] == "developer" and face == "messages":
-            raise NotExpressible(f"{face}: the role developer")
         yield message
 
 
 def as_sharegpt(chat: Chat) -> Chat:
-    """Return a ShareGPT row: calls by their JSON, results without their ids."""
+    """Return a ShareGPT row. What ShareGPT has no word for stands beside `from` and `value` under OpenAI's name."""
     turns = []
-    names = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
-    for message in _common(chat["messages"], "sharegpt"):
-        if message["role"] not in names:
-            raise NotExpressible("sharegpt: the role developer")
-        if message["role"] == "tool" or message.get("tool_calls") or message.get("refusal"):
-            raise NotExpressible("sharegpt: ids of calls")
-        if message.get("reasoning_content"):
-            raise NotExpressible("sharegpt: reasoning")
-        turns.append({"from": names[message["role"]], "value": message["content"]})
+    names = {"user": "human", "assistant": "gpt", "tool": "observation"}
+    for message in read_messages(chat["messages"]):
+        rest = {key: value for key, value in message.items() if key not in ("role", "content", "refusal")}
+        calls = rest.get("tool_calls")
+        if calls and not message["content"]:
+            del rest["tool_calls"]
+            turns.append({"from": "function_call", "value": json.dumps(calls, ensure_ascii=False), **rest})
+        else:
+            turns.append({"from": names.get(message["role"], message["role"]), "value": message["content"], **rest})
     return {"conversations": turns, "tools": json.dumps(chat["tools"], ensure_ascii=False)}
 
 
 def as_trace_row(chat: Chat) -> Chat:
     """Return the row that a trace of the conversation makes, through JSON."""
-    messages = [*chat["messages"], {"role": "assistant", "content": "ok"}]
+    messages = chat_messages([*chat["messages"], {"role": "assistant", "content": "ok"}])  # as an importer does
     if any(message["role"] == "assistant" for message in chat["messages"]):
         messages = [
             {**message, "step": {"is_copied_context": True}}

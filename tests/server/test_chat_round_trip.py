@@ -4,12 +4,10 @@ from scripts.soak.chat_round_trip import FACES, FAMILIES, round_trip
 
 
 def test_the_same_ids_everywhere() -> None:
-    """Server, Responses, Messages, rows, SFT, TRL, ShareGPT rows and a Tinker client. Traces have tests of their own,
-    and are in the script."""
-    faces = tuple(face for face in FACES if face != "traces")
+    """Server, Responses, Messages, rows, SFT, TRL, traces, ShareGPT rows and a Tinker client."""
     for seed, family, template in zip((1, 2, 3), FAMILIES, ("coder", "deepseek", "plain"), strict=True):
-        found, wrong = round_trip(30, seed, families=(family,), templates=(template,), faces=faces)
+        found, wrong = round_trip(30, seed, families=(family,), templates=(template,))
         assert not wrong, wrong[0]
         assert found["chat: refused"] == 0
-        for face in faces:
+        for face in FACES:
             assert found[f"{face}: same"] or (face, template) == ("tinker", "plain"), (face, template, found)
