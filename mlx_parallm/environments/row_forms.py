@@ -13,20 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF
 
 SHAREGPT, ALPACA = "ShareGPT", "Alpaca"
 CONVERSATION_COLUMNS = ("conversations", "conversation")
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 OWN_COLUMNS = (*MESSAGE_COLUMNS, "text")
-_SAYERS: dict[str, tuple[str, ...]] = {
-    "system": ("system",),
-    "developer": ("developer",),
-    "user": ("human", "user"),
-    "assistant": ("gpt", "assistant", "model", "bot", "chatgpt", "bing", "bard"),
-    "tool": ("tool", "observation", "function", "function_response", "tool_response", "ipython"),
-}
-ROLE_OF = {name: role for role, names in _SAYERS.items() for name in names}
-CALLERS = ("function_call", "tool_call", "function-call")  # an assistant's turn whose value is the call, as JSON
 
 
 def known_row(row: dict[str, Any], where: str) -> tuple[dict[str, Any], str | None]:
@@ -103,8 +95,10 @@ def _message(entry: Any, where: str) -> dict[str, Any]:
     if not isinstance(entry, Mapping):
         raise ConfigError(f'{where}: expected {{"from": …, "value": …}}, got {entry!r:.200}')
     if "from" not in entry:
-        return dict(entry)
+        named = "role" in entry and "value" in entry and "content" not in entry
+        return {("content" if named and key == "value" else key): item for key, item in entry.items()}
     sayer, value = entry["from"], entry.get("value")
+    sayer = sayer.lower() if isinstance(sayer, str) else sayer
     rest = {key: item for key, item in entry.items() if key not in ("from", "value") and item is not None}
     if rest.get("train") is False or rest.get("loss") is False:
         rest["weight"] = 0

@@ -24,6 +24,16 @@ DEVELOPER = "developer"  # OpenAI's name of system for models that reason
 FUNCTION = "function"  # OpenAI's older name of tool
 CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_SPEAKERS: dict[str, tuple[str, ...]] = {
+    "system": ("system", "system_instruction"),
+    "developer": ("developer",),
+    "user": ("human", "user"),
+    "assistant": ("gpt", "assistant", "model", "bot", "ai", "chatgpt", "bing", "bard"),
+    "tool": ("tool", "observation", "function", "function_response", "tool_response", "ipython"),
+}
+ROLE_OF = {name: role for role, names in _SPEAKERS.items() for name in names}
+"""Names of speakers in other programs' logs and rows (ShareGPT's, Gemini's) → roles."""
+CALLERS = ("function_call", "tool_call", "function-call")  # an assistant's turn whose text is the call, as JSON
 REASONING = ("reasoning_content", "reasoning", "thinking")
 ANSWERS = (*REASONING, "tool_calls", "function_call", "refusal")  # what an assistant may write in place of content
 

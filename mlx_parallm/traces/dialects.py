@@ -15,16 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import TraceError
+from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF
 from mlx_parallm.traces.schema import Json, add_step, foreign_message, parse_json, text_of
 
-_ROLES = {
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "tool_response", "function_response", "ipython"), "tool"),
-    **dict.fromkeys(("system", "system_instruction"), "system"),
-    "developer": "developer",
-}
-_CALLING = ("function_call", "tool_call")  # ShareGPT's roles whose text is a call
 _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _THOUGHT = ("thinking", "reasoning")
 _CALL_KEYS = ("functionCall", "function_call")  # Gemini's parts have no type
@@ -97,23 +90,24 @@ def converted(message: Mapping[str, Any]) -> list[Json]:
     fields = foreign_message(message)
     if "role" not in fields and "from" in fields:
         fields["role"] = fields.pop("from")
-        if "content" not in fields and "value" in fields:
-            fields["content"] = fields.pop("value")
+    if "role" in fields and "content" not in fields and "value" in fields:
+        fields["content"] = fields.pop("value")
     if "content" not in fields and isinstance(fields.get("parts"), list):
         fields["content"] = fields.pop("parts")
     role = fields.get("role")
     if not isinstance(role, str):
         raise TraceError(f"a message has the role {role!r}: expected system, user, assistant or tool"[:150])
-    if role in _CALLING:
+    role = role.lower()
+    if role in CALLERS:
         return [_spoken_call(fields)]
-    fields["role"] = _ROLES.get(role, role)
+    fields["role"] = ROLE_OF.get(role, fields["role"])
     _take_calls(fields)
     if role != "tool" and fields.get("role") == "tool":  # the older forms have no ids
         fields.setdefault("tool_call_id", None)
     content = fields.get("content")
     if not isinstance(content, list) or not any(map(_is_foreign, content)):
         return [fields]
-    if role not in _ROLES:
+    if role not in ROLE_OF:
         raise TraceError(f"a message has the role {role!r}: expected system, user, assistant or tool"[:150])
     return _split(fields, content)
 

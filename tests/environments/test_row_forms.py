@@ -14,6 +14,7 @@ from mlx_parallm.environments.rows import json_lines, read_prompts, rows_of
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import reference_to
 from mlx_parallm.rl_training.data.rows import Example, read_examples
+from mlx_parallm.traces.dialects import chat_messages
 from mlx_parallm.trl.rows import read_rows
 
 TURNS = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
@@ -185,3 +186,20 @@ def test_free_text_is_no_path(tmp_path: Path) -> None:
         rates = environment(write(tmp_path, {"prompt": "a"}), pass_rates=text, curriculum="easy_first")
         with pytest.raises(ConfigError, match="no results of"):
             read_prompts(rates, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("names", "fields"),
+    [
+        (("Human", "GPT"), ("from", "value")),
+        (("user", "ai"), ("from", "value")),
+        (("human", "bard"), ("from", "content")),
+        (("user", "assistant"), ("role", "value")),
+    ],
+)
+def test_rows_and_logs_know_the_same_speakers(names: tuple[str, str], fields: tuple[str, str]) -> None:
+    """Names in capitals and `role` beside `value` too: one table serves `--data` and the importers of traces."""
+    turns = [dict(zip(fields, said, strict=True)) for said in zip(names, ("Hi.", "Hello."), strict=True)]
+    expected = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    row, _ = known_row({"conversations": turns}, "row 0")
+    assert row["messages"] == chat_messages(turns) == expected
