@@ -192,7 +192,7 @@ def test_a_hang_up_is_marked(proxy: str, tmp_path: Path, upstream: RunningServer
     with agent(proxy, "cut") as client, client.chat.completions.create(stream=True, **options) as stream:
         next(iter(stream))
     path = tmp_path / "traces" / "sessions" / "cut.jsonl"
-    until(path.exists)
+    until(lambda: path.exists() and session(tmp_path, "cut").turns)  # the file is there before its first line
     assert [turn.status for turn in session(tmp_path, "cut").turns.values()] == [ABORTED]
     until(lambda: upstream.engine.stats().running == 0)
 
