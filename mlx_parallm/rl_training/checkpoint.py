@@ -100,16 +100,24 @@ class Checkpointer:
 
         `best`: this checkpoint is the best one, whatever the scores say. `best` is then a directory of its own, and the
         scores no longer change it. `served`: the weights of `policy_version`, where the policy's are newer. Raises
-        CheckpointError (a full disk, …): the earlier checkpoints are all there, and
-        `latest` is one of them.
+        CheckpointError (a full disk, a run directory that was removed, …): the earlier checkpoints are as they were,
+        and `latest` is one of them.
         """
         path = self.run_directory / state.checkpoint_name
+        try:
+            return self._save(path, state, final=final, best=best, served=served or {})
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+    def _save(
+        self, path: Path, state: TrainerState, *, final: bool, best: bool, served: Mapping[str, mx.array]
+    ) -> Path:
         left = max((rollback["step"] for rollback in state.rollbacks), default=0)
         found = score(self.run_directory / METRICS_FILE, state.step, after=left)
         state = replace(state, random_state=random_state(), score=found)
         if not (path.is_dir() and self._same(path, state)):
-            self._check_room(path, served or {})
-            write_directory(path, lambda directory: self._fill(directory, state, served or {}))
+            self._check_room(path, served)
+            write_directory(path, lambda directory: self._fill(directory, state, served))
         point(self.run_directory / LATEST, path.name)
         self._point_beside(LATEST)
         if final:

@@ -123,7 +123,7 @@ def model_of(name: str) -> Any:
 
 
 def steps(console: Console, rounds: int) -> None:
-    """Forward and gradient of all weights over 4 × 1,024 tokens, a million parameters at a time of a qwen3's."""
+    """Forward and gradient of all weights over 4 × 1,024 tokens; seconds a parameter, beside a qwen3's."""
     tokens = mx.random.randint(0, 1000, (ROWS, TOKENS))
     base = 0.0
     for name in LARGER:

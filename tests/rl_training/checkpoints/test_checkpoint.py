@@ -235,6 +235,26 @@ def test_full_weights_are_a_model_directory(tmp_path: Path) -> None:
     assert size.st_nlink == 2, "final shares its files with the step"
 
 
+@pytest.mark.parametrize("name", ["free_bytes", "point"])
+def test_a_run_directory_that_is_removed_during_a_save_is_a_clear_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the room is measured, and before `latest` is written. Looked at besides: `write_directory` (makes it again,
+    and `DiskUse.check` ends the run), metrics.jsonl (its append says so), spans.jsonl (left out with a warning)."""
+    run = tmp_path / "run"
+    checkpointer = make_checkpointer(run, trained(1), keep=1)
+    checkpointer.save(state_at(1))
+    call = getattr(checkpoint_module, name)
+
+    def gone(*args: Any, **options: Any) -> Any:
+        shutil.rmtree(run, ignore_errors=True)
+        return call(*args, **options)
+
+    monkeypatch.setattr(checkpoint_module, name, gone)
+    with pytest.raises(CheckpointError, match=r"(step_000002|latest) cannot be written: .*No such file or directory"):
+        checkpointer.save(state_at(2))
+
+
 def test_old_ones_go_and_latest_follows(tmp_path: Path) -> None:
     run = tmp_path / "run"
     checkpointer = make_checkpointer(run, trained(steps=0), keep=2)
