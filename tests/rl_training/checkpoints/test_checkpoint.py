@@ -239,8 +239,8 @@ def test_full_weights_are_a_model_directory(tmp_path: Path) -> None:
 def test_a_run_directory_that_is_removed_during_a_save_is_a_clear_error(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the room is measured, and before `latest` is written. Looked at besides: `write_directory` (makes it again,
-    and `DiskUse.check` ends the run), metrics.jsonl (its append says so), spans.jsonl (left out with a warning)."""
+    """Before the room is measured, and before `latest` is written. Looked at besides: `write_directory` (makes it
+    again, and `DiskUse.check` ends the run), metrics.jsonl (its append says so), spans.jsonl (left out, a warning)."""
     run = tmp_path / "run"
     checkpointer = make_checkpointer(run, trained(1), keep=1)
     checkpointer.save(state_at(1))
