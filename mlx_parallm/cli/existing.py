@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.cli.command import Run, add_set, load, piped, toml_value
-from mlx_parallm.system.packages import require_mlx
+from mlx_parallm.system.packages import require, require_mlx
 
 
 def explain(parser: ArgumentParser) -> Run:
@@ -294,25 +294,46 @@ def merge_lora(parser: ArgumentParser) -> Run:
     return run
 
 
-def convert_adapter(parser: ArgumentParser) -> Run:
-    """`mlx_parallm convert`: an adapter in another format."""
-    parser.add_argument("source", metavar="SRC", help="the adapter's directory or file, e.g. checkpoints/my-run/best")
+def convert(parser: ArgumentParser) -> Run:
+    """`mlx_parallm convert`: an adapter in another format, or a GGUF file as a Hugging Face folder."""
+    parser.add_argument(
+        "source", metavar="SRC", help="an adapter's directory or file, e.g. checkpoints/my-run/best; or MODEL.gguf"
+    )
     parser.add_argument("target", metavar="DST", type=Path, help="new directory")
     parser.add_argument(
         "--format",
         metavar="FORMAT",
-        required=True,
-        help="npz: mlx-lm's arrays for numpy; mlx-lm: what training writes; peft: for transformers, vLLM, SGLang",
+        help="of an adapter; npz: mlx-lm's arrays for numpy; mlx-lm: what training writes; peft: for transformers,"
+        " vLLM, SGLang",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an adapter that is at DST")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of a GGUF file's weights in DST; default: bfloat16",
+    )
 
     def run(args: Namespace) -> int:
+        from_gguf = str(args.source).endswith(".gguf")
+        if from_gguf and (args.format or args.overwrite):
+            parser.error("--format and --overwrite are for adapters: a GGUF file becomes a Hugging Face folder")
+        if not from_gguf and (args.dtype or not args.format):
+            parser.error("an adapter needs --format npz|mlx-lm|peft; --dtype is for a GGUF file")
+        if from_gguf:
+            require("reading GGUF", "gguf")
         require_mlx()
         from mlx_parallm.models.threads import release_streams
-        from mlx_parallm.tools.convert_adapter import convert
 
         atexit.register(release_streams)
-        report = convert(args.source, args.target, args.format, overwrite=args.overwrite)
+        if from_gguf:
+            from mlx_parallm.export.from_gguf import convert_gguf
+
+            converted = convert_gguf(Path(args.source), args.target, dtype=args.dtype or "bfloat16")
+            sys.stdout.write("\n".join(converted.lines()) + "\n")
+            return 0
+        from mlx_parallm.tools import convert_adapter
+
+        report = convert_adapter.convert(args.source, args.target, args.format, overwrite=args.overwrite)
         sys.stdout.write(f"{report.path}: {report.layers} {report.kind} layers in {args.format}'s format\n")
         return 0
 

@@ -149,8 +149,8 @@ COMMANDS = (
     Command(
         "convert",
         "deploy",
-        "Write an adapter in another format (npz, mlx-lm, PEFT).",
-        "mlx_parallm.cli.existing:convert_adapter",
+        "Write an adapter in another format (npz, mlx-lm, PEFT), or a GGUF file as a Hugging Face folder.",
+        "mlx_parallm.cli.existing:convert",
         "mlx_parallm_convert_adapter",
         "Every format is read: LoRA, rsLoRA, DoRA.",
     ),

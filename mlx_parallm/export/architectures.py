@@ -25,6 +25,7 @@ class Architecture:
     """
     Attributes:
         name: `general.architecture` of the file.
+        hf_class: transformers' class, for `architectures` of config.json.
         permuted: llama.cpp rotates neighbours, mlx-lm a head's two halves: rows of q and k change places.
         norm_offset: added to the weights of all norms.
         scaled_embedding: mlx-lm scales embeddings by √width rounded to bfloat16, llama.cpp by √width.
@@ -33,6 +34,7 @@ class Architecture:
     """
 
     name: str
+    hf_class: str
     permuted: bool = False
     norm_offset: float = 0.0
     scaled_embedding: bool = False
@@ -58,12 +60,14 @@ def _check_gemma3(arguments: Any) -> list[str]:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", permuted=True, check=_check_llama),
-    "mistral": Architecture("llama", permuted=True, check=_check_llama),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-    "qwen3_moe": Architecture("qwen3moe", check=_check_experts),
-    "gemma3_text": Architecture("gemma3", norm_offset=1.0, scaled_embedding=True, rounding=0.05, check=_check_gemma3),
+    "llama": Architecture("llama", "LlamaForCausalLM", permuted=True, check=_check_llama),
+    "mistral": Architecture("llama", "MistralForCausalLM", permuted=True, check=_check_llama),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_moe": Architecture("qwen3moe", "Qwen3MoeForCausalLM", check=_check_experts),
+    "gemma3_text": Architecture(
+        "gemma3", "Gemma3ForCausalLM", norm_offset=1.0, scaled_embedding=True, rounding=0.05, check=_check_gemma3
+    ),
 }
 
 
@@ -161,6 +165,62 @@ def write_metadata(writer: gguf.GGUFWriter, arguments: Any) -> None:
         writer.add_sliding_window(arguments.sliding_window)
         writer.add_sliding_window_pattern(arguments.sliding_window_pattern)
         writer.add_rope_freq_base_swa(float(arguments.rope_local_base_freq))
+
+
+def read_metadata(number: Callable[..., Any], name: str) -> dict[str, Any]:
+    """Return config.json's numbers from a file's: the way back of `write_metadata`.
+
+    Args:
+        number: returns the value of a key of the architecture, or its default; without one it raises.
+        name: `general.architecture`.
+
+    Raises ModelError: a shape of heads, or a kind of rope scaling, that is not written either.
+    """
+    width, heads = int(number("embedding_length")), int(number("attention.head_count"))
+    size = int(number("attention.key_length", width // heads))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if number(key, size) != size:
+            raise ModelError(f"{name}.{key} = {number(key)}, but a head has {size} numbers: this is not read")
+    config = {
+        "num_hidden_layers": int(number("block_count")),
+        "max_position_embeddings": int(number("context_length")),
+        "hidden_size": width,
+        "intermediate_size": int(number("feed_forward_length")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(number("attention.head_count_kv", heads)),
+        "head_dim": size,
+        "rope_theta": _shortest(number("rope.freq_base", 10000.0)),
+        "rms_norm_eps": _shortest(number("attention.layer_norm_rms_epsilon")),
+        "hidden_act": "gelu_pytorch_tanh" if name == "gemma3" else "silu",
+    }
+    scaling, factor = number("rope.scaling.type", "none"), number("rope.scaling.factor", 1.0)
+    if scaling == "linear":
+        config["rope_scaling"] = {"rope_type": "linear", "factor": _shortest(factor)}
+    elif scaling != "none":
+        raise ModelError(f"{name}.rope.scaling.type = {scaling!r} is not read: only linear, and llama3's tensor")
+    if name == "qwen3moe":
+        config |= {
+            "num_experts": int(number("expert_count")),
+            "num_experts_per_tok": int(number("expert_used_count")),
+            "moe_intermediate_size": int(number("expert_feed_forward_length")),
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    if name == "gemma3":
+        whole = config["num_hidden_layers"] == GEMMA3_27B_LAYERS
+        config |= {
+            "sliding_window": int(number("attention.sliding_window")),
+            "sliding_window_pattern": int(number("attention.sliding_window_pattern", 6)),
+            "rope_local_base_freq": _shortest(number("rope.freq_base_swa", 10000.0)),
+            "query_pre_attn_scalar": width // heads if whole else size,
+        }
+    return config
+
+
+def _shortest(number: float) -> float:
+    """Return the shortest decimal number of a float32: 1e-05, where the file has 9.999999747378752e-06."""
+    return float(str(np.float32(number)))
 
 
 def _write_rope_scaling(writer: gguf.GGUFWriter, scaling: Config) -> None:

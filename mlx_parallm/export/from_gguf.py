@@ -1,0 +1,259 @@
+"""A GGUF file as a Hugging Face folder: `mlx_parallm convert MODEL.gguf OUT`.
+
+The way back of `gguf_file.write_model`, by the same table of architectures. What the file holds and this module does
+not understand is refused by name where the model may need it; facts about the model (author,
+licence) go into `gguf.json` of the folder. Weights stay as coarse as the file has them.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_parallm.errors import ModelError
+from mlx_parallm.export import architectures
+from mlx_parallm.export.hf_tokenizer import write_tokenizer
+from mlx_parallm.models.mlx_lm_api import model_classes, save_config, save_model
+from mlx_parallm.system.files import write_directory
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+FACTS_FILE = "gguf.json"
+MAGIC = b"GGUF"
+ROPE_FACTORS = "rope_freqs.weight"
+SPLIT_COUNT = "split.count"
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """
+    Attributes:
+        tensors: of the file.
+        parameters: numbers in them.
+        left_out: keys of the file that only `gguf.json` keeps.
+        notes: what a reader has to know.
+    """
+
+    path: Path
+    model_type: str
+    tensors: int
+    parameters: int
+    types: dict[str, int]
+    left_out: list[str]
+    notes: list[str]
+
+    def lines(self) -> list[str]:
+        """Return what the command prints."""
+        types = ", ".join(f"{count} {name}" for name, count in self.types.items())
+        first = f"{self.path}: {self.model_type}, {self.tensors} tensors ({types}), {self.parameters:,} parameters"
+        kept = f"{len(self.left_out)} keys of the file about the model are in {FACTS_FILE}"
+        return [first, *([kept] if self.left_out else []), *self.notes]
+
+
+def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16") -> ConvertReport:
+    """Write the model of a GGUF file as a new directory: safetensors, config.json, tokenizer.json.
+
+    Args:
+        dtype: of the weights, a key of `DTYPES`.
+
+    Raises ModelError: the output exists; the file is damaged, or holds something that mlx-lm would not compute;
+    CheckpointError: the directory cannot be written.
+    """
+    if output.exists() or output.is_symlink():
+        raise ModelError(f"{output} exists already: choose another path, a converted model never replaces anything")
+    file = GGUFFile(source)
+    config = model_config(file)
+    kind, names = str(config["model_type"]), {tensor.name for tensor in file.tensors}
+    config |= {"torch_dtype": dtype}
+    model, arguments = _build(config)
+    wanted = _tensors_of(model, arguments, tied=config["tie_word_embeddings"])
+    factors = next((tensor for tensor in file.tensors if tensor.name == ROPE_FACTORS), None)
+    if factors is not None:
+        config["rope_scaling"] = llama3_scaling(_numbers(factors), config)
+    if unknown := sorted(names - set(wanted) - {ROPE_FACTORS}):
+        raise ModelError(
+            f"{source}: {len(unknown)} tensors have no place in mlx-lm's {kind}, {unknown[0]} is the first"
+        )
+    if missing := sorted(set(wanted) - names):
+        raise ModelError(f"{source}: {len(missing)} tensors of {kind} are missing, {missing[0]} is the first")
+    weights = [
+        (wanted[tensor.name], _weight(tensor, wanted[tensor.name], arguments, config, model).astype(DTYPES[dtype]))
+        for tensor in file.tensors
+        if tensor is not factors
+    ]
+    types = [tensor.tensor_type.name for tensor in file.tensors]
+    notes: list[str] = []
+
+    def fill(directory: Path) -> None:
+        model.load_weights(list(model.sanitize(dict(weights)).items()))  # gemma3's sanitize drops an unused lm_head
+        notes.extend(write_tokenizer(directory, file, config))
+        save_model(directory, model)
+        save_config(config, directory / "config.json")
+        facts = {"file": source.name, "left_out": file.left_out()}
+        (directory / FACTS_FILE).write_text(json.dumps(facts, indent=2, ensure_ascii=False), encoding="utf-8")
+
+    write_directory(output, fill)
+    parameters = sum(int(np.prod(tensor.shape)) for tensor in file.tensors)
+    counts = {name: types.count(name) for name in sorted(set(types))}
+    return ConvertReport(output, kind, len(types), parameters, counts, sorted(file.left_out()), notes)
+
+
+class GGUFFile:
+    """The keys and tensors of a file; it knows which keys were asked for.
+
+    Raises ModelError: it is no GGUF, damaged, a part of several, an adapter, a projector, or of the other byte order.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as opened:
+                start = opened.read(8)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+        if start[:4] != MAGIC:
+            raise ModelError(f"{path} is no GGUF file: it does not begin with GGUF")
+        if start[4:6] == b"\0\0":
+            raise ModelError(f"{path} is a big-endian GGUF file: only little-endian ones are read")
+        try:
+            reader = gguf.GGUFReader(path)
+            self._fields = {name: field.contents() for name, field in reader.fields.items()}
+        except (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path} is damaged or cut short: {error}") from error
+        self.tensors: list[gguf.ReaderTensor] = list(reader.tensors)
+        self._asked = {"general.architecture", "general.type"}
+        if (parts := self.get(SPLIT_COUNT, 0)) > 1:
+            raise ModelError(f"{path} is one of {parts} parts: join them with `llama-gguf-split --merge`")
+        if (kind := self.get("general.type", "model")) != "model":
+            raise ModelError(f"{path} holds no model but a {kind}: pass the model's own file")
+        self.architecture = str(self.get("general.architecture"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, and note that it is understood."""
+        self._asked.add(key)
+        return self._fields.get(key, default)
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """Return the value of the architecture's key, `{arch}.` left out. Raises ModelError: there is none."""
+        value = self.get(f"{self.architecture}.{key}", default)
+        if value is None:
+            raise ModelError(f"{self.path} has no {self.architecture}.{key}: the file is not complete")
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise ModelError(f"{self.path}: {self.architecture}.{key} differs between layers, which is not read")
+            value = value[0]
+        return value
+
+    def without_meaning(self, prefix: str) -> list[str]:
+        """Return the keys under a prefix that nobody has asked for."""
+        return sorted(key for key in self._fields if key.startswith(prefix) and key not in self._asked)
+
+    def left_out(self) -> dict[str, Any]:
+        """Return what the folder's other files do not hold."""
+        own = ("GGUF.",)
+        return {key: value for key, value in self._fields.items() if key not in self._asked and not key.startswith(own)}
+
+
+def model_config(file: GGUFFile) -> dict[str, Any]:
+    """Return config.json of the file's model. Raises ModelError: an architecture, or a key of it, that is not known."""
+    kind = next((kind for kind, row in architectures.ARCHITECTURES.items() if row.name == file.architecture), None)
+    if kind is None:
+        names = ", ".join(sorted({row.name for row in architectures.ARCHITECTURES.values()}))
+        raise ModelError(f"{file.path}: architecture {file.architecture!r} is not read: only {names}")
+    names = {tensor.name for tensor in file.tensors}
+    tokens = file.get("tokenizer.ggml.tokens") or []
+    config = {"architectures": [architectures.ARCHITECTURES[kind].hf_class], "model_type": kind}
+    config |= architectures.read_metadata(file.number, file.architecture)
+    config |= {
+        "vocab_size": int(file.number("vocab_size", len(tokens))),
+        "tie_word_embeddings": "output.weight" not in names,
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "mlp_bias": "blk.0.ffn_gate.bias" in names,
+    }
+    if len(tokens) != config["vocab_size"]:
+        raise ModelError(f"{file.path}: {len(tokens)} tokens, but a vocabulary of {config['vocab_size']}")
+    if unknown := file.without_meaning(f"{file.architecture}."):
+        raise ModelError(f"{file.path}: {unknown[0]} is not understood, and the model may need it")
+    return config
+
+
+def llama3_scaling(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rope scaling of Llama 3 whose divisors of the frequencies are `factors`, [head_dim / 2] float32.
+
+    Between its two bounds a divisor is 1 / ((1 - s) / factor + s), s = (L / wavelength - low) / (high - low)
+    (transformers, `_compute_llama3_parameters`). Only two of L, low and high follow, so low = 1, as Llama has it.
+    Raises ModelError: no such scaling gives these divisors.
+    """
+    size = 2 * len(factors)
+    wavelengths = 2 * np.pi * float(config["rope_theta"]) ** (np.arange(0, size, 2) / size)
+    numbers = factors.astype(np.float64)
+    factor = float(numbers.max())
+    between = (numbers > 1 + 1e-6) & (numbers < factor * (1 - 1e-6))
+    if factor <= 1 or not between.any():
+        raise ModelError(f"the tensor {ROPE_FACTORS} is no rope scaling of Llama 3's: which one is not known")
+    smooth = (1 / numbers[between] - 1 / factor) / (1 - 1 / factor)
+    high = 4.0  # Llama's: one divisor alone allows any
+    if between.sum() > 1:
+        high = 1 - 1 / np.polyfit(1 / wavelengths[between], smooth, 1)[1]
+    found = {
+        "rope_type": "llama3",
+        "factor": round(factor, 4),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": round(float(high), 3),
+        "original_max_position_embeddings": round(float((wavelengths[between] * (smooth * (high - 1) + 1)).mean())),
+    }
+    scale = (found["original_max_position_embeddings"] / wavelengths - 1) / (found["high_freq_factor"] - 1)
+    scale = np.clip(scale, 0, 1)
+    if not np.allclose(1 / ((1 - scale) / factor + scale), numbers, rtol=1e-4):
+        raise ModelError(f"the tensor {ROPE_FACTORS} is no rope scaling of Llama 3's: which one is not known")
+    return found
+
+
+def _build(config: Mapping[str, Any]) -> tuple[nn.Module, Any]:
+    model_class, arguments_class = model_classes(dict(config))
+    arguments = arguments_class.from_dict(dict(config))
+    return model_class(arguments), arguments
+
+
+def _tensors_of(model: nn.Module, arguments: Any, *, tied: bool) -> dict[str, str]:
+    """Return mlx-lm's name of each tensor by the file's name."""
+    row = architectures.ARCHITECTURES[arguments.model_type]
+    names = [name for name, _ in tree_flatten(model.parameters()) if not (tied and name.startswith("lm_head."))]
+    return {architectures.tensor_name(row, name, arguments.num_hidden_layers): name for name in names}
+
+
+def _weight(
+    tensor: gguf.ReaderTensor, name: str, arguments: Any, config: Mapping[str, Any], model: nn.Module
+) -> mx.array:
+    """Return a tensor of the file as mlx-lm has it, float32."""
+    row = architectures.ARCHITECTURES[arguments.model_type]
+    numbers = _numbers(tensor)
+    order = architectures.row_order(row, name, arguments)
+    if order is not None:
+        numbers = numbers[np.argsort(order)]
+    offset, factor = architectures.changed(row, tensor.name, arguments, tied=bool(config["tie_word_embeddings"]))
+    if (offset, factor) != (0.0, 1.0):
+        numbers = numbers / np.float32(factor) - np.float32(offset)
+    expected = dict(_shapes(model))[name]
+    if numbers.shape != expected:
+        raise ModelError(f"{tensor.name} has shape {numbers.shape}, but {arguments.model_type} needs {expected}")
+    return mx.array(np.ascontiguousarray(numbers))
+
+
+def _shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    return ((name, tuple(array.shape)) for name, array in tree_flatten(model.parameters()))
+
+
+def _numbers(tensor: gguf.ReaderTensor) -> np.ndarray:
+    """Return the numbers as float32, in the shape in memory. Raises ModelError: a type without a reader."""
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    try:
+        return np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(shape)
+    except (NotImplementedError, ValueError) as error:
+        raise ModelError(f"{tensor.name} of type {tensor.tensor_type.name} cannot be unpacked: {error}") from error
