@@ -31,7 +31,7 @@ SPLIT_COUNT = "split.count"
 
 
 @dataclass(frozen=True)
-class ConvertReport:
+class FolderReport:
     """
     Attributes:
         tensors: of the file.
@@ -56,7 +56,7 @@ class ConvertReport:
         return [first, *([kept] if self.left_out else []), *self.notes]
 
 
-def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16") -> ConvertReport:
+def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16") -> FolderReport:
     """Write the model of a GGUF file as a new directory: safetensors, config.json, tokenizer.json.
 
     Args:
@@ -101,7 +101,7 @@ def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16") -> Conv
     write_directory(output, fill)
     parameters = sum(int(np.prod(tensor.shape)) for tensor in file.tensors)
     counts = {name: types.count(name) for name in sorted(set(types))}
-    return ConvertReport(output, kind, len(types), parameters, counts, sorted(file.left_out()), notes)
+    return FolderReport(output, kind, len(types), parameters, counts, sorted(file.left_out()), notes)
 
 
 class GGUFFile:

@@ -21,7 +21,7 @@ SAMPLING = {
 }
 
 
-class Fields(Protocol):
+class GGUFKeys(Protocol):
     """What is needed of a `GGUFFile`."""
 
     path: Path
@@ -31,7 +31,7 @@ class Fields(Protocol):
     def without_meaning(self, prefix: str) -> list[str]: ...
 
 
-def write_tokenizer(directory: Path, file: Fields, config: dict[str, Any]) -> list[str]:
+def write_tokenizer(directory: Path, file: GGUFKeys, config: dict[str, Any]) -> list[str]:
     """Write the three files, and the ids of special tokens into `config`. Return notes for a reader.
 
     Raises ModelError: a vocabulary or a pre-tokenizer of a kind that is not read; a key that is not understood.
@@ -175,7 +175,7 @@ def _post_processor(tokens: list[str], bos: int | None, eos: int | None) -> dict
     }
 
 
-def _templates(file: Fields) -> dict[str, Any]:
+def _templates(file: GGUFKeys) -> dict[str, Any]:
     """Return the chat template, or the list of all where the file has several."""
     default = file.get(TEMPLATE)
     names = file.get("tokenizer.chat_templates") or []
