@@ -13,12 +13,53 @@ from pathlib import Path
 from typing import Any
 
 TRAIN_TOPICS = (
-    "rain bread music winter coffee gardens horses bridges sleep paper trains honey clouds chess soap rivers glass "
-    "bicycles forests salt clocks birds cheese stars libraries shoes tea markets snow islands"
-).split()
-HELDOUT_TOPICS = (
-    "volcanoes butter lamps whales kites deserts pianos apples robots castles mirrors ants maps boats".split()
+    "rain",
+    "bread",
+    "music",
+    "winter",
+    "coffee",
+    "gardens",
+    "horses",
+    "bridges",
+    "sleep",
+    "paper",
+    "trains",
+    "honey",
+    "clouds",
+    "chess",
+    "soap",
+    "rivers",
+    "glass",
+    "bicycles",
+    "forests",
+    "salt",
+    "clocks",
+    "birds",
+    "cheese",
+    "stars",
+    "libraries",
+    "shoes",
+    "tea",
+    "markets",
+    "snow",
+    "islands",
 )
+HELDOUT_TOPICS = [
+    "volcanoes",
+    "butter",
+    "lamps",
+    "whales",
+    "kites",
+    "deserts",
+    "pianos",
+    "apples",
+    "robots",
+    "castles",
+    "mirrors",
+    "ants",
+    "maps",
+    "boats",
+]
 PHRASES = ("That is all.", "Have a nice day.", "Ask me again.", "Hope this helps.", "The end.")
 WORDS = ("water", "people", "time", "good", "small")
 KEYS = (("title", "text"), ("name", "use"), ("question", "answer"))

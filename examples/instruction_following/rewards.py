@@ -1,8 +1,9 @@
 """A verifiable reward for instructions about the form of an answer, in the manner of IFEval (arXiv 2311.07911).
 
-A row has `topic` and `constraints`: [{"kind": "lower"}, {"kind": "ends_with", "phrase": "That is all."}, …]. The score is
-the share of constraints that hold. It is 0 where the answer has no content: a bare phrase, a copy of the prompt, the same
-words again and again, or an answer that does not name its topic. Without this, a policy learns the phrase alone.
+A row has `topic` and `constraints`: [{"kind": "lower"}, {"kind": "ends_with", "phrase": "That is all."}, …]. The
+score is the share of constraints that hold. It is 0 where the answer has no content: a bare phrase, a copy of the
+prompt, the same words again and again, or an answer that does not name its topic. Without this, a policy learns the
+phrase alone.
 """
 
 import json
