@@ -66,14 +66,19 @@ def own_words(text: str, constraints: Sequence[Mapping[str, Any]]) -> list[str]:
 def has_content(text: str, prompt: str, topic: str, constraints: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether an answer says something about its topic in words of its own."""
     own = own_words(text, constraints)
-    subject = set(words(topic))
-    rest = [word for word in own if word not in subject]
-    if len(rest) < OWN_WORDS or len(set(rest)) < VARIETY * len(rest) or not subject <= set(words(text)):
+    subject = topic.lower()
+    rest = [word for word in own if not names(word, subject)]
+    if len(rest) < OWN_WORDS or len(set(rest)) < VARIETY * len(rest) or len(rest) == len(own):
         return False
     asked, said = words(prompt), words(text)
     triples = set(zip(asked, asked[1:], asked[2:], strict=False))
     answered = list(zip(said, said[1:], said[2:], strict=False))
     return sum(triple in triples for triple in answered) < COPIED * len(answered)
+
+
+def names(word: str, topic: str) -> bool:
+    """Return whether a word is the topic, or its singular: castle for castles, library for libraries."""
+    return word in (topic, topic.removesuffix("s"), topic.removesuffix("es"), topic.removesuffix("ies") + "y")
 
 
 def score_one(text: str, prompt: str, topic: str, constraints: Sequence[Mapping[str, Any]]) -> float:

@@ -78,6 +78,15 @@ def test_the_keyword_alone_is_no_content() -> None:
     assert scored("rain water water water water water.", {"kind": "keyword", "word": "water", "times": 5}) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("topic", "word"), [("castles", "castle"), ("volcanoes", "volcano"), ("libraries", "library"), ("glass", "glass")]
+)
+def test_the_singular_names_the_topic(topic: str, word: str) -> None:
+    assert rewards.names(topic, topic)
+    assert rewards.names(word, topic)
+    assert not rewards.names("rain", topic)
+
+
 def test_an_unknown_constraint_is_named() -> None:
     with pytest.raises(KeyError, match="rhyme"):
         scored(RAIN, {"kind": "rhyme"})
