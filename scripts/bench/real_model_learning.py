@@ -78,13 +78,18 @@ def run(task: Task, variant: str, seed: int, args: argparse.Namespace, directory
 
 
 def read_run(made: Path) -> dict[str, Any]:
-    """Return what a run directory says: held-out scores of each problem, curve, seconds a step, memory, answers."""
+    """Return what a run directory says: held-out scores of each problem, curve, seconds a step, memory, answers.
+
+    Raises SystemExit: the run has not been evaluated before and after training, or a held-out answer has no score.
+    """
     evaluations = [line for line in _lines(made / "evaluations.jsonl") if "skipped" not in line]
     metrics = _lines(made / "metrics.jsonl")
+    if len(evaluations) < 2 or evaluations[-1]["step"] != metrics[-1]["step"]:
+        sys.exit(f"{made}: needs an evaluation before the first and one after the last step")
     first, last = (next(iter(line["environments"].values())) for line in (evaluations[0], evaluations[-1]))
-    before, after = (
-        {problem["key"]: float(problem["greedy"] or 0.0) for problem in found["problems"]} for found in (first, last)
-    )
+    before, after = ({problem["key"]: problem["greedy"] for problem in found["problems"]} for found in (first, last))
+    if missing := [key for key in before if before[key] is None or after.get(key) is None]:
+        sys.exit(f"{made}: {len(missing)} held-out problems have no score, the first is {missing[0]}")
     return {
         "before": [before[key] for key in before],
         "after": [after[key] for key in before],
