@@ -73,7 +73,7 @@ def run(task: Task, variant: str, seed: int, args: argparse.Namespace, directory
         code = subprocess.call(command, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
     if code:
         sys.exit(f"{variant}, seed {seed}: exit {code}; see {directory / 'output.txt'}")
-    [made] = (directory / "checkpoints").iterdir()
+    [made] = (directory / "checkpoints").glob("train-*")  # beside it: which one is the latest
     return {"seconds": time.perf_counter() - started, "settings": settings} | read_run(made)
 
 
