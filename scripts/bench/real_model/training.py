@@ -65,6 +65,6 @@ def _config(directory: Path, model: Path, kind: str) -> Path:
         text += 'rewards = ["python:score.py:early_letters"]\n'
     else:
         text += f"batch_size = {8 if kind == 'dpo' else 16}\n"
-        text += '[data]\npath = "rows.jsonl"\neval_fraction = 0\nmax_length = 192\n'
+        text += '[data]\npath = "rows.jsonl"\neval_fraction = 0\nmax_length = 512\n'
     (directory / "run.toml").write_text(text)
     return directory / "run.toml"
