@@ -130,7 +130,7 @@ def dry_run(command: list[str]) -> str:
 
 def predicted_numbers(text: str) -> Numbers:
     """Read the prediction from the tables of a dry run."""
-    seconds = re.search(r"seconds a step │ ([\d.e+-]+)", text)
+    seconds = re.search(r"a step\s+│ ([\d.]+) s \(", text)
     assert seconds is not None, text
     memory = size(r"memory\s+│ needed ([\d.]+) (\wiB)", text)
     return Numbers(memory, float(seconds[1]), size(r"disk\s+│ needed ([\d.]+) (\wiB)", text))
