@@ -1,8 +1,8 @@
 """What `mlx_parallm_train --dry-run` predicts against the run that follows: peak memory, seconds a step, disk.
 
-    python scripts/bench/dry_run.py                the shipped model; 29 M random parameters with a data set
-    python scripts/bench/dry_run.py --case bench   (quickstart, bench, memory) one of them
-    python scripts/bench/dry_run.py --case memory  the preflight's formula against short runs of many kinds
+    python -m scripts.bench.dry_run                the shipped model; 29 M random parameters with a data set
+    python -m scripts.bench.dry_run --case bench   (quickstart, bench, memory) one of them
+    python -m scripts.bench.dry_run --case memory  the preflight's formula against short runs of many kinds
 
 The formula's figures are those that each run prints at its end: what the preflight says for the longest sequences that
 the run saw. Of the 14 B shape: scripts/bench/step_14b.py.
@@ -21,11 +21,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from models import save_bench_model
 from rich.console import Console
 from rich.table import Table
 
 from mlx_parallm.rl_training.plan.preflight import PROCESS_BYTES
+from scripts.bench.models import save_bench_model
 
 BIN = Path(sys.executable).parent
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -106,24 +106,34 @@ def measure_memory(scratch: Path) -> None:
 def measure(name: str, flags: list[str], directory: Path, table: Table) -> None:
     settings = ["server.port=0", f"rl_training.checkpoint_dir={directory}", "rl_training.run_name=run"]
     command = [str(BIN / "mlx_parallm_train"), *flags, *(part for s in settings for part in ("--set", s))]
-    text = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
-    if text.returncode != 0 or directory.exists():
-        raise SystemExit(f"{text.stdout}{text.stderr}\nexit code {text.returncode}")
-    console.print(text.stdout.partition("a few real steps")[2], highlight=False)
-    formula = size(r"needed at most\s+│\s+([\d.]+) (\wiB)", text.stdout)
-    seconds = re.search(r"seconds a step │ ([\d.e+-]+)", text.stdout)
-    assert seconds is not None, text.stdout
-    memory, disk = (
-        size(r"memory\s+│ needed ([\d.]+) (\wiB)", text.stdout),
-        size(r"disk\s+│ needed ([\d.]+) (\wiB)", text.stdout),
-    )
-    predicted = Numbers(memory, float(seconds[1]), disk)
+    text = dry_run(command)
+    if directory.exists():
+        raise SystemExit(f"the dry run left {directory}")
+    console.print(text.partition("a few real steps")[2], highlight=False)
+    formula = size(r"needed at most\s+│\s+([\d.]+) (\wiB)", text)
+    predicted = predicted_numbers(text)
     real = run(command, directory / "run")
     cells = [f"{formula / 2**20:,.0f} MiB = {formula / real.memory:.2f}"]
     for field, scale, unit in (("memory", 2**20, "MiB"), ("seconds", 1, "s"), ("disk", 2**20, "MiB")):
         before, after = getattr(predicted, field) / scale, getattr(real, field) / scale
         cells.append(f"{before:,.2f} / {after:,.2f} {unit} = {before / after:.2f}")
     table.add_row(name, *cells)
+
+
+def dry_run(command: list[str]) -> str:
+    """Return what the command prints with --dry-run. Raises SystemExit: it failed."""
+    text = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
+    if text.returncode != 0:
+        raise SystemExit(f"{text.stdout}{text.stderr}\nexit code {text.returncode}")
+    return text.stdout
+
+
+def predicted_numbers(text: str) -> Numbers:
+    """Read the prediction from the tables of a dry run."""
+    seconds = re.search(r"a step\s+│ ([\d.]+) s \(", text)
+    assert seconds is not None, text
+    memory = size(r"memory\s+│ needed ([\d.]+) (\wiB)", text)
+    return Numbers(memory, float(seconds[1]), size(r"disk\s+│ needed ([\d.]+) (\wiB)", text))
 
 
 def finished(command: list[str]) -> tuple[str, float]:

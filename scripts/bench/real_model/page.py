@@ -1,0 +1,85 @@
+"""docs/benchmarks/real_model.md from the results: every number of the page comes from the JSON file beside it."""
+
+from typing import Any
+
+BUSY = 0.5
+WANTED = {
+    ("1 client", "mlx_lm.server"): 1.0,
+    ("8 clients", "mlx_lm.server"): 1.5,
+    ("32 clients", "mlx_lm.server"): 3.0,
+    ("8 clients", "llama.cpp f32"): 1.0,
+    ("32 clients", "llama.cpp f32"): 1.0,
+}
+SHARES = {"GRPO, bfloat16": 0.6, "GRPO, 4-bit base": 0.4}
+"""Wanted peak memory, divided by that of float32."""
+HEAD = """# A real model beside its peers
+
+SmolLM2-135M-Instruct (unpacked from its Q4_1 GGUF file) on a CPU. Written by `python -m scripts.bench.real_model`; its
+docstring says how to measure a part again, and the numbers are in [real_model.json](real_model.json). A row is **busy**
+if the load of the machine was above 0.5 before it began: other work shared the cores, and only its ratios mean
+something.
+"""
+
+
+def render(results: dict[str, Any]) -> str:
+    """Return the page; a section that was not measured is named as such."""
+    parts = [HEAD, "## Serving\n", _serving(results.get("serving", {})), "## Training\n"]
+    parts += [_training(results.get("training", {}))]
+    return "\n".join(parts)
+
+
+def _serving(rows: dict[str, Any]) -> str:
+    if not rows:
+        return "Not measured yet.\n"
+    lines = ["Greedy chats of at most 100 tokens, streamed; medians over rounds, a ratio within its round.\n"]
+    lines += [
+        "| clients | server | tokens/s | first text, s | ours ÷ it | wanted | short | rounds | machine |",
+        "|" + "---|" * 9,
+    ]
+    for case, row in rows.items():
+        for name, rate in row["rate"].items():
+            ratio = "" if name == "ours" else f"**{row['ratio'][name]:.2f}**"
+            target = _target(row["ratio"][name], WANTED.get((case, name)))
+            cells = [case, name, f"{rate:.1f}", f"{row['first_token_s'][name]:.2f}", ratio, target]
+            lines.append("| " + " | ".join([*cells, str(row["short"][name]), str(row["rounds"]), _machine(row)]) + " |")
+    return "\n".join([*lines, "", "`short`: answers that ended before 100 tokens.", ""])
+
+
+def _target(ratio: float, wanted: float | None) -> str:
+    return "" if wanted is None else f"≥ {wanted:g} {'met' if ratio >= wanted else 'MISSED'}"
+
+
+def _training(rows: dict[str, Any]) -> str:
+    if not rows:
+        return "Not measured yet.\n"
+    lines = [
+        "LoRA; 16 answers of at most 48 tokens a step, 16 rows (SFT), 8 pairs (DPO). Each cell is predicted by the dry"
+    ]
+    lines += ["run / measured = ratio. Wanted: seconds within 25 %, memory within 15 %.\n"]
+    lines += [
+        "| case | seconds a step | peak memory, MiB | memory ÷ float32 | counted steps | machine |",
+        "|" + "---|" * 6,
+    ]
+    for case, row in rows.items():
+        seconds = _prediction(row, "seconds", 1, 0.25)
+        memory = _prediction(row, "memory", 2**20, 0.15)
+        lines.append(f"| {case} | {seconds} | {memory} | {_share(rows, case)} | {row['steps']} | {_machine(row)} |")
+    return "\n".join([*lines, ""])
+
+
+def _prediction(row: dict[str, Any], field: str, scale: float, allowed: float) -> str:
+    before, after = row["predicted"][field] / scale, row["measured"][field] / scale
+    ratio = before / after
+    return f"{before:,.1f} / {after:,.1f} = **{ratio:.2f}** {'met' if abs(ratio - 1) <= allowed else 'MISSED'}"
+
+
+def _share(rows: dict[str, Any], case: str) -> str:
+    if case not in SHARES or "GRPO, float32" not in rows:
+        return ""
+    share = rows[case]["measured"]["memory"] / rows["GRPO, float32"]["measured"]["memory"]
+    return f"{share:.2f}, ≤ {SHARES[case]:g} {'met' if share <= SHARES[case] else 'MISSED'}"
+
+
+def _machine(row: dict[str, Any]) -> str:
+    state = "busy" if row["load"] > BUSY else "idle"
+    return f"{row['cores']} cores, {state} (load {row['load']:g}), {row['date']}"
