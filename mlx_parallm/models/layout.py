@@ -201,7 +201,7 @@ class SharedPrompts:
             prompts = _through(block, prompts, prompt_call)
         else:
             prompts, ends = self._by_length(block, prompts, prompt_call, state)
-            _recurrent(rest_call).cache = [_spread(self._owners, end) for end in ends]
+            _recurrent(rest_call).cache = [None if end is None else _spread(self._owners, end) for end in ends]
         rests = _through(block, hidden[size:].reshape(*self._rests.shape, width), rest_call)
         for cache in [*_caches(prompt_call), *_caches(rest_call)]:
             cache.forget()
@@ -209,19 +209,19 @@ class SharedPrompts:
 
     def _by_length(
         self, block: nn.Module, prompts: mx.array, call: BlockCall, state: "_Recurrent"
-    ) -> tuple[mx.array, list[mx.array]]:
+    ) -> tuple[mx.array, list[mx.array | None]]:
         """Prompts [U, P, D] through a recurrent block, those of one length together, and what it keeps at their ends:
-        padding would go into its state."""
+        padding would go into its state. None: the block passes its input on (`LayerStack.only`)."""
         outputs, ends, start = [], [], 0
         for length, count in self._runs:
             state.forget()
             out = _through(block, prompts[start : start + count, :length], call)
             outputs.append(mx.pad(out, [(0, 0), (0, prompts.shape[1] - length), (0, 0)]))
-            if any(array is None for array in state.cache):
-                raise ValueError("the blocks keep no state of a prompt")
             ends.append(state.cache)
             start += count
-        return mx.concatenate(outputs), [mx.concatenate(list(of_all)) for of_all in zip(*ends, strict=True)]
+        return mx.concatenate(outputs), [
+            None if of_all[0] is None else mx.concatenate(list(of_all)) for of_all in zip(*ends, strict=True)
+        ]
 
 
 class PackedSequences:
