@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx_parallm  # noqa: F401  (puts a fast BLAS under MLX, so it comes before MLX)
 
@@ -26,14 +27,16 @@ import mlx_parallm  # noqa: F401  (puts a fast BLAS under MLX, so it comes befor
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.models import qwen3, qwen3_5
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.qwen3 import Model, ModelArgs
 from rich.console import Console
 from rich.progress import track
 from tiny_model_examples import Example, Source, skills, sources
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from mlx_parallm.models.recurrent.layers import use_chunks
 
 VOCAB_SIZE = 320
 INSTRUCTION_SHARE = 0.2
@@ -58,7 +61,7 @@ TASK_WEIGHTS = {"sort": 2.2, "reverse": 2.6, "count": 0.5, "spell_backward": 1.3
 
 WARMUP = 20
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
     "hidden_size": 128,
@@ -76,6 +79,21 @@ MODEL = {
     "vocab_size": VOCAB_SIZE,
     "torch_dtype": "float16",
 }
+RECURRENT: dict[str, Any] = MODEL | {
+    "model_type": "qwen3_5",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+"""Three layers of the gated delta rule, then one of attention."""
+ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {"qwen3": (qwen3, MODEL), "qwen3_5": (qwen3_5, RECURRENT)}
+CHECKPOINT_STEPS = 50
 
 
 def build_tokenizer(draws: list[Source]) -> PreTrainedTokenizerFast:
@@ -155,36 +173,64 @@ def batches(tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int) -> Iter
 
 
 def pretrain(
-    model: Model,
+    model: nn.Module,
     tokenizer: PreTrainedTokenizerFast,
     stage: Stage,
     *,
     seed: int,
     console: Console,
     at_step: Callable[[int, float], None] = lambda step, loss: None,
+    checkpoint: Path | None = None,
 ) -> None:
-    """Next-token cross-entropy on the answers, AdamW; `at_step` hears each step's number and loss."""
+    """Next-token cross-entropy on the answers, AdamW; `at_step` hears each step's number and loss.
+
+    `checkpoint`: a file that holds model, optimizer and step every CHECKPOINT_STEPS steps and at the end; where there
+    is one, the stage goes on from it.
+    """
     peak, steps = stage.learning_rate, stage.steps
     final = optim.cosine_decay(peak, max(1, steps - WARMUP)) if stage.decay else lambda _: mx.array(peak)
     schedule = optim.join_schedules([optim.linear_schedule(0.0, peak, WARMUP), final], [WARMUP])
     optimizer = optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=0.01, bias_correction=True)
 
-    def loss_of(model: Model, tokens: mx.array, mask: mx.array) -> mx.array:
+    def loss_of(model: nn.Module, tokens: mx.array, mask: mx.array) -> mx.array:
         losses = nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
         return (losses * mask).sum() / mask.sum()
 
     loss_and_grad = nn.value_and_grad(model, loss_of)
+    done = restore(checkpoint, model, optimizer) if checkpoint is not None and checkpoint.exists() else 0
     stream = batches(tokenizer, stage, seed)
     for step, (tokens, mask) in enumerate(track(stream, stage.name, total=steps, console=console), start=1):
+        if step <= done:
+            continue
         loss, grads = loss_and_grad(model, tokens, mask)
         grads, _ = optim.clip_grad_norm(grads, 1.0)
         optimizer.update(model, grads)
         mx.eval(model.parameters(), optimizer.state, loss)
         at_step(step, loss.item())
+        if checkpoint is not None and (step % CHECKPOINT_STEPS == 0 or step == steps):
+            save(checkpoint, model, optimizer, step)
+            console.print(f"{stage.name} {step}: loss {loss.item():.3f}")
+
+
+def save(file: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:
+    """Write model, optimizer and step to one file."""
+    arrays = dict(tree_flatten({"model": model.parameters(), "optimizer": optimizer.state}))
+    unfinished = file.with_name(f"unfinished-{file.name}")
+    mx.save_safetensors(str(unfinished), arrays, metadata={"step": str(step)})
+    unfinished.rename(file)
+
+
+def restore(file: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
+    """Read what `save` wrote; returns the step."""
+    arrays, metadata = mx.load(str(file), return_metadata=True)
+    found: Any = tree_unflatten(list(arrays.items()))
+    model.update(found["model"])
+    optimizer.state = found["optimizer"]
+    return int(metadata["step"])
 
 
 def answer_all(
-    model: Model, tokenizer: PreTrainedTokenizerFast, examples: list[Example], temperature: float
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, examples: list[Example], temperature: float
 ) -> list[str]:
     """The model's answers, generated in batches of prompts of one length."""
     answers = [""] * len(examples)
@@ -207,7 +253,7 @@ def answer_all(
 
 
 def accuracies(
-    model: Model, tokenizer: PreTrainedTokenizerFast, draws: dict[str, Source], count: int
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, draws: dict[str, Source], count: int
 ) -> dict[str, tuple[float, float]]:
     """Greedy and temperature-1 accuracy on the first `count` problems of each task."""
     table = {}
@@ -221,19 +267,19 @@ def accuracies(
     return table
 
 
-def halve(model: Model) -> None:
+def halve(model: nn.Module) -> None:
     """Round the weights to the float16 that is stored, so that what is measured is what is shipped."""
     model.update(tree_map(lambda p: p.astype(mx.float16).astype(mx.float32), model.parameters()))
 
 
-def export(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
+def export(model: nn.Module, config: dict[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
     """Write the Hugging Face layout and return the SHA-256 of the weights."""
     weights = {name: p.astype(mx.float16) for name, p in tree_flatten(model.parameters())}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     documents = {
-        "config.json": {**MODEL, "eos_token_id": end, "pad_token_id": pad},
+        "config.json": {**config, "eos_token_id": end, "pad_token_id": pad},
         "generation_config.json": {
             "do_sample": True,
             "temperature": 1.0,
@@ -269,26 +315,35 @@ def main() -> int:
     """Build, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("mlx_parallm/assets/tiny"))
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
+    parser.add_argument("--checkpoints", type=Path, help="a folder; an interrupted run goes on from what is in it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skill-steps", type=int, default=1800, help="first stage: expressions, learned well")
     parser.add_argument("--anywhere-steps", type=int, default=1200, help="second stage: expressions behind other text")
     parser.add_argument("--steps", type=int, default=70, help="third stage: questions; fewer leave more to learn")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems a task to measure on")
     args = parser.parse_args()
+    if args.architecture != "qwen3" and args.output == Path("mlx_parallm/assets/tiny"):
+        parser.error("--output: another folder than the package's, which holds the qwen3 that is shipped")
 
     console = Console()
     mx.random.seed(args.seed)
     expressions, questions = skills(args.seed), sources("train", args.seed)
     anywhere = skills(args.seed, anywhere=True)
     tokenizer = build_tokenizer([*expressions.values(), *questions.values()])
-    model = Model(ModelArgs.from_dict(MODEL))
+    module, config = ARCHITECTURES[args.architecture]
+    model = module.Model(module.ModelArgs.from_dict(config))
+    use_chunks(model)
+    if args.checkpoints is not None:
+        args.checkpoints.mkdir(parents=True, exist_ok=True)
     stages = [
         Stage("skills", expressions, SKILL_WEIGHTS, args.skill_steps, batch_size=128, learning_rate=2e-3, decay=True),
         Stage("anywhere", anywhere, SKILL_WEIGHTS, args.anywhere_steps, batch_size=128, learning_rate=2e-3, decay=True),
         Stage("questions", questions, TASK_WEIGHTS, args.steps, batch_size=64, learning_rate=1e-3, decay=False),
     ]
     for stage in stages:
-        pretrain(model, tokenizer, stage, seed=args.seed, console=console)
+        checkpoint = args.checkpoints and args.checkpoints / f"{stage.name}.safetensors"
+        pretrain(model, tokenizer, stage, seed=args.seed, console=console, checkpoint=checkpoint)
     halve(model)
     for name, (greedy, sampled) in accuracies(model, tokenizer, sources("heldout", args.seed), args.problems).items():
         console.print(f"{name:16} greedy {greedy:.3f}   temperature 1 {sampled:.3f}")
@@ -296,7 +351,7 @@ def main() -> int:
     unfinished = args.output.with_name(f".{args.output.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    checksum = export(model, tokenizer, unfinished)
+    checksum = export(model, config, tokenizer, unfinished)
     replace_folder(unfinished, args.output)
     console.print(f"sha256 of {args.output / 'model.safetensors'}: {checksum}")
     return 0

@@ -37,6 +37,7 @@ from mlx_parallm.models.layout import (
     TokenBatch,
     layout_of,
     pack_rows,
+    packable,
     share_prompts,
     shareable,
 )
@@ -538,7 +539,7 @@ def compare_layouts(model: nn.Module, stack: LayerStack, score: Callable[[TokenB
     """Return why prompts are not shared, and why sequences are not packed ("": they are). Compares three rows, two of
     them with one prompt, in each layout. Gradients follow from the same operations."""
     if reason := shareable(model):
-        return reason, reason
+        return reason, packable(model)
     tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)
     positions = np.array([2, 4, 5, 8, 9, 13, 15, 17], np.int32)
     batch = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7)
@@ -555,6 +556,8 @@ def compare_layouts(model: nn.Module, stack: LayerStack, score: Callable[[TokenB
         return f"scores are off by {off:.2g} (relative)" if off > bound else ""
 
     unshared = why_not(share_prompts(tokens, positions))
+    if reason := packable(model):
+        return unshared, reason
     if not mx.array_equal(hidden[:, 1:], hidden[:, :-1]).item():
         return unshared, "what enters its blocks depends on the position"
     return unshared, why_not(pack_rows(tokens, positions, [1, 2]))

@@ -11,13 +11,17 @@ positions, masks and projections stay the architecture's own code. Gradients flo
 sequences reaches the blocks in the same way. W is the length of the longest sequence and not of the whole micro-batch:
 attention scores grow with its square.
 
-An architecture whose blocks keep anything else than keys and values (recurrent state, windows) is not rearranged:
-`shareable` says which. Nor are sequences packed where a token's place in its row counts for more than its distance from
-others (learned positions). `BlockwiseModel` also compares the layouts once, at start.
+A recurrent block keeps a state (and the last inputs of a convolution) instead of keys and values. It takes prompts of
+one length at a time, without their padding, and what it keeps at their end is where each row goes on; the gradient
+flows back through it. Such blocks are not packed, because a state knows no mask. Windows, and blocks that keep both a
+state and keys and values, are not rearranged: `shareable` says which. Nor are sequences packed where a token's place in
+its row counts for more than its distance from others (learned positions). `BlockwiseModel` also compares the layouts
+once, at start.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -25,7 +29,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
-from mlx_parallm.models.mlx_lm_api import KVCache, make_prompt_cache
+from mlx_parallm.models.mlx_lm_api import ArraysCache, KVCache, make_prompt_cache
 
 
 @dataclass(frozen=True)
@@ -169,25 +173,55 @@ class SharedPrompts:
     def __init__(self, shared: SharedRows) -> None:
         self.positions = mx.array(shared.positions)
         self._prompts, self._rests = mx.array(shared.prompts), mx.array(shared.rests)
+        self._runs = [(length, len(list(same))) for length, same in groupby(shared.lengths.tolist())]
         self._mask = mx.array(_rest_mask(shared))
         self._owners = mx.array(np.eye(len(shared.lengths), dtype=np.float32)[shared.owner])
         equal = len(set(shared.lengths.tolist())) == 1
         self._offset = int(shared.lengths[0]) if equal else mx.array(shared.lengths[shared.owner])
 
     def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
-        before = [_PromptCache() for _ in stack.blocks]
-        after = [_RestCache(cache, self._owners, self._mask, self._offset) for cache in before]
+        own = make_prompt_cache(stack.model)  # of some architectures fewer than there are blocks
+        before = [_Recurrent(len(cache.cache)) if isinstance(cache, ArraysCache) else _PromptCache() for cache in own]
+        after = [
+            _Recurrent(len(cache.cache))
+            if isinstance(cache, _Recurrent)
+            else _RestCache(cache, self._owners, self._mask, self._offset)
+            for cache in before
+        ]
         prompts, prompt_calls = stack.embed(self._prompts, before)
         rests, rest_calls = stack.embed(self._rests, after)
-        return _end_to_end(prompts, rests), list(zip(before, prompt_calls, rest_calls, strict=True))
+        return _end_to_end(prompts, rests), list(zip(prompt_calls, rest_calls, strict=True))
 
-    def run(self, block: nn.Module, hidden: mx.array, call: tuple["_PromptCache", BlockCall, BlockCall]) -> mx.array:
-        cache, prompt_call, rest_call = call
+    def run(self, block: nn.Module, hidden: mx.array, call: tuple[BlockCall, BlockCall]) -> mx.array:
+        prompt_call, rest_call = call
         size, width = self._prompts.size, hidden.shape[-1]
-        prompts = _through(block, hidden[:size].reshape(*self._prompts.shape, width), prompt_call)
+        prompts = hidden[:size].reshape(*self._prompts.shape, width)
+        state = _recurrent(prompt_call)
+        if state is None:
+            prompts = _through(block, prompts, prompt_call)
+        else:
+            prompts, ends = self._by_length(block, prompts, prompt_call, state)
+            _recurrent(rest_call).cache = [None if end is None else _spread(self._owners, end) for end in ends]
         rests = _through(block, hidden[size:].reshape(*self._rests.shape, width), rest_call)
-        cache.kept = None  # tracers, perhaps
+        for cache in [*_caches(prompt_call), *_caches(rest_call)]:
+            cache.forget()
         return _end_to_end(prompts, rests)
+
+    def _by_length(
+        self, block: nn.Module, prompts: mx.array, call: BlockCall, state: "_Recurrent"
+    ) -> tuple[mx.array, list[mx.array | None]]:
+        """Prompts [U, P, D] through a recurrent block, those of one length together, and what it keeps at their ends:
+        padding would go into its state. None: the block passes its input on (`LayerStack.only`)."""
+        outputs, ends, start = [], [], 0
+        for length, count in self._runs:
+            state.forget()
+            out = _through(block, prompts[start : start + count, :length], call)
+            outputs.append(mx.pad(out, [(0, 0), (0, prompts.shape[1] - length), (0, 0)]))
+            ends.append(state.cache)
+            start += count
+        return mx.concatenate(outputs), [
+            None if of_all[0] is None else mx.concatenate(list(of_all)) for of_all in zip(*ends, strict=True)
+        ]
 
 
 class PackedSequences:
@@ -216,6 +250,10 @@ class _PromptCache:
 
     def __init__(self) -> None:
         self.kept: tuple[mx.array, mx.array] | None = None
+
+    def forget(self) -> None:
+        """Let go of what is kept: tracers, perhaps."""
+        self.kept = None
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         _refuse_window(window_size)
@@ -252,19 +290,50 @@ class _RestCache(_MaskedCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self._prompts.kept is None:
             raise ValueError("the blocks keep no keys and values of a prompt")
-        before = [self._spread(array) for array in self._prompts.kept]
+        before = [_spread(self._owners, array) for array in self._prompts.kept]
         return mx.concatenate([before[0], keys], axis=2), mx.concatenate([before[1], values], axis=2)
 
-    def _spread(self, array: mx.array) -> mx.array:
-        """[U, H, P, D] → [B, H, P, D]: a product with ones and zeros, whose gradient is a product too (a gather's would
-        be added up element by element)."""
-        flat = self._owners.astype(array.dtype) @ array.reshape(array.shape[0], -1)
-        return flat.reshape(-1, *array.shape[1:])
+    def forget(self) -> None:
+        self._prompts.forget()
+
+
+class _Recurrent(ArraysCache):
+    """A recurrent block's cache of `size` arrays. Rows have no padding in front, and what comes behind is not read."""
+
+    cache: list[Any]
+
+    def forget(self) -> None:
+        """Let go of what is kept: tracers, perhaps."""
+        self.cache = [None] * len(self.cache)
+
+
+def _caches(call: BlockCall) -> list[Any]:
+    return [a for a in [*call.args, *call.kwargs.values()] if isinstance(a, _PromptCache | _RestCache | _Recurrent)]
+
+
+def _recurrent(call: BlockCall) -> Any:
+    return next((cache for cache in _caches(call) if isinstance(cache, _Recurrent)), None)
+
+
+def _spread(owners: mx.array, array: mx.array) -> mx.array:
+    """[U, …] → [B, …]: a product with ones and zeros, whose gradient is a product too (a gather's would be added up
+    element by element)."""
+    flat = owners.astype(array.dtype) @ array.reshape(array.shape[0], -1)
+    return flat.reshape(-1, *array.shape[1:])
 
 
 def shareable(model: nn.Module) -> str:
-    """ "" where blocks keep keys and values only; else what stands in the way of `CompactRows` rows."""
-    others = sorted({type(cache).__name__ for cache in make_prompt_cache(model) if type(cache) is not KVCache})
+    """ "" where each block keeps keys and values or a recurrent state; else what stands in the way of `SharedRows`."""
+    return _keeps_others(model, {KVCache, ArraysCache})
+
+
+def packable(model: nn.Module) -> str:
+    """ "" where blocks keep keys and values only; else what stands in the way of `PackedRows`."""
+    return _keeps_others(model, {KVCache})
+
+
+def _keeps_others(model: nn.Module, kinds: set[type]) -> str:
+    others = sorted({type(cache).__name__ for cache in make_prompt_cache(model) if type(cache) not in kinds})
     return f"its blocks keep {', '.join(others)}" if others else ""
 
 

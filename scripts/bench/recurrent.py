@@ -2,6 +2,7 @@
 
     .venv/bin/python -m scripts.bench.recurrent layers   # forward and gradient of one layer: time and memory
     .venv/bin/python -m scripts.bench.recurrent steps    # a training step of tiny models against a qwen3 of their size
+    .venv/bin/python -m scripts.bench.recurrent group    # 16 answers on one prompt: computed once, and in each row
     .venv/bin/python -m scripts.bench.recurrent turns    # tokens that each turn of a conversation computes
 
 Prints the tables of docs/benchmarks/recurrent.md. An idle machine, please: times are the least of several.
@@ -15,15 +16,19 @@ import argparse
 import importlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.gated_delta import gated_delta_ops
 from rich.console import Console
 
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.models.blockwise import BlockwiseModel
+from mlx_parallm.models.layout import TokenBatch, share_prompts
 from mlx_parallm.models.loading import evaluate_module
 from mlx_parallm.models.lora import prepare_for_serving
 from mlx_parallm.models.recurrent.chunks import gated_delta, selective_scan
@@ -143,6 +148,35 @@ def steps(console: Console, rounds: int) -> None:
         )
 
 
+def group(console: Console, rounds: int) -> None:
+    """Forward and gradient of all weights, 16 answers of 64 tokens on a prompt of 512."""
+    prompt, answer, answers = 512, 64, 16
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 1000, (answers, prompt + answer)).astype(np.int32)
+    rows[:, :prompt] = rows[0, :prompt]
+    scored = np.zeros(rows.shape, bool)
+    scored[:, prompt - 1 : -1] = True
+    positions = np.flatnonzero(scored).astype(np.int32)
+    targets = mx.array(np.roll(rows, -1, axis=1).reshape(-1)[positions])
+    repeated = TokenBatch(mx.array(rows), mx.array(positions), targets)
+    once = replace(repeated, compact=share_prompts(rows, positions))
+
+    def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+        return -logprobs.mean() + 0 * entropy.mean(), ()
+
+    for name in ("qwen3", "qwen3_5"):
+        parts = BlockwiseModel(model_of(name), blocks_per_eval=1)
+        if not parts.shares_prompts:
+            raise SystemExit(f"{name}: {parts.unshared}")
+        (slow, much), (fast, little) = (
+            measured(lambda b=b, p=parts: p.loss_and_gradients(b, objective)[2], rounds) for b in (repeated, once)
+        )
+        console.print(
+            f"{name}: the prompt in each row {slow:.2f} s, {much:.0f} MB; once {fast:.2f} s, {little:.0f} MB;"
+            f" {slow / fast:.1f} times as fast, {little / much:.2f} of the memory"
+        )
+
+
 def turns(console: Console, rounds: int) -> None:
     del rounds
     for name in ("qwen3", "qwen3_5", "mamba"):
@@ -172,10 +206,10 @@ def make_engine(model: nn.Module) -> Engine:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Recurrent layers in chunks against loops over tokens.")
-    parser.add_argument("what", choices=("layers", "steps", "turns"))
+    parser.add_argument("what", choices=("layers", "steps", "group", "turns"))
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
-    {"layers": layers, "steps": steps, "turns": turns}[arguments.what](Console(), arguments.rounds)
+    {"layers": layers, "steps": steps, "group": group, "turns": turns}[arguments.what](Console(), arguments.rounds)
 
 
 if __name__ == "__main__":
