@@ -3,6 +3,7 @@
     .venv/bin/python -m scripts.bench.recurrent layers   # forward and gradient of one layer: time and memory
     .venv/bin/python -m scripts.bench.recurrent steps    # a training step of tiny models against a qwen3 of their size
     .venv/bin/python -m scripts.bench.recurrent turns    # tokens that each turn of a conversation computes
+    .venv/bin/python -m scripts.bench.recurrent mixed    # 16 short rows beside one of 3,700 tokens, and without it
 
 Prints the tables of docs/benchmarks/recurrent.md. An idle machine, please: times are the least of several.
 """
