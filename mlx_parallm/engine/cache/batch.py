@@ -1,7 +1,7 @@
 """The cache of any mlx-lm architecture, behind one face: `ModelRunner` and `Engine` know `RunningCache` only.
 
-    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py). Plain attention only;
-                 not with server.kv_layout = "rectangle".
+    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py). Plain attention only,
+                 with or without recurrent states beside it (states.py); not with server.kv_layout = "rectangle".
     BatchCache   one forward decodes all rows. Each layer keeps keys and values of all positions (`rectangle.SlotCache`;
                  a sliding window is a mask over them, so prefixes can be shared), a recurrent state of fixed size a row
                  (mlx-lm's ArraysCache, dense rows as in SlotCache), or several of these (CacheList).
