@@ -355,6 +355,10 @@ ROWS = (
         "the same for layers with a recurrent state: a text goes on from a state kept where a prompt or an answer "
         "ended, or prompts part ([serving.md](serving.md#how-much-at-once)); a group's prompt is computed once.",
     ),
+    (
+        "together; tokens; snapshots",
+        "both: a recurrent layer has one small state a row, keys and values beside it lie by tokens.",
+    ),
     ("one by one", "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time."),
 )
 
@@ -363,7 +367,7 @@ def rows_of(row: dict[str, Any]) -> str:
     if row.get("serves") != "":
         return ""
     if row["by_tokens"]:
-        return "together; tokens"
+        return "together; tokens" if row["rewindable"] else "together; tokens; snapshots"
     if row["alone"]:
         return "one by one"
     return "together" if row["rewindable"] else "together; snapshots"

@@ -22,7 +22,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.cache.batch import RunningCache
-from mlx_parallm.engine.cache.prefill import arrays_of, keys_and_values, present, states_of
+from mlx_parallm.engine.cache.prefill import arrays_of, present, states_of
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutput
@@ -225,7 +225,8 @@ class ModelRunner:
         prefill = chunk.prefill
         if not prefill.length:  # prompts of one token, which the decode step feeds
             return []
-        if chunk.prompts and all(end_of(row.chunks) == prefill.length for row in prefill.rows):
+        in_segments = all(end_of(row.chunks) == prefill.length for row in prefill.rows)
+        if chunk.prompts and in_segments and self._cache.rewindable:
             for row in prefill.rows:  # nothing to compute, nothing to copy
                 row.prefix = ()
             return []
@@ -251,7 +252,7 @@ class ModelRunner:
         """Puts what a prefill of one row has computed into the prefix cache; returns arrays to be evaluated."""
         kept: list[mx.array] = []
         if save.segment is not None:
-            save.segment.arrays = keys_and_values(caches, save.segment.start, save.segment.stop)
+            save.segment.arrays = self._cache.read_prefill(caches, save.segment.start, save.segment.stop)
             kept += save.segment.arrays
         if save.of is not None:
             save.of.snapshots[save.position] = states_of(caches)

@@ -24,6 +24,7 @@ from typing import Any
 
 from mlx_parallm.engine.cache.prefix import Key, PrefixCache, PrefixChunk, Segment, common_beginning
 from mlx_parallm.engine.cache.sharing import (
+    SHARED_FROM,
     PromptRows,
     end_of,
     referenced,
@@ -413,6 +414,10 @@ class Scheduler:
         [row] = prefill.rows
         row.prefix = self.prefix_cache.find(row.key, row.owner.prompt)
         row.reused = prefill.done = row.prefix[-1].stop if row.prefix else 0
+        if self.by_tokens:
+            row.chunks = referenced(row.prefix)
+            if self.max_kv_tokens is not None and self.reserved > self.max_kv_tokens:
+                row.chunks = ()  # a part of a long segment keeps all of it alive
         for sequence in row.sequences:
             sequence.cached_prompt_tokens = row.reused
         others = [r.owner for p in self.prefills if p is not prefill for r in p.rows if r.key == row.key]
@@ -462,7 +467,11 @@ class Scheduler:
         chunks, length = row.chunks, len(row.tokens)
         start = end_of(chunks)
         if self.by_tokens and worth_a_segment(length - start, len(row.sequences)):
-            chunks = (*chunks, PrefixChunk(Segment(None, start, row.tokens[start:]), length))
+            known = self.prefix_cache.held(row.key, row.tokens) if self.takes_snapshots else ()  # its prefill kept it
+            if end_of(known) == length >= SHARED_FROM * len(known):
+                chunks = known
+            else:
+                chunks = (*chunks, PrefixChunk(Segment(None, start, row.tokens[start:]), length))
         return PromptRows(index, len(row.sequences), length, chunks)
 
     def _urgency(self, prefill: Prefill) -> int:

@@ -4,6 +4,7 @@
     .venv/bin/python -m scripts.bench.recurrent steps    # a training step of tiny models against a qwen3 of their size
     .venv/bin/python -m scripts.bench.recurrent group    # 16 answers on one prompt: computed once, and in each row
     .venv/bin/python -m scripts.bench.recurrent turns    # tokens that each turn of a conversation computes
+    .venv/bin/python -m scripts.bench.recurrent mixed    # 16 short rows beside one of 3,700 tokens, and without it
 
 Prints the tables of docs/benchmarks/recurrent.md. An idle machine, please: times are the least of several.
 """
@@ -14,6 +15,7 @@ import mlx_parallm  # noqa: F401  before MLX: it puts the fast BLAS under it
 
 import argparse
 import importlib
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,6 +41,7 @@ from scripts.generate_model_table import parameter_count, small_config
 
 ROWS, HEADS, WIDTH, CHANNELS, STATES = 4, 8, 64, 256, 16
 TOKENS = 1024
+LONG = 3700  # tokens of the long row beside short ones
 LARGER: dict[str, dict[str, Any]] = {  # of the small sizes of scripts/model_table_sizes.json
     "qwen3": {},
     "qwen3_5": {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "num_experts": 0}
@@ -196,20 +199,67 @@ def turns(console: Console, rounds: int) -> None:
         console.print(f"{name}: tokens computed by turn 1 … 8: {computed}")
 
 
-def make_engine(model: nn.Module) -> Engine:
+def mixed(console: Console, rounds: int) -> None:
+    """Decode steps of 16 short rows, with one of 3,700 tokens beside them and without, in turns, by tokens and in the
+    rectangle. Speed is tokens a second of the 16; the memory that the cache holds is the most of the steps."""
+    for by_tokens in (True, False):
+        engines = {
+            beside: make_engine(model_of("qwen3_5").eval(), by_tokens=by_tokens, prefill_chunk=4096)
+            for beside in (False, True)
+        }
+        speeds: dict[bool, list[float]] = {False: [], True: []}
+        held = {False: 0, True: 0}
+        for turn in range(max(rounds, 3)):
+            for beside, engine in engines.items():
+                speed, room = decode(engine, turn, beside=beside)
+                speeds[beside].append(speed)
+                held[beside] = max(held[beside], room)
+        ratios = [with_it / alone for with_it, alone in zip(speeds[True], speeds[False], strict=True)]
+        console.print(
+            f"{engines[True].cache.layout}: 16 short rows {statistics.median(speeds[False]):.0f} tokens/s,"
+            f" {held[False] / 1e6:.1f} MB; beside one of {LONG:,} {statistics.median(speeds[True]):.0f} tokens/s,"
+            f" {held[True] / 1e6:.1f} MB; with ÷ without {statistics.median(ratios):.2f}"
+            f" ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+
+
+def decode(engine: Engine, turn: int, *, beside: bool) -> tuple[float, int]:
+    """Tokens a second of the short rows in 40 steps in which every row decodes, and the bytes that the cache holds."""
+    greedy, steps = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True), 40
+    lengths = [20 + i for i in range(16)] + [LONG] * beside
+    for i, length in enumerate(lengths):
+        engine.add(Request(f"m{turn}.{i}", tuple((7 * turn + 13 * i + j) % 1000 for j in range(length)), greedy))
+    while len(engine.scheduler.rows) < len(lengths):
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    started = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    seconds, room = time.perf_counter() - started, engine.cache.nbytes
+    assert len(engine.scheduler.rows) == len(lengths), "a row ended while it was measured"
+    while engine.has_work:
+        engine.step()
+    return steps * 16 / seconds, room
+
+
+def make_engine(model: nn.Module, *, by_tokens: bool = True, prefill_chunk: int = 512) -> Engine:
     from tests.engine.helpers import ByteTokenizer, engine_options
 
     weights = SharedWeights(model, policy=None, keep_versions=1)
-    options = engine_options(vocab_size=SHARED["vocab_size"], max_model_len=2048, prefill_chunk=512)
+    options = engine_options(
+        vocab_size=SHARED["vocab_size"], max_model_len=4096, prefill_chunk=prefill_chunk, by_tokens=by_tokens
+    )
     return Engine(model, ByteTokenizer(), weights, prepare_for_serving(model), options)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Recurrent layers in chunks against loops over tokens.")
-    parser.add_argument("what", choices=("layers", "steps", "group", "turns"))
+    sections = {"layers": layers, "steps": steps, "group": group, "turns": turns, "mixed": mixed}
+    parser.add_argument("what", choices=list(sections))
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
-    {"layers": layers, "steps": steps, "group": group, "turns": turns}[arguments.what](Console(), arguments.rounds)
+    sections[arguments.what](Console(), arguments.rounds)
 
 
 if __name__ == "__main__":

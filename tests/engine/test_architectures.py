@@ -196,7 +196,10 @@ ROW_BY_ROW: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 FAST = ("qwen3_moe", "gpt2", "gemma3_text", "mamba2", "dynamic")
-BY_TOKENS = ("qwen2", "sliding_llama", "gemma", "phi3", "qwen3_moe", "mixtral", "yarn", "gpt2", "openelm")
+BY_TOKENS = (
+    *("qwen2", "sliding_llama", "gemma", "phi3", "qwen3_moe", "mixtral", "yarn", "gpt2", "openelm"),
+    *("qwen3_next", "falcon_h1", "granitemoehybrid"),  # recurrent states beside it
+)
 KINDS = ("gemma3_text", "falcon_h1", "dynamic")  # a window, states beside attention, row by row
 
 

@@ -1,7 +1,7 @@
 """The cache of any mlx-lm architecture, behind one face: `ModelRunner` and `Engine` know `RunningCache` only.
 
-    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py). Plain attention only;
-                 not with server.kv_layout = "rectangle".
+    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py). Plain attention only,
+                 with or without recurrent states beside it (states.py); not with server.kv_layout = "rectangle".
     BatchCache   one forward decodes all rows. Each layer keeps keys and values of all positions (`rectangle.SlotCache`;
                  a sliding window is a mask over them, so prefixes can be shared), a recurrent state of fixed size a row
                  (mlx-lm's ArraysCache, dense rows as in SlotCache), or several of these (CacheList).
@@ -25,6 +25,7 @@ from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, GROUP_SIZES, KVForma
 from mlx_parallm.engine.cache.prefill import (
     CannotBatchError,
     arrays_of,
+    keys_and_values,
     leaves,
     new_caches,
     present,
@@ -34,6 +35,7 @@ from mlx_parallm.engine.cache.prefill import (
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.rectangle import LayerCache, SlotCache
 from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
+from mlx_parallm.engine.cache.states import with_rows
 from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
@@ -98,6 +100,9 @@ class RunningCache(Protocol):
 
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
         """Positions [start, stop) of a row for the prefix cache, not evaluated."""
+
+    def read_prefill(self, prefill: SequenceOf[Any], start: int, stop: int) -> list[mx.array]:
+        """Positions [start, stop) of a prefill of one row for the prefix cache, not evaluated."""
 
     def snapshot_bytes(self) -> int | None:
         """Memory of a row's recurrent states; None where there are none, or they cannot be read."""
@@ -176,6 +181,9 @@ class BatchCache(SlotCache):
 
     prefill_token_bytes = token_bytes
 
+    def read_prefill(self, prefill: SequenceOf[Any], start: int, stop: int) -> list[mx.array]:
+        return keys_and_values(prefill, start, stop)
+
     def snapshot_bytes(self) -> int | None:
         if not self._states:
             return None
@@ -197,7 +205,7 @@ class BatchCache(SlotCache):
         for state in self._states:
             for index, array in enumerate(state.cache):
                 if array is not None:
-                    array = _with_rows(array, self.rows)
+                    array = with_rows(array, self.rows)
                     if fresh is not None:
                         empty = fresh.reshape(-1, *[1] * (array.ndim - 1))
                         array = mx.where(empty, mx.zeros_like(array), array)
@@ -208,7 +216,7 @@ class BatchCache(SlotCache):
         for state in self._states:
             for index, array in enumerate(state.cache):
                 if array is not None:
-                    array = _with_rows(array, max(*sources, *targets) + 1)
+                    array = with_rows(array, max(*sources, *targets) + 1)
                     array[mx.array(targets)] = array[mx.array(sources)]
                     state.cache[index] = array
 
@@ -233,7 +241,7 @@ class BatchCache(SlotCache):
                     rows = array[mx.array(sources)]
                     present = state.cache[index]
                     present = mx.zeros((stop, *rows.shape[1:]), rows.dtype) if present is None else present
-                    present = _with_rows(present, max(stop, present.shape[0]))
+                    present = with_rows(present, max(stop, present.shape[0]))
                     present[first_row:stop] = rows
                     state.cache[index] = present
 
@@ -325,6 +333,9 @@ class RowCaches:
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
         raise NotImplementedError("a row that is not rewindable has no prefixes")
 
+    def read_prefill(self, prefill: SequenceOf[Any], start: int, stop: int) -> list[mx.array]:
+        raise NotImplementedError("caches of the model's own are not read")
+
     def read_states(self, row: int) -> list[mx.array | None]:
         raise NotImplementedError("caches of the model's own are not read")
 
@@ -405,7 +416,8 @@ def _quantised(model: nn.Module, bits: int) -> KVFormat:
         raise CannotBatchError(reason)
     caches = new_caches(model, 1)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
-    widths = sorted({array.shape[-1] for array in arrays_of(caches)})
+    kept = [cache for cache in leaves(caches) if isinstance(cache, KVCache)]
+    widths = sorted({array.shape[-1] for array in arrays_of(kept)})
     kv_format = KVFormat.fitting(bits, widths)
     if kv_format is None:
         wrong = next(width for width in widths if width % GROUP_SIZES[-1])
@@ -447,7 +459,7 @@ def _rows_that_differ(model: nn.Module, cache: RunningCache) -> int:
         batched = mx.concatenate(logits)[mx.array([order.index(row) for row in range(PROBE_ROWS)])]
         mx.eval(batched, cache.unread)
         shapes.add(tuple(array.shape for array in cache.unread))
-    if isinstance(cache, BatchCache) and len(shapes) > 1:
+    if not isinstance(cache, RowCaches) and len(shapes) > 1:
         raise CannotBatchError("a layer's state grows with the text")
     tolerance = _TOLERANCE.get(batched.dtype, _HALF_TOLERANCE)
     wrong = 0
@@ -481,12 +493,5 @@ def _step_over_segments(model: nn.Module, kv_format: KVFormat) -> mx.array:
     cache.write_prefixes(prefill, [PromptRows(0, 2, 3, (shared,)), PromptRows(0, 1, 2)], 0)
     cache.begin_step([3, 3, 2])
     inputs = tokens[0, cache.positions][:, None]
-    return model(inputs, cache=cache.layers)[:, -1]
-
-
-def _with_rows(array: mx.array, rows: int) -> mx.array:
-    """Cuts rows off, or appends zeros."""
-    missing = rows - array.shape[0]
-    if missing > 0:
-        return mx.concatenate([array, mx.zeros((missing, *array.shape[1:]), array.dtype)])
-    return array[:rows] if missing < 0 else array
+    [(_, _, caches)] = cache.batches()
+    return model(inputs, cache=caches)[:, -1]

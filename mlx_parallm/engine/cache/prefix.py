@@ -77,6 +77,10 @@ class PrefixCache:
         self._touch(chunks)
         return chunks
 
+    def held(self, key: Key, tokens: tuple[int, ...]) -> tuple[PrefixChunk, ...]:
+        """The chunks that hold the beginning of `tokens`, whether or not a text can go on from their end."""
+        return self._path(key, tokens)
+
     def count(self, prompt: tuple[int, ...], reused: int) -> None:
         """Counts a prompt that was looked up, once, however often `find` was called for it."""
         if self.max_tokens:

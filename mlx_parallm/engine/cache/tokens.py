@@ -16,14 +16,23 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, Factor, KVFormat
-from mlx_parallm.engine.cache.prefill import CannotBatchError, new_caches, token_bytes
+from mlx_parallm.engine.cache.prefill import CannotBatchError, leaves, new_caches, present, states_of, token_bytes
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
-from mlx_parallm.engine.cache.sharing import CLASS_STEP, FIRST_ANSWER, PromptRows, end_of, shared_positions, size_class
+from mlx_parallm.engine.cache.sharing import (
+    CLASS_STEP,
+    FIRST_ANSWER,
+    PromptRows,
+    end_of,
+    rows_of,
+    shared_positions,
+    size_class,
+)
 from mlx_parallm.engine.cache.size_classes import SLACK, Pool, Row
+from mlx_parallm.engine.cache.states import RowStates
 from mlx_parallm.models.attention import RoutedKeys, route_attention
 from mlx_parallm.models.attention_parts import LOG2_E, NOTHING, Partial, attend_partly, finish, join, merge
 from mlx_parallm.models.cpu_attention import attend_by_heads, attention_of_rows
-from mlx_parallm.models.mlx_lm_api import KVCache, make_prompt_cache
+from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, make_prompt_cache
 
 MOST_ROOM = 1.25  # rows that a pool has room for, for each one in it; above that it shrinks
 SPARE_ROWS = 8  # besides, where rows are short and come and go often
@@ -148,23 +157,23 @@ class TokenCache:
         kv_format: of rows and segments; a prefill computes in full precision, and is quantised when it is written here.
 
     Raises:
-        CannotBatchError: a layer keeps anything else than keys and values of all positions.
+        CannotBatchError: a layer keeps anything else than keys and values of all positions, or a recurrent state.
     """
 
     layout = "tokens"
-    rewindable = True
     shares = True
 
     def __init__(self, model: nn.Module, max_rows: int, max_positions: int, kv_format: KVFormat = AS_COMPUTED) -> None:
         self.kv_format = kv_format
-        caches = make_prompt_cache(model)
-        if others := _other_caches(caches):
-            raise CannotBatchError(f"a layer needs {others[0]}")
+        self.layers: list[TokenLayer] = []  # those of keys and values
+        self._states = RowStates()
+        self._model_caches = [self._served(cache) for cache in make_prompt_cache(model)]
+        if not self.layers:
+            raise CannotBatchError("no layer keeps keys and values")
         if not route_attention(model):
             raise CannotBatchError("its attention is not mlx-lm's")
         self._model = model
         self._max_rows, self._max_positions = max_rows, max_positions
-        self.layers = [TokenLayer(self, layer) for layer in range(len(caches))]
         self._pools: dict[tuple[bool, int], Pool] = {}  # by whether its rows read segments, and size
         self._rows: list[Row] = []
         self._arranged = False
@@ -176,15 +185,18 @@ class TokenCache:
         self.saved_positions = 0
 
     @property
+    def rewindable(self) -> bool:
+        return not self._states.caches
+
+    @property
     def unread(self) -> list[mx.array]:
-        """None: attention reads all that a step writes."""
-        return []
+        """The recurrent states; attention reads all else that a step writes."""
+        return self._states.arrays
 
     @property
     def nbytes(self) -> int:
-        return sum(pool.nbytes for pool in self._pools.values()) + sum(
-            array.nbytes for segment in self._segments() for array in segment.arrays
-        )
+        shared = sum(array.nbytes for segment in self._segments() for array in segment.arrays)
+        return sum(pool.nbytes for pool in self._pools.values()) + shared + self._states.nbytes
 
     def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
         return new_caches(self._model, length, prefixes, self.kv_format)
@@ -194,13 +206,15 @@ class TokenCache:
         computed = token_bytes(self._model, caches)
         if self.kv_format.bits is None:
             return computed
-        return sum(array.nbytes for cache in caches for array in self.kv_format.pack(cache.keys, cache.values))
+        return sum(
+            array.nbytes for cache in _of_keys(caches) for array in self.kv_format.pack(cache.keys, cache.values)
+        )
 
     def prefill_token_bytes(self) -> int:
         return token_bytes(self._model, self.new_prefill(1))
 
     def batches(self) -> list[tuple[int, int, list[Any]]]:
-        return [(0, len(self._rows), self.layers)]
+        return [(0, len(self._rows), self._model_caches)]
 
     def place(self, prompts: SequenceOf[PromptRows], first_row: int) -> None:
         """Adds rows; `reserve` gives them room, `write_prefixes` their prompt."""
@@ -212,6 +226,9 @@ class TokenCache:
 
     def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
         lengths = [prompt.length for prompt in prompts for _ in range(prompt.count)]
+        states = [cache for cache in leaves(prefill) if isinstance(cache, ArraysCache)]
+        self._states.write(states, rows_of(prompts), self._rows[first_row : first_row + len(lengths)])
+        prefill = _of_keys(prefill)
         self._make_room(zip(self._rows[first_row : first_row + len(lengths)], lengths, strict=True))
         row = first_row
         whole: dict[Pool, list[tuple[PromptRows, Row]]] = {}  # copied from the first position on
@@ -230,10 +247,17 @@ class TokenCache:
                 self._write(prefill, [prompt.source for prompt, _ in pairs], pairs[0][1], 0, length)
 
     def snapshot_bytes(self) -> int | None:
-        return None
+        if self.rewindable:
+            return None
+        caches = self.new_prefill(1)
+        self._model(mx.zeros((1, 1), mx.int32), cache=caches)
+        return sum(array.nbytes for array in present(states_of(caches)))
 
     def read_states(self, row: int) -> list[mx.array | None]:
-        return []
+        return self._states.read(self._rows[row])
+
+    def read_prefill(self, prefill: SequenceOf[Any], start: int, stop: int) -> list[mx.array]:
+        return [array for computed in _of_keys(prefill) for array in self._held(computed, 0, start, stop)]
 
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
         """Arrays by layer, [1, H, stop - start, ·] each: copies, or a segment's own arrays if they are all."""
@@ -291,6 +315,7 @@ class TokenCache:
         for pool in self.step_pools:
             rows = order[pool.start : pool.stop]
             pool.begin_step([positions[row] - self._rows[row].offset for row in rows])
+        self._states.begin_step([self._rows[row] for row in order], [positions[row] for row in order])
 
     def scrub_row(self, row: int) -> None:
         held = self._rows[row]
@@ -301,6 +326,7 @@ class TokenCache:
         """Gives back the room that pools keep for rows to come."""
         if not cached:
             self.levels = []  # of the last step: segments that nobody reads
+            self._states.clear()
         for pool in self._pools.values():
             if pool.capacity > 4 * max(len(pool.rows), 1):
                 pool.resize(2 * len(pool.rows), pool.size)
@@ -309,15 +335,29 @@ class TokenCache:
     def clear(self) -> None:
         self._pools, self._rows, self.step_pools, self.levels, self.order = {}, [], [], [], []
         self._arranged, self.saved_positions = False, 0
+        self._states.clear()
 
     def check_integrity(self, cached: list[int]) -> None:
         assert len(cached) <= len(self._rows) or not cached, f"{len(cached)} rows, {len(self._rows)} places"
         for pool in self._pools.values():
             pool.check()
+        self._states.check()
         for row, count in zip(self._rows, cached, strict=False):
             assert row.pool is None or count - row.offset <= row.pool.size, f"{count} in {row.pool.size}"
             assert all(chunk.segment.arrays for chunk in row.chunks), "a segment was never filled"
         assert sum(len(pool.rows) for pool in self._pools.values()) <= len(self._rows), "a row was not released"
+
+    def _served(self, cache: Any) -> Any:
+        """What the model gets in the place of its own cache."""
+        if type(cache) is CacheList:
+            return CacheList(*(self._served(inner) for inner in cache.caches))
+        if type(cache) is ArraysCache:
+            self._states.caches.append(cache)
+            return cache
+        if type(cache) is KVCache:
+            self.layers.append(TokenLayer(self, len(self.layers)))
+            return self.layers[-1]
+        raise CannotBatchError(f"a layer needs {type(cache).__name__}")
 
     @property
     def _room(self) -> int:
@@ -455,8 +495,9 @@ def _rows_kept(pool: Pool) -> int:
     return pool.capacity if enough else len(pool.rows) + spare // 2
 
 
-def _other_caches(caches: Iterable[Any]) -> list[str]:
-    return sorted({type(cache).__name__ for cache in caches if type(cache) is not KVCache})
+def _of_keys(caches: Iterable[Any]) -> list[KVCache]:
+    """The caches of a prefill that hold keys and values."""
+    return [cache for cache in leaves(caches) if isinstance(cache, KVCache)]
 
 
 def _part_of(array: mx.array, row: int, start: int, stop: int) -> mx.array:

@@ -80,6 +80,49 @@ def test_a_group_and_the_same_prompt_again_are_computed_once(name):
         assert list(choice.token_ids) == wanted
 
 
+def test_a_group_of_a_hybrid_holds_its_prompt_once():
+    """16 answers of 8 tokens to a prompt of 700. In segments lie its first 699 positions (kept at 512 and 699, and read
+    there by all rows); each row has room for 64 of its own. In a rectangle it would be 16 × 708 and more."""
+    served = serve(recurrent(OTHERS[0]), prefill_chunk=1024)
+    cache, prompt = served.engine.cache, prompt_of(700)
+    assert cache.layout == "tokens" and not cache.rewindable
+    served.engine.add(request("group", prompt, n=16, max_tokens=8, **GREEDY))
+    while len(served.engine.scheduler.rows) < 16:
+        served.engine.step()
+    served.engine.step()
+    segments = {id(chunk.segment): chunk.segment for row in cache._rows for chunk in row.chunks}.values()
+    assert sum(len(segment.tokens) for segment in segments) == 699
+    known = served.engine.scheduler.prefix_cache.held((served.engine._weights_of(request("any", [1])), None), prompt)
+    assert {id(segment) for segment in segments} <= {id(chunk.segment) for chunk in known}, "the prefix cache's own"
+    own = sum(pool.capacity * pool.size for pool in cache._pools.values())
+    assert own <= 16 * 128
+    assert cache.nbytes <= (699 + own) * cache.token_bytes() + 16 * cache.snapshot_bytes()
+    served.engine.check_integrity()
+    outputs = run(served.engine, [request("later", [*prompt, 5, 6], max_tokens=4, **GREEDY)])
+    assert list(outputs["later"].completions[0].token_ids) == naive_greedy(served.plain, [*prompt, 5, 6], 4, eos=None)
+    wanted = naive_greedy(served.plain, prompt, 8, eos=None)
+    for choice in outputs["group"].completions:
+        assert list(choice.token_ids) == wanted
+    assert served.engine.counters.prefill_tokens == 700 + 3, "the prompt once, and the later one's last tokens"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_of_mixed_lengths_keep_their_own_states(ahead):
+    """Short rows and a group beside a long one, over few rows: rows change pools, numbers and places in the batch."""
+    served = serve(recurrent(OTHERS[0]), max_rows=6, prefill_chunk=1024, async_scheduling=ahead)
+    texts = [prompt_of(length, seed=length) for length in (600, 3, 120, 1, 300, 127, 9, 1, 640, 40)]
+    requests = [request(f"r{i}", t, max_tokens=6 + i % 5, n=1 + i % 3, **GREEDY) for i, t in enumerate(texts)]
+    for item in requests:
+        served.engine.add(item)
+    for _ in range(3):  # none ends as early
+        served.engine.step()
+        served.engine.check_integrity()
+    outputs = run(served.engine, [])
+    for i, text in enumerate(texts):
+        for choice in outputs[f"r{i}"].completions:
+            assert list(choice.token_ids) == naive_greedy(served.plain, text, 6 + i % 5, eos=None), f"prompt {i}"
+
+
 def test_a_measured_prompt_is_not_kept():
     """`prompt_logprobs`: neither where its prefill stops nor where its answer ends; the same prompt after it is."""
     served = serve(recurrent(STATES_ALONE))
