@@ -223,12 +223,23 @@ def small_model(name: str) -> Any:
     if (count := parameter_count(model)) > LARGEST:
         raise ValueError(f"{count:,} parameters with small sizes")
     mx.random.seed(0)
+    fill_empty_matrices(model)
     if not hasattr(model, "_no_grad"):  # as models/loading.py does
         nn.Module.__init__(model)
     model.eval()
     evaluate_module(model)
     use_chunks(model)
     return model
+
+
+def fill_empty_matrices(model: Any) -> None:
+    """Give random numbers to matrices that the architecture makes as zeros for a checkpoint to fill: nothing would
+    reach the output, and no gradient the layers below (Talkie's head)."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten, tree_unflatten
+
+    empty = [(k, a) for k, a in tree_flatten(model.parameters()) if a.ndim >= 2 and not mx.any(a).item()]
+    model.update(tree_unflatten([(k, (0.1 * mx.random.normal(a.shape)).astype(a.dtype)) for k, a in empty]))
 
 
 def small_config(module: Any, name: str) -> dict[str, Any]:
@@ -325,7 +336,7 @@ def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> st
         "",
         *(f"* **{word}** ({sum(rows_of(row) == word for row in found.values())}): {meaning}" for word, meaning in ROWS),
         "",
-        "| model_type | also | what it does here | rows | found |",
+        "| model_type | also | trains | rows | why not, and what else was found |",
         "|---|---|---|---|---|",
     ]
     for name, (word, note) in rows.items():
@@ -337,7 +348,9 @@ def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> st
 
 WORDS = {
     "trains": "served, and LoRA on all linear layers has a finite gradient.",
-    "trains slowly": "the same, but the training pass visits token after token.",
+    "trains as one graph": "the same, but its layers cannot be evaluated one after another (the last column says why): "
+    "a step needs the activations of all layers at once, and requests wait longer beside it.",
+    "trains slowly": "served and trained, but the training pass visits token after token.",
     "serves only": "served; there is no gradient.",
     "refused": "going on from its cache does not give what its own forward gives, and training needs the engine.",
     "not tried": "it could not be built or run here with generic small sizes; it may still work.",
@@ -375,27 +388,35 @@ def rows_of(row: dict[str, Any]) -> str:
 
 def verdict(row: dict[str, Any]) -> tuple[str, str]:
     """The word for it, and why."""
+    kernels, slow = row.get("kernels", []), row.get("scan", 0) >= SCAN
     notes = []
-    kernels = row.get("kernels", [])
     if kernels:
         notes.append(f"on Metal a training forward calls the kernel `{kernels[0]}`, which has no gradient")
     if row.get("built"):
         return "not tried", "; ".join([f"could not be built or run: {row['built'][:160]}", *notes])
-    if row.get("alone"):
-        notes.append(f"batched decoding: {row['alone'][:160]}")
-    if row.get("scan", 0) >= SCAN:
-        notes.append(f"training visits token after token: {row['scan']:.1f} × the graph for 4 × the tokens")
-    if row.get("blockwise"):
-        notes.append("training evaluates the whole graph at once")
-    if row.get("share", 1) < 1 and not row.get("gradient"):
-        notes.append(f"{row['share']:.0%} of the adapter's arrays had a gradient in one small batch")
+    notes += notes_on_speed(row)
     if row.get("gradient"):
         notes.append(f"gradient: {row['gradient'][:160]}")
     if row["serves"]:
         return "refused", "; ".join([row["serves"], *notes])
     if row.get("gradient") or kernels:
         return "serves only", "; ".join(notes)
-    return ("trains slowly" if row.get("scan", 0) >= SCAN else "trains"), "; ".join(notes)
+    words = {"trains slowly": slow, "trains as one graph": bool(row.get("blockwise"))}
+    return next((word for word, applies in words.items() if applies), "trains"), "; ".join(notes)
+
+
+def notes_on_speed(row: dict[str, Any]) -> list[str]:
+    """Why it is decoded one by one, or trained slowly or in part."""
+    notes = []
+    if row.get("alone"):
+        notes.append(f"batched decoding: {row['alone'][:160]}")
+    if row.get("scan", 0) >= SCAN:
+        notes.append(f"training visits token after token: {row['scan']:.1f} × the graph for 4 × the tokens")
+    if row.get("blockwise"):
+        notes.append(row["blockwise"].rpartition(": ")[0])
+    if row.get("share", 1) < 1 and not row.get("gradient"):
+        notes.append(f"{row['share']:.0%} of the adapter's arrays had a gradient in one small batch")
+    return notes
 
 
 if __name__ == "__main__":

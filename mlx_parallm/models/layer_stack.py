@@ -1,8 +1,11 @@
 """The list of transformer blocks inside any mlx-lm model, and its forward with callables of ours in their places.
 
 Embedding, masks, norm and head stay the architecture's own code: nothing here knows one architecture from another.
+Most blocks take the hidden state as their first argument. Others take it by keyword, or behind another array (GPT-J,
+Talkie): `_HiddenArgument` reads the place from the block's signature, so that everyone here passes it first.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+HIDDEN_NAMES = ("x", "h", "hidden_states")
+"""What mlx-lm calls the hidden state where it is not a block's first parameter."""
 
 
 @dataclass
@@ -33,6 +39,43 @@ class _Stand:
         return getattr(self._block, name)
 
 
+@dataclass(frozen=True)
+class _HiddenArgument:
+    """The place of the hidden state among a block's arguments: the position and name of the parameter."""
+
+    position: int
+    name: str
+
+    @classmethod
+    def of(cls, block: Any) -> "_HiddenArgument":
+        """Read the signature: the parameter with one of `HIDDEN_NAMES`, or else the first."""
+        if not callable(block):  # the model calls the block's parts itself
+            return cls(0, "")
+        names = list(inspect.signature(block).parameters)
+        name = next((name for name in names if name in HIDDEN_NAMES), names[0])
+        return cls(names.index(name), name)
+
+    def as_called(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a callable with the block's own order of arguments for `call`, which takes the hidden state first."""
+
+        def own_order(*args: Any, **kwargs: Any) -> Any:
+            if self.name in kwargs:
+                return call(kwargs.pop(self.name), *args, **kwargs)
+            return call(args[self.position], *args[: self.position], *args[self.position + 1 :], **kwargs)
+
+        return own_order
+
+    def hidden_first(self, block: Any) -> Any:
+        """Return the block, or a stand for it that takes the hidden state first."""
+        if self.position == 0:
+            return block
+
+        def call(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+            return block(*args[: self.position], hidden, *args[self.position :], **kwargs)
+
+        return _Stand(block, call)
+
+
 class LayerStack:
     """The list of blocks inside a model. `path` is its dotted name. Raises ValueError where there is none."""
 
@@ -42,7 +85,9 @@ class LayerStack:
         for path, module in model.named_modules():
             for key, value in module.items():
                 if wanted and isinstance(value, list) and len(value) == len(wanted) and _same(value, wanted):
-                    self._owner, self._key, self.blocks = module, key, wanted
+                    self._owner, self._key = module, key
+                    self._places = [_HiddenArgument.of(block) for block in wanted]
+                    self.blocks = [place.hidden_first(b) for place, b in zip(self._places, wanted, strict=True)]
                     self.path = f"{path}.{key}" if path else key
                     return
         raise ValueError("the model has no list of layers")
@@ -63,16 +108,18 @@ class LayerStack:
 
         blocks = self.blocks
         self.blocks = [b if index in kept else _Stand(b, pass_on) for index, b in enumerate(blocks)]
-        original, self._owner[self._key] = self._owner[self._key], self.blocks
         try:
-            yield
+            with self._replaced(self.blocks):
+                yield
         finally:
-            self.blocks, self._owner[self._key] = blocks, original
+            self.blocks = blocks
 
     @contextmanager
     def _replaced(self, calls: Sequence[Callable[..., Any]]) -> Iterator[None]:
+        """`calls` take the hidden state first, and stand in the model's own forward."""
         original = self._owner[self._key]
-        self._owner[self._key] = [_Stand(block, call) for block, call in zip(self.blocks, calls, strict=True)]
+        stands = zip(self.blocks, self._places, calls, strict=True)
+        self._owner[self._key] = [_Stand(block, place.as_called(call)) for block, place, call in stands]
         try:
             yield
         finally:

@@ -48,10 +48,17 @@ class AdapterFile:
     config: dict[str, Any]
 
 
+WEIGHT_READ_DIRECTLY = ("prediction_coefs", "correction_coefs")
+"""Layers whose `weight` mlx-lm's forward reads and rewrites itself (Gemma 3n's AltUp): a LoRALinear has none."""
+
+
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear layer by path, quantised ones too; in the trainer's tree the base inside a LoRALinear counts."""
+    """Every linear layer by path that can have an adapter, quantised ones too; in the trainer's tree the base inside a
+    LoRALinear counts."""
     layers: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
+        if path.endswith(WEIGHT_READ_DIRECTLY):
+            continue
         if isinstance(module, ServedLinear):
             layers[path] = module.linear
         elif isinstance(module, nn.Linear | nn.QuantizedLinear) and not path.endswith(".linear"):

@@ -10,9 +10,10 @@ import pytest
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models import support
+from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.models.support import check_config, layer_without_gradient
-from scripts.generate_model_table import model_types
-from tests.tiny_models import EXPERTS, LLAMA3_ROPE, QWEN3, make_model
+from scripts.generate_model_table import model_types, small_model
+from tests.tiny_models import EXPERTS, LLAMA3_ROPE, QWEN3, lora_config, make_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
@@ -124,5 +125,17 @@ def test_the_table_says_what_the_check_says() -> None:
     for name in ("qwen3", "llama", "qwen3_moe", "qwen3_next", "mamba", "kimi_linear"):
         assert rows[name] == "trains"
     assert "trains slowly" not in rows.values(), "token by token: models/recurrent"
-    for name in ("rwkv7", "talkie"):
-        assert rows[name] == "serves only"
+    assert rows["rwkv7"] == "serves only", "its kernel has no gradient on Metal"
+    for name in ("talkie", "gptj"):
+        assert rows[name] == "trains", "their blocks take the hidden state elsewhere than first"
+    for name in ("gemma3n", "iquestloopcoder"):
+        assert rows[name] == "trains as one graph"
+
+
+def test_layers_whose_weight_the_model_reads_get_no_adapter() -> None:
+    model = small_model("gemma3n")
+    paths = inject_lora(model, lora_config(rank=2, alpha=4.0))
+    assert any(path.endswith("q_proj") for path in paths)
+    assert not any("_coefs" in path for path in paths)
+    logits = model.train()(mx.arange(6, dtype=mx.int32)[None] + 1)
+    assert mx.isfinite(logits).all().item()

@@ -22,6 +22,8 @@ SHAPE: dict[str, Any] = {
 EXTRA: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "gemma2": {"query_pre_attn_scalar": 8.0},
+    "gptj": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 64, "n_positions": 128, "rotary_dim": 8}
+    | {"layer_norm_epsilon": 1e-5},
     "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8.0},
 }
 

@@ -20,7 +20,8 @@ from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from tests.rl_training.tiny_models import make_model
 from tests.tiny_models import lora_config
 
-ARCHITECTURES = ["qwen3", "llama", "gemma2", "gemma3_text"]
+ARCHITECTURES = ["qwen3", "llama", "gemma2", "gemma3_text", "gptj"]
+"""GPT-J's blocks take the hidden state by keyword."""
 
 
 def with_lora(model: nn.Module) -> nn.Module:
@@ -93,6 +94,38 @@ def test_gradients_equal_the_whole_graphs(architecture: str, prepare: Callable[[
         np.testing.assert_allclose(gradient, expected_gradients[name], atol=1e-5 * scale + 1e-7, err_msg=name)
     assert max(mx.abs(g).max().item() for g in gradients) > 1e-3
     assert logprobs.shape == (19,)
+
+
+def talkie() -> nn.Module:
+    """Make a tiny Talkie, whose blocks take the embeddings before the hidden state. mlx-lm makes its head of zeros, and
+    each block's share of the embeddings 0."""
+    model = make_model("talkie")
+    model.lm_head = mx.random.normal(model.lm_head.shape)
+    for layer in model.layers:
+        layer.embed_skip.update({"a_g": mx.full(layer.embed_skip.a_g.shape, 0.7)})
+    return model
+
+
+@pytest.mark.parametrize("prepare", [with_lora, with_4_bit_base])
+def test_a_hidden_state_behind_another_argument(prepare: Callable[[nn.Module], nn.Module]) -> None:
+    model = prepare(talkie())
+    parts = BlockwiseModel(model, blocks_per_eval=1)
+    assert not parts.fallback
+    value, _, gradients = parts.loss_and_gradients(batch(), objective)
+    expected, expected_gradients = whole_graph(model, batch())
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, gradient in zip(parts.slots.names, gradients, strict=True):
+        scale = mx.abs(expected_gradients[name]).max().item()
+        np.testing.assert_allclose(gradient, expected_gradients[name], atol=2e-5 * scale + 1e-7, err_msg=name)
+    assert max(mx.abs(g).max().item() for g in gradients) > 1e-3
+
+
+def test_embeddings_that_every_block_reads_are_trained_as_one_graph() -> None:
+    """Their gradient through the blocks' arguments would be missing block by block."""
+    assert (
+        "gradients of this architecture are off"
+        in BlockwiseModel(with_full_weights(talkie()), blocks_per_eval=1).fallback
+    )
 
 
 @pytest.mark.parametrize("prepare", [with_lora, with_full_weights])
