@@ -81,7 +81,9 @@ class Tokenizer:
         return self.decode(self.encode(marker, add_special_tokens=False)) != marker
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+        # verbose: transformers would print that a text beyond the model's context "will result in indexing errors".
+        # Who asks for ids compares their number with the context, and refuses it in words.
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def encode_after(self, prompt: str, text: str) -> list[int]:
         """Token ids of a text that stands after a prompt: those that a model sees, or samples, there.

@@ -1,5 +1,7 @@
 """Text and ids. That text streamed is text whole: tests/engine/test_streaming_boundary.py."""
 
+import logging
+
 import pytest
 
 from mlx_parallm.models.tokenizer import Tokenizer, _rust_decoder
@@ -44,3 +46,17 @@ def test_a_tokenizer_with_a_decoder_of_its_own_keeps_it(tiny_tokenizer: Tokenize
     kind = type(hf)
     own = type("Own", (kind,), {"_decode": lambda self, ids, **options: "mine"})
     assert _rust_decoder(own(tokenizer_object=hf.backend_tokenizer)) is None
+
+
+def test_a_text_beyond_the_context_is_tokenised_without_a_warning(
+    tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers' "will result in indexing errors" is untrue here: such a request is refused before it runs."""
+    hf = tiny_tokenizer._hf
+    monkeypatch.setattr(hf, "model_max_length", 4)
+    monkeypatch.setattr(hf, "deprecation_warnings", {})  # it warns once in the life of a tokenizer
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert len(tiny_tokenizer.encode("Sort: hgfa and some more")) > 4
+    assert not caplog.records, caplog.text
+    hf.encode("Sort: hgfa and some more")
+    assert "longer than the specified maximum" in caplog.text  # the trap does catch it
