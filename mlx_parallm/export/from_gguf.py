@@ -164,8 +164,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     """Return config.json of the file's model. Raises ModelError: an architecture, or a key of it, that is not known."""
     kind = next((kind for kind, row in architectures.ARCHITECTURES.items() if row.name == file.architecture), None)
     if kind is None:
-        names = ", ".join(sorted({row.name for row in architectures.ARCHITECTURES.values()}))
-        raise ModelError(f"{file.path}: architecture {file.architecture!r} is not read: only {names}")
+        readable = ", ".join(sorted({row.name for row in architectures.ARCHITECTURES.values()}))
+        raise ModelError(f"{file.path}: architecture {file.architecture!r} is not read: only {readable}")
     names = {tensor.name for tensor in file.tensors}
     tokens = file.get("tokenizer.ggml.tokens") or []
     config: dict[str, Any] = {"architectures": [architectures.ARCHITECTURES[kind].hf_class], "model_type": kind}
