@@ -181,7 +181,7 @@ def read_metadata(number: Callable[..., Any], name: str) -> dict[str, Any]:
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, size) != size:
             raise ModelError(f"{name}.{key} = {number(key)}, but a head has {size} numbers: this is not read")
-    config = {
+    config: dict[str, Any] = {
         "num_hidden_layers": int(number("block_count")),
         "max_position_embeddings": int(number("context_length")),
         "hidden_size": width,

@@ -164,11 +164,11 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     """Return config.json of the file's model. Raises ModelError: an architecture, or a key of it, that is not known."""
     kind = next((kind for kind, row in architectures.ARCHITECTURES.items() if row.name == file.architecture), None)
     if kind is None:
-        names = ", ".join(sorted({row.name for row in architectures.ARCHITECTURES.values()}))
-        raise ModelError(f"{file.path}: architecture {file.architecture!r} is not read: only {names}")
+        readable = ", ".join(sorted({row.name for row in architectures.ARCHITECTURES.values()}))
+        raise ModelError(f"{file.path}: architecture {file.architecture!r} is not read: only {readable}")
     names = {tensor.name for tensor in file.tensors}
     tokens = file.get("tokenizer.ggml.tokens") or []
-    config = {"architectures": [architectures.ARCHITECTURES[kind].hf_class], "model_type": kind}
+    config: dict[str, Any] = {"architectures": [architectures.ARCHITECTURES[kind].hf_class], "model_type": kind}
     config |= architectures.read_metadata(file.number, file.architecture)
     config |= {
         "vocab_size": int(file.number("vocab_size", len(tokens))),
@@ -200,19 +200,18 @@ def llama3_scaling(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, 
     smooth = (1 / numbers[between] - 1 / factor) / (1 - 1 / factor)
     high = 4.0  # Llama's: one divisor alone allows any
     if between.sum() > 1:
-        high = 1 - 1 / np.polyfit(1 / wavelengths[between], smooth, 1)[1]
-    found = {
+        high = round(float(1 - 1 / np.polyfit(1 / wavelengths[between], smooth, 1)[1]), 3)
+    length = round(float((wavelengths[between] * (smooth * (high - 1) + 1)).mean()))
+    scale = np.clip((length / wavelengths - 1) / (high - 1), 0, 1)
+    if not np.allclose(1 / ((1 - scale) / factor + scale), numbers, rtol=1e-4):
+        raise ModelError(f"the tensor {ROPE_FACTORS} is no rope scaling of Llama 3's: which one is not known")
+    return {
         "rope_type": "llama3",
         "factor": round(factor, 4),
         "low_freq_factor": 1.0,
-        "high_freq_factor": round(float(high), 3),
-        "original_max_position_embeddings": round(float((wavelengths[between] * (smooth * (high - 1) + 1)).mean())),
+        "high_freq_factor": high,
+        "original_max_position_embeddings": length,
     }
-    scale = (found["original_max_position_embeddings"] / wavelengths - 1) / (found["high_freq_factor"] - 1)
-    scale = np.clip(scale, 0, 1)
-    if not np.allclose(1 / ((1 - scale) / factor + scale), numbers, rtol=1e-4):
-        raise ModelError(f"the tensor {ROPE_FACTORS} is no rope scaling of Llama 3's: which one is not known")
-    return found
 
 
 def _build(config: Mapping[str, Any]) -> tuple[nn.Module, Any]:
