@@ -495,9 +495,9 @@ def _rows_kept(pool: Pool) -> int:
     return pool.capacity if enough else len(pool.rows) + spare // 2
 
 
-def _of_keys(caches: Iterable[Any]) -> list[KVCache]:
+def _of_keys(caches: Iterable[Any]) -> list[Any]:
     """The caches of a prefill that hold keys and values."""
-    return [cache for cache in leaves(caches) if isinstance(cache, KVCache)]
+    return [cache for cache in leaves(caches) if not isinstance(cache, ArraysCache)]
 
 
 def _part_of(array: mx.array, row: int, start: int, stop: int) -> mx.array:

@@ -345,7 +345,7 @@ def test_a_prompt_that_is_computed_counts_in_full():
         ("qwen3", 16, "its head dimension, 16, is not divisible by 32"),
         ("qwen3", 80, "its head dimension, 80, is not divisible by 32"),
         ("gemma3_text", None, "a layer needs RotatingKVCache"),
-        ("mamba2", None, "a layer needs ArraysCache"),
+        ("mamba2", None, "no layer keeps keys and values"),
     ],
 )
 def test_a_model_without_a_quantised_path_is_refused_at_the_start(name, width, reason):
