@@ -68,6 +68,13 @@ def test_what_never_ends_is_ended(sandbox, program):
     assert bench.left_over() == 0
 
 
+def test_a_launcher_that_is_late_is_not_killed_before_what_it_has_to_end(sandbox, monkeypatch):
+    """The code leads a session of its own: of a launcher that is killed a fork bomb would be left."""
+    monkeypatch.setattr(module, "GRACE_S", 0.0)
+    assert Sandbox(timeout_s=TIMEOUT_S).run(bench.FORK_BOMB).outcome == "timeout"
+    assert bench.left_over() == 0
+
+
 def test_memory_ends_where_the_limit_is(sandbox):
     run = sandbox.run(bench.FOUR_GIGABYTES)
     assert "MemoryError" in run.stderr and run.returncode == 1

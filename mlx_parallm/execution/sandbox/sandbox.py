@@ -46,6 +46,7 @@ PACKAGE = str(Path(__file__).resolve().parent)
 LAUNCH = f"import sys; sys.path.append({PACKAGE!r}); import sandbox_launcher; sandbox_launcher.main()"
 SANDBOX_EXEC = "/usr/bin/sandbox-exec"
 GRACE_S = 0.4  # for the launcher to end what it started
+LAST_S = 20.0  # the same on a machine so busy that it takes longer, before the launcher itself is killed
 WATCH_S = 0.05
 LEAST_MEMORY_MB = 64  # of an interpreter that does nothing
 TRIAL_S = 30.0
@@ -284,7 +285,16 @@ def _stop(process: "subprocess.Popen[bytes]") -> float:
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """End the launcher, with all that it has started.
+
+    On Linux the code leads a session of its own: a signal to the launcher's group does not reach it. A launcher that is
+    killed while it ends a fork bomb leaves the bomb behind. It gets LAST_S, which only a busy machine needs.
+    """
     if process.returncode is None:
+        if not MACOS:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_S)
         with suppress(ProcessLookupError, PermissionError):  # macOS: of a group that has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
