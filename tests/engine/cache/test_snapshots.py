@@ -9,7 +9,8 @@ from mlx_parallm.engine.scheduler import SNAPSHOT_EVERY
 from mlx_parallm.models.recurrent.layers import use_chunks
 from scripts.generate_model_table import small_model
 from tests.engine.helpers import naive_greedy, random_adapter, request, run, serve
-from tests.engine.test_architectures import model_of
+from tests.engine.test_architectures import BATCHED, VOCAB, model_of
+from tests.tiny_models import QWEN3, make_model
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 STATES_ALONE, BESIDE_ATTENTION = "mamba2", "falcon_h1"
@@ -263,3 +264,23 @@ def test_common_beginnings():
         b = tuple(generator.randrange(2) for _ in range(generator.randrange(9)))
         expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         assert common_beginning(a, b) == expected
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_keys_and_values_of_a_hybrid_in_few_bits(bits):
+    """A group, another prompt, and one that goes on from a snapshot; the states stay in full precision. The model's
+    best tokens are far enough apart for 4 bits."""
+    config = QWEN3 | {"model_type": BESIDE_ATTENTION, "vocab_size": VOCAB, "tie_word_embeddings": False}
+    model = make_model(config | BATCHED[BESIDE_ATTENTION] | {"head_dim": 32})
+    use_chunks(model)
+    served = serve(model, kv_bits=bits, prefill_chunk=64)
+    prompt = prompt_of(100)
+    later = [*prompt, 5, 6]
+    outputs = run(served.engine, [request("group", prompt, n=4, max_tokens=8, **GREEDY)])
+    outputs |= run(served.engine, [request("later", later, max_tokens=8, **GREEDY)])
+    assert served.engine.cache.kv_format.bits == bits
+    served.engine.check_integrity()
+    for choice in outputs["group"].completions:
+        assert list(choice.token_ids) == naive_greedy(served.plain, prompt, 8, eos=None)
+    assert list(outputs["later"].completions[0].token_ids) == naive_greedy(served.plain, later, 8, eos=None)
+    assert served.engine.counters.prefill_tokens == 100 + 3
