@@ -6,7 +6,7 @@ licence) go into `gguf.json` of the folder. Weights stay as coarse as the file h
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,13 @@ def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16") -> Fold
     if output.exists() or output.is_symlink():
         raise ModelError(f"{output} exists already: choose another path, a converted model never replaces anything")
     file = GGUFFile(source)
-    config = model_config(file)
+    try:
+        config = model_config(file)
+        model, arguments = _build(config)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ModelError(f"{source}: its numbers make no model: {error}") from error
     kind, names = str(config["model_type"]), {tensor.name for tensor in file.tensors}
     config |= {"torch_dtype": dtype}
-    model, arguments = _build(config)
     wanted = _tensors_of(model, arguments, tied=config["tie_word_embeddings"])
     factors = next((tensor for tensor in file.tensors if tensor.name == ROPE_FACTORS), None)
     if factors is not None:
@@ -82,17 +85,18 @@ def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16") -> Fold
         )
     if missing := sorted(set(wanted) - names):
         raise ModelError(f"{source}: {len(missing)} tensors of {kind} are missing, {missing[0]} is the first")
-    weights = [
-        (wanted[tensor.name], _weight(tensor, wanted[tensor.name], arguments, config, model).astype(DTYPES[dtype]))
-        for tensor in file.tensors
-        if tensor is not factors
-    ]
-    types = [tensor.tensor_type.name for tensor in file.tensors]
+    shapes = {name: tuple(array.shape) for name, array in tree_flatten(model.parameters())}
+    tied = bool(config["tie_word_embeddings"])
     notes: list[str] = []
 
     def fill(directory: Path) -> None:
-        model.load_weights(list(model.sanitize(dict(weights)).items()))  # gemma3's sanitize drops an unused lm_head
-        notes.extend(write_tokenizer(directory, file, config))
+        notes.extend(write_tokenizer(directory, file, config))  # first: it may refuse, and takes no time
+        weights = {}
+        for tensor in file.tensors:
+            if tensor is not factors:
+                name = wanted[tensor.name]
+                weights[name] = _weight(tensor, name, shapes[name], arguments, tied=tied, dtype=DTYPES[dtype])
+        model.load_weights(list(model.sanitize(weights).items()))  # gemma3's sanitize drops an unused lm_head
         save_model(directory, model)
         save_config(config, directory / "config.json")
         facts = {"file": source.name, "left_out": file.left_out()}
@@ -100,6 +104,7 @@ def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16") -> Fold
 
     write_directory(output, fill)
     parameters = sum(int(np.prod(tensor.shape)) for tensor in file.tensors)
+    types = [tensor.tensor_type.name for tensor in file.tensors]
     counts = {name: types.count(name) for name in sorted(set(types))}
     return FolderReport(output, kind, len(types), parameters, counts, sorted(file.left_out()), notes)
 
@@ -228,25 +233,27 @@ def _tensors_of(model: nn.Module, arguments: Any, *, tied: bool) -> dict[str, st
 
 
 def _weight(
-    tensor: gguf.ReaderTensor, name: str, arguments: Any, config: Mapping[str, Any], model: nn.Module
+    tensor: gguf.ReaderTensor, name: str, shape: tuple[int, ...], arguments: Any, *, tied: bool, dtype: mx.Dtype
 ) -> mx.array:
-    """Return a tensor of the file as mlx-lm has it, float32."""
+    """Return a tensor of the file as mlx-lm has it, evaluated: only one tensor is in memory in float32.
+
+    Raises ModelError: another shape than the architecture's; a number that is not finite, in the file or in `dtype`.
+    """
     row = architectures.ARCHITECTURES[arguments.model_type]
     numbers = _numbers(tensor)
     order = architectures.row_order(row, name, arguments)
+    if numbers.shape != shape:
+        raise ModelError(f"{tensor.name} has shape {numbers.shape}, but {arguments.model_type} needs {shape}")
     if order is not None:
         numbers = numbers[np.argsort(order)]
-    offset, factor = architectures.changed(row, tensor.name, arguments, tied=bool(config["tie_word_embeddings"]))
+    offset, factor = architectures.changed(row, tensor.name, arguments, tied=tied)
     if (offset, factor) != (0.0, 1.0):
         numbers = numbers / np.float32(factor) - np.float32(offset)
-    expected = dict(_shapes(model))[name]
-    if numbers.shape != expected:
-        raise ModelError(f"{tensor.name} has shape {numbers.shape}, but {arguments.model_type} needs {expected}")
-    return mx.array(np.ascontiguousarray(numbers))
-
-
-def _shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    return ((name, tuple(array.shape)) for name, array in tree_flatten(model.parameters()))
+    weight = mx.array(np.ascontiguousarray(numbers)).astype(dtype)
+    if not mx.isfinite(weight).all().item():
+        wider = "" if not np.isfinite(numbers).all() else f" in {dtype}: choose --dtype bfloat16 or float32"
+        raise ModelError(f"{tensor.name} has numbers that are not finite{wider}")
+    return weight
 
 
 def _numbers(tensor: gguf.ReaderTensor) -> np.ndarray:

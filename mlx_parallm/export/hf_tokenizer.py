@@ -46,6 +46,9 @@ def write_tokenizer(directory: Path, file: GGUFKeys, config: dict[str, Any]) -> 
     stops = [stop for key in STOPS if (stop := file.get(f"{PREFIX}{key}_token_id")) is not None]
     if not stops:
         raise ModelError(f"{file.path} has no {PREFIX}eos_token_id: an answer would never end")
+    named = [*stops, *(row for row in ids.values() if row is not None)]
+    if strange := [row for row in named if not 0 <= row < len(tokens)]:
+        raise ModelError(f"{file.path}: a special token is {strange[0]}, but there are {len(tokens)} tokens")
     add_bos, add_eos = bool(file.get(f"{PREFIX}add_bos_token", False)), bool(file.get(f"{PREFIX}add_eos_token", False))
     if file.get(f"{PREFIX}add_space_prefix", False):
         raise ModelError(f"{file.path}: {PREFIX}add_space_prefix with byte-level BPE is not read")

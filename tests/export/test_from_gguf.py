@@ -140,6 +140,9 @@ def rewritten(**changes: Any) -> Callable[[Path, Path], None]:
             "has no tokenizer.ggml.eos_token_id",
         ),
         (rewritten(tokenizer__ggml__precompiled=1), "tokenizer.ggml.precompiled is not understood"),
+        (rewritten(tokenizer__ggml__eos_token_id=99999), "a special token is 99999"),
+        (rewritten(llama__attention__head_count=0), "make no model"),
+        (rewritten(llama__embedding_length=48), "has shape"),
         (rewritten(drop="blk.1.ffn_up.weight"), "1 tensors of llama are missing, blk.1.ffn_up.weight"),
     ],
 )
@@ -155,6 +158,26 @@ def test_what_is_not_understood_is_refused(
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (float("nan"), "output_norm.weight has numbers that are not finite"),
+        (1e6, "in mlx.core.float16: choose --dtype"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, number: float, message: str) -> None:
+    """In the file, or only in the dtype that was chosen: 1e6 is infinite in float16, and fits bfloat16."""
+    write(checkpoint(tmp_path / "model", LLAMA), tmp_path / "model.gguf")
+    norm = next(t for t in gguf.GGUFReader(tmp_path / "model.gguf", "r+").tensors if t.name == "output_norm.weight")
+    norm.data[3] = number
+    norm.data.base.flush()
+    with pytest.raises(ModelError, match=message):
+        convert_gguf(tmp_path / "model.gguf", tmp_path / "back", dtype="float16")
+    assert not (tmp_path / "back").exists()
+    if np.isfinite(number):
+        convert_gguf(tmp_path / "model.gguf", tmp_path / "back", dtype="bfloat16")
 
 
 def test_an_existing_folder_is_never_replaced(tmp_path: Path) -> None:

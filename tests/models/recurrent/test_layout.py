@@ -23,10 +23,14 @@ SHARING = [
 OTHERS = {"recurrent_gemma": "RotatingKVCache", "falcon_h1": "CacheList"}
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name: str, layers: int | None = None) -> nn.Module:
+    """`layers`: how many, for an architecture whose sizes lie in `text_config`."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(0)
-    model = module.Model(module.ModelArgs.from_dict(small_config(module, name)))
+    config = small_config(module, name)
+    if layers is not None:
+        config["text_config"] = config["text_config"] | {"num_hidden_layers": layers}
+    model = module.Model(module.ModelArgs.from_dict(config))
     use_chunks(model)
     # 2-dimensional weights of a usual size, so that no part of the model is next to nothing
     model.update(tree_map_with_path(lambda _, p: 2 * p if p.ndim == 2 else p, model.parameters()))
@@ -58,9 +62,15 @@ def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
-@pytest.mark.parametrize("architecture", SHARING)
-def test_losses_and_gradients_are_those_of_the_repeated_prompt(architecture: str, blocks: int) -> None:
-    parts = BlockwiseModel(model_of(architecture), blocks_per_eval=blocks)
+@pytest.mark.parametrize(("architecture", "layers"), [*((name, None) for name in SHARING), ("qwen3_5", 8)])
+def test_losses_and_gradients_are_those_of_the_repeated_prompt(
+    architecture: str, layers: int | None, blocks: int
+) -> None:
+    """Eight layers: more of a kind than the comparison at start goes through; the others pass their input on. Float32's
+    rounding grows with the depth: 1.3e-6 of the gradient with two layers, 8e-6 with four, 1.2e-5 with eight."""
+    model = model_of(architecture, layers)
+    assert layers is None or len(model.layers) == layers
+    parts = BlockwiseModel(model, blocks_per_eval=blocks)
     assert not parts.fallback and not parts.unshared, (parts.fallback, parts.unshared)
     assert "ArraysCache" in parts.unpacked
     tokens = batch((21, 2, 21, 37))
@@ -69,7 +79,7 @@ def test_losses_and_gradients_are_those_of_the_repeated_prompt(architecture: str
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     whole = sum(mx.square(g).sum().item() for g in repeated) ** 0.5
     off = sum(mx.square(a - b).sum().item() for a, b in zip(gradients, repeated, strict=True)) ** 0.5
-    assert whole > 0 and off <= 1e-5 * whole
+    assert whole > 0 and off <= (1e-5 if layers is None else 5e-5) * whole
 
 
 @pytest.mark.parametrize(("architecture", "kept"), OTHERS.items())
