@@ -129,11 +129,12 @@ def dry_run(command: list[str]) -> str:
 
 
 def predicted_numbers(text: str) -> Numbers:
-    """Read the prediction from the tables of a dry run."""
-    seconds = re.search(r"a step\s+│ ([\d.]+) s \(", text)
-    assert seconds is not None, text
+    """Read the prediction from the tables of a dry run, which shows a step of more than a minute in whole minutes."""
+    shown = re.search(r"a step\s+│ ([\d.]+) (s|min) \(", text)
+    assert shown is not None, text
+    seconds = float(shown[1]) * {"s": 1, "min": 60}[shown[2]]
     memory = size(r"memory\s+│ needed ([\d.]+) (\wiB)", text)
-    return Numbers(memory, float(seconds[1]), size(r"disk\s+│ needed ([\d.]+) (\wiB)", text))
+    return Numbers(memory, seconds, size(r"disk\s+│ needed ([\d.]+) (\wiB)", text))
 
 
 def finished(command: list[str]) -> tuple[str, float]:

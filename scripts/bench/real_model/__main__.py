@@ -6,7 +6,8 @@
     python -m scripts.bench.real_model --page                                 # the page alone, from the JSON file
 
 `serving.py`: tokens a second of streamed chats, in alternating rounds. `training.py`: seconds a step and peak memory,
-predicted by the dry run and measured. Each row keeps its date and the load of the machine before it began.
+predicted by the dry run and measured. Each row keeps its date and the load of the machine before
+its section began.
 """
 
 import argparse

@@ -16,7 +16,7 @@ HEAD = """# A real model beside its peers
 
 SmolLM2-135M-Instruct (unpacked from its Q4_1 GGUF file) on a CPU. Written by `python -m scripts.bench.real_model`; its
 docstring says how to measure a part again, and the numbers are in [real_model.json](real_model.json). A row is **busy**
-if the load of the machine was above 0.5 before it began: other work shared the cores, and only its ratios mean
+if the load of the machine was above 0.5 before its section began: other work shared the cores, and only its ratios mean
 something.
 """
 
@@ -33,16 +33,20 @@ def _serving(rows: dict[str, Any]) -> str:
         return "Not measured yet.\n"
     lines = ["Greedy chats of at most 100 tokens, streamed; medians over rounds, a ratio within its round.\n"]
     lines += [
-        "| clients | server | tokens/s | first text, s | ours ÷ it | wanted | short | rounds | machine |",
-        "|" + "---|" * 9,
+        "| clients | server | tokens/s | first text, s | ours ÷ it | wanted | short | failed | rounds | machine |",
+        "|" + "---|" * 10,
     ]
     for case, row in rows.items():
         for name, rate in row["rate"].items():
             ratio = "" if name == "ours" else f"**{row['ratio'][name]:.2f}**"
             target = _target(row["ratio"][name], WANTED.get((case, name)))
             cells = [case, name, f"{rate:.1f}", f"{row['first_token_s'][name]:.2f}", ratio, target]
-            lines.append("| " + " | ".join([*cells, str(row["short"][name]), str(row["rounds"]), _machine(row)]) + " |")
-    return "\n".join([*lines, "", "`short`: answers that ended before 100 tokens.", ""])
+            counts = [str(row[key][name]) for key in ("short", "failed")]
+            lines.append("| " + " | ".join([*cells, *counts, str(row["rounds"]), _machine(row)]) + " |")
+    notes = (
+        "`short`: answers that ended before 100 tokens. `failed`: requests without an answer, which a rate leaves out."
+    )
+    return "\n".join([*lines, "", notes, ""])
 
 
 def _target(ratio: float, wanted: float | None) -> str:

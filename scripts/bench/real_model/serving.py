@@ -37,6 +37,7 @@ def measure(
     model: Path, gguf: Path | None, clients: Sequence[int], rounds: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a row for each number of clients."""
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         serve = [
             command("mlx_parallm"),
@@ -58,7 +59,6 @@ def measure(
                 peers.llama_server(gguf.resolve(), max(CLIENTS), CONTEXT)
             )
         for number in clients:
-            load = os.getloadavg()[0]
             reports: dict[str, list[Report]] = {name: [] for name in urls}
             for turn in range(rounds + 1):
                 for name, url in urls.items():
@@ -88,11 +88,14 @@ def _question(number: int) -> str:
 
 
 def _row(reports: dict[str, list[Report]]) -> dict[str, Any]:
-    """Return medians over rounds; a ratio is taken within its round. Raises SystemExit: a request failed."""
-    row: dict[str, Any] = {"rate": {}, "first_token_s": {}, "ratio": {}, "short": {}, "rounds": len(reports["ours"])}
+    """Return medians over rounds; a ratio is taken within its round. A peer's failed requests are counted, and its rate is
+    that of the others. Raises SystemExit: a request to this server failed."""
+    row: dict[str, Any] = {"rate": {}, "first_token_s": {}, "ratio": {}, "short": {}, "failed": {}}
+    row["rounds"] = len(reports["ours"])
     for name, rounds in reports.items():
         failures = [failure for report in rounds for failure in report.failures]
-        if failures:
+        row["failed"][name] = len(failures)
+        if failures and name == "ours":
             raise SystemExit(f"{name}: {len(failures)} requests failed: {failures[0]}")
         row["rate"][name] = round(statistics.median(report.rate for report in rounds), 1)
         first = [seconds for report in rounds for seconds in report.first_token_s]

@@ -30,6 +30,7 @@ ANSWER = "The road was long, and the travellers stopped at an inn by the river t
 
 def measure(model: Path, wanted: str, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a row for each case whose name contains `wanted`."""
+    load = os.getloadavg()[0]
     for name, (kind, settings) in CASES.items():
         if wanted not in name:
             continue
@@ -39,7 +40,6 @@ def measure(model: Path, wanted: str, steps: int) -> Iterator[tuple[str, dict[st
             words += [f"rl_training.checkpoint_dir={directory / 'runs'}", "rl_training.run_name=run"]
             start = [command("mlx_parallm_train"), "--config", str(_config(directory, model, kind))]
             start += [part for word in words for part in ("--set", word)]
-            load = os.getloadavg()[0]
             predicted = dry_run.predicted_numbers(dry_run.dry_run(start))
             real = dry_run.run(start, directory / "runs/run")
         yield (
