@@ -88,8 +88,11 @@ def _question(number: int) -> str:
 
 
 def _row(reports: dict[str, list[Report]]) -> dict[str, Any]:
-    """Return medians over rounds; a ratio is taken within its round. A peer's failed requests are counted, and its rate is
-    that of the others. Raises SystemExit: a request to this server failed."""
+    """Return medians over rounds; a ratio is taken within its round.
+
+    A peer's failed requests are counted, and its rate is that of the others. Raises SystemExit: a request to this
+    server failed.
+    """
     row: dict[str, Any] = {"rate": {}, "first_token_s": {}, "ratio": {}, "short": {}, "failed": {}}
     row["rounds"] = len(reports["ours"])
     for name, rounds in reports.items():
