@@ -338,7 +338,9 @@ class Serving:
     def model_path(self) -> Path:
         """The base's local directory; a hub id is downloaded at the first access. Raises ModelError."""
         if self._path is None:
-            self._path = resolve_model_path(self.config.model.base_path, self.config.model.revision)
+            self._path = resolve_model_path(
+                self.config.model.base_path, self.config.model.revision, dtype=self.config.model.dtype
+            )
         return self._path
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_parallm.config.environment import HUB_PREFIX
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import PREFIX, absolute
-from mlx_parallm.models.formats import billions_in, directory_of
+from mlx_parallm.models.formats import billions_in, directory_of, is_gguf
 from mlx_parallm.system.files import is_directory, local_path
 from mlx_parallm.system.hardware import Hardware, detect
 from mlx_parallm.system.terminal import duration
@@ -117,7 +117,7 @@ def dataset_toml(model: str, data: str, rewards: Sequence[str], algorithm: str |
     )
     values: dict[str, Any] = {
         "command": shlex.join(["mlx_parallm", "train", "--model", model, "--data", data, *flags]),
-        "model": _quoted(str(local_path(model).resolve()) if is_directory(model) else model),
+        "model": _quoted(str(local_path(model).resolve()) if is_directory(model) or is_gguf(model) else model),
         "data": _quoted(data if data.startswith(HUB_PREFIX) else absolute(data, directories)),
         "blocks": 0 if small else 1,
     }
@@ -192,13 +192,11 @@ def count_rows(data: str) -> int | None:
 
 def parameters_of(model: str, hidden_size: int) -> float:
     """Return about how many parameters a model has, from its configuration or its name, without network."""
-    directory = directory_of(model)
-    file = directory / "config.json" if directory is not None else _cached(model)
+    config = _config_of(model)
     try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
         text = config.get("text_config") or config
         layers, vocabulary = int(text.get("num_hidden_layers") or 0), int(text.get("vocab_size") or 0)
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError):
         layers = vocabulary = 0  # the loader reports what is wrong with the file
     if layers:
         return hidden_size * (12.0 * layers * hidden_size + vocabulary)
@@ -219,18 +217,39 @@ def learning_rate_for(hidden_size: int) -> float:
 def find_hidden_size(model: str) -> int:
     """Read it from config.json where the model is on this machine, else from a size in the name ("Qwen3-0.6B"), else
     assume a 4B model. It uses no network: a wrong name is reported when the model is loaded."""
-    directory = directory_of(model)
-    file = directory / "config.json" if directory is not None else _cached(model)
-    if file is not None and file.is_file():
-        try:
-            size = _hidden_size_in(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            size = None  # the loader reports what is wrong with the file
-        if size is not None:
-            return size
+    if (size := _hidden_size_in(_config_of(model))) is not None:
+        return size
     if (billions := billions_in(model)) is not None:
         return max(SMALL, round(1320 * billions**0.5))  # 1024 at 0.6B, 2640 at 4B, 3730 at 8B
     return USUAL_HIDDEN_SIZE
+
+
+def _config_of(model: str) -> Any:
+    """Return config.json of a model on this machine, or what a GGUF file says in its place; {}: there is none, or it is
+    damaged, which the loader reports."""
+    if is_gguf(model):
+        return _sizes_in_gguf(local_path(model))
+    directory = directory_of(model)
+    file = directory / "config.json" if directory is not None else _cached(model)
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _sizes_in_gguf(file: Path) -> dict[str, int]:
+    try:
+        from gguf import GGUFReader
+
+        fields = GGUFReader(file).fields
+        name = fields["general.architecture"].contents()
+        return {
+            "hidden_size": int(fields[f"{name}.embedding_length"].contents()),
+            "num_hidden_layers": int(fields[f"{name}.block_count"].contents()),
+            "vocab_size": len(fields["tokenizer.ggml.tokens"].data),
+        }
+    except (ImportError, OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError):
+        return {}  # the loader says what is missing or damaged
 
 
 def _hidden_size_in(config: Any) -> int | None:

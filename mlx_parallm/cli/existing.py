@@ -326,7 +326,7 @@ def convert(parser: ArgumentParser) -> Run:
 
         atexit.register(release_streams)
         if from_gguf:
-            from mlx_parallm.export.from_gguf import convert_gguf
+            from mlx_parallm.models.gguf.from_gguf import convert_gguf
 
             converted = convert_gguf(Path(args.source), args.target, dtype=args.dtype or "bfloat16")
             sys.stdout.write("\n".join(converted.lines()) + "\n")

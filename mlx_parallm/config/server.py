@@ -103,7 +103,7 @@ class ServerConfig(Section):
 
 class ModelConfig(Section):
     base_path: str = "builtin:tiny"
-    """Directory, hub id, or "builtin:tiny"."""
+    """Directory, hub id, GGUF file (converted once, docs/export.md), or "builtin:tiny"."""
     revision: str | None = None
     """Hub revision."""
     lora_path: str | None = None
@@ -129,5 +129,11 @@ class ModelConfig(Section):
         """Return the directory of 4-bit copies, or None for no copies. $XDG_CACHE_HOME defaults to ~/.cache."""
         if self.quantized_cache == "off":
             return None
-        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mlx_parallm" / "quantized"
-        return (root if self.quantized_cache == "auto" else Path(self.quantized_cache)).expanduser()
+        return (
+            cache_directory("quantized") if self.quantized_cache == "auto" else Path(self.quantized_cache).expanduser()
+        )
+
+
+def cache_directory(name: str) -> Path:
+    """Return this package's directory of that name in the user's cache. $XDG_CACHE_HOME defaults to ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mlx_parallm" / name

@@ -83,7 +83,8 @@ class Follower:
         training, model = self._config.rl_training, self._config.model
         self._quantize = training.lora.enabled and training.lora.quantize_base
         check_model(model, train=True, quantize=self._quantize)
-        if model_fingerprint(resolve_model_path(model.base_path, model.revision)) != begin.fingerprint:
+        path = resolve_model_path(model.base_path, model.revision, dtype=model.dtype)
+        if model_fingerprint(path) != begin.fingerprint:
             raise ConfigError(f"{model.base_path} is another model, or another version of it, than on rank 0")
         self._step = 0
         self._sources: tuple[EnvironmentSource, ...] = ()

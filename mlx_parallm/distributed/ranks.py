@@ -161,7 +161,7 @@ class JoinedRanks(Ranks):
 
     def begin(self, config: Config) -> None:
         self.follow_settings(config)
-        path = resolve_model_path(config.model.base_path, config.model.revision)
+        path = resolve_model_path(config.model.base_path, config.model.revision, dtype=config.model.dtype)
         # Nobody asks the other ranks over HTTP, so they need no key.
         server = config.server.model_copy(update={"api_key": None, "api_key_file": None})
         self.tell(BeginRun(config.model_copy(update={"server": server}), model_fingerprint(path)))

@@ -8,11 +8,11 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from mlx_parallm.errors import AdapterError
-from mlx_parallm.export import architectures
-from mlx_parallm.export.architectures import Architecture
 from mlx_parallm.export.model import OpenModel
 from mlx_parallm.export.quantization import FILE_TYPES, Mixture, encode, size_of
 from mlx_parallm.export.vocabulary import Vocabulary
+from mlx_parallm.models.gguf import architectures
+from mlx_parallm.models.gguf.architectures import Architecture
 
 QUANTIZATION_VERSION = 2
 PROBE_WIDTH, PROBE_CONTEXT = 32, 4096

@@ -26,7 +26,6 @@ from pathlib import Path
 
 from mlx_parallm.errors import ConfigError, EndpointError, ModelError
 from mlx_parallm.export import llama_server, verify
-from mlx_parallm.export.architectures import architecture_of, check_arguments
 from mlx_parallm.export.gguf_file import write_adapter, write_model, write_vocabulary
 from mlx_parallm.export.hosting import OllamaHostingProfile, fitting_type, hosting_profile
 from mlx_parallm.export.llama_server import LlamaServer
@@ -35,6 +34,7 @@ from mlx_parallm.export.ollama import DEFAULT_URL, OllamaDeployer, go_template, 
 from mlx_parallm.export.quantization import check_type, without_own_type
 from mlx_parallm.export.verify import Verification, not_verified
 from mlx_parallm.export.vocabulary import STOPS_IN_FILE, Vocabulary, candidates, describe_rules, read_vocabulary
+from mlx_parallm.models.gguf.architectures import architecture_of, check_arguments
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.files import TEMPORARY, remove_of_the_dead, write_directory
 from mlx_parallm.system.hardware import detect, memory_present

@@ -12,11 +12,11 @@ import gguf
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.export import architectures
 from mlx_parallm.export.gguf_file import is_tied, planned_tensors
 from mlx_parallm.export.model import ModelSource, OpenModel, open_model
 from mlx_parallm.export.quantization import encode
 from mlx_parallm.models.adapters.linear import merged_rows
+from mlx_parallm.models.gguf import architectures
 from mlx_parallm.models.loading import evaluate_module
 from mlx_parallm.models.support import blueprint
 

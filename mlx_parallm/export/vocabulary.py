@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 
 from mlx_parallm.errors import ModelError
+from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS, Rules
 from mlx_parallm.models.tokenizer import Tokenizer
 
 UNUSED = "[PAD{}]"  # rows of the embedding that have no token
@@ -21,28 +22,6 @@ BYTE = "<0x{:02X}>"
 SPACE = "\u2581"  # SentencePiece's
 STOPS_IN_FILE = 3  # GGUF has three fields for tokens that end an answer
 
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LLAMA3 = rf"{_ENDINGS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_ENDINGS}|{_WORDS}|\p{{N}}|{_REST}"
-_QWEN35 = (
-    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-Rules = tuple[tuple[str, ...], bool]
-
-# How a tokenizer splits, and whether a whole word needs no merges → llama.cpp's name (src/llama-vocab.cpp; MIT). Each
-# gives the same ids in a real llama.cpp (tests/export/test_vocabulary.py).
-PRE_TOKENIZERS: dict[Rules, str] = {
-    ((_LLAMA3, "bytes"), True): "llama-bpe",
-    ((_LLAMA3, "bytes"), False): "dbrx",
-    ((_QWEN2, "bytes"), False): "qwen2",
-    ((_QWEN35, "bytes"), False): "qwen35",
-    (("words",), False): "gpt-2",
-    (("digits", "words"), False): "smollm",
-}
 # Others that llama.cpp has rules for, to be tried. Its rules for tekken and gpt-4o leave combining marks out, as in
 # Hindi and Thai: of our 200 texts 9 have other ids.
 FURTHER = [

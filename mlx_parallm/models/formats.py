@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, ModelError
-from mlx_parallm.system.files import is_directory, local_path
+from mlx_parallm.system.files import is_directory, is_file, local_path
 
 BUILTIN_TINY = "builtin:tiny"
 INDEX_FILE = "model.safetensors.index.json"
@@ -31,6 +31,11 @@ def directory_of(model: str) -> Path | None:
     if model == BUILTIN_TINY:
         return Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "tiny"
     return local_path(model) if is_directory(model) else None
+
+
+def is_gguf(model: str) -> bool:
+    """Return whether a model is a GGUF file on this machine."""
+    return Path(model).suffix == ".gguf" and is_file(model)
 
 
 def billions_in(model: str) -> float | None:
@@ -54,7 +59,10 @@ def check_names(names: Collection[str], where: str) -> None:
             " was trained on"
         )
     if any(name.endswith(".gguf") for name in names):
-        raise ModelError(gguf_message(where))
+        raise ModelError(
+            f"{where} holds GGUF, llama.cpp's format: name the file itself, model.base_path = 'DIR/FILE.gguf' (on a hub"
+            " after `hf download`), or better the checkpoint that it was made from (its model card names it)"
+        )
     if "config.json" not in names:
         raise ModelError(f"{where} has no config.json: not a Hugging Face model directory; {_download_hint(where)}")
     if any(fnmatch(name, pattern) for name in names for pattern in _PYTORCH):
@@ -110,14 +118,6 @@ def check_quantization(config: Mapping[str, Any], where: str, *, quantize: bool)
         raise ConfigError(
             f"{where} is already quantised ({size if bits else method}): set rl_training.lora.quantize_base = false"
         )
-
-
-def gguf_message(where: str) -> str:
-    return (
-        f"{where} is GGUF, llama.cpp's format, which mlx-lm does not train: use the checkpoint that it was made from"
-        " (its model card names it): model.base_path = 'OWNER/NAME';"
-        " for 4 bits rl_training.lora.quantize_base = true"
-    )
 
 
 def _named_shards(path: Path) -> set[str]:

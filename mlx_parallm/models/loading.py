@@ -18,7 +18,8 @@ import mlx.nn as nn
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.cpu_kernels import on_cpu, use_unpacking
-from mlx_parallm.models.formats import check_directory, check_names, check_quantization, directory_of, gguf_message
+from mlx_parallm.models.formats import check_directory, check_names, check_quantization, directory_of, is_gguf
+from mlx_parallm.models.gguf.cache import converted
 from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.mlx_lm_api import load_config, load_hf_model, load_hf_tokenizer, tool_parsers
 from mlx_parallm.models.quantize import load_quantized
@@ -55,7 +56,7 @@ def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> 
     Raises ModelError: no such model, not a checkpoint, an architecture that cannot be served or (`train`) trained;
     ConfigError: `quantize` of a checkpoint that is quantised.
     """
-    directory = _local(config.base_path)
+    directory = _local(config.base_path, config.dtype)
     file = directory / "config.json" if directory else fetch_config(config.base_path, config.revision)
     model_config = read_config(file.parent)
     check_quantization(model_config, config.base_path, quantize=quantize)
@@ -63,17 +64,23 @@ def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> 
     return model_config
 
 
-def resolve_model_path(base_path: str, revision: str | None = None, *, fetch: bool = True) -> Path:
-    """The local directory of a model, complete; downloads a hub id, or with `fetch` False looks into the cache only.
-    Raises ModelError."""
-    directory = _local(base_path) or download(base_path, revision, fetch=fetch)
+def resolve_model_path(base_path: str, revision: str | None = None, *, fetch: bool = True, dtype: str = "auto") -> Path:
+    """Return the local directory of a model, complete; downloads a hub id, converts a GGUF file.
+
+    Args:
+        fetch: False: only look into the caches.
+        dtype: model.dtype, for a GGUF file.
+
+    Raises ModelError, ConfigError, CheckpointError.
+    """
+    directory = _local(base_path, dtype, convert=fetch) or download(base_path, revision, fetch=fetch)
     check_directory(directory)
     return directory
 
 
 def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
     """Loads and evaluates the base model; 4-bit quantises it first when asked. Raises ModelError, ConfigError."""
-    path = resolve_model_path(config.base_path, config.revision)
+    path = resolve_model_path(config.base_path, config.revision, dtype=config.dtype)
     check_quantization(read_config(path), config.base_path, quantize=quantize)
     try:
         if quantize:
@@ -212,13 +219,13 @@ def _context_length(config: dict[str, Any]) -> int:
     return 4096
 
 
-def _local(base_path: str) -> Path | None:
-    """The directory that `base_path` names; None for a hub id. Raises ModelError."""
+def _local(base_path: str, dtype: str, *, convert: bool = True) -> Path | None:
+    """The directory that `base_path` names, made of a GGUF file; None for a hub id. Raises ModelError."""
     if (directory := directory_of(base_path)) is not None:
         check_names([file.name for file in directory.iterdir()], str(directory))
         return directory
-    if is_file(base_path) and Path(base_path).suffix == ".gguf":
-        raise ModelError(gguf_message(base_path))
+    if is_gguf(base_path):
+        return converted(local_path(base_path), dtype, convert=convert)
     if is_file(base_path) or base_path.startswith((".", "/", "~")) or base_path.count("/") != 1:
         raise ModelError(f"no model at {base_path!r}: neither a directory nor a hub id (owner/name)")
     return None

@@ -347,8 +347,11 @@ class _Texts:
 
         config = _config(self._run)
         try:
-            model = config and config.model
-            return model and load_tokenizer(resolve_model_path(model.base_path, model.revision, fetch=False), model)
+            if config is None:
+                return None
+            model = config.model
+            path = resolve_model_path(model.base_path, model.revision, fetch=False, dtype=model.dtype)
+            return load_tokenizer(path, model)
         except (ConfigError, ModelError):
             return None
 

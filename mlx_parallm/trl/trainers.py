@@ -230,7 +230,7 @@ class TRLTrainer(TrainerAttributes):
             from transformers import AutoTokenizer
 
             model = self._configuration().model
-            path = resolve_model_path(self._base, model.revision)
+            path = resolve_model_path(self._base, model.revision, dtype=model.dtype)
             self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         return self._tokenizer
 

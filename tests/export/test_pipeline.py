@@ -17,11 +17,12 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlx_parallm import cli
-from mlx_parallm.export import architectures, gguf_file, llama_server
+from mlx_parallm.export import gguf_file, llama_server
 from mlx_parallm.export.pipeline import lm_studio_directory
 from mlx_parallm.export.quantization import without_own_type
 from mlx_parallm.export.reference import divergence, mean_divergence
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.gguf import architectures
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
 from tests.export.llama import needs_llama, report
 from tests.export.test_ollama import fake_ollama

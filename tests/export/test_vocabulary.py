@@ -15,7 +15,8 @@ from mlx_parallm.export.gguf_file import write_vocabulary
 from mlx_parallm.export.model import ModelSource
 from mlx_parallm.export.texts import CHATS, COUNT, texts
 from mlx_parallm.export.verify import compare_chats, compare_texts
-from mlx_parallm.export.vocabulary import PRE_TOKENIZERS, read_vocabulary
+from mlx_parallm.export.vocabulary import read_vocabulary
+from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from mlx_parallm.models.loading import load_tokenizer
 from tests.export.llama import needs_llama
 from tests.tiny_models import QWEN3

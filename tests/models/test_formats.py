@@ -92,7 +92,7 @@ def only(*names: str) -> Callable[[Path], None]:
     [
         (only("adapter_config.json", "adapters.safetensors"), "is an adapter, not a model: set model.lora_path = '{}'"),
         (only("adapter_config.json", "adapter_model.safetensors", "config.json"), "is an adapter, not a model"),
-        (only("model.Q4_K_M.gguf"), "is GGUF, llama.cpp's format"),
+        (only("model.Q4_K_M.gguf"), "{} holds GGUF, llama.cpp's format: name the file itself"),
         (only("config.json", "pytorch_model-00001-of-00002.bin"), "PyTorch weights only (.bin)"),
         (only(), "{} has no config.json"),
         (only("config.json", "tokenizer.json"), "`hf download OWNER/NAME --local-dir {}`"),
@@ -110,7 +110,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, make: Callable[[Path], None], tex
 def test_a_gguf_file(tmp_path: Path) -> None:
     file = tmp_path / "model.Q4_K_M.gguf"
     file.write_bytes(b"GGUF")
-    assert "is GGUF, llama.cpp's format" in refusal(file)
+    assert f"{file} is damaged or cut short" in refusal(file)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_too_little_disk_is_said_before_the_download(hub: FakeHub, monkeypatch: 
 @pytest.mark.parametrize(
     ("names", "text"),
     [
-        (["model-Q4_K_M.gguf", "README.md"], "is GGUF"),
+        (["model-Q4_K_M.gguf", "README.md"], "holds GGUF, llama.cpp's format"),
         (["config.json", "pytorch_model.bin"], r"has PyTorch weights only .*save_pretrained"),
     ],
 )

@@ -86,7 +86,8 @@ def _decoder(directory: Path) -> Any:
     from mlx_parallm.models.loading import load_tokenizer, resolve_model_path  # here: it loads MLX
 
     config = load_config(directory / CONFIG_FILE, saved=True).model
-    tokenizer = load_tokenizer(resolve_model_path(config.base_path, config.revision, fetch=False), config)
+    path = resolve_model_path(config.base_path, config.revision, fetch=False, dtype=config.dtype)
+    tokenizer = load_tokenizer(path, config)
     readable = without_template(tokenizer, config.chat_template_kwargs)
     return lambda parts: [readable(text) for text in tokenizer.decode_parts(parts)]
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import gguf
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.export.vocabulary import PRE_TOKENIZERS, Rules
+from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS, Rules
 
 TEMPLATE = "tokenizer.chat_template"
 PREFIX = "tokenizer.ggml."

@@ -1,8 +1,8 @@
 """A GGUF file as a Hugging Face folder: `mlx_parallm convert MODEL.gguf OUT`.
 
-The way back of `gguf_file.write_model`, by the same table of architectures. What the file holds and this module does
-not understand is refused by name where the model may need it; facts about the model (author,
-licence) go into `gguf.json` of the folder. Weights stay as coarse as the file has them.
+The way back of `export.gguf_file.write_model`, by the same table of architectures. What the file holds and this
+module does not understand is refused by name where the model may need it; facts about the model (author, licence) go
+into `gguf.json` of the folder. Weights stay as coarse as the file has them.
 """
 
 import json
@@ -18,10 +18,10 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.export import architectures
-from mlx_parallm.export.hf_tokenizer import write_tokenizer
+from mlx_parallm.models.gguf import architectures
+from mlx_parallm.models.gguf.hf_tokenizer import write_tokenizer
 from mlx_parallm.models.mlx_lm_api import model_classes, save_config, save_model
-from mlx_parallm.system.files import write_directory
+from mlx_parallm.system.files import free_bytes, write_directory
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 FACTS_FILE = "gguf.json"
@@ -75,6 +75,7 @@ def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16") -> Fold
         raise ModelError(f"{source}: its numbers make no model: {error}") from error
     kind, names = str(config["model_type"]), {tensor.name for tensor in file.tensors}
     config |= {"torch_dtype": dtype}
+    _check_disk(file, output, DTYPES[dtype])
     wanted = _tensors_of(model, arguments, tied=config["tie_word_embeddings"])
     factors = next((tensor for tensor in file.tensors if tensor.name == ROPE_FACTORS), None)
     if factors is not None:
@@ -217,6 +218,17 @@ def llama3_scaling(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, 
         "high_freq_factor": high,
         "original_max_position_embeddings": length,
     }
+
+
+def _check_disk(file: GGUFFile, output: Path, dtype: mx.Dtype) -> None:
+    """Raises ModelError: the weights do not fit the disk of `output`."""
+    needed = sum(int(np.prod(tensor.shape)) for tensor in file.tensors) * dtype.size
+    existing = next(parent for parent in output.absolute().parents if parent.exists())
+    if needed > (free := free_bytes(existing)):
+        raise ModelError(
+            f"{file.path} needs {needed / 1e9:.1f} GB in {dtype} for {output}, but {free / 1e9:.1f} GB are free there:"
+            " free some space, or choose another directory (of the cache: XDG_CACHE_HOME)"
+        )
 
 
 def _build(config: Mapping[str, Any]) -> tuple[nn.Module, Any]:
