@@ -69,10 +69,10 @@ write_metadata, tensor_rows = architectures.write_metadata, SourceTensor.rows
 @pytest.mark.parametrize(
     ("config", "place", "fault"),
     [
-        (LLAMA, "architectures.row_order", without_order),
-        (LLAMA, "architectures.write_metadata", other_base),
-        (GEMMA3, "architectures.changed", without_offset),
-        (MODELS["qwen3_moe"], "model.SourceTensor.rows", other_experts),
+        (LLAMA, "models.gguf.architectures.row_order", without_order),
+        (LLAMA, "models.gguf.architectures.write_metadata", other_base),
+        (GEMMA3, "models.gguf.architectures.changed", without_offset),
+        (MODELS["qwen3_moe"], "export.model.SourceTensor.rows", other_experts),
     ],
     ids=["permutation", "rope base", "norms", "experts"],
 )
@@ -80,7 +80,7 @@ def test_a_fault_would_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], place: str, fault: Any
 ) -> None:
     model = checkpoint(tmp_path / "model", config)
-    monkeypatch.setattr(f"mlx_parallm.export.{place}", fault)
+    monkeypatch.setattr(f"mlx_parallm.{place}", fault)
     write(model, tmp_path / "model.gguf")
     assert difference(tmp_path / "model.gguf", logprobs(model)) > 1.0
 
