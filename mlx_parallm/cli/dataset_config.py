@@ -47,7 +47,7 @@ batch_size = {rows:<17}# sequences decoded together; more is faster and takes mo
 
 [rl_training]
 total_steps = {steps:<16}# {why_steps}
-learning_rate = {learning_rate:<14}# 4e-5 * (1024 / hidden size)^1.5: smaller steps for larger models
+learning_rate = {learning_rate:<14}# 2e-4 * (1024 / hidden size)^1.5: smaller steps for larger models
 lr_schedule = "linear"        # down to zero after the last step
 warmup_steps = 5
 batch_size = 32               # sequences of one optimizer update: {updates} updates a step
@@ -78,12 +78,12 @@ max_tokens = {max_tokens:<17}# of one answer; one that is cut off is rarely righ
 chat_template_kwargs = {{ enable_thinking = false }}  # thinking needs thousands of tokens; other templates ignore it
 """
 
-RATES = {"sft": 10.0, "dpo": 0.2, "kto": 0.05}
+RATES = {"sft": 2.0, "dpo": 0.04, "kto": 0.01}
 """Of the learning rate that GRPO would take. DPO and KTO on a model's own answers: docs/benchmarks/traces.md."""
 ROWS_BODY = """
 [rl_training]
 algorithm = "{algorithm}"
-learning_rate = {learning_rate:<14}# smaller for larger models; of GRPO's rate sft takes 10, dpo 0.2, kto 0.05
+learning_rate = {learning_rate:<14}# smaller for larger models; of GRPO's rate sft takes 2, dpo 0.04, kto 0.01
 lr_schedule = "linear"        # down to zero after the last step, which ends one pass over the rows
 warmup_steps = 5
 batch_size = {rows:<17}# rows of one optimizer update
@@ -205,13 +205,14 @@ def parameters_of(model: str, hidden_size: int) -> float:
 
 
 def learning_rate_for(hidden_size: int) -> float:
-    """Return AdamW's peak rate on a LoRA adapter of alpha / rank = 2: 4e-5 · (1024 / hidden size)^1.5, at most 1e-3.
+    """Return AdamW's peak rate on a LoRA adapter of alpha / rank = 2: 2e-4 · (1024 / hidden size)^1.5, at most 1e-3.
 
-    Through two points: 1e-5 for a 4B model (hidden size 2560), where LoRA GRPO is usually run at 5e-6 to 2e-5, and
-    9e-4 for the shipped tiny model (128), the best in a search (docs/benchmarks/quickstart.md). A 0.6B
-    model (1024) gets 4e-5.
+    Measured at 576 (SmolLM2 135M, docs/benchmarks/real_model.md): 4.7e-4 learns instructions in 80 steps, 9.5e-5 hardly
+    moves. A 0.6B model (1024) gets 2e-4, a 4B model (2560) 5e-5, ten times what full weights usually take there
+    (https://thinkingmachines.ai/blog/lora). The shipped tiny model (128) gets 1e-3; a search found 9e-4
+    (docs/benchmarks/quickstart.md).
     """
-    return min(1e-3, 4e-5 * float(1024 / hidden_size) ** 1.5)
+    return min(1e-3, 2e-4 * float(1024 / hidden_size) ** 1.5)
 
 
 def find_hidden_size(model: str) -> int:

@@ -48,7 +48,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "float32": (),
     "bf16": ('model.dtype="bfloat16"',),
     "4-bit": ("rl_training.lora.quantize_base=true",),
-    "full": ("rl_training.lora.enabled=false", "rl_training.learning_rate=1e-5"),
+    "full": ("rl_training.lora.enabled=false", "rl_training.learning_rate=4.7e-5"),
     "on-policy": ("rl_training.max_staleness=0",),
     "stale4": ("rl_training.max_staleness=4",),
 }

@@ -45,7 +45,7 @@ def test_the_flags_amount_to_a_configuration(here: Path) -> None:
     assert (entry["kind"], entry["name"], entry["data"]) == ("dataset", "rows", str(here / "rows.jsonl"))
     assert entry["rewards"] == [f"python:{here / 'score.py'}:correct"]
     training = config["rl_training"]
-    assert (training["total_steps"], training["learning_rate"], training["blocks_per_eval"]) == (7, 4e-5, 1)
+    assert (training["total_steps"], training["learning_rate"], training["blocks_per_eval"]) == (7, 2e-4, 1)
     assert training["run_name"].startswith("rows-2")
     assert given["resume"] is None
 
@@ -58,8 +58,8 @@ def test_resume_auto_keeps_what_the_run_was_started_with(here: Path, capsys: pyt
     run.mkdir(parents=True)
     assert cli.train([*OWN, "--write-config", str(run / "config.toml")]) == 0
     text = (run / "config.toml").read_text()
-    assert "learning_rate = 4.0e-05" in text
-    (run / "config.toml").write_text(text.replace("4.0e-05", "1.3e-05").replace("steps = 200", "steps = 90"))
+    assert "learning_rate = 2.0e-04" in text
+    (run / "config.toml").write_text(text.replace("2.0e-04", "1.3e-05").replace("steps = 200", "steps = 90"))
     given = call("train", *OWN, "--resume", "auto", "--set", "rl_training.total_steps=91", cwd=here)
     training = given["config"]["rl_training"]
     assert (training["learning_rate"], training["total_steps"], training["run_name"]) == (1.3e-5, 91, "rows")
@@ -122,7 +122,7 @@ def test_the_size_of_a_model(model: str, hidden_size: int) -> None:
 
 def test_smaller_steps_for_larger_models() -> None:
     rates = [learning_rate_for(size) for size in (16, 128, 1024, 2560, 4096)]
-    assert rates == pytest.approx([1e-3, 9.05e-4, 4e-5, 1.01e-5, 5e-6], rel=0.01)
+    assert rates == pytest.approx([1e-3, 1e-3, 2e-4, 5.06e-5, 2.5e-5], rel=0.01)
 
 
 @pytest.mark.parametrize(("algorithm", "rate", "rows"), [("dpo", 8e-6, 32), ("sft", 4e-4, 16)])
