@@ -4,13 +4,15 @@ transformers itself renders plain dictionaries, which print as Python's. So its 
 blocks, loop controls) is used here with a `tojson` and with tests that know JSON's values.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, Template
-from transformers.utils.chat_template_utils import _compile_jinja_template, _plain_template_data
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.json_values import TESTS, holds_json_values, template_arguments, write_json
@@ -25,11 +27,11 @@ def render_template(
 
     Raises RequestError: the template does not show the message to continue. Also what the template raises.
     """
-    chat = with_arguments(_plain_template_data(list(messages)), template_arguments)
+    chat = with_arguments(_plain(list(messages)), template_arguments)
     final = chat[-1]["content"].strip() if chat else ""
     if continue_final_message:
         chat[-1]["content"] += CONTINUED
-    text = str(_compiled(source).render({**_plain_template_data(variables), "messages": chat}))
+    text = str(_compiled(source).render({**_plain(variables), "messages": chat}))
     if not continue_final_message:
         return text
     end = text.rfind(CONTINUED.strip())
@@ -73,3 +75,26 @@ def _environment() -> Environment:
 @lru_cache(maxsize=32)
 def _compiled(source: str) -> Template:
     return _environment().from_string(source)
+
+
+def _plain(value: Any) -> Any:
+    """Return the value in JSON's own types: a template from a hub must not reach the methods of a caller's objects.
+
+    Other objects (pictures, arrays) become their type's name in angle brackets: templates ask only whether they are there.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind, exact in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
+        if isinstance(value, kind):  # an enumeration's member, a number of numpy's
+            return exact(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):  # pydantic
+        return _plain(dump())
+    return f"<{type(value).__name__}>"
