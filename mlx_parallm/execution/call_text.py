@@ -70,7 +70,7 @@ MARKUP: Mapping[str, Markup] = {
         "<|open|>call",
     ),
 }
-_QUOTES: Mapping[str, str] = {"json_tools": '"', "mistral": '"', "kimi_k2": '"', "pythonic": "\"'"}
+_QUOTES: Mapping[str, str] = {"json_tools": '"', "taught_tools": '"', "mistral": '"', "kimi_k2": '"', "pythonic": "\"'"}
 _DELIMITERS: Mapping[str, str] = {"function_gemma": "<escape>", "gemma4": '<|"|>'}  # around a text, at both ends alike
 _SHIELD = "\ue0f1"  # stands for "<" in a value; private use, so that no model writes it
 _ARGUMENT = r"""\w+=(?:"[^"]*"|'[^']*'|[^,"'()]+)"""  # in a pythonic call that is no Python: a bare word is a text

@@ -6,14 +6,23 @@
 What the model is taught here is what its answer is read as (`server/protocol/answer_grammar.py`, GENERIC).
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.execution.json_values import template_arguments, write_json
-from mlx_parallm.execution.tool_calls import with_instructions
+from mlx_parallm.execution.tool_calls import OwnFormat, with_instructions
 
 MARKERS = ("<tool_call>", "</tool_call>")
 HOW_TO_CALL = 'To call one, write\n<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>'
+
+
+def read_taught_call(text: str, tools: Any) -> Any:
+    """Return what stands between the markers. Raises ValueError: it is no JSON."""
+    return json.loads(text)
+
+
+TAUGHT_FORMAT = OwnFormat(MARKERS, read_taught_call)
 
 
 def with_taught_tools(

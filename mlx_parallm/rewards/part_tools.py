@@ -23,16 +23,17 @@ def to_binary(scores: Sequence[float | None], threshold: float | None = 0.5) -> 
     return [None if score is None else float(score >= threshold) for score in scores]
 
 
-def with_column(function: Callable[..., Any], column: str, *, optional: bool = False) -> Callable[..., Any]:
-    """Give `function(**arguments)` the signature (completions, <column>), where an option names the column.
+def with_column(function: Callable[..., Any], column: str, *others: str, optional: bool = False) -> Callable[..., Any]:
+    """Give `function(**arguments)` the signature (completions, *others, <column>), where an option names the column.
 
     Raises ConfigError: the column's name cannot be a keyword.
     """
-    if not column.isidentifier() or column == "completions":
-        raise ConfigError(f"column = {column!r}: it has to be a Python identifier, and not completions")
+    names = ("completions", *others)
+    if not column.isidentifier() or column in names:
+        raise ConfigError(f"column = {column!r}: it has to be a Python identifier, and not {' or '.join(names)}")
     default = None if optional else inspect.Parameter.empty
     parameters = [
-        inspect.Parameter("completions", inspect.Parameter.KEYWORD_ONLY),
+        *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names),
         inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY, default=default),
     ]
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

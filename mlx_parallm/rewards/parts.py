@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.rewards.call_check import tool_call
 from mlx_parallm.rewards.code import code, fenced, syntax
 from mlx_parallm.rewards.judge import judge
 from mlx_parallm.rewards.learned import learned
@@ -281,6 +282,7 @@ PARTS: Mapping[str, Callable[..., Part]] = MappingProxyType(
         "code": code,
         "syntax": syntax,
         "tool": tool,
+        "tool_call": tool_call,
         "tool_success": tool_success,
         "task_completion": task_completion,
         "efficiency": efficiency,

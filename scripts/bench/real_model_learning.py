@@ -12,6 +12,7 @@ keeps under "best", before you believe a curve.
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -41,8 +42,21 @@ def _instructions(directory: Path, heldout: int, seed: int) -> None:
     make_rows.write_rows(directory, heldout=heldout, seed=seed)
 
 
+def _tool_calling(directory: Path, heldout: int, seed: int) -> None:
+    """Copy the rows of the repository, so that nothing is downloaded."""
+    rows = ROOT / "examples" / "tool_calling"
+    shutil.copy(rows / "train.jsonl", directory)
+    lines = (rows / "heldout.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (directory / "heldout.jsonl").write_text("".join(lines[:heldout]), encoding="utf-8")
+
+
 TASKS: Mapping[str, Task] = {
     "instruction_following": Task(_instructions, f"{ROOT}/examples/instruction_following/rewards.py:score"),
+    "tool_calling": Task(
+        _tool_calling,
+        "builtin:tool_call",
+        ("environments.0.max_tokens=96", "rl_training.atropos.max_token_length=1024"),
+    ),
 }
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "float32": (),

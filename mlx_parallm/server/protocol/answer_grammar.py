@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.execution.taught_tools import MARKERS
+from mlx_parallm.execution.taught_tools import MARKERS, read_taught_call
 from mlx_parallm.types import Structure
 
 if TYPE_CHECKING:
@@ -32,11 +32,7 @@ class ToolFormat:
     parse: Callable[[str, Any], Any]
 
 
-def _read_json(text: str, tools: Any) -> Any:
-    return json.loads(text)
-
-
-GENERIC = ToolFormat("json_tools", MARKERS, _read_json)
+GENERIC = ToolFormat("json_tools", MARKERS, read_taught_call)
 
 
 def tool_format(tokenizer: "Tokenizer") -> ToolFormat:
