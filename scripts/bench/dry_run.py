@@ -141,13 +141,19 @@ def finished(command: list[str]) -> tuple[str, float]:
     """What a command printed, and the bytes of its largest resident set."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        resident = wait_for(process)
         log.seek(0)
         output = log.read()
     if process.returncode != 0:
         raise SystemExit(output)
-    return output, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return output, resident
+
+
+def wait_for(process: "subprocess.Popen[bytes]") -> int:
+    """Wait until a process has ended. Return the bytes of its largest resident set."""
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def run(command: list[str], directory: Path) -> Numbers:

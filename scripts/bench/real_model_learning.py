@@ -24,9 +24,11 @@ from typing import Any
 
 from examples.instruction_following import make_rows
 from mlx_parallm.environments.estimates import difference, estimate
+from scripts.bench.dry_run import wait_for
 
 ROOT = Path(__file__).parents[2]
 BEST = 12  # answers with full marks that are kept
+TIMES = ("time_rollout_s", "time_train_s", "time_publish_s")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,24 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 def run(task: Task, variant: str, seed: int, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Train once in `directory` and return the result. Raises SystemExit: the command failed; its output is named."""
     task.write(directory, args.problems, 0)  # the same rows for all seeds: only the training differs
-    settings = [
+    settings = settings_of(task, variant, seed, args, directory)
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "mlx_parallm", "train", "--model", str(Path(args.model).resolve())]
+    command += ["--data", "train.jsonl", "--reward", task.reward]
+    command += [part for setting in settings for part in ("--set", setting)]
+    with (directory / "output.txt").open("w") as output:
+        process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
+        resident = wait_for(process)
+    if process.returncode:
+        sys.exit(f"{variant}, seed {seed}: exit {process.returncode}; see {directory / 'output.txt'}")
+    [made] = (directory / "checkpoints").glob("train-*")  # beside it: which one is the latest
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "settings": settings, "resident_gb": resident / 1e9} | read_run(made)
+
+
+def settings_of(task: Task, variant: str, seed: int, args: argparse.Namespace, directory: Path) -> list[str]:
+    """Return what a run sets on top of `train --model --data --reward`."""
+    return [
         f"environments.0.heldout_data={json.dumps(str((directory / 'heldout.jsonl').resolve()))}",
         f"evaluation.problems={args.problems}",
         f"rl_training.seed={seed}",
@@ -79,16 +98,6 @@ def run(task: Task, variant: str, seed: int, args: argparse.Namespace, directory
         *VARIANTS[variant],
         *args.set,
     ]
-    command = [str(Path(sys.executable).parent / "mlx_parallm"), "train", "--model", str(Path(args.model).resolve())]
-    command += ["--data", "train.jsonl", "--reward", task.reward]
-    command += [part for setting in settings for part in ("--set", setting)]
-    started = time.perf_counter()
-    with (directory / "output.txt").open("w") as output:
-        code = subprocess.call(command, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
-    if code:
-        sys.exit(f"{variant}, seed {seed}: exit {code}; see {directory / 'output.txt'}")
-    [made] = (directory / "checkpoints").glob("train-*")  # beside it: which one is the latest
-    return {"seconds": time.perf_counter() - started, "settings": settings} | read_run(made)
 
 
 def read_run(made: Path) -> dict[str, Any]:
@@ -109,6 +118,8 @@ def read_run(made: Path) -> dict[str, Any]:
         "after": [after[key] for key in before],
         "curve": [line["reward_mean"] for line in metrics],
         "heldout": [(line["step"], line["score"]) for line in evaluations],
+        "answers": [line["sequences"] for line in metrics],  # groups that were dropped are counted
+        "times": [sum(line[key] for key in TIMES) for line in metrics],
         "step_s": statistics.median(line["time_rollout_s"] + line["time_train_s"] for line in metrics),
         "memory_gb": max(line["memory_gb"] for line in metrics),
         "best": [found for found in last["examples"] if found["reward"] == 1.0][:BEST],
@@ -132,16 +143,17 @@ def finished(out: Path) -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return one Markdown row for each finished run."""
-    lines = ["| task | variant | seed | before | after | points | s a step | peak GB | minutes |", "|---" * 9 + "|"]
+    """Return one Markdown row for each finished run. "arrays": the peak of MLX's; "process": of the resident set."""
+    lines = ["| task | variant | seed | before | after | points | s a step | arrays, GB | process, GB | minutes |"]
+    lines += ["|---" * 10 + "|"]
     for found in results:
         before, after = (estimate(found[key]) for key in ("before", "after"))
         gain = difference(found["before"], found["after"])
         shown = [f"{e.mean:.3f} [{e.low:.3f}, {e.high:.3f}]" for e in (before, after)]
         points = f"{100 * gain.mean:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
         cells = [found["task"], found["variant"], str(found["seed"]), *shown, points, f"{found['step_s']:.1f}"]
-        cells += [f"{found['memory_gb']:.2f}", f"{found['seconds'] / 60:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells += ["" if found.get(key) is None else f"{found[key]:.2f}" for key in ("memory_gb", "resident_gb")]
+        lines.append("| " + " | ".join([*cells, f"{found['seconds'] / 60:.1f}"]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -153,7 +165,8 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    colours = {variant: f"C{index}" for index, variant in enumerate(VARIANTS)}
+    variants = dict.fromkeys([*VARIANTS, *(found["variant"] for found in results)])
+    colours = {variant: f"C{index}" for index, variant in enumerate(variants)}
     for found in results:
         label = found["variant"] if found["seed"] == min(r["seed"] for r in results) else None
         axes.plot(range(1, len(found["curve"]) + 1), found["curve"], color=colours[found["variant"]], label=label)
