@@ -122,7 +122,9 @@ def layers_by_token(model: nn.Module) -> list[str]:
         return []
     finally:
         model.train(was_training)
-    return [f"layer {i} ({_layer_name(stack.blocks[i])})" for i, (short, long) in sizes.items() if long > GROWTH * short]
+    return [
+        f"layer {i} ({_layer_name(stack.blocks[i])})" for i, (short, long) in sizes.items() if long > GROWTH * short
+    ]
 
 
 def _layer_name(block: Any) -> str:
