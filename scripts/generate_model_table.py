@@ -212,8 +212,8 @@ def kernels_called(name: str) -> list[str]:
 # ---------------------------------------------------------------- small sizes
 
 
-def small_model(name: str) -> Any:
-    """The architecture with small sizes. Raises whatever it raises."""
+def small_model(name: str, **changes: Any) -> Any:
+    """The architecture with small sizes, and `changes` to its config.json. Raises whatever it raises."""
     import mlx.core as mx
     import mlx.nn as nn
 
@@ -221,7 +221,7 @@ def small_model(name: str) -> Any:
     from mlx_parallm.models.recurrent.layers import use_chunks
 
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    config = small_config(module, name)
+    config = small_config(module, name) | changes
     model = module.Model(module.ModelArgs.from_dict(config))
     if (count := parameter_count(model)) > LARGEST:
         raise ValueError(f"{count:,} parameters with small sizes")
