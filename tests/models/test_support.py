@@ -128,7 +128,9 @@ def test_the_table_says_what_the_check_says() -> None:
     assert rows["rwkv7"][0] == "no", "its kernel has no gradient on Metal"
     for name in ("talkie", "gptj"):
         assert rows[name][0] == "full speed", "their blocks take the hidden state elsewhere than first"
-    for name in ("gemma3n", "iquestloopcoder"):
+    for name in ("gemma3n", "gemma4", "hunyuan"):
+        assert rows[name][0] == "full speed", "blocks hand them more than one hidden state"
+    for name in ("kimi_k3", "iquestloopcoder"):
         assert rows[name][0] == "as one graph"
     assert sum(row[0] == "slowly" for row in rows.values()) <= 2
     assert sum(row[1] == "no" for row in rows.values()) <= 3
@@ -136,10 +138,11 @@ def test_the_table_says_what_the_check_says() -> None:
     assert rows["gemma2"][1:] == ["yes", "rectangle"] and rows["gpt_bigcode"][1:] == ["yes", "one by one"]
 
 
-def test_layers_whose_weight_the_model_reads_get_no_adapter() -> None:
-    model = small_model("gemma3n")
+@pytest.mark.parametrize(("name", "adapted", "read"), [("gemma3n", "q_proj", "_coefs"), ("kimi_k3", "o_proj", "_res_")])
+def test_layers_whose_weight_the_model_reads_get_no_adapter(name: str, adapted: str, read: str) -> None:
+    model = small_model(name)
     paths = inject_lora(model, lora_config(rank=2, alpha=4.0))
-    assert any(path.endswith("q_proj") for path in paths)
-    assert not any("_coefs" in path for path in paths)
+    assert any(path.endswith(adapted) for path in paths)
+    assert not any(read in path for path in paths) and any(read in path for path, _ in model.named_modules())
     logits = model.train()(mx.arange(6, dtype=mx.int32)[None] + 1)
     assert mx.isfinite(logits).all().item()
