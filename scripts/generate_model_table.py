@@ -94,7 +94,7 @@ def try_one(name: str) -> dict[str, Any]:
         return {"kernels": kernels_called(name)}
     import mlx.core as mx
 
-    from mlx_parallm.engine.cache.batch import choose_cache, why_not_batched, why_not_by_tokens
+    from mlx_parallm.engine.cache.batch import RowCaches, choose_cache, why_not_batched, why_not_by_tokens
     from mlx_parallm.errors import ModelError
 
     found: dict[str, Any] = {}
@@ -107,12 +107,15 @@ def try_one(name: str) -> dict[str, Any]:
     found["built"] = ""
     found["parameters"] = parameter_count(model)
     try:
-        found["alone"] = why_not_batched(model)
-        found["rewindable"] = choose_cache(model, name, 2, 64).rewindable
+        cache = choose_cache(model, name, 2, 64)
+        found["layout"], found["snapshots"] = cache.layout, cache.snapshot_bytes() is not None
+        found["keys"] = cache.token_bytes() > 0
+        found["no_prefixes"] = cache.why_no_prefixes if isinstance(cache, RowCaches) else ""
+        found["alone"] = why_not_batched(model) if cache.layout == "rows" else ""
+        found["not_by_tokens"] = why_not_by_tokens(model) if cache.layout != "tokens" else ""
         found["serves"] = ""
     except ModelError as error:
         found["serves"] = str(error).partition("served: ")[2]
-    found["by_tokens"] = not why_not_by_tokens(model)
     try:
         found |= gradients(model)
     except Exception as error:  # noqa: BLE001
@@ -209,8 +212,8 @@ def kernels_called(name: str) -> list[str]:
 # ---------------------------------------------------------------- small sizes
 
 
-def small_model(name: str) -> Any:
-    """The architecture with small sizes. Raises whatever it raises."""
+def small_model(name: str, **changes: Any) -> Any:
+    """The architecture with small sizes, and `changes` to its config.json. Raises whatever it raises."""
     import mlx.core as mx
     import mlx.nn as nn
 
@@ -218,7 +221,7 @@ def small_model(name: str) -> Any:
     from mlx_parallm.models.recurrent.layers import use_chunks
 
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    config = small_config(module, name)
+    config = small_config(module, name) | changes
     model = module.Model(module.ModelArgs.from_dict(config))
     if (count := parameter_count(model)) > LARGEST:
         raise ValueError(f"{count:,} parameters with small sizes")
@@ -312,8 +315,12 @@ def run(name: str, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> str:
-    rows = {name: verdict(row) for name, row in found.items()}
-    counts = {word: sum(row[0] == word for row in rows.values()) for word in WORDS}
+    rows = {name: (trains(row), prefixes(row), tokens(row), notes(row)) for name, row in found.items()}
+
+    def bullets(column: int, words: dict[str, str]) -> list[str]:
+        counts = {word: sum(row[column].partition(":")[0] == word for row in rows.values()) for word in words}
+        return [f"* **{word}** ({counts[word]}): {meaning}" for word, meaning in words.items()]
+
     lines = [
         "# Which models can be served and trained",
         "",
@@ -322,7 +329,18 @@ def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> st
         "stands in a model's config.json. A configuration that mlx-lm cannot build is refused before the weights are",
         "downloaded.",
         "",
-        *(f"* **{word}** ({counts[word]}): {meaning}" for word, meaning in WORDS.items()),
+        "**trains**",
+        "",
+        *bullets(0, TRAINS),
+        "",
+        "**prefixes**: whether a text goes on from what was computed before, such as an agent's next turn, or an",
+        "evaluation's instructions ([serving.md](serving.md#how-much-at-once))",
+        "",
+        *bullets(1, PREFIXES),
+        "",
+        "**tokens**: how the keys and values of the sequences that run at the same time lie in memory",
+        "",
+        *bullets(2, TOKENS),
         "",
         "**Mixtures of experts in 4 bits on a CPU** are slow in training and prefill: MLX multiplies packed",
         "experts row by row. For 512 tokens and 4 of 32 experts of 512 × 256 (`scripts/bench/experts.py`, one",
@@ -332,91 +350,86 @@ def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> st
         "gets while the graph is still built: the router would be evaluated in the middle of that, under the lock",
         "that a publish waits for. Where memory allows it, leave such a base unquantised on a CPU.",
         "",
-        "How the sequences that run at the same time are decoded:",
-        "",
-        *(f"* **{word}** ({sum(rows_of(row) == word for row in found.values())}): {meaning}" for word, meaning in ROWS),
-        "",
-        "| model_type | also | trains | rows | why not, and what else was found |",
-        "|---|---|---|---|---|",
+        "| model_type | also | trains | prefixes | tokens | what else was found |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, (word, note) in rows.items():
+    for name, cells in rows.items():
         also = ", ".join(f"`{other}`" for other in others.get(name, []))
-        note = note.replace("|", "/").replace("\n", " ")
-        lines.append(f"| `{name}` | {also} | {word} | {rows_of(found[name])} | {note} |")
+        written = [cell.replace("|", "/").replace("\n", " ") for cell in cells]
+        lines.append(f"| `{name}` | {also} | {' | '.join(written)} |")
     return "\n".join(lines) + "\n"
 
 
-WORDS = {
-    "trains": "served, and LoRA on all linear layers has a finite gradient.",
-    "trains as one graph": "the same, but its layers cannot be evaluated one after another (the last column says why): "
-    "a step needs the activations of all layers at once, and requests wait longer beside it.",
-    "trains slowly": "served and trained, but the training pass visits token after token.",
-    "serves only": "served; there is no gradient.",
+TRAINS = {
+    "full speed": "served, and LoRA on all linear layers has a finite gradient.",
+    "as one graph": "the same, but its layers cannot be evaluated one after another: a step needs the activations of "
+    "all layers at once, and requests wait longer beside it.",
+    "slowly": "served and trained, but the training pass visits token after token; the log names the layers.",
+    "no": "served; there is no gradient.",
     "refused": "going on from its cache does not give what its own forward gives, and training needs the engine.",
     "not tried": "it could not be built or run here with generic small sizes; it may still work.",
 }
-
-ROWS = (
-    ("together", "one forward for all; prefixes of prompts are shared and kept."),
-    (
-        "together; tokens",
-        "the same; keys and values lie by tokens, and what rows share is held once "
-        "([serving.md](serving.md#how-much-at-once)).",
-    ),
-    (
-        "together; snapshots",
-        "the same for layers with a recurrent state: a text goes on from a state kept where a prompt or an answer "
-        "ended, or prompts part ([serving.md](serving.md#how-much-at-once)); a group's prompt is computed once.",
-    ),
-    (
-        "together; tokens; snapshots",
-        "both: a recurrent layer has one small state a row, keys and values beside it lie by tokens.",
-    ),
-    ("one by one", "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time."),
-)
+PREFIXES = {
+    "yes": "from any token of a text that was computed.",
+    "snapshots": "a recurrent layer has a state instead of keys and values: from where a prompt or an answer ended, "
+    "where prompts part, and from places on the way of a long prompt.",
+    "no": "each request computes its whole prompt.",
+}
+TOKENS = {
+    "by tokens": "a row holds what its text takes, and what rows share is held once.",
+    "rectangle": "all rows take as much as the longest one; the reason is why they do not lie by tokens.",
+    "states": "no layer keeps keys and values: a small state a row.",
+    "one by one": "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time.",
+}
 
 
-def rows_of(row: dict[str, Any]) -> str:
+def trains(row: dict[str, Any]) -> str:
+    """The word for it, and why."""
+    if row.get("built"):
+        return f"not tried: it could not be built or run: {row['built'][:160]}"
+    if row["serves"]:
+        return f"refused: {row['serves']}"
+    if kernels := row.get("kernels"):
+        return f"no: on Metal its forward calls the kernel `{kernels[0]}`, which has no gradient"
+    if row.get("gradient"):
+        return f"no: {row['gradient'][:160]}"
+    if row.get("scan", 0) >= SCAN:
+        return f"slowly: {row['scan']:.1f} times the graph for 4 times the tokens"
+    if row.get("blockwise"):
+        return f"as one graph: {row['blockwise'].rpartition(': ')[0]}"
+    return "full speed"
+
+
+def prefixes(row: dict[str, Any]) -> str:
     if row.get("serves") != "":
         return ""
-    if row["by_tokens"]:
-        return "together; tokens" if row["rewindable"] else "together; tokens; snapshots"
-    if row["alone"]:
-        return "one by one"
-    return "together" if row["rewindable"] else "together; snapshots"
+    if row["no_prefixes"]:
+        return f"no: {row['no_prefixes']}"
+    return "snapshots" if row["snapshots"] else "yes"
 
 
-def verdict(row: dict[str, Any]) -> tuple[str, str]:
-    """The word for it, and why."""
-    kernels, slow = row.get("kernels", []), row.get("scan", 0) >= SCAN
-    notes = []
-    if kernels:
-        notes.append(f"on Metal a training forward calls the kernel `{kernels[0]}`, which has no gradient")
-    if row.get("built"):
-        return "not tried", "; ".join([f"could not be built or run: {row['built'][:160]}", *notes])
-    notes += notes_on_speed(row)
-    if row.get("gradient"):
-        notes.append(f"gradient: {row['gradient'][:160]}")
-    if row["serves"]:
-        return "refused", "; ".join([row["serves"], *notes])
-    if row.get("gradient") or kernels:
-        return "serves only", "; ".join(notes)
-    words = {"trains slowly": slow, "trains as one graph": bool(row.get("blockwise"))}
-    return next((word for word, applies in words.items() if applies), "trains"), "; ".join(notes)
+def tokens(row: dict[str, Any]) -> str:
+    if row.get("serves") != "":
+        return ""
+    if row["layout"] == "tokens":
+        return "by tokens"
+    if row["layout"] == "rows":
+        return f"one by one: {row['alone'][:160]}"
+    return f"rectangle: {row['not_by_tokens'][:160]}" if row["keys"] else "states"
 
 
-def notes_on_speed(row: dict[str, Any]) -> list[str]:
-    """Why it is decoded one by one, or trained slowly or in part."""
-    notes = []
-    if row.get("alone"):
-        notes.append(f"batched decoding: {row['alone'][:160]}")
-    if row.get("scan", 0) >= SCAN:
-        notes.append(f"training visits token after token: {row['scan']:.1f} × the graph for 4 × the tokens")
-    if row.get("blockwise"):
-        notes.append(row["blockwise"].rpartition(": ")[0])
+def notes(row: dict[str, Any]) -> str:
+    """What was found beside the first reason."""
+    found = []
+    if row.get("kernels") and row.get("built"):
+        found.append(f"on Metal a training forward calls the kernel `{row['kernels'][0]}`, which has no gradient")
+    if row.get("kernels") and row.get("gradient"):
+        found.append(f"gradient: {row['gradient'][:160]}")
+    if row.get("kernels") and row.get("scan", 0) >= SCAN:
+        found.append(f"training visits token after token: {row['scan']:.1f} times the graph for 4 times the tokens")
     if row.get("share", 1) < 1 and not row.get("gradient"):
-        notes.append(f"{row['share']:.0%} of the adapter's arrays had a gradient in one small batch")
-    return notes
+        found.append(f"{row['share']:.0%} of the adapter's arrays had a gradient in one small batch")
+    return "; ".join(found)
 
 
 if __name__ == "__main__":

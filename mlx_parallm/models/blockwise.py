@@ -19,31 +19,25 @@ weights, and each of its ten passes over all of them would take a minute at 14 B
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from mlx_parallm.models.cpu_kernels import fused, on_cpu, unpacks
-from mlx_parallm.models.layer_stack import BlockCall, LayerStack
+from mlx_parallm.models.cpu_kernels import fused, unpacks
+from mlx_parallm.models.layer_stack import BlockCall, LayerStack, Output, arrays_in, hidden_of, outputs_in, resolved
 from mlx_parallm.models.layout import (
-    CompactRows,
     Layout,
     PlainRows,
     SharedRows,
     TokenBatch,
     layout_of,
-    pack_rows,
-    packable,
-    share_prompts,
-    shareable,
 )
 from mlx_parallm.models.logprobs import token_logprobs_and_entropy
-from mlx_parallm.models.parameters import ParameterSlots, scalar
-from mlx_parallm.models.sums import total
+from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.stack_check import ROUNDED, check_stack, compare_layouts, distance
 from mlx_parallm.models.value_head import is_value_head, value_head_of
 
 WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
@@ -55,9 +49,6 @@ Head = Callable[[mx.array], mx.array]
 """Rows [n, D] → logits [n, V]."""
 Scores = tuple[mx.array, ...]
 """(logprobs [N], entropy [N], with a value head values [N]) float32."""
-EXACT, ROUNDED = 1e-3, 0.02
-"""Bounds on relative differences that are only rounding, in float32 and below it (see `distance`)."""
-
 Objective = Callable[..., tuple[mx.array, tuple[mx.array, ...]]]
 """Scores → (scalar loss, further arrays to be evaluated with it). All of these are different arrays."""
 
@@ -82,14 +73,17 @@ class BlockwiseModel:
         self._blocks_per_eval = blocks_per_eval
         self._stack: LayerStack | None = None
         self.fallback = self.unshared = self.unpacked = ""
+        self._carries = False  # blocks read what earlier ones returned, or embeddings that are trained
         try:
             self._use(LayerStack(model))
             self._check()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError, IndexError) as error:
             self._stack = None
             self.fallback = f"{error}: training evaluates the whole graph at once"
         if self._stack is None:
             self.unshared = self.unpacked = self.fallback
+        elif self._carries:
+            self.unshared = self.unpacked = "its blocks read more than one hidden state"
         else:
             with self._stack.only(self._stack.samples()):
                 self.unshared, self.unpacked = compare_layouts(model, self._stack, self.score)
@@ -127,7 +121,7 @@ class BlockwiseModel:
             results = self._plain_scores(batch)
             self._evaluate(*results)
             return results
-        _, _, rows = self._forward(batch, self._layout(batch), keep_last_group=False)
+        rows = self._forward(batch, self._layout(batch), keep_last_group=False).rows
         return self._score_pieces(rows, batch, self._chunks(batch))
 
     def _score_pieces(self, rows: mx.array, batch: TokenBatch, chunks: list[slice]) -> Scores:
@@ -196,39 +190,46 @@ class BlockwiseModel:
     ) -> Any:
         """Last group, head and loss are one graph: the last group's forward is not computed twice."""
         layout = self._layout(batch)
-        starts, calls, _ = self._forward(batch, layout, keep_last_group=True)
+        passed = self._forward(batch, layout, keep_last_group=True)
         last = len(self._groups) - 1
         slots = self._group_slots[last] + self._outer_slots
+        reads = self._reads(last, passed)
 
-        def loss(hidden: mx.array, parameters: list[mx.array]) -> tuple[mx.array, tuple[mx.array, ...]]:
+        def loss(
+            hidden: mx.array, before: list[mx.array], parameters: list[mx.array]
+        ) -> tuple[mx.array, tuple[mx.array, ...]]:
             with self.slots.bound(parameters, slots):
-                rows = _rows_at(self._run(last, hidden, layout, calls), layout.positions)
+                carried = passed.carried | _refilled(reads, passed.carried, before)
+                rows = self._rows_at(self._run(last, hidden, layout, passed.calls, carried), layout.positions)
                 if len(chunks) == 1:
                     return objective(*self._scores(rows, batch, slice(None)))
                 return objective(*scores_in_pieces(self._head, rows, batch, chunks))
 
         below = self._trainable_below(last)
-        parameters = self.slots.read(slots)
-        arguments = starts[last], parameters
-        slopes = mx.value_and_grad(loss, argnums=(0, 1) if below else 1)
+        hidden = passed.starts.pop()
+        arguments = hidden, _floating([passed.carried[output] for output in reads]), self.slots.read(slots)
+        slopes = mx.value_and_grad(loss, argnums=(0, 1, 2) if below else 2)
         # What is compiled is never kept: a trace goes with its function, in the thread that dropped it.
-        (value, extras), results = (self._fused(slopes, starts[last].size) if fuse else slopes)(*arguments)
-        cotangent, new = results if below else (None, results)
-        self._add(gradients, slots, new, value, *extras, cotangent)
-        starts.pop()
-        self._backward_groups(layout, starts, calls, cotangent, gradients)
+        (value, extras), results = (self._fused(slopes, hidden.size) if fuse else slopes)(*arguments)
+        cotangent, of_reads, new = results if below else (None, [], results)
+        self._add(gradients, slots, new, value, *extras, cotangent, *of_reads)
+        if below:
+            self._pull_back(reads, passed, of_reads)
+        self._backward_groups(layout, passed, cotangent, gradients)
         return value, extras
 
     def _backward_chunked(
         self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None], chunks: list[slice]
     ) -> Any:
         layout = self._layout(batch)
-        starts, calls, rows = self._forward(batch, layout, keep_last_group=False)
+        passed = self._forward(batch, layout, keep_last_group=False)
+        rows, shape = passed.rows, passed.starts[-1].shape
         learn = self._learn_rows_once if self._known_slopes(batch) else self._learn_rows_twice
         value, extras, slopes = learn(rows, batch, objective, gradients, chunks)
-        flat = mx.zeros((starts[-1].size // rows.shape[-1], rows.shape[-1]), rows.dtype)
-        cotangent = flat.at[layout.positions].add(slopes).reshape(starts[-1].shape)
-        self._backward_groups(layout, starts, calls, cotangent, gradients)
+        flat = mx.zeros((passed.starts[-1].size // rows.shape[-1], rows.shape[-1]), rows.dtype)
+        assert self._stack is not None
+        cotangent = self._stack.unflat(flat.at[layout.positions].add(slopes), shape)
+        self._backward_groups(layout, passed, cotangent, gradients)
         return value, extras
 
     def _learn_rows_once(
@@ -272,49 +273,76 @@ class BlockwiseModel:
         return value, extras, mx.concatenate(by_row)
 
     def _backward_groups(
-        self,
-        layout: Layout,
-        starts: list[mx.array],
-        calls: list[Any],
-        cotangent: mx.array | None,
-        gradients: list[mx.array | None],
+        self, layout: Layout, passed: "_Passed", cotangent: mx.array | None, gradients: list[mx.array | None]
     ) -> None:
-        """Go from the last of `starts` to the first, then the embedding. Empties `starts`, to free the activations."""
-        while starts and cotangent is not None:
-            group, hidden = len(starts) - 1, starts.pop()
-            slots = self._group_slots[group]
+        """Go from the last of the group inputs to the first, then the embedding. Empties them, to free the
+        activations."""
+        while passed.starts and cotangent is not None:
+            group, hidden = len(passed.starts) - 1, passed.starts.pop()
+            slots, reads = self._group_slots[group], self._reads(group, passed)
+            before = _floating([passed.carried[output] for output in reads])
+            writes = [output for output in passed.slopes if output.block in self._groups[group]]
 
             def block(
-                hidden: mx.array, *parameters: mx.array, group: int = group, slots: list[int] = slots
-            ) -> mx.array:
-                with self.slots.bound(parameters, slots):
-                    return self._run(group, hidden, layout, calls)
+                hidden: mx.array,
+                *arrays: mx.array,
+                group: int = group,
+                slots: list[int] = slots,
+                reads: list[Output] = reads,
+                count: int = len(before),
+                writes: list[Output] = writes,
+            ) -> list[mx.array]:
+                with self.slots.bound(arrays[count:], slots):
+                    carried = passed.carried | _refilled(reads, passed.carried, list(arrays[:count]))
+                    out = self._run(group, hidden, layout, passed.calls, carried)
+                    return [out, *_apart([carried[output] for output in writes])]
 
             parameters = self.slots.read(slots)
+            cotangents = [cotangent, *(slope for output in writes for slope in passed.slopes.pop(output))]
             if self._trainable_below(group):
-                cotangent, *new = self._vjp(block, [hidden, *parameters], [cotangent], hidden.size)
+                cotangent, *new = self._vjp(block, [hidden, *before, *parameters], cotangents, hidden.size)
+                self._pull_back(reads, passed, new[: len(before)])
+                self._add(gradients, slots, new[len(before) :], cotangent, *new[: len(before)])
             else:
-                closed = hidden
+                constants = [hidden, *before]
 
-                def constant(*parameters: mx.array, hidden: mx.array = closed, block: Any = block) -> mx.array:
-                    return block(hidden, *parameters)
+                def constant(
+                    *parameters: mx.array, constants: list[mx.array] = constants, block: Any = block
+                ) -> list[mx.array]:
+                    return cast("list[mx.array]", block(*constants, *parameters))
 
-                new = self._vjp(constant, parameters, [cotangent], hidden.size)
+                new = self._vjp(constant, parameters, cotangents, hidden.size)
                 cotangent = None
-            self._add(gradients, slots, new, cotangent)
+                self._add(gradients, slots, new)
         if cotangent is not None and self._below_slots:
-            self._backward_embedding(layout, cotangent, gradients)
+            self._backward_embedding(layout, passed, cotangent, gradients)
 
-    def _backward_embedding(self, layout: Layout, cotangent: mx.array, gradients: list[mx.array | None]) -> None:
-        stack = self._stack
-        assert stack is not None
+    def _backward_embedding(
+        self, layout: Layout, passed: "_Passed", cotangent: mx.array, gradients: list[mx.array | None]
+    ) -> None:
+        writes = list(passed.slopes)
 
-        def embed(*parameters: mx.array) -> mx.array:
+        def embed(*parameters: mx.array) -> list[mx.array]:
             with self.slots.bound(parameters, self._below_slots):
-                return layout.embed(stack)[0]
+                hidden, _, carried = self._embed(layout)
+                return [hidden, *_apart([carried[output] for output in writes])]
 
-        new = self._vjp(embed, self.slots.read(self._below_slots), [cotangent], cotangent.size)
+        cotangents = [cotangent, *(slope for output in writes for slope in passed.slopes[output])]
+        new = self._vjp(embed, self.slots.read(self._below_slots), cotangents, cotangent.size)
         self._add(gradients, self._below_slots, new)
+
+    def _reads(self, group: int, passed: "_Passed") -> list[Output]:
+        """What a group's blocks read of what came before it, besides its input."""
+        outputs = [a for index in self._groups[group] for a in outputs_in(passed.calls[index])]
+        return [output for output in dict.fromkeys(outputs) if output.block not in self._groups[group]]
+
+    def _pull_back(self, reads: list[Output], passed: "_Passed", slopes: list[mx.array]) -> None:
+        """Add slopes to those of what a group read."""
+        left = iter(slopes)
+        for output in reads:
+            new = [next(left) for _ in _floating(passed.carried[output])]
+            old = passed.slopes.get(output)
+            passed.slopes[output] = new if old is None else [a + b for a, b in zip(old, new, strict=True)]
 
     # ------------------------------------------------------------------ parts
 
@@ -324,31 +352,56 @@ class BlockwiseModel:
             return layout_of(batch.compact)
         return PlainRows(batch.inputs, batch.positions)
 
-    def _forward(
-        self, batch: TokenBatch, layout: Layout, *, keep_last_group: bool
-    ) -> tuple[list[mx.array], list[Any], mx.array]:
-        """Group inputs, the blocks' other arguments, and the scored rows [N, D] after the last block.
-
-        `keep_last_group`: the last group is left to the caller; the rows are then meaningless.
-        """
+    def _embed(self, layout: Layout) -> tuple[mx.array, list[Any], dict[Output, Any]]:
+        """The first block's input, the blocks' other arguments, and what of these is differentiated: arrays [B, T, …]
+        that depend on weights outside the blocks, perhaps. Each is an `Output` of block -1 in the arguments."""
         assert self._stack is not None
         hidden, calls = layout.embed(self._stack)
-        self._evaluate(hidden, *_arrays(calls))
-        starts = [hidden]
-        for group in range(len(self._groups) - 1):
-            hidden = self._run(group, hidden, layout, calls)
-            self._evaluate(hidden)
-            starts.append(hidden)
-        if keep_last_group:
-            return starts, calls, hidden
-        rows = _rows_at(self._run(len(self._groups) - 1, hidden, layout, calls), layout.positions)
-        self._evaluate(rows)
-        return starts, calls, rows
+        lifted: dict[Output, Any] = {}
+        if not (self._below_slots and isinstance(layout, PlainRows)):
+            return hidden, calls, lifted
+        places: dict[int, Output] = {}
 
-    def _run(self, group: int, hidden: mx.array, layout: Layout, calls: list[Any]) -> mx.array:
+        def lift(value: Any) -> Any:
+            if not _floating(value) or not isinstance(value, mx.array) or value.shape[:2] != hidden.shape[-3:-1]:
+                return value
+            output = places.setdefault(id(value), Output(-1, len(places)))
+            lifted[output] = value
+            return output
+
+        calls = [BlockCall(tuple(map(lift, c.args)), {k: lift(v) for k, v in c.kwargs.items()}) for c in calls]
+        return hidden, calls, lifted
+
+    def _forward(self, batch: TokenBatch, layout: Layout, *, keep_last_group: bool) -> "_Passed":
+        """Embedding and blocks. `keep_last_group`: the last group is left to the caller; the rows mean nothing then."""
+        hidden, calls, carried = self._embed(layout)
+        self._evaluate(hidden, *arrays_in(calls), *arrays_in(list(carried.values())))
+        passed = _Passed([hidden], calls, carried, hidden)
+        for group in range(len(self._groups) - 1):
+            hidden = self._run(group, hidden, layout, calls, carried)
+            self._evaluate(hidden, *arrays_in(list(carried.values())))
+            passed.starts.append(hidden)
+        if not keep_last_group:
+            hidden = self._run(len(self._groups) - 1, hidden, layout, calls, dict(carried))
+            passed.rows = self._rows_at(hidden, layout.positions)
+            self._evaluate(passed.rows)
+        return passed
+
+    def _rows_at(self, hidden: mx.array, positions: mx.array) -> mx.array:
+        """A hidden state's rows [N, W] at positions of the flattened tokens."""
+        assert self._stack is not None
+        return mx.take(self._stack.flat(hidden), positions, axis=0)
+
+    def _run(
+        self, group: int, hidden: mx.array, layout: Layout, calls: list[Any], carried: dict[Output, Any]
+    ) -> mx.array:
+        """Adds what the group's blocks return beside the hidden state to `carried`."""
         assert self._stack is not None
         for index in self._groups[group]:
-            hidden = layout.run(self._stack.blocks[index], hidden, calls[index])
+            output = layout.run(self._stack.blocks[index], hidden, resolved(calls[index], carried))
+            hidden = hidden_of(output)
+            if isinstance(output, tuple):
+                carried |= {Output(index, place): value for place, value in enumerate(output) if place}
         return hidden
 
     def _trainable_below(self, group: int) -> bool:
@@ -399,6 +452,7 @@ class BlockwiseModel:
         assert self._stack is not None
         tokens = (mx.arange(16, dtype=mx.int32) % 7).reshape(2, 8)
         self._vocabulary = check_stack(self._stack, tokens)
+        self._carries = any(self._stack.returns) or bool(self._embed(PlainRows(tokens, mx.array([0])))[2])
         with self._stack.only(self._stack.samples()):
             self._check_gradients(TokenBatch(tokens, mx.arange(0, 16, 3), mx.array([1, 2, 3, 4, 5, 6], mx.int32)))
 
@@ -414,18 +468,41 @@ class BlockwiseModel:
             raise ValueError(f"block-by-block gradients of this architecture are off by {worst:.2g} (relative)")
 
 
+@dataclass
+class _Passed:
+    """What a forward leaves to the backward pass. `slopes`: of what later groups have read, by output."""
+
+    starts: list[mx.array]  # the groups' inputs
+    calls: list[Any]  # the blocks' other arguments
+    carried: dict[Output, Any]
+    rows: mx.array  # [N, W], the scored rows after the last block
+    slopes: dict[Output, list[mx.array]] = field(default_factory=dict)
+
+
+def _floating(values: Any) -> list[mx.array]:
+    return [array for array in arrays_in(values) if mx.issubdtype(array.dtype, mx.floating)]
+
+
+def _apart(values: Any) -> list[mx.array]:
+    """Return new arrays: MLX takes one cotangent only for an array that a function returns twice, or just passes on."""
+    return [array + 0 for array in _floating(values)]
+
+
+def _refilled(outputs: list[Output], carried: dict[Output, Any], arrays: list[mx.array]) -> dict[Output, Any]:
+    """These outputs with other arrays in the places of their floating ones."""
+    left = iter(arrays)
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(filled, value))
+        return next(left) if _floating(value) else value
+
+    return {output: filled(carried[output]) for output in outputs}
+
+
 def _rows_at(hidden: mx.array, positions: mx.array) -> mx.array:
     """[B, T, D] → [N, D]."""
     return mx.take(hidden.reshape(-1, hidden.shape[-1]), positions, axis=0)
-
-
-def _arrays(calls: Any) -> list[mx.array]:
-    """The arrays among the blocks' arguments."""
-    if isinstance(calls, mx.array):
-        return [calls]
-    if isinstance(calls, BlockCall):
-        return _arrays([*calls.args, *calls.kwargs.values()])
-    return [array for call in calls for array in _arrays(call)] if isinstance(calls, list | tuple) else []
 
 
 def head_rows(count: int, vocabulary: int, *, costly: bool = False) -> int:
@@ -475,98 +552,3 @@ def scores_in_pieces(head: Head, rows: mx.array, batch: TokenBatch, chunks: Sequ
 
     _, logprobs, entropy = split_pieces(cast(mx.array, scored(rows)))
     return logprobs, entropy
-
-
-def check_stack(stack: LayerStack, tokens: mx.array) -> int:
-    """The vocabulary. Raises ValueError: there is other glue between the blocks than one hidden state, or the head does
-    not look at each row alone, so that it cannot go in pieces."""
-    entered: list[mx.array] = []
-    passed: list[Any] = []
-
-    def visit(index: int, hidden: mx.array, call: BlockCall) -> Any:
-        if passed and hidden is not passed[-1]:
-            raise ValueError(f"the model does more before block {index} than passing the hidden state on")
-        entered.append(hidden)
-        passed.append(stack.blocks[index](hidden, *call.args, **call.kwargs))
-        return passed[-1]
-
-    stack.walk(tokens, visit)  # nothing of it is evaluated
-    if len(passed) != len(stack.blocks) or not all(isinstance(hidden, mx.array) for hidden in passed):
-        raise ValueError("the model's blocks are not called once each with one hidden state")
-    _check_arguments(stack, tokens)
-    rows = entered[0].reshape(-1, entered[0].shape[-1])
-    logits, piece = stack.head(rows), slice(1, 3)
-    if distance(stack.head(rows[piece]), logits[piece]) > ROUNDED:
-        raise ValueError("the model's head does not look at each position alone")
-    return int(logits.shape[-1])
-
-
-def _check_arguments(stack: LayerStack, tokens: mx.array) -> None:
-    """Raises ValueError: what a block gets beside the hidden state, or the head, depends on what earlier blocks gave.
-
-    In the blocks' places are sums that depend on all arguments and cost nothing: in the model's own forward, and one
-    after another with the arguments that the model makes where no block changes anything.
-    """
-
-    def fingerprint(array: mx.array) -> mx.array:
-        """From 0 to 1, another one for other numbers."""
-        values = mx.clip(mx.nan_to_num(array.astype(mx.float32)).reshape(-1), -1, 1)
-        part = (values * mx.cos(mx.arange(values.size))).sum() / mx.sqrt(mx.square(values).sum() + 1e-6)
-        return mx.square(mx.sin(10 * part))
-
-    def stand(index: int, hidden: mx.array, call: BlockCall) -> mx.array:
-        change = sum(map(fingerprint, _arrays(call)), mx.array(0.5))
-        # In another direction at each block: a norm would take a mere factor back.
-        direction = mx.cos((index + 1.0) * mx.arange(hidden.shape[-1])) * 2 * mx.abs(hidden).astype(mx.float32).mean()
-        return ((hidden + change * direction) / (1 + change)).astype(hidden.dtype)
-
-    passed: list[mx.array] = []
-
-    def visit(index: int, hidden: mx.array, call: BlockCall) -> mx.array:
-        passed.append(stand(index, hidden, call))
-        return passed[-1]
-
-    logits = stack.walk(tokens, visit)
-    hidden, calls = stack.embed(tokens)
-    for index, call in enumerate(calls):
-        hidden = stand(index, hidden, call)
-    one_by_one = stack.head(hidden.reshape(-1, hidden.shape[-1]))
-    if distance(hidden, passed[-1]) > EXACT or distance(one_by_one, logits.reshape(one_by_one.shape)) > ROUNDED:
-        raise ValueError("the model does more beside its blocks than passing the hidden state on")
-
-
-def compare_layouts(model: nn.Module, stack: LayerStack, score: Callable[[TokenBatch], Scores]) -> tuple[str, str]:
-    """Return why prompts are not shared, and why sequences are not packed ("": they are). Compares three rows, two of
-    them with one prompt, in each layout. Gradients follow from the same operations."""
-    if reason := shareable(model):
-        return reason, packable(model)
-    tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)
-    positions = np.array([2, 4, 5, 8, 9, 13, 15, 17], np.int32)
-    batch = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7)
-    rows = score(batch)
-    hidden, _ = stack.embed(mx.zeros((1, 4), mx.int32))
-    exact = hidden.dtype == mx.float32 and on_cpu()  # GPUs multiply float32 in TF32: 4e-3 on an H100
-    bound = EXACT if exact else ROUNDED
-
-    def why_not(compact: CompactRows) -> str:
-        try:
-            scores = score(replace(batch, compact=compact))
-        except (ValueError, TypeError, IndexError, AttributeError) as error:
-            return f"its blocks do not take such keys, values and masks: {error}"
-        off = max(distance(a, b) for a, b in zip(scores, rows, strict=True))
-        return f"scores are off by {off:.2g} (relative)" if off > bound else ""
-
-    unshared = why_not(share_prompts(tokens, positions))
-    if reason := packable(model):
-        return unshared, reason
-    if not mx.array_equal(hidden[:, 1:], hidden[:, :-1]).item():
-        return unshared, "what enters its blocks depends on the position"
-    return unshared, why_not(pack_rows(tokens, positions, [1, 2]))
-
-
-def distance(a: mx.array, b: mx.array | None) -> float:
-    """‖a - b‖ / ‖b‖; infinite without a number. float32 models reach 1e-6 here, bfloat16 1e-3, wrong graphs 0.1."""
-    assert b is not None
-    size = scalar(mx.sqrt(total(mx.square(b))))
-    off = scalar(mx.sqrt(total(mx.square(a - b))))
-    return off / size if size > 0 else (0.0 if off == 0 else float("inf"))

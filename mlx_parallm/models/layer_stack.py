@@ -26,6 +26,14 @@ class BlockCall:
     kwargs: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Output:
+    """In a block's arguments: what block number `block` returned in place `place`, behind the hidden state."""
+
+    block: int
+    place: int
+
+
 class _Stand:
     """Takes a block's place in the model's list; shows the block's attributes."""
 
@@ -89,11 +97,39 @@ class LayerStack:
                     self._places = [_HiddenArgument.of(block) for block in wanted]
                     self.blocks = [place.hidden_first(b) for place, b in zip(self._places, wanted, strict=True)]
                     self.path = f"{path}.{key}" if path else key
+                    self.returns = [0] * len(wanted)  # how much each block returns beside the hidden state
+                    self._empty: set[tuple[int, int]] = set()  # (block, place): None in each forward
+                    self._lead: tuple[int, ...] = ()  # axes of the hidden state in front of [B, T, D] (Gemma 3n)
                     return
         raise ValueError("the model has no list of layers")
 
+    def note(self, outputs: Sequence[Any]) -> None:
+        """Learn from what the blocks return in the model's own forward: the hidden state's axes, and how much more."""
+        self.returns = [len(output) - 1 if isinstance(output, tuple) else 0 for output in outputs]
+        self._empty = {(i, p) for i, n in enumerate(self.returns) for p in range(1, n + 1) if outputs[i][p] is None}
+        self._lead = hidden_of(outputs[0]).shape[:-3]
+
+    def flat(self, hidden: mx.array) -> mx.array:
+        """[…, B, T, D] as [B · T, W], a row for each token."""
+        lead = len(self._lead)
+        return mx.moveaxis(hidden.reshape(*self._lead, -1, hidden.shape[-1]), lead, 0).flatten(1)
+
+    def unflat(self, rows: mx.array, shape: Sequence[int]) -> mx.array:
+        """[N, W] of `flat` as a hidden state of that shape."""
+        return mx.moveaxis(rows.reshape(-1, *self._lead, shape[-1]), 0, len(self._lead)).reshape(shape)
+
+    def returned(self, index: int, hidden: mx.array, other: Callable[[Output], Any]) -> Any:
+        """What stands for the block's output; `other(output)` for what it returns beside the hidden state."""
+        if not (count := self.returns[index]):
+            return hidden
+        places = range(1, count + 1)
+        return hidden, *(None if (index, p) in self._empty else other(Output(index, p)) for p in places)
+
     def samples(self) -> set[int]:
-        """The first two blocks of each kind: blocks of one kind differ in the numbers of their arrays alone."""
+        """The first two blocks of each kind: blocks of one kind differ in the numbers of their arrays alone. All, where
+        blocks read what others returned."""
+        if any(self.returns):
+            return set(range(len(self.blocks)))
         found: dict[Any, list[int]] = {}
         for index, block in enumerate(self.blocks):
             found.setdefault(_kind(block), []).append(index)
@@ -130,7 +166,14 @@ class LayerStack:
         block, as the model's own. Returns what the model does."""
 
         def stand(index: int) -> Callable[..., Any]:
-            return lambda hidden, *args, **kwargs: visit(index, hidden, BlockCall(args, kwargs))
+            def call(hidden: mx.array, *args: Any, **kwargs: Any) -> Any:
+                output = visit(index, hidden, BlockCall(args, kwargs))
+                if index < len(self.blocks) - 1:
+                    return output
+                last = hidden_of(output)[...]  # a new object: some models write into what left the last block
+                return (last, *output[1:]) if isinstance(output, tuple) else last
+
+            return call
 
         with self._replaced([stand(index) for index in range(len(self.blocks))]):
             return self.model(inputs) if cache is None else self.model(inputs, cache=cache)
@@ -143,7 +186,7 @@ class LayerStack:
             last[:] = [self.blocks[index](hidden, *call.args, **call.kwargs)]
             return last[0]
 
-        return self.walk(inputs, visit), last[0]
+        return self.walk(inputs, visit), hidden_of(last[0])
 
     def hidden(self, inputs: mx.array, cache: Any = None) -> mx.array:
         """What the head would read: hidden states [B, T, D] of [B, T] tokens, behind the final norm. Raises ValueError:
@@ -156,30 +199,36 @@ class LayerStack:
         return found
 
     def embed(self, inputs: mx.array, cache: Any = None) -> tuple[mx.array, list[BlockCall]]:
-        """The first block's input [B, T, D], and what each block gets besides the hidden state."""
+        """The first block's input [B, T, D], and what each block gets besides the hidden state: what earlier blocks
+        returned is an `Output` there."""
         first: list[mx.array] = []
         calls: list[BlockCall] = []
 
-        def visit(_: int, hidden: mx.array, call: BlockCall) -> mx.array:
+        def visit(index: int, hidden: mx.array, call: BlockCall) -> Any:
             first.append(hidden)
             calls.append(call)
-            return hidden
+            return self.returned(index, hidden, lambda output: output)
 
         self.walk(inputs, visit, cache)
         return first[0], calls
 
-    def head(self, hidden: mx.array) -> mx.array:
-        """Final norm and head of rows [N, D] that left the last block → logits [N, V]."""
-        rows = hidden[None]
+    def head(self, rows: mx.array) -> mx.array:
+        """Final norm and head of rows [N, W] that left the last block → logits [N, V]."""
+        width = rows.shape[-1]
+        for size in self._lead:
+            width //= size
+        hidden = self.unflat(rows, (*self._lead, 1, rows.shape[0], width))
 
-        def first(*_: Any, **__: Any) -> mx.array:
-            return rows
+        def stand(index: int) -> Callable[..., Any]:
+            return lambda passed, *_, **__: self.returned(index, passed if index else hidden, lambda _: None)
 
-        def later(passed: mx.array, *_: Any, **__: Any) -> mx.array:
-            return passed
+        with self._replaced([stand(index) for index in range(len(self.blocks))]):
+            return self.model(mx.zeros((1, rows.shape[0]), mx.int32))[0]
 
-        with self._replaced([first] + [later] * (len(self.blocks) - 1)):
-            return self.model(mx.zeros((1, hidden.shape[0]), mx.int32))[0]
+
+def hidden_of(output: Any) -> mx.array:
+    """The hidden state of what a block returned."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _kind(block: Any) -> Any:
@@ -208,3 +257,29 @@ def _setting(value: Any) -> Any:
 
 def _same(a: list[Any], b: list[Any]) -> bool:
     return all(x is y for x, y in zip(a, b, strict=True))
+
+
+def arrays_in(calls: Any) -> list[mx.array]:
+    """The arrays among the blocks' arguments."""
+    if isinstance(calls, mx.array):
+        return [calls]
+    if isinstance(calls, BlockCall):
+        return arrays_in([*calls.args, *calls.kwargs.values()])
+    return [array for call in calls for array in arrays_in(call)] if isinstance(calls, list | tuple) else []
+
+
+def outputs_in(call: Any) -> list[Output]:
+    """The outputs of earlier blocks among a block's arguments."""
+    arguments = [*call.args, *call.kwargs.values()] if isinstance(call, BlockCall) else []
+    return [argument for argument in arguments if isinstance(argument, Output)]
+
+
+def resolved(call: Any, carried: dict[Output, Any]) -> Any:
+    """The call with the values of earlier blocks' outputs in their places."""
+    if not outputs_in(call):
+        return call
+
+    def value(argument: Any) -> Any:
+        return carried[argument] if isinstance(argument, Output) else argument
+
+    return BlockCall(tuple(map(value, call.args)), {key: value(a) for key, a in call.kwargs.items()})

@@ -2,11 +2,13 @@
 
     blueprint          the architecture at full size; its arrays are never evaluated, so it costs no memory
     check_config       raises ModelError naming the layer that cannot be trained on this device
+    layers_by_token    which layers of a model train slowly: their graph visits one token after another
 
 Differentiating the blueprint finds a layer whose forward is a kernel without a gradient: MLX raises while it builds the
 graph. Whether it can be served shows at load (`engine/cache/batch.py`). docs/models.md has both for all architectures.
 """
 
+import io
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -20,6 +22,7 @@ from mlx_parallm.models.layer_stack import BlockCall, LayerStack
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache, model_classes
 
 BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RuntimeError)
+GROWTH = 2.0  # of a block's graph from 64 to 256 tokens: 1 without a loop over tokens, nearly 4 with one
 ARCHITECTURES = "the architectures and what each can do are listed in docs/models.md"
 
 
@@ -90,6 +93,38 @@ def layer_without_gradient(model: nn.Module) -> str:
     finally:
         model.train(was_training)
     return reasons[0] if reasons else ""
+
+
+def layers_by_token(model: nn.Module) -> list[str]:
+    """Name the first layer of each kind whose graph visits one token after another, as "layer 3 (attn: Class), …".
+
+    Compares a block's graph of 64 tokens with that of 256, about four times as large then; evaluates nothing.
+    """
+    sizes: dict[int, list[int]] = {}
+    kinds: dict[str, int] = {}
+
+    def visit(index: int, hidden: Any, call: BlockCall) -> Any:
+        block = stack.blocks[index]
+        output = block(mx.zeros(hidden.shape, hidden.dtype), *call.args, **call.kwargs)
+        first = kinds.setdefault("/".join(type(module).__name__ for module in block.modules()), index)
+        if first == index:
+            drawn = io.StringIO()
+            mx.export_to_dot(drawn, _first(output))
+            sizes.setdefault(index, []).append(drawn.getvalue().count("->"))
+        return output
+
+    was_training = model.training
+    try:
+        stack = LayerStack(model.train())
+        for length in (64, 256):
+            stack.walk(mx.zeros((1, length), mx.int32), visit)
+    except BUILD_ERRORS:
+        return []
+    finally:
+        model.train(was_training)
+    return [
+        f"layer {i} ({_layer_name(stack.blocks[i])})" for i, (short, long) in sizes.items() if long > GROWTH * short
+    ]
 
 
 def _layer_name(block: Any) -> str:

@@ -3,7 +3,7 @@
     .venv/bin/python -m scripts.bench.recurrent layers   # forward and gradient of one layer: time and memory
     .venv/bin/python -m scripts.bench.recurrent steps    # a training step of tiny models against a qwen3 of their size
     .venv/bin/python -m scripts.bench.recurrent group    # 16 answers on one prompt: computed once, and in each row
-    .venv/bin/python -m scripts.bench.recurrent turns    # tokens that each turn of a conversation computes
+    .venv/bin/python -m scripts.bench.recurrent prefilled    # tokens computed by turns, a group, 64 requests
     .venv/bin/python -m scripts.bench.recurrent mixed    # 16 short rows beside one of 3,700 tokens, and without it
 
 Prints the tables of docs/benchmarks/recurrent.md. An idle machine, please: times are the least of several.
@@ -39,6 +39,11 @@ from mlx_parallm.types import Request, SamplingParams
 from mlx_parallm.weights import SharedWeights
 from scripts.generate_model_table import parameter_count, small_config
 
+RECURRENT = (
+    *("qwen3_5", "qwen3_next", "kimi_linear", "jamba", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1"),
+    *("mamba", "mamba2"),
+)
+ANSWER = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 ROWS, HEADS, WIDTH, CHANNELS, STATES = 4, 8, 64, 256, 16
 TOKENS = 1024
 LONG = 3700  # tokens of the long row beside short ones
@@ -59,6 +64,7 @@ LARGER: dict[str, dict[str, Any]] = {  # of the small sizes of scripts/model_tab
     "jamba": {"layers_block_type": ["mamba", "mamba", "mamba", "attention"] * 2, "num_experts": 1, "mamba_d_state": 16},
     "mamba": {"state_size": 16, "intermediate_size": 512, "time_step_rank": 16},
 }
+SMALL = {"vocab_size": 1024, "max_position_embeddings": 4096}
 SHARED = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768, "head_dim": 64, "vocab_size": 1024}
 
 
@@ -120,7 +126,7 @@ def selective(tokens: int) -> tuple[Callable[..., Any], Callable[..., Any], list
 
 def model_of(name: str) -> Any:
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    config = small_config(module, name) | SHARED | LARGER[name]
+    config = small_config(module, name) | (SHARED | LARGER[name] if name in LARGER else SMALL)
     if "text_config" in config:
         config["text_config"] |= SHARED | LARGER[name]
     mx.random.seed(0)
@@ -180,23 +186,42 @@ def group(console: Console, rounds: int) -> None:
         )
 
 
-def turns(console: Console, rounds: int) -> None:
+def prefilled(console: Console, rounds: int) -> None:
+    """Tokens that are computed of prompts: by each turn of an episode, by a group of 16, and by 64 requests that begin
+    with one instruction of 500 tokens. Beside it how many tokens are new, each once."""
     del rounds
-    for name in ("qwen3", "qwen3_5", "mamba"):
-        model = model_of(name).eval()
-        engine, greedy = make_engine(model), SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-        text, computed = [i % 1000 for i in range(600)], []
+    rng = np.random.default_rng(0)
+    for name in ("qwen3", *RECURRENT):
+        text, turns, new = rng.integers(0, 1000, 600).tolist(), [], []
+        engine = make_engine(model_of(name).eval())
         for turn in range(8):
-            before = engine.counters.prefill_tokens
-            engine.add(Request(f"t{turn}", tuple(text), greedy))
-            answer: tuple[int, ...] = ()
-            while engine.has_work:
-                for event in engine.step():
-                    output = getattr(event, "output", None)
-                    answer = output.completions[0].token_ids if output is not None else answer
-            computed.append(engine.counters.prefill_tokens - before)
+            count, [answer] = computed(engine, [Request(f"t{turn}", tuple(text), ANSWER)])
+            turns.append(count)
+            new.append(600 if turn == 0 else 4)  # the answer's last token and the three of the turn
             text = [*text, *answer, 1, 2, 3]
-        console.print(f"{name}: tokens computed by turn 1 … 8: {computed}")
+        prompt = tuple(rng.integers(0, 1000, 500).tolist())
+        group, _ = computed(engine, [Request("group", prompt, replace(ANSWER, n=16))])
+        instruction = rng.integers(0, 1000, 500).tolist()
+        questions = [rng.integers(0, 1000, 8 + i % 5).tolist() for i in range(64)]
+        asked = [Request(f"q{i}", (*instruction, *question), ANSWER) for i, question in enumerate(questions)]
+        many, _ = computed(make_engine(model_of(name).eval()), asked)
+        once = 500 + sum(map(len, questions))
+        console.print(
+            f"{name}: turn 1 … 8 {turns}, new {new}; a group of 16 on 500 tokens {group};"
+            f" 64 requests on one instruction of 500 {many:,}, each token once {once:,}, in each row {500 * 63 + once:,}"
+        )
+
+
+def computed(engine: Engine, requests: list[Request]) -> tuple[int, list[tuple[int, ...]]]:
+    """Tokens of these prompts that were computed, and the first answer to each."""
+    before, answers = engine.counters.prefill_tokens, {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            if (output := getattr(event, "output", None)) is not None:
+                answers[event.request_id] = output.completions[0].token_ids
+    return engine.counters.prefill_tokens - before, [answers[request.request_id] for request in requests]
 
 
 def mixed(console: Console, rounds: int) -> None:
@@ -255,7 +280,7 @@ def make_engine(model: nn.Module, *, by_tokens: bool = True, prefill_chunk: int 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Recurrent layers in chunks against loops over tokens.")
-    sections = {"layers": layers, "steps": steps, "group": group, "turns": turns, "mixed": mixed}
+    sections = {"layers": layers, "steps": steps, "group": group, "prefilled": prefilled, "mixed": mixed}
     parser.add_argument("what", choices=list(sections))
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()

@@ -101,6 +101,13 @@ BATCHED: dict[str, dict[str, Any]] = {
         "ffn_dim_divisor": 16,
     },
     "deepseek_v3": LATENT,
+    # masks of five axes
+    "gemma2": {
+        "query_pre_attn_scalar": 16.0,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 1000.0,
+        "sliding_window": 8,
+    },
     # two caches a layer
     "deepseek_v32": LATENT | {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 16},
     # sliding windows
@@ -167,14 +174,9 @@ BATCHED: dict[str, dict[str, Any]] = {
 }
 ROW_BY_ROW: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic": ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "scalar"),
-    "gemma2": (
-        {
-            "query_pre_attn_scalar": 16.0,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 1000.0,
-            "sliding_window": 8,
-        },
-        "broadcast",
+    "gpt_bigcode": (
+        {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 128, "n_positions": 2048, "layer_norm_epsilon": 1e-5},
+        "scalar",
     ),
     "llama4": (
         {
@@ -195,7 +197,7 @@ ROW_BY_ROW: dict[str, tuple[dict[str, Any], str]] = {
         "ChunkedKVCache",
     ),
 }
-FAST = ("qwen3_moe", "gpt2", "gemma3_text", "mamba2", "dynamic")
+FAST = ("qwen3_moe", "gpt2", "gemma2", "gemma3_text", "mamba2", "dynamic", "gpt_bigcode")
 BY_TOKENS = (
     *("qwen2", "sliding_llama", "gemma", "phi3", "qwen3_moe", "mixtral", "yarn", "gpt2", "openelm"),
     *("qwen3_next", "falcon_h1", "granitemoehybrid"),  # recurrent states beside it
@@ -291,9 +293,9 @@ def test_a_window_that_only_the_cache_knows_is_kept():
         assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(served.plain, prompt, 12)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v32", "mamba2", "dynamic"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "deepseek_v32", "mamba2", "gpt_bigcode", "dynamic"])
 def test_the_next_turn_goes_on_from_what_was_read(name):
-    reused = name != "dynamic"  # row by row, in caches of the model's own
+    reused = name != "dynamic"  # its keys would have other angles in a text of another length
     served = serve(model_of(name), prefill_chunk=32)
     prompt = ragged_prompts(1, shortest=40, longest=40)[0]
     params = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
@@ -395,6 +397,24 @@ def test_a_model_that_forgets_the_mask_is_not_batched():
     )
     assert why_not_batched(model) == "it does not give what its own forward gives"
     assert type(serve(model, by_tokens=False).engine.cache) is RowCaches
+
+
+def test_a_model_that_takes_one_row_only_is_served_without_prefixes():
+    def one_row(forward, self, x, mask, cache):
+        if x.shape[0] > 1:
+            raise ValueError("one row at a time")
+        return forward(self, x, mask, cache)
+
+    served = serve(broken_attention(make_model(QWEN3 | {"vocab_size": VOCAB}), one_row), by_tokens=False)
+    assert type(served.engine.cache) is RowCaches
+    assert served.engine.cache.why_no_prefixes == "one row at a time"
+    prompts = ragged_prompts(3, longest=20)
+    for _ in range(2):
+        requests = [request(f"r{i}", p, temperature=0.0, max_tokens=4) for i, p in enumerate(prompts)]
+        outputs = run(served.engine, requests)
+        for i, prompt in enumerate(prompts):
+            assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(served.plain, prompt, 4)
+    assert served.engine.scheduler.prefix_cache.tokens == 0
 
 
 def test_a_model_that_cannot_even_go_on_alone_is_refused_by_name():

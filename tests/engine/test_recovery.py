@@ -28,17 +28,21 @@ GOOD = [[token % 250 for token in prompt] for prompt in ragged_prompts(7, seed=4
 
 
 class PoisonedEmbedding(nn.Module):
-    """Stands in the module tree; raises when the token POISON is in the batch, or always once it is `broken`."""
+    """Stands in the module tree; raises when the token `poison` is in the batch, or always once it is `broken`."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, poison: int = POISON) -> None:
         super().__init__()
         self.inner = inner
+        self.poison = poison
         self.broken = False
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        if self.broken or POISON in mx.flatten(tokens).tolist():
+        if self.broken or self.poison in mx.flatten(tokens).tolist():
             raise RuntimeError("the model broke")
         return self.inner(tokens)
+
+    def as_linear(self, hidden: mx.array) -> mx.array:
+        return self.inner.as_linear(hidden)
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@
                  a sliding window is a mask over them, so prefixes can be shared), a recurrent state of fixed size a row
                  (mlx-lm's ArraysCache, dense rows as in SlotCache), or several of these (CacheList).
     RowCaches    one forward a row, over mlx-lm's own caches of that row alone: for architectures that read
-                 `cache.offset` as a number, shape a mask for one row, or bring a cache of their own.
+                 `cache.offset` as a number, shape a mask for one row, or bring a cache of their own. Prefixes are kept
+                 where a row holds keys and values only, and the model goes on from a part of them.
 
 `choose_cache` asks the model at load, instead of at the first request, and takes the first that gives what the model's
 own forward gives. mlx-lm's batch caches (left padding) are not used: they copy all keys and values whenever a row comes
@@ -15,7 +16,9 @@ to mlx-lm's own answers.
 """
 
 import copy
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -41,6 +44,7 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_parallm.system.log import get_logger
 
+MASK_AXES = (4, 5)  # of the mask: 5 where attention's scores are [rows, key heads, repeats, 1, T] (Gemma 2)
 PROBE_ROWS = 5  # an odd number of rows: it fits no usual number of heads by accident
 _TOLERANCE = {mx.float32: 0.01}  # of the largest logit: far above rounding, far below a wrong position …
 _HALF_TOLERANCE = 0.1  # … and in half precision
@@ -145,6 +149,7 @@ class BatchCache(SlotCache):
         model: asked for its caches.
         max_rows: most sequences that decode together.
         max_positions: longest sequence.
+        mask_axes: how many axes a mask has (MASK_AXES).
 
     Raises:
         CannotBatchError: a layer needs a cache of another kind.
@@ -155,8 +160,8 @@ class BatchCache(SlotCache):
     order = None
     saved_positions = 0
 
-    def __init__(self, model: nn.Module, max_rows: int, max_positions: int) -> None:
-        super().__init__(0, max_rows, max_positions)
+    def __init__(self, model: nn.Module, max_rows: int, max_positions: int, *, mask_axes: int = MASK_AXES[0]) -> None:
+        super().__init__(0, max_rows, max_positions, mask_axes=mask_axes)
         self._model = model
         self._states: list[ArraysCache] = []
         self._model_caches = [self._served(cache) for cache in make_prompt_cache(model)]
@@ -268,10 +273,13 @@ class BatchCache(SlotCache):
 
 
 class RowCaches:
-    """mlx-lm's own caches, one set a row. `rows` of the step being built decode one after the other."""
+    """mlx-lm's own caches, one set a row. `rows` of the step being built decode one after the other.
+
+    `why_no_prefixes`: "" where a row's beginning can be used by others; `choose_cache` tries it.
+    """
 
     layout = "rows"
-    rewindable = shares = False
+    shares = False
     order = None
     saved_positions = 0
 
@@ -279,6 +287,14 @@ class RowCaches:
         self._model = model
         self._rows: list[list[Any]] = []
         self.rows = 0
+        others = sorted({type(c).__name__ for c in leaves(make_prompt_cache(model)) if type(c) is not KVCache})
+        self.why_no_prefixes = f"a layer keeps {', '.join(others)}" if others else ""
+        if any(type(module).__name__ == "DynamicNTKScalingRoPE" for module in model.modules()):
+            self.why_no_prefixes = "the angles of its keys depend on the length of the whole text"
+
+    @property
+    def rewindable(self) -> bool:
+        return not self.why_no_prefixes
 
     @property
     def unread(self) -> list[mx.array]:
@@ -289,10 +305,13 @@ class RowCaches:
         return sum(array.nbytes for row in self._rows for array in arrays_of(row))
 
     def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
+        return new_caches(self._model, length, prefixes) if self.rewindable and length else self._empty()
+
+    def _empty(self) -> list[Any]:
         return list(make_prompt_cache(self._model))
 
     def token_bytes(self) -> int:
-        return token_bytes(self._model, self.new_prefill(1))
+        return token_bytes(self._model, self._empty())
 
     prefill_token_bytes = token_bytes
 
@@ -304,7 +323,7 @@ class RowCaches:
         self._reach(self.rows)
         for row, position in enumerate(positions):
             if position == 0:
-                self._rows[row] = self.new_prefill(0)
+                self._rows[row] = self._empty()
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
         self._reach(max(*sources, *targets) + 1)
@@ -318,11 +337,21 @@ class RowCaches:
         """Nothing: the next owner brings its own."""
 
     def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
-        sources = rows_of(prompts)
-        assert set(sources) == {0}, "prompts are computed one at a time"
-        self._reach(first_row + len(sources))
-        for row in range(first_row, first_row + len(sources)):
-            self._rows[row] = copy.deepcopy(list(prefill))  # the arrays are shared until one row writes
+        count = len(rows_of(prompts))
+        self._reach(first_row + count)
+        row = first_row
+        for prompt in prompts:
+            computed = list(prefill)
+            if self.rewindable:
+                arrays = iter(keys_and_values(prefill, 0, prompt.length, row=prompt.source))
+                computed = self._empty()
+                for cache in leaves(computed):
+                    cache.update_and_fetch(next(arrays), next(arrays))
+            else:
+                assert prompt.source == 0, "prompts are computed one at a time"
+            for _ in range(prompt.count):
+                self._rows[row] = copy.deepcopy(computed)  # the arrays are shared until one row writes
+                row += 1
 
     def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
         """Nothing: each row grows by itself."""
@@ -331,7 +360,7 @@ class RowCaches:
         return None
 
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
-        raise NotImplementedError("a row that is not rewindable has no prefixes")
+        return keys_and_values(self._rows[row], start, stop)
 
     def read_prefill(self, prefill: SequenceOf[Any], start: int, stop: int) -> list[mx.array]:
         raise NotImplementedError("caches of the model's own are not read")
@@ -353,7 +382,7 @@ class RowCaches:
 
     def _reach(self, rows: int) -> None:
         while len(self._rows) < rows:
-            self._rows.append(self.new_prefill(0))
+            self._rows.append(self._empty())
 
 
 def choose_cache(
@@ -380,13 +409,15 @@ def choose_cache(
             ) from None
     if by_tokens and not why_not_by_tokens(model):
         return TokenCache(model, max_rows, max_positions)
-    reason = why_not_batched(model)
+    axes, reason = _mask_axes(model)
     if not reason:
-        return BatchCache(model, max_rows, max_positions)
+        return BatchCache(model, max_rows, max_positions, mask_axes=axes)
     cache = RowCaches(model)
     if failure := _failure(model, cache):
         raise ModelError(f"the architecture {architecture!r} cannot be served: decoding: {failure}")
     log.warning("sequences are decoded one by one, which is slow", architecture=architecture, reason=reason)
+    cache.clear()
+    cache.why_no_prefixes = cache.why_no_prefixes or _prefixes_fail(model, cache)
     cache.clear()
     return cache
 
@@ -407,7 +438,17 @@ def can_lie_by_tokens(blueprint: nn.Module) -> bool:
 
 def why_not_batched(model: nn.Module) -> str:
     """Return why one forward cannot decode rows of different lengths; "" when it can."""
-    return _why_not(BatchCache, model)
+    return _mask_axes(model)[1]
+
+
+def _mask_axes(model: nn.Module) -> tuple[int, str]:
+    """Return the axes of a mask with which one forward decodes all rows, or why there is none."""
+    reasons = []
+    for axes in MASK_AXES:
+        reasons.append(_why_not(partial(BatchCache, mask_axes=axes), model))
+        if not reasons[-1]:
+            return axes, ""
+    return 0, reasons[0]
 
 
 def _quantised(model: nn.Module, bits: int) -> KVFormat:
@@ -427,7 +468,7 @@ def _quantised(model: nn.Module, bits: int) -> KVFormat:
     return kv_format
 
 
-def _why_not(kind: type[TokenCache] | type[BatchCache], model: nn.Module) -> str:
+def _why_not(kind: Callable[[nn.Module, int, int], RunningCache], model: nn.Module) -> str:
     try:
         cache = kind(model, PROBE_ROWS, 2 * PROBE_ROWS)
     except CannotBatchError as error:
@@ -461,15 +502,35 @@ def _rows_that_differ(model: nn.Module, cache: RunningCache) -> int:
         shapes.add(tuple(array.shape for array in cache.unread))
     if not isinstance(cache, RowCaches) and len(shapes) > 1:
         raise CannotBatchError("a layer's state grows with the text")
-    tolerance = _TOLERANCE.get(batched.dtype, _HALF_TOLERANCE)
-    wrong = 0
-    for row, position in enumerate(positions):
-        prompt, caches = tokens[row : row + 1, : position + 1], make_prompt_cache(model)
-        alone = model(prompt, cache=caches)[0, -1].astype(mx.float32)
-        mx.eval(alone, arrays_of(caches))
-        difference, largest = mx.abs(batched[row].astype(mx.float32) - alone).max(), mx.abs(alone).max()
-        wrong += not bool((difference <= tolerance * largest).item())
-    return wrong
+    texts = [tokens[row : row + 1, : position + 1] for row, position in enumerate(positions)]
+    return sum(not _ends_as(model, text, logits) for text, logits in zip(texts, batched, strict=True))
+
+
+def _ends_as(model: nn.Module, text: mx.array, logits: mx.array) -> bool:
+    """Whether one plain forward over the text [1, T] gives these logits [V] at its end."""
+    caches = make_prompt_cache(model)
+    alone = model(text, cache=caches)[0, -1].astype(mx.float32)
+    mx.eval(alone, arrays_of(caches))
+    difference, largest = mx.abs(logits.astype(mx.float32) - alone).max(), mx.abs(alone).max()
+    return bool((difference <= _TOLERANCE.get(logits.dtype, _HALF_TOLERANCE) * largest).item())
+
+
+def _prefixes_fail(model: nn.Module, cache: RowCaches) -> str:
+    """Return why rows cannot use the beginning of another one, nor prompts be computed together; "" when they can."""
+    tokens = mx.arange(18, dtype=mx.int32).reshape(2, 9)
+    try:
+        prefill = cache.new_prefill(6)
+        model(tokens[:, :6], cache=prefill)  # of the second row 3 tokens; what follows stands for padding
+        cache.write_prefixes(prefill, [PromptRows(0, 1, 6), PromptRows(1, 1, 3)], 0)
+        known = Segment(None, 0, (0, 1, 2, 3), arrays=cache.read(0, 0, 4))
+        after = model(tokens[:1, 6:], cache=cache.new_prefill(7, [(PrefixChunk(known, 4),)]))[0, -1]
+        cache.begin_step([6, 3])
+        second = model(tokens[1:, 3:4], cache=cache.batches()[1][2])[0, -1]
+        ends = [(mx.concatenate([tokens[:1, :4], tokens[:1, 6:]], axis=1), after), (tokens[1:, :4], second)]
+        right = all(_ends_as(model, text, logits) for text, logits in ends)
+    except _PROBE_ERRORS as error:
+        return str(error) or type(error).__name__
+    return "" if right else "going on from a part of a text does not give what its own forward gives"
 
 
 def _segments_fail(model: nn.Module, kv_format: KVFormat) -> str:

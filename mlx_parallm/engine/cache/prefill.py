@@ -67,12 +67,12 @@ def present(states: Iterable[mx.array | None]) -> list[mx.array]:
     return [array for array in states if array is not None]
 
 
-def keys_and_values(caches: Iterable[Any], start: int, stop: int) -> list[mx.array]:
-    """Positions [start, stop) of each layer's keys and values, [1, H, stop - start, D], of a prefill of one row.
+def keys_and_values(caches: Iterable[Any], start: int, stop: int, row: int = 0) -> list[mx.array]:
+    """Positions [start, stop) of each layer's keys and values in a row of mlx-lm's caches, [1, H, stop - start, D].
 
-    Copies: slices would keep all of the prefill's arrays alive.
+    Copies: slices would keep all of the caches' arrays alive.
     """
-    index = mx.array([0], dtype=mx.int32)
+    index = mx.array([row], dtype=mx.int32)
     return [
         mx.take(array[:, :, start:stop], index, axis=0)
         for cache in leaves(caches)

@@ -55,7 +55,7 @@ class LayerCache:
         return self.keys[:rows, :, :span], self.values[:rows, :, :span]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        """[n, 1, 1, T] bool; with a window only the last `window_size` positions of each row. None: all are seen."""
+        """[n, 1, …, T] bool; with a window only the last `window_size` positions of each row. None: all are seen."""
         window = min((window for window in (window_size, self._window) if window), default=None)
         slots = self._slots
         if slots.same_position is not None and slots.span <= (window or slots.span) and not return_array:
@@ -77,12 +77,14 @@ class SlotCache:
         num_layers: entries of the model's cache list.
         max_rows: most sequences that decode together.
         max_positions: longest sequence.
+        mask_axes: how many axes a mask has: all but the first and the last have length 1.
     """
 
-    def __init__(self, num_layers: int, max_rows: int, max_positions: int) -> None:
+    def __init__(self, num_layers: int, max_rows: int, max_positions: int, *, mask_axes: int = 4) -> None:
         self.layers = [LayerCache(self) for _ in range(num_layers)]
         self._max_rows = max_rows
         self._max_positions = max_positions
+        self._mask_axes = mask_axes
         self.row_capacity = 0
         self.position_capacity = 0
         self.rows = 0  # of the step being built
@@ -151,7 +153,7 @@ class SlotCache:
             seen = columns <= last
             if window_size is not None:
                 seen = seen & (columns > last - window_size)
-            self._masks[window_size] = seen[:, None, None, :]
+            self._masks[window_size] = seen.reshape(self.rows, *[1] * (self._mask_axes - 2), self.span)
         return self._masks[window_size]
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:

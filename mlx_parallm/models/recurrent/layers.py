@@ -9,6 +9,7 @@ mlx-lm's kernels stay where they are called: in evaluation mode, without a gradi
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -30,29 +31,33 @@ def use_chunks(model: nn.Module) -> list[str]:
     mlx-lm does.
     """
     replaced = []
-    for kind in dict.fromkeys(type(module) for module in model.modules()):
+    first = {type(module): path for path, module in model.named_modules()}  # MLX goes from the last layer to the first
+    for kind, path in first.items():
+        replace = partial(_replace, f"{path} ({kind.__name__})")
         names = vars(sys.modules[kind.__module__])
         if (update := names.get("gated_delta_update")) is not None:  # imported by name; it calls a global of its own
-            replaced += _replace(inspect.unwrap(update).__globals__, "gated_delta_ops", _gated_delta_ops)
-        replaced += _replace(names, "rnn_scan", _rnn_scan)
+            replaced += replace(inspect.unwrap(update).__globals__, "gated_delta_ops", _gated_delta_ops)
+        replaced += replace(names, "rnn_scan", _rnn_scan)
         if kind.__module__.rpartition(".")[2] == "bailing_moe_linear":
-            replaced += _replace(names, "recurrent_gla", _recurrent_gla)
+            replaced += replace(names, "recurrent_gla", _recurrent_gla)
         if kind.__name__ == "MambaBlock":
-            replaced += _replace(kind, "_process_sequence", _mamba_sequence)
+            replaced += replace(kind, "_process_sequence", _mamba_sequence)
         if kind.__name__ == "JambaMambaMixer":
-            replaced += _replace(kind, "ssm_step", _jamba_step)
+            replaced += replace(kind, "ssm_step", _jamba_step)
     return replaced
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> list[str]:
-    """Replace `owner[name]`, or the method of a class, by `make(original)`, once."""
+def _replace(layer: str, owner: Any, name: str, make: Callable[[Any], Any]) -> list[str]:
+    """Replace `owner[name]`, or the method of a class, by `make(original)`, once. `layer`: for the warning."""
     names = owner if isinstance(owner, dict) else vars(owner)
     original = names.get(name)
     if original is None or hasattr(original, "by_token"):
         return []
     chunked = make(original)
-    if list(inspect.signature(original).parameters) != list(inspect.signature(chunked).parameters):
-        log.warning("a recurrence has other parameters than mlx-lm's: it goes token by token", recurrence=name)
+    parameters, expected = (list(inspect.signature(function).parameters) for function in (original, chunked))
+    if parameters != expected:
+        reason = f"{name}({', '.join(parameters)}) is not mlx-lm's {name}({', '.join(expected)})"
+        log.warning("a recurrent layer goes token by token", layer=layer, reason=reason)
         return []
     chunked.by_token = original
     if isinstance(owner, dict):

@@ -37,6 +37,7 @@ import structlog
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.parameters import scalar
+from mlx_parallm.models.support import layers_by_token
 from mlx_parallm.rl_training.step.algorithms import Algorithm
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch, MicroBatchBudget, MiniBatch, collate, epoch_order
@@ -104,6 +105,9 @@ class Trainer:
         self.policy, self.algorithm, self.config = policy, algorithm, config
         self.ranks = ranks
         self.model = BlockwiseModel(policy.model, blocks_per_eval=config.blocks_per_eval, between_blocks=between_blocks)
+        for layer in layers_by_token(policy.model):
+            reason = "its recurrence has no form in chunks here, so its graph visits one token after another"
+            log.warning("a layer trains slowly", layer=layer, reason=reason)
         if self.model.fallback and config.blocks_per_eval:
             log.info("not trained block by block", reason=self.model.fallback)
         else:

@@ -445,9 +445,9 @@ def test_bounds_count_a_shared_prompt_once():
         assert len(served.engine.scheduler.rows) >= rows and (shared or len(served.engine.scheduler.rows) <= 2)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "mamba2", "deepseek_v3", "gemma2"])
+@pytest.mark.parametrize("name", ["gemma3_text", "mamba2", "deepseek_v3", "gpt_bigcode"])
 def test_an_architecture_without_such_a_path_keeps_the_one_it_has(name):
-    layout = "rows" if name == "gemma2" else "rectangle"
+    layout = "rows" if name == "gpt_bigcode" else "rectangle"
     assert serve(model_of(name)).engine.cache.layout == layout
 
 

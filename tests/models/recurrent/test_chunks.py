@@ -1,16 +1,25 @@
 """The recurrences in chunks against loops over tokens in float64, values and gradients, and in mlx-lm's own layers."""
 
+import importlib
 import random
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from structlog.testing import capture_logs
 
 from mlx_parallm.models.recurrent import layers as recurrent_layers
 from mlx_parallm.models.recurrent.chunks import gated_delta, linear_scan, selective_scan
+from mlx_parallm.models.support import layers_by_token
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.rl_training.step.trainer import Trainer
 from scripts.generate_model_table import small_model
+from tests.rl_training.making import make_config
+from tests.rl_training.rollouts import make_batch, random_groups
 
 
 def gated_delta_loop(q, k, v, decay, beta, state, mask=None):
@@ -234,10 +243,43 @@ def test_a_mamba_layers_types_are_those_of_the_loop(kept, monkeypatch):
     assert chunked == types() and chunked[0] == kept
 
 
-def test_a_function_with_other_parameters_is_left_and_named(caplog):
-    def rnn_scan(x, a, h0, reverse):
-        return x
+@pytest.fixture
+def other_sequence(monkeypatch):
+    """A MambaBlock as another release might write it: its recurrence takes one more argument."""
+    block = importlib.import_module("mlx_lm.models.mamba").MambaBlock
+    by_token = getattr(block._process_sequence, "by_token", block._process_sequence)
 
-    names = {"rnn_scan": rnn_scan}
-    assert recurrent_layers._replace(names, "rnn_scan", recurrent_layers._rnn_scan) == []
-    assert names["rnn_scan"] is rnn_scan
+    def _process_sequence(self, x, conv_cache, state_cache, reverse=False):
+        return by_token(self, x, conv_cache, state_cache)
+
+    monkeypatch.setattr(block, "_process_sequence", _process_sequence)
+    return _process_sequence
+
+
+def test_a_layer_without_a_form_in_chunks_trains_as_it_is_and_is_named(other_sequence, informative_logs):
+    """The warning at load names the layer, its class and the function; the one of the trainer names the layers."""
+    with capture_logs() as logs:
+        model = small_model("mamba")
+    assert type(model.layers[0].mixer)._process_sequence is other_sequence
+    [warning] = [log for log in logs if log["log_level"] == "warning"]
+    assert warning["layer"] == "backbone.layers.0.mixer (MambaBlock)"
+    assert "_process_sequence(self, x, conv_cache, state_cache, reverse) is not mlx-lm's" in warning["reason"]
+    assert layers_by_token(model) == ["layer 0 (mixer: MambaBlock)"] and not model.training
+    with capture_logs() as logs:
+        config = make_config(batch=8)
+        policy = TrainedPolicy(model, config, source=Path(__file__).parent, model_config={"model_type": "mamba"})
+        trainer = Trainer(policy, config, make_algorithm(config))
+    [warning] = [log for log in logs if log["event"] == "a layer trains slowly"]
+    assert warning["layer"] == "layer 0 (mixer: MambaBlock)" and "one token after another" in warning["reason"]
+    result = trainer.train_step(make_batch(random_groups(2)))
+    assert result.finished and result.metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "kimi_linear", "mamba", "jamba", "mamba2", "recurrent_gemma"])
+def test_no_other_layer_is_named(name):
+    assert layers_by_token(small_model(name)) == []
+
+
+def test_each_kind_of_layer_is_named_with_its_number():
+    names = layers_by_token(small_model("rwkv7"))
+    assert names == ["layer 0 (attn: Rwkv7TimeMixing)", "layer 1 (attn: Rwkv7TimeMixing)"]

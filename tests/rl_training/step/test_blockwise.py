@@ -17,6 +17,7 @@ from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
+from scripts.generate_model_table import small_model
 from tests.rl_training.tiny_models import make_model
 from tests.tiny_models import lora_config
 
@@ -70,7 +71,7 @@ def whole_graph(model: nn.Module, tokens: TokenBatch) -> tuple[mx.array, dict[st
     """The naive twin: mlx's own value_and_grad over the model's own forward, logits at every position."""
 
     def loss(model: nn.Module) -> mx.array:
-        logits = model(tokens.inputs).reshape(-1, 40)[tokens.positions] / tokens.temperature[:, None]
+        logits = model(tokens.inputs).flatten(0, 1)[tokens.positions] / tokens.temperature[:, None]
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         chosen = mx.take_along_axis(logprobs, tokens.targets[:, None], axis=-1)[:, 0]
         return objective(chosen, -(mx.exp(logprobs) * logprobs).sum(-1))[0]
@@ -120,12 +121,40 @@ def test_a_hidden_state_behind_another_argument(prepare: Callable[[nn.Module], n
     assert max(mx.abs(g).max().item() for g in gradients) > 1e-3
 
 
-def test_embeddings_that_every_block_reads_are_trained_as_one_graph() -> None:
-    """Their gradient through the blocks' arguments would be missing block by block."""
-    assert (
-        "gradients of this architecture are off"
-        in BlockwiseModel(with_full_weights(talkie()), blocks_per_eval=1).fallback
-    )
+def wired(name: str) -> nn.Module:
+    """Make a tiny model whose blocks read what earlier blocks, or embeddings outside them, hand over."""
+    if name == "talkie":
+        return talkie()
+    if name == "gemma4_text":  # the last two blocks read keys and values of the second and the first
+        layers = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
+        return small_model(name, **layers, layer_types=["sliding_attention", "full_attention"] * 2)
+    if name == "hunyuan":  # every other block reads those of the one before it
+        return small_model(name, num_hidden_layers=4, use_cla=True, cla_share_factor=2)
+    return small_model(name)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+@pytest.mark.parametrize("prepare", [with_lora, with_full_weights])
+@pytest.mark.parametrize("name", ["talkie", "gemma4_text", "hunyuan", "gemma3n"])
+def test_what_blocks_hand_to_later_ones_carries_its_gradient(
+    name: str, prepare: Callable[[nn.Module], nn.Module], blocks: int
+) -> None:
+    """Shared keys and values, per-layer embeddings that are trained, a hidden state of several streams (Gemma 3n)."""
+    model = prepare(wired(name))
+    parts = BlockwiseModel(model, blocks_per_eval=blocks)
+    assert not parts.fallback
+    value, _, gradients = parts.loss_and_gradients(batch(), objective)
+    expected, expected_gradients = whole_graph(model, batch())
+    assert value.item() == pytest.approx(expected.item(), rel=1e-4)
+    whole = sum(mx.square(g).sum().item() for g in expected_gradients.values()) ** 0.5
+    for part, gradient in zip(parts.slots.names, gradients, strict=True):
+        off = mx.sqrt(mx.square(gradient - expected_gradients[part]).sum()).item()
+        assert off <= 1e-4 * mx.sqrt(mx.square(expected_gradients[part]).sum()).item() + 1e-6 * whole, part
+
+
+def test_an_object_that_blocks_write_into_is_named() -> None:
+    parts = BlockwiseModel(with_lora(small_model("kimi_k3")), blocks_per_eval=1)
+    assert "write into one ResidualBlocks, which later ones and the head read" in parts.fallback
 
 
 @pytest.mark.parametrize("prepare", [with_lora, with_full_weights])
