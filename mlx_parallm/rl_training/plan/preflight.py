@@ -313,8 +313,8 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
 
 
 def _computed(config: Config, lengths: Lengths, rows: int, span: int) -> tuple[int, bool]:
-    """Tokens of a mini-batch of the longest rows, and whether a prompt is computed once for its group or its pair: where
-    that pays, as rl_training/step/collate.py has it."""
+    """Tokens of a mini-batch of the longest rows, and whether a prompt is computed once for its group or its pair:
+    where that pays, as rl_training/step/collate.py has it."""
     if config.rl_training.algorithm in PAIRED:
         group = 2
     elif config.data.path is not None:
