@@ -43,7 +43,8 @@ from mlx_parallm.models.value_head import is_value_head, value_head_of
 WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
 HEAD_PIECE = 1 << 20  # logits of one piece of the head where it is not …
 FEWEST_HEAD_ROWS = 32  # … and the least number of scored tokens in one, for the speed of the product
-COSTLY = 4  # times as many where a piece costs a pass over the head's weights: to unpack them, or for their gradient
+UNPACKED_HEAD = 2  # times as many where each piece unpacks the head's weights …
+TRAINED_HEAD = 4  # … and where each adds to their gradient
 
 Head = Callable[[mx.array], mx.array]
 """Rows [n, D] → logits [n, V]."""
@@ -111,7 +112,8 @@ class BlockwiseModel:
         inside = {id(module) for block in stack.blocks for module in block.modules()}
         outside = [module for module in self.model.modules() if id(module) not in inside]
         self._unpacks = any(unpacks(module) for module in self.model.modules())
-        self._costly_head = bool(self._below_slots) or any(unpacks(module) for module in outside)
+        unpacked = any(unpacks(module) for module in outside)
+        self._head_times = TRAINED_HEAD if self._below_slots else UNPACKED_HEAD if unpacked else 1
 
     # ------------------------------------------------------------------ scoring
 
@@ -442,7 +444,7 @@ class BlockwiseModel:
 
     def _chunks(self, batch: TokenBatch) -> list[slice]:
         count = batch.positions.shape[0]
-        size = head_rows(count, self._vocabulary, costly=self._costly_head)
+        size = head_rows(count, self._vocabulary, times=self._head_times)
         return [slice(start, min(start + size, count)) for start in range(0, count, size)] or [slice(0, 0)]
 
     # ------------------------------------------------------------------ the checks at start
@@ -505,11 +507,11 @@ def _rows_at(hidden: mx.array, positions: mx.array) -> mx.array:
     return mx.take(hidden.reshape(-1, hidden.shape[-1]), positions, axis=0)
 
 
-def head_rows(count: int, vocabulary: int, *, costly: bool = False) -> int:
-    """How many of `count` scored tokens one evaluation of the head takes."""
+def head_rows(count: int, vocabulary: int, *, times: int = 1) -> int:
+    """How many of `count` scored tokens one evaluation of the head takes. `times`: UNPACKED_HEAD, TRAINED_HEAD or 1."""
     if count * vocabulary <= WHOLE_HEAD:
         return max(count, 1)
-    return max(FEWEST_HEAD_ROWS, HEAD_PIECE // vocabulary) * (COSTLY if costly else 1)
+    return max(FEWEST_HEAD_ROWS, HEAD_PIECE // vocabulary) * times
 
 
 def token_scores(logits: mx.array, batch: TokenBatch, chunk: slice) -> Scores:

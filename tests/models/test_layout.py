@@ -213,7 +213,7 @@ def test_small_heads_are_made_whole_and_large_ones_in_pieces() -> None:
     assert blockwise.head_rows(512, 8192) == 512
     assert blockwise.head_rows(1024, 32768) == 32
     assert blockwise.head_rows(4096, 8192) == 128
-    assert blockwise.head_rows(4096, 151936, costly=True) == 128
+    assert blockwise.head_rows(4096, 151936, times=blockwise.TRAINED_HEAD) == 128
     assert blockwise.head_rows(0, 151936) == 1
 
 

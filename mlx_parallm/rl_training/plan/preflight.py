@@ -27,7 +27,7 @@ from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_class, worth_a_segment
 from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.blockwise import head_rows
+from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.models.support import blueprint
@@ -301,7 +301,8 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
     in_attention = 12 * d + 7 * ffn + 11 * heads + 8 * kv + 3.4 * scores
     stays = 4.2 * d + 5 * ffn + 3.2 * heads + 2.5 * kv + 1.3 * scores  # of a block that waits for its backward pass
     block = (size - 1) * stays + max(in_mlp, in_attention)
-    piece = head_rows(scored, shape.vocab, costly=unpacks or not training.lora.enabled)
+    times = TRAINED_HEAD if not training.lora.enabled else UNPACKED_HEAD if unpacks else 1
+    piece = head_rows(scored, shape.vocab, times=times)
     logits = (WHOLE_COPIES if piece >= scored else PIECE_COPIES) * piece * shape.vocab * FLOAT
     if unpacks:
         logits += min(UNPACKED_AHEAD * UNPACKED, shape.vocab * d) * FLOAT
@@ -312,11 +313,16 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
 
 
 def _computed(config: Config, lengths: Lengths, rows: int, span: int) -> tuple[int, bool]:
-    """Tokens of a mini-batch of the longest rows, and whether a group's prompt is computed once: where that pays, as
-    rl_training/step/collate.py has it."""
-    group = min((entry.group_size for entry in config.environments), default=1)
+    """Tokens of a mini-batch of the longest rows, and whether a prompt is computed once for its group or its pair:
+    where that pays, as rl_training/step/collate.py has it."""
+    if config.rl_training.algorithm in PAIRED:
+        group = 2
+    elif config.data.path is not None:
+        group = 1
+    else:
+        group = min((entry.group_size for entry in config.environments), default=1)
     once = -(-rows // group) * padded_length(lengths.prompt) + rows * padded_length(max(lengths.completion - 1, 1))
-    shared = config.data.path is None and group > 1 and once <= PAYS_BELOW * rows * span
+    shared = group > 1 and once <= PAYS_BELOW * rows * span
     return (once if shared else rows * span), shared
 
 

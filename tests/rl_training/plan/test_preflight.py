@@ -123,6 +123,29 @@ def test_a_micro_batch_takes_what_is_said() -> None:
         assert parts["training: activations"] + parts["training: logits"] == pytest.approx(taken, rel=0.25)
 
 
+def test_a_pair_computes_its_prompt_once() -> None:
+    """A prompt of 163 tokens and answers of 130 (as in docs/benchmarks/dry_run.md): 163 + 2 · 129 of 2 · 292 tokens."""
+    config = parse_config({"rl_training": {"algorithm": "dpo", "batch_size": 8}, "data": {"path": "pairs.jsonl"}})
+    alone = parse_config({"rl_training": {"algorithm": "kto", "batch_size": 16}, "data": {"path": "rows.jsonl"}})
+    shape = ModelShape.of(QWEN3_06B, config)
+    ours, plain = (
+        predict_memory(each, shape, Lengths(163, 130)).parts["training: activations"] for each in (config, alone)
+    )
+    assert ours == pytest.approx(plain * (163 + 2 * 129) / (2 * 292) * preflight.SHARED, rel=0.1)
+    unshared = predict_memory(config, shape, Lengths(10, 130)).parts["training: activations"]
+    assert unshared == predict_memory(alone, shape, Lengths(10, 130)).parts["training: activations"]
+
+
+@pytest.mark.parametrize(("lora", "pieces"), [({}, 32), ({"quantize_base": True}, 64), ({"enabled": False}, 128)])
+def test_pieces_of_the_head(lora: dict[str, Any], pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "on_cpu", lambda: True)
+    config = small(lora=lora, token_budget=4096, batch_size=32)
+    shape = ModelShape.of(QWEN3_06B, config)
+    unpacked = preflight.UNPACKED_AHEAD * preflight.UNPACKED * 4 if shape.quantized else 0
+    logits = predict_memory(config, shape, Lengths(50, 50)).parts["training: logits"]
+    assert logits == preflight.PIECE_COPIES * pieces * shape.vocab * 4 + unpacked
+
+
 def test_parts_follow_their_settings() -> None:
     shape = ModelShape.of(QWEN3_06B, small())
 
