@@ -22,7 +22,8 @@ something.
 """
 
 
-ANSWERS = """100 chats through the chat template, at most 48 tokens each, ours in float32:
+ANSWERS = """Chats through the chat template, at most 48 tokens each, ours in float32. There are 100; the
+table says how many were compared so far:
 
 ```bash check
 python -m scripts.bench.real_model build/smollm2/float32 --gguf build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \\
