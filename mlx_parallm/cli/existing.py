@@ -310,15 +310,23 @@ def convert(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="of a GGUF file's weights in DST; default: bfloat16",
+        help="of a GGUF file's weights in DST; default: bfloat16, with --keep-quantization float16",
+    )
+    parser.add_argument(
+        "--keep-quantization",
+        action="store_true",
+        help="keep a GGUF file's 4 and 8 bits where MLX has such blocks (Q4_0, Q4_1, Q8_0; Q4_K with --dtype float32);"
+        " other weights are unpacked, and counted",
     )
 
     def run(args: Namespace) -> int:
         from_gguf = str(args.source).endswith(".gguf")
         if from_gguf and (args.format or args.overwrite):
             parser.error("--format and --overwrite are for adapters: a GGUF file becomes a Hugging Face folder")
-        if not from_gguf and (args.dtype or not args.format):
-            parser.error("an adapter needs --format npz|mlx-lm|peft; --dtype is for a GGUF file")
+        if not from_gguf and (args.dtype or args.keep_quantization or not args.format):
+            parser.error(
+                "an adapter needs --format npz|mlx-lm|peft; --dtype and --keep-quantization are for a GGUF file"
+            )
         if from_gguf:
             require("reading GGUF", "gguf")
         require_mlx()
@@ -328,7 +336,9 @@ def convert(parser: ArgumentParser) -> Run:
         if from_gguf:
             from mlx_parallm.models.gguf.from_gguf import convert_gguf
 
-            converted = convert_gguf(Path(args.source), args.target, dtype=args.dtype or "bfloat16")
+            keep = args.keep_quantization
+            dtype = args.dtype or ("float16" if keep else "bfloat16")
+            converted = convert_gguf(Path(args.source), args.target, dtype=dtype, keep=keep)
             sys.stdout.write("\n".join(converted.lines()) + "\n")
             return 0
         from mlx_parallm.tools import convert_adapter

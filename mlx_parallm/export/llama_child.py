@@ -1,8 +1,9 @@
 """Serve a GGUF file by xllamacpp until standard input ends, which it does with the parent. Run by its path.
 
-    python llama_child.py FILE URL_FILE CONTEXT HOST [ADAPTER]
+    python llama_child.py FILE URL_FILE CONTEXT HOST THREADS [ADAPTER]
 
-Writes the server's URL into URL_FILE once the file is loaded. Keys and values are float32.
+Writes the server's URL into URL_FILE once the file is loaded. Keys and values are float32. THREADS 0: as many as
+llama.cpp chooses.
 """
 
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import xllamacpp
 
 
-def main(file: str, url_file: str, context: str, host: str, adapter: str | None = None) -> None:
+def main(file: str, url_file: str, context: str, host: str, threads: str, adapter: str | None = None) -> None:
     params = xllamacpp.CommonParams()
     params.model.path = file
     params.hostnames, params.port = [host], 0
@@ -20,6 +21,8 @@ def main(file: str, url_file: str, context: str, host: str, adapter: str | None 
     params.n_gpu_layers, params.no_kv_offload, params.no_op_offload = 0, True, True  # a GPU rounds float32 to float16
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if int(threads):
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(threads)
     if adapter:
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(adapter, 1.0)]
     server = xllamacpp.Server(params)

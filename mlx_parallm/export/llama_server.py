@@ -70,6 +70,11 @@ class LlamaServer:
         logprobs = {each["id"]: float(each["logprob"]) for each in first["top_logprobs"]} if first else {}
         return Step(int(reply["tokens"][0]), logprobs)
 
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Return the most probable tokens one after another: `count`, or fewer where the answer ends."""
+        options = {"n_predict": count, "return_tokens": True, "temperature": 0.0, "top_k": 1, "cache_prompt": True}
+        return [int(token) for token in self._post("/completion", {"prompt": list(prompt), **options})["tokens"]]
+
     def description(self) -> str:
         """Return which llama.cpp this is, as it says itself."""
         return self._description or f"llama.cpp {self._request('GET', '/props', None).get('build_info', '')}".strip()
@@ -103,14 +108,20 @@ def available() -> bool:
 
 
 @contextmanager
-def running(file: Path, adapter: Path | None = None) -> Iterator[LlamaServer]:
+def running(file: Path, adapter: Path | None = None, *, threads: int = 0) -> Iterator[LlamaServer]:
     """Serve a file, with an adapter of llama.cpp's `--lora`, keys and values in float32.
+
+    Args:
+        threads: 0: as many as llama.cpp chooses. They wait for each other by turning in a loop, so more than the idle
+            cores are slow.
 
     Raises ModelError: llama.cpp refuses the file; the message has its own words.
     """
     with tempfile.TemporaryDirectory() as directory, Path(directory, "log").open("w+b") as log:
         port_file = Path(directory, "url")
-        process = subprocess.Popen(_command(file, adapter, port_file), stdin=subprocess.PIPE, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            _command(file, adapter, port_file, threads), stdin=subprocess.PIPE, stdout=log, stderr=log
+        )
         try:
             server = LlamaServer(_wait_for(process, port_file, file, Path(directory, "log")), _package())
             yield server
@@ -128,10 +139,10 @@ def _package() -> str:
         return ""
 
 
-def _command(file: Path, adapter: Path | None, port_file: Path) -> list[str]:
+def _command(file: Path, adapter: Path | None, port_file: Path, threads: int) -> list[str]:
     if importlib.util.find_spec("xllamacpp") is not None:
         child = Path(__file__).with_name("llama_child.py")
-        command = [sys.executable, str(child), str(file), str(port_file), str(CONTEXT), HOST]
+        command = [sys.executable, str(child), str(file), str(port_file), str(CONTEXT), HOST, str(threads)]
         return [*command, *([str(adapter)] if adapter else [])]
     with socket.socket() as free:
         free.bind((HOST, 0))
@@ -151,6 +162,7 @@ def _command(file: Path, adapter: Path | None, port_file: Path) -> list[str]:
         "--no-kv-offload",
         "--no-op-offload",
     ]
+    command += ["--threads", str(threads)] if threads else []
     return [*command, *(["--lora", str(adapter)] if adapter else [])]
 
 

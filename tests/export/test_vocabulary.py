@@ -16,6 +16,8 @@ from mlx_parallm.export.model import ModelSource
 from mlx_parallm.export.texts import CHATS, COUNT, texts
 from mlx_parallm.export.verify import compare_chats, compare_texts
 from mlx_parallm.export.vocabulary import read_vocabulary
+from mlx_parallm.models.gguf.from_gguf import GGUFFile
+from mlx_parallm.models.gguf.hf_tokenizer import write_tokenizer
 from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from mlx_parallm.models.loading import load_tokenizer
 from tests.export.llama import needs_llama
@@ -200,3 +202,26 @@ def test_every_stop_token_is_named(tmp_path: Path) -> None:
     assert fields["general.sampling.top_k"].contents() == 20
     assert fields["general.sampling.temp"].contents() == pytest.approx(0.6)
     assert fields["tokenizer.chat_template"].contents() == TEMPLATE
+
+
+@needs_llama
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_comes_back(tmp_path: Path, prefix: bool) -> None:
+    """The tokenizer made of a file: the ids of the first one and of llama.cpp, the same texts back, the same chats."""
+    path = checkpoint(tmp_path / "model", sentencepiece(prefix=prefix), bos_token="<s>", unk_token="<unk>")
+    first, vocabulary = read(path)
+    write_vocabulary(path / "v.gguf", vocabulary)
+    back = tmp_path / "back"
+    back.mkdir()
+    config = {"max_position_embeddings": 2048, "vocab_size": ROWS, "model_type": "llama"}
+    assert write_tokenizer(back, GGUFFile(path / "v.gguf"), config) == []
+    (back / "config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(back, ModelConfig(base_path=str(back)))
+    assert [tokenizer.encode(text) for text in texts()] == [first.encode(text) for text in texts()]
+    with llama_server.running(path / "v.gguf") as server:
+        faults: list[str] = []
+        assert compare_texts(server, tokenizer, faults) == (COUNT, COUNT)
+        assert compare_chats(server, tokenizer, faults) == (len(CHATS), len(CHATS))
+    for text in texts():
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.eos_token_ids, tokenizer.bos_token_id) == (first.eos_token_ids, first.bos_token_id)

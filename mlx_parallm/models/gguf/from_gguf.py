@@ -2,7 +2,8 @@
 
 The way back of `export.gguf_file.write_model`, by the same table of architectures. What the file holds and this
 module does not understand is refused by name where the model may need it; facts about the model (author, licence) go
-into `gguf.json` of the folder. Weights stay as coarse as the file has them.
+into `gguf.json` of the folder. Weights stay as coarse as the file has them: unpacked, or with `keep` in the file's own
+4 and 8 bits where MLX has such blocks (packed.py).
 """
 
 import json
@@ -18,7 +19,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.gguf import architectures
+from mlx_parallm.models.gguf import architectures, packed
 from mlx_parallm.models.gguf.hf_tokenizer import write_tokenizer
 from mlx_parallm.models.mlx_lm_api import model_classes, save_config, save_model
 from mlx_parallm.system.files import free_bytes, write_directory
@@ -28,6 +29,7 @@ FACTS_FILE = "gguf.json"
 MAGIC = b"GGUF"
 ROPE_FACTORS = "rope_freqs.weight"
 SPLIT_COUNT = "split.count"
+PLAIN = ("F32", "F16", "BF16")  # types that are not quantised
 
 
 @dataclass(frozen=True)
@@ -56,47 +58,50 @@ class FolderReport:
         return [first, *([kept] if self.left_out else []), *self.notes]
 
 
-def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16") -> FolderReport:
+def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16", keep: bool = False) -> FolderReport:
     """Write the model of a GGUF file as a new directory: safetensors, config.json, tokenizer.json.
 
     Args:
-        dtype: of the weights, a key of `DTYPES`.
+        dtype: of the weights, a key of `DTYPES`; with `keep` of the scales, and of what is not kept.
+        keep: keep quantised weights packed where that rounds nothing. The report counts the others.
 
-    Raises ModelError: the output exists; the file is damaged, or holds something that mlx-lm would not compute;
-    CheckpointError: the directory cannot be written.
+    Raises ModelError: the output exists; the file is damaged, or holds something that mlx-lm would not compute; `keep`
+    with bfloat16, or with a file that allows it nowhere; CheckpointError: the directory cannot be written.
     """
     if output.exists() or output.is_symlink():
         raise ModelError(f"{output} exists already: choose another path, a converted model never replaces anything")
+    if keep and dtype == "bfloat16":
+        raise ModelError("bfloat16 would round the scales of quantised weights: keep them in float16 or float32")
     file = GGUFFile(source)
     try:
         config = model_config(file)
         model, arguments = _build(config)
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ModelError(f"{source}: its numbers make no model: {error}") from error
-    kind, names = str(config["model_type"]), {tensor.name for tensor in file.tensors}
+    kind = str(config["model_type"])
     config |= {"torch_dtype": dtype}
-    _check_disk(file, output, DTYPES[dtype])
+    _check_disk(file, output, DTYPES[dtype], keep=keep)
     wanted = _tensors_of(model, arguments, tied=config["tie_word_embeddings"])
     factors = next((tensor for tensor in file.tensors if tensor.name == ROPE_FACTORS), None)
     if factors is not None:
         config["rope_scaling"] = llama3_scaling(_numbers(factors), config)
-    if unknown := sorted(names - set(wanted) - {ROPE_FACTORS}):
-        raise ModelError(
-            f"{source}: {len(unknown)} tensors have no place in mlx-lm's {kind}, {unknown[0]} is the first"
-        )
-    if missing := sorted(set(wanted) - names):
-        raise ModelError(f"{source}: {len(missing)} tensors of {kind} are missing, {missing[0]} is the first")
+    _check_names(file, kind, set(wanted))
     shapes = {name: tuple(array.shape) for name, array in tree_flatten(model.parameters())}
     tied = bool(config["tie_word_embeddings"])
     notes: list[str] = []
 
     def fill(directory: Path) -> None:
         notes.extend(write_tokenizer(directory, file, config))  # first: it may refuse, and takes no time
-        weights = {}
+        kept = _Kept(model, dtype)
+        weights: dict[str, mx.array] = {}
         for tensor in file.tensors:
             if tensor is not factors:
                 name = wanted[tensor.name]
-                weights[name] = _weight(tensor, name, shapes[name], arguments, tied=tied, dtype=DTYPES[dtype])
+                place = _Place(name, shapes[name], arguments, tied, DTYPES[dtype])
+                weights |= (keep and kept.pack(tensor, place)) or {name: _weight(tensor, place)}
+        if keep:
+            config.update(kept.quantize(model, source))
+            notes.extend(kept.lines())
         model.load_weights(list(model.sanitize(weights).items()))  # gemma3's sanitize drops an unused lm_head
         save_model(directory, model)
         save_config(config, directory / "config.json")
@@ -220,15 +225,31 @@ def llama3_scaling(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _check_disk(file: GGUFFile, output: Path, dtype: mx.Dtype) -> None:
+def _check_disk(file: GGUFFile, output: Path, dtype: mx.Dtype, *, keep: bool) -> None:
     """Raises ModelError: the weights do not fit the disk of `output`."""
-    needed = sum(int(np.prod(tensor.shape)) for tensor in file.tensors) * dtype.size
+
+    def bytes_of_number(tensor: gguf.ReaderTensor) -> float:
+        bits = packed.bits_of(tensor.tensor_type) if keep else None
+        return dtype.size if bits is None else bits / 8 + 2 * dtype.size / packed.GROUP_SIZE
+
+    needed = sum(int(np.prod(tensor.shape)) * bytes_of_number(tensor) for tensor in file.tensors)
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     if needed > (free := free_bytes(existing)):
         raise ModelError(
             f"{file.path} needs {needed / 1e9:.1f} GB in {dtype} for {output}, but {free / 1e9:.1f} GB are free there:"
             " free some space, or choose another directory (of the cache: XDG_CACHE_HOME)"
         )
+
+
+def _check_names(file: GGUFFile, kind: str, wanted: set[str]) -> None:
+    """Raises ModelError: the file has other tensors than the model."""
+    names = {tensor.name for tensor in file.tensors}
+    if unknown := sorted(names - wanted - {ROPE_FACTORS}):
+        raise ModelError(
+            f"{file.path}: {len(unknown)} tensors have no place in mlx-lm's {kind}, {unknown[0]} is the first"
+        )
+    if missing := sorted(wanted - names):
+        raise ModelError(f"{file.path}: {len(missing)} tensors of {kind} are missing, {missing[0]} is the first")
 
 
 def _build(config: Mapping[str, Any]) -> tuple[nn.Module, Any]:
@@ -244,34 +265,106 @@ def _tensors_of(model: nn.Module, arguments: Any, *, tied: bool) -> dict[str, st
     return {architectures.tensor_name(row, name, arguments.num_hidden_layers): name for name in names}
 
 
-def _weight(
-    tensor: gguf.ReaderTensor, name: str, shape: tuple[int, ...], arguments: Any, *, tied: bool, dtype: mx.Dtype
-) -> mx.array:
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor belongs: mlx-lm's name and shape, and what its architecture changes."""
+
+    name: str
+    shape: tuple[int, ...]
+    arguments: Any
+    tied: bool
+    dtype: mx.Dtype
+
+    def check(self, tensor: gguf.ReaderTensor) -> None:
+        """Raises ModelError: another shape than the architecture's."""
+        if (shape := _shape_of(tensor)) != self.shape:
+            raise ModelError(f"{tensor.name} has shape {shape}, but {self.arguments.model_type} needs {self.shape}")
+
+    def in_order(self, tensor: gguf.ReaderTensor, rows: np.ndarray) -> np.ndarray:
+        """Return a tensor's rows, numbers or blocks, in mlx-lm's order."""
+        row = architectures.ARCHITECTURES[self.arguments.model_type]
+        order = architectures.row_order(row, self.name, self.arguments)
+        return rows if order is None else rows[np.argsort(order)]
+
+    def change(self, tensor: gguf.ReaderTensor) -> tuple[float, float]:
+        row = architectures.ARCHITECTURES[self.arguments.model_type]
+        return architectures.changed(row, tensor.name, self.arguments, tied=self.tied)
+
+
+class _Kept:
+    """The matrices of a model that stay packed, and why others do not."""
+
+    def __init__(self, model: nn.Module, dtype: str) -> None:
+        self._allowed = {path for path, module in model.named_modules() if hasattr(module, "to_quantized")}
+        self._dtype = dtype
+        self._bits: dict[str, int] = {}
+        self._unpacked: dict[tuple[str, str], list[str]] = {}  # (type, reason) → names in the file
+
+    def pack(self, tensor: gguf.ReaderTensor, place: _Place) -> dict[str, mx.array]:
+        """Return the arrays of a matrix that can stay packed, else {}. Raises ModelError: it has another shape."""
+        place.check(tensor)
+        kind, path = tensor.tensor_type, place.name.removesuffix(".weight")
+        reason = "MLX has no such blocks"
+        if packed.bits_of(kind) is not None:
+            reason = "its numbers differ from MLX's by a factor"
+            if path in self._allowed and place.change(tensor) == (0.0, 1.0):
+                rows = np.asarray(tensor.data).reshape(*place.shape[:-1], -1)
+                parts = packed.pack(place.in_order(tensor, rows), kind, place.dtype)
+                if parts is not None:
+                    self._bits[path] = parts.bits
+                    return {place.name: parts.weight, f"{path}.scales": parts.scales, f"{path}.biases": parts.biases}
+                reason = f"{self._dtype} would round the scales" + ", float32 does not" * (self._dtype == "float16")
+        if kind.name not in PLAIN:
+            self._unpacked.setdefault((kind.name, reason), []).append(tensor.name)
+        return {}
+
+    def quantize(self, model: nn.Module, source: Path) -> dict[str, Any]:
+        """Make the packed layers' places in the model; return config.json's entries. Raises ModelError: nothing is."""
+        if not self._bits:
+            raise ModelError(f"{source} has no weights that can stay packed: {'; '.join(self.lines())}")
+        every = list(self._bits.values())
+        common = {"group_size": packed.GROUP_SIZE, "bits": max(set(every), key=every.count)}
+        layers = {path: common | {"bits": bits} for path, bits in self._bits.items()}
+        nn.quantize(model, **common, class_predicate=lambda path, _: layers.get(path, False))
+        entry = common | {path: layer for path, layer in layers.items() if layer != common}
+        return {"quantization": entry, "quantization_config": entry}
+
+    def lines(self) -> list[str]:
+        """Return a line about what is packed, and one for each kind of what is not."""
+        every = list(self._bits.values())
+        counts = [f"{every.count(bits)} tensors in {bits} bits" for bits in sorted(set(every))]
+        return [f"kept exactly: {', '.join(counts) or 'none'}"] + [
+            f"unpacked to {self._dtype}: {len(names)} {kind} tensors, {names[0]} the first ({reason})"
+            for (kind, reason), names in self._unpacked.items()
+        ]
+
+
+def _weight(tensor: gguf.ReaderTensor, place: _Place) -> mx.array:
     """Return a tensor of the file as mlx-lm has it, evaluated: only one tensor is in memory in float32.
 
-    Raises ModelError: another shape than the architecture's; a number that is not finite, in the file or in `dtype`.
+    Raises ModelError: another shape than the architecture's; a number that is not finite, in the file or in the dtype.
     """
-    row = architectures.ARCHITECTURES[arguments.model_type]
-    numbers = _numbers(tensor)
-    order = architectures.row_order(row, name, arguments)
-    if numbers.shape != shape:
-        raise ModelError(f"{tensor.name} has shape {numbers.shape}, but {arguments.model_type} needs {shape}")
-    if order is not None:
-        numbers = numbers[np.argsort(order)]
-    offset, factor = architectures.changed(row, tensor.name, arguments, tied=tied)
-    if (offset, factor) != (0.0, 1.0):
+    place.check(tensor)
+    numbers = place.in_order(tensor, _numbers(tensor))
+    if (change := place.change(tensor)) != (0.0, 1.0):
+        offset, factor = change
         numbers = numbers / np.float32(factor) - np.float32(offset)
-    weight = mx.array(np.ascontiguousarray(numbers)).astype(dtype)
+    weight = mx.array(np.ascontiguousarray(numbers)).astype(place.dtype)
     if not mx.isfinite(weight).all().item():
-        wider = "" if not np.isfinite(numbers).all() else f" in {dtype}: choose --dtype bfloat16 or float32"
+        wider = "" if not np.isfinite(numbers).all() else f" in {place.dtype}: choose --dtype bfloat16 or float32"
         raise ModelError(f"{tensor.name} has numbers that are not finite{wider}")
     return weight
 
 
+def _shape_of(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    """Return the shape in memory; the file has it the other way round."""
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
 def _numbers(tensor: gguf.ReaderTensor) -> np.ndarray:
-    """Return the numbers as float32, in the shape in memory. Raises ModelError: a type without a reader."""
-    shape = tuple(int(size) for size in reversed(tensor.shape))
+    """Return the numbers as float32. Raises ModelError: a type without a reader."""
     try:
-        return np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(shape)
+        numbers = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        return numbers.reshape(_shape_of(tensor))
     except (NotImplementedError, ValueError) as error:
         raise ModelError(f"{tensor.name} of type {tensor.tensor_type.name} cannot be unpacked: {error}") from error

@@ -1,4 +1,7 @@
-"""The tokenizer of a GGUF file as tokenizer.json, tokenizer_config.json and generation_config.json."""
+"""The tokenizer of a GGUF file as tokenizer.json, tokenizer_config.json and generation_config.json.
+
+Two kinds of vocabulary are read: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's BPE with scores.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,6 +16,8 @@ from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS, Rules
 TEMPLATE = "tokenizer.chat_template"
 PREFIX = "tokenizer.ggml."
 STOPS = ("eos", "eot", "eom")
+SPACE = "\u2581"  # SentencePiece's
+SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where the file says nothing, as in llama.cpp
 FILL_IN_THE_MIDDLE = ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
 SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -36,25 +41,24 @@ def write_tokenizer(directory: Path, file: GGUFKeys, config: dict[str, Any]) -> 
 
     Raises ModelError: a vocabulary or a pre-tokenizer of a kind that is not read; a key that is not understood.
     """
-    if (kind := file.get(f"{PREFIX}model")) != "gpt2":
-        raise ModelError(f"{file.path}: a vocabulary of kind {kind!r} is not read, only gpt2 (byte-level BPE)")
-    rules = _rules_of(str(file.get(f"{PREFIX}pre")), file.path)
+    if (kind := file.get(f"{PREFIX}model")) not in ("gpt2", "llama"):
+        raise ModelError(
+            f"{file.path}: a vocabulary of kind {kind!r} is not read, only gpt2 (byte-level BPE) and llama"
+            " (SentencePiece's BPE): use the safetensors that the file was made from"
+        )
+    pieces = kind == "llama"
     tokens, types = file.get(f"{PREFIX}tokens"), file.get(f"{PREFIX}token_type") or []
     if len(types) != len(tokens):
         raise ModelError(f"{file.path}: {len(tokens)} tokens, but {len(types)} types of tokens")
-    ids = {key: file.get(f"{PREFIX}{key}_token_id") for key in ("bos", "unknown", "padding", "seperator", "mask")}
-    stops = [stop for key in STOPS if (stop := file.get(f"{PREFIX}{key}_token_id")) is not None]
-    if not stops:
-        raise ModelError(f"{file.path} has no {PREFIX}eos_token_id: an answer would never end")
-    named = [*stops, *(row for row in ids.values() if row is not None)]
-    if strange := [row for row in named if not 0 <= row < len(tokens)]:
-        raise ModelError(f"{file.path}: a special token is {strange[0]}, but there are {len(tokens)} tokens")
-    add_bos, add_eos = bool(file.get(f"{PREFIX}add_bos_token", False)), bool(file.get(f"{PREFIX}add_eos_token", False))
-    if file.get(f"{PREFIX}add_space_prefix", False):
-        raise ModelError(f"{file.path}: {PREFIX}add_space_prefix with byte-level BPE is not read")
+    usual = SENTENCEPIECE_IDS if pieces else {}
+    keys = ("bos", "unknown", "padding", "seperator", "mask")
+    ids = {key: file.get(f"{PREFIX}{key}_token_id", usual.get(key)) for key in keys}
+    stops = [stop for key in STOPS if (stop := file.get(f"{PREFIX}{key}_token_id", usual.get(key))) is not None]
+    _check_special(stops, list(ids.values()), len(tokens), file.path)
+    add_bos, add_eos = bool(file.get(f"{PREFIX}add_bos_token", pieces)), bool(file.get(f"{PREFIX}add_eos_token", False))
     for key in FILL_IN_THE_MIDDLE:  # the tokens themselves are in the vocabulary
         file.get(f"{PREFIX}{key}_token_id")
-    data, notes = _tokenizer_json(tokens, types, file.get(f"{PREFIX}merges") or [], rules)
+    data, notes = _sentencepiece(file, tokens, types, ids["unknown"]) if pieces else _byte_level(file, tokens, types)
     start, end = ids["bos"] if add_bos else None, stops[0] if add_eos else None
     data["post_processor"] = _post_processor(tokens, start, end)
     _write(directory / "tokenizer.json", data)
@@ -84,6 +88,14 @@ def write_tokenizer(directory: Path, file: GGUFKeys, config: dict[str, Any]) -> 
     return notes
 
 
+def _check_special(stops: list[int], others: list[int | None], tokens: int, path: Path) -> None:
+    """Raises ModelError: nothing ends an answer, or an id is no token's."""
+    if not stops:
+        raise ModelError(f"{path} has no {PREFIX}eos_token_id: an answer would never end")
+    if strange := [row for row in [*stops, *others] if row is not None and not 0 <= row < tokens]:
+        raise ModelError(f"{path}: a special token is {strange[0]}, but there are {tokens} tokens")
+
+
 def _rules_of(pre: str, path: Path) -> Rules:
     rules = next((rules for rules, name in PRE_TOKENIZERS.items() if name == pre), None)
     if rules is None:
@@ -92,15 +104,73 @@ def _rules_of(pre: str, path: Path) -> Rules:
     return rules
 
 
-def _tokenizer_json(
-    tokens: list[str], types: list[int], merges: list[str], rules: Rules
+def _byte_level(file: GGUFKeys, tokens: list[str], types: list[int]) -> tuple[dict[str, Any], list[str]]:
+    """Return tokenizer.json without its post-processor, and notes."""
+    pieces, ignore_merges = _rules_of(str(file.get(f"{PREFIX}pre")), file.path)
+    if file.get(f"{PREFIX}add_space_prefix", False):
+        raise ModelError(f"{file.path}: {PREFIX}add_space_prefix with byte-level BPE is not read")
+    used = _used(tokens, types)
+    pairs = [merge.split(" ", 1) for merge in file.get(f"{PREFIX}merges") or []]
+    kept = [pair for pair in pairs if "".join(pair) in used and all(part in used for part in pair)]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {"vocab": used, "merges": kept, "ignore_merges": ignore_merges}
+    data = _tokenizer_json(used, types, model) | {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [_piece(piece) for piece in pieces]},
+        "decoder": byte_level,
+    }
+    dropped = len(pairs) - len(kept)
+    return data, [f"{dropped} merges make no token and are left out"] if dropped else []
+
+
+def _sentencepiece(
+    file: GGUFKeys, tokens: list[str], types: list[int], unknown: int | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return tokenizer.json without its post-processor. A row without a token (UNUSED) has no entry in it."""
+    """Return tokenizer.json without its post-processor, and no notes.
+
+    SentencePiece joins the two neighbours that make the token with the highest score. So every split of a token into
+    two others is a merge, in the order of scores. A character without a token becomes its bytes. With a prefix a text
+    begins with a space, also after a special token.
+    """
+    file.get(f"{PREFIX}pre")  # "default": llama.cpp splits by it only for the other kind
+    prefix = bool(file.get(f"{PREFIX}add_space_prefix", True))
+    scores = file.get(f"{PREFIX}scores") or []
+    if len(scores) != len(tokens):
+        raise ModelError(f"{file.path}: {len(tokens)} tokens, but {len(scores)} scores")
+    if file.get(f"{PREFIX}remove_extra_whitespaces", False):
+        raise ModelError(f"{file.path}: {PREFIX}remove_extra_whitespaces is not read")
+    used = _used(tokens, types)
+    plain = {token: row for token, row in used.items() if types[row] == gguf.TokenType.NORMAL}
+    ranked = sorted(plain, key=lambda token: (-scores[plain[token]], plain[token]))
+    merges = [
+        (token[:cut], token[cut:])
+        for token in ranked
+        for cut in range(1, len(token))
+        if token[:cut] in plain and token[cut:] in plain
+    ]
+    model: dict[str, Any] = {"vocab": used, "merges": merges, "byte_fallback": True, "fuse_unk": True}
+    if unknown is not None:
+        model["unk_token"] = tokens[unknown]
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    first = {"type": "Prepend", "prepend": SPACE}
+    parts: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
+    parts += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    parts += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
+    data = _tokenizer_json(used, types, model) | {
+        "normalizer": {"type": "Sequence", "normalizers": [*([first] * prefix), spaces]},
+        "decoder": {"type": "Sequence", "decoders": parts},
+    }
+    return data, []
+
+
+def _used(tokens: list[str], types: list[int]) -> dict[str, int]:
+    """Return the rows by their tokens; a row without one (UNUSED) is left out. Raises ModelError: two are the same."""
     used = {token: row for row, token in enumerate(tokens) if types[row] != gguf.TokenType.UNUSED}
     if len(used) != sum(kind != gguf.TokenType.UNUSED for kind in types):
         raise ModelError("two tokens of the file have the same text")
-    pairs = [merge.split(" ", 1) for merge in merges]
-    kept = [pair for pair in pairs if "".join(pair) in used and all(part in used for part in pair)]
+    return used
+
+
+def _tokenizer_json(used: Mapping[str, int], types: list[int], model: dict[str, Any]) -> dict[str, Any]:
     added = [
         {
             "id": row,
@@ -114,9 +184,7 @@ def _tokenizer_json(
         for token, row in used.items()
         if types[row] in (gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED)
     ]
-    pieces, ignore_merges = rules
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {
+    usual: dict[str, Any] = {
         "type": "BPE",
         "dropout": None,
         "unk_token": None,
@@ -124,23 +192,19 @@ def _tokenizer_json(
         "end_of_word_suffix": None,
         "fuse_unk": False,
         "byte_fallback": False,
-        "ignore_merges": ignore_merges,
-        "vocab": used,
-        "merges": kept,
+        "ignore_merges": False,
     }
-    data = {
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [_piece(piece) for piece in pieces]},
+        "pre_tokenizer": None,
         "post_processor": None,
-        "decoder": byte_level,
-        "model": model,
+        "decoder": None,
+        "model": usual | model,
     }
-    dropped = len(pairs) - len(kept)
-    return data, [f"{dropped} merges make no token and are left out"] if dropped else []
 
 
 def _piece(name: str) -> dict[str, Any]:

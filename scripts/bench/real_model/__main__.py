@@ -6,8 +6,8 @@
     python -m scripts.bench.real_model --page                                 # the page alone, from the JSON file
 
 `serving.py`: tokens a second of streamed chats, in alternating rounds. `training.py`: seconds a step and peak memory,
-predicted by the dry run and measured. Each row keeps its date and the load of the machine before
-its section began.
+predicted by the dry run and measured. `answers.py`: greedy answers beside llama.cpp's. Each row keeps its date and the
+load of the machine before its section began.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.real_model import page, serving, training
+from scripts.bench.real_model import answers, page, serving, training
 
 RESULTS = Path("docs/benchmarks/real_model.json")
 PAGE = Path("docs/benchmarks/real_model.md")
@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="a Hugging Face folder")
     parser.add_argument("--gguf", type=Path, help="the quantised file, for llama.cpp; without it that peer is left out")
-    parser.add_argument("--section", choices=["serving", "training"])
+    parser.add_argument("--section", choices=["answers", "serving", "training"])
     parser.add_argument("--case", default="", help="only training cases whose name contains this")
     parser.add_argument("--clients", type=int, nargs="+", default=list(serving.CLIENTS))
     parser.add_argument("--rounds", type=int, default=3, help="counted ones of serving; one more warms up")
@@ -39,6 +39,9 @@ def main() -> None:
         if arguments.model is None or not (arguments.model / "config.json").exists():
             parser.error(f"{arguments.model} is not a Hugging Face folder: it has no config.json")
         model = arguments.model.resolve()
+        if arguments.section in ("answers", None):
+            for name, row in answers.measure(model, arguments.gguf):
+                _keep(results, "answers", name, row)
         if arguments.section in ("serving", None):
             for name, row in serving.measure(model, arguments.gguf, arguments.clients, arguments.rounds):
                 _keep(results, "serving", name, row)

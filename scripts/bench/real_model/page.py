@@ -1,5 +1,6 @@
 """docs/benchmarks/real_model.md from the results: every number of the page comes from the JSON file beside it."""
 
+import json
 from typing import Any
 
 BUSY = 0.5
@@ -21,11 +22,57 @@ something.
 """
 
 
+ANSWERS = """Chats through the chat template, at most 48 tokens each, ours in float32. There are 100; the
+table says how many were compared so far:
+
+```bash check
+python -m scripts.bench.real_model build/smollm2/float32 --gguf build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \\
+    --section answers
+```
+
+A near tie: both programs give the two tokens log-probabilities less than 0.01 nats apart. For a quantised file
+llama.cpp rounds activations to 8 bits, which this engine does not.
+"""
+
+
 def render(results: dict[str, Any]) -> str:
     """Return the page; a section that was not measured is named as such."""
-    parts = [HEAD, "## Serving\n", _serving(results.get("serving", {})), "## Training\n"]
+    parts = [
+        HEAD,
+        "## Greedy answers\n",
+        _answers(results.get("answers", {})),
+        "## Serving\n",
+        _serving(results.get("serving", {})),
+        "## Training\n",
+    ]
     parts += [_training(results.get("training", {}))]
     return "\n".join(parts)
+
+
+def _answers(rows: dict[str, Any]) -> str:
+    if not rows:
+        return "Not measured yet.\n"
+    lines = [ANSWERS, "| file of llama.cpp | chats | tokens | equal answers | near ties | others | machine |"]
+    lines.append("|" + "---|" * 7)
+    for name, row in rows.items():
+        near = sum(parts["near_tie"] for parts in row["differ"])
+        cells = [name, *(f"{number:,}" for number in (row["chats"], row["tokens"], row["equal"]))]
+        cells += [str(near), str(len(row["differ"]) - near)]
+        lines.append("| " + " | ".join([*cells, _machine(row)]) + " |")
+    for name, row in rows.items():
+        if row["differ"]:
+            lines += ["", f"Where the answers part, {name} file ({row['by']}):\n"]
+            lines += ["| chat | token | here | llama.cpp | nats between the two, here | there |", "|" + "---|" * 6]
+            lines += [_parting(parts) for parts in row["differ"]]
+    return "\n".join([*lines, ""])
+
+
+def _parting(row: dict[str, Any]) -> str:
+    """Return the row of an answer: both tokens, and by how much each side prefers its own one."""
+    (ours, other), (here, there) = row["here"], row["there"]
+    apart = "not listed" if here is None or there is None else f"{there - here:.4f}"
+    texts = [f"`{json.dumps(text, ensure_ascii=False)}`".replace("|", "\\|") for text in row["texts"]]
+    return "| " + " | ".join([str(row["chat"]), str(row["token"]), *texts, f"{ours - other:.4f}", apart]) + " |"
 
 
 def _serving(rows: dict[str, Any]) -> str:
@@ -41,7 +88,7 @@ def _serving(rows: dict[str, Any]) -> str:
             ratio = "" if name == "ours" else f"**{row['ratio'][name]:.2f}**"
             target = _target(row["ratio"][name], WANTED.get((case, name)))
             cells = [case, name, f"{rate:.1f}", f"{row['first_token_s'][name]:.2f}", ratio, target]
-            counts = [str(row[key][name]) for key in ("short", "failed")]
+            counts = [str(row.get(key, {}).get(name, 0)) for key in ("short", "failed")]
             lines.append("| " + " | ".join([*cells, *counts, str(row["rounds"]), _machine(row)]) + " |")
     notes = (
         "`short`: answers that ended before 100 tokens. `failed`: requests without an answer, which a rate leaves out."

@@ -51,7 +51,7 @@ def measure(
             "ours": stack.enter_context(server_process(lambda port: [*serve, "--port", str(port)]))[0],
             "mlx_lm.server": stack.enter_context(peers.mlx_lm_server(model, "mkl")),
             "llama.cpp f32": stack.enter_context(
-                peers.llama_server(_float32_file(model, Path(scratch)), max(CLIENTS), CONTEXT)
+                peers.llama_server(float32_file(model, Path(scratch)), max(CLIENTS), CONTEXT)
             ),
         }
         if gguf is not None:
@@ -109,7 +109,8 @@ def _row(reports: dict[str, list[Report]]) -> dict[str, Any]:
     return row
 
 
-def _float32_file(model: Path, scratch: Path) -> Path:
+def float32_file(model: Path, scratch: Path) -> Path:
+    """Write the model as a GGUF file in float32."""
     opened = open_model(ModelSource(str(model)))
     vocabulary = read_vocabulary(opened.tokenizer, opened.config, opened.path)
     write_model(scratch / "model.gguf", opened, vocabulary, "f32")
