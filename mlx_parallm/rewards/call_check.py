@@ -183,8 +183,9 @@ def _type_in(accepted: Sequence[Any]) -> type | None:
 
 
 def _has_type(value: Any, accepted: Sequence[Any], wanted: type | None, nested: type | None) -> bool:
-    if type(value) is not wanted:
-        return type(value) is _type_in(accepted)
+    kind: type = type(value)
+    if kind is not wanted:
+        return kind is _type_in(accepted)
     if nested is None:
         return True
     return any(not isinstance(one, list) or all(_has_type(v, one, nested, None) for v in value) for one in accepted)
