@@ -186,7 +186,7 @@ class RunView:
             self._read()
 
     def read_newest_group(self) -> None:
-        """Load what an answer needs, such as the tokenizer: it takes seconds, and the first look at a group need not wait."""
+        """Load what an answer needs, such as the tokenizer: the first look at a group need not wait for it."""
         with suppress(ParallmError):
             self.groups(Search(limit=1))
 

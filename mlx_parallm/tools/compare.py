@@ -199,11 +199,17 @@ def _best(run: ComparedRun) -> str:
     return f"{best:.3f} (to step {step})"
 
 
-def _began_to_now(points: Sequence[tuple[int, float]], form: str) -> str:
+def _began_to_now(points: Sequence[tuple[int, float]], decimals: int) -> str:
     if not points:
         return UNKNOWN
     began, now, _ = began_and_now([value for _, value in points])
-    return f"{began:{form}} → {now:{form}}"
+    return f"{_fixed(began, decimals)} → {_fixed(now, decimals)}"
+
+
+def _fixed(value: float, decimals: int) -> str:
+    """Return the number with so many decimals; one that would read as 0 in powers of ten: 0.00003 → "3.0e-05"."""
+    text = f"{value:.{decimals}f}"
+    return f"{value:.1e}" if value and float(text) == 0 else text
 
 
 def _total(run: ComparedRun, *keys: str) -> float:
@@ -217,10 +223,10 @@ def _wall_time(run: ComparedRun) -> str:
 
 ROWS: Mapping[str, Callable[[ComparedRun], str]] = {
     "steps": _steps,
-    "{judged}, began → now": lambda run: _began_to_now(run.values("headline"), ".3f"),
+    "{judged}, began → now": lambda run: _began_to_now(run.values("headline"), 3),
     "{judged}, best": _best,
-    "KL, began → now": lambda run: _began_to_now(run.values("kl"), ".4f"),
-    "entropy, began → now": lambda run: _began_to_now(run.values("entropy"), ".3f"),
+    "KL, began → now": lambda run: _began_to_now(run.values("kl"), 4),
+    "entropy, began → now": lambda run: _began_to_now(run.values("entropy"), 3),
     "tokens trained": lambda run: f"{_total(run, 'tokens'):,.0f}",
     "updates": lambda run: f"{_total(run, 'optimizer_updates'):,.0f}",
     "time of the steps": _wall_time,
@@ -267,7 +273,7 @@ def _add_curves(
     names = [label, scale] if len(series) > 1 else [f"{label}, {scale}"]
     for number, (run, points) in enumerate(series):
         values = [value for _, value in points]
-        began, now = (f"{end:.3f}" for end in began_and_now(values)[:2]) if values else ("", UNKNOWN)
+        began, now = (_fixed(end, 3) for end in began_and_now(values)[:2]) if values else ("", UNKNOWN)
         name = names[number] if number < len(names) else ""
         # A line through two points would be flat and then jump: the steps are said instead.
         few = Text(", ".join(f"step {step}: {value:.3f}" for step, value in points), style="dim")
