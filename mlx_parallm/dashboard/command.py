@@ -49,9 +49,10 @@ def make_app(paths: list[Path]) -> "FastAPI":
     """Return the page's routes alone, without a model. Raises ConfigError: no run directory, one that is named twice,
     too many."""
     from fastapi import FastAPI
+    from starlette.responses import RedirectResponse
 
     from mlx_parallm.config.server import ServerConfig
-    from mlx_parallm.dashboard.routes import added_router
+    from mlx_parallm.dashboard.routes import PAGE, added_router
     from mlx_parallm.dashboard.run_view import RunView
     from mlx_parallm.rl_training.run_directory import find_run
     from mlx_parallm.server.auth import AuthMiddleware, PublicPaths
@@ -70,6 +71,7 @@ def make_app(paths: list[Path]) -> "FastAPI":
     app = FastAPI(title="mlx_parallm dashboard", openapi_url=None)
     app.state.context = ServerContext(ServerDeps(ServerState(), ServerConfig()))
     app.include_router(added.router)
+    app.add_api_route("/", lambda: RedirectResponse(PAGE), response_class=RedirectResponse)
     install_error_handlers(app)
     app.add_middleware(AuthMiddleware, api_key=None, origins=(), basic_prefixes=(), public=PublicPaths())
     return app

@@ -113,8 +113,10 @@ def _answer(model: type) -> dict[int | str, dict[str, Any]]:
 
 def _page_routes(router: APIRouter, views: Views) -> None:
     def read_ahead() -> None:
-        for view in views().values():
+        for view in (shown := list(views().values())):
             view.read()
+        for view in shown[:1]:
+            view.read_newest_group()
 
     @router.get("/dashboard", include_in_schema=False)
     def page() -> Response:

@@ -185,6 +185,11 @@ class RunView:
         with self._numbers_lock, suppress(CheckpointError):
             self._read()
 
+    def read_newest_group(self) -> None:
+        """Load what an answer needs, such as the tokenizer: the first look at a group need not wait for it."""
+        with suppress(ParallmError):
+            self.groups(Search(limit=1))
+
     def summary(self) -> dict[str, Any]:
         with self._numbers_lock:
             self._read()

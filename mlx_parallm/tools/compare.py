@@ -128,7 +128,9 @@ def draw(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
     for run in runs:
         yield Text(f"{run.letter}  ", style="bold").append(str(run.record.path), style="not bold")
     yield _table(runs)
-    yield Text("\ncurves: the same axes for all runs; the scale is beside them, from ▁ to █", style="bold")
+    yield Text(
+        "\ncurves: the same axes for all runs with that number; the scale is beside them, from ▁ to █", style="bold"
+    )
     yield from _curves(runs)
     yield from _differences(runs)
     for run in runs:
@@ -197,11 +199,17 @@ def _best(run: ComparedRun) -> str:
     return f"{best:.3f} (to step {step})"
 
 
-def _began_to_now(points: Sequence[tuple[int, float]], form: str) -> str:
+def _began_to_now(points: Sequence[tuple[int, float]], decimals: int) -> str:
     if not points:
         return UNKNOWN
     began, now, _ = began_and_now([value for _, value in points])
-    return f"{began:{form}} → {now:{form}}"
+    return f"{_fixed(began, decimals)} → {_fixed(now, decimals)}"
+
+
+def _fixed(value: float, decimals: int) -> str:
+    """Return the number with so many decimals; one that would read as 0 in powers of ten: 0.00003 → "3.0e-05"."""
+    text = f"{value:.{decimals}f}"
+    return f"{value:.1e}" if value and float(text) == 0 else text
 
 
 def _total(run: ComparedRun, *keys: str) -> float:
@@ -215,10 +223,10 @@ def _wall_time(run: ComparedRun) -> str:
 
 ROWS: Mapping[str, Callable[[ComparedRun], str]] = {
     "steps": _steps,
-    "{judged}, began → now": lambda run: _began_to_now(run.values("headline"), ".3f"),
+    "{judged}, began → now": lambda run: _began_to_now(run.values("headline"), 3),
     "{judged}, best": _best,
-    "KL, began → now": lambda run: _began_to_now(run.values("kl"), ".4f"),
-    "entropy, began → now": lambda run: _began_to_now(run.values("entropy"), ".3f"),
+    "KL, began → now": lambda run: _began_to_now(run.values("kl"), 4),
+    "entropy, began → now": lambda run: _began_to_now(run.values("entropy"), 3),
     "tokens trained": lambda run: f"{_total(run, 'tokens'):,.0f}",
     "updates": lambda run: f"{_total(run, 'optimizer_updates'):,.0f}",
     "time of the steps": _wall_time,
@@ -230,27 +238,47 @@ ROWS: Mapping[str, Callable[[ComparedRun], str]] = {
 
 def _curves(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
     width = max(10, min(Console().width - CURVE_ROOM, WIDEST_CURVE))
-    scores = [[(int(line["step"]), float(line["score"])) for line in run.evaluations] for run in runs]
-    drawn = [(_judged_by(runs), [run.values("headline") for run in runs]), (HELD_OUT, scores)]
-    drawn += [(label, [run.values(key) for run in runs]) for label, key in CURVES]
+    drawn: list[tuple[str, list[tuple[ComparedRun, list[tuple[int, float]]]]]] = [
+        (judged, [(run, run.values("headline")) for run in runs if run.headline == judged])
+        for judged in dict.fromkeys(run.headline for run in runs)
+    ]
+    drawn.append((HELD_OUT, [(run, _scores(run)) for run in runs]))
+    drawn += [(label, [(run, run.values(key)) for run in runs]) for label, key in CURVES]
     grid = Table.grid(padding=(0, 1))
     for _ in range(5):
         grid.add_column(no_wrap=True)
     for label, series in drawn:
-        every = [point for points in series for point in points]
+        every = [point for _, points in series for point in points]
         values = [value for _, value in every]
         ends = (min(values, default=0.0), max(values, default=0.0)) if label in dict(CURVES) else scale_of(values)
-        names = (label, f"{ends[0]:.2g} to {ends[1]:.2g}")
-        for number, (run, points) in enumerate(zip(runs, series, strict=True)):
-            if every:
-                values = [value for _, value in points]
-                began, now = (f"{end:.3f}" for end in began_and_now(values)[:2]) if values else ("", UNKNOWN)
-                name = names[number] if number < len(names) else ""
-                # A line through two points would be flat and then jump: the steps are said instead.
-                few = Text(", ".join(f"step {step}: {value:.3f}" for step, value in points), style="dim")
-                line = few if label == HELD_OUT and len(points) <= FEW_POINTS else curve(points, every, ends, width)
-                grid.add_row(Text(name), run.letter, began, line, now)
+        if every:
+            _add_curves(grid, label, series, every, ends, width)
     yield grid
+
+
+def _scores(run: ComparedRun) -> list[tuple[int, float]]:
+    return [(int(line["step"]), float(line["score"])) for line in run.evaluations]
+
+
+def _add_curves(
+    grid: Table,
+    label: str,
+    series: Sequence[tuple[ComparedRun, Sequence[tuple[int, float]]]],
+    every: Sequence[tuple[int, float]],
+    ends: tuple[float, float],
+    width: int,
+) -> None:
+    """Add the rows of one number: a row for each run, with the label and the scale before them."""
+    scale = f"{ends[0]:.2g} to {ends[1]:.2g}"
+    names = [label, scale] if len(series) > 1 else [f"{label}, {scale}"]
+    for number, (run, points) in enumerate(series):
+        values = [value for _, value in points]
+        began, now = (_fixed(end, 3) for end in began_and_now(values)[:2]) if values else ("", UNKNOWN)
+        name = names[number] if number < len(names) else ""
+        # A line through two points would be flat and then jump: the steps are said instead.
+        few = Text(", ".join(f"step {step}: {value:.3f}" for step, value in points), style="dim")
+        line = few if label == HELD_OUT and len(points) <= FEW_POINTS else curve(points, every, ends, width)
+        grid.add_row(Text(name), run.letter, began, line, now)
 
 
 def curve(
@@ -281,8 +309,9 @@ def write_png(runs: Sequence[ComparedRun], path: Path) -> None:
         f"{run.letter}: {run.name}": [{**line, "reward_mean": headline(line)[1]} for line in run.record.lines]
         for run in runs
     }
+    judged = dict(zip(series, (run.headline for run in runs), strict=True))
     try:
-        report.write_curves(series, path, title="runs compared", judged=_judged_by(runs))
+        report.write_curves(series, path, title="runs compared", judged=judged)
     except ValueError as error:
         raise ConfigError(f"--png {path}: no run has made a step: nothing to draw") from error
     except OSError as error:

@@ -17,6 +17,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from mlx_parallm.config.evaluation import PREFIX
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
 from mlx_parallm.models.loading import LoadedModel, check_model, load_model
@@ -251,7 +252,8 @@ def show(found: Replay, console: Console) -> None:
         table.add_column(name, justify="right", overflow="fold")
     columns = [found.run, *(variant.lines for variant in found.variants)]
     extra = {key for lines in columns for key in lines[0]} - {*SHOWN} - {*complete({})}
-    for key in (*SHOWN, *sorted(extra)):
+    evaluated = {key for key in extra if key.startswith(PREFIX)}  # a replay samples nothing, held-out answers neither
+    for key in (*SHOWN, *sorted(extra - evaluated)):
         means = [_mean(lines, key) for lines in columns]
         if any(mean is not None for mean in means):
             table.add_row(key, *("-" if mean is None else f"{mean:.6g}" for mean in means))

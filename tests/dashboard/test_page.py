@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config.load import load_config
+from mlx_parallm.dashboard import run_view
 from mlx_parallm.dashboard.command import make_app
 from mlx_parallm.dashboard.routes import added_router, runs_dashboard
 from mlx_parallm.dashboard.run_view import RunView
@@ -343,6 +344,47 @@ def test_runs_over_each_other_and_seeds_as_one(tmp_path: Path, open_page: Open) 
         assert page.locator("nav a:text-is('Controls'), nav a:text-is('Chat')").count() == 0, "nothing is trained here"
         page.select_option("select[aria-label=run]", "2")
         page.wait_for_selector(".count:text-matches('^5 ')")
+
+
+def test_runs_that_are_judged_by_different_numbers_have_axes_of_their_own(tmp_path: Path, open_page: Open) -> None:
+    runs = [make_run(tmp_path, name="rewarded"), make_run(tmp_path, name="lost", learning_rate=5e-4)]
+    lines = [{"step": step, "loss": 9.0 - step, "groups": 0, "sequences": 4} for step in (1, 2)]
+    (runs[1] / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with served(runs) as address:
+        page = open_page(f"{address}/")  # the page, also without its path
+        page.wait_for_selector("select[aria-label=run]")
+        page.keyboard.press("6")
+        page.wait_for_selector(".chart:has-text('lost')")
+        assert [len(row) for row in (table_of(page, "Reward")[-1], table_of(page, "Loss")[-1])] == [2, 2]
+        assert table_of(page, "Reward")[-1] == ["1", "0.010"] and table_of(page, "Loss")[-1][0] == "1"
+        assert float(table_of(page, "Loss")[-1][1]) == 8
+
+
+def test_no_card_is_stretched_by_the_one_beside_it(tmp_path: Path, open_page: Open) -> None:
+    """The answers of this run are all cut off, which is a finding of several lines."""
+    run = make_run(tmp_path, steps=0)
+    for step in range(1, 13):
+        cut = {"truncated_fraction": 1.0, "eos_fraction": 0.0, "completion_tokens_mean": 8.0}
+        MetricsFile(run / METRICS_FILE).append(metrics_line(step, **cut))
+    with served([run]) as address:
+        page = open_page(f"{address}/dashboard", viewport={"width": 1300, "height": 900})
+        page.wait_for_selector(".finding")
+        heights = page.evaluate(
+            "[...document.querySelectorAll('.health, .figures > div')].map((card) => card.offsetHeight)"
+        )
+        assert max(heights[1:]) < heights[0], "the figures keep their height beside a long health card"
+
+
+def test_a_search_goes_on_until_something_fits(
+    tmp_path: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_view, "SEARCH_S", 0.0)  # one group an answer of the server
+    run = make_run(tmp_path, steps=6)
+    with served([run]) as address:
+        page = open_page(f"{address}/dashboard#/search?text=Sum%3A%201%2B2")
+        page.wait_for_selector("[role=status]:has-text('0 answers')")
+        page.click("button:text-is('search further back')")
+        page.wait_for_selector("[data-group='sums-1']")
 
 
 def test_one_chooses_among_the_runs_of_a_servers_clients(tmp_path: Path, open_page: Open, tiny_tokenizer: Any) -> None:

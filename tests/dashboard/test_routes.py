@@ -172,6 +172,12 @@ def test_the_command_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.Captu
     assert "is named twice" in capsys.readouterr().err
 
 
+def test_the_bare_address_leads_to_the_page(tmp_path: Path) -> None:
+    with served([make_run(tmp_path, steps=1)]) as url, httpx.Client(base_url=url, timeout=20) as http:
+        answer = http.get("/")
+    assert answer.status_code == 307 and answer.headers["location"] == "/dashboard"
+
+
 def test_settings_that_differ(tmp_path: Path) -> None:
     runs = [make_run(tmp_path, steps=1, name="a"), make_run(tmp_path, steps=1, name="b", learning_rate=5e-4)]
     with served(runs) as url, httpx.Client(base_url=url, timeout=20) as http:

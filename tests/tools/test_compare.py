@@ -207,6 +207,25 @@ def test_a_run_on_rows_is_judged_by_its_loss(tmp_path: Path, capsys: pytest.Capt
     assert [cell.strip() for cell in cells(text, "loss, best")] == ["1.000 (to step 2)", "2.000 (to step 1)"]
 
 
+def test_a_small_kl_is_no_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path / name, (0.5, 0.5)) for name in "ab"]
+    lines = [{"step": n, "reward_mean": 0.5, "kl": kl, "groups": 2} for n, kl in enumerate((0.0, 3.1e-5), 1)]
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "0.0000 → 3.1e-05" in [cell.strip() for cell in cells(compare(capsys, *runs), "KL, began → now")]
+
+
+def test_loss_and_reward_have_axes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewarded, lost = make_run(tmp_path / "rewarded", (0.0, 1.0)), make_run(tmp_path / "lost", rest="")
+    lines = [{"step": n, "loss": loss, "groups": 0, "sequences": 4} for n, loss in enumerate((9.0, 5.0), 1)]
+    (lost / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = compare(capsys, rewarded, lost).partition("curves:")[2]
+    rows = [" ".join(row.split()) for row in curves.splitlines()]
+    assert "reward, 0 to 1 A 0.000 ▁█ 1.000" in rows and "loss, 5 to 9 B 9.000 █▁ 5.000" in rows
+    compare(capsys, rewarded, lost, "--png", tmp_path / "runs.png")
+    alone = compare(capsys, rewarded, make_run(tmp_path / "b", (0.5,)), "--png", tmp_path / "alone.png")
+    assert alone and Image.open(tmp_path / "runs.png").height > Image.open(tmp_path / "alone.png").height
+
+
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (make_run(tmp_path / name) for name in "ab")
     assert "–" in compare(capsys, a, b), "runs that have made no step"

@@ -58,7 +58,8 @@ def run(tmp_path: Path) -> Path:
     store.close()
     metrics = MetricsFile(run / METRICS_FILE)
     for step in STEPS:
-        metrics.append(complete({"step": step, "policy_version": step, "loss": 7.0, "reward_mean": 0.5, "groups": 2}))
+        values = {"step": step, "policy_version": step, "loss": 7.0, "reward_mean": 0.5, "groups": 2}
+        metrics.append(complete(values | {"eval/score": 0.3}))
     (run / "config.toml").write_text(parse_config(CONFIG).to_toml())
     return run
 
@@ -101,7 +102,7 @@ def test_the_table_has_the_run_and_its_variants_side_by_side(run: Path, capsys: 
     assert loss[1] == "7"
     assert float(loss[2]) == pytest.approx(json.loads((run.with_name("run-replay") / METRICS_FILE).read_text())["loss"])
     assert "answers that it would not have given" in " ".join(told.out.split())
-    assert "step 1: loss" in told.err
+    assert "step 1: loss" in told.err and "eval/" not in told.out
 
 
 @pytest.mark.parametrize(

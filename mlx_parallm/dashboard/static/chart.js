@@ -44,10 +44,10 @@ function Drawn({ title, note, steps, series, marks = NO_MARKS, onPick, theme, pe
     const axis = { stroke: colour("--dim"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     const made = new uPlot({
       width: place.current.clientWidth || 320, height: HEIGHT, bands, series: lines,
-      legend: { show: false }, padding: [10, 10, 0, 0],
+      legend: { show: false }, padding: [10, 18, 0, 0],
       scales: { x: { time: false }, y: { range: (u, low, high) => around(low, high) } },
       axes: [{ ...axis, size: 26, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5] },
-        { ...axis, size: 46, space: 34, values: (u, ticks) => ticks.map((tick) => (percent ? `${Math.round(tick * 100)}%` : tickText(tick))) }],
+        { ...axis, size: 46, space: 34, values: (u, ticks) => ticks.map((tick) => (percent ? `${Number((tick * 100).toPrecision(3))}%` : tickText(tick))) }],
       cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 }, focus: { prox: 30 } },
       hooks: {
         setCursor: [(u) => setHover(u.cursor.idx ?? null)],
@@ -103,7 +103,8 @@ function Drawn({ title, note, steps, series, marks = NO_MARKS, onPick, theme, pe
 function around(low, high) {
   if (low === null || high === null) return [0, 1];
   if (low >= 0 && high <= 1 && high > 0.3) return [0, 1.0001];
-  const room = (high - low || Math.abs(high) || 1) * 0.08;
+  const size = Math.max(Math.abs(low), Math.abs(high)), spread = high - low;
+  const room = (spread > 1e-9 * size ? spread : size || 1) * 0.08; // less is the rounding of a constant
   return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
 }
 

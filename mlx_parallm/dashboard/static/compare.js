@@ -4,10 +4,13 @@ import { overlaid, running, seeds, smoothed, together, writePlace } from "./lib.
 import { Chart } from "./chart.js";
 
 const TIMES = ["time_rollout_s", "time_train_s", "time_publish_s"];
-const CHARTS = [["headline", "Reward"], ["kl", "KL to the reference"], ["rollout_entropy", "Entropy"], ["grad_norm", "Gradient norm"],
+const CHARTS = [["headline", ""], ["kl", "KL to the reference"], ["rollout_entropy", "Entropy"], ["grad_norm", "Gradient norm"],
   ["completion_tokens_mean", "Length"], ["truncated_fraction", "Cut off"], ["staleness", "Staleness"], ["serve_tok_s", "Tokens per second served"]];
 const KEYS = [...CHARTS.map(([key]) => key), ...TIMES].join(",");
 const NUMBERED = /^(.*?)[-_. ]?(?:seed|s)?[-_. ]?[0-9]+$/;
+
+/** What a run is judged by: reward, accuracy or loss. Runs with different ones have axes of their own. */
+const judgedBy = (run) => run.judged_by ?? "reward", title = (name) => name[0].toUpperCase() + name.slice(1);
 
 const wordOf = (words, run) => words.find(({ id }) => id === run);
 
@@ -54,9 +57,10 @@ export function Compare({ runs, words, query, go, theme, smooth }) {
   const charts = useMemo(() => {
     const { curves, marks } = curvesOf(answers, by, smooth), groups = joined ? alike : runs.map((_, run) => [run]);
     const shownMarks = groups.flatMap((own, colour) => own.flatMap((run) => marks[run].map((mark) => ({ ...mark, text: `${runs[run].name}: ${mark.text}`, colour }))));
-    return [["headline", "Reward"], ["heldout", "Held-out problems", true], ...CHARTS.slice(1)].map(([key, title, dots]) => curves[key].x.length > 0
-      && html`<${Chart} key=${key + by} title=${title} of=${by === "step" ? "step" : "second"} marks=${shownMarks} steps=${curves[key].x} theme=${theme} series=${seriesOf(curves[key], runs, groups, dots)} />`);
-  }, [...answers.flat().map(({ data }) => data), settings.data, by, smooth, joined, theme]);
+    const judged = [...new Set(runs.map(judgedBy))].map((name) => ["headline", title(name), false, groups.filter(([run]) => judgedBy(runs[run]) === name)]);
+    return [...judged, ["heldout", "Held-out problems", true, groups], ...CHARTS.slice(1)].map(([key, title, dots, own = groups]) => curves[key].x.length > 0
+      && html`<${Chart} key=${key + title + by} title=${title} of=${by === "step" ? "step" : "second"} marks=${shownMarks} steps=${curves[key].x} theme=${theme} series=${seriesOf(curves[key], runs, groups, dots).filter((_, number) => own.includes(groups[number]))} />`);
+  }, [...answers.flat().map(({ data }) => data), settings.data, runs.map(judgedBy).join(), by, smooth, joined, theme]);
   return html`
     <div class="heading"><h2>Runs over each other</h2>
       <div class="filters" role="group" aria-label="axis">${["step", "time"].map((name) => html`<button class="chip" aria-pressed=${by === name} onClick=${() => place({ by: name })}>by ${name}</button>`)}</div>

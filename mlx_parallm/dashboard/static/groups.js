@@ -1,5 +1,5 @@
 // Views 2 and 4: the groups of a step, search over all of them, and one group with its answers side by side.
-import { html, useData, useEffect, useKeys, useState, Problem, Fragment } from "./ui.js";
+import { html, useData, useEffect, useKeys, useRef, useState, Problem, Fragment } from "./ui.js";
 import { get } from "./api.js";
 import { parts, searched, short, visible, writePlace } from "./lib.js";
 
@@ -120,9 +120,16 @@ export function Search({ run, info, query, go }) {
   const submit = (event) => { event.preventDefault(); go(writePlace("search", [], typed)); };
   const type = (changes) => setTyped({ ...typed, ...changes });
   const choose = (changes) => { type(changes); go(writePlace("search", [], { ...typed, ...changes })); };
-  const further = () => {
-    setMore({ ...extra, of, asking: true });
-    get("groups", { ...asked, older_than: extra.older }).then((got) => setMore({ of, groups: [...extra.groups, ...got.groups], older: got.older }));
+  const now = useRef(of);
+  now.current = of;
+  useEffect(() => () => { now.current = null; }, []);
+  const further = async () => { // until something fits: of a long run an answer of the server covers some dozen steps
+    let groups = [], older = extra.older;
+    while (older && !groups.length && now.current === of) {
+      setMore({ of, groups: extra.groups, older, asking: true });
+      ({ groups, older } = await get("groups", { ...asked, older_than: older }));
+    }
+    if (now.current === of) setMore({ of, groups: [...extra.groups, ...groups], older });
   };
   const answers = groups.reduce((sum, group) => sum + group.answers.length, 0);
   return html`
@@ -135,7 +142,7 @@ export function Search({ run, info, query, go }) {
       <button class="primary" type="submit">Search</button>
     </form>
     <${Problem} error=${answer.error} />
-    ${answer.data && html`<p class="quiet" role="status">${answers} answers in ${groups.length} groups, the newest first${extra.older ? "; older ones were not looked at yet" : ""}</p>`}
+    ${answer.data && html`<p class="quiet" role="status">${answers} answers in ${groups.length} groups, the newest first${extra.older ? `; ${extra.asking ? "searching" : "nothing was looked at"} before ${visible(extra.older)}` : ""}</p>`}
     <${GroupList} groups=${groups} found=${found} open=${open} selected=${selected} />
     ${extra.older && html`<button disabled=${extra.asking} onClick=${further}>search further back</button>`}
     ${answer.data && !groups.length && !extra.older && html`<p class="empty">No answer fits.</p>`}

@@ -163,7 +163,7 @@ function Figures({ info, steps, columns, evaluations, title }) {
     scores.length > 0 && ["Held out", short(scores.at(-1)), scores.length > 1 ? `began at ${short(scores[0])}` : "one evaluation"],
     last("serve_tok_s") !== null && ["Served", short(last("serve_tok_s")), "tokens a second"],
     last("trained_tok_s") !== null && ["Trained", short(last("trained_tok_s")), "tokens a second"],
-    pace && ["A step", `${short(pace)} s`, left === null ? "mean of 20 steps" : `${duration(left)} left`],
+    pace && ["A step", `${short(pace)} s`, left === null ? (recent.length > 1 ? `mean of ${recent.length} steps` : "the only step") : `${duration(left)} left`],
     last("staleness") !== null && ["Staleness", short(last("staleness")), "policy versions"],
   ];
   return html`<dl class="figures">${figures.filter(Boolean).map(([name, value, note]) => html`<div><dt>${name}</dt><dd>${value}</dd><dd class="quiet">${note}</dd></div>`)}</dl>`;

@@ -86,10 +86,14 @@ class AtroposQueue:
         self._lock = threading.Lock()
         self._environments = [_bounded(EnvironmentEntry(**entry)) for entry in store.recall(_NOTE) or []]
         self._last_seen: dict[int, float] = {}  # no entry: not seen since this process started
-        self._last_group = self._last_reward = clock()
+        self.begin_waiting()
         self._recent: deque[str | None] = deque(maxlen=RECENT)  # None = accepted, else why not
         self._sent: dict[str, float] = {}  # environment's name → when its last group came
         self._latest: Mapping[str, Any] | None = None
+
+    def begin_waiting(self) -> None:
+        """Count the time without groups from now on. While the model loads nobody can send one."""
+        self._last_group = self._last_reward = self._clock()
 
     @property
     def current_step(self) -> int:

@@ -46,6 +46,9 @@ class EmbeddedQueue(RolloutSource):
         context.on_reward.append(self._queue.note_reward)
         self.router = create_atropos_router(self._queue)
 
+    def start(self, served: Served, state: TrainerState | None) -> None:
+        self._queue.begin_waiting()
+
     def minimums(self) -> Mapping[str, Minimum]:
         return {name: Minimum(*numbers) for name, numbers in self._queue.minimums().items()}
 

@@ -47,33 +47,39 @@ def write_curves(
     path: Path,
     *,
     title: str,
-    judged: str = "mean reward of the rollouts",
+    judged: Mapping[str, str] | None = None,
 ) -> Path:
-    """Draw the same of several runs over each other, each in its colour. `judged`: what `reward_mean` is here."""
+    """Draw the same of several runs over each other, each in its colour.
+
+    `judged`: what `reward_mean` is in each run; runs with different ones are drawn on axes of their own.
+    """
     points = {name: _series(metrics, "reward_mean") for name, metrics in runs.items()}
-    rewards = [value for _, values in points.values() for value in values]
-    if not rewards:
+    if not any(steps for steps, _ in points.values()):
         raise ValueError("no step has a reward_mean: nothing to draw")
     from matplotlib.figure import Figure  # here, because it takes a second and only this needs it
 
-    figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(3, 1.2))
-    top = figure.add_subplot(grid[0, :])
+    labels = {name: (judged or {}).get(name, "mean reward of the rollouts") for name in runs if points[name][0]}
+    rows = list(dict.fromkeys(labels.values()))
+    figure = Figure(figsize=(9, 3 + 3 * len(rows)), dpi=120, layout="constrained")
+    grid = figure.add_gridspec(len(rows) + 1, 2, height_ratios=(*[3] * len(rows), 1.2))
     window = min(SMOOTHING, max(1, max(len(steps) for steps, _ in points.values()) // 8))
     alone = len(runs) == 1
     inks = dict(zip(runs, itertools.cycle(INKS), strict=False))
-    for name, (steps, values) in points.items():
-        label = f"mean of ±{window} steps" if alone else name
-        raw = {"color": RAW, "label": "each step"} if alone else {"color": inks[name], "alpha": 0.25}
-        top.plot(steps, values, linewidth=1, **raw)
-        top.plot(steps, smooth(values, window), color=inks[name], linewidth=2.4, label=label)
-    top.set_title(title, loc="left", fontsize=13, fontweight="bold", parse_math=False)
-    top.set_ylabel(judged)
-    top.set_xlabel("training step")
-    if min(rewards) >= 0 and max(rewards) <= 1:
-        top.set_ylim(-0.02, 1.02)
-    for text in top.legend(frameon=False, loc="best").get_texts():
-        text.set_parse_math(False)
+    for row, judged_by in enumerate(rows):
+        top = figure.add_subplot(grid[row, :])
+        shown = {name: points[name] for name, label in labels.items() if label == judged_by}
+        for name, (steps, values) in shown.items():
+            label = f"mean of ±{window} steps" if alone else name
+            raw = {"color": RAW, "label": "each step"} if alone else {"color": inks[name], "alpha": 0.25}
+            top.plot(steps, values, linewidth=1, **raw)
+            top.plot(steps, smooth(values, window), color=inks[name], linewidth=2.4, label=label)
+        top.set_title("" if row else title, loc="left", fontsize=13, fontweight="bold", parse_math=False)
+        top.set_ylabel(judged_by, parse_math=False)
+        top.set_xlabel("training step")
+        if all(0 <= value <= 1 for _, values in shown.values() for value in values):
+            top.set_ylim(-0.02, 1.02)
+        for text in top.legend(frameon=False, loc="best").get_texts():
+            text.set_parse_math(False)
     for position, (key, label, color) in enumerate(
         (("kl", "KL to the reference\n(nats a token)", SECOND), ("entropy", "entropy\n(nats a token)", THIRD))
     ):

@@ -208,6 +208,13 @@ class TestHealth:
         register(queue)
         assert queue.health() is None
 
+    def test_the_time_in_which_the_model_loads_does_not_count(self, queue, clock):
+        clock.now += SILENT_AFTER_S + 1
+        queue.begin_waiting()
+        assert queue.health() is None
+        clock.now += SILENT_AFTER_S + 1
+        assert "for 61 s: nothing makes rollouts" in queue.health()
+
     def test_nothing_wrong(self, store, clock):
         queue = make_queue(store, clock, other_group_sizes=(2,))
         assert queue.health() is None
