@@ -208,7 +208,8 @@ def prefilled(console: Console, rounds: int) -> None:
         once = 500 + sum(map(len, questions))
         console.print(
             f"{name}: turn 1 … 8 {turns}, new {new}; a group of 16 on 500 tokens {group};"
-            f" 64 requests on one instruction of 500 {many:,}, each token once {once:,}, in each row {500 * 63 + once:,}"
+            f" 64 requests on one instruction of 500 {many:,}, each token once {once:,},"
+            f" in each row {500 * 63 + once:,}"
         )
 
 
