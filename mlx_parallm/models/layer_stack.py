@@ -27,7 +27,7 @@ class BlockCall:
 
 
 @dataclass(frozen=True)
-class Output:
+class BlockOutput:
     """In a block's arguments: what block number `block` returned in place `place`, behind the hidden state."""
 
     block: int
@@ -118,12 +118,12 @@ class LayerStack:
         """[N, W] of `flat` as a hidden state of that shape."""
         return mx.moveaxis(rows.reshape(-1, *self._lead, shape[-1]), 0, len(self._lead)).reshape(shape)
 
-    def returned(self, index: int, hidden: mx.array, other: Callable[[Output], Any]) -> Any:
+    def returned(self, index: int, hidden: mx.array, other: Callable[[BlockOutput], Any]) -> Any:
         """What stands for the block's output; `other(output)` for what it returns beside the hidden state."""
         if not (count := self.returns[index]):
             return hidden
         places = range(1, count + 1)
-        return hidden, *(None if (index, p) in self._empty else other(Output(index, p)) for p in places)
+        return hidden, *(None if (index, p) in self._empty else other(BlockOutput(index, p)) for p in places)
 
     def samples(self) -> set[int]:
         """The first two blocks of each kind: blocks of one kind differ in the numbers of their arrays alone. All, where
@@ -200,7 +200,7 @@ class LayerStack:
 
     def embed(self, inputs: mx.array, cache: Any = None) -> tuple[mx.array, list[BlockCall]]:
         """The first block's input [B, T, D], and what each block gets besides the hidden state: what earlier blocks
-        returned is an `Output` there."""
+        returned is an `BlockOutput` there."""
         first: list[mx.array] = []
         calls: list[BlockCall] = []
 
@@ -268,18 +268,18 @@ def arrays_in(calls: Any) -> list[mx.array]:
     return [array for call in calls for array in arrays_in(call)] if isinstance(calls, list | tuple) else []
 
 
-def outputs_in(call: Any) -> list[Output]:
+def outputs_in(call: Any) -> list[BlockOutput]:
     """The outputs of earlier blocks among a block's arguments."""
     arguments = [*call.args, *call.kwargs.values()] if isinstance(call, BlockCall) else []
-    return [argument for argument in arguments if isinstance(argument, Output)]
+    return [argument for argument in arguments if isinstance(argument, BlockOutput)]
 
 
-def resolved(call: Any, carried: dict[Output, Any]) -> Any:
+def resolved(call: Any, carried: dict[BlockOutput, Any]) -> Any:
     """The call with the values of earlier blocks' outputs in their places."""
     if not outputs_in(call):
         return call
 
     def value(argument: Any) -> Any:
-        return carried[argument] if isinstance(argument, Output) else argument
+        return carried[argument] if isinstance(argument, BlockOutput) else argument
 
     return BlockCall(tuple(map(value, call.args)), {key: value(a) for key, a in call.kwargs.items()})

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.models.layer_stack import BlockCall, LayerStack, Output, arrays_in, hidden_of, resolved
+from mlx_parallm.models.layer_stack import BlockCall, LayerStack, BlockOutput, arrays_in, hidden_of, resolved
 from mlx_parallm.models.layout import CompactRows, TokenBatch, pack_rows, packable, share_prompts, shareable
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.sums import total
@@ -21,7 +21,17 @@ Scores = tuple[mx.array, ...]
 EXACT, ROUNDED = 1e-3, 0.02
 """Bounds on relative differences that are only rounding, in float32 and below it (see `distance`)."""
 
-_ARGUMENTS = (mx.array, str, int, float, list, tuple, dict, type(None), Output)  # of a block; not what it writes into
+_ARGUMENTS = (
+    mx.array,
+    str,
+    int,
+    float,
+    list,
+    tuple,
+    dict,
+    type(None),
+    BlockOutput,
+)  # of a block; not what it writes into
 
 
 def check_stack(stack: LayerStack, tokens: mx.array) -> int:
@@ -73,10 +83,10 @@ def _check_arguments(stack: LayerStack, tokens: mx.array) -> None:
 
     passed: list[mx.array] = []
 
-    carried: dict[Output, Any] = {}
+    carried: dict[BlockOutput, Any] = {}
 
     def returned(index: int, hidden: mx.array) -> Any:
-        def other(output: Output) -> mx.array:
+        def other(output: BlockOutput) -> mx.array:
             carried[output] = fingerprint(hidden * output.place)
             return carried[output]
 
