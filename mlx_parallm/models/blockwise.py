@@ -28,10 +28,13 @@ import mlx.nn as nn
 
 from mlx_parallm.models.cpu_kernels import fused, unpacks
 from mlx_parallm.models.layer_stack import (
+    ROUNDED,
     BlockCall,
-    LayerStack,
     BlockOutput,
+    LayerStack,
     arrays_in,
+    check_stack,
+    distance,
     hidden_of,
     outputs_in,
     resolved,
@@ -41,11 +44,11 @@ from mlx_parallm.models.layout import (
     PlainRows,
     SharedRows,
     TokenBatch,
+    compare_layouts,
     layout_of,
 )
 from mlx_parallm.models.logprobs import token_logprobs_and_entropy
 from mlx_parallm.models.parameters import ParameterSlots
-from mlx_parallm.models.stack_check import ROUNDED, check_stack, compare_layouts, distance
 from mlx_parallm.models.value_head import is_value_head, value_head_of
 
 WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
