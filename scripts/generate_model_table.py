@@ -420,16 +420,16 @@ def tokens(row: dict[str, Any]) -> str:
 
 def notes(row: dict[str, Any]) -> str:
     """What was found beside the first reason."""
-    found = []
+    noted = []
     if row.get("kernels") and row.get("built"):
-        found.append(f"on Metal a training forward calls the kernel `{row['kernels'][0]}`, which has no gradient")
+        noted.append(f"on Metal a training forward calls the kernel `{row['kernels'][0]}`, which has no gradient")
     if row.get("kernels") and row.get("gradient"):
-        found.append(f"gradient: {row['gradient'][:160]}")
+        noted.append(f"gradient: {row['gradient'][:160]}")
     if row.get("kernels") and row.get("scan", 0) >= SCAN:
-        found.append(f"training visits token after token: {row['scan']:.1f} times the graph for 4 times the tokens")
+        noted.append(f"training visits token after token: {row['scan']:.1f} times the graph for 4 times the tokens")
     if row.get("share", 1) < 1 and not row.get("gradient"):
-        found.append(f"{row['share']:.0%} of the adapter's arrays had a gradient in one small batch")
-    return "; ".join(found)
+        noted.append(f"{row['share']:.0%} of the adapter's arrays had a gradient in one small batch")
+    return "; ".join(noted)
 
 
 if __name__ == "__main__":

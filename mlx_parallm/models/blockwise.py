@@ -27,17 +27,28 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.cpu_kernels import fused, unpacks
-from mlx_parallm.models.layer_stack import BlockCall, LayerStack, Output, arrays_in, hidden_of, outputs_in, resolved
+from mlx_parallm.models.layer_stack import (
+    ROUNDED,
+    BlockCall,
+    BlockOutput,
+    LayerStack,
+    arrays_in,
+    check_stack,
+    distance,
+    hidden_of,
+    outputs_in,
+    resolved,
+)
 from mlx_parallm.models.layout import (
     Layout,
     PlainRows,
     SharedRows,
     TokenBatch,
+    compare_layouts,
     layout_of,
 )
 from mlx_parallm.models.logprobs import token_logprobs_and_entropy
 from mlx_parallm.models.parameters import ParameterSlots
-from mlx_parallm.models.stack_check import ROUNDED, check_stack, compare_layouts, distance
 from mlx_parallm.models.value_head import is_value_head, value_head_of
 
 WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
@@ -290,9 +301,9 @@ class BlockwiseModel:
                 *arrays: mx.array,
                 group: int = group,
                 slots: list[int] = slots,
-                reads: list[Output] = reads,
+                reads: list[BlockOutput] = reads,
                 count: int = len(before),
-                writes: list[Output] = writes,
+                writes: list[BlockOutput] = writes,
             ) -> list[mx.array]:
                 with self.slots.bound(arrays[count:], slots):
                     carried = passed.carried | _refilled(reads, passed.carried, list(arrays[:count]))
@@ -333,12 +344,12 @@ class BlockwiseModel:
         new = self._vjp(embed, self.slots.read(self._below_slots), cotangents, cotangent.size)
         self._add(gradients, self._below_slots, new)
 
-    def _reads(self, group: int, passed: "_Passed") -> list[Output]:
+    def _reads(self, group: int, passed: "_Passed") -> list[BlockOutput]:
         """What a group's blocks read of what came before it, besides its input."""
         outputs = [a for index in self._groups[group] for a in outputs_in(passed.calls[index])]
         return [output for output in dict.fromkeys(outputs) if output.block not in self._groups[group]]
 
-    def _pull_back(self, reads: list[Output], passed: "_Passed", slopes: list[mx.array]) -> None:
+    def _pull_back(self, reads: list[BlockOutput], passed: "_Passed", slopes: list[mx.array]) -> None:
         """Add slopes to those of what a group read."""
         left = iter(slopes)
         for output in reads:
@@ -354,20 +365,20 @@ class BlockwiseModel:
             return layout_of(batch.compact)
         return PlainRows(batch.inputs, batch.positions)
 
-    def _embed(self, layout: Layout) -> tuple[mx.array, list[Any], dict[Output, Any]]:
+    def _embed(self, layout: Layout) -> tuple[mx.array, list[Any], dict[BlockOutput, Any]]:
         """The first block's input, the blocks' other arguments, and what of these is differentiated: arrays [B, T, …]
-        that depend on weights outside the blocks, perhaps. Each is an `Output` of block -1 in the arguments."""
+        that depend on weights outside the blocks, perhaps. Each is an `BlockOutput` of block -1 in the arguments."""
         assert self._stack is not None
         hidden, calls = layout.embed(self._stack)
-        lifted: dict[Output, Any] = {}
+        lifted: dict[BlockOutput, Any] = {}
         if not (self._below_slots and isinstance(layout, PlainRows)):
             return hidden, calls, lifted
-        places: dict[int, Output] = {}
+        places: dict[int, BlockOutput] = {}
 
         def lift(value: Any) -> Any:
             if not _floating(value) or not isinstance(value, mx.array) or value.shape[:2] != hidden.shape[-3:-1]:
                 return value
-            output = places.setdefault(id(value), Output(-1, len(places)))
+            output = places.setdefault(id(value), BlockOutput(-1, len(places)))
             lifted[output] = value
             return output
 
@@ -395,7 +406,7 @@ class BlockwiseModel:
         return mx.take(self._stack.flat(hidden), positions, axis=0)
 
     def _run(
-        self, group: int, hidden: mx.array, layout: Layout, calls: list[Any], carried: dict[Output, Any]
+        self, group: int, hidden: mx.array, layout: Layout, calls: list[Any], carried: dict[BlockOutput, Any]
     ) -> mx.array:
         """Adds what the group's blocks return beside the hidden state to `carried`."""
         assert self._stack is not None
@@ -403,7 +414,7 @@ class BlockwiseModel:
             output = layout.run(self._stack.blocks[index], hidden, resolved(calls[index], carried))
             hidden = hidden_of(output)
             if isinstance(output, tuple):
-                carried |= {Output(index, place): value for place, value in enumerate(output) if place}
+                carried |= {BlockOutput(index, place): value for place, value in enumerate(output) if place}
         return hidden
 
     def _trainable_below(self, group: int) -> bool:
@@ -476,9 +487,9 @@ class _Passed:
 
     starts: list[mx.array]  # the groups' inputs
     calls: list[Any]  # the blocks' other arguments
-    carried: dict[Output, Any]
+    carried: dict[BlockOutput, Any]
     rows: mx.array  # [N, W], the scored rows after the last block
-    slopes: dict[Output, list[mx.array]] = field(default_factory=dict)
+    slopes: dict[BlockOutput, list[mx.array]] = field(default_factory=dict)
 
 
 def _floating(values: Any) -> list[mx.array]:
@@ -490,7 +501,9 @@ def _apart(values: Any) -> list[mx.array]:
     return [array + 0 for array in _floating(values)]
 
 
-def _refilled(outputs: list[Output], carried: dict[Output, Any], arrays: list[mx.array]) -> dict[Output, Any]:
+def _refilled(
+    outputs: list[BlockOutput], carried: dict[BlockOutput, Any], arrays: list[mx.array]
+) -> dict[BlockOutput, Any]:
     """These outputs with other arrays in the places of their floating ones."""
     left = iter(arrays)
 

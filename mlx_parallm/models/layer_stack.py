@@ -14,6 +14,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.models.parameters import scalar
+from mlx_parallm.models.sums import total
+
 HIDDEN_NAMES = ("x", "h", "hidden_states")
 """What mlx-lm calls the hidden state where it is not a block's first parameter."""
 
@@ -27,7 +30,7 @@ class BlockCall:
 
 
 @dataclass(frozen=True)
-class Output:
+class BlockOutput:
     """In a block's arguments: what block number `block` returned in place `place`, behind the hidden state."""
 
     block: int
@@ -118,12 +121,12 @@ class LayerStack:
         """[N, W] of `flat` as a hidden state of that shape."""
         return mx.moveaxis(rows.reshape(-1, *self._lead, shape[-1]), 0, len(self._lead)).reshape(shape)
 
-    def returned(self, index: int, hidden: mx.array, other: Callable[[Output], Any]) -> Any:
+    def returned(self, index: int, hidden: mx.array, other: Callable[[BlockOutput], Any]) -> Any:
         """What stands for the block's output; `other(output)` for what it returns beside the hidden state."""
         if not (count := self.returns[index]):
             return hidden
         places = range(1, count + 1)
-        return hidden, *(None if (index, p) in self._empty else other(Output(index, p)) for p in places)
+        return hidden, *(None if (index, p) in self._empty else other(BlockOutput(index, p)) for p in places)
 
     def samples(self) -> set[int]:
         """The first two blocks of each kind: blocks of one kind differ in the numbers of their arrays alone. All, where
@@ -200,7 +203,7 @@ class LayerStack:
 
     def embed(self, inputs: mx.array, cache: Any = None) -> tuple[mx.array, list[BlockCall]]:
         """The first block's input [B, T, D], and what each block gets besides the hidden state: what earlier blocks
-        returned is an `Output` there."""
+        returned is an `BlockOutput` there."""
         first: list[mx.array] = []
         calls: list[BlockCall] = []
 
@@ -268,18 +271,115 @@ def arrays_in(calls: Any) -> list[mx.array]:
     return [array for call in calls for array in arrays_in(call)] if isinstance(calls, list | tuple) else []
 
 
-def outputs_in(call: Any) -> list[Output]:
+def outputs_in(call: Any) -> list[BlockOutput]:
     """The outputs of earlier blocks among a block's arguments."""
     arguments = [*call.args, *call.kwargs.values()] if isinstance(call, BlockCall) else []
-    return [argument for argument in arguments if isinstance(argument, Output)]
+    return [argument for argument in arguments if isinstance(argument, BlockOutput)]
 
 
-def resolved(call: Any, carried: dict[Output, Any]) -> Any:
+def resolved(call: Any, carried: dict[BlockOutput, Any]) -> Any:
     """The call with the values of earlier blocks' outputs in their places."""
     if not outputs_in(call):
         return call
 
     def value(argument: Any) -> Any:
-        return carried[argument] if isinstance(argument, Output) else argument
+        return carried[argument] if isinstance(argument, BlockOutput) else argument
 
     return BlockCall(tuple(map(value, call.args)), {key: value(a) for key, a in call.kwargs.items()})
+
+
+EXACT, ROUNDED = 1e-3, 0.05  # bfloat16 on an H100: 0.03
+"""Bounds on relative differences that are only rounding, in float32 and below it (see `distance`)."""
+
+_ARGUMENTS = (
+    mx.array,
+    str,
+    int,
+    float,
+    list,
+    tuple,
+    dict,
+    type(None),
+    BlockOutput,
+)  # of a block; not what it writes into
+
+
+def check_stack(stack: LayerStack, tokens: mx.array) -> int:
+    """The vocabulary. Raises ValueError: there is other glue between the blocks than one hidden state, or the head does
+    not look at each row alone, so that it cannot go in pieces."""
+    entered: list[mx.array] = []
+    passed: list[Any] = []
+
+    def visit(index: int, hidden: mx.array, call: BlockCall) -> Any:
+        if passed and hidden is not hidden_of(passed[-1]):
+            raise ValueError(f"the model does more before block {index} than passing the hidden state on")
+        entered.append(hidden)
+        others = [type(a).__name__ for a in [*call.args, *call.kwargs.values()] if not isinstance(a, _ARGUMENTS)]
+        if others:
+            raise ValueError(f"the model's blocks write into one {others[0]}, which later ones and the head read")
+        passed.append(stack.blocks[index](hidden, *call.args, **call.kwargs))
+        return passed[-1]
+
+    stack.walk(tokens, visit)  # nothing of it is evaluated
+    if len(passed) != len(stack.blocks) or not all(isinstance(hidden_of(output), mx.array) for output in passed):
+        raise ValueError("the model's blocks are not called once each with one hidden state")
+    stack.note(passed)
+    _check_arguments(stack, tokens)
+    rows = stack.flat(entered[0])
+    logits, piece = stack.head(rows), slice(1, 3)
+    if distance(stack.head(rows[piece]), logits[piece]) > ROUNDED:
+        raise ValueError("the model's head does not look at each position alone")
+    return int(logits.shape[-1])
+
+
+def _check_arguments(stack: LayerStack, tokens: mx.array) -> None:
+    """Raises ValueError: what a block gets beside the hidden state, or the head, depends on what earlier blocks gave.
+
+    In the blocks' places are sums that depend on all arguments and cost nothing: in the model's own forward, and one
+    after another with the arguments that the model makes where no block changes anything.
+    """
+
+    def fingerprint(array: mx.array) -> mx.array:
+        """From 0 to 1, another one for other numbers."""
+        values = mx.clip(mx.nan_to_num(array.astype(mx.float32)).reshape(-1), -1, 1)
+        part = (values * mx.cos(mx.arange(values.size))).sum() / mx.sqrt(mx.square(values).sum() + 1e-6)
+        return mx.square(mx.sin(10 * part))
+
+    def stand(index: int, hidden: mx.array, call: BlockCall) -> mx.array:
+        change = sum(map(fingerprint, arrays_in(call)), mx.array(0.5))
+        # In another direction at each block: a norm would take a mere factor back.
+        direction = mx.cos((index + 1.0) * mx.arange(hidden.shape[-1])) * 2 * mx.abs(hidden).astype(mx.float32).mean()
+        return ((hidden + change * direction) / (1 + change)).astype(hidden.dtype)
+
+    passed: list[mx.array] = []
+
+    carried: dict[BlockOutput, Any] = {}
+
+    def returned(index: int, hidden: mx.array) -> Any:
+        def other(output: BlockOutput) -> mx.array:
+            carried[output] = fingerprint(hidden * output.place)
+            return carried[output]
+
+        return stack.returned(index, hidden, other)
+
+    def visit(index: int, hidden: mx.array, call: BlockCall) -> Any:
+        passed.append(stand(index, hidden, call))
+        return returned(index, passed[-1])
+
+    logits = stack.walk(tokens, visit)
+    hidden, calls = stack.embed(tokens)
+    carried.clear()
+    for index, call in enumerate(calls):
+        hidden = stand(index, hidden, resolved(call, carried))
+        returned(index, hidden)
+    one_by_one = stack.head(stack.flat(hidden))
+    if distance(hidden, passed[-1]) > EXACT or distance(one_by_one, logits.reshape(one_by_one.shape)) > ROUNDED:
+        raise ValueError("the model does more beside its blocks than passing the hidden state on")
+
+
+def distance(a: mx.array, b: mx.array | None) -> float:
+    """‖a - b‖ / ‖b‖; infinite without a number. float32 models reach 1e-6 here, bfloat16 1e-3, wrong graphs 0.1."""
+    assert b is not None
+    size = scalar(mx.sqrt(total(mx.square(b))))
+    off = scalar(mx.sqrt(total(mx.square(a - b))))
+    return off / size if size > 0 else (0.0 if off == 0 else float("inf"))

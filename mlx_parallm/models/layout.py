@@ -19,8 +19,8 @@ its row counts for more than its distance from others (learned positions). `Bloc
 once, at start.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -28,7 +28,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.models.layer_stack import BlockCall, LayerStack
+from mlx_parallm.models.cpu_kernels import on_cpu
+from mlx_parallm.models.layer_stack import EXACT, ROUNDED, BlockCall, LayerStack, distance
 from mlx_parallm.models.mlx_lm_api import ArraysCache, KVCache, make_prompt_cache
 
 
@@ -359,3 +360,34 @@ def _rest_mask(shared: SharedRows) -> np.ndarray:
 def _refuse_window(size: int | None) -> None:
     if size is not None:
         raise ValueError("its attention sees a window")
+
+
+def compare_layouts(
+    model: nn.Module, stack: LayerStack, score: Callable[[TokenBatch], tuple[mx.array, ...]]
+) -> tuple[str, str]:
+    """Return why prompts are not shared, and why sequences are not packed ("": they are). Compares three rows, two of
+    them with one prompt, in each layout. Gradients follow from the same operations."""
+    if reason := shareable(model):
+        return reason, packable(model)
+    tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)
+    positions = np.array([2, 4, 5, 8, 9, 13, 15, 17], np.int32)
+    batch = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7)
+    rows = score(batch)
+    hidden, _ = stack.embed(mx.zeros((1, 4), mx.int32))
+    exact = hidden.dtype == mx.float32 and on_cpu()  # GPUs multiply float32 in TF32: 4e-3 on an H100
+    bound = EXACT if exact else ROUNDED
+
+    def why_not(compact: CompactRows) -> str:
+        try:
+            scores = score(replace(batch, compact=compact))
+        except (ValueError, TypeError, IndexError, AttributeError) as error:
+            return f"its blocks do not take such keys, values and masks: {error}"
+        off = max(distance(a, b) for a, b in zip(scores, rows, strict=True))
+        return f"scores are off by {off:.2g} (relative)" if off > bound else ""
+
+    unshared = why_not(share_prompts(tokens, positions))
+    if reason := packable(model):
+        return unshared, reason
+    if not mx.array_equal(hidden[:, 1:], hidden[:, :-1]).item():
+        return unshared, "what enters its blocks depends on the position"
+    return unshared, why_not(pack_rows(tokens, positions, [1, 2]))

@@ -208,12 +208,13 @@ def prefilled(console: Console, rounds: int) -> None:
         group, _ = computed(engine, [Request("group", prompt, replace(ANSWER, n=16))])
         instruction = rng.integers(0, 1000, 500).tolist()
         questions = [rng.integers(0, 1000, 8 + i % 5).tolist() for i in range(64)]
-        asked = [Request(f"q{i}", (*instruction, *question), ANSWER) for i, question in enumerate(questions)]
-        many, _ = computed(make_engine(model_of(name).eval()), asked)
+        requests = [Request(f"q{i}", (*instruction, *question), ANSWER) for i, question in enumerate(questions)]
+        many, _ = computed(make_engine(model_of(name).eval()), requests)
         once = 500 + sum(map(len, questions))
         console.print(
             f"{name}: turn 1 … 8 {turns}, new {new}; a group of 16 on 500 tokens {group};"
-            f" 64 requests on one instruction of 500 {many:,}, each token once {once:,}, in each row {500 * 63 + once:,}"
+            f" 64 requests on one instruction of 500 {many:,}, each token once {once:,},"
+            f" in each row {500 * 63 + once:,}"
         )
 
 

@@ -522,8 +522,8 @@ def _prefixes_fail(model: nn.Module, cache: RowCaches) -> str:
         prefill = cache.new_prefill(6)
         model(tokens[:, :6], cache=prefill)  # of the second row 3 tokens; what follows stands for padding
         cache.write_prefixes(prefill, [PromptRows(0, 1, 6), PromptRows(1, 1, 3)], 0)
-        known = Segment(None, 0, (0, 1, 2, 3), arrays=cache.read(0, 0, 4))
-        after = model(tokens[:1, 6:], cache=cache.new_prefill(7, [(PrefixChunk(known, 4),)]))[0, -1]
+        segment = Segment(None, 0, (0, 1, 2, 3), arrays=cache.read(0, 0, 4))
+        after = model(tokens[:1, 6:], cache=cache.new_prefill(7, [(PrefixChunk(segment, 4),)]))[0, -1]
         cache.begin_step([6, 3])
         second = model(tokens[1:, 3:4], cache=cache.batches()[1][2])[0, -1]
         ends = [(mx.concatenate([tokens[:1, :4], tokens[:1, 6:]], axis=1), after), (tokens[1:, :4], second)]
