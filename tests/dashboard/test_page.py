@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.dashboard.command import make_app
-from mlx_parallm.dashboard.routes import added_router, runs_dashboard
+from mlx_parallm.dashboard.routes import added_router, dashboard
 from mlx_parallm.dashboard.run_view import RunView
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
@@ -347,7 +347,7 @@ def test_runs_over_each_other_and_seeds_as_one(tmp_path: Path, open_page: Open) 
 
 def test_one_chooses_among_the_runs_of_a_servers_clients(tmp_path: Path, open_page: Open, tiny_tokenizer: Any) -> None:
     runs = list[Path]()
-    added = runs_dashboard(lambda: list(runs), Redactor())
+    added = dashboard(lambda: list(runs), Redactor())
     with running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server:
         page = open_page(f"{server.url}/dashboard")
         page.wait_for_selector(".empty:has-text('as soon as a client creates one')")
