@@ -9,7 +9,7 @@ from mlx_parallm.trl.config import DPOConfig, GRPOConfig, KTOConfig, RowsConfig,
 from mlx_parallm.trl.mapping import HOW, SAME
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "trl.md"
-MARK = "<!-- generated from here on by scripts/generate_trl_docs.py: edit config/trl.py or trl/mapping.py instead -->\n"
+MARK = "<!-- generated from here on by scripts/generate_trl_docs.py: edit trl/config.py or trl/mapping.py instead -->\n"
 TITLES: dict[str, type[TrainerConfig]] = {
     "All four": TrainerConfig,
     "`GRPOConfig`": GRPOConfig,
