@@ -12,7 +12,7 @@ from mlx_parallm.system.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from mlx_parallm.config.training import LoraConfig
-    from mlx_parallm.config.trl import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
+    from mlx_parallm.trl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
     from mlx_parallm.trl.trainers import DPOTrainer, GRPOTrainer, KTOTrainer, SFTTrainer
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ __getattr__, __dir__ = lazy_names(  # TRL's names (docs/trl.md); importing the p
     __name__,
     {
         "config.training": "LoraConfig",
-        "config.trl": "GRPOConfig SFTConfig DPOConfig KTOConfig",
+        "trl.config": "GRPOConfig SFTConfig DPOConfig KTOConfig",
         "trl.trainers": "GRPOTrainer SFTTrainer DPOTrainer KTOTrainer",
     },
 )

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
+from mlx_parallm.config.leaves import client_trainer, imported, leaves
 from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.follower import follow
 from mlx_parallm.distributed.ranks import join
@@ -40,7 +41,6 @@ from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
-from mlx_parallm.integrations.atropos.source import atropos_source
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import (
     LoadedModel,
@@ -54,11 +54,10 @@ from mlx_parallm.models.loading import (
 from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, load_adapter
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.prompt_policy.app import mounted as prompt_policy_routes
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.monitor.trackers import check_installed
 from mlx_parallm.rl_training.plan.dry_run import DryRun
-from mlx_parallm.rl_training.sources import InProcessEnvironments, RewardsById, RolloutSource, SourceKind
+from mlx_parallm.rl_training.sources import InProcessEnvironments, RewardsById, RolloutSource
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.server.app import AddedRouter, create_app
@@ -75,8 +74,6 @@ from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.signals import ShutdownWatcher
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.system.turns import Turns
-from mlx_parallm.tinker.register import tinker_part
-from mlx_parallm.traces.source import SessionRewards, session_routes
 from mlx_parallm.weights import PublishReport, SharedWeights
 
 log = get_logger("daemon")
@@ -85,20 +82,9 @@ INTERRUPTED = 130
 ENGINE_CHECK_S = 1.0  # a server whose engine is dead ends this soon
 COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
 
-RunPage = Callable[[Path, Redactor, RunCommands | None], AddedRouter]
-"""A leaf that shows a run: its routes for that run directory, and what can be ordered of it."""
-
-RunsPage = Callable[[Callable[[], Sequence[Path]], Redactor], AddedRouter]
-"""A leaf that shows runs which come and go: its routes for the directories that the call returns, the newest first."""
-
-SOURCES: tuple[SourceKind, ...] = (InProcessEnvironments.of, atropos_source, RewardsById, SessionRewards.of)
-"""Every kind of source that rollouts come from; to add one is a line here."""
-
-ROUTERS: tuple[Callable[[Config], AddedRouter | None], ...] = (session_routes,)
-"""Routes of parts outside of the server, of a process that trains nothing; None = not asked for."""
-
-MOUNTED: tuple[Callable[[Config, ServerState], AddedRouter | None], ...] = (prompt_policy_routes,)
-"""Routes of parts beside the served model, whether it is trained or not; None = not asked for."""
+Page = Callable[[Path | Callable[[], Sequence[Path]], Redactor, RunCommands | None], AddedRouter]
+"""The hook `page` of a leaf: its routes for the run that this process trains, on which people may order the commands;
+or for runs that come and go, whose directories the call returns, the newest first."""
 
 
 class ServedPart(Protocol):
@@ -120,31 +106,33 @@ class ServedPart(Protocol):
         """Of the newest runs that the part has made, the newest first."""
 
 
-PARTS: tuple[Callable[[Config], ServedPart | None], ...] = (tinker_part,)
-"""Every such part; None = not asked for."""
+def _pages(
+    runs: Path | Callable[[], Sequence[Path]], config: Config, commands: RunCommands | None = None
+) -> list[AddedRouter]:
+    hooks: list[Page] = [imported(leaf.page) for leaf in leaves() if leaf.page is not None]
+    return [page(runs, _redactor(config), commands) for page in hooks]
 
 
-def run_server(config: Config, adapters: Mapping[str, str], *, page: RunsPage | None = None) -> int:
-    """Serves until a signal. Returns the exit code.
+def run_server(config: Config, adapters: Mapping[str, str]) -> int:
+    """Serve until a signal. Return the exit code.
 
     Args:
         adapters: name → path, beside `model.lora_path`.
-        page: a leaf that shows the runs of parts that make some.
 
     Raises EngineUnavailableError: the engine thread has died.
     """
     stop = _begin(config)
     serving = Serving(config)
-    parts = [part for make in PARTS if (part := make(config)) is not None]
+    hooks = [imported(leaf.part) for leaf in leaves() if leaf.part is not None]
+    parts: list[ServedPart] = [part for make in hooks if (part := make(config)) is not None]
     if parts:
         share_blas_between(COMPUTING_THREADS, usable_cores())
     try:
         main_adapter, layers = _adapters_to_serve(config, adapters)
         check_model(config.model, train=False, quantize=config.rl_training.lora.quantize_base)
-        added = [router for make in ROUTERS if (router := make(config)) is not None]
-        added += [part.router for part in parts]
-        if parts and page is not None:
-            added.append(page(lambda: [run for part in parts for run in part.run_directories()], _redactor(config)))
+        added = [part.router for part in parts]
+        if parts:
+            added += _pages(lambda: [run for part in parts for run in part.run_directories()], config)
         serving.listen(routers=added)
         loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
         if stop.is_set():
@@ -173,11 +161,12 @@ def run_server(config: Config, adapters: Mapping[str, str], *, page: RunsPage | 
     return 0
 
 
-def run_training(config: Config, *, resume: str | None, pages: Sequence[RunPage] = ()) -> int:
-    """Serves and trains until `total_steps` or a signal. Returns the exit code. `pages`: leaves that show the run."""
-    if config.tinker.enabled:
+def run_training(config: Config, *, resume: str | None) -> int:
+    """Serve and train until `total_steps` or a signal. Return the exit code."""
+    if (leaf := client_trainer(config.model_dump())) is not None:
         raise ConfigError(
-            "tinker.enabled = true is for `mlx_parallm serve`: there clients train, here the configuration does"
+            f"{leaf.name}.{leaf.clients_train} = true is for `mlx_parallm serve`: there clients train, here the"
+            " configuration does"
         )
     with RunLog(_redactor(config)) as run_log:
         stop = _begin(config, run_log)
@@ -190,7 +179,7 @@ def run_training(config: Config, *, resume: str | None, pages: Sequence[RunPage]
                 return 0
             run = training_run(
                 config,
-                pages=pages,
+                pages=True,
                 resume=resume,
                 stop=stop,
                 console=Console(stderr=True),
@@ -206,12 +195,14 @@ def run_training(config: Config, *, resume: str | None, pages: Sequence[RunPage]
 
 
 def training_run(
-    config: Config, *, http: bool = True, pages: Sequence[RunPage] = (), ranks: Ranks = ALONE, **options: Any
+    config: Config, *, http: bool = True, pages: bool = False, ranks: Ranks = ALONE, **options: Any
 ) -> TrainingRun:
-    """Make a run that is served by this process and may use every kind of source. `http`: false: nobody but the run
-    itself asks the engine. Further arguments: `TrainingRun`."""
+    """Make a run that is served by this process and may use every kind of source. `http`, `pages`: as in `Serving`.
+    Further arguments: `TrainingRun`."""
     serve = partial(Serving, http=http, pages=pages, processes=ranks.here, clients_engine=ranks.clients_engine)
-    return TrainingRun(config, serve=serve, source_kinds=SOURCES, ranks=ranks, **options)
+    sources = [imported(leaf.source) for leaf in leaves() if leaf.source is not None]
+    kinds = (InProcessEnvironments.of, RewardsById, *sources)
+    return TrainingRun(config, serve=serve, source_kinds=kinds, ranks=ranks, **options)
 
 
 def run_dry_run(config: Config) -> int:
@@ -288,7 +279,7 @@ class Serving:
 
     Args:
         http: false: no port is taken, and nobody can ask the engine but this process.
-        pages: leaves that show a run, where there is one.
+        pages: true: the leaves that show a run in a browser show this one.
         processes: share this machine's memory.
         clients_engine: of this process's engine: what answers clients. None: that engine.
     """
@@ -298,7 +289,7 @@ class Serving:
         config: Config,
         *,
         http: bool = True,
-        pages: Sequence[RunPage] = (),
+        pages: bool = False,
         processes: int = 1,
         clients_engine: Callable[[EngineClient], EngineClient] | None = None,
     ) -> None:
@@ -366,17 +357,18 @@ class Serving:
         run: Path | None = None,
         commands: RunCommands | None = None,
     ) -> None:
-        """Starts HTTP with the server's own routes, those of the rollout sources, `routers`, and the pages of the run
-        directory `run`, on which people may order `commands`."""
+        """Start HTTP with the server's own routes, those of the rollout sources, of `routers` and of the leaves, and
+        the pages of the run directory `run`, on which people may order `commands`."""
         if self._listener is None:
             return
         sources = list(sources)
         added = [*(source.router for source in sources if source.router is not None), *routers]
-        if run is not None:
-            pages = [page(run, _redactor(self.config), commands) for page in self._pages]
-            added += pages
+        if run is not None and self._pages:
+            added += _pages(run, self.config, commands)
+        for leaf in leaves():
+            if leaf.routes is not None and not (sources and leaf.source is not None):
+                added += [router for router in [imported(leaf.routes)(self.config, self.state)] if router is not None]
         self._page_paths = [router.page for router in added if router.page is not None]
-        added += [router for mount in MOUNTED if (router := mount(self.config, self.state)) is not None]
         self._added = added
         completions = next((source.completions for source in sources if isinstance(source, RewardsById)), None)
         deps = ServerDeps(

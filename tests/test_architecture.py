@@ -4,6 +4,7 @@ A limit that makes code worse is the wrong limit: add the place to the exception
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from mlx_parallm.config.leaves import leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mlx_parallm"
@@ -30,11 +33,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rl_training",),
     ("library",),
     ("primitives",),
-    ("integrations", "distributed", "experts", "traces", "prompt_policy", "tinker"),
+    ("distributed",),
     ("daemon",),
-    ("tools", "orchestrator"),
-    ("dashboard", "export"),
-    ("cli", "trl"),
+    ("tools",),
+    ("cli",),
+    # The leaves: no core module imports or names one of them.
+    ("integrations", "experts", "traces", "prompt_policy", "tinker"),
+    ("orchestrator", "dashboard", "export", "trl"),
     ("pipeline",),
     ("__init__", "__main__"),
 )
@@ -44,7 +49,16 @@ WITHIN_A_LAYER = {
     ("environments", "engine.client"): "environments generate through the engine's mlx-free face",
     ("losses", "models.logprobs"): "the one token-logprob function",
 }
+CORE_UNITS = {unit for layer in LAYERS[: LAYERS.index(("cli",)) + 1] for unit in layer}
 BASE_UNITS = set(LAYERS[0])  # they may import each other
+
+# "mlx_parallm/x.py": why a core module names a leaf, or has a string that equals the name of a leaf's section
+NAMES_A_LEAF = {
+    "mlx_parallm/config/leaves.py": "the one list of leaves",
+    "mlx_parallm/system/packages.py": "the extras of pyproject.toml, by their names",
+    "mlx_parallm/system/secret_forms.py": "the form of a key of Tinker's service",
+    "mlx_parallm/rl_training/atropos_client.py": "a promised name; nothing imports it",
+}
 
 UPWARD = {  # imports that still run upward; each goes with the seam that is to be cut
     ("rl_training.atropos_client", "integrations"),  # a promised name; nothing imports it
@@ -63,10 +77,17 @@ MLX_FREE = (
     "inference.openai",
     "inference.types",
     "primitives.__init__",
+    "prompt_policy.config",
+    "prompt_policy.leaf",
     "rewards",
     "rollout_store",
     "server",
     "system",
+    "tinker.config",
+    "tinker.leaf",
+    "traces.config",
+    "traces.leaf",
+    "trl.config",
     "types",
 )
 
@@ -208,6 +229,51 @@ def test_every_unit_has_a_layer() -> None:
 def test_imports_go_one_way() -> None:
     found = [layer_violation(source, name) for source in sources("mlx_parallm") for name in imports(source)]
     assert not [violation for violation in found if violation]
+
+
+def leaf_names(source: Source) -> Iterator[str]:
+    """Yield each import of a leaf in a core module, each string that holds the path of one, each section of a leaf that
+    is an attribute (`config.traces`) or a string ("traces", "traces.directory"). Docstrings may name leaves."""
+    paths = [f"mlx_parallm.{unit}" for layer in LAYERS[:-1] for unit in layer if unit not in CORE_UNITS]
+    sections = [leaf.name for leaf in leaves() if leaf.section is not None]
+
+    def names_a_leaf(dotted: str) -> bool:
+        return any(f"{dotted}.".startswith((f"{path}.", f"{path}:")) for path in paths)
+
+    docstrings = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+    yield from (name for name in imports(source) if names_a_leaf(name))
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in sections:
+            yield f"{node.lineno}: .{node.attr}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            is_key = any(re.match(rf"{section}(\.\w|$)", node.value) for section in sections)
+            if names_a_leaf(node.value) or is_key:
+                yield f"{node.lineno}: {node.value!r}"
+
+
+def test_no_core_module_imports_or_names_a_leaf() -> None:
+    places = {s.path: list(leaf_names(s)) for s in sources("mlx_parallm") if s.unit in CORE_UNITS}
+    named = {path: names for path, names in places.items() if names}
+    assert {path: names for path, names in named.items() if path not in NAMES_A_LEAF} == {}
+    assert set(NAMES_A_LEAF) <= set(named), "NAMES_A_LEAF names modules that name no leaf: remove them"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("from mlx_parallm.tinker.part import TinkerPart", 1),
+        ("def f():\n    import mlx_parallm.dashboard.routes", 1),
+        ("KIND = 'mlx_parallm.orchestrator.environment:HybridEnvironment'", 1),
+        ("from mlx_parallm.tools.rollouts import Answers", 0),
+        ("config.traces.directory", 1),
+        ("sections.get('tinker')", 1),
+        ("flags = {'tinker.enabled': True}", 1),
+        ("path = 'traces of an agent'", 0),
+        ('"""mlx_parallm.tinker is a leaf."""', 0),
+    ],
+)
+def test_the_leaf_rule_itself(text: str, count: int) -> None:
+    assert len(list(leaf_names(_source("mlx_parallm/daemon.py", text)))) == count
 
 
 def test_mlx_free_files_name_no_mlx() -> None:

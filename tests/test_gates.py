@@ -20,21 +20,19 @@ TINY_MODULE_LINES = 80
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
     "environments.kinds.dataset": "a kind of environment is a file",
-    "models.chat_template": "all that is needed of transformers' own Jinja environment",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "server.api.adapters": "a family of routes is a file",
     "server.api.embeddings": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
-    "tinker.register": "it is imported where the leaf is not asked for, and its packages may be missing",
+    "traces.config": "a leaf's section is a file, which the core loads without the leaf",
     "system.power": "what the operating system is asked for is a file each",
 }
 
 VARIABLE_ATTRIBUTES: dict[
     str, str
 ] = {  # "module:function" with getattr(x, <expression>): neither grep nor mypy can follow it
-    "cli.table:Command.parser": "a command's module is imported when it is called",
+    "config.leaves:imported": "hooks and commands are imported when they are called",
     "distributed.ranks:_watched": "socket options that not every system has",
-    "environments.registry:_environment": "a kind's module is imported when it is asked for",
     "environments.state_source:check_environment": "which methods a user's class overrides",
     "execution.sandbox.sandbox_launcher:call": "system calls and limits by name, from a table",
     "execution.sandbox.sandbox_launcher:set_limits": "system calls and limits by name, from a table",
@@ -64,7 +62,7 @@ NEUTRAL = {  # values that change nothing, and names that every function with a 
     "timeout_s",
     "top_p",
 }
-TRLS = "config.trl"  # its fields are TRL's arguments, not keys
+TRLS = "trl.config"  # its fields are TRL's arguments, not keys
 # "module.function.parameter" or "module.Class.field": why it has a default beside the configuration's
 SECOND_DEFAULTS: dict[str, str] = {
     "engine.sequence.Sequence.rank": "its place among n completions; LoRA's rank is another",
@@ -205,14 +203,13 @@ def numeric_keys(source: Source) -> Iterator[str]:
 
 
 def test_a_number_has_one_default_the_configurations() -> None:
-    keys = {
-        key for s in sources("mlx_parallm") if s.unit == "config" and s.module != TRLS for key in numeric_keys(s)
-    } - NEUTRAL
-    assert "clip_ratio" in keys
+    configuration = [s for s in sources("mlx_parallm") if s.unit == "config" or s.module.endswith(".config")]
+    keys = {key for s in configuration if s.module != TRLS for key in numeric_keys(s)} - NEUTRAL
+    assert {"clip_ratio", "buffer_size"} <= keys
     elsewhere = {
         place
         for source in sources("mlx_parallm")
-        if source.unit != "config"
+        if source not in configuration
         for name, place in numeric_defaults(source)
         if name in keys and not place.startswith(OWN_CONFIGURATIONS)
     }

@@ -1,15 +1,14 @@
-"""`train`, `serve` and `prompt-policy`: flags → configuration → one call of the daemon. Imports no MLX."""
+"""`train` and `serve`: flags → configuration → one call of the daemon. Imports no MLX."""
 
 import faulthandler
-import os
 import sys
-import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_parallm.cli.command import Run, add_set, load, toml_value
+from mlx_parallm.config.leaves import leaves
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.files import is_directory, is_file
 from mlx_parallm.system.hardware import launched_rank
@@ -85,9 +84,8 @@ def train(parser: ArgumentParser) -> Run:
             )
         _before_mlx(config)
         from mlx_parallm.daemon import run_training
-        from mlx_parallm.dashboard.routes import dashboard
 
-        return run_training(config, resume=resume, pages=(dashboard,))
+        return run_training(config, resume=resume)
 
     return run
 
@@ -106,7 +104,9 @@ def serve(parser: ArgumentParser) -> Run:
     parser.add_argument("--host", help="address to bind; anything but loopback needs an API key")
     parser.add_argument("--port", type=int, help="0 takes a free one and prints it")
     parser.add_argument("--api-key-file", metavar="FILE", help="file that holds the API key")
-    parser.add_argument("--tinker", action="store_true", help="answer Tinker's training API too (docs/tinker.md)")
+    switches = [leaf for leaf in leaves() if leaf.serve_help is not None]
+    for leaf in switches:
+        parser.add_argument(f"--{leaf.name}", action="store_true", help=leaf.serve_help)
     parser.add_argument("--config", metavar="FILE", help="a TOML file with [server] and [model]")
     add_set(parser)
 
@@ -120,16 +120,15 @@ def serve(parser: ArgumentParser) -> Run:
             "server.host": args.host,
             "server.port": args.port,
             "server.api_key_file": args.api_key_file,
-            "tinker.enabled": args.tinker or None,
         }
+        given |= {f"{leaf.name}.{leaf.clients_train}": True for leaf in switches if vars(args)[leaf.name]}
         flags = [f"{key}={toml_value(value)}" for key, value in given.items() if value is not None]
         config = load(args.config, args.set + flags)
         require_mlx()
         _before_mlx(config)
         from mlx_parallm.daemon import run_server
-        from mlx_parallm.dashboard.routes import runs_dashboard
 
-        return run_server(config, named, page=runs_dashboard)
+        return run_server(config, named)
 
     return run
 
@@ -158,69 +157,6 @@ def _before_mlx(config: "Config") -> None:
         from mlx_parallm.system.blas import request_bitwise_reproducible_blas
 
         request_bitwise_reproducible_blas()
-
-
-def prompt_policy(parser: ArgumentParser) -> Run:
-    """Serve the policy, or show it learn."""
-    parser.add_argument("--server", metavar="PORT", type=int, help="serve on this port, e.g. 8765; 0: a free one")
-    parser.add_argument("--host", help="address to bind; anything but loopback needs an API key (default 127.0.0.1)")
-    parser.add_argument("--checkpoint-dir", metavar="DIR", help="for checkpoints and experiences")
-    parser.add_argument("--api-key-file", metavar="FILE", help="file with the API key that clients send")
-    parser.add_argument("--config", metavar="FILE", help="a TOML file; [server] and [prompt_policy] are read")
-    parser.add_argument(
-        "--until-stdin-ends",
-        action="store_true",
-        help="end in order when standard input ends",
-    )
-    add_set(parser)
-
-    def run(args: Namespace) -> int:
-        overrides = list(args.set)
-        named = {
-            "server.port": args.server,
-            "server.host": args.host,
-            "server.api_key_file": args.api_key_file,
-            "prompt_policy.checkpoint_dir": args.checkpoint_dir,
-        }
-        overrides += [f"{key}={toml_value(value)}" for key, value in named.items() if value is not None]
-        config = load(args.config, overrides)
-        require_mlx()
-        from mlx_parallm.models.threads import mlx_thread
-        from mlx_parallm.system.log import configure_logging
-
-        configure_logging(level=config.logging.level)
-        if args.server is None:
-            from mlx_parallm.prompt_policy.demo import demonstrate
-
-            with mlx_thread():
-                demonstrate(config.prompt_policy.ppo)
-            return 0
-        from mlx_parallm.prompt_policy.app import PromptPolicyServer
-        from mlx_parallm.system.signals import ShutdownWatcher
-
-        block_shutdown_signals()
-        stop = threading.Event()
-        ShutdownWatcher(lambda name: stop.set()).start()
-        if args.until_stdin_ends:
-            threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
-        server = PromptPolicyServer(config)
-        server.start()
-        sys.stdout.write(f"RL Server started at {server.url}\n")
-        sys.stdout.flush()
-        stop.wait()
-        server.close()
-        return 0
-
-    return run
-
-
-def _wait_for_end_of_stdin(stop: threading.Event) -> None:
-    """Set `stop` when standard input ends. Not `sys.stdin`: its lock would stop the interpreter's end."""
-    try:
-        while os.read(0, 4096):
-            pass
-    finally:
-        stop.set()
 
 
 def _add_dataset_flags(parser: ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The front door: `mlx_parallm COMMAND …`. One table holds every command; a new one is a line in it.
+"""The front door: `mlx_parallm COMMAND …`. One table holds every command: those of the core, and those of the leaves.
 
 A command is a function that adds its arguments to a parser and returns what carries it out. Its module is imported only
 when the command is called, so `mlx_parallm` alone and every `--help` answer at once and load no MLX.
@@ -7,12 +7,11 @@ when the command is called, so `mlx_parallm` alone and every `--help` answer at 
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
 
 from mlx_parallm import __version__
 from mlx_parallm.cli.command import EXIT_ERROR, Run, exit_code
+from mlx_parallm.config.leaves import Command, leaves
 
 TASKS = {
     "start": "Start",
@@ -24,33 +23,7 @@ TASKS = {
 }
 
 
-@dataclass(frozen=True)
-class Command:
-    """A row of the table. `function`: "module:name"; it takes the parser and returns a `Run`. `script`: the name that
-    `pyproject.toml` installs for it beside `mlx_parallm`."""
-
-    name: str
-    task: str
-    summary: str
-    function: str
-    script: str | None = None
-    details: str = ""
-
-    def parser(self, prog: str) -> tuple[ArgumentParser, Run]:
-        """Return the parser of this command and what carries it out."""
-        module, _, name = self.function.partition(":")
-        parser = ArgumentParser(prog, description=f"{self.summary} {self.details}".strip(), allow_abbrev=False)
-        parser.add_argument("--version", action="version", version=f"mlx-parallm {__version__}")
-        return parser, getattr(import_module(module), name)(parser)
-
-    def call(self, argv: Sequence[str], prog: str) -> int:
-        parser, run = self.parser(prog)
-        args = parser.parse_args(argv)
-        args.argv = list(argv)
-        return exit_code(run, args)
-
-
-COMMANDS = (
+CORE = (
     Command(
         "train",
         "start",
@@ -64,22 +37,6 @@ COMMANDS = (
         "Serve a model over an OpenAI-compatible API.",
         "mlx_parallm.cli.start:serve",
         "mlx_parallm_serve",
-    ),
-    Command(
-        "mcp",
-        "start",
-        "Serve the tools with which an agent runs trainings, over MCP.",
-        "mlx_parallm.integrations.mcp_server.server:mcp",
-        "mlx_parallm_mcp",
-        "Trainings go on when it ends, and are found again. docs/mcp_server.md.",
-    ),
-    Command(
-        "prompt-policy",
-        "start",
-        "Serve a policy that learns which rewriting helps which prompt.",
-        "mlx_parallm.cli.start:prompt_policy",
-        "mlx_parallm_prompt_policy",
-        "Without --server: a demonstration. docs/prompt_policy.md.",
     ),
     Command(
         "explain",
@@ -98,14 +55,6 @@ COMMANDS = (
         "mlx_parallm_rollouts",
         "The newest first, or the worst or the best; one group as a whole; counts; or the refused groups."
         " Reads only, also while the run goes on.",
-    ),
-    Command(
-        "dashboard",
-        "look",
-        "Show runs in a browser: curves, groups, answers, tokens.",
-        "mlx_parallm.dashboard.command:dashboard",
-        "mlx_parallm_dashboard",
-        "The same page that a training run serves at /dashboard. Reads only; several runs are drawn over each other.",
     ),
     Command(
         "checkpoint",
@@ -155,29 +104,6 @@ COMMANDS = (
         "Every format is read: LoRA, rsLoRA, DoRA.",
     ),
     Command(
-        "traces",
-        "data",
-        "Record what agents do, import their logs, and make data sets of them.",
-        "mlx_parallm.traces.command:traces",
-        "mlx_parallm_traces",
-    ),
-    Command(
-        "export",
-        "deploy",
-        "Write a trained model as GGUF, for llama.cpp, Ollama and LM Studio.",
-        "mlx_parallm.export.command:export",
-        "mlx_parallm_export",
-        "Compares the file with the model that is served here, by a real llama.cpp, before it is kept.",
-    ),
-    Command(
-        "pipeline",
-        "deploy",
-        "From an agent's traces to a deployed model: label, train, evaluate, export.",
-        "mlx_parallm.pipeline.command:pipeline",
-        "mlx_parallm_pipeline",
-        "A second call goes on where the first one stopped, and does only what has changed. docs/pipeline.md.",
-    ),
-    Command(
         "doctor",
         "repair",
         "Show device, BLAS and its speed, memory, versions, and what to fix.",
@@ -192,6 +118,8 @@ COMMANDS = (
         "mlx_parallm.cli.table:completion",
     ),
 )
+"""The commands of the core."""
+COMMANDS = (*CORE, *(command for leaf in leaves() for command in leaf.commands))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,7 +137,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         sys.stderr.write(f"error: there is no command {arguments[0]!r}{hint}; `mlx_parallm` lists them\n")
         return EXIT_ERROR
-    return command.call(arguments[1:], f"mlx_parallm {command.name}")
+    return call(command, arguments[1:], f"mlx_parallm {command.name}")
+
+
+def call(command: Command, argv: Sequence[str], prog: str) -> int:
+    """Carry out a command with these arguments and return its exit code."""
+    parser, run = command.parser(prog)
+    args = parser.parse_args(argv)
+    args.argv = list(argv)
+    return exit_code(run, args)
 
 
 def overview() -> str:
@@ -229,7 +165,7 @@ def script(name: str) -> Callable[..., int]:
     command = next(command for command in COMMANDS if command.script == name)
 
     def run(argv: Sequence[str] | None = None) -> int:
-        return command.call(sys.argv[1:] if argv is None else argv, name)
+        return call(command, sys.argv[1:] if argv is None else argv, name)
 
     return run
 

@@ -2,7 +2,8 @@
 
 `load_config` reads a TOML file (a path, or the name of a shipped configuration), applies `section.key=value` overrides
 and returns a `Config`; an unknown key is an error that names the nearest valid one. Each section is a class in a module
-of this folder. `scripts/generate_config_docs.py` makes docs/config.md of their descriptions.
+of this folder, or in the folder of a leaf (leaves.py). `scripts/generate_config_docs.py` makes docs/config.md of their
+descriptions.
 """
 
 import difflib
@@ -12,21 +13,19 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import tomli
 import tomli_w
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError, create_model, model_validator
 
 from mlx_parallm.config.algorithm import without_unread
 from mlx_parallm.config.data import DATA_ALGORITHMS, OPTIONS, ROLLOUT_KEYS, DataConfig
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section
 from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation, moved_keys
-from mlx_parallm.config.prompt_policy import PromptPolicyConfig
+from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.config.server import ModelConfig, ServerConfig
-from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.config.tools import ToolsConfig
-from mlx_parallm.config.traces import TracesConfig
 from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig, as_it_began
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import absolute, is_reference
@@ -42,28 +41,34 @@ PATHS = ("data", "heldout_data", "pass_rates", "path", "eval_path")  # keys of f
 _LIKE_A_FILE = re.compile(r"[^\s:]{1,200}\.(jsonl|json|csv|txt|py|toml)")
 
 
-class Config(Section):
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+class CoreConfig(Section):
+    """The sections of the core. `Config` has those of the leaves too."""
+
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
     rl_training: RLTrainingConfig = RLTrainingConfig()
     data: DataConfig = DataConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
-    traces: TracesConfig = TracesConfig()
-    tinker: TinkerConfig = TinkerConfig()
     logging: LoggingConfig = LoggingConfig()
     environments: tuple[EnvironmentConfig, ...] = ()
     """In-process environments; none = only environments that come over HTTP."""
     tools: ToolsConfig = ToolsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    prompt_policy: PromptPolicyConfig = PromptPolicyConfig()
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> "Config":
+    def _parts_fit(self) -> Self:
         _check_data(self.data, self.rl_training, len(self.environments))
         check_evaluation(self.evaluation, self.environments, self.rl_training.keep_best)
         if self.server.async_scheduling and self.rl_training.deterministic:
             raise ValueError("server.async_scheduling = true does not go with rl_training.deterministic: leave one out")
         return self
+
+    def section(self, kind: type[SectionT]) -> SectionT:
+        """Return the section of this class: the way in which a leaf reads its settings."""
+        return next(section for _, section in self if isinstance(section, kind))
 
     def resolve_api_key(self) -> str | None:
         """Return the API key of the environment, the file, or the configuration, in this order."""
@@ -91,6 +96,18 @@ class Config(Section):
         """Return every key as JSON, secrets hidden: an API key, `http://user:KEY@host`, options named like a secret."""
         redacted: dict[str, Any] = Redactor(environment_secrets()).value(self.model_dump(mode="json"))
         return redacted
+
+
+def _with_leaves() -> type[CoreConfig]:
+    sections = {leaf.name: imported(leaf.section) for leaf in leaves() if leaf.section is not None}
+    fields: dict[str, Any] = {name: (section, section()) for name, section in sections.items()}
+    return create_model("Config", __base__=CoreConfig, __module__=__name__, **fields)
+
+
+if TYPE_CHECKING:
+    Config = CoreConfig
+else:
+    Config = _with_leaves()
 
 
 def _check_data(data: DataConfig, training: RLTrainingConfig, environments: int) -> None:
@@ -243,7 +260,8 @@ def _environments(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
     """Make the paths of user code and data absolute: a saved configuration must not depend on the working directory."""
-    for section in [data.get("rl_training"), data.get("data"), data.get("prompt_policy"), *_environments(data)]:
+    of_leaves = [data.get(leaf.name) for leaf in leaves() if leaf.section is not None]
+    for section in [data.get("rl_training"), data.get("data"), *of_leaves, *_environments(data)]:
         if not isinstance(section, dict):
             continue
         for key in ("advantage", "loss", "kind", *PATHS):

@@ -63,13 +63,12 @@ Views = Callable[[], Mapping[int, RunView]]
 """The runs by their ids, in the order of the list."""
 
 
-def dashboard(run: Path, redactor: Redactor, commands: RunCommands | None = None) -> AddedRouter:
-    """The dashboard of the run that this process trains: a `daemon.RunPage`."""
-    return added_router([RunView(run, redactor)], live=True, commands=commands)
-
-
-def runs_dashboard(runs: Callable[[], Sequence[Path]], redactor: Redactor) -> AddedRouter:
-    """The dashboard of runs that come and go in this process: a `daemon.RunsPage`."""
+def dashboard(
+    runs: Path | Callable[[], Sequence[Path]], redactor: Redactor, commands: RunCommands | None = None
+) -> AddedRouter:
+    """Return the routes for the run that this process trains, or for runs that come and go: a `daemon.Page`."""
+    if isinstance(runs, Path):
+        return added_router([RunView(runs, redactor)], live=True, commands=commands)
     return _added(_ComingRuns(runs, redactor), live=False, commands=None, directory=Path())
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import regex
 
+from mlx_parallm.config.leaves import client_trainer
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.dashboard.bounded import cut, file_version, sendable
 from mlx_parallm.dashboard.evaluations import EvaluationsView
@@ -195,16 +196,16 @@ class RunView:
             self._read()
             last = dict(self._columns.last)
         config = self._config()
-        planned = config is not None and not config.tinker.enabled  # else a client decides step by step
+        clients = None if config is None else client_trainer(config.model_dump())  # they decide step by step
         return self._shown(
             {
                 "name": self.path.name,
                 "path": str(self.path),
                 "state": self.state(),
                 "steps": last.get("step", 0),
-                "total_steps": config.rl_training.total_steps if config is not None and planned else None,
+                "total_steps": config.rl_training.total_steps if config is not None and clients is None else None,
                 "model": None if config is None else config.model.base_path,
-                "algorithm": None if config is None else config.rl_training.algorithm if planned else "tinker",
+                "algorithm": clients.name if clients else None if config is None else config.rl_training.algorithm,
                 "judged_by": headline(last)[0] if last else "reward",
                 "inferred_rewards": self._rewards_are_inferred(),
                 "environments": list(last.get("environments") or {}),
@@ -406,7 +407,7 @@ class RunView:
     def _rewards_are_inferred(self) -> bool:
         """Whether the run has no rewards but those that its clients' advantages tell."""
         if self._inferred is None and (config := self._config()) is not None:
-            self._inferred = config.tinker.enabled
+            self._inferred = client_trainer(config.model_dump()) is not None
         return bool(self._inferred)
 
     def _config(self) -> Config | None:

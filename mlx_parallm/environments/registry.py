@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -10,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mlx_parallm.config.environment import SCORING_KEYS, EnvironmentConfig, unique_names
+from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.kinds.dataset import DatasetSource
@@ -31,7 +31,7 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
         "svrl": "svrl:SVRLEnvironment",
         "gymnasium": "gymnasium:GymnasiumEnvironment",
         "tools": "tools:ToolsEnvironment",
-        "hybrid": "mlx_parallm.orchestrator.environment:HybridEnvironment",
+        **{kind: place for leaf in leaves() for kind, place in leaf.environments.items()},
     }
 )
 """Kinds that are a `BaseEnvironment`, imported on demand: some need further packages."""
@@ -85,9 +85,9 @@ def _builtin(kind: str) -> Callable[..., EnvironmentSource]:
 def _environment(kind: str) -> type[BaseEnvironment]:
     if kind not in ENVIRONMENTS:
         raise _unknown(kind, list(ENVIRONMENTS))
-    module, _, name = ENVIRONMENTS[kind].partition(":")
-    module = module if "." in module else f"{__package__}.kinds.{module}"  # a leaf's own
-    environment: type[BaseEnvironment] = getattr(importlib.import_module(module), name)
+    place = ENVIRONMENTS[kind]
+    whole = place if place.startswith("mlx_parallm.") else f"{__package__}.kinds.{place}"
+    environment: type[BaseEnvironment] = imported(whole)
     return environment
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, Template
+from pydantic import BaseModel
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mlx_parallm.errors import RequestError
@@ -80,13 +81,16 @@ def _compiled(source: str) -> Template:
 def _plain(value: Any) -> Any:
     """Return the value in JSON's own types: a template from a hub must not reach the methods of a caller's objects.
 
-    Other objects (pictures, arrays) become their type's name in angle brackets: templates ask only whether they are there.
+    Other objects (pictures, arrays) become the name of their type: templates ask only whether they are there.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
-    for kind, exact in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
-        if isinstance(value, kind):  # an enumeration's member, a number of numpy's
-            return exact(value)
+    if isinstance(value, str):  # an enumeration's member
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -94,7 +98,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return _plain(value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if callable(dump := getattr(value, "model_dump", None)):  # pydantic
-        return _plain(dump())
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, BaseModel):
+        return _plain(value.model_dump())
     return f"<{type(value).__name__}>"

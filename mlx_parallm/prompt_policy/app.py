@@ -13,10 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mlx_parallm.config.load import Config
-from mlx_parallm.config.prompt_policy import PromptPolicyConfig
 from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.errors import ConfigError, RefusedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from mlx_parallm.prompt_policy.config import PromptPolicyConfig
 from mlx_parallm.prompt_policy.embeddings import Embedder, EndpointEmbedder, HashedEmbedder, checked
 from mlx_parallm.prompt_policy.mutations import CHAT_REWRITE, RULES, ChatMutation
 from mlx_parallm.prompt_policy.protocol import HealthAnswer
@@ -84,7 +84,7 @@ def make_deps(config: PromptPolicyConfig, served: ServedEmbedder | None = None) 
 
 def mounted(config: Config, state: ServerState) -> AddedRouter | None:
     """The routes below /prompt_policy of a server that serves a model; None: not wanted. Raises as `make_deps`."""
-    section = config.prompt_policy
+    section = config.section(PromptPolicyConfig)
     if not section.mount:
         return None
     served = ServedEmbedder(state, config.server.embedding_pooling, section.ppo.input_dim)
@@ -101,7 +101,8 @@ class PromptPolicyServer:
 
     def __init__(self, config: Config) -> None:
         server, key = config.server, config.resolve_api_key()
-        if config.prompt_policy.embedding == "served":
+        section = config.section(PromptPolicyConfig)
+        if section.embedding == "served":
             raise ConfigError(
                 'prompt_policy.embedding = "served" needs a served model: take it within `mlx_parallm serve`, or set'
                 " the URL of a server"
@@ -115,7 +116,7 @@ class PromptPolicyServer:
         self._state = ServerState(needs_model=False)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._listener.close)
-            self.deps = make_deps(config.prompt_policy)
+            self.deps = make_deps(section)
             on_error.pop_all()
         watch(self._state.metrics.registry, self.deps.service)
         self.app = create_app(

@@ -6,7 +6,7 @@ import sys
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.prompt_policy import PromptPPOConfig
+from mlx_parallm.prompt_policy.config import PromptPPOConfig
 from mlx_parallm.prompt_policy.embeddings import HashedEmbedder
 from mlx_parallm.prompt_policy.experience import Experience
 from mlx_parallm.prompt_policy.ppo import PPOTrainer

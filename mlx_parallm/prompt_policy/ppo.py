@@ -25,10 +25,10 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_parallm.config.prompt_policy import PromptPPOConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.losses.ppo import Steps, clipped_ppo, gae, loss_inputs
 from mlx_parallm.models.parameters import check_weights
+from mlx_parallm.prompt_policy.config import PromptPPOConfig
 from mlx_parallm.prompt_policy.experience import Experience, History, Novelty
 from mlx_parallm.prompt_policy.networks import PolicyNetwork, ValueNetwork
 from mlx_parallm.system.files import write_directory

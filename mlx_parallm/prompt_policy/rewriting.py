@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from fastapi import Request as HTTPRequest
 
-from mlx_parallm.config.prompt_policy import PromptPolicyConfig
 from mlx_parallm.errors import EndpointError, RefusedError
 from mlx_parallm.prompt_policy.classifier import Classified, classify_prompt
+from mlx_parallm.prompt_policy.config import PromptPolicyConfig
 from mlx_parallm.prompt_policy.embeddings import Embedder
 from mlx_parallm.prompt_policy.experience import Choice
 from mlx_parallm.prompt_policy.mutations import CHAT_REWRITE, RULES, ChatMutation, Mutation

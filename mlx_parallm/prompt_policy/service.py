@@ -22,9 +22,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.prompt_policy import PromptPolicyConfig
 from mlx_parallm.errors import CheckpointError, RefusedError, RequestError
 from mlx_parallm.models.threads import MLXThread
+from mlx_parallm.prompt_policy.config import PromptPolicyConfig
 from mlx_parallm.prompt_policy.experience import Choice, Experience, History
 from mlx_parallm.prompt_policy.ppo import STATE_FILE, ActorCritic, PPOTrainer
 from mlx_parallm.prompt_policy.store import Decision, ExperienceStore

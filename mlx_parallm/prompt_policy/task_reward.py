@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from fastapi import Request as HTTPRequest
 
-from mlx_parallm.config.prompt_policy import PromptPolicyConfig
 from mlx_parallm.errors import EndpointError, RefusedError, RolloutRejectedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from mlx_parallm.prompt_policy.config import PromptPolicyConfig
 from mlx_parallm.prompt_policy.mutations import whole_characters
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.server.generation import UNNAMED, EncodedPrompt, build_requests, check_text, new_id, resolve_model, run

@@ -6,7 +6,8 @@
 
 A source writes scored groups into the store of the run, from which the `RolloutBuffer` makes batches. A kind of source
 is a function of the `SourceContext` that returns the source, or None where the configuration does not ask for it; the
-kinds are registered in `daemon.SOURCES`, one line each. Nothing here knows what the server makes of a source.
+kinds of the core are listed in `daemon.training_run`, a leaf brings its own as a hook. Nothing here knows what the
+server makes of a source.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -20,6 +20,7 @@ from mlx_parallm.models.lora import linear_shapes
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.tinker.checkpoints import Checkpoints
+from mlx_parallm.tinker.config import TinkerConfig
 from mlx_parallm.tinker.learner import TinkerLearner
 from mlx_parallm.tinker.recorder import RunRecorder
 from mlx_parallm.tinker.rest import DOWNLOADS, add_rest_routes
@@ -52,7 +53,7 @@ class TinkerPart:
         """Answer from now on."""
         assert self._learner is not None, "loaded() comes first"
         names, tokenizer = base_names(self._config, self._learner.base)
-        tinker = self._config.tinker
+        tinker = self._config.section(TinkerConfig)
         checkpoints = Checkpoints(tinker.directory, min_free_gb=self._config.rollouts.min_free_gb)
         samplers = SamplerWeights(
             weights,

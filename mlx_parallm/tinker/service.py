@@ -17,7 +17,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.errors import ParallmError, RefusedError, RequestError
 from mlx_parallm.models.adapters.peft import save_peft
@@ -45,6 +44,7 @@ from mlx_parallm.tinker.checkpoints import (
     TinkerPath,
     check_name,
 )
+from mlx_parallm.tinker.config import TinkerConfig
 from mlx_parallm.tinker.data import read_batch
 from mlx_parallm.tinker.learner import LearnedModel, LoraChoice, TinkerLearner
 from mlx_parallm.tinker.promises import Promise, PromiseResult, Promises, failure, json_result, protobuf_result

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
+from mlx_parallm.config.leaves import client_trainer
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError, ModelError, StoreError
 from mlx_parallm.execution.user_code import is_reference
@@ -259,7 +260,7 @@ class Answers:
     @property
     def _trained_by_clients(self) -> bool:
         """Whether the advantages of a group come with the step that trains on it."""
-        return self._config is not None and self._config.tinker.enabled
+        return self._config is not None and client_trainer(self._config.model_dump()) is not None
 
     @cached_property
     def _running(self) -> bool:

@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_parallm.config.load import Config
-from mlx_parallm.config.traces import TracesConfig
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, TraceError
 from mlx_parallm.rl_training.sources import POLICY, RolloutSource, SourceContext
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.server.app import AddedRouter
+from mlx_parallm.server.context import ServerState
+from mlx_parallm.traces.config import TracesConfig
 from mlx_parallm.traces.privacy import secret_finder
 from mlx_parallm.traces.recorder import SessionRecorder
 from mlx_parallm.traces.routes import session_router
@@ -38,10 +39,26 @@ def recorder_of(config: TracesConfig, secrets: Iterable[str | None] = ()) -> Ses
     )
 
 
-def session_routes(config: Config) -> AddedRouter | None:
-    """The recorder's routes of a server that trains nothing."""
-    recorder = recorder_of(config.traces, [config.resolve_api_key()])
+def session_routes(config: Config, state: ServerState) -> AddedRouter | None:
+    """Return the recorder's routes, for a server that trains nothing; None: nothing is recorded."""
+    recorder = recorder_of(config.section(TracesConfig), [config.resolve_api_key()])
     return session_router(recorder) if recorder is not None else None
+
+
+def session_rewards(context: SourceContext) -> "SessionRewards | None":
+    """Return the source; None: nothing is recorded. Raises ConfigError: groups of this size never fill a batch."""
+    config = context.config
+    section, batch = config.section(TracesConfig), config.rl_training.atropos.rollout_batch_size
+    recorder = recorder_of(section, [config.resolve_api_key()])
+    if recorder is None:
+        return None
+    size = section.group_size
+    if size > batch or (batch % size and not context.environments):
+        raise ConfigError(
+            f"traces.group_size = {size}: groups of sessions never add up to"
+            f" rl_training.atropos.rollout_batch_size = {batch}; choose a divisor of it"
+        )
+    return SessionRewards(context, recorder)
 
 
 class SessionRewards(RolloutSource):
@@ -51,7 +68,7 @@ class SessionRewards(RolloutSource):
 
     def __init__(self, context: SourceContext, recorder: SessionRecorder) -> None:
         self._context, self._recorder = context, recorder
-        self._group_size = context.config.traces.group_size
+        self._group_size = context.config.section(TracesConfig).group_size
         self._waiting: dict[str, dict[tuple[str, str | None], Rollout]] = {}  # key → session, answer → rollout
         self._queued: set[tuple[str, str | None]] = set()
         adapter = POLICY if context.config.rl_training.lora.enabled else None
@@ -60,20 +77,6 @@ class SessionRewards(RolloutSource):
             return request.adapter == adapter
 
         self.router = session_router(recorder, is_policy=is_policy, trained=self._take)
-
-    @classmethod
-    def of(cls, context: SourceContext) -> "SessionRewards | None":
-        """Raises ConfigError: groups of this size never fill a batch."""
-        recorder = recorder_of(context.config.traces, [context.config.resolve_api_key()])
-        if recorder is None:
-            return None
-        size, batch = context.config.traces.group_size, context.config.rl_training.atropos.rollout_batch_size
-        if size > batch or (batch % size and not context.environments):
-            raise ConfigError(
-                f"traces.group_size = {size}: groups of sessions never add up to"
-                f" rl_training.atropos.rollout_batch_size = {batch}; choose a divisor of it"
-            )
-        return cls(context, recorder)
 
     async def _take(self, session: str, label: Label, group: str | None) -> Json:
         """Make a rollout of a scored session and put it to its group. Server's thread only."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config.trl import TrainerConfig
 from mlx_parallm.trl.callbacks import Callbacks, TRLState
+from mlx_parallm.trl.config import TrainerConfig
 
 _OPTIMIZER = "the run holds it: optim, learning_rate and lr_scheduler_type choose it"
 _BATCHES = "batches are made of rows without padding: train_dataset has the rows"

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.config.evaluation import PREFIX
-from mlx_parallm.config.trl import TrainerConfig
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.execution.user_code import user_code
 from mlx_parallm.rl_training.evaluation.log import flat
@@ -23,6 +22,7 @@ from mlx_parallm.rl_training.events import (
     StepFinished,
 )
 from mlx_parallm.rl_training.metrics import KEYS, of_rows
+from mlx_parallm.trl.config import TrainerConfig
 from mlx_parallm.trl.mapping import EVALUATED_AS, UpdateSchedule
 
 LOGGED: Mapping[str, str] = {

@@ -14,11 +14,11 @@ from typing import Any
 from mlx_parallm.config.evaluation import ABOUT_TRAINING
 from mlx_parallm.config.load import Config, hardware_defaults, parse_config
 from mlx_parallm.config.training import LoraConfig
-from mlx_parallm.config.trl import DPOConfig, GRPOConfig, KTOConfig, RowsConfig, SFTConfig, TrainerConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import reference_to
 from mlx_parallm.models.adapters.settings import NAMES, TRAINED, check_trained
 from mlx_parallm.system.hardware import detect
+from mlx_parallm.trl.config import DPOConfig, GRPOConfig, KTOConfig, RowsConfig, SFTConfig, TrainerConfig
 from mlx_parallm.trl.rows import DataRows
 
 TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metrics

@@ -18,15 +18,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import LoraConfig
-from mlx_parallm.config.trl import (
-    OWN_ENVIRONMENT,
-    DPOConfig,
-    GRPOConfig,
-    KTOConfig,
-    RowsConfig,
-    SFTConfig,
-    TrainerConfig,
-)
 from mlx_parallm.daemon import COMPUTING_THREADS, training_run
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.user_code import is_reference, name_of
@@ -49,6 +40,15 @@ from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.trl.attributes import TrainerAttributes
 from mlx_parallm.trl.callbacks import Callbacks, TRLState, evaluation_numbers
+from mlx_parallm.trl.config import (
+    OWN_ENVIRONMENT,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    RowsConfig,
+    SFTConfig,
+    TrainerConfig,
+)
 from mlx_parallm.trl.mapping import UpdateSchedule, configuration, grpo_schedule, lora_settings, rows_schedule
 from mlx_parallm.trl.model import module_before_training, with_methods
 from mlx_parallm.trl.rows import DataRows, read_rows

@@ -25,7 +25,7 @@ import json, os, signal, sys, types
 import mlx_parallm
 from mlx_parallm import cli
 
-def record(config, adapters=None, *, resume=None, pages=(), page=None):
+def record(config, adapters=None, *, resume=None):
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     print(json.dumps({
         "config": config.model_dump(mode="json"), "adapters": adapters, "resume": resume,

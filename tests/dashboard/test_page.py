@@ -13,7 +13,7 @@ import pytest
 from mlx_parallm.config.load import load_config
 from mlx_parallm.dashboard import run_view
 from mlx_parallm.dashboard.command import make_app
-from mlx_parallm.dashboard.routes import added_router, runs_dashboard
+from mlx_parallm.dashboard.routes import added_router, dashboard
 from mlx_parallm.dashboard.run_view import RunView
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
@@ -389,7 +389,7 @@ def test_a_search_goes_on_until_something_fits(
 
 def test_one_chooses_among_the_runs_of_a_servers_clients(tmp_path: Path, open_page: Open, tiny_tokenizer: Any) -> None:
     runs = list[Path]()
-    added = runs_dashboard(lambda: list(runs), Redactor())
+    added = dashboard(lambda: list(runs), Redactor())
     with running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server:
         page = open_page(f"{server.url}/dashboard")
         page.wait_for_selector(".empty:has-text('as soon as a client creates one')")

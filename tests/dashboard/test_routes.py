@@ -99,7 +99,7 @@ def test_the_page_opens_while_the_model_loads(run: Path, tiny_tokenizer: Any) ->
 def test_runs_that_clients_train_come_and_go(tmp_path: Path, tiny_tokenizer: Any) -> None:
     """The newest is the first; each keeps its id. Rewards are inferred, so no group is called right or wrong."""
     runs = [make_clients_run(tmp_path, "first")]
-    added = routes.runs_dashboard(lambda: list(runs), Redactor())
+    added = routes.dashboard(lambda: list(runs), Redactor())
     with running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server, server.http() as http:
 
         def get(name: str, **query: Any) -> Any:

@@ -1,14 +1,19 @@
 """What chat templates make of the arguments of calls, in every way that templates use them."""
 
 import json
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.json_values import template_arguments
+from mlx_parallm.models.chat_template import render_template
 from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer
 from tests.chat_templates import TEMPLATES
@@ -211,3 +216,32 @@ def test_arguments_stay_a_mapping_of_python() -> None:
     arguments = template_arguments(json.dumps(MIXED))
     assert arguments == MIXED and arguments == json.dumps(MIXED)
     assert isinstance(arguments, dict) and list(arguments) == list(MIXED)
+
+
+class Colour(str, Enum):
+    RED = "red"
+
+
+@dataclass
+class Part:
+    city: str
+    picture: object
+
+
+class Place(BaseModel):
+    name: str
+
+
+class Harmful:
+    def save(self) -> str:
+        raise AssertionError("a template reached a method")
+
+
+def test_a_template_sees_plain_json_and_never_a_callers_object() -> None:
+    extra = {"e": Colour.RED, "f": np.float32(0.5), "b": np.bool_(False), "p": Place(name="Ulm"), "t": (1, 2)}
+    template = "{{ x | tojson }}{{ x.d.picture }}{{ x.d.picture.save is defined }}"
+    values = extra | {"d": Part("Bonn", Harmful())}
+    text = render_template(template, [USER], continue_final_message=False, x=values)
+    plain = '{"e": "red", "f": 0.5, "b": false, "p": {"name": "Ulm"}, "t": [1, 2], '
+    plain += '"d": {"city": "Bonn", "picture": "<Harmful>"}}'
+    assert text == plain + "<Harmful>False"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import zstandard
 
-from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.tinker import service, sessions, wire
 from mlx_parallm.tinker.bodies import CreateSessionBody
 from mlx_parallm.tinker.checkpoints import Checkpoints, TinkerPath
+from mlx_parallm.tinker.config import TinkerConfig
 from mlx_parallm.tinker.service import TinkerService
 from mlx_parallm.tinker.sessions import Sampler
 from tests.server.serving import RunningServer

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import zstandard
 
-from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.errors import RefusedError
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.tinker import learner, routes, sampling, service, wire
 from mlx_parallm.tinker.bodies import CreateSessionBody
+from mlx_parallm.tinker.config import TinkerConfig
 from mlx_parallm.tinker.promises import KEPT_AFTER_DELIVERY_S, PROMISE_BYTES, UNCLAIMED_S, Promises, json_result
 from mlx_parallm.tinker.run_log import SampleRecord, SampleRecords
 from mlx_parallm.tinker.service import FORGOTTEN_AFTER_S, TinkerService

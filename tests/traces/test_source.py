@@ -13,7 +13,7 @@ from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.sources import SourceContext
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.traces.source import SessionRewards
+from mlx_parallm.traces.source import SessionRewards, session_rewards
 from tests.conftest import TinyEngine
 from tests.rollout_store.groups import VOCAB_SIZE
 from tests.server.serving import RunningServer, running_server
@@ -30,7 +30,7 @@ def configuration(directory: Path, **keys: Any) -> Config:
 def source_of(config: Config, directory: Path, store: RolloutStore, told: list[str]) -> SessionRewards | None:
     context = SourceContext(config, directory, store, VOCAB_SIZE, [], lambda: 0, lambda: 0)
     context.on_reward.append(lambda: told.append("reward"))
-    return SessionRewards.of(context)
+    return session_rewards(context)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import LoraConfig
-from mlx_parallm.config.trl import (
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.trl.config import (
     NOT_HERE,
     SPEED_ONLY,
     WITHOUT_EFFECT,
@@ -19,7 +20,6 @@ from mlx_parallm.config.trl import (
     SFTConfig,
     TrainerConfig,
 )
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.trl.mapping import (
     HOW,
     SAME,

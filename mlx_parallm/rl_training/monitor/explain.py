@@ -19,6 +19,7 @@ from typing import Any
 import tomli
 from rich.text import Text
 
+from mlx_parallm.config.leaves import client_trainer
 from mlx_parallm.environments.base import NEVER_DONE
 from mlx_parallm.environments.estimates import difference
 from mlx_parallm.errors import StoreError
@@ -351,10 +352,10 @@ def _last_written(directory: Path) -> float:
 
 
 def _plan(config: Path) -> tuple[int | None, bool]:
-    """The steps that the run is to make, where that is known; and whether clients train it by Tinker's API."""
+    """The steps that the run is to make, where that is known; and whether clients train it."""
     try:
         sections = tomli.loads(config.read_text(encoding="utf-8"))
-        if sections.get("tinker", {}).get("enabled"):
+        if client_trainer(sections) is not None:
             return None, True
         return int(sections["rl_training"]["total_steps"]), False
     except (OSError, ValueError, KeyError):

@@ -1,0 +1,106 @@
+"""`Leaf`: the one way in which a part of its own plugs into the core, and the tuple of all leaves.
+
+A leaf is a folder that no core module imports. Its `leaf.py` holds `LEAF`: the section of the configuration that
+it reads, and the hooks that it has. Everything in it is named as "module:name" and imported when it is needed, so
+a start pays for nothing that it does not use. A folder that is not there is no leaf, and nothing else changes.
+
+Imports nothing but the standard library and `system/packages.py`: `mlx_parallm --help` reads the leaves.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from mlx_parallm import __version__
+from mlx_parallm.system.packages import is_installed
+
+LEAVES = (
+    "mlx_parallm.integrations.atropos.leaf",
+    "mlx_parallm.integrations.mcp_server.leaf",
+    "mlx_parallm.traces.leaf",
+    "mlx_parallm.tinker.leaf",
+    "mlx_parallm.prompt_policy.leaf",
+    "mlx_parallm.orchestrator.leaf",
+    "mlx_parallm.dashboard.leaf",
+    "mlx_parallm.export.leaf",
+    "mlx_parallm.pipeline.leaf",
+)
+"""Every leaf, one line each, in the order of their sections and commands."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of `mlx_parallm`.
+
+    Attributes:
+        function: "module:name" of a function that takes the parser and returns what carries the command out.
+        script: the name that `pyproject.toml` installs for it beside `mlx_parallm`.
+    """
+
+    name: str
+    task: str
+    summary: str
+    function: str
+    script: str | None = None
+    details: str = ""
+
+    def parser(self, prog: str) -> tuple[ArgumentParser, Callable[[Namespace], int]]:
+        """Return the parser of this command and what carries it out."""
+        description = f"{self.summary} {self.details}".strip()
+        parser = ArgumentParser(prog, description=description, allow_abbrev=False)
+        parser.add_argument("--version", action="version", version=f"mlx-parallm {__version__}")
+        return parser, imported(self.function)(parser)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A part beside the core. Each hook is "module:name"; None = the leaf has none. docs/extending.md has an example.
+
+    Attributes:
+        name: the name of its section too.
+        section: its class of settings, a `Section`; read as `config.section(ThatClass)`.
+        source: (SourceContext) → `RolloutSource`, or None where the configuration asks for none.
+        routes: (Config, ServerState) → `AddedRouter` or None. Where the process trains, a source of the same leaf
+            brings the routes instead.
+        part: (Config) → `daemon.ServedPart` or None: what works with the model of `mlx_parallm serve` itself.
+        page: a `daemon.Page`: the routes that show runs in a browser.
+        clients_train: the key of its section that is true where clients train, and the configuration does not.
+            `mlx_parallm serve --NAME` sets it.
+        serve_help: the help of that flag.
+        environments: kinds of environments, each the "module:name" of its class.
+        commands: further commands of `mlx_parallm`.
+    """
+
+    name: str
+    section: str | None = None
+    source: str | None = None
+    routes: str | None = None
+    part: str | None = None
+    page: str | None = None
+    clients_train: str | None = None
+    serve_help: str | None = None
+    environments: Mapping[str, str] = field(default_factory=dict)
+    commands: tuple[Command, ...] = ()
+
+
+@cache
+def leaves() -> tuple[Leaf, ...]:
+    """Return the leaves whose folders are there."""
+    return tuple(import_module(name).LEAF for name in LEAVES if is_installed(name))
+
+
+def imported(reference: str) -> Any:
+    """Return what a "module:name" means."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
+
+
+def client_trainer(sections: Mapping[str, Any]) -> Leaf | None:
+    """Return the leaf whose clients train, by a configuration as a mapping; None: the configuration trains."""
+    return next(
+        (leaf for leaf in leaves() if leaf.clients_train and sections.get(leaf.name, {}).get(leaf.clients_train)),
+        None,
+    )

@@ -1,0 +1,165 @@
+"""Leaves: each hook is there, a folder that is deleted takes nothing else along, and the example of docs/extending.md
+is a leaf that works. The package is put together of links in a directory of its own, with what is to be different."""
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.config import leaves as registry
+from mlx_parallm.config.environment import Section
+from mlx_parallm.config.leaves import LEAVES, Command, Leaf, imported, leaves
+from mlx_parallm.config.load import Config, CoreConfig
+from mlx_parallm.environments.state import BaseEnvironment
+from tests.docs.docs_blocks import blocks
+from tests.test_architecture import CORE_UNITS, PACKAGE, ROOT, sources
+
+REGISTRY = "mlx_parallm/config/leaves.py"
+
+
+def package(place: Path, *, without: Iterable[str] = (), files: Mapping[str, str] | None = None) -> Path:
+    """Link the package below `place`, without some folders of it, and with files that are new or differ."""
+    removed, texts = {ROOT / name for name in without}, {ROOT / name: text for name, text in (files or {}).items()}
+
+    def link(source: Path, target: Path) -> None:
+        if source in removed:
+            return
+        if not any(changed.is_relative_to(source) for changed in removed | set(texts)):
+            target.symlink_to(source)
+        elif source.is_dir():
+            target.mkdir()
+            for entry in source.iterdir():
+                link(entry, target / entry.name)
+
+    link(PACKAGE, place / PACKAGE.name)
+    for name, text in (files or {}).items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(text, encoding="utf-8")
+    return place
+
+
+def run(place: Path, program: str) -> str:
+    """Run a program on the package that lies at `place`, and return what it prints."""
+    check = "import mlx_parallm; assert mlx_parallm.__file__.startswith({!r})\n"
+    result = subprocess.run(
+        [sys.executable, "-c", check.format(str(place)) + program],
+        capture_output=True,
+        text=True,
+        cwd=place,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(place)},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def folder(module: str) -> str:
+    return module.removesuffix(".leaf").replace(".", "/")
+
+
+def test_every_leaf_is_listed() -> None:
+    files = [path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglob("leaf.py")]
+    assert sorted(LEAVES) == sorted(".".join(path.parts) for path in files)
+    assert len({leaf.name for leaf in leaves()}) == len(leaves()) == len(LEAVES)
+    assert not {leaf.name for leaf in leaves()} & set(CoreConfig.model_fields)
+
+
+@pytest.mark.parametrize("leaf", leaves(), ids=lambda leaf: leaf.name)
+def test_what_a_leaf_names_is_there_and_takes_what_it_gets(leaf: Leaf) -> None:
+    if leaf.section is not None:
+        section = imported(leaf.section)
+        assert issubclass(section, Section)
+        assert isinstance(Config().section(section), section)
+        assert leaf.clients_train is None or leaf.clients_train in section.model_fields
+    for hook, count in ((leaf.source, 1), (leaf.routes, 2), (leaf.part, 1), (leaf.page, 3)):
+        if hook is not None:
+            inspect.signature(imported(hook)).bind(*[None] * count)
+    assert all(issubclass(imported(place), BaseEnvironment) for place in leaf.environments.values())
+    assert all(isinstance(command, Command) and callable(imported(command.function)) for command in leaf.commands)
+
+
+@pytest.mark.parametrize("module", LEAVES)
+def test_a_deleted_folder_takes_only_its_own_names_along(module: str, tmp_path: Path) -> None:
+    leaf = leaves()[LEAVES.index(module)]
+    program = (
+        "from mlx_parallm.cli.table import COMMANDS, overview\n"
+        "from mlx_parallm.config.load import Config\n"
+        "overview()\n"
+        "print(*[command.name for command in COMMANDS], *Config.model_fields)\n"
+    )
+    names = set(run(package(tmp_path, without=[folder(module)]), program).split())
+    own = {command.name for command in leaf.commands} | ({leaf.name} if leaf.section is not None else set())
+    everything = {command.name for kept in leaves() for command in kept.commands} | set(Config.model_fields)
+    assert names >= everything - own
+    assert not names & own
+
+
+def test_the_core_works_without_any_leaf(tmp_path: Path) -> None:
+    units = {folder(module).split("/")[1] for module in LEAVES}
+    units |= {source.unit for source in sources("mlx_parallm")} - CORE_UNITS - {"__init__", "__main__"}
+    core = ["mlx_parallm." + s.module.removesuffix(".__init__") for s in sources("mlx_parallm") if s.unit in CORE_UNITS]
+    core.remove("mlx_parallm.rl_training.atropos_client")  # it goes with its leaf
+    program = (
+        "import importlib, urllib.error, urllib.request\n"
+        f"for name in {core!r}:\n"
+        "    importlib.import_module(name)\n"
+        "from mlx_parallm.config.leaves import leaves\n"
+        "from mlx_parallm.config.load import load_config\n"
+        "from mlx_parallm.daemon import Serving\n"
+        "from mlx_parallm.errors import ConfigError\n"
+        "assert leaves() == ()\n"
+        "try:\n"
+        "    load_config(None, ['tinker.enabled=true'])\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+        "serving = Serving(load_config(None, ['model.base_path=builtin:tiny', 'server.port=0']))\n"
+        "serving.listen()\n"
+        "try:\n"
+        "    urllib.request.urlopen(serving.url + '/health')\n"
+        "except urllib.error.HTTPError as error:\n"
+        "    print(error.code)\n"
+        "serving.close()\n"
+    )
+    printed = run(package(tmp_path, without=[f"mlx_parallm/{unit}" for unit in units]), program).splitlines()
+    assert printed[0].startswith("--set tinker.enabled=true: unknown key 'tinker'")
+    assert printed[-1] == "503"  # the server answers: the model has not been loaded
+
+
+def test_the_example_of_the_page_is_a_leaf_that_works(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "extending.md"
+    files = {b.saved_as: b.text for b in blocks(page) if (b.saved_as or "").startswith("mlx_parallm/weather/")}
+    assert len(files) == 3
+    lines = (ROOT / REGISTRY).read_text(encoding="utf-8")
+    assert '`"mlx_parallm.weather.leaf",` in `LEAVES`' in page.read_text(encoding="utf-8")
+    files[REGISTRY] = lines.replace("LEAVES = (\n", 'LEAVES = (\n    "mlx_parallm.weather.leaf",\n')
+    program = (
+        "import urllib.request\n"
+        "from mlx_parallm.config.load import load_config\n"
+        "from mlx_parallm.daemon import Serving\n"
+        "from mlx_parallm.errors import ConfigError\n"
+        "try:\n"
+        "    load_config(None, ['weather.plaice=Paris'])\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+        "options = ['model.base_path=builtin:tiny', 'server.port=0', 'weather.place=Paris']\n"
+        "serving = Serving(load_config(None, options))\n"
+        "serving.listen()\n"
+        "print(urllib.request.urlopen(serving.url + '/weather').read().decode())\n"
+        "serving.close()\n"
+    )
+    printed = run(package(tmp_path, files={str(k): v for k, v in files.items()}), program).splitlines()
+    assert printed[0].endswith("unknown key 'weather.plaice'; did you mean 'weather.place'?")
+    assert '{"place":"Paris","sky":"blue"}' in printed
+
+
+def test_a_leaf_is_read_without_what_is_heavy() -> None:
+    program = (
+        "import sys\nfrom mlx_parallm.config.leaves import leaves\nassert leaves()\n"
+        "loaded = {'mlx', 'pydantic', 'fastapi', 'numpy', 'rich'} & set(sys.modules)\nassert not loaded, loaded\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+    assert registry.__file__ == str(ROOT / REGISTRY)
