@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -218,7 +218,7 @@ def test_arguments_stay_a_mapping_of_python() -> None:
     assert isinstance(arguments, dict) and list(arguments) == list(MIXED)
 
 
-class Colour(str, Enum):
+class Colour(StrEnum):
     RED = "red"
 
 
