@@ -125,7 +125,7 @@ def test_the_core_works_without_any_leaf(tmp_path: Path) -> None:
     )
     printed = run(package(tmp_path, without=[f"mlx_parallm/{unit}" for unit in units]), program).splitlines()
     assert printed[0].startswith("--set tinker.enabled=true: unknown key 'tinker'")
-    assert printed[-1] == "503"  # the server answers: the model has not been loaded
+    assert "503" in printed  # the server answers: the model has not been loaded
 
 
 def test_the_example_of_the_page_is_a_leaf_that_works(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_own_data_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(Supervisor, "run", lambda parent: parents.append(parent) or 0)
     started: list[tuple[str, str | None, str | None]] = []
 
-    def run_training(config: Config, *, resume: str | None, pages: object) -> int:
+    def run_training(config: Config, *, resume: str | None) -> int:
         started.append((config.model.base_path, config.rl_training.run_name, resume))
         return 0
 

@@ -117,7 +117,7 @@ def test_a_hidden_state_behind_another_argument(prepare: Callable[[nn.Module], n
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, gradient in zip(parts.slots.names, gradients, strict=True):
         scale = mx.abs(expected_gradients[name]).max().item()
-        np.testing.assert_allclose(gradient, expected_gradients[name], atol=2e-5 * scale + 1e-7, err_msg=name)
+        np.testing.assert_allclose(gradient, expected_gradients[name], atol=1e-4 * scale + 1e-7, err_msg=name)
     assert max(mx.abs(g).max().item() for g in gradients) > 1e-3
 
 
