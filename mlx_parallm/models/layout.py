@@ -29,7 +29,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.cpu_kernels import on_cpu
-from mlx_parallm.models.layer_stack import EXACT, ROUNDED, BlockCall, LayerStack, distance
+from mlx_parallm.models.layer_stack import EXACT, ROUNDED, ROUNDED_ON_GPU, BlockCall, LayerStack, distance
 from mlx_parallm.models.mlx_lm_api import ArraysCache, KVCache, make_prompt_cache
 
 
@@ -374,8 +374,7 @@ def compare_layouts(
     batch = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7)
     rows = score(batch)
     hidden, _ = stack.embed(mx.zeros((1, 4), mx.int32))
-    exact = hidden.dtype == mx.float32 and on_cpu()  # GPUs multiply float32 in TF32: 4e-3 on an H100
-    bound = EXACT if exact else ROUNDED
+    bound = (EXACT if hidden.dtype == mx.float32 else ROUNDED) if on_cpu() else ROUNDED_ON_GPU
 
     def why_not(compact: CompactRows) -> str:
         try:

@@ -12,7 +12,8 @@ from mlx_lm.models.qwen3 import TransformerBlock
 
 from mlx_parallm.models import blockwise
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.layout import TokenBatch, pack_rows, share_prompts, shareable
+from mlx_parallm.models.layer_stack import LayerStack
+from mlx_parallm.models.layout import TokenBatch, compare_layouts, pack_rows, share_prompts, shareable
 from tests.rl_training.step.test_blockwise import with_4_bit_base, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
 
@@ -341,3 +342,21 @@ def test_no_gradient_reaches_another_sequence() -> None:
     _, _, gradients = parts.loss_and_gradients(packed, lambda logprobs, _: (logprobs[1], ()))
     embedding = np.abs(np.array(gradients[parts.slots.names.index("model.embed_tokens.weight")])).sum(axis=1)
     assert set(np.flatnonzero(embedding)) == {11, 12, 13, 14}
+
+
+@pytest.mark.parametrize(
+    ("off", "on_cpu", "used"),
+    [(0.0005, True, True), (0.004, True, False), (0.004, False, True), (0.03, False, True), (0.1, False, False)],
+)
+def test_scores_may_be_off_by_more_on_a_gpu(
+    off: float, on_cpu: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 products are TF32 there: an H100 is off by 0.004, in bfloat16 by 0.03."""
+    monkeypatch.setattr("mlx_parallm.models.layout.on_cpu", lambda: on_cpu)
+    model = make_model("qwen3")
+    stack = LayerStack(model)
+
+    def score(batch: TokenBatch) -> tuple[mx.array, ...]:
+        return (mx.ones(8) * (1 if batch.compact is None else 1 + off),)
+
+    assert [reason == "" for reason in compare_layouts(model, stack, score)] == [used, used]
