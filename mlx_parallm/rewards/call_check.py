@@ -83,7 +83,11 @@ class CallCheck:
         for broken in parsed.malformed:
             name = NAME_IN_TEXT.search(broken.raw_text)
             made.append((name[1] if name else "", None))
-        return score_calls(made, calls, schemas)
+        try:
+            return score_calls(made, calls, schemas)
+        except (AttributeError, TypeError) as error:  # any answer can be compared with a row in the right form
+            message = f"tool_call: accepted values of the row's {self._column!r} are not in BFCL's form: {error}"
+            raise RolloutRejectedError(message) from error
 
 
 def _read_schemas(tools: Any) -> dict[str, Mapping[str, Any]]:

@@ -192,7 +192,9 @@ def test_a_step_of_grpo_moves_the_adapter_and_no_more_than_it(run: Path) -> None
     assert any(float(mx.abs(array).max()) > 0 for name, array in adapter.items() if name.endswith("lora_b"))
 
 
-def test_a_merge_changes_the_projections_alone_and_its_file_passes_the_check_of_export(run: Path, model: Path, tmp_path: Path) -> None:
+def test_a_merge_changes_the_projections_alone_and_its_file_passes_the_check_of_export(
+    run: Path, model: Path, tmp_path: Path
+) -> None:
     """llama.cpp reads the file, and `export` compares what it answers."""
     pytest.importorskip("xllamacpp")
     merge = ["merge", "--base-model", str(model), "--lora-path", str(run / "final"), "--output-path"]

@@ -142,6 +142,13 @@ def test_a_row_that_cannot_be_read_is_named(row: dict[str, Any], message: str) -
         tool_call()(completions=[RIGHT], **{name: [value] for name, value in row.items()})
 
 
+def test_nested_values_that_are_no_lists_are_named_and_no_crash() -> None:
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "dict"}}}}
+    row = {"tools": [[tool]], "calls": [[{"f": {"a": [{"k": 5}]}}]]}
+    with pytest.raises(RolloutRejectedError, match="'calls' are not in BFCL's form"):
+        tool_call()(completions=[written("f", a={"k": 5})], **row)
+
+
 def test_columns_are_checked_before_a_run() -> None:
     def made(columns: list[str], **options: Any) -> RewardFunctions:
         options = {"tool_call": options}
