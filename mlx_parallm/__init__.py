@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from mlx_parallm.system.blas import preload_fast_blas
 from mlx_parallm.system.heap import keep_freed_memory
 from mlx_parallm.system.lazy_names import lazy_names
+from mlx_parallm.system.moved_names import keep_moved_names
 
 if TYPE_CHECKING:
     from mlx_parallm.config.training import LoraConfig
-    from mlx_parallm.trl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
-    from mlx_parallm.trl.trainers import DPOTrainer, GRPOTrainer, KTOTrainer, SFTTrainer
+    from mlx_parallm.faces.trl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
+    from mlx_parallm.faces.trl.trainers import DPOTrainer, GRPOTrainer, KTOTrainer, SFTTrainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,10 +33,11 @@ __getattr__, __dir__ = lazy_names(  # TRL's names (docs/trl.md); importing the p
     __name__,
     {
         "config.training": "LoraConfig",
-        "trl.config": "GRPOConfig SFTConfig DPOConfig KTOConfig",
-        "trl.trainers": "GRPOTrainer SFTTrainer DPOTrainer KTOTrainer",
+        "faces.trl.config": "GRPOConfig SFTConfig DPOConfig KTOConfig",
+        "faces.trl.trainers": "GRPOTrainer SFTTrainer DPOTrainer KTOTrainer",
     },
 )
 
 preload_fast_blas()
 keep_freed_memory()
+keep_moved_names()

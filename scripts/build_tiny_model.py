@@ -1,6 +1,6 @@
 """Build the tiny model that the package ships: tokenizer, a short pretraining, accuracies, checksum.
 
-    python scripts/build_tiny_model.py --output mlx_parallm/assets/tiny
+    python scripts/build_tiny_model.py --output mlx_parallm/models/tiny
 
 The model half-knows the built-in tasks (`mlx_parallm/environments/kinds/tasks.py`) and two of reasoning-gym's,
 because its pretraining on right answers is stopped early: what is missing is head-room for reinforcement learning.
@@ -314,7 +314,7 @@ def replace_folder(finished: Path, target: Path) -> None:
 def main() -> int:
     """Build, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("mlx_parallm/assets/tiny"))
+    parser.add_argument("--output", type=Path, default=Path("mlx_parallm/models/tiny"))
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
     parser.add_argument("--checkpoints", type=Path, help="a folder; an interrupted run goes on from what is in it")
     parser.add_argument("--seed", type=int, default=0)
@@ -323,7 +323,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=70, help="third stage: questions; fewer leave more to learn")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems a task to measure on")
     args = parser.parse_args()
-    if args.architecture != "qwen3" and args.output == Path("mlx_parallm/assets/tiny"):
+    if args.architecture != "qwen3" and args.output == Path("mlx_parallm/models/tiny"):
         parser.error("--output: another folder than the package's, which holds the qwen3 that is shipped")
 
     console = Console()

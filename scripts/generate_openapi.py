@@ -13,13 +13,13 @@ from typing import Any
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.dashboard.routes import dashboard
-from mlx_parallm.prompt_policy.app import PromptPolicyServer
+from mlx_parallm.runs.dashboard.routes import dashboard
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.context import ServerDeps, ServerState
 from mlx_parallm.system.redaction import Redactor
-from mlx_parallm.traces.recorder import SessionRecorder
-from mlx_parallm.traces.routes import session_router
+from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
+from mlx_parallm.systems.traces.recorder import SessionRecorder
+from mlx_parallm.systems.traces.routes import session_router
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "clients" / "typescript" / "openapi"
 SERVER_PATHS = (

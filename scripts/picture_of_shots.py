@@ -16,10 +16,10 @@ import matplotlib
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.experts import RNNExpertBase, load_expert
-from mlx_parallm.experts.examples.train_physics_expert import UNSEEN
-from mlx_parallm.experts.registry import physics_controller
-from mlx_parallm.experts.tasks import ATTEMPTS, GRAVITY, HIT_M, ProjectileTask, flight, shot_of
+from mlx_parallm.systems.experts import RNNExpertBase, load_expert
+from mlx_parallm.systems.experts.examples.train_physics_expert import UNSEEN
+from mlx_parallm.systems.experts.registry import physics_controller
+from mlx_parallm.systems.experts.tasks import ATTEMPTS, GRAVITY, HIT_M, ProjectileTask, flight, shot_of
 
 TASKS = 4
 

@@ -16,6 +16,7 @@ from tests.test_architecture import PACKAGE, Source, functions, imports, sources
 
 MAX_FILES_IN_A_FOLDER = 22
 MAX_ROOT_MODULES = 6  # __init__ and __main__ included
+MAX_ROOT_FOLDERS = 17  # a new part goes into one of them: faces, systems, runs, deploy have room
 TINY_MODULE_LINES = 80
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
@@ -24,7 +25,8 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
     "server.api.adapters": "a family of routes is a file",
     "server.api.embeddings": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
-    "traces.config": "a leaf's section is a file, which the core loads without the leaf",
+    "systems.traces.config": "a leaf's section is a file, which the core loads without the leaf",
+    "system.moved_names": "the table of promised names",
     "system.power": "what the operating system is asked for is a file each",
 }
 
@@ -46,12 +48,12 @@ VARIABLE_ATTRIBUTES: dict[
     "models.loading:_dtype": "a dtype by the name in the configuration",
     "rl_training.step.optimizer:optimizer_keys": "an optimizer of mlx.optimizers, whatever it has",
     "server.metrics:_EngineCollector.collect": "the engine's counters, by their names in a table",
-    "traces.collector:AgentHook.restore": "the agent's methods, by the names that it gives them",
-    "traces.collector:AgentHook.wrap": "the agent's methods, by the names that it gives them",
-    "traces.collector:_method": "the agent's methods, by the names that it gives them",
-    "trl.attributes:TrainerAttributes.__getattr__": "an argument of the trainer by its name, as TRL has them",
-    "trl.callbacks:Callbacks.add_callback": "a callback has the methods that it wants",
-    "trl.callbacks:Callbacks.call": "a callback has the methods that it wants",
+    "systems.traces.collector:AgentHook.restore": "the agent's methods, by the names that it gives them",
+    "systems.traces.collector:AgentHook.wrap": "the agent's methods, by the names that it gives them",
+    "systems.traces.collector:_method": "the agent's methods, by the names that it gives them",
+    "faces.trl.attributes:TrainerAttributes.__getattr__": "an argument of the trainer by its name, as TRL has them",
+    "faces.trl.callbacks:Callbacks.add_callback": "a callback has the methods that it wants",
+    "faces.trl.callbacks:Callbacks.call": "a callback has the methods that it wants",
     "system.lazy_names:lazy_names.get": "names are imported when they are asked for",
     "system.blas:share_blas_between": "a BLAS's own function that sets its threads",
 }
@@ -62,7 +64,7 @@ NEUTRAL = {  # values that change nothing, and names that every function with a 
     "timeout_s",
     "top_p",
 }
-TRLS = "trl.config"  # its fields are TRL's arguments, not keys
+TRLS = "faces.trl.config"  # its fields are TRL's arguments, not keys
 # "module.function.parameter" or "module.Class.field": why it has a default beside the configuration's
 SECOND_DEFAULTS: dict[str, str] = {
     "engine.sequence.Sequence.rank": "its place among n completions; LoRA's rank is another",
@@ -72,14 +74,14 @@ SECOND_DEFAULTS: dict[str, str] = {
     "losses.types.LossInputs.kl_beta": "docs/stability.md promises this constructor; 0 = no KL",
     "models.lora.adapter_config.dropout": "0 = none",
     "models.lora.save_adapter.dropout": "0 = none",
-    "tinker.bodies.AdamBody.learning_rate": "the SDK's own default, for a field that it always sends",
-    "tinker.bodies.AdamBody.weight_decay": "the SDK's own default, for a field that it always sends",
-    "tinker.bodies.LoraBody.rank": "the SDK's own default, where a client sends no lora_config",
+    "faces.tinker.bodies.AdamBody.learning_rate": "the SDK's own default, for a field that it always sends",
+    "faces.tinker.bodies.AdamBody.weight_decay": "the SDK's own default, for a field that it always sends",
+    "faces.tinker.bodies.LoraBody.rank": "the SDK's own default, where a client sends no lora_config",
     "rewards.judge.judge.max_tokens": "of the judge, not of the policy",
 }
 
 # Configuration classes of leaves: their keys are their own, whatever they are called.
-OWN_CONFIGURATIONS = ("experts.expert.ExpertConfig.", "experts.ppo.RecurrentPPOConfig.")
+OWN_CONFIGURATIONS = ("systems.experts.expert.ExpertConfig.", "systems.experts.ppo.RecurrentPPOConfig.")
 
 
 @cache
@@ -107,6 +109,7 @@ def test_folders_can_be_taken_in_at_a_glance() -> None:
     folders = Counter(Path(s.path).parent for s in sources("mlx_parallm") if not s.path.endswith("__init__.py"))
     assert {str(f): n for f, n in folders.items() if n > MAX_FILES_IN_A_FOLDER} == {}
     assert len(list(PACKAGE.glob("*.py"))) <= MAX_ROOT_MODULES
+    assert len(list(PACKAGE.glob("[a-z]*/"))) <= MAX_ROOT_FOLDERS
 
 
 def test_a_tiny_module_with_one_importer_has_a_reason() -> None:

@@ -98,10 +98,10 @@ def test_a_deleted_folder_takes_only_its_own_names_along(module: str, tmp_path: 
 
 
 def test_the_core_works_without_any_leaf(tmp_path: Path) -> None:
-    units = {folder(module).split("/")[1] for module in LEAVES}
-    units |= {source.unit for source in sources("mlx_parallm")} - CORE_UNITS - {"__init__", "__main__"}
+    units = {source.unit for source in sources("mlx_parallm")} - CORE_UNITS - {"__init__", "__main__"}
+    folders = {f"mlx_parallm/{unit.replace('.', '/')}" for unit in units}
+    assert {folder(module) for module in LEAVES} <= folders
     core = ["mlx_parallm." + s.module.removesuffix(".__init__") for s in sources("mlx_parallm") if s.unit in CORE_UNITS]
-    core.remove("mlx_parallm.rl_training.atropos_client")  # it goes with its leaf
     program = (
         "import importlib, urllib.error, urllib.request\n"
         f"for name in {core!r}:\n"
@@ -123,18 +123,18 @@ def test_the_core_works_without_any_leaf(tmp_path: Path) -> None:
         "    print(error.code)\n"
         "serving.close()\n"
     )
-    printed = run(package(tmp_path, without=[f"mlx_parallm/{unit}" for unit in units]), program).splitlines()
+    printed = run(package(tmp_path, without=folders), program).splitlines()
     assert printed[0].startswith("--set tinker.enabled=true: unknown key 'tinker'")
     assert "503" in printed  # the server answers: the model has not been loaded
 
 
 def test_the_example_of_the_page_is_a_leaf_that_works(tmp_path: Path) -> None:
     page = ROOT / "docs" / "extending.md"
-    files = {b.saved_as: b.text for b in blocks(page) if (b.saved_as or "").startswith("mlx_parallm/weather/")}
+    files = {b.saved_as: b.text for b in blocks(page) if (b.saved_as or "").startswith("mlx_parallm/faces/weather/")}
     assert len(files) == 3
     lines = (ROOT / REGISTRY).read_text(encoding="utf-8")
-    assert '`"mlx_parallm.weather.leaf",` in `LEAVES`' in page.read_text(encoding="utf-8")
-    files[REGISTRY] = lines.replace("LEAVES = (\n", 'LEAVES = (\n    "mlx_parallm.weather.leaf",\n')
+    assert '`"mlx_parallm.faces.weather.leaf",` in `LEAVES`' in page.read_text(encoding="utf-8")
+    files[REGISTRY] = lines.replace("LEAVES = (\n", 'LEAVES = (\n    "mlx_parallm.faces.weather.leaf",\n')
     program = (
         "import urllib.request\n"
         "from mlx_parallm.config.load import load_config\n"

@@ -14,7 +14,7 @@ import mlx_parallm
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.models.loading import evaluate_module
 
-TINY_ASSETS = Path(mlx_parallm.__file__).parent / "assets" / "tiny"
+TINY_ASSETS = Path(mlx_parallm.__file__).parent / "models" / "tiny"
 VOCAB_SIZE = json.loads((TINY_ASSETS / "config.json").read_text())["vocab_size"]
 
 QWEN3: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Literal
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
-TINY = str(Path(__file__).resolve().parents[2] / "mlx_parallm" / "assets" / "tiny")  # of `builtin:tiny`
+TINY = str(Path(__file__).resolve().parents[2] / "mlx_parallm" / "models" / "tiny")  # of `builtin:tiny`
 ANSWERS = {"reverse": lambda letters: letters[::-1], "sort": lambda letters: "".join(sorted(letters))}
 
 

@@ -30,8 +30,8 @@ from mlx_lm.models.qwen3 import Model, ModelArgs
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_parallm.orchestrator.tasks import WORDS, routing_task
-from mlx_parallm.orchestrator.tool_server import math_solve
+from mlx_parallm.systems.orchestrator.tasks import WORDS, routing_task
+from mlx_parallm.systems.orchestrator.tool_server import math_solve
 
 EXPERT = "physics_controller"
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

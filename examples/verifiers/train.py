@@ -21,7 +21,7 @@ from renderers.configs import CustomRendererConfig
 from verifiers.v1.utils.loaders import load_environment
 
 HERE = Path(__file__).resolve().parent
-TINY = HERE.parents[1] / "mlx_parallm" / "assets" / "tiny"
+TINY = HERE.parents[1] / "mlx_parallm" / "models" / "tiny"
 GIVEN, NO_LOGPROB = -100, 1.0  # on the wire, where the policy did not sample
 KEY = "MLX_PARALLM_API_KEY"
 

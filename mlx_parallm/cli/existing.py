@@ -67,8 +67,8 @@ def rollouts(parser: ArgumentParser) -> Run:
 
 
 def _look(args: Namespace) -> None:
+    from mlx_parallm.runs import rollouts, rollouts_text
     from mlx_parallm.system.terminal import as_text
-    from mlx_parallm.tools import rollouts, rollouts_text
 
     with closing(rollouts.Answers(args.run_dir)) as answers:
         found: Iterable[dict[str, Any]]
@@ -111,8 +111,8 @@ def compare(parser: ArgumentParser) -> Run:
     def run(args: Namespace) -> int:
         if len(args.runs) < 2:
             parser.error("one run cannot be compared: two run directories or more")
+        from mlx_parallm.runs import compare
         from mlx_parallm.system.terminal import as_text
-        from mlx_parallm.tools import compare
 
         runs = compare.read_runs(args.runs)
         if args.png is not None:
@@ -150,7 +150,7 @@ def show_checkpoint(parser: ArgumentParser) -> Run:
     parser.add_argument("--json", action="store_true", help="for machines")
 
     def run(args: Namespace) -> int:
-        from mlx_parallm.tools.show_checkpoint import as_text, describe
+        from mlx_parallm.runs.show_checkpoint import as_text, describe
 
         found = describe(args.path)
         sys.stdout.write(json.dumps(found, indent=1) + "\n" if args.json else as_text(found))
@@ -185,9 +185,9 @@ def evaluate(parser: ArgumentParser) -> Run:
         if args.concurrency < 1:
             parser.error("--concurrency: at least 1")
         require_mlx()
+        from mlx_parallm.runs import eval as evaluation
         from mlx_parallm.system.log import configure_logging
         from mlx_parallm.system.terminal import Console
-        from mlx_parallm.tools import eval as evaluation
 
         if args.compare:
             first, second = args.compare
@@ -242,9 +242,9 @@ def replay(parser: ArgumentParser) -> Run:
 
         request_bitwise_reproducible_blas()  # the same command gives the same numbers
         from mlx_parallm.models.threads import release_streams
+        from mlx_parallm.runs.replay import replay as play
+        from mlx_parallm.runs.replay import show
         from mlx_parallm.system.terminal import Console
-        from mlx_parallm.tools.replay import replay as play
-        from mlx_parallm.tools.replay import show
 
         atexit.register(release_streams)
         variants = [[*args.set, *own] for own in args.variant] or [args.set]
@@ -278,8 +278,8 @@ def merge_lora(parser: ArgumentParser) -> Run:
 
     def run(args: Namespace) -> int:
         require_mlx()
+        from mlx_parallm.deploy.merge_lora import merge
         from mlx_parallm.models.threads import release_streams
-        from mlx_parallm.tools.merge_lora import merge
 
         atexit.register(release_streams)
         report = merge(
@@ -341,7 +341,7 @@ def convert(parser: ArgumentParser) -> Run:
             converted = convert_gguf(Path(args.source), args.target, dtype=dtype, keep=keep)
             sys.stdout.write("\n".join(converted.lines()) + "\n")
             return 0
-        from mlx_parallm.tools import convert_adapter
+        from mlx_parallm.deploy import convert_adapter
 
         report = convert_adapter.convert(args.source, args.target, args.format, overwrite=args.overwrite)
         sys.stdout.write(f"{report.path}: {report.layers} {report.kind} layers in {args.format}'s format\n")
@@ -365,13 +365,13 @@ def doctor(parser: ArgumentParser) -> Run:
         if args.contracts != bool(args.model):
             parser.error("--contracts and --model M go together")
         if not args.contracts:
-            from mlx_parallm.tools import doctor
+            from mlx_parallm.cli import doctor_report
 
-            return doctor.run()
+            return doctor_report.run()
         config = load(None, [*args.set, f"model.base_path={toml_value(args.model)}"])
         require_mlx()
+        from mlx_parallm.cli import contracts
         from mlx_parallm.models.threads import release_streams
-        from mlx_parallm.tools import contracts
 
         atexit.register(release_streams)
         return contracts.run(config)

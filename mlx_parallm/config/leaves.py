@@ -18,15 +18,15 @@ from mlx_parallm import __version__
 from mlx_parallm.system.packages import is_installed
 
 LEAVES = (
-    "mlx_parallm.integrations.atropos.leaf",
-    "mlx_parallm.integrations.mcp_server.leaf",
-    "mlx_parallm.traces.leaf",
-    "mlx_parallm.tinker.leaf",
-    "mlx_parallm.prompt_policy.leaf",
-    "mlx_parallm.orchestrator.leaf",
-    "mlx_parallm.dashboard.leaf",
-    "mlx_parallm.export.leaf",
-    "mlx_parallm.pipeline.leaf",
+    "mlx_parallm.faces.atropos.leaf",
+    "mlx_parallm.faces.mcp_server.leaf",
+    "mlx_parallm.systems.traces.leaf",
+    "mlx_parallm.faces.tinker.leaf",
+    "mlx_parallm.systems.prompt_policy.leaf",
+    "mlx_parallm.systems.orchestrator.leaf",
+    "mlx_parallm.runs.dashboard.leaf",
+    "mlx_parallm.deploy.export.leaf",
+    "mlx_parallm.systems.pipeline.leaf",
 )
 """Every leaf, one line each, in the order of their sections and commands."""
 

@@ -1,4 +1,4 @@
-"""BackpropConfig and AlgorithmConfig: keyword faces of `[rl_training]` for `mlx_parallm.primitives`. Imports no MLX.
+"""BackpropConfig and AlgorithmConfig: keyword faces of `[rl_training]` for `primitives`. Imports no MLX.
 
 `training_keys` maps them onto the daemon's keys. A default is the daemon's own, unless `DIFFERENT` lists it. Names that
 other libraries have for a key are accepted (`ALIASES`); names of earlier versions that could have no effect are refused

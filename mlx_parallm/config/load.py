@@ -215,8 +215,8 @@ def find_config(source: str | Path) -> Path:
     if is_file(path):
         return path
     name = path.name if path.name.endswith(".toml") else path.name + ".toml"
-    roots = [Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "train_configs"]
-    roots.append(roots[0].parents[2] / "train_configs")  # a source checkout
+    roots = [Path(str(importlib.resources.files("mlx_parallm"))) / "config" / "shipped" / "train_configs"]
+    roots.append(roots[0].parents[3] / "train_configs")  # a source checkout
     shipped = {p.name: p for root in reversed(roots) if root.is_dir() for p in sorted(root.glob("*.toml"))}
     if name in shipped and (len(path.parts) == 1 or path.parent.name == "train_configs"):
         return shipped[name]

@@ -77,7 +77,7 @@ class LastTurn:
 
 
 class TurnPolicy(Protocol):
-    """Plays the policy's part in episodes. `EpisodePolicy` is the engine; `tools/eval.py` has one for an endpoint."""
+    """Plays the policy's part in episodes. `EpisodePolicy` is the engine; `runs/eval.py` has one for an endpoint."""
 
     @property
     def temperature(self) -> float: ...

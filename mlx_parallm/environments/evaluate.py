@@ -4,7 +4,7 @@
     evaluate        a greedy answer and some sampled ones to each problem
     Evaluation      the result of one environment: `numbers`, `score`, and `to_json` for files
 
-A training run (`rl_training/evaluation/runner.py`) and `mlx_parallm eval` (`tools/eval.py`) both use it.
+A training run (`rl_training/evaluation/runner.py`) and `mlx_parallm eval` (`runs/eval.py`) both use it.
 """
 
 import asyncio

@@ -32,7 +32,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class Inference(Protocol):
-    """What an environment needs of `mlx_parallm.inference.module.InferenceModule`."""
+    """What an environment needs of `mlx_parallm.faces.inference.module.InferenceModule`."""
 
     def generate(self, prompts: Sequence[Prompt]) -> Sequence[str]: ...
 

@@ -29,7 +29,7 @@ _FOREIGN = {"gptq", "bitsandbytes", "aqlm", "hqq", "eetq", "exl2", "exl3", "quan
 def directory_of(model: str) -> Path | None:
     """The directory of a model on this machine, the package's own too; None for an id of the hub."""
     if model == BUILTIN_TINY:
-        return Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "tiny"
+        return Path(str(importlib.resources.files("mlx_parallm"))) / "models" / "tiny"
     return local_path(model) if is_directory(model) else None
 
 

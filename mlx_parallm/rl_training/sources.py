@@ -2,7 +2,7 @@
 
     InProcessEnvironments, RewardsById    here
     DataSource                            rl_training/data/source.py: rows of a file in the place of rollouts
-    EmbeddedQueue, ExternalAPI            integrations/atropos/source.py
+    EmbeddedQueue, ExternalAPI            faces/atropos/source.py
 
 A source writes scored groups into the store of the run, from which the `RolloutBuffer` makes batches. A kind of source
 is a function of the `SourceContext` that returns the source, or None where the configuration does not ask for it; the
@@ -22,7 +22,7 @@ from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.runner import MakePlayer
 from mlx_parallm.environments.schedule import group_id
 from mlx_parallm.errors import EnvironmentFailedError
-from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.rollout_buffer import Minimum

@@ -1,7 +1,7 @@
 """The durable queue of scored groups and the accounting of them: one SQLite file a run, `rollouts.sqlite`.
 
 Who writes: `environments.RolloutManager` (in process), the `/atropos` routes through `queue.py`, and
-`rl_training.atropos_client`. Who reads: `rl_training.rollout_buffer`, which marks what it consumes. A group is on the
+`faces.atropos.client`. Who reads: `rl_training.rollout_buffer`, which marks what it consumes. A group is on the
 disk (`database.py` says how) before `add` returns, so an acknowledgement after it is a promise.
 
 A group is `waiting`, then `taken` by a step or `dropped` with a reason. What cannot be trained on is in `rejects`.

@@ -19,7 +19,7 @@ import mlx_parallm  # the fast BLAS comes before MLX
 # isort: split
 import mlx.core as mx
 
-from mlx_parallm.export import llama_server
+from mlx_parallm.deploy.export import llama_server
 from mlx_parallm.models.gguf.architectures import ARCHITECTURES
 from tests.export.llama import MODELS, checkpoint, difference, logprobs, write
 from tests.tiny_models import QWEN3

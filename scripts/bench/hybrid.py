@@ -2,8 +2,8 @@
 
     python examples/hybrid/make_planner.py --output P/planner_0 --seed 0
     python examples/hybrid/make_planner.py --output P/half_planner_0 --seed 0 --knows 0.4 --steps 300
-    python -m mlx_parallm.experts.examples.train_physics_expert --seed 0 --checkpoint-dir P/expert_0
-    python -m mlx_parallm.experts.examples.train_physics_expert --seed 0 --timesteps 5000 \\
+    python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0 --checkpoint-dir P/expert_0
+    python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0 --timesteps 5000 \\
         --checkpoint-dir P/half_expert_0
     (and the same of seeds 1 and 2)
     python scripts/bench/hybrid.py routing P --seeds 0 1 2
@@ -38,17 +38,17 @@ import tomli_w
 from mlx_parallm.errors import ToolFailedError
 from mlx_parallm.execution.action_grammar import parse_actions
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient
-from mlx_parallm.experts import ExpertRegistry, load_expert
-from mlx_parallm.experts.examples.train_physics_expert import hit_rates
-from mlx_parallm.inference.module import InferenceModule
-from mlx_parallm.orchestrator import Orchestrator, OrchestratorConfig
-from mlx_parallm.orchestrator.tasks import routing_task
-from mlx_parallm.orchestrator.tool_server import math_solve, physics_simulate
+from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.systems.experts import ExpertRegistry, load_expert
+from mlx_parallm.systems.experts.examples.train_physics_expert import hit_rates
+from mlx_parallm.systems.orchestrator import Orchestrator, OrchestratorConfig
+from mlx_parallm.systems.orchestrator.tasks import routing_task
+from mlx_parallm.systems.orchestrator.tool_server import math_solve, physics_simulate
 
 EXPERT = "physics_controller"
 HELDOUT = 300
-TOOLS = "python:mlx_parallm.orchestrator.tool_server"
-SERVER = [sys.executable, "-m", "mlx_parallm.orchestrator.tool_server"]
+TOOLS = "python:mlx_parallm.systems.orchestrator.tool_server"
+SERVER = [sys.executable, "-m", "mlx_parallm.systems.orchestrator.tool_server"]
 MODES = ("planner", "experts", "alternate", "both")
 
 
@@ -92,7 +92,7 @@ def configuration(planner: Path, expert: Path, run: Path, *, learn: str, steps: 
                 "kind": "hybrid",
                 "group_size": 8,
                 "max_tokens": 32,
-                "rewards": ["python:mlx_parallm.orchestrator.environment:solved"],
+                "rewards": ["python:mlx_parallm.systems.orchestrator.environment:solved"],
                 "options": {
                     "tasks": tasks,
                     "experts": {EXPERT: str(expert)},

@@ -11,9 +11,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from mlx_parallm.execution.tool_client import ToolClient
-from mlx_parallm.experts import ExpertRegistry, load_expert
-from mlx_parallm.orchestrator import Orchestrator
-from mlx_parallm.orchestrator.tool_server import GRAVITY, physics_simulate
+from mlx_parallm.systems.experts import ExpertRegistry, load_expert
+from mlx_parallm.systems.orchestrator import Orchestrator
+from mlx_parallm.systems.orchestrator.tool_server import GRAVITY, physics_simulate
 
 EXPERT = "physics_controller"
 ROUTES = {"first_tool": "TOOL", "first_delegate": "DELEGATE", "first_answer": "ANSWER", "first_invalid": "refused"}

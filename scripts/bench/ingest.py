@@ -33,9 +33,9 @@ import httpx
 import mlx_parallm  # the fast BLAS comes before MLX
 from mlx_parallm.config.load import load_config
 from mlx_parallm.daemon import Serving
-from mlx_parallm.integrations.atropos.queue import AtroposQueue, AtroposSettings
-from mlx_parallm.integrations.atropos.routes import create_atropos_router
-from mlx_parallm.integrations.atropos.wire import ScoredData, from_scored_data
+from mlx_parallm.faces.atropos.queue import AtroposQueue, AtroposSettings
+from mlx_parallm.faces.atropos.routes import create_atropos_router
+from mlx_parallm.faces.atropos.wire import ScoredData, from_scored_data
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.rollout_store.payload import encode_group

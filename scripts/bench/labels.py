@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from sklearn.metrics import brier_score_loss, roc_auc_score
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.traces import Trace, TraceCollector, hook_into_agent
-from mlx_parallm.traces.auto_label import AutoLabeler
-from mlx_parallm.traces.rewards import fit_learned, label_about, trajectory_of
+from mlx_parallm.systems.traces import Trace, TraceCollector, hook_into_agent
+from mlx_parallm.systems.traces.auto_label import AutoLabeler
+from mlx_parallm.systems.traces.rewards import fit_learned, label_about, trajectory_of
 
 FIRST = 24  # labels to begin with
 BATCH = 8  # labels asked for at a time

@@ -27,11 +27,11 @@ from scripts.bench.models import LARGER, save_bench_model  # the fast BLAS comes
 # isort: split
 import numpy as np
 
+from mlx_parallm.cli.contracts import Subject, sampled, subject_of
 from mlx_parallm.config.load import load_config
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.prepare import MISMATCH_BOUND, expected_mismatch, sampler_correction
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.tools.contracts import Subject, sampled, subject_of
 
 SEQUENCES = 16
 SHARPNESS = 3.7  # of random logits over 8,192 tokens: an entropy of about 2 nats

@@ -32,7 +32,7 @@ RESULT = re.compile(r"^rows: ([\d.]+) -> ([\d.]+) \(.*\) on (\d+) problems", re.
 
 def prepare(directory: Path, task: str) -> None:
     """model/, rows.jsonl and score.py, as a user would bring them."""
-    tiny = Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "tiny"
+    tiny = Path(str(importlib.resources.files("mlx_parallm"))) / "models" / "tiny"
     shutil.copytree(tiny, directory / "model")
     rows: dict[str, str] = {}
     index = 0

@@ -16,7 +16,7 @@ import mlx.optimizers as optim
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.primitives import (
+from mlx_parallm.faces.primitives import (
     AlgorithmConfig,
     BackpropConfig,
     BackpropModule,

@@ -36,10 +36,10 @@ from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.kinds.tasks import TASKS, Problem, make_problem, score
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.models.threads import mlx_thread
-from mlx_parallm.prompt_policy import Experience, HashedEmbedder, PPOConfig, PPOTrainer, classify_prompt
-from mlx_parallm.prompt_policy.demo import draw, greedy_reward, play
-from mlx_parallm.prompt_policy.mutations import RULES
-from mlx_parallm.prompt_policy.reward_model import default_reward_model, rated_prompts
+from mlx_parallm.systems.prompt_policy import Experience, HashedEmbedder, PPOConfig, PPOTrainer, classify_prompt
+from mlx_parallm.systems.prompt_policy.demo import draw, greedy_reward, play
+from mlx_parallm.systems.prompt_policy.mutations import RULES
+from mlx_parallm.systems.prompt_policy.reward_model import default_reward_model, rated_prompts
 from scripts.server_process import command, server_process
 
 assert mlx_parallm.__version__

@@ -41,10 +41,10 @@ def ours(row: str, timesteps: int, seed: int) -> dict[str, Any]:
 
     import mlx.core as mx
 
-    from mlx_parallm.experts.examples import train_physics_expert as example
-    from mlx_parallm.experts.expert import make_expert
-    from mlx_parallm.experts.ppo import RecurrentPPO
-    from mlx_parallm.experts.registry import physics_controller
+    from mlx_parallm.systems.experts.examples import train_physics_expert as example
+    from mlx_parallm.systems.experts.expert import make_expert
+    from mlx_parallm.systems.experts.ppo import RecurrentPPO
+    from mlx_parallm.systems.experts.registry import physics_controller
 
     mx.random.seed(seed)
     expert = make_expert("lstm" if row == "lstm" else "gru", physics_controller().config)
@@ -70,14 +70,14 @@ def ours(row: str, timesteps: int, seed: int) -> dict[str, Any]:
 def random_actions(seed: int) -> dict[str, Any]:
     import numpy as np
 
-    from mlx_parallm.experts.examples.train_physics_expert import UNSEEN
+    from mlx_parallm.systems.experts.examples.train_physics_expert import UNSEEN
 
     draw = np.random.default_rng(seed)
     return shoot(lambda observations, *_: (draw.uniform(-1, 1, (len(observations), 2)), None), UNSEEN)
 
 
 def projectile(environments: int, wind_is_hidden: bool) -> Any:
-    from mlx_parallm.experts.tasks import ProjectileTask
+    from mlx_parallm.systems.experts.tasks import ProjectileTask
 
     class Hidden(ProjectileTask):
         def _observe(self) -> Any:
@@ -94,8 +94,8 @@ def environments_for_sb3(seed: int) -> Any:  # noqa: C901 - SB3's interface has 
     from gymnasium import spaces
     from stable_baselines3.common.vec_env import VecEnv
 
-    from mlx_parallm.experts.examples.train_physics_expert import SIDE_BY_SIDE
-    from mlx_parallm.experts.tasks import ProjectileTask
+    from mlx_parallm.systems.experts.examples.train_physics_expert import SIDE_BY_SIDE
+    from mlx_parallm.systems.experts.tasks import ProjectileTask
 
     class Environments(VecEnv):
         def __init__(self) -> None:
@@ -136,8 +136,8 @@ def sb3(row: str, timesteps: int, seed: int) -> dict[str, Any]:
     import torch
     from sb3_contrib import RecurrentPPO
 
-    from mlx_parallm.experts.examples.train_physics_expert import PHYSICS_PPO, UNSEEN
-    from mlx_parallm.experts.registry import physics_controller
+    from mlx_parallm.systems.experts.examples.train_physics_expert import PHYSICS_PPO, UNSEEN
+    from mlx_parallm.systems.experts.registry import physics_controller
 
     ppo, config = PHYSICS_PPO, physics_controller().config
     critic = row == "sb3 critic"
@@ -178,7 +178,7 @@ def shoot(act: Any, seed: int, wind_is_hidden: bool = False) -> dict[str, Any]:
     """`act(observations, state, ended)` → actions, state. The first episode of 500 environments."""
     import numpy as np
 
-    from mlx_parallm.experts.tasks import ATTEMPTS, HIT_M
+    from mlx_parallm.systems.experts.tasks import ATTEMPTS, HIT_M
 
     task = projectile(EPISODES, wind_is_hidden)
     observations, state, ended = task.reset(seed), None, np.ones(EPISODES, bool)

@@ -22,7 +22,14 @@ from rich.table import Table
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.primitives import BaseEnvironment, InferenceModule, RolloutConfig, RolloutManager, State, Trajectory
+from mlx_parallm.faces.primitives import (
+    BaseEnvironment,
+    InferenceModule,
+    RolloutConfig,
+    RolloutManager,
+    State,
+    Trajectory,
+)
 
 TEMPERATURE = 20.0
 

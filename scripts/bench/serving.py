@@ -34,9 +34,9 @@ import mlx.core as mx
 
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.daemon import Serving
-from mlx_parallm.export.gguf_file import write_model
-from mlx_parallm.export.model import ModelSource, open_model
-from mlx_parallm.export.vocabulary import read_vocabulary
+from mlx_parallm.deploy.export.gguf_file import write_model
+from mlx_parallm.deploy.export.model import ModelSource, open_model
+from mlx_parallm.deploy.export.vocabulary import read_vocabulary
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, load_model
 from mlx_parallm.models.lora import linear_layers, linear_shape

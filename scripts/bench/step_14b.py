@@ -47,7 +47,7 @@ HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, LAYERS = 5120, 1740
 GROUP, POLICY = 8, "policy"
 SPARE = 2e9  # bytes of disk that stay free
 UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-TINY = Path(mlx_parallm.__file__).parent / "assets" / "tiny"  # its tokenizer stands in: no text is made here
+TINY = Path(mlx_parallm.__file__).parent / "models" / "tiny"  # its tokenizer stands in: no text is made here
 console = Console(width=140)
 
 

@@ -29,7 +29,7 @@ import httpx
 import openai
 import psutil
 
-from mlx_parallm.traces.session import ABORTED, COMPLETE, Session, read_sessions
+from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, Session, read_sessions
 from scripts.server_process import command, server_process
 
 TEMPLATE = (

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "mlx_parallm" / "assets" / "tiny"
+TINY = ROOT / "mlx_parallm" / "models" / "tiny"
 POINTS = 5  # of a curve that is printed: means over a fifth of the steps each
 
 HEAD = """\

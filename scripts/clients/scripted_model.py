@@ -20,7 +20,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3 import Model, ModelArgs
 
-TINY = Path(mlx_parallm.__file__).parent / "assets" / "tiny"
+TINY = Path(mlx_parallm.__file__).parent / "models" / "tiny"
 WIDTH, SHARPNESS = 128, 12.0
 CONTEXT = 1 << 18
 PIECE = 24  # characters of a token of the script, at least

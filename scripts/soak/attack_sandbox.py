@@ -224,7 +224,7 @@ def learning_rates(target: Target) -> str:
 @attack("numbers in a config.json that no model has", found=True)
 def numbers(target: Target) -> str:
     seen = []
-    tiny = Path(module.__file__).parents[2] / "assets" / "tiny"
+    tiny = Path(module.__file__).parents[2] / "models" / "tiny"
     for key, value in {"vocab_size": -1, "rope_theta": 0, "num_hidden_layers": 10**6}.items():
         path = target.directory / key
         shutil.copytree(tiny, path)

@@ -45,6 +45,7 @@ from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.errors import ConfigError, RequestError, TraceError
 from mlx_parallm.execution.chat_messages import in_known_roles, read_messages
 from mlx_parallm.execution.user_code import reference_to
+from mlx_parallm.faces.trl.rows import read_rows
 from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.data.rows import read_examples
@@ -56,10 +57,9 @@ from mlx_parallm.server.messages.body import MessagesBody
 from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.server.responses.body import ResponsesBody
 from mlx_parallm.system.log import configure_logging
-from mlx_parallm.traces.builders import DatasetOptions, build_dataset
-from mlx_parallm.traces.dialects import chat_messages
-from mlx_parallm.traces.schema import new_trace, parse_trace
-from mlx_parallm.trl.rows import read_rows
+from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
+from mlx_parallm.systems.traces.dialects import chat_messages
+from mlx_parallm.systems.traces.schema import new_trace, parse_trace
 from tests.chat_templates import TEMPLATES
 from tests.server.fake_engine import FakeEngine
 from tests.tiny_models import TINY_ASSETS

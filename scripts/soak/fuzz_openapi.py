@@ -84,8 +84,8 @@ def tiny_server(
 
 def atropos(serving: Serving, store: RolloutStore) -> AddedRouter:
     """The /atropos routes. Imported here: the server's own fuzz runs without them."""
-    from mlx_parallm.integrations.atropos.queue import AtroposQueue, AtroposSettings
-    from mlx_parallm.integrations.atropos.routes import create_atropos_router
+    from mlx_parallm.faces.atropos.queue import AtroposQueue, AtroposSettings
+    from mlx_parallm.faces.atropos.routes import create_atropos_router
 
     settings = AtroposSettings(8, 64, serving.vocab_size, "checkpoints", 1, 100, None, None, 1.0, "reject")
     return create_atropos_router(AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0))
@@ -94,7 +94,7 @@ def atropos(serving: Serving, store: RolloutStore) -> AddedRouter:
 @contextmanager
 def policy_server() -> Iterator[str]:
     """The service of a small prompt policy in this process; yields its URL."""
-    from mlx_parallm.prompt_policy.app import PromptPolicyServer
+    from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
 
     sizes = [f"prompt_policy.ppo.input_dim={EMBEDDING}", "prompt_policy.ppo.hidden_dim=8", "server.port=0"]
     least = ["prompt_policy.ppo.min_buffer_size=8", "prompt_policy.ppo.buffer_size=64"]

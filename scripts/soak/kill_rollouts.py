@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from mlx_parallm.integrations.atropos.wire import from_scored_data
+from mlx_parallm.faces.atropos.wire import from_scored_data
 from scripts.soak.training_daemon import BATCH_SIZE, GROUP_SIZE, Body, TrainingDaemon, sampled_groups
 
 SENDERS = 4

@@ -74,7 +74,7 @@ def main() -> None:
 
 def long_context_model(directory: Path) -> str:
     """The shipped weights under a longer context: their texts make no sense there, which nobody reads."""
-    shutil.copytree(Path(mlx_parallm.__file__).parent / "assets" / "tiny", directory)
+    shutil.copytree(Path(mlx_parallm.__file__).parent / "models" / "tiny", directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
     return str(directory)

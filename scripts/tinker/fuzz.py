@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 from google.protobuf.message import DecodeError
 
+from mlx_parallm.faces.tinker.wire import PROTOBUF, leading_number, message
 from mlx_parallm.system.log import configure_logging
-from mlx_parallm.tinker.wire import PROTOBUF, leading_number, message
 from tests.tinker.serving import API, WireClient, request_of, tinker_server
 
 SEQ_ID_FIELD = 2

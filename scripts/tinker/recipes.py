@@ -26,7 +26,7 @@ from pathlib import Path
 from scripts.server_process import command, server_process
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "mlx_parallm" / "assets" / "tiny"
+TINY = ROOT / "mlx_parallm" / "models" / "tiny"
 SDK_PYTHON = ROOT / "build" / "tinker" / "bin" / "python"
 REWARD, LOSS, LENGTH = "env/all/reward/total", "train_mean_nll", "env/all/ac_tokens_per_turn"
 SUMS = 4096  # conversations

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config.load import load_config
-from mlx_parallm.dashboard import run_view
-from mlx_parallm.dashboard.command import make_app
-from mlx_parallm.dashboard.routes import added_router, dashboard
-from mlx_parallm.dashboard.run_view import RunView
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.runs.dashboard import run_view
+from mlx_parallm.runs.dashboard.command import make_app
+from mlx_parallm.runs.dashboard.routes import added_router, dashboard
+from mlx_parallm.runs.dashboard.run_view import RunView
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.redaction import Redactor
 from tests.dashboard.conftest import Opened, faults_of_access

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from mlx_parallm import cli
-from mlx_parallm.dashboard import routes
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.runs.dashboard import routes
 from mlx_parallm.system.redaction import Redactor
 from tests.dashboard.making import make_clients_run, make_run, metrics_line, served
 from tests.server.fake_engine import FakeEngine

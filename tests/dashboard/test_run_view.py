@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.dashboard import run_view
-from mlx_parallm.dashboard.run_view import MOST_NUMBERS, MOST_TOKENS, RunView, Search, sendable
 from mlx_parallm.errors import RequestError
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
@@ -19,6 +17,8 @@ from mlx_parallm.rl_training.monitor.tokens import TokenLog
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.prepare import StepTokens
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.runs.dashboard import run_view
+from mlx_parallm.runs.dashboard.run_view import MOST_NUMBERS, MOST_TOKENS, RunView, Search, sendable
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.types import RolloutGroup
 from tests.dashboard.making import HOSTILE, SECRET, answer, evaluated, make_run, metrics_line

@@ -39,7 +39,7 @@ def test_the_tree_in_the_architecture_is_the_package() -> None:
     rows = re.findall(r"^  (\S.*)", tree, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"[\w/]+(?:\.py|/)(?=\s|$)", row[:23])}
     there = {p.name + "/" * p.is_dir() for p in (ROOT / "mlx_parallm").iterdir() if not p.name.startswith(("_", "."))}
-    assert there - named - {"py.typed", "assets/"} == set(), "not in the tree"
+    assert there - named - {"py.typed", "primitives.pyi"} == set(), "not in the tree"
     assert not [name for name in named if not (ROOT / "mlx_parallm" / name).exists()], "no longer there"
 
 

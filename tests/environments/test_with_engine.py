@@ -14,7 +14,7 @@ from mlx_parallm.environments.evaluate import draw_problems, evaluate
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.state import BaseEnvironment, State
-from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.types import Request, RolloutGroup, SamplingParams
 
 WAIT_S = 60.0
@@ -200,7 +200,7 @@ def test_the_sequence_is_what_the_engine_saw_and_the_mask_what_it_sampled(tiny_e
 
 def test_the_demonstration_and_the_example_run(capsys):
     from examples import custom_environment
-    from mlx_parallm.primitives import environment
+    from mlx_parallm.faces.primitives import environment
 
     environment.main()
     shown = capsys.readouterr().out

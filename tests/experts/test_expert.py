@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.experts import (
+from mlx_parallm.systems.experts import (
     ExpertConfig,
     ExpertRegistry,
     GRUExpert,
@@ -19,9 +19,9 @@ from mlx_parallm.experts import (
     load_expert,
     save_expert,
 )
-from mlx_parallm.experts.expert import make_expert
-from mlx_parallm.experts.registry import arc_solver, physics_controller, planner, scheduler
-from mlx_parallm.experts.tasks import ConstantTask
+from mlx_parallm.systems.experts.expert import make_expert
+from mlx_parallm.systems.experts.registry import arc_solver, physics_controller, planner, scheduler
+from mlx_parallm.systems.experts.tasks import ConstantTask
 
 KINDS = ("gru", "lstm")
 

@@ -12,12 +12,20 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.experts import ExpertConfig, RecurrentPPO, RecurrentPPOConfig, RNNExpertBase, evaluate, load_expert
-from mlx_parallm.experts.examples.running import exit_in_words
-from mlx_parallm.experts.expert import make_expert
-from mlx_parallm.experts.ppo import Columns, RewardScale, cut, pack
-from mlx_parallm.experts.saving import save_expert
-from mlx_parallm.experts.tasks import (
+from mlx_parallm.losses.ppo import Steps, loss_inputs
+from mlx_parallm.systems.experts import (
+    ExpertConfig,
+    RecurrentPPO,
+    RecurrentPPOConfig,
+    RNNExpertBase,
+    evaluate,
+    load_expert,
+)
+from mlx_parallm.systems.experts.examples.running import exit_in_words
+from mlx_parallm.systems.experts.expert import make_expert
+from mlx_parallm.systems.experts.ppo import Columns, RewardScale, cut, pack
+from mlx_parallm.systems.experts.saving import save_expert
+from mlx_parallm.systems.experts.tasks import (
     ConstantTask,
     GymnasiumTask,
     ProjectileTask,
@@ -25,7 +33,6 @@ from mlx_parallm.experts.tasks import (
     flight,
     projectile_observation,
 )
-from mlx_parallm.losses.ppo import Steps, loss_inputs
 
 
 class RecallTask:
@@ -404,7 +411,7 @@ def test_an_example_trains_saves_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    module = importlib.import_module(f"mlx_parallm.experts.examples.{example}")
+    module = importlib.import_module(f"mlx_parallm.systems.experts.examples.{example}")
     program = [example, "--checkpoint-dir", str(tmp_path)]
     if example == "train_gymnasium_expert":
         pytest.importorskip("gymnasium")

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.action_grammar import parse_actions
-from mlx_parallm.experts.examples.train_mistral_dpo import sample_pairs, training_command, write_pairs
+from mlx_parallm.systems.experts.examples.train_mistral_dpo import sample_pairs, training_command, write_pairs
 
 SIDES = ("chosen", "rejected")
 NUMBER = r"-?\d+(?:\.\d+)?"
@@ -89,7 +89,7 @@ def test_it_trains_by_the_projects_own_dpo(tmp_path: Path) -> None:
     """Twelve updates: held-out accuracy from a half to nearly all, and an adapter in the project's format."""
     options = {"model": "builtin:tiny", "data": "pairs.jsonl", "pairs": 110, "epochs": 1, "batch-size": 8}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    module = "mlx_parallm.experts.examples.train_mistral_dpo"
+    module = "mlx_parallm.systems.experts.examples.train_mistral_dpo"
     done = subprocess.run(
         [sys.executable, "-m", module, *words, "--create-sample-data", "--checkpoint-dir", "runs/dpo"],
         cwd=tmp_path,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-from mlx_parallm.export import llama_server
-from mlx_parallm.export.gguf_file import write_model
-from mlx_parallm.export.model import ModelSource, open_model
-from mlx_parallm.export.vocabulary import read_vocabulary
+from mlx_parallm.deploy.export import llama_server
+from mlx_parallm.deploy.export.gguf_file import write_model
+from mlx_parallm.deploy.export.model import ModelSource, open_model
+from mlx_parallm.deploy.export.vocabulary import read_vocabulary
 from tests.tiny_models import EXPERTS, QWEN3, save_checkpoint
 
 needs_llama = pytest.mark.skipif(not llama_server.available(), reason="needs xllamacpp or llama-server: extra `export`")

@@ -9,14 +9,14 @@ import pytest
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.deploy.export import gguf_file
+from mlx_parallm.deploy.export.model import ModelSource, SourceTensor, open_model
+from mlx_parallm.deploy.merge_lora import merge
 from mlx_parallm.errors import AdapterError, ModelError
-from mlx_parallm.export import gguf_file
-from mlx_parallm.export.model import ModelSource, SourceTensor, open_model
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.gguf import architectures
 from mlx_parallm.models.gguf.architectures import ARCHITECTURES
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
-from mlx_parallm.tools.merge_lora import merge
 from tests.export.llama import GEMMA3, LLAMA, MODELS, checkpoint, difference, logprobs, needs_llama, write
 from tests.tiny_models import EXPERTS, QWEN3, lora_config
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
+from mlx_parallm.deploy.export.hosting import fitting_type, hosting_profile
+from mlx_parallm.deploy.export.model import ModelSource, source_of_run
+from mlx_parallm.deploy.export.pipeline import ExportPipeline, GGUFExporter, destination_of
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.export.hosting import fitting_type, hosting_profile
-from mlx_parallm.export.model import ModelSource, source_of_run
-from mlx_parallm.export.pipeline import ExportPipeline, GGUFExporter, destination_of
 from mlx_parallm.system.hardware import GIB, Hardware
 from tests.tiny_models import TINY_ASSETS
 

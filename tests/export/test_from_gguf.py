@@ -13,8 +13,8 @@ from mlx_lm.utils import load_model
 
 from mlx_parallm.cli.table import main
 from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.deploy.export.texts import texts
 from mlx_parallm.errors import ModelError
-from mlx_parallm.export.texts import texts
 from mlx_parallm.models.gguf.from_gguf import convert_gguf, llama3_scaling
 from mlx_parallm.models.loading import load_tokenizer
 from tests.export.llama import LLAMA, MODELS, checkpoint, logprobs, write

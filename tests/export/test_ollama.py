@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.deploy.export.ollama import OllamaDeployer, go_template, modelfile
 from mlx_parallm.errors import EndpointError
-from mlx_parallm.export.ollama import OllamaDeployer, go_template, modelfile
 from mlx_parallm.models.loading import load_tokenizer
 from tests.tiny_models import TINY_ASSETS
 

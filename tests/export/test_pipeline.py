@@ -17,17 +17,17 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlx_parallm import cli
-from mlx_parallm.export import gguf_file, llama_server
-from mlx_parallm.export.pipeline import lm_studio_directory
-from mlx_parallm.export.quantization import without_own_type
-from mlx_parallm.export.reference import divergence, mean_divergence
+from mlx_parallm.deploy.export import gguf_file, llama_server
+from mlx_parallm.deploy.export.pipeline import lm_studio_directory
+from mlx_parallm.deploy.export.quantization import without_own_type
+from mlx_parallm.deploy.export.reference import divergence, mean_divergence
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.gguf import architectures
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
 from tests.export.llama import needs_llama, report
 from tests.export.test_ollama import fake_ollama
+from tests.runs.commands import call
 from tests.tiny_models import TINY_ASSETS, lora_config
-from tests.tools.commands import call
 
 BIN = Path(sys.executable).parent
 
@@ -216,7 +216,7 @@ def test_what_can_be_refused_is_refused_before_anything_is_written(
         assert result.returncode == 2, arguments
         assert reason in result.stderr.splitlines()[-1], result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "there"]
-    monkeypatch.setattr("mlx_parallm.export.quantization._quantize_chunk", lambda: None)
+    monkeypatch.setattr("mlx_parallm.deploy.export.quantization._quantize_chunk", lambda: None)
     result = export(*tiny, "--type", "q4_k_m")
     assert "llama-quantize MODEL-bf16.gguf MODEL-q4_k_m.gguf Q4_K_M" in result.stderr
 
@@ -301,7 +301,7 @@ def test_a_killed_export_leaves_no_file_and_the_next_one_cleans_up(tmp_path: Pat
         "import sys, time\n"
         "import mlx_parallm\n"
         "from mlx_parallm import cli\n"
-        "from mlx_parallm.export import model\n"
+        "from mlx_parallm.deploy.export import model\n"
         "rows = model.SourceTensor.rows\n"
         "def stopped(tensor, *changes):\n"
         "    if tensor.name.startswith('model.layers.2'):\n"

@@ -9,13 +9,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.deploy.export import llama_server, pipeline, vocabulary
+from mlx_parallm.deploy.export.gguf_file import write_vocabulary
+from mlx_parallm.deploy.export.model import ModelSource
+from mlx_parallm.deploy.export.texts import CHATS, COUNT, texts
+from mlx_parallm.deploy.export.verify import compare_chats, compare_texts
+from mlx_parallm.deploy.export.vocabulary import read_vocabulary
 from mlx_parallm.errors import ModelError
-from mlx_parallm.export import llama_server, pipeline, vocabulary
-from mlx_parallm.export.gguf_file import write_vocabulary
-from mlx_parallm.export.model import ModelSource
-from mlx_parallm.export.texts import CHATS, COUNT, texts
-from mlx_parallm.export.verify import compare_chats, compare_texts
-from mlx_parallm.export.vocabulary import read_vocabulary
 from mlx_parallm.models.gguf.from_gguf import GGUFFile
 from mlx_parallm.models.gguf.hf_tokenizer import write_tokenizer
 from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS

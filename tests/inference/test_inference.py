@@ -25,9 +25,9 @@ from mlx_parallm.errors import (
     ModelError,
     RequestError,
 )
-from mlx_parallm.inference import engine as inference_engine
-from mlx_parallm.inference import module as module_of_inference
-from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.faces.inference import engine as inference_engine
+from mlx_parallm.faces.inference import module as module_of_inference
+from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import linear_layers, linear_shape, save_adapter
 from tests.conftest import TinyEngine
@@ -359,7 +359,7 @@ def test_a_response_as_text_has_the_tokens_that_it_has_behind_its_prompt(tmp_pat
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        (["-m", "mlx_parallm.primitives.inference"], "= 85"),
+        (["-m", "mlx_parallm.faces.primitives.inference"], "= 85"),
         (["examples/inference.py"], "eight threads:"),
         (
             ["-c", NEVER_CLOSED],

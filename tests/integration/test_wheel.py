@@ -48,10 +48,12 @@ def run(venv: Path, cwd: Path, *command: str) -> str:
 
 def test_the_wheel_holds_what_is_needed_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert "mlx_parallm/assets/tiny/model.safetensors" in names
-    shipped = {f"mlx_parallm/assets/train_configs/{file.name}" for file in (ROOT / "train_configs").glob("*.toml")}
+    assert "mlx_parallm/models/tiny/model.safetensors" in names
+    shipped = {
+        f"mlx_parallm/config/shipped/train_configs/{file.name}" for file in (ROOT / "train_configs").glob("*.toml")
+    }
     assert shipped <= names
-    static = ROOT / "mlx_parallm" / "dashboard" / "static"
+    static = ROOT / "mlx_parallm" / "runs" / "dashboard" / "static"
     assert {str(file.relative_to(ROOT)) for file in static.rglob("*") if file.is_file()} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests/", "scripts/")) or name.endswith(".pyc")]

@@ -16,8 +16,8 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.errors import CheckpointError, ConfigError, RolloutRejectedError
-from mlx_parallm.inference.module import InferenceModule
-from mlx_parallm.library.algorithms import (
+from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.faces.library.algorithms import (
     ALGORITHMS,
     BaseAlgorithm,
     GRPOAlgorithm,
@@ -27,11 +27,11 @@ from mlx_parallm.library.algorithms import (
     create_algorithm,
     load_algorithm_from_checkpoint,
 )
-from mlx_parallm.library.backprop import BackpropModule
+from mlx_parallm.faces.library.backprop import BackpropModule
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.rl_training.monitor.explain import explain
-from mlx_parallm.tools.show_checkpoint import describe
+from mlx_parallm.runs.show_checkpoint import describe
 from mlx_parallm.types import Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]

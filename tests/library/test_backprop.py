@@ -12,8 +12,8 @@ import pytest
 from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.library.backprop import BackpropModule
-from mlx_parallm.library.losses import Loss
+from mlx_parallm.faces.library.backprop import BackpropModule
+from mlx_parallm.faces.library.losses import Loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.types import Rollout, Trajectory
 from tests.rl_training.rollouts import random_groups

@@ -9,7 +9,7 @@ import pytest
 from mlx_parallm.environments.estimates import estimate
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
-from mlx_parallm.primitives import InferenceModule, RolloutConfig, SimpleTextEnvironment, evaluate
+from mlx_parallm.faces.primitives import InferenceModule, RolloutConfig, SimpleTextEnvironment, evaluate
 from mlx_parallm.types import Trajectory
 
 ROLLOUTS = RolloutConfig(max_tokens=4, prompt_format="chat")

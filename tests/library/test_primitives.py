@@ -1,4 +1,4 @@
-"""`mlx_parallm.primitives`: every name that the specification prints, and its first example as it is printed."""
+"""`mlx_parallm.faces.primitives`: every name that the specification prints, and its first example as it is printed."""
 
 import inspect
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import mlx_parallm
-from mlx_parallm import primitives
+from mlx_parallm.faces import primitives
 
 PRINTED = (
     *("InferenceModule", "SimpleTextEnvironment", "SVRLEnvironment", "ConversationEnvironment", "BaseEnvironment"),
@@ -16,7 +16,7 @@ PRINTED = (
 )
 
 BASIC_USAGE = """
-from mlx_parallm.primitives import (
+from mlx_parallm.faces.primitives import (
     InferenceModule,
     SimpleTextEnvironment,
     RolloutManager,
@@ -78,7 +78,7 @@ def test_the_three_lists_of_names_agree() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_first_example_of_the_specification_runs_as_it_is_printed() -> None:
-    model = str(Path(mlx_parallm.__file__).parent / "assets" / "tiny")
+    model = str(Path(mlx_parallm.__file__).parent / "models" / "tiny")
     names: dict[str, Any] = {"MODEL": model, "ITERATIONS": 1}
     exec(compile(BASIC_USAGE, "basic_usage", "exec"), names)
     [metrics] = names["metrics"]

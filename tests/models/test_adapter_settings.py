@@ -15,16 +15,16 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.config.load import parse_config
+from mlx_parallm.deploy.convert_adapter import convert
+from mlx_parallm.deploy.export.model import ModelSource, open_model
+from mlx_parallm.deploy.merge_lora import merge
 from mlx_parallm.engine.adapter_loader import AdapterLoader
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import AdapterError, ConfigError, RefusedError
-from mlx_parallm.export.model import ModelSource, open_model
 from mlx_parallm.models.adapters.settings import APPLIED, HARMLESS, NAMES, REFUSED, check_trained
 from mlx_parallm.models.lora import check_adapter, linear_shapes, load_adapter
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
-from mlx_parallm.tools.convert_adapter import convert
-from mlx_parallm.tools.merge_lora import merge
-from mlx_parallm.tools.show_checkpoint import describe
+from mlx_parallm.runs.show_checkpoint import describe
 from mlx_parallm.weights import SharedWeights
 from tests.tiny_models import TINY_ASSETS, make_model
 

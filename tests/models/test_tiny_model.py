@@ -11,7 +11,7 @@ import pytest
 import mlx_parallm
 from mlx_parallm.environments.kinds.tasks import TASKS, make_problem
 
-ASSETS = Path(mlx_parallm.__file__).parent / "assets" / "tiny"
+ASSETS = Path(mlx_parallm.__file__).parent / "models" / "tiny"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tiny_model.md"
 
 NASTY = [

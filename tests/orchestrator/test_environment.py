@@ -17,12 +17,12 @@ from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResul
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.tool_client import ToolClient
-from mlx_parallm.experts import save_expert
-from mlx_parallm.experts.registry import physics_controller
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.orchestrator.environment import HybridEnvironment
-from mlx_parallm.orchestrator.learning import STEPS
-from mlx_parallm.orchestrator.tool_server import math_solve, physics_simulate
+from mlx_parallm.systems.experts import save_expert
+from mlx_parallm.systems.experts.registry import physics_controller
+from mlx_parallm.systems.orchestrator.environment import HybridEnvironment
+from mlx_parallm.systems.orchestrator.learning import STEPS
+from mlx_parallm.systems.orchestrator.tool_server import math_solve, physics_simulate
 from mlx_parallm.types import Request
 from tests.environments.scripted_client import ScriptedClient
 

@@ -18,13 +18,13 @@ from rich.console import Console
 from mlx_parallm.config.load import load_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.environments.state import State
-from mlx_parallm.experts import load_expert, save_expert
-from mlx_parallm.experts.registry import physics_controller
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.orchestrator.environment import HybridEnvironment
 from mlx_parallm.rl_training.events import StepFinished
+from mlx_parallm.systems.experts import load_expert, save_expert
+from mlx_parallm.systems.experts.registry import physics_controller
+from mlx_parallm.systems.orchestrator.environment import HybridEnvironment
 
-SERVER = {"command": [sys.executable, "-m", "mlx_parallm.orchestrator.tool_server"]}
+SERVER = {"command": [sys.executable, "-m", "mlx_parallm.systems.orchestrator.tool_server"]}
 EXPERT = "final/learners/hybrid/aim/expert.safetensors"
 
 

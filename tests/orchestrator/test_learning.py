@@ -11,12 +11,12 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.tool_client import ToolClient
-from mlx_parallm.experts import ExpertRegistry, RecurrentPPOConfig
-from mlx_parallm.experts.registry import physics_controller
-from mlx_parallm.orchestrator import Orchestrator
-from mlx_parallm.orchestrator.control import ExpertSteps, direct
-from mlx_parallm.orchestrator.learning import STEPS, ActingExperts, ExpertLearner, LearningSchedule, piece_of
-from mlx_parallm.orchestrator.tool_server import physics_simulate
+from mlx_parallm.systems.experts import ExpertRegistry, RecurrentPPOConfig
+from mlx_parallm.systems.experts.registry import physics_controller
+from mlx_parallm.systems.orchestrator import Orchestrator
+from mlx_parallm.systems.orchestrator.control import ExpertSteps, direct
+from mlx_parallm.systems.orchestrator.learning import STEPS, ActingExperts, ExpertLearner, LearningSchedule, piece_of
+from mlx_parallm.systems.orchestrator.tool_server import physics_simulate
 from mlx_parallm.types import RolloutGroup
 
 PPO = RecurrentPPOConfig(epochs=4, batch_size=64, learning_rate=3e-3, gamma=0.9, value_clip=0.0, target_kl=None)

@@ -10,10 +10,10 @@ import pytest
 
 from mlx_parallm.errors import ConfigError, ToolFailedError
 from mlx_parallm.execution.tool_client import ToolClient
-from mlx_parallm.experts import ExpertConfig, ExpertRegistry, GRUExpert
-from mlx_parallm.experts.registry import physics_controller
-from mlx_parallm.experts.tasks import ProjectileTask, flight, shot_of
-from mlx_parallm.orchestrator import (
+from mlx_parallm.systems.experts import ExpertConfig, ExpertRegistry, GRUExpert
+from mlx_parallm.systems.experts.registry import physics_controller
+from mlx_parallm.systems.experts.tasks import ProjectileTask, flight, shot_of
+from mlx_parallm.systems.orchestrator import (
     HybridEnv,
     ObservationBuilder,
     Orchestrator,
@@ -21,10 +21,10 @@ from mlx_parallm.orchestrator import (
     RewardConfig,
     VectorizedHybridEnv,
 )
-from mlx_parallm.orchestrator.control import ProjectileLoop
-from mlx_parallm.orchestrator.reward import HybridTask
-from mlx_parallm.orchestrator.tasks import routing_task
-from mlx_parallm.orchestrator.tool_server import math_solve, physics_simulate
+from mlx_parallm.systems.orchestrator.control import ProjectileLoop
+from mlx_parallm.systems.orchestrator.reward import HybridTask
+from mlx_parallm.systems.orchestrator.tasks import routing_task
+from mlx_parallm.systems.orchestrator.tool_server import math_solve, physics_simulate
 
 AIM = {"prompt": "Hit 100 m.", "goal": {"target": 100.0, "wind": 2.0, "tolerance": 1.0}, "type": "physics"}
 SUM = {"prompt": "What is 6 * 7?", "goal": {"expected_answer": 42}, "type": "math"}

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import ToolResult
-from mlx_parallm.orchestrator.reward import (
+from mlx_parallm.systems.orchestrator.reward import (
     CallRecord,
     HybridTask,
     RewardConfig,

@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient
-from mlx_parallm.experts.tasks import flight
-from mlx_parallm.orchestrator.tool_server import math_solve, physics_simulate
+from mlx_parallm.systems.experts.tasks import flight
+from mlx_parallm.systems.orchestrator.tool_server import math_solve, physics_simulate
 from scripts.server_process import free_port
 
-COMMAND = (sys.executable, "-m", "mlx_parallm.orchestrator.tool_server")
+COMMAND = (sys.executable, "-m", "mlx_parallm.systems.orchestrator.tool_server")
 CALLS = [
     ("math_solve", {"expression": "17 * 23 - 4"}),
     ("math_solve", {"expression": "2 ** 10 = 1024"}),
@@ -64,7 +64,7 @@ def test_a_server_process_answers_as_the_functions(transport: str) -> None:
 def test_the_server_loads_no_mlx() -> None:
     """It starts in the time of the SDK alone."""
     program = (
-        "import sys; from mlx_parallm.orchestrator.tool_server import make_server; make_server();"
+        "import sys; from mlx_parallm.systems.orchestrator.tool_server import make_server; make_server();"
         "sys.exit('mlx.core' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

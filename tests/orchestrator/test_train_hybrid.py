@@ -10,9 +10,9 @@ import pytest
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.experts import save_expert
-from mlx_parallm.experts.registry import physics_controller
-from mlx_parallm.orchestrator.examples.train_hybrid_grpo import command, parse
+from mlx_parallm.systems.experts import save_expert
+from mlx_parallm.systems.experts.registry import physics_controller
+from mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo import command, parse
 
 
 def words(tmp_path: Path, *more: str) -> list[str]:
@@ -31,7 +31,7 @@ def test_the_run_that_it_begins(tmp_path: Path) -> None:
     [environment] = config.environments
     assert (environment.kind, environment.group_size, environment.options["learn"]) == ("hybrid", 8, "both")
     assert list(environment.options["experts"]) == ["physics_controller"]
-    assert config.tools.mcp[0].command[-1] == "mlx_parallm.orchestrator.tool_server"
+    assert config.tools.mcp[0].command[-1] == "mlx_parallm.systems.orchestrator.tool_server"
     assert config.rl_training.atropos.rollout_batch_size == 128
     assert words(tmp_path, "--resume") == ["train", "--resume", str(tmp_path / "run" / "run")]
 
@@ -49,7 +49,7 @@ def test_bad_input(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_expert_is_one_line(tmp_path: Path) -> None:
-    module = "mlx_parallm.orchestrator.examples.train_hybrid_grpo"
+    module = "mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo"
     given = [sys.executable, "-m", module, "--model", "builtin:tiny", "--physics-expert", str(tmp_path / "none.npz")]
     ended = subprocess.run(given, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     assert ended.returncode == 2 and ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
@@ -63,7 +63,7 @@ def test_it_trains_in_an_empty_directory(tmp_path: Path) -> None:
     save_expert(tmp_path / "best.safetensors", physics_controller())
     empty = tmp_path / "empty"
     empty.mkdir()
-    module = "mlx_parallm.orchestrator.examples.train_hybrid_grpo"
+    module = "mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo"
     given = [sys.executable, "-m", module, "--model", "builtin:tiny", "--physics-expert", str(tmp_path / "best.npz")]
     short = ["--no-instructions", "--max-tokens", "8", "--max-token-length", "96"]
     given += ["--iterations", "1", "--prompts", "2", *short, "--set", "server.port=0"]

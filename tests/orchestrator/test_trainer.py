@@ -9,8 +9,8 @@ from mlx_parallm.environments.manager import RolloutConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.models.formats import directory_of
-from mlx_parallm.orchestrator import GRPOTrainer, GRPOTrainerConfig
-from mlx_parallm.orchestrator.tool_server import math_solve
+from mlx_parallm.systems.orchestrator import GRPOTrainer, GRPOTrainerConfig
+from mlx_parallm.systems.orchestrator.tool_server import math_solve
 
 
 @pytest.fixture

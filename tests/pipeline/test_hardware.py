@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm import pipeline
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.pipeline import hardware
-from mlx_parallm.pipeline.hardware import BILLION, HardwareConfig, detect_hardware, parameters_of
+from mlx_parallm.systems import pipeline
+from mlx_parallm.systems.pipeline import hardware
+from mlx_parallm.systems.pipeline.hardware import BILLION, HardwareConfig, detect_hardware, parameters_of
 
 
 def test_the_ryzen_preset_is_the_specifications() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.pipeline import (
+from mlx_parallm.systems.pipeline import (
     CodeExecutionReward,
     DatasetPipeline,
     EfficiencyReward,
@@ -24,8 +24,8 @@ from mlx_parallm.pipeline import (
     ToolSuccessReward,
     TrainingConfig,
 )
-from mlx_parallm.traces.reading import write_lines
-from mlx_parallm.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.reading import write_lines
+from mlx_parallm.systems.traces.schema import Trace, new_trace
 
 PARTS = {
     CodeExecutionReward: "code",

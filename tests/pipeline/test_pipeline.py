@@ -19,12 +19,12 @@ import pytest
 from mlx_parallm.cli.table import main
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.formats import directory_of
-from mlx_parallm.pipeline import CPU_ONLY, LearnedReward, TrainingPipeline, detect_hardware
-from mlx_parallm.pipeline.pipeline import REPORT_FILE, RESULTS_FILE
-from mlx_parallm.pipeline.stages import PipelineOptions, Stages, check_options
-from mlx_parallm.pipeline.work import STATE_FILE, StageFailedError, WorkDirectory
-from mlx_parallm.traces.reading import read_traces, write_lines
-from mlx_parallm.traces.schema import Trace, new_trace
+from mlx_parallm.systems.pipeline import CPU_ONLY, LearnedReward, TrainingPipeline, detect_hardware
+from mlx_parallm.systems.pipeline.pipeline import REPORT_FILE, RESULTS_FILE
+from mlx_parallm.systems.pipeline.stages import PipelineOptions, Stages, check_options
+from mlx_parallm.systems.pipeline.work import STATE_FILE, StageFailedError, WorkDirectory
+from mlx_parallm.systems.traces.reading import read_traces, write_lines
+from mlx_parallm.systems.traces.schema import Trace, new_trace
 from tests.export.llama import needs_llama
 from tests.export.test_ollama import fake_ollama
 
@@ -179,7 +179,7 @@ def test_a_model_that_comes_with_the_dry_run_is_checked_after_it(place: Path, mo
     with closing(WorkDirectory(place / "work")) as work:
         stages = Stages(options, detect_hardware(CPU_ONLY), work)
         with monkeypatch.context() as away:
-            away.setattr("mlx_parallm.pipeline.requirements.directory_of", lambda name: None)
+            away.setattr("mlx_parallm.systems.pipeline.requirements.directory_of", lambda name: None)
             stages.check_requirements()
         monkeypatch.setattr(stages, "_training_command", lambda directory: ["train"])
         monkeypatch.setattr(work, "command", lambda *arguments: None)
@@ -189,7 +189,7 @@ def test_a_model_that_comes_with_the_dry_run_is_checked_after_it(place: Path, mo
 
 
 def test_without_llama_cpp_it_says_so_at_the_start(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.export.llama_server.available", lambda: False)
+    monkeypatch.setattr("mlx_parallm.deploy.export.llama_server.available", lambda: False)
     options = check_options(PipelineOptions((place / "traces.jsonl",), "builtin:tiny", type="f16", rewards=("r",)))
     with closing(WorkDirectory(place / "work")) as work:
         [line] = Stages(options, detect_hardware(CPU_ONLY), work).check_requirements()

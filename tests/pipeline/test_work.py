@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.pipeline.work import Json, PipelineStage, StageFailedError, WorkDirectory, digest_of
+from mlx_parallm.systems.pipeline.work import Json, PipelineStage, StageFailedError, WorkDirectory, digest_of
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_two_pipelines_do_not_share_a_directory(work: WorkDirectory) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from mlx_parallm.pipeline.work import WorkDirectory
+from mlx_parallm.systems.pipeline.work import WorkDirectory
 work = WorkDirectory(Path(sys.argv[1]))
 work.directory("x").mkdir()
 work.command("x", ["serve", "--model-path", "builtin:tiny", "--port", "0"], lambda: print("watch", flush=True))

@@ -9,8 +9,8 @@ import httpx
 import numpy as np
 
 from mlx_parallm.config.load import Config, load_config
-from mlx_parallm.prompt_policy.app import PromptPolicyServer
-from mlx_parallm.prompt_policy.experience import Experience
+from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
+from mlx_parallm.systems.prompt_policy.experience import Experience
 
 SIZE = 16
 SMALL = (f"prompt_policy.ppo.input_dim={SIZE}", "prompt_policy.ppo.hidden_dim=8", "prompt_policy.ppo.min_buffer_size=8")

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError, StoreError
-from mlx_parallm.prompt_policy import service
-from mlx_parallm.prompt_policy.app import PromptPolicyServer
-from mlx_parallm.prompt_policy.embeddings import HashedEmbedder
-from mlx_parallm.prompt_policy.store import ExperienceStore
+from mlx_parallm.systems.prompt_policy import service
+from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
+from mlx_parallm.systems.prompt_policy.embeddings import HashedEmbedder
+from mlx_parallm.systems.prompt_policy.store import ExperienceStore
 from scripts.soak.fuzz_openapi import fuzz, policy_server
 from tests.prompt_policy.helpers import SIZE, SMALL, experience_body, serving, small_config, vector
 

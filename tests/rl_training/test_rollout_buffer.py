@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.library.algorithms import CollectedGroups
+from mlx_parallm.faces.library.algorithms import CollectedGroups
 from mlx_parallm.losses.advantages import PLAIN, Shaping, group_advantages, token_advantages
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, Minimum, RolloutBuffer, fillable_up_to

@@ -17,18 +17,18 @@ import pytest
 from pydantic import BaseModel, TypeAdapter
 
 import mlx_parallm
-from mlx_parallm.integrations.atropos.routes import EnvironmentId, EnvironmentRegistration
-from mlx_parallm.integrations.atropos.wire import ScoredData
-from mlx_parallm.orchestrator.routes import HybridRequest
+from mlx_parallm.faces.atropos.routes import EnvironmentId, EnvironmentRegistration
+from mlx_parallm.faces.atropos.wire import ScoredData
+from mlx_parallm.faces.tinker.bodies import SampleBody, TinkerBody, not_too_much
 from mlx_parallm.server.protocol.fields import Body, give_up_early, short
-from mlx_parallm.tinker.bodies import SampleBody, TinkerBody, not_too_much
+from mlx_parallm.systems.orchestrator.routes import HybridRequest
 
 FEW = 1024  # items of a list that may all be wrong
 USED_AND_FORGOTTEN = (  # texts of one request, which the context's length or the body's bounds
     *(f"mlx_parallm.server.{name}" for name in ("protocol", "responses", "messages")),
     *(f"mlx_parallm.server.api.{name}" for name in ("generate", "inference", "embeddings")),
-    "mlx_parallm.orchestrator.routes",
-    "mlx_parallm.integrations.atropos.wire",
+    "mlx_parallm.systems.orchestrator.routes",
+    "mlx_parallm.faces.atropos.wire",
 )
 
 

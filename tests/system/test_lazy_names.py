@@ -5,18 +5,18 @@ import sys
 
 import pytest
 
-from mlx_parallm import traces
-from mlx_parallm.traces.schema import Trace
+from mlx_parallm.systems import traces
+from mlx_parallm.systems.traces.schema import Trace
 
 
 def test_a_name_is_its_modules_and_an_unknown_one_is_named() -> None:
     assert traces.Trace is Trace
     assert {*traces.__all__, "__doc__"} <= set(dir(traces))
-    with pytest.raises(AttributeError, match=r"module 'mlx_parallm.traces' has no attribute 'Tracer'"):
+    with pytest.raises(AttributeError, match=r"module 'mlx_parallm.systems.traces' has no attribute 'Tracer'"):
         traces.Tracer  # noqa: B018
 
 
-LAZY = ("mlx_parallm", "mlx_parallm.primitives", "mlx_parallm.traces", "mlx_parallm.orchestrator")
+LAZY = ("mlx_parallm", "mlx_parallm.faces.primitives", "mlx_parallm.systems.traces", "mlx_parallm.systems.orchestrator")
 PROGRAM = f"""
 import importlib, sys
 packages = [importlib.import_module(name) for name in {LAZY}]

@@ -11,10 +11,10 @@ import numpy as np
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.engine.starting import start_engine
+from mlx_parallm.faces.tinker import wire
+from mlx_parallm.faces.tinker.part import TinkerPart
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.system.turns import Turns
-from mlx_parallm.tinker import wire
-from mlx_parallm.tinker.part import TinkerPart
 from mlx_parallm.weights import SharedWeights
 from tests.server.serving import RunningServer, running_server
 

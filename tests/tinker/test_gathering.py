@@ -5,11 +5,11 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from mlx_parallm.tinker import sampling
-from mlx_parallm.tinker.bodies import FuturesTarget
-from mlx_parallm.tinker.promises import Promise, PromiseResult
-from mlx_parallm.tinker.sampling import Sampling
-from mlx_parallm.tinker.sessions import Completions, Sampler
+from mlx_parallm.faces.tinker import sampling
+from mlx_parallm.faces.tinker.bodies import FuturesTarget
+from mlx_parallm.faces.tinker.promises import Promise, PromiseResult
+from mlx_parallm.faces.tinker.sampling import Sampling
+from mlx_parallm.faces.tinker.sessions import Completions, Sampler
 
 LONG_S = 60.0
 

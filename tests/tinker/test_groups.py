@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.tinker.data import DatumBatch, DatumLimits, read_batch
-from mlx_parallm.tinker.groups import (
+from mlx_parallm.faces.tinker.data import DatumBatch, DatumLimits, read_batch
+from mlx_parallm.faces.tinker.groups import (
     LIVE_STEPS,
     DrawnAnswer,
     LiveGroups,
@@ -19,8 +19,8 @@ from mlx_parallm.tinker.groups import (
     step_groups,
     trained_answers,
 )
-from mlx_parallm.tinker.learner import Output
-from mlx_parallm.tinker.wire import read_forward_backward
+from mlx_parallm.faces.tinker.learner import Output
+from mlx_parallm.faces.tinker.wire import read_forward_backward
 from tests.tinker.serving import request_of
 
 NAN = math.nan

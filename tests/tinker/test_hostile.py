@@ -9,13 +9,13 @@ import pytest
 import zstandard
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.faces.tinker import service, sessions, wire
+from mlx_parallm.faces.tinker.bodies import CreateSessionBody
+from mlx_parallm.faces.tinker.checkpoints import Checkpoints, TinkerPath
+from mlx_parallm.faces.tinker.config import TinkerConfig
+from mlx_parallm.faces.tinker.service import TinkerService
+from mlx_parallm.faces.tinker.sessions import Sampler
 from mlx_parallm.server.errors import ServerBusyError
-from mlx_parallm.tinker import service, sessions, wire
-from mlx_parallm.tinker.bodies import CreateSessionBody
-from mlx_parallm.tinker.checkpoints import Checkpoints, TinkerPath
-from mlx_parallm.tinker.config import TinkerConfig
-from mlx_parallm.tinker.service import TinkerService
-from mlx_parallm.tinker.sessions import Sampler
 from tests.server.serving import RunningServer
 from tests.tinker.serving import API, JSON_BODY, TOKENS, WireClient
 

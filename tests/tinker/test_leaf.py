@@ -4,7 +4,7 @@ import pytest
 
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.tinker.leaf import tinker_part
+from mlx_parallm.faces.tinker.leaf import tinker_part
 
 
 def test_keys_and_values_that_the_learner_does_not_have_are_refused() -> None:

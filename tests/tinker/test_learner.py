@@ -11,15 +11,15 @@ import pytest
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.errors import RequestError
+from mlx_parallm.faces.tinker.data import DatumBatch, read_batch, split_prompts
+from mlx_parallm.faces.tinker.learner import LearnedModel, LoraChoice, TinkerLearner
+from mlx_parallm.faces.tinker.losses import DatumLoss
+from mlx_parallm.faces.tinker.wire import read_forward_backward
 from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
 from mlx_parallm.system.turns import Turns
-from mlx_parallm.tinker.data import DatumBatch, read_batch, split_prompts
-from mlx_parallm.tinker.learner import LearnedModel, LoraChoice, TinkerLearner
-from mlx_parallm.tinker.losses import DatumLoss
-from mlx_parallm.tinker.wire import read_forward_backward
 from tests.tinker.serving import request_of
 
 PLAIN = AdamWSettings(0.9, 0.95, 1e-12, 0.0, 0.0)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.faces.tinker.losses import LOSSES, DatumLoss, find_loss, loss_settings
 from mlx_parallm.models import cpu_kernels
 from mlx_parallm.rl_training.step.collate import MicroBatch
-from mlx_parallm.tinker.losses import LOSSES, DatumLoss, find_loss, loss_settings
 
 LP = np.array([-0.5, -1.0, -2.0, -0.1, -3.0, -0.7])
 Q = np.array([-0.9, -1.0, -1.2, -0.6, -3.5, 0.0])

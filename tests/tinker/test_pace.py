@@ -2,7 +2,7 @@
 
 import asyncio
 
-from mlx_parallm.tinker.pace import Pace
+from mlx_parallm.faces.tinker.pace import Pace
 
 
 async def test_so_many_a_turn_in_the_order_of_their_arrival() -> None:

@@ -14,21 +14,21 @@ import pytest
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.errors import StoreError
+from mlx_parallm.faces.tinker import recorder
+from mlx_parallm.faces.tinker.checkpoints import Checkpoints
+from mlx_parallm.faces.tinker.data import DatumLimits, read_batch
+from mlx_parallm.faces.tinker.groups import LIVE_STEPS, DrawnAnswer, LiveGroups
+from mlx_parallm.faces.tinker.learner import Applied, Output
+from mlx_parallm.faces.tinker.recorder import Drawn, RecordedRun, RunRecorder, Stepped, TrainedRequest
+from mlx_parallm.faces.tinker.run_log import SampleRecords, TinkerRunLog
+from mlx_parallm.faces.tinker.wire import read_forward_backward
 from mlx_parallm.rl_training import events
 from mlx_parallm.rl_training.metrics import KEYS, METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.explain import explain
 from mlx_parallm.rl_training.monitor.tokens import read_tokens
 from mlx_parallm.rl_training.run_directory import RunDirectory
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.tinker import recorder
-from mlx_parallm.tinker.checkpoints import Checkpoints
-from mlx_parallm.tinker.data import DatumLimits, read_batch
-from mlx_parallm.tinker.groups import LIVE_STEPS, DrawnAnswer, LiveGroups
-from mlx_parallm.tinker.learner import Applied, Output
-from mlx_parallm.tinker.recorder import Drawn, RecordedRun, RunRecorder, Stepped, TrainedRequest
-from mlx_parallm.tinker.run_log import SampleRecords, TinkerRunLog
-from mlx_parallm.tinker.wire import read_forward_backward
-from mlx_parallm.tools.rollouts import Answers, Wanted
+from mlx_parallm.runs.rollouts import Answers, Wanted
 from tests.tinker.serving import WireClient, request_of, tinker_server
 from tests.tinker.test_groups import policy, read
 from tests.waiting import until

@@ -13,16 +13,16 @@ import pytest
 import zstandard
 
 from mlx_parallm.errors import RefusedError
+from mlx_parallm.faces.tinker import learner, routes, sampling, service, wire
+from mlx_parallm.faces.tinker.bodies import CreateSessionBody
+from mlx_parallm.faces.tinker.config import TinkerConfig
+from mlx_parallm.faces.tinker.promises import KEPT_AFTER_DELIVERY_S, PROMISE_BYTES, UNCLAIMED_S, Promises, json_result
+from mlx_parallm.faces.tinker.run_log import SampleRecord, SampleRecords
+from mlx_parallm.faces.tinker.service import FORGOTTEN_AFTER_S, TinkerService
+from mlx_parallm.faces.tinker.sessions import Sampler
+from mlx_parallm.faces.tinker.wire import write_samples
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.server.errors import ServerBusyError
-from mlx_parallm.tinker import learner, routes, sampling, service, wire
-from mlx_parallm.tinker.bodies import CreateSessionBody
-from mlx_parallm.tinker.config import TinkerConfig
-from mlx_parallm.tinker.promises import KEPT_AFTER_DELIVERY_S, PROMISE_BYTES, UNCLAIMED_S, Promises, json_result
-from mlx_parallm.tinker.run_log import SampleRecord, SampleRecords
-from mlx_parallm.tinker.service import FORGOTTEN_AFTER_S, TinkerService
-from mlx_parallm.tinker.sessions import Sampler
-from mlx_parallm.tinker.wire import write_samples
 from tests.server.serving import RunningServer
 from tests.tinker.serving import API, DATUM, JSON_BODY, TOKENS, WireClient, logprobs_of, request_of
 

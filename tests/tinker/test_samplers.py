@@ -11,8 +11,8 @@ import pytest
 
 from mlx_parallm.engine.served_models import AdapterUses
 from mlx_parallm.errors import AdapterError, ModelNotFoundError, RefusedError
-from mlx_parallm.tinker.checkpoints import SAMPLER, TRAINING, Checkpoints, Run, TinkerPath
-from mlx_parallm.tinker.samplers import SamplerShelf, SamplerWeights
+from mlx_parallm.faces.tinker.checkpoints import SAMPLER, TRAINING, Checkpoints, Run, TinkerPath
+from mlx_parallm.faces.tinker.samplers import SamplerShelf, SamplerWeights
 from tests.server.serving import RunningServer
 from tests.tinker.serving import API, DATUM, TOKENS, WireClient, tinker_server
 
@@ -181,8 +181,8 @@ def test_an_adapter_that_is_gone_already_fails_nobody() -> None:
 def test_a_checkpoint_is_read_once_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, all_ask = free_weights(), threading.Barrier(4)
     samplers = SamplerWeights(cast(Any, weights), {}, AdapterUses(), kept=3, total=9)
-    monkeypatch.setattr("mlx_parallm.tinker.samplers.load_adapter", lambda directory: SimpleNamespace(layers={}))
-    monkeypatch.setattr("mlx_parallm.tinker.samplers.check_adapter", lambda *args: threading.Event().wait(0.02))
+    monkeypatch.setattr("mlx_parallm.faces.tinker.samplers.load_adapter", lambda directory: SimpleNamespace(layers={}))
+    monkeypatch.setattr("mlx_parallm.faces.tinker.samplers.check_adapter", lambda *args: threading.Event().wait(0.02))
 
     def ask() -> None:
         all_ask.wait(10)

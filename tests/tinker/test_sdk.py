@@ -8,7 +8,7 @@ import pytest
 from tests.tinker.test_daemon import serve
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "mlx_parallm" / "assets" / "tiny"  # what builtin:tiny is, and the name that clients are told
+TINY = ROOT / "mlx_parallm" / "models" / "tiny"  # what builtin:tiny is, and the name that clients are told
 ENVIRONMENTS = {"build/tinker": "scripts/setup_tinker", "build/tinker30": "scripts/setup_tinker 0.30.4 build/tinker30"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

@@ -8,8 +8,8 @@ import pytest
 import zstandard
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.tinker import wire
-from mlx_parallm.tinker.data import DatumLimits, read_batch
+from mlx_parallm.faces.tinker import wire
+from mlx_parallm.faces.tinker.data import DatumLimits, read_batch
 from tests.tinker.serving import request_of
 
 ENTRY: dict[str, Any] = {

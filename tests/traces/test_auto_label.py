@@ -11,12 +11,12 @@ import pytest
 from mlx_parallm.cli.table import main
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.judge import judge
-from mlx_parallm.traces.auto_label import AutoLabeler
-from mlx_parallm.traces.execution import ExecutionTrace, ToolCallTrace
-from mlx_parallm.traces.judging import add_judge_labels
-from mlx_parallm.traces.reading import read_traces, write_lines
-from mlx_parallm.traces.rewards import fit_learned, label_about, trajectory_of
-from mlx_parallm.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.auto_label import AutoLabeler
+from mlx_parallm.systems.traces.execution import ExecutionTrace, ToolCallTrace
+from mlx_parallm.systems.traces.judging import add_judge_labels
+from mlx_parallm.systems.traces.reading import read_traces, write_lines
+from mlx_parallm.systems.traces.rewards import fit_learned, label_about, trajectory_of
+from mlx_parallm.systems.traces.schema import Trace, new_trace
 from tests.scripted_http import Reply, scripted_http
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3}

@@ -11,7 +11,7 @@ from mlx_parallm.config.data import DataConfig
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import encode_all
-from mlx_parallm.traces.builders import (
+from mlx_parallm.systems.traces.builders import (
     DatasetOptions,
     build_dataset,
     prompt_key,
@@ -19,9 +19,9 @@ from mlx_parallm.traces.builders import (
     without_prompts,
     write_dataset,
 )
-from mlx_parallm.traces.execution import manual_label
-from mlx_parallm.traces.schema import Label, Trace, new_trace
-from mlx_parallm.traces.session import Session
+from mlx_parallm.systems.traces.execution import manual_label
+from mlx_parallm.systems.traces.schema import Label, Trace, new_trace
+from mlx_parallm.systems.traces.session import Session
 from tests.server.scripted_answers import HERMES_TEMPLATE, tokenizer_with
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]

@@ -12,7 +12,7 @@ import atif
 import pytest
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.traces import (
+from mlx_parallm.systems.traces import (
     CheckpointLoader,
     ExecutionTrace,
     ReasoningStep,

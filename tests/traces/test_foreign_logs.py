@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.traces.builders import DatasetOptions, build_dataset
-from mlx_parallm.traces.checkpoints import CheckpointLoader
-from mlx_parallm.traces.importers.links import Forest
-from mlx_parallm.traces.importers.report import ImportReport
-from mlx_parallm.traces.reading import read_traces
-from mlx_parallm.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
+from mlx_parallm.systems.traces.checkpoints import CheckpointLoader
+from mlx_parallm.systems.traces.importers.links import Forest
+from mlx_parallm.systems.traces.importers.report import ImportReport
+from mlx_parallm.systems.traces.reading import read_traces
+from mlx_parallm.systems.traces.schema import Trace, new_trace
 from scripts.soak.fuzz_logs import fuzz
 from scripts.soak.good_logs import GOOD
 from tests.traces.test_importers import claude, codex, imported, lines, roles, said, sampled, span, spans
@@ -434,7 +434,7 @@ def test_pickles_that_never_end_are_skipped(tmp_path: Path, monkeypatch: pytest.
     for name, value in (("circle", circle), ("bomb", bomb)):
         content = pickle.dumps({"session_data": {"s": {"history": [{"role": "user", "content": "q"}]}}, "x": value})
         (tmp_path / "isaa" / f"{name}.pkl").write_bytes(content)
-    monkeypatch.setattr("mlx_parallm.traces.checkpoints.MOST_VALUES", 10_000)
+    monkeypatch.setattr("mlx_parallm.systems.traces.checkpoints.MOST_VALUES", 10_000)
     loader = CheckpointLoader(tmp_path)
     assert loader.load_traces("isaa") == []
     reasons = {Path(path).stem: reason for path, reason in loader.skipped.items()}

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from mlx_parallm.traces.session import COMPLETE, read_sessions
+from mlx_parallm.systems.traces.session import COMPLETE, read_sessions
 from tests.integration.processes import Daemon, free_port
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.cli.table import main
-from mlx_parallm.traces.reading import read_traces
-from mlx_parallm.traces.schema import Trace, new_trace
-from mlx_parallm.traces.session import prompt_hash
+from mlx_parallm.systems.traces.reading import read_traces
+from mlx_parallm.systems.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.session import prompt_hash
 
 RULES = """
 def right(trace):

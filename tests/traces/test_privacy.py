@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.traces.privacy import TraceRedactor, leftovers, redact_trace, secret_finder
-from mlx_parallm.traces.reading import write_traces
-from mlx_parallm.traces.schema import Trace, new_trace, parse_trace
+from mlx_parallm.systems.traces.privacy import TraceRedactor, leftovers, redact_trace, secret_finder
+from mlx_parallm.systems.traces.reading import write_traces
+from mlx_parallm.systems.traces.schema import Trace, new_trace, parse_trace
 
 LETTERS = string.ascii_letters + string.digits
 

@@ -13,10 +13,10 @@ from openai import OpenAI
 
 from mlx_parallm.errors import EndpointError
 from mlx_parallm.server.thread import ServerThread, bind_socket
-from mlx_parallm.traces.privacy import secret_finder
-from mlx_parallm.traces.proxy import _Recording, recording_proxy
-from mlx_parallm.traces.recorder import SessionRecorder
-from mlx_parallm.traces.session import ABORTED, Session
+from mlx_parallm.systems.traces.privacy import secret_finder
+from mlx_parallm.systems.traces.proxy import _Recording, recording_proxy
+from mlx_parallm.systems.traces.recorder import SessionRecorder
+from mlx_parallm.systems.traces.session import ABORTED, Session
 from tests.conftest import TinyEngine
 from tests.server.serving import RunningServer, running_server
 from tests.waiting import until

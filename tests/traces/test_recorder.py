@@ -11,11 +11,11 @@ import openai
 import pytest
 from openai import OpenAI
 
-from mlx_parallm.traces.privacy import secret_finder
-from mlx_parallm.traces.recorder import REVIEW, SessionRecorder
-from mlx_parallm.traces.routes import session_router
-from mlx_parallm.traces.schema import Trace
-from mlx_parallm.traces.session import ABORTED, COMPLETE, Session, read_sessions
+from mlx_parallm.systems.traces.privacy import secret_finder
+from mlx_parallm.systems.traces.recorder import REVIEW, SessionRecorder
+from mlx_parallm.systems.traces.routes import session_router
+from mlx_parallm.systems.traces.schema import Trace
+from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, Session, read_sessions
 from tests.conftest import TinyEngine
 from tests.server.serving import RunningServer, running_server
 from tests.waiting import until
@@ -259,7 +259,7 @@ def test_a_turn_that_cannot_be_written_is_an_error(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("mlx_parallm.traces.recorder.os.write", half)
+            patch.setattr("mlx_parallm.systems.traces.recorder.os.write", half)
             with pytest.raises(openai.InternalServerError, match="No space left"):
                 ask(client, [QUESTION])
         assert (recorder.directory / "sessions" / "full.jsonl").read_bytes() == before

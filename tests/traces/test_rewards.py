@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.traces.execution import ExecutionTrace, ToolCallTrace
-from mlx_parallm.traces.rewards import RewardEngine, add_reward_labels, fit_learned, trajectory_of
-from mlx_parallm.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.execution import ExecutionTrace, ToolCallTrace
+from mlx_parallm.systems.traces.rewards import RewardEngine, add_reward_labels, fit_learned, trajectory_of
+from mlx_parallm.systems.traces.schema import Trace, new_trace
 
 
 def run_of(calls: list[bool], answer: str, **execution: Any) -> Trace:

@@ -13,7 +13,7 @@ from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.sources import SourceContext
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.traces.source import SessionRewards, session_rewards
+from mlx_parallm.systems.traces.source import SessionRewards, session_rewards
 from tests.conftest import TinyEngine
 from tests.rollout_store.groups import VOCAB_SIZE
 from tests.server.serving import RunningServer, running_server

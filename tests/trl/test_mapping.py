@@ -10,7 +10,7 @@ import pytest
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.trl.config import (
+from mlx_parallm.faces.trl.config import (
     NOT_HERE,
     SPEED_ONLY,
     WITHOUT_EFFECT,
@@ -20,7 +20,7 @@ from mlx_parallm.trl.config import (
     SFTConfig,
     TrainerConfig,
 )
-from mlx_parallm.trl.mapping import (
+from mlx_parallm.faces.trl.mapping import (
     HOW,
     SAME,
     UpdateSchedule,
@@ -29,7 +29,7 @@ from mlx_parallm.trl.mapping import (
     lora_settings,
     rows_schedule,
 )
-from mlx_parallm.trl.rows import read_rows
+from mlx_parallm.faces.trl.rows import read_rows
 
 THEIRS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "trl_1_16.json").read_text())
 CLASSES: dict[str, type[TrainerConfig]] = {

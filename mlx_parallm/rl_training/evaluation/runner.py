@@ -30,7 +30,7 @@ from mlx_parallm.environments.evaluate import (
     overall_score,
 )
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState

@@ -13,8 +13,8 @@ from itertools import zip_longest
 from pathlib import Path
 
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.export import llama_server
-from mlx_parallm.export.texts import PIECES, SEPARATORS
+from mlx_parallm.deploy.export import llama_server
+from mlx_parallm.deploy.export.texts import PIECES, SEPARATORS
 from mlx_parallm.models.loading import load_tokenizer
 
 COUNT = 2000

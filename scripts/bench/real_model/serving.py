@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.export.gguf_file import write_model
-from mlx_parallm.export.model import ModelSource, open_model
-from mlx_parallm.export.vocabulary import read_vocabulary
+from mlx_parallm.deploy.export.gguf_file import write_model
+from mlx_parallm.deploy.export.model import ModelSource, open_model
+from mlx_parallm.deploy.export.vocabulary import read_vocabulary
 from scripts.bench import peers
 from scripts.bench.load import Report, send
 from scripts.server_process import command, server_process

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mlx_parallm.integrations.atropos.queue import AtroposSettings
+from mlx_parallm.faces.atropos.queue import AtroposSettings
 from mlx_parallm.types import RolloutGroup
 from tests.rollout_store.groups import VOCAB_SIZE
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 
 import httpx
 
-from mlx_parallm.integrations.atropos.api import AtroposClient, TrainerRegistration
-from mlx_parallm.integrations.atropos.client import AtroposPoller
+from mlx_parallm.faces.atropos.api import AtroposClient, TrainerRegistration
+from mlx_parallm.faces.atropos.client import AtroposPoller
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integrations.atropos.fake_run_api import ENVIRONMENT, RealRunApi, RunApi
 from tests.integrations.atropos.groups import scored_data

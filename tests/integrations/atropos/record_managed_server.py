@@ -15,7 +15,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
-TINY = str(Path(__file__).parents[3] / "mlx_parallm" / "assets" / "tiny")
+TINY = str(Path(__file__).parents[3] / "mlx_parallm" / "models" / "tiny")
 SAMPLING = {"max_tokens": 12, "temperature": 1.0, "seed": 3}
 
 

@@ -9,8 +9,8 @@ import time
 import httpx
 from fastapi import FastAPI
 
-from mlx_parallm.integrations.atropos.api import AtroposClient
-from mlx_parallm.integrations.atropos.client import AtroposPoller
+from mlx_parallm.faces.atropos.api import AtroposClient
+from mlx_parallm.faces.atropos.client import AtroposPoller
 from mlx_parallm.rl_training import atropos_client
 from scripts.server_process import free_port
 from tests.integrations.atropos.fake_run_api import serving

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.integrations.atropos.wire import from_scored_data
+from mlx_parallm.faces.atropos.wire import from_scored_data
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
 from mlx_parallm.rl_training.step.algorithms import make_algorithm

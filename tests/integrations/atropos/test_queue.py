@@ -4,8 +4,8 @@ from functools import reduce
 import pytest
 
 from mlx_parallm.errors import RefusedError, RolloutRejectedError
-from mlx_parallm.integrations.atropos import queue as queue_module
-from mlx_parallm.integrations.atropos.queue import (
+from mlx_parallm.faces.atropos import queue as queue_module
+from mlx_parallm.faces.atropos.queue import (
     SILENT_AFTER_S,
     STALLED_AFTER_S,
     AtroposQueue,

@@ -23,7 +23,7 @@ from tests.integrations.atropos.atropos_processes import EXAMPLES, ROOT, Environ
 LETTERS = EXAMPLES / "letters.toml"
 OWN = ROOT / "build" / "atropos" / "environments"
 TREE = ROOT / "tests" / "integrations" / "atropos" / "atropos_tree"
-TINY = str(ROOT / "mlx_parallm" / "assets" / "tiny")
+TINY = str(ROOT / "mlx_parallm" / "models" / "tiny")
 RECEIVED = '"received"'  # in a line that the environment prints for each group that the queue has taken
 
 

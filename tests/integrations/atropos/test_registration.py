@@ -7,8 +7,8 @@ import pytest
 from fastapi import FastAPI
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.integrations.atropos.api import AtroposClient
-from mlx_parallm.integrations.atropos.client import AtroposPoller
+from mlx_parallm.faces.atropos.api import AtroposClient
+from mlx_parallm.faces.atropos.client import AtroposPoller
 from scripts.server_process import free_port
 from tests.integrations.atropos.fake_run_api import RunApi, serving
 from tests.integrations.atropos.groups import scored_data

@@ -11,9 +11,9 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from mlx_parallm.integrations.atropos import routes as routes_atropos
-from mlx_parallm.integrations.atropos.queue import AtroposQueue
-from mlx_parallm.integrations.atropos.routes import create_atropos_router
+from mlx_parallm.faces.atropos import routes as routes_atropos
+from mlx_parallm.faces.atropos.queue import AtroposQueue
+from mlx_parallm.faces.atropos.routes import create_atropos_router
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.middleware import BodyLimitMiddleware
 from mlx_parallm.server.protocol.strict_json import MAX_CONTAINERS

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_parallm.integrations.atropos.api import AtroposClient, why_no_batch
-from mlx_parallm.integrations.atropos.client import AtroposPoller
+from mlx_parallm.faces.atropos.api import AtroposClient, why_no_batch
+from mlx_parallm.faces.atropos.client import AtroposPoller
 from tests.integrations.atropos.groups import scored_data
 from tests.integrations.atropos.polling import FAST, REGISTRATION, eventually, groups, polling, register_environment
 from tests.rollout_store.groups import make_group

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.integrations.atropos.wire import from_scored_data
+from mlx_parallm.faces.atropos.wire import from_scored_data
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.types import RolloutGroup
 from tests.integrations.atropos.groups import as_sent, scored_data

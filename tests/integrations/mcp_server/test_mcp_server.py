@@ -15,7 +15,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient
-from mlx_parallm.integrations.mcp_server.trainings import Trainings
+from mlx_parallm.faces.mcp_server.trainings import Trainings
 from scripts.server_process import free_port
 
 pytest.importorskip("mcp")

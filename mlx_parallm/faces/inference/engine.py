@@ -1,0 +1,201 @@
+"""The in-process backend of `InferenceModule`: the daemon's engine without HTTP.
+
+Each call is one submission to the engine's queue, so the prompts of all calls of all threads share batches.
+"""
+
+import asyncio
+import uuid
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.engine.client import EngineClient
+from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.errors import GenerationFailedError, RequestError
+from mlx_parallm.execution.tool_calls import ParsedCalls, own_format, parse_tool_calls, prompt_with_tools
+from mlx_parallm.faces.inference.types import MAX_NEW_TOKENS, Generation, Prompt, Response, is_messages
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.types import PolicyClient, Request, RequestOutput, SamplingParams
+from mlx_parallm.weights import SharedWeights
+
+CACHED_ANSWERS = 1000
+MAX_LOGITS_BYTES = 2 << 30  # of one call of get_logits
+
+
+class EngineBackend:
+    """
+    Args:
+        tokenizer: used by the module's loop only.
+        adapter: the adapter of the next requests; None = the base.
+        weights: the engine's; without them nothing is cached.
+        template_kwargs: arguments of the chat template.
+    """
+
+    def __init__(
+        self,
+        client: PolicyClient,
+        tokenizer: Tokenizer,
+        *,
+        adapter: str | None = None,
+        weights: SharedWeights | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.client = client
+        self.adapter = adapter
+        self._tokenizer = tokenizer
+        self._weights = weights
+        self._template_kwargs = template_kwargs
+        self._greedy: OrderedDict[Hashable, list[Generation]] = OrderedDict()
+
+    async def generate(
+        self, prompts: Sequence[Prompt], params: Mapping[str, Any], *, logprobs: bool
+    ) -> list[list[Generation]]:
+        return await self._sample([self._encode(prompt) for prompt in prompts], params, [*map(is_messages, prompts)])
+
+    async def generate_with_tools(
+        self, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, Any]], formats: Any, params: Mapping[str, Any]
+    ) -> list[tuple[str, ParsedCalls]]:
+        own = own_format(self._tokenizer)
+        parse_tool_calls("", tools, formats, own=own)  # raises on an unknown format before anything is sampled
+        asked = [prompt_with_tools(prompt, tools, self._tokenizer, formats) for prompt in prompts]
+        encoded, chats = [self._encode(*each) for each in asked], [is_messages(prompt) for prompt, _ in asked]
+        visible = {"skip_special_tokens": own is None}  # its markers may be special tokens
+        answers = await self._sample(encoded, {**params, **visible}, chats)
+        texts = [answer.text for each in answers for answer in each]
+        return [(text, parse_tool_calls(text, tools, formats, own=own)) for text in texts]
+
+    async def logprobs(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
+        """Return log-softmax(logits) of each response's tokens after its prompt, [T] float32."""
+        scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        pairs = [self._pair(*pair) for pair in zip(prompts, responses, strict=True)]
+        requests = [Request(_id(), before + after, scored, self.adapter) for before, after in pairs]
+        outputs = await self.client.generate_many(requests)
+        logprobs = []
+        for (before, _), output in zip(pairs, outputs, strict=True):
+            if output.prompt_logprobs is None:
+                raise GenerationFailedError(_error(output) or "the text could not be scored")
+            logprobs.append(np.array(output.prompt_logprobs.logprobs[len(before) :], np.float32))
+        return logprobs
+
+    async def logits(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
+        """Return [T, vocabulary] float32 for each pair, computed in chunks between the engine's steps. Raises
+        RequestError: more than MAX_LOGITS_BYTES."""
+        pairs = [self._pair(*pair) for pair in zip(prompts, responses, strict=True)]
+        client = self.client
+        if not isinstance(client, EngineClient):
+            raise RequestError("get_logits needs the engine in this process")
+        size = 4 * client.vocab_size * sum(len(after) for _, after in pairs)
+        if size > MAX_LOGITS_BYTES:
+            raise RequestError(
+                f"the logits would take {size / 2**30:.1f} GiB, more than {MAX_LOGITS_BYTES >> 30} GiB: "
+                "pass fewer responses in a call"
+            )
+        return [await self._logits(client, *pair) for pair in pairs]
+
+    async def aclose(self) -> None:
+        """Do nothing: the engine belongs to its starter."""
+
+    async def _sample(
+        self, encoded: Sequence[tuple[int, ...]], params: Mapping[str, Any], chats: Sequence[bool]
+    ) -> list[list[Generation]]:
+        """`chats`: of each prompt, whether it is a chat, whose answer begins a text of its own."""
+        requests = [
+            self._request(tokens, params, number, opens_text=chat or self._tokenizer.opens_text(tokens))
+            for number, (tokens, chat) in enumerate(zip(encoded, chats, strict=True))
+        ]
+        keys = [self._key(request) for request in requests]
+        cached = [self._cached(key) for key in keys]
+        new = [request for request, answers in zip(requests, cached, strict=True) if answers is None]
+        outputs = iter(await self.client.generate_many(new) if new else [])
+        complete = [_answers(next(outputs)) if answers is None else answers for answers in cached]
+        for request, key, answers in zip(requests, keys, complete, strict=True):
+            if key is not None and key == self._key(request):  # no publish came between
+                self._keep(key, answers)
+        return complete
+
+    def _request(self, tokens: tuple[int, ...], params: Mapping[str, Any], number: int, *, opens_text: bool) -> Request:
+        room = max(1, self.client.max_model_len - len(tokens))
+        sampling = {"max_tokens": min(MAX_NEW_TOKENS, room), **params}
+        if number and "seed" in params:
+            sampling["seed"] = derive_seed("prompt", params["seed"], number)
+        return Request(_id(), tokens, SamplingParams(**sampling), self.adapter, opens_text=opens_text)
+
+    async def _logits(self, client: EngineClient, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray:
+        adapter, first = self.adapter, len(before) - 1
+        rows: list[np.ndarray] = []
+        if not after:
+            return np.zeros((0, client.vocab_size), np.float32)
+        text = await asyncio.wrap_future(client.call(lambda engine: engine.begin_logits(before + after, adapter)))
+        while not text.finished:
+            chunk = await asyncio.wrap_future(client.call(lambda engine: engine.next_logits(text)))
+            start = text.done - len(chunk)
+            if start == 0:  # the first chunk, or the base has changed
+                rows.clear()
+            rows.append(chunk[max(first - start, 0) :])
+        return np.concatenate(rows)
+
+    def _encode(self, prompt: Prompt, tools: Any = None) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self._tokenizer.encode(prompt))
+        if is_messages(prompt):
+            options = {"tools": tools, "teach_tools": False, "template_kwargs": self._template_kwargs}
+            return tuple(self._tokenizer.render_chat(prompt, **options))
+        return tuple(prompt)  # type: ignore[arg-type]
+
+    def _pair(self, prompt: Prompt, response: Response) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Raises RequestError: the prompt is empty, so nothing precedes the first token."""
+        before = self._encode(prompt)
+        if not before:
+            raise RequestError("prompt: the prompt is empty", param="prompt")
+        if isinstance(response, str):
+            return before, tuple(self._tokenizer.encode_after(self._text(prompt, before), response))
+        return before, tuple(response)
+
+    def _text(self, prompt: Prompt, ids: Sequence[int]) -> str:
+        """The text of a prompt that has these ids."""
+        if isinstance(prompt, str):
+            return prompt
+        if is_messages(prompt):
+            return self._tokenizer.render_chat_text(prompt, template_kwargs=self._template_kwargs)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    # The greedy cache: sampled answers are never kept, and no answer outlives a change of the weights.
+
+    def _key(self, request: Request) -> Hashable:
+        params = request.params
+        if self._weights is None or params.temperature != 0:
+            return None
+        with self._weights.read() as view:
+            revision = view.revision
+        limits = (params.max_tokens, params.n, params.stop, params.skip_special_tokens)
+        return revision, request.adapter, request.prompt_token_ids, request.opens_text, limits
+
+    def _cached(self, key: Hashable) -> list[Generation] | None:
+        if key not in self._greedy:
+            return None
+        self._greedy.move_to_end(key)
+        return self._greedy[key]
+
+    def _keep(self, key: Hashable, answers: list[Generation]) -> None:
+        self._greedy[key] = [replace(answer, cached=True) for answer in answers]
+        while len(self._greedy) > CACHED_ANSWERS:
+            self._greedy.popitem(last=False)
+
+
+def _answers(output: RequestOutput) -> list[Generation]:
+    """Raises GenerationFailedError."""
+    if error := _error(output):
+        raise GenerationFailedError(error)
+    return [Generation.of(completion, output.prompt_token_ids) for completion in output.completions]
+
+
+def _error(output: RequestOutput) -> str | None:
+    errors = (c.error or "the generation failed" for c in output.completions if c.finish_reason == "error")
+    return next(errors, None)
+
+
+def _id() -> str:
+    return f"inference-{uuid.uuid4().hex}"

@@ -1,0 +1,17 @@
+"""The MCP server, plugged in: the command `mlx_parallm mcp`."""
+
+from mlx_parallm.config.leaves import Command, Leaf
+
+LEAF = Leaf(
+    "mcp_server",
+    commands=(
+        Command(
+            "mcp",
+            "start",
+            "Serve the tools with which an agent runs trainings, over MCP.",
+            "mlx_parallm.faces.mcp_server.server:mcp",
+            "mlx_parallm_mcp",
+            "Trainings go on when it ends, and are found again. docs/mcp_server.md.",
+        ),
+    ),
+)

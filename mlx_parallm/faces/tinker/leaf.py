@@ -1,0 +1,41 @@
+"""Tinker's training API, plugged in: the part where a configuration needs it; its packages are imported then."""
+
+from typing import TYPE_CHECKING
+
+from mlx_parallm.config.leaves import Leaf
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.packages import require
+
+if TYPE_CHECKING:
+    from mlx_parallm.config.load import Config
+    from mlx_parallm.faces.tinker.part import TinkerPart
+
+LEAF = Leaf(
+    "tinker",
+    section="mlx_parallm.faces.tinker.config:TinkerConfig",
+    part="mlx_parallm.faces.tinker.leaf:tinker_part",
+    clients_train="enabled",
+    serve_help="answer Tinker's training API too (docs/tinker.md)",
+)
+
+PACKAGES = ("google.protobuf", "zstandard")
+
+
+def tinker_part(config: "Config") -> "TinkerPart | None":
+    """Return the part for the daemon; None: `enabled` is false.
+
+    Raises ConfigError: no package, or server.kv_bits is set.
+    """
+    from mlx_parallm.faces.tinker.config import TinkerConfig
+
+    if not config.section(TinkerConfig).enabled:
+        return None
+    require("tinker.enabled = true", *PACKAGES)
+    if bits := config.server.kv_bits:
+        raise ConfigError(
+            f"server.kv_bits = {bits}: Tinker's clients train on the sampler's log-probabilities, and the learner's"
+            " keys and values are not quantised: leave kv_bits out"
+        )
+    from mlx_parallm.faces.tinker.part import TinkerPart
+
+    return TinkerPart(config)

@@ -1,0 +1,77 @@
+"""`mlx_parallm_dashboard RUN_DIR…`: the page for runs on the disk, in a server of its own on this machine only."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING
+
+from mlx_parallm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+HOST, PORT = "127.0.0.1", 8010
+MOST_RUNS = 26
+
+
+def dashboard(parser: ArgumentParser) -> Callable[[Namespace], int]:
+    """`mlx_parallm dashboard`: runs on the disk in a browser."""
+    parser.add_argument(
+        "runs", metavar="RUN_DIR", type=Path, nargs="+", help="checkpoints/<run>; several: compare them"
+    )
+    parser.add_argument("--port", type=int, default=PORT, help=f"0 takes a free one; default: {PORT}")
+
+    def run(args: Namespace) -> int:
+        from mlx_parallm.server.connections import connection_limit
+        from mlx_parallm.server.thread import ServerThread, bind_socket
+        from mlx_parallm.system.files import raise_file_limit
+
+        app = make_app(args.runs)
+        listener = bind_socket(HOST, args.port)
+        thread = ServerThread(app, listener, connection_limit(0, raise_file_limit()))
+        thread.start()
+        sys.stdout.write(f"http://{HOST}:{listener.getsockname()[1]}/dashboard\n")
+        sys.stdout.flush()
+        try:
+            while thread.alive:
+                Event().wait(1.0)
+        except KeyboardInterrupt:
+            app.state.context.deps.state.drain(0.0)
+            thread.stop(1.0)
+        return 0
+
+    return run
+
+
+def make_app(paths: list[Path]) -> "FastAPI":
+    """Return the page's routes alone, without a model. Raises ConfigError: no run directory, one that is named twice,
+    too many."""
+    from fastapi import FastAPI
+    from starlette.responses import RedirectResponse
+
+    from mlx_parallm.config.server import ServerConfig
+    from mlx_parallm.rl_training.run_directory import find_run
+    from mlx_parallm.runs.dashboard.routes import PAGE, added_router
+    from mlx_parallm.runs.dashboard.run_view import RunView
+    from mlx_parallm.server.auth import AuthMiddleware, PublicPaths
+    from mlx_parallm.server.context import ServerContext, ServerDeps, ServerState
+    from mlx_parallm.server.errors import install_error_handlers
+    from mlx_parallm.system.redaction import Redactor, environment_secrets
+
+    if len(paths) > MOST_RUNS:
+        raise ConfigError(f"{len(paths)} runs: at most {MOST_RUNS} at once")
+    runs = [find_run(path) for path in paths]
+    for number, run in enumerate(runs):
+        if run in runs[:number]:
+            raise ConfigError(f"{run} is named twice")
+    redactor = Redactor(environment_secrets())
+    added = added_router([RunView(run, redactor) for run in runs], live=False)
+    app = FastAPI(title="mlx_parallm dashboard", openapi_url=None)
+    app.state.context = ServerContext(ServerDeps(ServerState(), ServerConfig()))
+    app.include_router(added.router)
+    app.add_api_route("/", lambda: RedirectResponse(PAGE), response_class=RedirectResponse)
+    install_error_handlers(app)
+    app.add_middleware(AuthMiddleware, api_key=None, origins=(), basic_prefixes=(), public=PublicPaths())
+    return app

@@ -1,0 +1,522 @@
+"""RunView: one run directory as values for the page. Reads only; no answer is larger than the page needs.
+
+Metrics are kept as columns of numbers, and only new lines of the file are read. A cursor names a file and a row of it:
+the file is another one after a rollback or a resume has cut it, and then the page gets everything again.
+"""
+
+import math
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import regex
+
+from mlx_parallm.config.leaves import client_trainer
+from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.errors import CheckpointError, ConfigError, ParallmError, RequestError, StoreError
+from mlx_parallm.rl_training.commands import MARKS_FILE
+from mlx_parallm.rl_training.evaluation.log import EVALUATIONS_FILE
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per_s
+from mlx_parallm.rl_training.monitor.explain import explain
+from mlx_parallm.rl_training.monitor.spans import SPANS_FILE, lines_of_steps
+from mlx_parallm.rl_training.monitor.tokens import read_tokens
+from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory
+from mlx_parallm.runs.compare import differing, read_runs
+from mlx_parallm.runs.dashboard.bounded import cut, file_version, sendable
+from mlx_parallm.runs.dashboard.evaluations import EvaluationsView
+from mlx_parallm.runs.rollouts import Answers, Wanted
+from mlx_parallm.system.redaction import Redactor
+
+MOST_NUMBERS = 24_000
+"""Of one answer about metrics: some 200 kB."""
+MOST_ANSWERS = 256
+LISTED_CHARACTERS, SHOWN_CHARACTERS = 700, 20_000
+"""Of a prompt or an answer: in a list, and of a turn of a group."""
+MOST_CHARACTERS = 160_000
+"""Of all texts of one answer of the API."""
+MOST_TOKENS = 2048
+SEARCH_S, PATTERN_S = 2.0, 0.2
+"""A search answers with what it has found by then, and says where to go on; one text is given up after PATTERN_S."""
+HEALTH_PAUSE = 400
+"""Health is judged again after this many times the seconds that it took: at most a quarter of a percent of one core."""
+READ_BYTES = 1 << 20
+MOST_MARKS = 100
+MOST_SPANS, MOST_TIMELINE_STEPS = 3000, 64
+MARK_KEY = "rolled_back_to"
+
+
+class MetricColumns:
+    """The numbers of metrics lines, by key: [rows] float64 each, NaN where a line has none. Nested keys are joined by
+    a slash."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.marks: list[tuple[int, str]] = []
+        self.last: Mapping[str, Any] = {}
+        self._values: dict[str, array[float]] = {}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self._take(line, "")
+        self._put("headline", headline(line)[1])
+        self._put("trained_tok_s", trained_tokens_per_s(line))
+        self.steps.append(int(line["step"]))
+        if line.get(MARK_KEY) is not None:
+            self.marks.append((self.steps[-1], f"rolled back to {line[MARK_KEY]}"))
+        self.last = line
+
+    def _take(self, line: Mapping[str, Any], prefix: str) -> None:
+        """Of a long run this is what its first chart waits for: types are compared, not asked with isinstance."""
+        rows, columns = len(self.steps), self._values
+        for key, value in line.items():
+            kind = type(value)
+            if kind is float or kind is int or kind is bool:
+                name = prefix + key
+                column = columns.get(name)
+                if column is not None and len(column) == rows:
+                    column.append(value)
+                elif name != "step":
+                    self._put(name, value)
+            elif kind is dict:
+                self._take(value, f"{prefix}{key}/")
+
+    def _put(self, key: str, number: float | None) -> None:
+        """Add the number of the row that is being made; a column is filled up with NaN when it gets its next number."""
+        if number is None:
+            return
+        column = self._values.setdefault(key, array("d"))
+        column.extend([math.nan] * (len(self.steps) - len(column)))
+        column.append(number)
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self._values)
+
+    def rows(self, keys: Sequence[str], first: int, most: int) -> tuple[list[int], dict[str, list[float | None]]]:
+        """Return steps and columns from row `first` on. More than `most` rows, or than MOST_NUMBERS, become fewer: each
+        is the mean of its steps, under the last of them. `keys`: a * stands for anything."""
+        known = [key for key in self._values if any(fnmatchcase(key, wanted) for wanted in keys)]
+        count, most = len(self.steps) - first, max(1, min(most, MOST_NUMBERS // max(1, len(known))))
+        size = max(1, math.ceil(count / most))
+        ends = range(first + size, first + count + size, size)
+        steps = [self.steps[min(end, len(self.steps)) - 1] for end in ends]
+        return steps, {key: [_mean(self._values[key][end - size : end]) for end in ends] for key in known}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return _short(math.fsum(finite) / len(finite)) if finite else None
+
+
+def _short(value: float) -> float:
+    """Six digits: what a chart can show."""
+    return float(f"{value:.6g}")
+
+
+@dataclass(frozen=True)
+class Search:
+    """What the page asks of the rollouts; an empty string is no condition."""
+
+    order: str = "newest"
+    environment: str = ""
+    state: str = ""
+    first_step: int | None = None
+    last_step: int | None = None
+    lowest: float | None = None
+    highest: float | None = None
+    version: int | None = None
+    reason: str = ""  # a part of the reason of dropping
+    text: str = ""
+    pattern: str = ""
+    older_than: str = ""
+    limit: int = MOST_ANSWERS
+
+
+class RunView:
+    """One run. Any thread; each call may read files. Raises ConfigError: no run directory."""
+
+    def __init__(self, path: Path, redactor: Redactor) -> None:
+        self.path = path
+        self._redactor = redactor
+        self._numbers_lock, self._rollouts_lock, self._health_lock = Lock(), Lock(), Lock()
+        self.evaluations = EvaluationsView(path, redactor)
+        self._reset((-1, -1))
+        self._answers: Answers | None = None
+        self._inferred: bool | None = None  # not known yet
+        # how often it was judged, of which words, when it may be again, the answer
+        self._health: tuple[int, dict[str, str], float, dict[str, Any]] = (0, {}, 0.0, {})
+
+    def _reset(self, file: tuple[int, int]) -> None:
+        self._file, self._position, self._columns = file, 0, MetricColumns()
+
+    # ------------------------------------------------------------------ what changed
+
+    def versions(self) -> dict[str, str]:
+        """Return a word for each kind of data, another one after each change; and whether a process has the run."""
+        words, (count, known, due, _) = self._words(), self._health
+        ripe = words != known and (time.monotonic() >= due or words["state"] != known["state"])
+        return words | {"health": f"{count}{'+' if ripe else ''}"}
+
+    def _words(self) -> dict[str, str]:
+        store = [file_version(self.path / f"{STORE_FILE}{end}") for end in ("", "-wal")]
+        return {
+            "metrics": file_version(self.path / METRICS_FILE),
+            "evaluations": file_version(self.path / EVALUATIONS_FILE),
+            "rollouts": "+".join(store),
+            "marks": file_version(self.path / MARKS_FILE),
+            "spans": file_version(self.path / SPANS_FILE),
+            "state": self.state(),
+        }
+
+    def state(self) -> str:
+        if RunDirectory.in_use(self.path):
+            return "running"
+        return "finished" if (self.path / FINAL).exists() else "stopped"
+
+    def read(self) -> None:
+        """Read what is new of the numbers, so that who asks for them next need not wait."""
+        with self._numbers_lock, suppress(CheckpointError):
+            self._read()
+
+    def read_newest_group(self) -> None:
+        """Load what an answer needs, such as the tokenizer: the first look at a group need not wait for it."""
+        with suppress(ParallmError):
+            self.groups(Search(limit=1))
+
+    def summary(self) -> dict[str, Any]:
+        with self._numbers_lock:
+            self._read()
+            last = dict(self._columns.last)
+        config = self._config()
+        clients = None if config is None else client_trainer(config.model_dump())  # they decide step by step
+        return self._shown(
+            {
+                "name": self.path.name,
+                "path": str(self.path),
+                "state": self.state(),
+                "steps": last.get("step", 0),
+                "total_steps": config.rl_training.total_steps if config is not None and clients is None else None,
+                "model": None if config is None else config.model.base_path,
+                "algorithm": clients.name if clients else None if config is None else config.rl_training.algorithm,
+                "judged_by": headline(last)[0] if last else "reward",
+                "inferred_rewards": self._rewards_are_inferred(),
+                "environments": list(last.get("environments") or {}),
+            }
+        )
+
+    # ------------------------------------------------------------------ numbers
+
+    def metrics(self, keys: Sequence[str], after: str, most: int) -> dict[str, Any]:
+        """Return the columns `keys` of the steps behind the cursor `after` ("" = all of them).
+
+        `reset`: true when the page has to forget what it has. `keys`: all that there are. Raises CheckpointError.
+        """
+        with self._numbers_lock:
+            self._read()
+            columns, name = self._columns, f"{self._file[0]}.{self._file[1]}"
+            file, _, row = after.partition("-")
+            same = file == name and row.isdecimal() and int(row) <= len(columns.steps)
+            first = int(row) if same else 0
+            steps, values = columns.rows(keys, first, most)
+            return {
+                "cursor": f"{name}-{len(columns.steps)}",
+                "reset": not same,
+                "steps": steps,
+                "columns": values,
+                "keys": columns.keys,
+                "marks": self._shown(self._marks(columns)),
+            }
+
+    def _marks(self, columns: MetricColumns) -> list[dict[str, Any]]:
+        """Return what happened to the run: rollbacks, and what people ordered; the newest MOST_MARKS, by step.
+
+        A rollback is in both files, in metrics.jsonl with the step after it; runs of older versions have it only there.
+        """
+        ordered = list[dict[str, Any]]()
+        with suppress(CheckpointError):  # a damaged line: the charts are worth more
+            ordered = MetricsFile(self.path / MARKS_FILE).last(MOST_MARKS)
+        known = {mark["step"] + 1 for mark in ordered if mark.get("kind") == "rollback"}
+        marks = [
+            {"step": step, "kind": "rollback", "text": text, "time": None}
+            for step, text in columns.marks
+            if step not in known
+        ]
+        return sorted([*marks[-MOST_MARKS:], *ordered], key=lambda mark: mark["step"])
+
+    def _read(self) -> None:
+        """Take in new lines of metrics.jsonl; all of them where it is another file than before."""
+        path = self.path / METRICS_FILE
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            self._reset((-1, -1))
+            return
+        if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._position:
+            self._reset((stat.st_dev, stat.st_ino))
+        for most in (READ_BYTES, -1):  # in parts, so that no more than one is in memory; then a longer line
+            lines: Sequence[Mapping[str, Any]] = ({},)
+            while lines:
+                lines, self._position = MetricsFile(path).after(self._position, most)
+                for line in lines:
+                    self._columns.add(line)
+
+    def health(self) -> dict[str, Any]:
+        """Return what `mlx_parallm explain` finds. Judged again when the run begins or ends; when something else has
+        changed, not too often."""
+        with self._health_lock:
+            words, (count, known, due, answer) = self._words(), self._health
+            if words == known or (time.monotonic() < due and words["state"] == known["state"]):
+                return answer
+            began = time.monotonic()
+            try:
+                found = explain(self.path)
+            except (ParallmError, OSError):
+                self._health = (count + 1, words, began, answer)  # so that the next change is asked about again
+                raise
+            now = time.monotonic()
+            answer = {
+                "state": found.state,
+                "gained": found.gained,
+                "findings": [finding.to_json() for finding in found.findings],
+                "notes": list(found.notes),
+                "to_read": [asdict(reading) for reading in found.to_read],
+            }
+            answer = self._shown(answer)
+            self._health = (count + 1, words, now + HEALTH_PAUSE * (now - began), answer)
+            return answer
+
+    def timeline(self, steps: int, last: int | None) -> dict[str, Any]:
+        """Return the spans of `steps` steps up to `last` (None: the newest) and how many tokens each policy version
+        sampled; at most MOST_SPANS, and MOST_TIMELINE_STEPS."""
+        path = self.path / SPANS_FILE
+        if not path.is_file():
+            return {"spans": [], "tokens": {}}
+        if last is None:
+            with self._numbers_lock:
+                self._read()
+                last = self._columns.last.get("step", 0)
+        first = max(1, last - min(steps, MOST_TIMELINE_STEPS) + 1)
+        spans, tokens = list[list[Any]](), dict[str, dict[str, int]]()
+        for line in lines_of_steps(path, first, last):
+            if line["name"] == "versions":
+                tokens[str(line["step"])] = line["tokens"]
+            elif len(spans) < MOST_SPANS:
+                spans.append([line["name"], line["step"], line["begin"], line["end"]])
+        return {"spans": spans, "tokens": tokens}
+
+    # ------------------------------------------------------------------ rollouts
+
+    def groups(self, search: Search) -> dict[str, Any]:
+        """Return the answers that fit, by group, the newest group first or by the groups' mean rewards.
+
+        `older`: the group behind which a further search goes on; None: there is nothing more. Raises RequestError: a
+        wrong pattern, no rollouts.
+        """
+        fits, limit = _condition(search), min(max(search.limit, 1), MOST_ANSWERS)
+        wanted = Wanted(
+            environment=search.environment or None,
+            state=search.state or None,
+            steps=(search.first_step, search.last_step),
+            older_than=search.older_than or None,
+        )
+        with self._rollouts_lock:
+            answers = self._opened()
+            rows, older = _until(answers.rows(wanted), limit, fits)
+            notes = answers.notes
+        most = min(LISTED_CHARACTERS, MOST_CHARACTERS // max(1, len(rows)))
+        inferred = self._rewards_are_inferred()
+        groups = [_listed(list(own), most, inferred) for _, own in groupby(rows, key=lambda row: row["group_id"])]
+        if search.order in ("best", "worst"):
+            best = search.order == "best"
+            worst = -math.inf if best else math.inf  # an unknown one comes last
+            groups.sort(key=lambda group: _number(group["reward_mean"], worst), reverse=best)
+        return self._shown({"groups": groups, "older": older, "notes": notes})
+
+    def group(self, group_id: str) -> dict[str, Any]:
+        """Return one group with its conversations. Raises RequestError: no such group."""
+        found = self._group_of(group_id)
+        rollouts = found["rollouts"] or []
+        turns = sum(len(rollout["conversation"]) for rollout in rollouts)
+        most = min(SHOWN_CHARACTERS, MOST_CHARACTERS // max(1, turns))
+        for rollout in rollouts:
+            rollout["segments"] = [len(segment["tokens"]) for segment in rollout["segments"]]
+            rollout["conversation"] = [turn | {"text": cut(turn["text"], most)} for turn in rollout["conversation"]]
+            rollout["prompt"], rollout["completion"] = (cut(rollout[key], most) for key in ("prompt", "completion"))
+        rewards = [rollout["reward"] for rollout in rollouts]
+        return self._shown(found | _rewards(rewards, inferred=self._rewards_are_inferred()))
+
+    def tokens(self, group_id: str, number: int, segment: int, first: int) -> dict[str, Any]:
+        """Return at most MOST_TOKENS tokens of one answer with what is known of each; lists have one entry a token.
+
+        Raises RequestError: no such group, answer or segment.
+        """
+        found = self._group_of(f"{group_id}#{number}")
+        if not found["rollouts"]:
+            raise RequestError(f"the tokens of group {group_id} are lost: {found['lost']}", param="id")
+        segments = found["rollouts"][0]["segments"]
+        if segment >= len(segments):
+            raise RequestError(f"the answer has segments 0 to {len(segments) - 1}, no {segment}", param="segment")
+        chosen, window = segments[segment], slice(first, first + MOST_TOKENS)
+        texts = chosen["token_texts"] or [f"⟨{token}⟩" for token in chosen["tokens"]]
+        logprobs, versions = chosen["logprobs"] or (), chosen["policy_versions"] or ()
+        mask = list(chosen["mask"][window])
+        sampled = [value if own else None for value, own in zip(logprobs[window], mask, strict=False)]
+        kept = read_tokens(self.path, found["group_id"], number, segment)
+        return self._shown(
+            {
+                "group_id": found["group_id"],
+                "number": number,
+                "segments": len(segments),
+                "segment": segment,
+                "first": first,
+                "total": len(chosen["tokens"]),
+                "texts": texts[window],
+                "ids": list(chosen["tokens"][window]),
+                "mask": mask,
+                "versions": [version if version >= 0 else None for version in versions[window]],
+                "values": {"logprobs": sampled or None} | _token_values(kept, window),
+            }
+        )
+
+    def _group_of(self, wanted: str) -> dict[str, Any]:
+        with self._rollouts_lock:
+            try:
+                return self._opened().show(wanted)
+            except StoreError as error:
+                raise RequestError(str(error), param="id") from error
+
+    def _opened(self) -> Answers:
+        """Open the rollouts once they are there. Raises RequestError: there are none."""
+        if self._answers is None:
+            if self.state() == "running" and not (self.path / CONFIG_FILE).is_file():
+                raise RequestError("the run is starting: there are no rollouts yet")
+            try:
+                self._answers = Answers(self.path)
+            except StoreError as error:
+                raise RequestError(str(error)) from error
+        return self._answers
+
+    def _rewards_are_inferred(self) -> bool:
+        """Whether the run has no rewards but those that its clients' advantages tell."""
+        if self._inferred is None and (config := self._config()) is not None:
+            self._inferred = client_trainer(config.model_dump()) is not None
+        return bool(self._inferred)
+
+    def _config(self) -> Config | None:
+        try:
+            return load_config(self.path / CONFIG_FILE, saved=True)
+        except ConfigError:
+            return None
+
+    def _shown(self, value: Any) -> Any:
+        return sendable(self._redactor.value(value))
+
+
+def differing_settings(views: Sequence[RunView]) -> dict[str, Any]:
+    """Return each setting whose value is not the same in all runs, with a value for each run. Secrets are not in it."""
+    runs = read_runs([view.path for view in views])
+    return {"settings": sendable(differing(runs)), "faults": [run.fault for run in runs]}
+
+
+# ---------------------------------------------------------------------- rows to groups
+
+
+def _condition(search: Search) -> Callable[[Mapping[str, Any]], bool]:
+    """Raises RequestError: the pattern is no regular expression."""
+    text = search.text.casefold()
+    try:
+        pattern = regex.compile(search.pattern) if search.pattern else None
+    except regex.error as error:
+        raise RequestError(f"{search.pattern!r} is no regular expression: {error}", param="regex") from error
+
+    def found(shown: str) -> bool:
+        if pattern is None:
+            return text in shown.casefold()
+        try:
+            return pattern.search(shown, timeout=PATTERN_S, concurrent=True) is not None
+        except TimeoutError as error:
+            raise RequestError("the regular expression takes too long on one answer", param="regex") from error
+
+    def fits(row: Mapping[str, Any]) -> bool:
+        reward = row["reward"]
+        return (
+            (search.lowest is None or (reward is not None and reward >= search.lowest))
+            and (search.highest is None or (reward is not None and reward <= search.highest))
+            and (search.version is None or row["version"] == search.version)
+            and (not search.reason or search.reason.casefold() in (row["reason"] or "").casefold())
+            and (not (text or pattern) or any(found(row[key] or "") for key in ("prompt", "completion")))
+        )
+
+    return fits
+
+
+def _until(
+    rows: Iterator[dict[str, Any]], limit: int, fits: Callable[[Mapping[str, Any]], bool]
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the rows that fit, each with all rewards of its group, until there are `limit` or SEARCH_S are over; and
+    the last group that was looked at, None where it is the last of all."""
+    deadline, found, group_id, rewards = math.inf, list[dict[str, Any]](), None, list[float | None]()
+    for row in rows:
+        deadline = min(deadline, time.monotonic() + SEARCH_S)  # from the first row on: before it, a tokenizer is loaded
+        if group_id != row["group_id"]:
+            if group_id is not None and (len(found) >= limit or time.monotonic() > deadline):
+                return found, group_id
+            group_id, rewards = row["group_id"], []
+        rewards.append(row["reward"])
+        if fits(row):
+            found.append(row | {"rewards": rewards})
+    return found, None
+
+
+def _number(value: float | None, unknown: float) -> float:
+    return unknown if value is None else value
+
+
+OF_A_GROUP = ("group_id", "environment", "source", "state", "step", "reason", "received", "prompt")
+OF_AN_ANSWER = (
+    *("number", "reward", "parts", "advantage", "why", "version", "tokens", "stop_reason", "error", "completion"),
+)
+
+
+def _listed(rows: list[dict[str, Any]], most: int, inferred: bool) -> dict[str, Any]:
+    answers = [{key: row[key] for key in OF_AN_ANSWER} for row in rows]
+    for answer in answers:
+        answer["completion"] = cut(answer["completion"], most)
+    group = {key: rows[0][key] for key in OF_A_GROUP} | {"prompt": cut(rows[0]["prompt"], most)}
+    return group | _rewards(rows[0]["rewards"], inferred=inferred) | {"answers": answers}
+
+
+def _rewards(rewards: Sequence[float | None], *, inferred: bool) -> dict[str, Any]:
+    """`kind`: "right" where none is below 1, "wrong" where none is above 0 (as the metrics count them; not where they
+    are `inferred`), "same" where all are equal, else "mixed"; "unknown" where a reward is not known."""
+    if not rewards:
+        return {"reward_mean": None, "kind": "lost"}
+    known = [reward for reward in rewards if reward is not None]
+    if len(known) < len(rewards):
+        return {"reward_mean": None, "kind": "unknown"}
+    low, high = min(known), max(known)
+    kind = "same" if low == high else "mixed"
+    if not inferred and (low >= 1 or high <= 0):
+        kind = "right" if low >= 1 else "wrong"
+    return {"reward_mean": math.fsum(known) / len(known), "kind": kind}
+
+
+def _token_values(kept: Mapping[str, np.ndarray], window: slice) -> dict[str, list[float]]:
+    """Return the trainer's numbers of the tokens in the window, without columns in which nothing is known; with the
+    importance ratio exp(trainer - sampler), and k3 of KL(trainer || reference), exp(d) - d - 1 with d = reference -
+    trainer (joschu.net/blog/kl-approx.html)."""
+    columns = {name: column[window].astype(np.float64) for name, column in kept.items()}
+    if columns:
+        trainer, reference = columns["trainer_logprobs"], columns["reference_logprobs"]
+        with np.errstate(over="ignore"):
+            columns["ratio"] = np.exp(trainer - columns.pop("logprobs"))
+            columns["kl"] = np.expm1(reference - trainer) - (reference - trainer)
+    return {name: column.tolist() for name, column in columns.items() if np.isfinite(column).any()}

@@ -1,0 +1,26 @@
+"""Small recurrent policies ("experts") for control: GRU and LSTM, learned by recurrent PPO. docs/experts.md.
+
+expert.py     the network: `ExpertConfig`, `GRUExpert`, `LSTMExpert`; a `losses.ppo.Policy`
+registry.py   experts by name, and the ready-made ones
+ppo.py        `RecurrentPPO`: rollouts with the hidden state, replayed in the update
+tasks.py      vectorised environments: projectile, constant, and any of gymnasium
+saving.py     one file an expert (safetensors or npz), and the trainer's directory
+"""
+
+from mlx_parallm.systems.experts.expert import ExpertConfig, GRUExpert, LSTMExpert, RNNExpertBase
+from mlx_parallm.systems.experts.ppo import RecurrentPPO, RecurrentPPOConfig, evaluate
+from mlx_parallm.systems.experts.registry import ExpertRegistry
+from mlx_parallm.systems.experts.saving import load_expert, save_expert
+
+__all__ = [
+    "ExpertConfig",
+    "ExpertRegistry",
+    "GRUExpert",
+    "LSTMExpert",
+    "RNNExpertBase",
+    "RecurrentPPO",
+    "RecurrentPPOConfig",
+    "evaluate",
+    "load_expert",
+    "save_expert",
+]

@@ -1,0 +1,549 @@
+"""The stages of a pipeline, each of them a call of what the commands call.
+
+    traces → label → dataset → dry_run → baseline → train → evaluate → export → deploy
+
+What computes with MLX runs as a command of its own (`mlx_parallm train`, `eval`, `export`): its memory is free
+afterwards, and a crash in it is that stage's alone.
+"""
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from mlx_parallm.cli.command import load, toml_value
+from mlx_parallm.cli.dataset_config import dataset_toml
+from mlx_parallm.config.load import Config
+from mlx_parallm.deploy.export import llama_server
+from mlx_parallm.deploy.export.hosting import BITS
+from mlx_parallm.deploy.export.model import ModelSource
+from mlx_parallm.deploy.export.ollama import DEFAULT_URL, OllamaDeployer
+from mlx_parallm.deploy.export.pipeline import REPORT_FILE, Destination, ExportPipeline, deploy_directory
+from mlx_parallm.environments.estimates import difference
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.user_code import PREFIX
+from mlx_parallm.models.formats import directory_of
+from mlx_parallm.rewards.functions import BUILTIN
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.monitor import report
+from mlx_parallm.rl_training.run_directory import FINAL
+from mlx_parallm.runs.eval import RESULTS_FILE
+from mlx_parallm.system.files import write_atomically, write_directory
+from mlx_parallm.systems.pipeline.hardware import HardwareConfig, parameters_of
+from mlx_parallm.systems.pipeline.requirements import (
+    check_disk,
+    check_export,
+    check_ollama,
+    check_place,
+    check_trackers,
+    remarks,
+)
+from mlx_parallm.systems.pipeline.work import Json, PipelineStage, StageFailedError, Watch, WorkDirectory
+from mlx_parallm.systems.traces.builders import (
+    DatasetOptions,
+    Kind,
+    build_dataset,
+    is_usable,
+    prompt_key,
+    without_prompts,
+    write_dataset,
+)
+from mlx_parallm.systems.traces.importers.report import ImportReport
+from mlx_parallm.systems.traces.labeling import add_rule_labels, read_labelable
+from mlx_parallm.systems.traces.privacy import RedactionHit, secret_finder
+from mlx_parallm.systems.traces.reading import read_traces, redacted, write_lines, write_traces
+from mlx_parallm.systems.traces.rewards import add_reward_labels, fit_learned
+from mlx_parallm.systems.traces.schema import Trace
+
+TrainingMethod = Literal["grpo", "kto", "dpo", "sft"]
+METHODS: tuple[TrainingMethod, ...] = get_args(TrainingMethod)
+KINDS: dict[TrainingMethod, Kind] = {"grpo": "prompts", "kto": "kto", "dpo": "preference", "sft": "sft"}
+LEARNED = f"{BUILTIN}learned"
+OLLAMA = "ollama:"
+PLAIN_BITS = {"f16": 16, "bf16": 16}
+RUN = "run"
+MEASURE = {"kto": "auc", "dpo": "rewards/accuracies", "sft": "loss"}  # of held-out rows, where no reward judges answers
+FEW_ROWS = 10  # they are seen once: more passes would be learned by heart
+GROUPS = 16  # prompts of one step
+EXAMPLES = 8
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What a pipeline does.
+
+    Attributes:
+        traces: files or directories that `mlx_parallm traces import` reads.
+        base_model: directory, hub id or "builtin:tiny".
+        rewards: reward functions, "python:file.py:f" or "builtin:NAME": they label traces, are the reward of grpo, and
+            judge held-out answers. None: grpo learns a reward from the labels.
+        rules: functions of an `ExecutionTrace` that label, "python:file.py:f".
+        deploy: "ollama:NAME" or a directory; None = the file stays in the work directory.
+        type: of the exported file; None = what the hardware is good for.
+        epochs: passes over the rows (kto, dpo, sft).
+        settings: further KEY=VALUE of the training configuration.
+        most_problems: held-out prompts that are answered.
+        even_if_worse: deploy a model whose held-out answers are worse than the base's.
+    """
+
+    traces: tuple[Path, ...]
+    base_model: str
+    method: TrainingMethod = "grpo"
+    name: str = "model"
+    rewards: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    deploy: str | None = None
+    type: str | None = None
+    epochs: int = 3
+    test_fraction: float = 0.1
+    good_from: float = 0.5
+    least_gap: float = 0.1
+    balance: float = 0.0
+    near_duplicates: float = 0.9
+    redact: bool = True
+    most_problems: int = 200
+    settings: tuple[str, ...] = ()
+    even_if_worse: bool = False
+    ollama_url: str = DEFAULT_URL
+
+
+class Stages:
+    """The stages of one pipeline. `watch_training(step, total)` hears how far a training is."""
+
+    def __init__(self, options: PipelineOptions, hardware: HardwareConfig, work: WorkDirectory) -> None:
+        self.options, self.work = options, work
+        self.hardware = hardware.for_model(parameters_of(options.base_model))
+        self.training_step: tuple[int, int] = (0, 0)
+        self._export_checked = False
+
+    def all(self, watch: Watch = lambda: None) -> list[PipelineStage]:
+        self._watch = watch
+        stages = [
+            PipelineStage("traces", "read and redact", self._about_traces, self._traces, ("traces.jsonl",)),
+            PipelineStage("label", "label", self._about_labels, self._label, ("traces.jsonl",)),
+            PipelineStage("dataset", "make the data set", self._about_dataset, self._dataset, ("rows", "problems")),
+            PipelineStage("dry_run", "try the training", self._about_training, self._dry_run),
+            PipelineStage("baseline", "the base answers", self._about_baseline, self._baseline, ("answers",)),
+            PipelineStage("train", "train", self._about_training, self._train, (f"{RUN}/{FINAL}",), resumes=True),
+            PipelineStage("evaluate", "the policy answers", self._about_evaluation, self._evaluate, ("answers",)),
+            PipelineStage("export", "export and verify", self._about_export, self._export, ("gguf",)),
+        ]
+        if self.options.deploy is not None:
+            stages.append(PipelineStage("deploy", "deploy", self._about_deployment, self._deploy, self._deployed))
+        return stages
+
+    def check_requirements(self) -> list[str]:
+        """Check, before the first stage, what the later ones need; return what will be left out.
+
+        Raises ConfigError: something is missing (requirements.py).
+        """
+        options = self.options
+        if options.deploy is not None and self._in_ollama:
+            check_ollama(options.ollama_url, options.deploy.removeprefix(OLLAMA))
+        elif options.deploy is not None:
+            check_place(Path(options.deploy), "--deploy")
+        check_trackers(self._config_of(options.settings))
+        self._export_checked = check_export(options.base_model, self._check_source)
+        parameters = parameters_of(options.base_model)
+        if parameters is not None:
+            file = parameters * BITS.get(self._kind, PLAIN_BITS.get(self._kind, 32)) / 8
+            deployed = [] if options.deploy is None or self._in_ollama else [(Path(options.deploy), file)]
+            check_disk([(self.work.path, file), *deployed])
+        return remarks(judged=bool(self._rewards))
+
+    def _check_source(self) -> None:
+        export = ExportPipeline(ModelSource(self.options.base_model), self._kind, Destination(self.work.path))
+        export.check_source()
+
+    # ------------------------------------------------------------------ traces
+
+    def _about_traces(self) -> Any:
+        return [[[str(path), path] for path in self.options.traces], self.options.redact]
+
+    def _traces(self, directory: Path) -> Json:
+        imported, hits, found = ImportReport(), list[RedactionHit](), list[Trace]()
+        finder = secret_finder() if self.options.redact else None
+        for path in self.options.traces:
+            found += redacted(read_traces(path, imported), finder, hits)
+        write_traces(found, directory / "traces.jsonl", hits)
+        return {"traces": len(found), "redacted": len(hits), "report": list(imported.draw())}
+
+    def _file(self, stage: str, name: str) -> Path:
+        return self.work.directory(stage) / name
+
+    def _about_labels(self) -> Any:
+        functions = [*self.options.rules, *self.options.rewards]
+        return [self._file("traces", "traces.jsonl"), functions, list(map(_code_of, functions))]
+
+    def _label(self, directory: Path) -> Json:
+        found = read_labelable(self._file("traces", "traces.jsonl"))
+        labelled: dict[str, int] = {}
+        for rule in self.options.rules:
+            labelled[rule], _ = add_rule_labels(found, rule, "rule")
+        if self.options.rewards:
+            labelled[", ".join(self.options.rewards)], _ = add_reward_labels(found, self.options.rewards)
+        write_lines(found, directory / "traces.jsonl")
+        return {"labels": sum(len(trace.labels) for trace in found), "labelled_by": labelled}
+
+    def _dataset_options(self, kind: Kind) -> DatasetOptions:
+        options = self.options
+        return DatasetOptions(
+            kind,
+            test_fraction=options.test_fraction,
+            near_duplicates=options.near_duplicates,
+            good_from=options.good_from,
+            least_gap=options.least_gap,
+            balance=options.balance if kind == "kto" else 0.0,
+        )
+
+    def _about_dataset(self) -> Any:
+        kind = KINDS[self.options.method]
+        return [self._file("label", "traces.jsonl"), asdict(self._dataset_options(kind)), self._learns_a_reward]
+
+    @property
+    def _learns_a_reward(self) -> bool:
+        return self.options.method == "grpo" and not self.options.rewards
+
+    def _dataset(self, directory: Path) -> Json:
+        found, kind = read_labelable(self._file("label", "traces.jsonl")), KINDS[self.options.method]
+        problems = build_dataset(found, self._dataset_options("prompts"))
+        if not problems.test:
+            raise StageFailedError(
+                f"dataset: none of {len(problems.train)} prompts is held out, so nothing could be compared with the"
+                " base: record more traces, or set a larger --test-fraction"
+            )
+        write_dataset(problems, directory / "problems")
+        rows = without_prompts(build_dataset(found, self._dataset_options(kind)), problems.test)
+        card = write_dataset(rows, directory / "rows")
+        if not card["rows"]["train"]:
+            raise StageFailedError("dataset: all rows are held out: record more traces, or a smaller --test-fraction")
+        if self._learns_a_reward:  # from the prompts that are trained on: the others judge it too
+            seen = set(map(prompt_key, problems.train))
+            labelled = [trace for trace in found if is_usable(trace) and prompt_key(trace) in seen]
+            fit_learned(labelled, self.options.good_from).save(directory / "rows" / "reward.json")
+        every = len(problems.train) + len(problems.test)
+        return {"kind": kind, "problems": len(problems.test), "prompts": every, **card}
+
+    # ------------------------------------------------------------------ training
+
+    @cached_property
+    def _rewards(self) -> tuple[str, ...]:
+        return (LEARNED,) if self._learns_a_reward else self.options.rewards
+
+    def _settings(self) -> list[str]:
+        """KEY=VALUE over the configuration that `train --model --data --reward` would take."""
+        rows, method = self._file("dataset", "rows"), self.options.method
+        plain = self._config_of(self.options.settings)
+        longest = plain.rl_training.atropos.max_token_length if method == "grpo" else plain.data.max_length
+        values: Json = {
+            "rl_training.run_name": RUN,
+            "rl_training.checkpoint_dir": str(self.work.directory("train")),
+            "evaluation.problems": 0,
+            **self.hardware.settings(longest),
+        }
+        if method == "grpo":
+            size = self.hardware.num_generations
+            values["environments.0.group_size"] = size
+            values["rl_training.atropos.rollout_batch_size"] = GROUPS * size
+            values["environments.0.heldout_data"] = str(rows / "test.jsonl")
+            if self._learns_a_reward:
+                values["environments.0.reward_options"] = {"learned": {"path": str(rows / "reward.json")}}
+        else:
+            if (rows / "test.jsonl").is_file():
+                values["data.eval_path"] = str(rows / "test.jsonl")
+            count = sum(1 for _ in (rows / "train.jsonl").open("rb"))
+            epochs = 1 if count < FEW_ROWS else self.options.epochs
+            values["rl_training.total_steps"] = epochs * math.ceil(count / plain.rl_training.batch_size)
+        if method == "kto":
+            values |= self._weights_of_labels(rows)
+        return [f"{key}={_toml(value)}" for key, value in values.items()] + list(self.options.settings)
+
+    @staticmethod
+    def _weights_of_labels(rows: Path) -> Json:
+        """The rarer label weighs more, so that both count alike (arXiv:2402.01306, section 4.2: λ_D n_D = λ_U n_U)."""
+        labels = [json.loads(line)["label"] for line in (rows / "train.jsonl").open(encoding="utf-8")]
+        good, bad = sum(labels), len(labels) - sum(labels)
+        if not good or not bad:
+            return {}
+        name, weight = ("desirable", bad / good) if good < bad else ("undesirable", good / bad)
+        return {f"rl_training.preference.{name}_weight": weight}
+
+    @property
+    def _text(self) -> str:
+        """The configuration. A model of the hub is asked for its size, so it may change when the model has come."""
+        rows = str(self._file("dataset", "rows") / "train.jsonl")
+        algorithm = None if self.options.method == "grpo" else self.options.method
+        return dataset_toml(self.options.base_model, rows, () if algorithm else self._rewards, algorithm)
+
+    def _config_of(self, settings: Sequence[str]) -> Config:
+        return load(None, list(settings), text=self._text)
+
+    def _about_training(self) -> Any:
+        rows = self._file("dataset", "rows")
+        files = [Path(value) for value in _values_of(self.options.settings) if os.path.isfile(value)]  # noqa: PTH113  any text
+        return [self._text, self._settings(), files, rows, list(map(_code_of, self._rewards)), self._base]
+
+    @property
+    def _base(self) -> Any:
+        return [self.options.base_model, directory_of(self.options.base_model)]
+
+    def _training_command(self, directory: Path) -> list[object]:
+        write_atomically(directory / "config.toml", self._text.encode())
+        flags = [word for setting in self._settings() for word in ("--set", setting)]
+        return ["train", "--config", directory / "config.toml", *flags]
+
+    def _dry_run(self, directory: Path) -> Json:
+        self.work.command("dry_run", [*self._training_command(directory), "--dry-run"], self._watch)
+        if not self._export_checked:  # the model was not here before
+            self._export_checked = check_export(self.options.base_model, self._check_source)
+        return {"log": (directory / "log.txt").read_text(encoding="utf-8", errors="replace")}
+
+    def _train(self, directory: Path) -> Json:
+        metrics = MetricsFile(directory / RUN / METRICS_FILE)
+        total = self._config_of(self._settings()).rl_training.total_steps or 0
+
+        def watch() -> None:
+            newest = metrics.last(1)
+            self.training_step = (int(newest[-1]["step"]) if newest else 0, total)
+            self._watch()
+
+        self.work.command("train", [*self._training_command(directory), "--resume", "auto"], watch)
+        lines = list(metrics.read())
+        step = int(lines[-1]["step"]) if lines else 0
+        if not (directory / RUN / FINAL).is_dir() or step < total:
+            raise StageFailedError(f"train: it was stopped at step {step} of {total}: the same command goes on")
+        key = "reward_mean" if self.options.method == "grpo" else "loss"
+        return {"steps": step, "curve": {key: [line.get(key) for line in lines]}}
+
+    # ------------------------------------------------------------------ evaluation
+
+    @cached_property
+    def _evaluation_text(self) -> str:
+        """The configuration of `mlx_parallm eval`: the prompts that are held out, and the rewards."""
+        entry: Json = {
+            "kind": "dataset",
+            "name": "held_out",
+            "data": str(self._file("dataset", "problems") / "test.jsonl"),
+            "rewards": list(self._rewards),
+            "max_tokens": self._answer_tokens,
+        }
+        if self._learns_a_reward:
+            entry["reward_options"] = {"learned": {"path": str(self._file("dataset", "rows/reward.json"))}}
+        lines = [f"{key} = {_toml(value)}" for key, value in entry.items()]
+        model, count = _toml(self.options.base_model), self.options.most_problems
+        head = f"[model]\nbase_path = {model}\n\n[evaluation]\nproblems = {count}\n"
+        return f"{head}\n[[evaluation.environments]]\n" + "\n".join(lines) + "\n"
+
+    @property
+    def _answer_tokens(self) -> int:
+        config = self._config_of(self.options.settings)
+        if config.environments:
+            return config.environments[0].max_tokens
+        return min(256, config.data.max_length // 2)
+
+    def _about_baseline(self) -> Any:
+        if not self._rewards:
+            return None
+        problems = self._file("dataset", "problems")
+        learned = self._file("dataset", "rows/reward.json") if self._learns_a_reward else None
+        return [self._evaluation_text, problems, learned, list(map(_code_of, self._rewards)), self._base]
+
+    def _ask(self, stage: str, directory: Path, *flags: object) -> Json:
+        """Answer the held-out prompts, and return the results."""
+        config, answers = directory / "eval.toml", directory / "answers"
+        write_atomically(config, self._evaluation_text.encode())
+        self.work.command(stage, ["eval", "--config", config, "--output", answers, *flags], self._watch)
+        return _results(answers)
+
+    def _baseline(self, directory: Path) -> Json:
+        if not self._rewards:
+            return {"score": None}
+        return {"score": self._ask("baseline", directory)["score"]}
+
+    @property
+    def _final(self) -> Path:
+        return self._file("train", f"{RUN}/{FINAL}")
+
+    def _about_evaluation(self) -> Any:
+        return [self._about_baseline(), self._file("baseline", "answers"), self._final, self.options.method]
+
+    def _evaluate(self, directory: Path) -> Json:
+        if not self._rewards:
+            return self._held_out_rows()
+        whole = (self._final / "config.json").is_file()  # a run that trained all weights
+        results = self._ask("evaluate", directory, "--model" if whole else "--lora-path", self._final)
+        found = _compared(_results(self._file("baseline", "answers")), results)
+        return {"what": "reward of greedy answers to held-out prompts", **found}
+
+    def _held_out_rows(self) -> Json:
+        """How the training measured its held-out rows: before the first step and after the last."""
+        name = MEASURE[self.options.method]
+        lines = list(MetricsFile(self._file("train", f"{RUN}/{METRICS_FILE}")).read())
+        before = next((line[f"eval_before/{name}"] for line in lines if f"eval_before/{name}" in line), None)
+        after = next((line[f"eval/{name}"] for line in reversed(lines) if f"eval/{name}" in line), None)
+        if before is None or after is None:
+            return {"what": "nothing: no row is held out", "before": None, "after": None, "better": None}
+        better = after < before if name == "loss" else after > before
+        found = {"before": before, "after": after, "better": better, "worse": after != before and not better}
+        return {"what": f"{name} of held-out rows", **found}
+
+    # ------------------------------------------------------------------ export
+
+    @property
+    def _kind(self) -> str:
+        return (self.options.type or self.hardware.quantization).lower()
+
+    def _about_export(self) -> Any:
+        return [
+            self._about_baseline(),
+            self._file("baseline", "answers"),
+            self._base,
+            self._final,
+            self._kind,
+            self.options.name,
+        ]
+
+    def _export(self, directory: Path) -> Json:
+        out, run = directory / "gguf", self._file("train", RUN)
+        self.work.command(
+            "export", ["export", run, "--type", self._kind, "--to", out, "--name", self.options.name], self._watch
+        )
+        about = json.loads((out / REPORT_FILE).read_text(encoding="utf-8"))
+        result: Json = {"file": str(out / about["file"]), "type": self._kind, "verification": about["verification"]}
+        if not self._rewards or not llama_server.available():
+            return {**result, "what": "not asked: " + ("no llama.cpp here" if self._rewards else "no --reward")}
+        with llama_server.running(out / about["file"]) as server:
+            results = self._ask("export", directory, "--url", f"{server.url}/v1", "--concurrency", 1)
+        found = _compared(_results(self._file("baseline", "answers")), results)
+        return {**result, "what": "the file's answers in llama.cpp", **found}
+
+    @property
+    def _in_ollama(self) -> bool:
+        return (self.options.deploy or "").startswith(OLLAMA)
+
+    @property
+    def _deployed(self) -> tuple[str, ...]:
+        """Files by which a deployment is known to be as it was; what Ollama has is its own matter."""
+        return () if self._in_ollama else (str(self.options.deploy),)
+
+    def _about_deployment(self) -> Any:
+        once_more = time.time() if self._in_ollama else None  # a model may have been removed there: always deployed
+        target = [self.options.deploy, self.options.ollama_url, once_more]
+        return [self._file("export", "gguf"), target, self.options.even_if_worse]
+
+    def _deploy(self, directory: Path) -> Json:
+        target, gguf = self.options.deploy, self._file("export", "gguf")
+        assert target is not None
+        if self._in_ollama:
+            name = target.removeprefix(OLLAMA)
+            with closing(OllamaDeployer(self.options.ollama_url)) as deployer:
+                deploy_directory(deployer, gguf, name)
+            return {"ollama": name, "command": f"ollama run {name}"}
+        place = Path(target).expanduser()
+        write_directory(place, lambda unfinished: _copy(gguf, unfinished))
+        about = json.loads((place / REPORT_FILE).read_text(encoding="utf-8"))
+        return {"directory": str(place), "command": f"llama-server -m {place / about['file']} --jinja"}
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError: it cannot be the name of a directory and of a file."""
+    if not name or "/" in name or name in (".", ".."):
+        raise ConfigError(f"--name {name!r}: it names a directory and a file, without /")
+
+
+def check_options(options: PipelineOptions) -> PipelineOptions:
+    """Return the options with absolute paths. Raises ConfigError: what cannot work, before anything is done."""
+    if options.method not in METHODS:
+        raise ConfigError(f"--method {options.method}: expected one of {', '.join(METHODS)}")
+    if not options.traces:
+        raise ConfigError("--traces is missing: a recorder's directory, a file of traces, or logs of agents")
+    if options.epochs < 1 or options.most_problems < 1:
+        raise ConfigError("--epochs and --problems: at least 1")
+    check_name(options.name)
+    deploy = options.deploy
+    if deploy is not None and not deploy.removeprefix(OLLAMA):
+        raise ConfigError("--deploy: expected ollama:NAME or a directory")
+    if deploy is not None and not deploy.startswith(OLLAMA):
+        place = Path(deploy).expanduser().absolute()
+        _check_place(place, options.name)
+        deploy = str(place)
+    traces = tuple(path.expanduser().absolute() for path in options.traces)
+    if missing := [path for path in traces if not path.exists()]:
+        raise ConfigError(f"--traces {missing[0]} does not exist")
+    return replace(options, traces=traces, deploy=deploy)
+
+
+def _check_place(place: Path, name: str) -> None:
+    """Raises ConfigError: something else is there that a deployment would replace."""
+    if not place.exists():
+        return
+    try:
+        file = str(json.loads((place / REPORT_FILE).read_text(encoding="utf-8"))["file"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"--deploy {place} exists and is no exported model: choose another directory") from None
+    if not file.startswith(f"{name}-"):
+        raise ConfigError(f"--deploy {place} holds another model, {file}: choose another directory, or remove it")
+
+
+def _values_of(settings: Sequence[str]) -> list[str]:
+    return [setting.partition("=")[2].strip("\"'") for setting in settings]
+
+
+def _code_of(reference: str) -> Any:
+    """The Python files beside that of a reference, and itself: their content counts. Of a module its name."""
+    file = Path(reference.removeprefix(PREFIX).rpartition(":")[0])
+    if not reference.startswith(PREFIX) or not file.is_file():
+        return reference
+    return [[each.name, each] for each in sorted({file, *file.parent.glob("*.py")})]
+
+
+def _toml(value: Any) -> str:
+    """Return a value as TOML has it, on one line."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value) if isinstance(value, bool | float) else toml_value(value)
+
+
+def _results(directory: Path) -> Json:
+    results: Json = json.loads((directory / RESULTS_FILE).read_text(encoding="utf-8"))
+    return results
+
+
+def _compared(before: Json, after: Json) -> Json:
+    """The held-out numbers of two evaluations, the paired difference with its 95% interval, and some answers."""
+    comparisons = report.compare(before, after)
+    if len(comparisons) != 1:
+        raise StageFailedError("evaluate: the base and the policy have answered no prompt in common")
+    [comparison] = comparisons
+    rewards = [list(column) for column in zip(*comparison.rewards, strict=True)]
+    found = difference(*rewards)
+    examples = [
+        {"prompt": then.get("prompt"), "before": then.get("text"), "after": now.get("text")}
+        for then, now in comparison.examples[:EXAMPLES]
+    ]
+    return {
+        "before": sum(rewards[0]) / len(rewards[0]),
+        "after": sum(rewards[1]) / len(rewards[1]),
+        "low": found.low,
+        "high": found.high,
+        "p": found.p,
+        "enough": found.enough,
+        "problems": len(rewards[0]),
+        "better": found.mean > 0,
+        "worse": found.mean < 0,
+        "examples": examples,
+    }
+
+
+def _copy(source: Path, target: Path) -> None:
+    for file in sorted(source.iterdir()):
+        shutil.copy2(file, target / file.name)

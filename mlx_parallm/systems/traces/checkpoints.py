@@ -1,0 +1,302 @@
+"""CheckpointLoader: the runs in the checkpoints of an agent framework (`session_data`, `task_state`), each once.
+
+A checkpoint is JSON, or a pickle that is read by an unpickler which builds plain values only: it imports nothing and
+calls nothing, and an object of any class becomes its attributes. Checkpoints of one agent overlap; a run's id is made
+of its session, its question and its time, or its place in the session where it has no time.
+"""
+
+import io
+import json
+import pickle
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date, datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import TraceError
+from mlx_parallm.systems.traces.execution import Event, ExecutionTrace, ReasoningStep, ToolCallTrace
+from mlx_parallm.systems.traces.importers.report import SHAPES
+from mlx_parallm.systems.traces.schema import Json, iso_time, parse_json, parsed_arguments, text_of, unix_time
+
+CHECKPOINTS = Path("Agents") / "checkpoint"
+_PLAIN: Mapping[tuple[str, str], Any] = {
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "bytearray"): bytearray,
+    ("builtins", "complex"): complex,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "defaultdict"): defaultdict,
+    ("collections", "deque"): deque,
+    ("collections", "Counter"): Counter,
+    ("datetime", "datetime"): datetime,
+    ("datetime", "date"): date,
+    ("datetime", "timedelta"): timedelta,
+    ("datetime", "timezone"): timezone,
+}
+"""What a pickle may build. None of them runs code of the file's choice."""
+
+
+class _Inert:
+    """Stands for an object of a class that is not loaded: keeps its attributes and does nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_Inert":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["args"] = args
+
+    def __setstate__(self, state: Any) -> None:
+        parts = state if isinstance(state, tuple) else (state,)
+        for part in parts:
+            if isinstance(part, dict):
+                self.__dict__.update({str(key): value for key, value in part.items()})
+
+    def append(self, item: Any) -> None:
+        self.__dict__.setdefault("items", []).append(item)
+
+    def extend(self, items: Iterable[Any]) -> None:
+        self.__dict__.setdefault("items", []).extend(items)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__dict__[str(key)] = value
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _PLAIN.get((module, name), _Inert)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+
+def read_checkpoint(path: Path) -> Any:
+    """Return a checkpoint's plain values. Raises TraceError: it cannot be read."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        if path.suffix == ".json":
+            return parse_json(data)
+        return _Plain().of(_PlainUnpickler(io.BytesIO(data)).load())
+    except (pickle.UnpicklingError, EOFError, RecursionError, MemoryError, *SHAPES) as error:
+        raise TraceError(f"{path} is no checkpoint: {type(error).__name__}: {error}") from error
+
+
+MOST_VALUES = 5_000_000
+"""Values of one checkpoint: a small pickle may name the same list so often that it would fill the memory."""
+
+
+class _Plain:
+    """Turns what a pickle built into JSON's values. Objects that hold themselves raise RecursionError."""
+
+    def __init__(self) -> None:
+        self._values = 0
+
+    def of(self, value: Any) -> Any:
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise ValueError(f"it holds more than {MOST_VALUES} values")
+        if isinstance(value, _Inert):
+            return {key: self.of(item) for key, item in vars(value).items() if key != "args" or item}
+        if isinstance(value, Mapping):
+            return {str(key): self.of(item) for key, item in value.items()}
+        if isinstance(value, list | tuple | set | frozenset | deque):
+            return [self.of(item) for item in value]
+        return value.isoformat() if isinstance(value, date) else value
+
+
+class CheckpointLoader:
+    """Reads the checkpoints of agents: `directory/AGENT/*.pkl` or `*.json`.
+
+    Args:
+        directory: of all agents.
+        max_age_hours: older checkpoints are left out; None = all.
+    """
+
+    def __init__(self, directory: Path | str = CHECKPOINTS, *, max_age_hours: float | None = None) -> None:
+        self.directory = Path(directory)
+        self.max_age_hours = max_age_hours
+        self.skipped: dict[str, str] = {}  # checkpoint → why it was left out
+        self.left_out: Counter[str] = Counter()  # messages and tasks that no run holds, by reason
+
+    def _files(self, agent: str) -> Iterator[Path]:
+        """The newest first: it knows the most of a run."""
+        folder = self.directory / agent
+        files = [path for pattern in ("*.pkl", "*.json") for path in folder.glob(pattern)]
+        oldest = 0.0 if self.max_age_hours is None else time.time() - 3600 * self.max_age_hours
+        newest_first = sorted(files, key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
+        return (path for path in newest_first if path.stat().st_mtime >= oldest)
+
+    def load_traces(self, agent: str) -> list[ExecutionTrace]:
+        """Each run of an agent once, the oldest first.
+
+        A checkpoint that cannot be read is in `skipped`. What the others hold beside their runs is counted in
+        `left_out`, once for each checkpoint that holds it.
+        """
+        self.skipped.clear()
+        self.left_out.clear()
+        found: dict[str, ExecutionTrace] = {}
+        for path in self._files(agent):
+            try:
+                checkpoint = read_checkpoint(path)
+                if not isinstance(checkpoint, dict):
+                    raise TraceError(f"{path} is no checkpoint: it holds no attributes")
+                left_out = Counter[str]()
+                views = list(_runs(checkpoint, left_out))
+                self.left_out += left_out
+            except SHAPES as error:
+                self.skipped[str(path)] = str(error)
+                continue
+            for view in views:
+                found.setdefault(view.trace_id, view)
+        return sorted(found.values(), key=lambda view: view.timestamp)
+
+
+def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[ExecutionTrace]:
+    """A run is a question of the user and what followed up to the next one. `left_out`: counts what is in none."""
+    sessions = checkpoint.get("session_data") or {}
+    scopes = checkpoint.get("variable_scopes") or {}
+    turns: dict[str, list[list[Json]]] = {}
+    for session_id, session in sessions.items():
+        history = session.get("history") or session.get("messages") or [] if isinstance(session, dict) else session
+        if not isinstance(history, list):
+            left_out["a history that is no list"] += 1
+            history = []
+        turns[str(session_id)] = _turns(history, left_out)
+    places = [(session_id, number) for session_id, listed in turns.items() for number in range(len(listed))]
+    if scopes and len(turns) != 1:
+        left_out["thoughts of a checkpoint that has several sessions, or none"] += len(_thoughts(scopes))
+    times = [(_seconds(turns[name][number][0]), (name, number)) for name, number in places]
+    tasks = _tasks_by_run(_tasks(checkpoint.get("task_state") or {}), times, left_out)
+    for place in places:
+        session_id, number = place
+        is_last = number == len(turns[session_id]) - 1 and len(turns) == 1
+        thoughts = _thoughts(scopes) if is_last else []
+        turn = turns[session_id][number]
+        _count_unheld(turn, left_out)
+        yield _run(session_id, turn, f"turn-{number}", thoughts, tasks.get(place, {}))
+
+
+def _count_unheld(turn: Sequence[Json], left_out: Counter[str]) -> None:
+    """Count what a run of a checkpoint cannot hold: the flat form has one answer, and calls that have results."""
+    results = {str(message.get("tool_call_id")) for message in turn if message.get("role") == "tool"}
+    answers = sum(message.get("role") == "assistant" and bool(text_of(message.get("content"))) for message in turn)
+    calls = [call for message in turn for call in message.get("tool_calls") or ()]
+    for reason, count in (
+        ("an answer before the last one of its run", answers - 1),
+        ("a call without a result", sum(str(call.get("id")) not in results for call in calls)),
+    ):
+        if count > 0:
+            left_out[reason] += count
+
+
+def _turns(history: Iterable[Any], left_out: Counter[str]) -> list[list[Json]]:
+    turns: list[list[Json]] = []
+    for message in history:
+        if not isinstance(message, dict):
+            left_out["a message that is no object"] += 1
+        elif message.get("role") == "user":
+            turns.append([message])
+        elif not turns:
+            left_out[f"a message of role {message.get('role')!r} before the first question"] += 1
+        else:
+            if message.get("role") not in ("assistant", "tool"):
+                left_out[f"a message of role {message.get('role')!r} within a run"] += 1
+            turns[-1].append(message)
+    return turns
+
+
+def _run(
+    session_id: str, turn: Sequence[Json], place: str, thoughts: Sequence[ReasoningStep], tasks: Mapping[str, list[Any]]
+) -> ExecutionTrace:
+    events: list[Event] = [*thoughts]
+    answers: list[str] = []
+    called: dict[str, Json] = {}
+    for message in turn[1:]:
+        for call in message.get("tool_calls") or ():
+            called[str(call.get("id"))] = call.get("function") or {}
+        text = text_of(message.get("content"))
+        if message.get("role") == "tool":
+            function = called.get(str(message.get("tool_call_id")), {})
+            name = str(message.get("name") or function.get("name") or "tool")
+            arguments = parsed_arguments(function.get("arguments")) or {}
+            failed = text.lstrip().lower().startswith("error")
+            events.append(ToolCallTrace(name, arguments, text, not failed, error=text if failed else None))
+        elif message.get("role") == "assistant" and text:
+            answers.append(text)
+    question = turn[0]
+    timestamp = _time(question.get("timestamp"))
+    view = ExecutionTrace.of_events(
+        session_id,
+        text_of(question.get("content")),
+        events,
+        answers[-1] if answers else "",
+        timestamp=timestamp or place,
+        source="checkpoint",
+        **tasks,
+    )
+    if timestamp is None:
+        view.trace.steps[0].timestamp = None
+    return view
+
+
+def _time(value: Any) -> str | None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return iso_time(float(value))
+    return str(value) if value is not None and unix_time(value) is not None else None
+
+
+def _tasks(state: Mapping[str, Any]) -> Iterator[tuple[float | None, str, str]]:
+    """When a task was created, what became of it, and what it was."""
+    for name, task in state.items():
+        if isinstance(task, dict):
+            created = _time(task.get("created_at"))
+            status = str(task.get("status") or "created")
+            yield None if created is None else unix_time(created), status, str(task.get("description") or name)
+
+
+def _seconds(question: Mapping[str, Any]) -> float | None:
+    text = _time(question.get("timestamp"))
+    return None if text is None else unix_time(text)
+
+
+Run = tuple[str, int]
+TIMELESS = "a task without a time, in a checkpoint of several runs"
+
+
+def _tasks_by_run(
+    tasks: Iterable[tuple[float | None, str, str]],
+    times: Sequence[tuple[float | None, Run]],
+    left_out: Counter[str],
+) -> dict[Run, dict[str, list[Any]]]:
+    """Give each task to the run with the newest question before it; to the only run, where there is one. A task that
+    belongs to none is counted."""
+    known = sorted((at, run) for at, run in times if at is not None)
+    found: dict[Run, dict[str, list[Any]]] = {}
+    for created, status, text in tasks:
+        before = [run for at, run in known if created is not None and at <= created]
+        if before:
+            run = before[-1]
+        elif len(times) == 1 and (created is None or not known):
+            run = times[0][1]
+        else:
+            left_out[TIMELESS if created is None else "a task before the first question"] += 1
+            continue
+        own = found.setdefault(run, {})
+        own.setdefault("tasks_created", []).append(text)
+        if status in ("completed", "failed"):
+            own.setdefault(f"tasks_{status}", []).append(text)
+    return found
+
+
+def _thoughts(scopes: Mapping[str, Any]) -> list[ReasoningStep]:
+    found = []
+    for kind in ("reasoning", "delegation"):
+        scope = scopes.get(kind)
+        for name, value in scope.items() if isinstance(scope, dict) else ():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            found.append(ReasoningStep(kind, f"{name}: {text}"))
+    return found

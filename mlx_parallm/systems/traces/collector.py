@@ -1,0 +1,301 @@
+"""TraceCollector follows the runs of an agent in this process; `hook_into_agent` makes it do so for any agent.
+
+    collector = TraceCollector()
+    with hook_into_agent(agent, collector):
+        await agent.a_run("…")
+
+Each run is one file, `rl_traces/YYYY-MM-DD/ID.json`, redacted, complete or absent. Runs at the same time, in tasks or
+threads, do not mix: the current run is a context variable.
+"""
+
+import functools
+import inspect
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mlx_parallm.errors import TraceError
+from mlx_parallm.system.files import write_atomically
+from mlx_parallm.systems.traces.execution import (
+    TASKS,
+    Event,
+    ExecutionTrace,
+    ReasoningStep,
+    ToolCallTrace,
+    manual_label,
+)
+from mlx_parallm.systems.traces.privacy import RedactionHit, redact_trace, secret_finder
+from mlx_parallm.systems.traces.reading import read_traces
+from mlx_parallm.systems.traces.schema import Json, dump_line, iso_time
+
+DIRECTORY = Path("rl_traces")
+RUN_METHODS = ("a_run", "arun", "run")
+TOOL_METHODS = ("arun_function", "run_function", "call_tool")
+After = Callable[[Any, Any, BaseException | None], None]
+"""Called with what was returned before the method, the method's result, and its error."""
+
+
+@dataclass
+class _Running:
+    session_id: str
+    user_query: str
+    began: float
+    events: list[Event] = field(default_factory=list)
+    tasks: dict[str, list[Any]] = field(default_factory=lambda: {kind: [] for kind in TASKS})
+    token: "Token[_Running | None] | None" = None
+
+
+class TraceCollector:
+    """Writes one trace for each run, without its secrets: `directory` gets `YYYY-MM-DD/ID.json`."""
+
+    def __init__(self, directory: Path | str = DIRECTORY) -> None:
+        self.directory = Path(directory)
+        self.hits: list[RedactionHit] = []
+        self._finder = secret_finder()
+        self._current: ContextVar[_Running | None] = ContextVar("run of an agent", default=None)
+
+    @property
+    def running(self) -> bool:
+        """Whether this task or thread is in a run."""
+        return self._current.get() is not None
+
+    def start_trace(self, session_id: str, user_query: str) -> None:
+        """Begin a run in this task or thread; one inside another is the inner one until it ends."""
+        running = _Running(session_id, user_query, time.time())
+        running.token = self._current.set(running)
+
+    def record_tool_call(
+        self,
+        tool_name: str,
+        arguments: Json,
+        result: Any = "",
+        success: bool = True,
+        duration_ms: float = 0.0,
+        error: str | None = None,
+    ) -> None:
+        """Add a call to the current run; outside of a run it is not recorded."""
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        self._add(
+            ToolCallTrace(tool_name, _as_json(arguments), text, success, duration_ms, error, iso_time(time.time()))
+        )
+
+    def record_reasoning_step(
+        self,
+        step_type: str,
+        content: str,
+        confidence: float = 0.0,
+        insights: Sequence[str] = (),
+        issues: Sequence[str] = (),
+    ) -> None:
+        self._add(ReasoningStep(step_type, content, confidence, list(insights), list(issues)))
+
+    def record_task(self, kind: str, task: Any) -> None:
+        """Note a task: `kind` is "created", "completed" or "failed". Raises TraceError: another kind."""
+        if kind not in TASKS:
+            raise TraceError(f"record_task({kind!r}): expected one of {', '.join(TASKS)}")
+        running = self._current.get()
+        if running is not None:
+            running.tasks[kind].append(_as_json(task))
+
+    def _add(self, event: Event) -> None:
+        running = self._current.get()
+        if running is not None:
+            running.events.append(event)
+
+    def finish_trace(self, final_response: str = "", **totals: Any) -> ExecutionTrace:
+        """End the current run and write its trace.
+
+        Args:
+            totals: `total_tokens_in`, `total_tokens_out`, `total_cost`, `llm_calls_count`.
+
+        Raises TraceError: there is no run; CheckpointError: it cannot be written.
+        """
+        running = self._current.get()
+        if running is None or running.token is None:
+            raise TraceError("finish_trace: no run was started in this task or thread")
+        self._current.reset(running.token)
+        now = time.time()
+        view = ExecutionTrace.of_events(
+            running.session_id,
+            running.user_query,
+            running.events,
+            final_response,
+            timestamp=iso_time(running.began),
+            source="collector",
+            execution_duration_ms=(now - running.began) * 1e3,
+            **{f"tasks_{kind}": tasks for kind, tasks in running.tasks.items()},
+            **totals,
+        )
+        cleaned, hits = redact_trace(view.trace, self._finder)
+        self.hits += hits
+        view = ExecutionTrace(cleaned)
+        self._write(view)
+        return view
+
+    def _write(self, view: ExecutionTrace) -> None:
+        folder = self.directory / view.timestamp[:10]
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"{view.trace_id}.json", dump_line(view.trace.to_json()))
+
+    # ------------------------------------------------------------------ reading
+
+    def load_traces(
+        self,
+        start_date: date | None = None,
+        end_date: date | None = None,
+        labeled_only: bool = False,
+        min_tool_calls: int = 0,
+    ) -> list[ExecutionTrace]:
+        """The traces of these days, the oldest first. Raises TraceError: a file cannot be read."""
+        found = []
+        for folder in sorted(self.directory.glob("????-??-??")):
+            day = datetime.strptime(folder.name, "%Y-%m-%d").replace(tzinfo=UTC).date()
+            if (start_date is not None and day < start_date) or (end_date is not None and day > end_date):
+                continue
+            for path in sorted(folder.glob("*.json")):
+                found += [ExecutionTrace(trace) for trace in read_traces(path, source="atif")]
+        found.sort(key=lambda view: view.timestamp)
+        return [v for v in found if len(v.tool_calls) >= min_tool_calls and (v.label is not None or not labeled_only)]
+
+    def label_trace(self, trace_id: str, good: bool, notes: str = "", *, by: str = "user") -> ExecutionTrace:
+        """Add a person's label; earlier ones stay. Raises TraceError: no such trace."""
+        for view in self.load_traces():
+            if view.trace_id == trace_id:
+                view.trace.add_label(manual_label(good, notes, at=time.time(), by=by))
+                self._write(view)
+                return view
+        raise TraceError(f"{self.directory} holds no trace {trace_id!r}")
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
+
+
+class AgentHook:
+    """The wrapped methods of one agent. `restore` puts the agent's own back; a `with` block does it at its end."""
+
+    def __init__(self, agent: Any, collector: TraceCollector) -> None:
+        self._agent, self._collector = agent, collector
+        self._wrapped: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """May be called again."""
+        for name, own in self._wrapped.items():
+            if own is None:
+                delattr(self._agent, name)
+            else:
+                setattr(self._agent, name, own)
+        self._wrapped.clear()
+
+    def wrap(
+        self, name: str, before: Callable[..., Any], after: Callable[[Any, Any, BaseException | None], None]
+    ) -> None:
+        """Call `before` with the method's arguments, and `after` with what it returned, the result, and the error."""
+        method = _method(self._agent, name)
+        assert method is not None
+        self._wrapped[name] = vars(self._agent).get(name)  # None: the class's, which setattr only hides
+        setattr(self._agent, name, _followed(method, before, after))
+
+
+def _followed(method: Callable[..., Any], before: Callable[..., Any], after: After) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def followed_async(*args: Any, **kwargs: Any) -> Any:
+            begun = before(*args, **kwargs)
+            try:
+                result = await method(*args, **kwargs)
+            except BaseException as error:
+                after(begun, None, error)
+                raise
+            after(begun, result, None)
+            return result
+
+        return followed_async
+
+    @functools.wraps(method)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        begun = before(*args, **kwargs)
+        try:
+            result = method(*args, **kwargs)
+        except BaseException as error:
+            after(begun, None, error)
+            raise
+        after(begun, result, None)
+        return result
+
+    return followed
+
+
+def hook_into_agent(
+    agent: Any,
+    collector: TraceCollector,
+    *,
+    run_methods: Sequence[str] = RUN_METHODS,
+    tool_methods: Sequence[str] = TOOL_METHODS,
+) -> AgentHook:
+    """Follow every run of an agent: wrap its methods of these names, plain or async, as far as it has them.
+
+    The first argument of a run, or `query`, is the user's question, `session_id` its session; what it returns is the
+    answer, and an error ends it as a failed task. The first argument of a tool method, or `function_name`, is the tool.
+
+    Raises TraceError: the agent has no run method.
+    """
+    hook = AgentHook(agent, collector)
+
+    def begin(*args: Any, **kwargs: Any) -> None:
+        query = kwargs.get("query", args[0] if args else "")
+        collector.start_trace(str(kwargs.get("session_id") or "default"), str(query))
+
+    def end(begun: Any, result: Any, error: BaseException | None) -> None:
+        if error is not None:
+            collector.record_task("failed", f"{type(error).__name__}: {error}")
+        collector.finish_trace("" if result is None else str(result))
+
+    def call(*args: Any, **kwargs: Any) -> tuple[str, Json, float]:
+        name, arguments = _tool_and_arguments(args, kwargs)
+        return name, arguments, time.perf_counter()
+
+    def called(begun: tuple[str, Json, float], result: Any, error: BaseException | None) -> None:
+        name, arguments, began = begun
+        problem = None if error is None else f"{type(error).__name__}: {error}"
+        spent = (time.perf_counter() - began) * 1e3
+        collector.record_tool_call(name, arguments, problem or result, error is None, spent, problem)
+
+    runs = [name for name in run_methods if _method(agent, name) is not None]
+    if not runs:
+        raise TraceError(f"{type(agent).__name__} has none of the methods {', '.join(run_methods)}: name its own")
+    for name in runs:
+        hook.wrap(name, begin, end)
+    for name in tool_methods:
+        if _method(agent, name) is not None:
+            hook.wrap(name, call, called)
+    return hook
+
+
+def _tool_and_arguments(args: Sequence[Any], kwargs: Json) -> tuple[str, Json]:
+    """Read a call of a tool method: (name, {…}), (name, **arguments), or positional arguments as arg0, arg1, …"""
+    named = "function_name" in kwargs
+    name = kwargs["function_name"] if named else (args[0] if args else "")
+    rest = args if named else args[1:]
+    arguments = {key: value for key, value in kwargs.items() if key != "function_name"}
+    if len(rest) == 1 and isinstance(rest[0], dict) and not arguments:
+        return str(name), dict(rest[0])
+    return str(name), arguments | {f"arg{number}": value for number, value in enumerate(rest)}
+
+
+def _method(agent: Any, name: str) -> Callable[..., Any] | None:
+    method = getattr(agent, name, None)
+    return method if callable(method) else None

@@ -1,0 +1,434 @@
+"""Messages of other programs → OpenAI chat messages. One converter for every importer, and for the rows of `build`.
+
+    role        `role`, or ShareGPT's `from` ("human", "gpt", "observation", …); Gemini's "model"
+    content     text, or parts: OpenAI's, Anthropic's blocks, OpenTelemetry's and Gemini's `parts`, Responses' items
+    calls       `tool_calls`, the older `function_call`, blocks `tool_use`, parts `tool_call`, `functionCall`
+    results     role "tool", the older "function", blocks `tool_result`, parts `tool_call_response`, `functionResponse`
+
+A message that is OpenAI's already stays as it is. A part of an unknown type stays in the content; an unknown field
+stays in the message, or in the `extra.fields` of its step where the message is split. Nothing is dropped here.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mlx_parallm.errors import TraceError
+from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF
+from mlx_parallm.systems.traces.schema import Json, add_step, foreign_message, parse_json, text_of
+
+_TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+_THOUGHT = ("thinking", "reasoning")
+_CALL_KEYS = ("functionCall", "function_call")  # Gemini's parts have no type
+_DECLARATIONS = ("functionDeclarations", "function_declarations")
+_RESULT_KEYS = ("functionResponse", "function_response")
+_IDS = ("id", "tool_use_id", "tool_call_id", "call_id")
+_ARGUMENTS = ("input", "arguments", "args")
+_RESULTS = ("content", "response", "result", "output")
+
+PROGRAM_TEXT = re.compile(
+    r"\s*(\[Request interrupted by user|API Error(:| \(|$)|Claude AI usage limit reached|No response requested\.\s*$"
+    r"|Prompt is too long\s*$|Credit balance is too low|Invalid API key ·|\(no content\)\s*$)"
+)
+"""Text that agents write in the model's place."""
+NOT_ENDED = (
+    *("error", "content_filter", "refusal", "aborted", "cancelled", "canceled", "failed", "safety", "recitation"),
+    *("blocklist", "prohibited_content", "spii", "malformed_function_call", "model_context_window_exceeded"),
+)
+"""Reasons for the end of an answer that is not the model's own."""
+
+
+# ---------------------------------------------------------------------- a conversation
+
+
+def chat_messages(listed: Iterable[Any]) -> list[Json]:
+    """Convert the messages of one conversation, in order. Raises TraceError: one that is no message."""
+    messages: list[Json] = []
+    for number, message in enumerate(listed):
+        if not isinstance(message, Mapping):
+            raise TraceError(f"message {number} is no object")
+        messages += converted(message)
+    return linked(messages)
+
+
+def linked(messages: Sequence[Json]) -> list[Json]:
+    """Give calls whose id is None one, and results without one the id of the call that they answer.
+
+    A call of a form that has no ids (`function_call`, ShareGPT's) has no key "id": it gets none, nor does its result,
+    as in the rows and requests that are read elsewhere.
+    """
+    made: list[Json] = []
+    waiting: dict[str, str] = {}  # id → name of calls without a result
+    for number, message in enumerate(messages):
+        kept = dict(message)
+        if calls := kept.get("tool_calls") if kept.get("role") == "assistant" else None:
+            named = []
+            for at, call in enumerate(calls):
+                is_call = isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
+                made_id = {"id": f"call_{number}_{at}"} if is_call and "id" in call and call["id"] is None else {}
+                named.append({**call, **made_id} if is_call else call)
+                if is_call and named[-1].get("id") is not None:
+                    waiting[str(named[-1]["id"])] = str(call["function"].get("name"))
+            kept["tool_calls"] = named
+        elif kept.get("role") == "tool":
+            if "tool_call_id" in kept and kept["tool_call_id"] is None:
+                same = (call_id for call_id, name in waiting.items() if kept.get("name") in (None, name))
+                kept["tool_call_id"] = next(same, None)
+                if kept["tool_call_id"] is None:
+                    del kept["tool_call_id"]
+            waiting.pop(str(kept.get("tool_call_id")), None)
+        made.append(kept)
+    return made
+
+
+# ---------------------------------------------------------------------- one message
+
+
+def converted(message: Mapping[str, Any]) -> list[Json]:
+    """Convert one message: each result in it is a message of its own, and what follows a result too."""
+    fields = foreign_message(message)
+    if "role" not in fields and "from" in fields:
+        fields["role"] = fields.pop("from")
+    if "role" in fields and "content" not in fields and "value" in fields:
+        fields["content"] = fields.pop("value")
+    if "content" not in fields and isinstance(fields.get("parts"), list):
+        fields["content"] = fields.pop("parts")
+    role = fields.get("role")
+    if not isinstance(role, str):
+        raise TraceError(f"a message has the role {role!r}: expected system, user, assistant or tool"[:150])
+    role = role.lower()
+    if role in CALLERS:
+        return [_spoken_call(fields)]
+    fields["role"] = ROLE_OF.get(role, fields["role"])
+    _take_calls(fields)
+    if role != "tool" and fields.get("role") == "tool":  # the older forms have no ids
+        fields.setdefault("tool_call_id", None)
+    content = fields.get("content")
+    if not isinstance(content, list) or not any(map(_is_foreign, content)):
+        return [fields]
+    if role not in ROLE_OF:
+        raise TraceError(f"a message has the role {role!r}: expected system, user, assistant or tool"[:150])
+    return _split(fields, content)
+
+
+def _take_calls(fields: Json) -> None:
+    """Give the older `function_call`, and calls that have the function's own fields, the form of `tool_calls`."""
+    call = fields.get("function_call")
+    if isinstance(call, Mapping) and _is_call(call) and not fields.get("tool_calls"):
+        fields["tool_calls"] = [_without_no_id(_call(call))]
+        del fields["function_call"]
+    if isinstance(listed := fields.get("tool_calls"), list) and any(map(_is_flat, listed)):
+        fields["tool_calls"] = [_without_no_id(_call(each)) if _is_flat(each) else each for each in listed]
+
+
+def _spoken_call(fields: Json) -> Json:
+    """A call that is a message's text: {"name", "arguments"}, or a list of them."""
+    text = fields.pop("content", None)
+    try:
+        listed = parse_json(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise TraceError(f"a message of role {fields['role']!r} is no call in JSON") from error
+    calls = []
+    for call in listed if isinstance(listed, list) else [listed]:
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            raise TraceError(f"a message of role {fields['role']!r} holds a call without a name")
+        key = next((key for key in _ARGUMENTS if key in call), "arguments")
+        rest = {name: value for name, value in call.items() if name not in ("name", key, "id")}
+        function = {"name": call["name"], "arguments": _json_text(call.get(key, {}))}
+        calls.append(_without_no_id({"id": call.get("id"), "type": "function", "function": function, **rest}))
+    return {**fields, "role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _split(fields: Json, parts: Sequence[Any]) -> list[Json]:
+    """A message of parts as messages: results come first in what a user sends, and in their place in an answer."""
+    rest = {key: value for key, value in fields.items() if key not in ("role", "content", "tool_calls", "step")}
+    own = {key: fields[key] for key in ("step",) if key in fields}
+    role = fields.get("role")
+    if role == "tool" and any(_kind(part) == "result" for part in parts):
+        role = "user"  # of what stands beside the results
+    made: list[Json] = []
+    current = _Open(role)
+    current.calls += fields.get("tool_calls") or []
+    if role != "assistant":
+        parts = sorted(parts, key=lambda part: _kind(part) != "result")
+    for part in parts:
+        if _kind(part) == "result":
+            if not current.is_empty:
+                made.append(current.message())
+                current = _Open(role)
+            made.append(_result(part))
+        else:
+            current.add(part)
+    if not current.is_empty or not made:
+        made.append(current.message())
+    first = next((message for message in made if message["role"] == role), made[0])
+    is_tool = first["role"] == "tool"
+    number = made.index(first)
+    hidden = rest if is_tool else {key: value for key, value in rest.items() if key in first}
+    made[number] = first if is_tool else {**rest, **first}
+    if hidden:
+        made[number] = add_step(made[number], extra={"fields": hidden})
+    return [add_step(message, **own.get("step", {})) if own else message for message in made]
+
+
+class _Open:
+    """A message that grows by parts."""
+
+    def __init__(self, role: Any) -> None:
+        self.role = role
+        self.parts: list[Any] = []
+        self.thoughts: list[str] = []
+        self.calls: list[Any] = []
+        self.rests: list[Json] = []  # of thoughts, which become text
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.parts or self.thoughts or self.calls or self.rests)
+
+    def add(self, part: Any) -> None:
+        kind = _kind(part)
+        if kind == "call" and self.role == "assistant":
+            self.calls.append(_call(part))
+        elif kind == "thought" and self.role == "assistant":
+            key, text = _thought(part)
+            self.thoughts.append(text)
+            rest = {name: value for name, value in part.items() if name not in (key, "thought")}
+            if set(rest) - {"type"}:
+                self.rests.append(rest)
+        else:
+            self.parts.append(part)
+
+    def message(self) -> Json:
+        content = joined(self.parts)
+        message: Json = {"role": self.role, "content": content or (None if self.calls else "")}
+        if any(self.thoughts):
+            message["reasoning_content"] = "".join(self.thoughts)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return add_step(message, extra={"thoughts": self.rests}) if self.rests else message
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _kind(part: Any) -> str:
+    """ "text", "thought", "call", "result" or "other"."""
+    if isinstance(part, str):
+        return "text"
+    if not isinstance(part, Mapping):
+        return "other"
+    kind = part.get("type")
+    if kind is None:
+        return _kind_without_type(part)
+    if not isinstance(kind, str):
+        return "other"
+    if kind in _THOUGHT:
+        return "thought" if _thought(part)[0] else "other"
+    if kind in _TEXT:
+        return "text" if isinstance(part.get("text", part.get("content")), str) else "other"
+    if kind.endswith("tool_result") or kind in ("tool_call_response", "function_call_output"):
+        return "result"
+    if (kind.endswith("tool_use") or kind in ("tool_call", "function_call")) and _is_call(part):
+        return "call"
+    return "other"
+
+
+def _kind_without_type(part: Mapping[str, Any]) -> str:
+    """Gemini's parts have no type."""
+    if isinstance(part.get("text"), str):
+        return "thought" if part.get("thought") is True else "text"
+    if any(isinstance(part.get(key), Mapping) for key in _RESULT_KEYS):
+        return "result"
+    return "call" if any(_is_call(part.get(key)) for key in _CALL_KEYS) else "other"
+
+
+def _is_call(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("name"), str)
+
+
+def _is_flat(call: Any) -> bool:
+    """Whether an entry of `tool_calls` has the function's own fields, as many data sets write it."""
+    return _is_call(call) and "function" not in call and "custom" not in call
+
+
+def _is_foreign(part: Any) -> bool:
+    """Whether a part is none that OpenAI's chat has."""
+    kind = _kind(part)
+    if kind == "text" and isinstance(part, Mapping):
+        return part.get("type") not in ("text",) or "text" not in part
+    return kind in ("thought", "call", "result")
+
+
+def _thought(part: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The key that holds a thought's text, and the text."""
+    for key in ("thinking", "text", "content", "reasoning"):
+        if isinstance(part.get(key), str):
+            return key, part[key]
+    return None, ""
+
+
+def _call(part: Mapping[str, Any]) -> Json:
+    outer = {key: value for key, value in part.items() if key not in _CALL_KEYS}
+    key = next((key for key in _CALL_KEYS if _is_call(part.get(key))), None)
+    inner = dict(part[key]) if key is not None else outer
+    rest = {} if key is None else {name: value for name, value in outer.items() if name != "type"}
+    ids = next((name for name in _IDS if name in inner), "id")
+    arguments = next((name for name in _ARGUMENTS if name in inner), "input")
+    taken = ("name", "type", ids, arguments)
+    rest |= {name: value for name, value in inner.items() if name not in taken}
+    if inner.get("type") not in (None, "tool_use", "tool_call", "function_call", "function"):
+        rest["kind"] = inner["type"]
+    function = {"name": inner["name"], "arguments": _json_text(inner.get(arguments))}
+    call_id = inner.get(ids)
+    call = {"id": None if call_id is None else str(call_id), "type": "function", "function": function}
+    return call | ({"rest": rest} if rest else {})
+
+
+def _without_no_id(call: Json) -> Json:
+    return {key: value for key, value in call.items() if key != "id" or value is not None}
+
+
+def _result(part: Mapping[str, Any]) -> Json:
+    key = next((key for key in _RESULT_KEYS if isinstance(part.get(key), Mapping)), None)
+    inner = dict(part[key]) if key is not None else dict(part)
+    rest = {} if key is None else {name: value for name, value in part.items() if name not in (key, "type")}
+    ids = next((name for name in ("tool_use_id", "tool_call_id", "call_id", "id") if name in inner), "id")
+    content = next((name for name in _RESULTS if inner.get(name) is not None), "content")
+    call_id = inner.get(ids)
+    message: Json = {
+        "role": "tool",
+        "tool_call_id": None if call_id is None else str(call_id),
+        "content": result_content(inner.get(content)),
+    }
+    if isinstance(inner.get("name"), str):
+        message["name"] = inner["name"]
+    if inner.get("is_error"):
+        message["is_error"] = True
+    taken = (ids, content, *(name for name in ("name", "is_error") if name in message))
+    rest |= {name: value for name, value in inner.items() if name not in taken and value is not None}
+    if rest.get("is_error") is False:
+        del rest["is_error"]
+    if rest.get("type") in ("tool_result", "tool_call_response", "function_call_output"):
+        del rest["type"]
+    return add_step(message, extra={"fields": rest}) if rest else message
+
+
+def result_content(value: Any) -> Any:
+    """What a tool gave back, as the content of a message: text, parts where there is more than text, or JSON text."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list) and value and all(_kind(part) == "text" or "type" in part for part in value):
+        return joined(value)
+    if isinstance(value, Mapping) and set(value) == {"content"}:
+        return result_content(value["content"])
+    return _json_text(value) if value != [] else ""
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Text, where all parts are nothing but text; else a list of parts, texts in OpenAI's form."""
+    plain = [
+        part if isinstance(part, str) else part.get("text", part.get("content"))
+        for part in parts
+        if isinstance(part, str) or (_kind(part) == "text" and not set(part) - {"type", "text", "content"})
+    ]
+    if len(plain) == len(parts) and not any(isinstance(p, Mapping) and "text" in p and "content" in p for p in parts):
+        return "".join(plain)
+    return [_as_part(part) for part in parts]
+
+
+def _as_part(part: Any) -> Any:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if _kind(part) != "text":
+        return part
+    key = "text" if isinstance(part.get("text"), str) else "content"
+    return {"type": "text", "text": part[key], **{k: v for k, v in part.items() if k not in ("type", "text", key)}}
+
+
+def _json_text(value: Any) -> str:
+    if value is None:
+        return "{}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# ---------------------------------------------------------------------- tools
+
+
+def tool_definitions(listed: Any, functions: Any = None) -> list[Json] | None:
+    """Tool definitions in OpenAI's form: a list or JSON text of OpenAI's, Anthropic's (`input_schema`), Gemini's
+    (`functionDeclarations`) or bare functions; `functions`: OpenAI's older field. Raises TraceError."""
+    made: list[Json] = []
+    for value in (listed, functions):
+        if isinstance(value, str):
+            try:
+                value = parse_json(value) if value.strip() else None
+            except ValueError as error:
+                raise TraceError("'tools' is text, but not JSON") from error
+        if value is not None and not (isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)):
+            raise TraceError("'tools' is not a list of objects")
+        for tool in value or ():
+            declared = next((tool[key] for key in _DECLARATIONS if key in tool), None)
+            rest = {key: item for key, item in tool.items() if key not in _DECLARATIONS}
+            if isinstance(declared, list) and all(isinstance(each, Mapping) for each in declared):
+                made += [tool_definition(each) for each in declared] + ([rest] if rest else [])
+            else:
+                made.append(tool_definition(tool))
+    return made or None
+
+
+def tool_definition(tool: Mapping[str, Any]) -> Json:
+    if "function" in tool or not isinstance(tool.get("name"), str):
+        return dict(tool)
+    schema = next((key for key in ("parameters", "input_schema", "inputSchema") if key in tool), "parameters")
+    own = ("name", "description", "strict", schema)
+    function = {"name": tool["name"]}
+    function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+    if tool.get(schema) is not None:
+        function["parameters"] = tool[schema]
+    rest = {key: value for key, value in tool.items() if key not in (*own, "type")}
+    if tool.get("type") not in (None, "function", "custom"):
+        rest["kind"] = tool["type"]
+    return {"type": "function", "function": function, **rest}
+
+
+# ---------------------------------------------------------------------- who wrote an answer
+
+
+def not_sampled(message: Mapping[str, Any], *about: Mapping[str, Any]) -> str | None:
+    """Why an answer is no answer of a model: a program wrote it in the model's place, or the call failed.
+
+    Args:
+        about: further objects that say how the call went: a line, a choice, an API's message.
+    """
+    for record in (message, *about):
+        if record.get("model") == "<synthetic>" or record.get("isApiErrorMessage"):
+            return "an answer that a program wrote in the model's place"
+        if record.get("error") or record.get("type") == "error":
+            return "an answer of a call that failed"
+        for name in ("finish_reason", "stop_reason", "finishReason"):
+            if str(record.get(name)).lower() in NOT_ENDED:
+                return f"an answer that ended with {str(record[name]).lower()!r}"
+    if not message.get("tool_calls") and PROGRAM_TEXT.match(text_of(message.get("content"))):
+        return "an answer that a program wrote in the model's place"
+    return None
+
+
+def marked(message: Json, reason: str) -> Json:
+    """Mark an answer that no model gave: nothing is trained on it."""
+    return add_step(message, llm_call_count=0, extra={"not_sampled": reason})
+
+
+def answers_of(response: Any) -> Iterator[tuple[Json, Mapping[str, Any]]]:
+    """Yield each answer that an API gave, with the object around it: OpenAI's `choices`, Anthropic's message, Gemini's
+    `candidates`."""
+    if not isinstance(response, Mapping):
+        return
+    listed = response.get("choices", response.get("candidates"))
+    if isinstance(listed, list):
+        for choice in listed:
+            inner = choice.get("message", choice.get("content")) if isinstance(choice, Mapping) else None
+            if isinstance(inner, Mapping):
+                yield {"role": "assistant", **inner}, choice
+    elif response.get("role") == "assistant" and "content" in response:
+        yield {key: response[key] for key in ("role", "content")}, response

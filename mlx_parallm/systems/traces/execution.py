@@ -1,0 +1,280 @@
+"""ExecutionTrace, ToolCallTrace and ReasoningStep: a `Trace` as rewards of whole runs read it.
+
+An ExecutionTrace holds nothing but its `Trace`; every attribute is read from the trace's steps and `extra`. So a
+recorded session, an imported log and a run that `TraceCollector` followed all have the same face.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from mlx_parallm.errors import TraceError
+from mlx_parallm.systems.traces.schema import Json, Label, Trace, new_trace, text_of, unix_time
+
+TASKS = ("created", "completed", "failed")
+MANUAL = "manual"  # the label of a person who looked at the trace
+
+
+@dataclass
+class ToolCallTrace:
+    """One call of a tool. `duration_ms`: milliseconds."""
+
+    tool_name: str
+    arguments: Json = field(default_factory=dict)
+    result: str = ""
+    success: bool = True
+    duration_ms: float = 0.0
+    error: str | None = None
+    timestamp: str = ""
+
+
+@dataclass
+class ReasoningStep:
+    """One thought. `confidence`: 0 to 1."""
+
+    step_type: str
+    content: str = ""
+    confidence: float = 0.0
+    insights: list[str] = field(default_factory=list)
+    issues: list[str] = field(default_factory=list)
+
+
+Event = ToolCallTrace | ReasoningStep
+
+
+def trace_id(session_id: str, query: str, timestamp: str) -> str:
+    """12 hexadecimal digits, the same for the same run."""
+    return hashlib.md5(f"{session_id}:{query}:{timestamp}".encode(), usedforsecurity=False).hexdigest()[:12]
+
+
+class ExecutionTrace:
+    """A view on one trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    @classmethod
+    def of_events(
+        cls,
+        session_id: str,
+        user_query: str,
+        events: Iterable[Event],
+        final_response: str,
+        *,
+        timestamp: str,
+        source: str,
+        **execution: Any,
+    ) -> "ExecutionTrace":
+        """Make the trace of a run from what happened in it, in order. `execution`: totals and tasks."""
+        messages: list[Json] = [{"role": "user", "content": user_query, "step": {"timestamp": timestamp}}]
+        events = list(events)
+        for number, event in enumerate(events):
+            messages += _messages_of(event, number)
+        messages.append({"role": "assistant", "content": final_response})
+        name = trace_id(session_id, user_query, timestamp)
+        kept = {key: value for key, value in execution.items() if value}
+        trace = new_trace(messages, session_id=session_id, source=source, execution=kept or None)
+        trace.trajectory_id = name
+        calls = [call for step in trace.steps for call in step.tool_calls or ()]
+        for call, event in zip(calls, (event for event in events if isinstance(event, ToolCallTrace)), strict=True):
+            noted = {"success": event.success, "duration_ms": event.duration_ms, "error": event.error}
+            call.extra = {"execution": {**noted, "timestamp": event.timestamp}}
+        return cls(trace)
+
+    @property
+    def trace_id(self) -> str:
+        return self.trace.id
+
+    @property
+    def session_id(self) -> str:
+        return self.trace.session_id or ""
+
+    @property
+    def timestamp(self) -> str:
+        return next((step.timestamp for step in self.trace.steps if step.timestamp), "")
+
+    @property
+    def user_query(self) -> str:
+        return next((step.text for step in self.trace.steps if step.source == "user"), "")
+
+    @property
+    def final_response(self) -> str:
+        texts = [step.text for step in self.trace.steps if step.source == "agent" and not step.tool_calls]
+        return texts[-1] if texts else ""
+
+    @property
+    def tool_calls(self) -> list[ToolCallTrace]:
+        """Every call with its result. Without a note of the collector, a result that begins with "error" has failed."""
+        found = []
+        for step in self.trace.steps:
+            results = {
+                result.source_call_id: result for result in (step.observation.results if step.observation else ())
+            }
+            for call in step.tool_calls or ():
+                result = results.get(call.tool_call_id)
+                text = text_of(result.content) if result is not None else ""
+                noted = (call.extra or {}).get("execution", {})
+                openai = ((result.extra or {}).get("openai", {}) if result is not None else {}) or {}
+                failed = bool(openai.get("is_error")) or text.lstrip().lower().startswith("error")
+                values = {"success": not failed, "error": text if failed else None, "timestamp": step.timestamp or ""}
+                found.append(ToolCallTrace(call.function_name, dict(call.arguments), text, **{**values, **noted}))
+        return found
+
+    @property
+    def reasoning_steps(self) -> list[ReasoningStep]:
+        return [
+            ReasoningStep(**{"step_type": "reasoning", **(step.extra or {}).get("reasoning", {})}, content=thought)
+            for step in self.trace.steps
+            if step.source == "agent" and (thought := step.reasoning_content)
+        ]
+
+    def _total(self, name: str, default: Any) -> Any:
+        return self.trace.get("execution", {}).get(name, default)
+
+    @property
+    def tasks_created(self) -> list[Any]:
+        return list(self._total("tasks_created", []))
+
+    @property
+    def tasks_completed(self) -> list[Any]:
+        return list(self._total("tasks_completed", []))
+
+    @property
+    def tasks_failed(self) -> list[Any]:
+        return list(self._total("tasks_failed", []))
+
+    @property
+    def total_tokens_in(self) -> int:
+        return int(self._total("total_tokens_in", self._metric("prompt_tokens")))
+
+    @property
+    def total_tokens_out(self) -> int:
+        return int(self._total("total_tokens_out", self._metric("completion_tokens")))
+
+    def _metric(self, name: str) -> int:
+        metrics = (step.metrics for step in self.trace.steps if step.metrics is not None)
+        return sum(int(metric.to_json().get(name) or 0) for metric in metrics)
+
+    @property
+    def total_cost(self) -> float:
+        return float(self._total("total_cost", 0.0))
+
+    @property
+    def execution_duration_ms(self) -> float:
+        """As the collector measured it; else from the first to the last time that a step has."""
+        times = [time for step in self.trace.steps if (time := unix_time(step.timestamp)) is not None]
+        return float(self._total("execution_duration_ms", (max(times) - min(times)) * 1e3 if times else 0.0))
+
+    @property
+    def llm_calls_count(self) -> int:
+        return int(self._total("llm_calls_count", sum(step.sampled for step in self.trace.steps)))
+
+    @property
+    def label(self) -> bool | None:
+        """The newest label of a person; None: nobody has looked."""
+        values = [label.value for label in self.trace.labels if label.name == MANUAL and label.value is not None]
+        return values[-1] > 0.5 if values else None
+
+    @property
+    def manual_review(self) -> bool:
+        return self.label is not None
+
+    @property
+    def review_notes(self) -> str:
+        notes = [label.explanation for label in self.trace.labels if label.name == MANUAL and label.explanation]
+        return notes[-1] if notes else ""
+
+    @property
+    def reward_score(self) -> float | None:
+        reward = self.trace.get("rewards", {}).get("reward")
+        return None if reward is None else float(reward["score"])
+
+    def to_dict(self) -> Json:
+        """The flat form, as JSON."""
+        names = [name for name, value in vars(ExecutionTrace).items() if isinstance(value, property)]
+        flat: Json = {name: _plain(ExecutionTrace.__dict__[name].fget(self)) for name in names}
+        return flat
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "ExecutionTrace":
+        """Read what `to_dict` wrote. Thoughts come before calls: the flat form does not know their order.
+
+        Raises TraceError: a key is missing or wrong.
+        """
+        try:
+            thoughts = [_record(ReasoningStep, entry) for entry in data.get("reasoning_steps", ())]
+            calls = [_record(ToolCallTrace, entry) for entry in data.get("tool_calls", ())]
+            totals = {name: data[name] for name in _TOTALS if data.get(name)}
+            view = cls.of_events(
+                str(data["session_id"]),
+                str(data["user_query"]),
+                [*thoughts, *calls],
+                str(data.get("final_response", "")),
+                timestamp=str(data.get("timestamp", "")),
+                source="execution",
+                **totals,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TraceError(f"not an execution trace: {type(error).__name__}: {error}") from error
+        view.trace.trajectory_id = str(data.get("trace_id") or view.trace_id)
+        if data.get("reward_score") is not None:
+            view.trace.note(rewards={"reward": {"score": float(data["reward_score"]), "weight": 1.0}})
+        if data.get("label") is not None:
+            view.trace.add_label(manual_label(bool(data["label"]), str(data.get("review_notes") or ""), at=0.0))
+        return view
+
+
+AnyTrace = Trace | ExecutionTrace
+
+
+def trace_of(trace: AnyTrace) -> Trace:
+    """Return the trace that a view shows, or the trace itself."""
+    return trace.trace if isinstance(trace, ExecutionTrace) else trace
+
+
+_TOTALS = (
+    *(f"tasks_{kind}" for kind in TASKS),
+    *("total_tokens_in", "total_tokens_out", "total_cost", "execution_duration_ms", "llm_calls_count"),
+)
+
+
+def manual_label(good: bool, notes: str, *, at: float, by: str = "user") -> Label:
+    values: Json = {"name": MANUAL, "value": float(good), "label": "good" if good else "bad", "by": by, "at": at}
+    return Label.model_validate(values | ({"explanation": notes} if notes else {}))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return asdict(value) if isinstance(value, ToolCallTrace | ReasoningStep) else value
+
+
+def _record(kind: type[Any], entry: Mapping[str, Any]) -> Any:
+    known = {each.name for each in fields(kind)}
+    return kind(**{key: value for key, value in entry.items() if key in known})
+
+
+def _messages_of(event: Event, number: int) -> Sequence[Json]:
+    if isinstance(event, ReasoningStep):
+        noted = {key: value for key, value in asdict(event).items() if key != "content"}
+        return [
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": event.content or event.step_type,
+                "step": {"extra": {"reasoning": noted}},
+            }
+        ]
+    name = f"call_{number}"
+    call = {
+        "id": name,
+        "type": "function",
+        "function": {"name": event.tool_name, "arguments": json.dumps(event.arguments, ensure_ascii=False)},
+    }
+    step = {"timestamp": event.timestamp} if unix_time(event.timestamp) is not None else {}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call], "step": step},
+        {"role": "tool", "tool_call_id": name, "content": event.result},
+    ]

@@ -1,0 +1,434 @@
+"""OpenTelemetry spans as OTLP/JSON: the `gen_ai.*` conventions, their older forms, and OpenInference's keys (Phoenix).
+
+Each span of a model call repeats the conversation before it. Calls of one conversation are joined as the recorder joins
+them: a call whose messages begin with an earlier one's messages and answer goes on with it, others branch. A span's
+further attributes and events, its resource and its scope are in `extra.span` of the answer's step.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import TraceError
+from mlx_parallm.systems.traces.dialects import chat_messages, linked, marked, not_sampled, tool_definitions
+from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, entries, shape_of
+from mlx_parallm.systems.traces.importers.sessions import session_traces
+from mlx_parallm.systems.traces.schema import Json, Label, Trace, add_step, parse_json, read_jsonl
+from mlx_parallm.systems.traces.session import Session
+
+MODEL_CALLS = ("chat", "generate_content", "text_completion")
+EVALUATION = "gen_ai.evaluation"
+DETAILS = "gen_ai.client.inference.operation.details"
+REPEATED = "a repeated message that is not quite its first one: reasoning, or fields that a client may leave out"
+_ROLE_EVENTS = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
+_CONTENT_EVENTS = {"gen_ai.content.prompt": "gen_ai.prompt", "gen_ai.content.completion": "gen_ai.completion"}
+_FLAT = re.compile(r"^(?:llm\.(input|output)_messages\.(\d+)\.message|gen_ai\.(prompt|completion)\.(\d+))\.(.+)$")
+_FLAT_TOOL = re.compile(r"^(?:llm\.tools\.(\d+)\.tool\.json_schema|llm\.request\.functions\.(\d+)\.(.+))$")
+_USAGE = {
+    "prompt_tokens": ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt"),
+    "completion_tokens": ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion"),
+}
+
+
+@dataclass
+class _Call:
+    """One span: what the model was asked, and each of its answers."""
+
+    place: str
+    at: float
+    asked: list[Json]
+    answers: list[Json]
+    finish_reasons: list[Any]
+    tools: list[Json]
+    model: str | None
+    response_id: str | None
+    usage: Json
+    rest: Json
+    labels: list[Label] = field(default_factory=list)
+
+
+def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
+    """Files of `resourceSpans`, one object a line or one in all. A span is what the report counts as a line."""
+    conversations: dict[str, list[_Call]] = defaultdict(list)
+    seen: dict[tuple[str, str], Json] = {}
+    for place, span, around in _spans(path, report):
+        own = (str(span.get("traceId")), str(span.get("spanId")))
+        if span.get("spanId") is not None and own in seen:
+            same = "" if seen[own] == span else ", with other content"
+            report.skip(place, f"a span that stands in the log twice{same}")
+            continue
+        seen[own] = span
+        try:
+            values = _attributes(span.get("attributes"))
+            name = values.get("gen_ai.conversation.id") or values.get("session.id") or span.get("traceId")
+            call = _call(place, span, values, around, report)
+        except SHAPES as error:
+            report.skip(place, shape_of(error))
+            continue
+        if call is None:
+            operation = values.get("gen_ai.operation.name") or values.get("openinference.span.kind")
+            report.skip(place, f"spans of operation {operation!r} are no model calls with content"[:200])
+            continue
+        conversations[str(name)].append(call)
+    for name, calls in conversations.items():
+        yield from _joined(name, sorted(calls, key=lambda call: call.at), report)
+
+
+def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]:
+    """Yield place, span, and what is around it: resource, scope, and keys of theirs that are not known."""
+    number = 0
+    for place, document in entries(path):
+        listed = document.get("resourceSpans") if isinstance(document, dict) else None
+        if not isinstance(listed, list) or not listed:
+            report.read(place, document)
+            report.skip(place, "not JSON" if isinstance(document, ValueError) else "no 'resourceSpans'")
+            continue
+        for key in document.keys() - {"resourceSpans"}:
+            report.drop(place, f"field {key!r} beside 'resourceSpans'"[:100], document[key])
+        for resource in listed:
+            scopes = resource.get("scopeSpans") if isinstance(resource, dict) else None
+            if not isinstance(scopes, list) or not scopes:
+                number += 1
+                at = f"{place} resource {number}"
+                report.read(at, resource)
+                report.skip(at, "a resource without 'scopeSpans'")
+                continue
+            for scope in scopes:
+                spans = scope.get("spans") if isinstance(scope, dict) else None
+                if not isinstance(spans, list) or not spans:
+                    number += 1
+                    at = f"{place} scope {number}"
+                    report.read(at, [scope, resource])
+                    report.skip(at, "a scope without 'spans'")
+                    continue
+                around = {key: value for key, value in resource.items() if key != "scopeSpans"}
+                around |= {key: value for key, value in scope.items() if key != "spans"}
+                for span in spans:
+                    number += 1
+                    at = f"{path.name} span {number}" + (f" {span.get('spanId')}" if isinstance(span, dict) else "")
+                    report.read(at, [span, around])
+                    if isinstance(span, dict):
+                        yield at, span, around
+                    else:
+                        report.skip(at, "a span that is no object")
+
+
+def _attributes(listed: Any) -> Json:
+    """Attributes by their keys. Raises TraceError: an entry is none, or a key stands there twice."""
+    values: Json = {}
+    for entry in listed or ():
+        if not isinstance(entry, dict) or not isinstance(entry.get("key"), str) or set(entry) - {"key", "value"}:
+            raise TraceError("an attribute that is not {key, value}")
+        if entry["key"] in values:
+            raise TraceError("an attribute that stands there twice")
+        values[entry["key"]] = _value(entry.get("value"))
+    return values
+
+
+def _value(value: Any) -> Any:
+    """A value of OTLP/JSON: {"stringValue": …}, {"arrayValue": {"values": […]}}, {"kvlistValue": {"values": […]}}."""
+    if not isinstance(value, dict) or not value:
+        return value
+    if len(value) != 1:
+        raise TraceError("a value of several kinds")
+    kind, inner = next(iter(value.items()))
+    if kind in ("arrayValue", "kvlistValue") and isinstance(inner, dict) and not set(inner) - {"values"}:
+        listed = inner.get("values") or []
+        return [_value(item) for item in listed] if kind == "arrayValue" else _attributes(listed)
+    if kind == "intValue":
+        return int(inner)
+    return inner if kind in ("stringValue", "boolValue", "doubleValue", "bytesValue") else value
+
+
+def _structured(value: Any) -> Any:
+    """An attribute that is structured, or JSON text where the exporter could not."""
+    return parse_json(value) if isinstance(value, str) else value
+
+
+# ---------------------------------------------------------------------- one span
+
+
+def _call(place: str, span: Json, values: Json, around: Json, report: ImportReport) -> _Call | None:
+    """The model call of a span; None: it is none, or has no content."""
+    if values.get("gen_ai.operation.name") not in (None, *MODEL_CALLS):
+        return None
+    if values.get("openinference.span.kind") not in (None, "LLM"):
+        return None
+    rest = dict(values)
+    asked, answered, labels, events = _from_events(span.get("events") or (), rest)
+    flat = _take_flat(rest)
+    asked = _listed(rest.pop("gen_ai.input.messages", None)) or asked or flat["input"]
+    answered = _listed(rest.pop("gen_ai.output.messages", None)) or answered or flat["output"]
+    if not asked or not answered:
+        return None
+    system = _system(rest)
+    report.expect(place, [*system, *asked, *answered])
+    reasons = [message.pop("finish_reason", None) if isinstance(message, dict) else None for message in answered]
+    listed = rest.pop("gen_ai.response.finish_reasons", None)
+    if isinstance(listed, list):
+        reasons = [own or (listed[n] if n < len(listed) else None) for n, own in enumerate(reasons)]
+        if len(listed) > len(reasons) or any(a != b for a, b in zip(listed, reasons, strict=False)):
+            rest["gen_ai.response.finish_reasons"] = listed
+    elif listed is not None:
+        rest["gen_ai.response.finish_reasons"] = listed
+    failed = _failure(span, rest)
+    messages, answers = chat_messages([*system, *asked]), []
+    for message, reason in zip(answered, reasons, strict=True):
+        about: Json = {"finish_reason": reason, "error": failed}
+        answers.append([_checked(each, about) for each in chat_messages([{"role": "assistant", **message}])])
+    tools = tool_definitions(_structured(rest.pop("gen_ai.tool.definitions", None))) or _take_tools(rest)
+    usage = {name: rest.pop(key) for name, keys in _USAGE.items() for key in keys if isinstance(rest.get(key), int)}
+    names = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
+    model = next((str(values[name]) for name in names if values.get(name)), None)
+    kept = {key: value for key, value in span.items() if key not in ("attributes", "events") and value is not None}
+    kept |= {"attributes": rest} | ({"events": events} if events else {}) | around
+    response_id = values.get("gen_ai.response.id")
+    call = _Call(
+        place,
+        int(span.get("startTimeUnixNano") or 0) / 1e9,
+        messages,
+        [],
+        reasons,
+        tools or [],
+        model,
+        None if response_id is None else str(response_id),
+        usage,
+        kept,
+        labels,
+    )
+    for parts in answers:
+        if not parts or parts[-1]["role"] != "assistant":
+            raise TraceError("an answer that is not the assistant's")
+        call.answers.append({"before": parts[:-1], "response": parts[-1]})
+    return call
+
+
+def _listed(value: Any) -> list[Any]:
+    value = _structured(value)
+    if value is not None and not isinstance(value, list):
+        raise TraceError("messages that are no list")
+    return [dict(message) if isinstance(message, dict) else message for message in value or ()]
+
+
+def _system(rest: Json) -> list[Json]:
+    raw = rest.pop("gen_ai.system_instructions", None)
+    if not raw:
+        return []
+    try:
+        value = _structured(raw)
+    except ValueError:
+        value = raw  # plain text
+    return [{"role": "system", "content": value}] if isinstance(value, str) else [{"role": "system", "parts": value}]
+
+
+def _checked(message: Json, about: Json) -> Json:
+    reason = not_sampled(message, about) if message["role"] == "assistant" else None
+    return marked(message, reason) if reason else message
+
+
+def _failure(span: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    status = span.get("status")
+    code = status.get("code") if isinstance(status, Mapping) else None
+    return values.get("error.type") or (code if code in (2, "STATUS_CODE_ERROR") else None)
+
+
+def _from_events(listed: Sequence[Any], values: Json) -> tuple[list[Any], list[Any], list[Label], list[Any]]:
+    """What a span's events hold: messages asked and answered (the conventions' older form), evaluations, and others."""
+    asked, answered, labels, others = list[Any](), list[Any](), list[Label](), list[Any]()
+    if not isinstance(listed, list | tuple):
+        raise TraceError("events that are no list")
+    for event in listed:
+        name = event.get("name") if isinstance(event, dict) else None
+        fields = _attributes(event.get("attributes")) if isinstance(event, dict) else {}
+        known = ("name", "attributes", "timeUnixNano")
+        rest = {key: value for key, value in event.items() if key not in known} if isinstance(event, dict) else {}
+        if name == f"{EVALUATION}.result":
+            labels.append(_evaluation(fields, event))
+        elif name == DETAILS and not fields.keys() & values.keys():
+            values |= fields
+        elif name in _ROLE_EVENTS:
+            asked.append(_event_message(fields, _ROLE_EVENTS[name]))
+        elif name == "gen_ai.choice":
+            answered.append(_event_message(fields, "assistant"))
+        elif name in _CONTENT_EVENTS and _CONTENT_EVENTS[name] in fields:
+            (asked if name.endswith("prompt") else answered).extend(_listed(fields.pop(_CONTENT_EVENTS[name])))
+            others += [{"name": name, "attributes": fields}] if fields else []
+        else:
+            others.append(event)
+            continue
+        if rest:
+            others.append({"name": name, **rest})
+    return asked, answered, labels, others
+
+
+def _event_message(fields: Json, role: str) -> Json:
+    """A message that was an event: its fields are attributes, or in a body; a choice's are in `message`."""
+    made = {key: value for key, value in fields.items() if key not in ("body", "event_body", "message")}
+    for key in ("body", "event_body", "message"):
+        inner = fields.get(key)
+        try:
+            inner = _structured(inner)
+        except ValueError:
+            inner = {"content": inner}
+        if isinstance(inner, dict) and isinstance(inner.get("message"), dict):
+            inner = {**{k: v for k, v in inner.items() if k != "message"}, **inner["message"]}
+        if inner is not None:
+            made |= inner if isinstance(inner, dict) else {key: inner}
+    if isinstance(made.get("tool_calls"), str):
+        made["tool_calls"] = parse_json(made["tool_calls"])
+    if role == "tool" and "tool_call_id" not in made and "id" in made:
+        made["tool_call_id"] = made.pop("id")
+    return {"role": role, **made}
+
+
+def _evaluation(values: Json, event: Mapping[str, Any]) -> Label:
+    score = values.pop(f"{EVALUATION}.score.value", None)
+    fields = {
+        "name": str(values.pop(f"{EVALUATION}.name", None) or "evaluation"),
+        "value": None if score is None else float(score),
+        "label": values.pop(f"{EVALUATION}.score.label", None),
+        "explanation": values.pop(f"{EVALUATION}.explanation", None),
+        "by": "otlp",
+        "at": int(event.get("timeUnixNano") or 0) / 1e9,
+        "response_id": values.pop("gen_ai.response.id", None),
+        "attributes": values or None,
+    }
+    return Label.model_validate({key: value for key, value in fields.items() if value is not None})
+
+
+# ---------------------------------------------------------------------- flat keys
+
+
+def _take_flat(rest: Json) -> dict[str, list[Json]]:
+    """Take the messages whose fields have keys of their own: OpenInference's `llm.input_messages.0.message.role`, and
+    `gen_ai.prompt.0.role`."""
+    flat: dict[str, dict[int, Json]] = {"input": defaultdict(dict), "output": defaultdict(dict)}
+    for key in list(rest):
+        if match := _FLAT.match(key):
+            side = "input" if (match[1] or match[3]) in ("input", "prompt") else "output"
+            flat[side][int(match[2] or match[4])][match[5]] = rest.pop(key)
+    return {side: [_message_of(_nested(found[index])) for index in sorted(found)] for side, found in flat.items()}
+
+
+def _take_tools(rest: Json) -> list[Json] | None:
+    """Take the tools of flat keys. Raises TraceError."""
+    tools: dict[int, Any] = {}
+    for key in list(rest):
+        if match := _FLAT_TOOL.match(key):
+            if match[1]:
+                tools[int(match[1])] = _structured(rest.pop(key))
+            else:
+                value = rest.pop(key)
+                value = _structured(value) if match[3] == "parameters" else value
+                tools.setdefault(int(match[2]), {})[match[3]] = value
+    return tool_definitions([tools[number] for number in sorted(tools)])
+
+
+def _nested(flat: Mapping[str, Any]) -> Json:
+    """`a.0.b` → {"a": [{"b": …}]}."""
+    tree: Json = {}
+    for key, value in flat.items():
+        *way, last = key.split(".")
+        at: Any = tree
+        for name in way:
+            at = at.setdefault(name, {}) if isinstance(at, dict) else None
+        if isinstance(at, dict) and last not in at:
+            at[last] = value
+        else:  # both `a` and `a.b`
+            tree[key] = value
+    return {key: _lists(value) for key, value in tree.items()}
+
+
+def _lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value and all(key.isdecimal() for key in value):
+        return [_lists(value[key]) for key in sorted(value, key=int)]
+    return {key: _lists(item) for key, item in value.items()}
+
+
+def _message_of(fields: Json) -> Json:
+    """A message of flat keys in OpenAI's form."""
+    contents = fields.get("contents")
+    if isinstance(contents, list) and "content" not in fields:
+        del fields["contents"]
+        fields["content"] = [
+            part["message_content"] if isinstance(part, dict) and set(part) == {"message_content"} else part
+            for part in contents
+        ]
+    calls = fields.get("tool_calls")
+    if isinstance(calls, list):
+        fields["tool_calls"] = [_flat_call(call) for call in calls]
+    if isinstance(fields.get("function_call_name"), str):
+        arguments = fields.pop("function_call_arguments_json", "{}")
+        fields["function_call"] = {"name": fields.pop("function_call_name"), "arguments": arguments}
+    return {"content": None, **fields}
+
+
+def _flat_call(call: Any) -> Any:
+    inner = call["tool_call"] if isinstance(call, dict) and set(call) == {"tool_call"} else call
+    if not isinstance(inner, dict):
+        return call
+    own_function = inner.get("function")
+    function = own_function if isinstance(own_function, dict) else inner
+    if not isinstance(function.get("name"), str):
+        return call
+    rest = {key: value for key, value in inner.items() if key not in ("id", "function", "name", "arguments", "type")}
+    arguments = function.get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    own = {"name": function["name"], "arguments": text}
+    if function is not inner:
+        own |= {key: value for key, value in function.items() if key not in own}
+    return {"id": str(inner.get("id") or ""), "type": "function", "function": own, **rest}
+
+
+# ---------------------------------------------------------------------- conversations
+
+
+def _joined(name: str, calls: Sequence[_Call], report: ImportReport) -> Iterator[Trace]:
+    session, ends, places = Session(name), dict[str, str](), dict[str, str]()
+    for call in calls:
+        for number, answer in enumerate(call.answers):
+            *messages, response = linked([*call.asked, *answer["before"], answer["response"]])
+            if number == 0:
+                response = add_step(response, extra={"span": call.rest})
+            reason = call.finish_reasons[number]
+            turn = session.follow(
+                messages,
+                response,
+                ends,
+                at=call.at,
+                model=call.model,
+                tools=tuple(call.tools) if call.tools else None,
+                finish_reason=None if reason is None else str(reason),
+                response_id=call.response_id,
+                usage=call.usage or None,
+            )
+            places[turn.id] = call.place
+            before = [m for t in session.path(turn.id)[:-1] for m in (*t.messages, t.response) if m is not None]
+            for first, again in zip(before, messages, strict=False):
+                if _bare(first) != _bare(again):
+                    report.drop(call.place, REPEATED, again)
+        session.labels += call.labels
+    for trace in session_traces(session, places, report):
+        trace.note(source="otlp")
+        yield trace
+
+
+def _bare(message: Mapping[str, Any]) -> Json:
+    """A message, and the fields of its own that lie in its step."""
+    extra = message.get("step", {}).get("extra", {})
+    own = {key: value for key, value in extra.items() if key not in ("span", "not_sampled")}
+    return {key: value for key, value in message.items() if key != "step"} | ({"step": own} if own else {})
+
+
+def holds_spans(path: Path) -> bool:
+    """Whether the first line, or the whole file, is OTLP/JSON."""
+    first = next((value for _, value in read_jsonl(path)), None)
+    if isinstance(first, ValueError):
+        return b'"resourceSpans"' in path.read_bytes()[:4096]
+    return isinstance(first, dict) and "resourceSpans" in first

@@ -1,0 +1,241 @@
+"""ImportReport: what became of every line and of every message of the logs.
+
+One rule for all importers. `objects` counts each line as it is read, `expect` each message that a line holds. Both stay
+open until they are carried (a trace holds them) or left out with a reason; `settle` closes an import, and what is still
+open then is counted as a fault of the importer. So, at the end,
+
+    lines    = used    + sum(skipped.values())
+    messages = carried + sum(left_out.values())
+
+Unknown fields and content parts of a message travel in its trace. One that does not is a detail: counted by `drop`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import TraceError
+from mlx_parallm.systems.traces.schema import Trace, parse_json, read_jsonl
+
+SHOWN_PLACES = 3
+UNACCOUNTED = "no trace holds it, and the importer gave no reason: please report this log"
+
+
+@dataclass
+class Ledger:
+    """Things of one kind: each that was seen is carried, or left out with a reason."""
+
+    seen: int = 0
+    carried: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    open: dict[Hashable, Any] = field(default_factory=dict)
+
+    def see(self, key: Hashable, value: Any) -> None:
+        self.seen += 1
+        self.open[key] = value
+
+    def carry(self, key: Hashable) -> None:
+        """Close it; one that is closed stays as it is."""
+        if key in self.open:
+            del self.open[key]
+            self.carried += 1
+
+    def leave(self, key: Hashable, reason: str) -> bool:
+        """Close it as left out; return whether it was open."""
+        if key not in self.open:
+            return False
+        del self.open[key]
+        self.left_out[reason] += 1
+        return True
+
+
+@dataclass
+class ImportReport:
+    """Counts of one import, of several files too. `traces` counts what came out.
+
+    Attributes:
+        places: reason → the first places, "file:line".
+        details: reason → parts and fields of carried messages that no trace holds.
+        remarks: what a reader should know, and how often it happened.
+        sampled: ids of answers that a trace of this import has already sampled: in later files they are copied context.
+    """
+
+    traces: int = 0
+    places: dict[str, list[str]] = field(default_factory=dict)
+    details: Counter[str] = field(default_factory=Counter)
+    remarks: Counter[str] = field(default_factory=Counter)
+    sampled: set[str] = field(default_factory=set)
+    line_ledger: Ledger = field(default_factory=Ledger)
+    message_ledger: Ledger = field(default_factory=Ledger)
+    _counts: Counter[str] = field(default_factory=Counter)  # place → its messages
+
+    @property
+    def lines(self) -> int:
+        return self.line_ledger.seen
+
+    @property
+    def used(self) -> int:
+        return self.line_ledger.carried
+
+    @property
+    def skipped(self) -> Counter[str]:
+        return self.line_ledger.left_out
+
+    @property
+    def messages(self) -> int:
+        return self.message_ledger.seen
+
+    @property
+    def carried(self) -> int:
+        return self.message_ledger.carried
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Messages that no trace holds, by reason."""
+        return self.message_ledger.left_out
+
+    def read(self, place: str, value: Any = None) -> None:
+        """Count a line (or what the format has in its place: a span, a group). `place`: "file:line"."""
+        self.line_ledger.see(place, value)
+
+    def expect(self, place: str, messages: Sequence[Any]) -> int:
+        """Count the messages that a line holds, after those that were counted already; return the first one's index."""
+        first = self._counts[place]
+        for number, message in enumerate(messages, first):
+            self.message_ledger.see((place, number), message)
+        self._counts[place] += len(messages)
+        return first
+
+    def carry(self, place: str, index: int | None = None) -> None:
+        """A trace holds the line, and its message `index` (None: each that is still open)."""
+        self.line_ledger.carry(place)
+        for number in range(self._counts[place]) if index is None else (index,):
+            self.message_ledger.carry((place, number))
+
+    def leave(self, place: str, index: int, reason: str) -> None:
+        """Leave out one message of a line."""
+        value = self.message_ledger.open.get((place, index))
+        if self.message_ledger.leave((place, index), reason):
+            self._noted(place, reason, value)
+
+    def skip(self, place: str, reason: str) -> None:
+        """Leave out a line with every message of it that is still open."""
+        value = self.line_ledger.open.get(place)
+        for number in range(self._counts[place]):
+            self.message_ledger.leave((place, number), reason)
+        if self.line_ledger.leave(place, reason):
+            self._noted(place, reason, value)
+
+    def drop(self, place: str, reason: str, value: Any) -> None:
+        """Leave out a part or a field of a message that is carried."""
+        self.details[reason] += 1
+        self._noted(place, reason, value)
+
+    def remark(self, place: str, text: str) -> None:
+        self.remarks[text] += 1
+        self._noted(place, text, None)
+
+    def _noted(self, place: str, reason: str, value: Any) -> None:
+        """Keep the place. `value`: what was left out."""
+        shown = self.places.setdefault(reason, [])
+        if len(shown) < SHOWN_PLACES:
+            shown.append(place)
+
+    def settle(self) -> None:
+        """End the import of a file: nothing stays open."""
+        for place in list(self.line_ledger.open):
+            self.skip(str(place), UNACCOUNTED)
+        for key in list(self.message_ledger.open):
+            self.message_ledger.leave(key, UNACCOUNTED)
+        self._counts.clear()
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether anything was left out, or should be known."""
+        return any((self.skipped, self.left_out, self.details, self.remarks))
+
+    def draw(self) -> Iterator[str]:
+        yield f"{self.traces} traces from {self.used} of {self.lines} lines"
+        if self.messages:
+            left = self.messages - self.carried
+            yield f"{self.messages} messages: {self.carried} carried, {left} left out"
+        yield from self._draw("skipped {}: {}", self.skipped)
+        others = Counter({reason: count for reason, count in self.left_out.items() if reason not in self.skipped})
+        yield from self._draw("left out {} messages: {}", others)
+        yield from self._draw("left out {} parts or fields: {}", self.details)
+        yield from self._draw("{} times: {}", self.remarks)
+
+    def _draw(self, form: str, counts: Counter[str]) -> Iterator[str]:
+        for reason, count in counts.most_common():
+            places = ", ".join(self.places.get(reason, ()))
+            yield form.format(count, reason) + f" ({places}{', …' if count > SHOWN_PLACES else ''})"
+
+
+Importer = Callable[[Path, ImportReport], Iterator[Trace]]
+"""Yields the traces of a file. What is wrong with a line goes into the report. Raises TraceError: the file."""
+
+SHAPES = (TraceError, KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+"""What converting a foreign object may raise where its shape is not the format's."""
+
+
+def objects(path: Path, report: ImportReport) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield place and value of each object of a file: one a line, or the file is one object or a list of them.
+
+    Each entry is counted; what is no object is skipped. The caller carries or skips the others.
+    """
+    for place, value in entries(path):
+        report.read(place, value)
+        if isinstance(value, ValueError):
+            report.skip(place, "not JSON" if "nested" not in str(value) else str(value))
+        elif not isinstance(value, dict):
+            report.skip(place, "not a JSON object")
+        else:
+            yield place, value
+
+
+def entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield place and value of each entry; a ValueError where a line is no JSON. They are not counted here."""
+    lines = read_jsonl(path)
+    first = next(lines, None)
+    if first is None:
+        return
+    if not isinstance(first[1], dict):
+        whole = whole_json(path)
+        if isinstance(whole, dict):
+            yield path.name, whole
+            return
+        if isinstance(whole, list):
+            yield from ((f"{path.name}#{number}", value) for number, value in enumerate(whole, 1))
+            return
+    yield f"{path.name}:{first[0]}", first[1]
+    yield from ((f"{path.name}:{number}", value) for number, value in lines)
+
+
+def whole_json(path: Path) -> Any:
+    """The value of a file that is one JSON text, over several lines too; None where it is none. Raises TraceError."""
+    try:
+        return parse_json(path.read_bytes())
+    except ValueError:
+        return None
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def made(report: ImportReport, place: str, make: Callable[[], list[Trace]]) -> list[Trace]:
+    """Call `make` and carry the line; empty where the line cannot be traces, which the report says."""
+    try:
+        traces = make()
+    except SHAPES as error:
+        report.skip(place, shape_of(error))
+        return []
+    report.carry(place)
+    report.traces += len(traces)
+    return traces
+
+
+def shape_of(error: Exception) -> str:
+    """A reason of at most 200 characters."""
+    reason = str(error) if isinstance(error, TraceError) else f"unexpected shape: {type(error).__name__}: {error}"
+    return reason[:200]

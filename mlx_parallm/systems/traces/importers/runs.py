@@ -1,0 +1,138 @@
+"""This project's own: recorded sessions, and the rollouts of a training run (`rollouts.sqlite`)."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.config.load import load_config
+from mlx_parallm.errors import TraceError
+from mlx_parallm.rl_training.monitor.samples import without_template
+from mlx_parallm.rl_training.run_directory import CONFIG_FILE, STORE_FILE
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.systems.traces.importers.chats import atif
+from mlx_parallm.systems.traces.importers.report import ImportReport
+from mlx_parallm.systems.traces.importers.sessions import session_traces
+from mlx_parallm.systems.traces.schema import Json, Trace, new_trace
+from mlx_parallm.systems.traces.session import SESSIONS, Session, read_sessions
+from mlx_parallm.types import Rollout, weight_spans
+
+COLLECTED = "????-??-??/*.json"
+
+
+def recorded(path: Path, report: ImportReport) -> Iterator[Trace]:
+    """A recorder's directory, or one of its session files. A turn or label is a line."""
+    sessions = [Session.read(path)] if path.is_file() else read_sessions(path)
+    for session in sessions:
+        yield from _recorded(session, report)
+
+
+def _recorded(session: Session, report: ImportReport) -> Iterator[Trace]:
+    for fault in session.faults:
+        report.read(fault.place, fault.value)
+        report.skip(fault.place, f"a damaged line: {fault.reason}"[:200])
+    for number, label in enumerate(session.labels, 1):
+        report.read(f"{session.name} label {number}", label.to_json())
+    places = {name: f"{session.name} turn {name}" for name in session.turns}
+    for name, turn in session.turns.items():
+        report.read(places[name], turn.to_json())
+        report.expect(places[name], [*turn.messages, *([] if turn.response is None else [turn.response])])
+    for place, name, value in session.unknown:
+        report.drop(place, f"field {name!r} of a turn is not known"[:100], value)
+    held = list[Json]()
+    for trace in session_traces(session, places, report):
+        held += trace.get("labels", [])
+        yield trace
+    for number, label in enumerate(session.labels, 1):
+        place = f"{session.name} label {number}"
+        if label.to_json() in held:
+            report.carry(place)
+        else:
+            report.skip(place, "a label of an answer that no trace holds")
+
+
+def collected(path: Path, report: ImportReport) -> Iterator[Trace]:
+    """A `TraceCollector`'s directory: `YYYY-MM-DD/ID.json`."""
+    for file in sorted(path.glob(COLLECTED)):
+        yield from atif(file, report)
+
+
+def rollouts(path: Path, report: ImportReport) -> Iterator[Trace]:
+    """The rollouts of a run directory. Messages are the texts between the template's turns, as the run's tokenizer
+    reads them; tokens are kept. Raises TraceError: no run, or its model's tokenizer is not on this machine."""
+    directory = path.parent if path.name == STORE_FILE else path
+    if not (directory / STORE_FILE).is_file():
+        raise TraceError(f"{directory} is no run directory: it has no {STORE_FILE}")
+    decode = _decoder(directory)
+    store = RolloutStore(directory / STORE_FILE, read_only=True)
+    try:
+        for record in store.records():
+            place = f"group {record.group_id}"
+            report.read(place)
+            if record.group is None:
+                report.skip(place, record.lost or "its tokens are gone")
+                continue
+            for number, rollout in enumerate(record.group.rollouts):
+                report.traces += 1
+                trace = _rollout_trace(rollout, f"{record.group_id}#{number}", record, decode)
+                report.expect(place, trace.steps)
+                yield trace
+            report.carry(place)
+    finally:
+        store.close()
+
+
+def _decoder(directory: Path) -> Any:
+    from mlx_parallm.models.loading import load_tokenizer, resolve_model_path  # here: it loads MLX
+
+    config = load_config(directory / CONFIG_FILE, saved=True).model
+    path = resolve_model_path(config.base_path, config.revision, fetch=False, dtype=config.dtype)
+    tokenizer = load_tokenizer(path, config)
+    readable = without_template(tokenizer, config.chat_template_kwargs)
+    return lambda parts: [readable(text) for text in tokenizer.decode_parts(parts)]
+
+
+def _rollout_trace(rollout: Rollout, name: str, record: Any, decode: Any) -> Trace:
+    messages: list[Json] = []
+    for segment in rollout.segments:
+        runs = [list(run) for _, run in groupby(range(len(segment.tokens)), key=lambda at: segment.mask[at])]
+        texts = decode([segment.tokens[places[0] : places[-1] + 1] for places in runs])
+        for places, text in zip(runs, texts, strict=True):
+            sampled = segment.mask[places[0]]
+            message: Json = {"role": "assistant" if sampled else "user", "content": text}
+            if sampled:
+                message["step"] = _sampled_step(segment, places)
+            messages.append(message)
+    return new_trace(
+        messages,
+        session_id=name,
+        source="rollouts",
+        source_id=record.group_id,
+        task=record.environment,
+        group_id=record.group_id,
+        rewards={key: {"score": value, "weight": 1.0} for key, value in rollout.scores.items()},
+        policy_version=record.last_version,
+    )
+
+
+def _sampled_step(segment: Rollout, places: Sequence[int]) -> Json:
+    first, last = places[0], places[-1] + 1
+    metrics: Json = {
+        "prompt_token_ids": list(segment.tokens[:first]),
+        "completion_token_ids": list(segment.tokens[first:last]),
+        "extra": {
+            "policy_versions": [[s.version, s.start, s.end] for s in weight_spans(segment.policy_versions[first:last])],
+            "temperature": segment.temperature,
+        },
+    }
+    if segment.logprobs is not None:
+        metrics["logprobs"] = list(segment.logprobs[first:last])
+    return {"metrics": metrics, "llm_call_count": 1}
+
+
+def is_collection(path: Path) -> bool:
+    return path.is_dir() and next(path.glob(COLLECTED), None) is not None
+
+
+def is_recording(path: Path) -> bool:
+    return (path / SESSIONS).is_dir() or path.parent.name == SESSIONS

@@ -1,0 +1,30 @@
+"""Traces of a session's turns, with the report's account of the lines that the turns came from."""
+
+from collections.abc import Iterator, Mapping
+
+from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, shape_of
+from mlx_parallm.systems.traces.schema import Trace
+from mlx_parallm.systems.traces.session import Session
+
+
+def session_traces(session: Session, places: Mapping[str, str], report: ImportReport) -> Iterator[Trace]:
+    """Yield a trace for each leaf; carry the lines of its turns, or skip them where it cannot be one.
+
+    Args:
+        places: each turn's id → the line that it came from.
+    """
+    claimed: set[str] = set()
+    for number, leaf in enumerate(session.ordered_leaves(), 1):
+        path = session.path(leaf.id)
+        own = dict.fromkeys(places[turn.id] for turn in path if turn.id not in claimed)
+        try:
+            trace = session.trace(path, claimed, session.name if number == 1 else f"{session.name}#{number}")
+        except SHAPES as error:
+            for place in own:
+                report.skip(place, shape_of(error))
+            continue
+        claimed |= {turn.id for turn in path}
+        for place in own:
+            report.carry(place)
+        report.traces += 1
+        yield trace

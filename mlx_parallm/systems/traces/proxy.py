@@ -1,0 +1,276 @@
+"""A recorder in front of another OpenAI-compatible server: `mlx_parallm traces record --upstream URL`.
+
+Every request goes on to the upstream as it came, its key too, which is kept nowhere; answers come back byte for byte.
+Chat completions are recorded, whole or streamed, before the client sees their end. Recording never fails a call: what
+cannot be read or written is left out, with a line in the log that says why and how many there are by now.
+"""
+
+import json
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from fastapi import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlx_parallm.errors import EndpointError, ParallmError
+from mlx_parallm.server.auth import AuthMiddleware, PublicPaths
+from mlx_parallm.server.errors import (
+    ClientDisconnectedError,
+    error_body,
+    error_response,
+    install_error_handlers,
+    status_of,
+)
+from mlx_parallm.server.middleware import BodyLimitMiddleware
+from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
+from mlx_parallm.server.protocol.strict_json import json_router
+from mlx_parallm.server.sse import event, until_hangup
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.systems.traces.answers import MOST_CHOICES, ChunkReader, optional_text, take_answer
+from mlx_parallm.systems.traces.recorder import RecordedCall, SessionRecorder, session_name
+from mlx_parallm.systems.traces.routes import SessionName, add_feedback
+from mlx_parallm.systems.traces.session import ABORTED, COMPLETE
+
+CHAT = "chat/completions"
+TIMEOUT_S = 600.0  # without a byte from the upstream
+LONGEST_EVENT = 8 << 20  # bytes
+_HOP_BY_HOP = (
+    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"),
+    *("upgrade", "host", "content-length", "accept-encoding"),
+)
+_DECODED = (*_HOP_BY_HOP, "content-encoding")  # of an answer, which is unpacked here
+UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, ParallmError)
+"""What a request or an answer of another form than the chat's, or a full disk, raises before its session is written."""
+log = get_logger("traces")
+
+
+def recording_proxy(recorder: SessionRecorder, upstream: str) -> ASGIApp:
+    """The application. Only this machine's own names are answered.
+
+    Args:
+        upstream: URL with the version, e.g. "https://api.openai.com/v1".
+
+    Raises EndpointError: `upstream` is not a URL.
+    """
+    if not upstream.startswith(("http://", "https://")):
+        raise EndpointError(f"{upstream!r} is not a URL: expected e.g. https://api.openai.com/v1")
+    app = FastAPI(title="mlx_parallm traces")
+    relay = _Relay(recorder, upstream.rstrip("/"))
+    router = json_router("sessions")
+    add_feedback(router, recorder)
+
+    @router.api_route(
+        "/sessions/{name}/v1/{path:path}",
+        methods=["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"],
+        include_in_schema=False,
+    )
+    async def relayed(name: SessionName, path: str, request: HTTPRequest) -> Response:
+        return await relay.answer(session_name(name), path, request)
+
+    app.include_router(router)
+    install_error_handlers(app)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=MAX_BODY_BYTES)
+    app.add_middleware(AuthMiddleware, api_key=None, origins=(), basic_prefixes=(), public=PublicPaths())
+    return app
+
+
+class _Relay:
+    """Belongs to the server's loop."""
+
+    def __init__(self, recorder: SessionRecorder, upstream: str) -> None:
+        self._recorder, self._upstream = recorder, upstream
+        self._client: httpx.AsyncClient | None = None
+
+    @property
+    def _http(self) -> httpx.AsyncClient:
+        if self._client is None:
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+            self._client = httpx.AsyncClient(timeout=httpx.Timeout(TIMEOUT_S, pool=None), limits=limits)
+        return self._client
+
+    async def answer(self, name: str, path: str, request: HTTPRequest) -> Response:
+        body = await request.body()
+        recording = _Recording(self._recorder)
+        if path == CHAT and request.method == "POST":
+            recording.begin(name, body)
+        rest = request.scope["raw_path"].split(b"/", 4)[4].decode("ascii")  # as it was sent: "%2F" is no slash
+        query = request.scope["query_string"].decode("ascii")
+        url = f"{self._upstream}/{rest}" + (f"?{query}" if query else "")
+        try:
+            headers = _passed_on(request.headers.raw, _HOP_BY_HOP)
+            sent = self._http.build_request(request.method, url, headers=headers, content=body)
+            reply = await until_hangup(request.receive, self._http.send(sent, stream=True))
+            if reply.headers.get("content-type", "").startswith("text/event-stream"):
+                return _Relayed(reply, self._stream(reply, recording))
+            try:
+                content = await until_hangup(request.receive, reply.aread())
+            finally:
+                await reply.aclose()
+        except ClientDisconnectedError:
+            await recording.end(ABORTED)
+            raise
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            await recording.end(ABORTED)
+            return error_response(f"{self._upstream} cannot be reached: {str(error) or type(error).__name__}", 502)
+        if reply.is_success:
+            await recording.whole(content)
+        answer = Response(content, reply.status_code)
+        answer.raw_headers = [*_passed_on(reply.headers.raw, _DECODED), (b"content-length", b"%d" % len(content))]
+        return answer
+
+    async def _stream(self, reply: httpx.Response, recording: "_Recording") -> AsyncGenerator[bytes, None]:
+        """The upstream's bytes. What ends the answer is sent once it is recorded."""
+        try:
+            async for part in reply.aiter_bytes():
+                await recording.part(part)
+                yield part
+            await recording.part(b"\n\n")  # some servers leave the last event without its blank line
+        finally:
+            await reply.aclose()
+            await recording.end(ABORTED)
+
+
+class _Recording:
+    """Records one call, or gives up: nothing that it reads or writes may fail the call."""
+
+    given_up = 0  # calls of this process
+
+    def __init__(self, recorder: SessionRecorder) -> None:
+        self._recorder = recorder
+        self._call: RecordedCall | None = None
+        self._temperature = 1.0
+        self._reader: ChunkReader | None = None
+        self._events = _EventSplitter()
+
+    def begin(self, name: str, body: bytes) -> None:
+        with self._giving_up(name):
+            asked = _json_object(body)
+            messages = asked.get("messages")
+            if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+                raise ValueError("the request has no list of messages")
+            tools = asked.get("tools") or []
+            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+                raise ValueError("'tools' is no list of objects")
+            choices, temperature = asked.get("n") or 1, asked.get("temperature")
+            if not isinstance(choices, int) or not 1 <= choices <= MOST_CHOICES:
+                raise ValueError("'n' is no number of choices")
+            if temperature is not None and not isinstance(temperature, int | float):
+                raise ValueError("'temperature' is no number")
+            self._temperature = 1.0 if temperature is None else float(temperature)
+            call = RecordedCall(name, messages, tools, optional_text(asked, "model"))
+            self._reader = ChunkReader(call, choices, self._temperature)
+            self._call = call
+
+    async def whole(self, content: bytes) -> None:
+        """Record an answer that was not streamed; one without choices is none."""
+        if (call := self._call) is not None:
+            with self._giving_up(call.session):
+                take_answer(call, _json_object(content), temperature=self._temperature)
+            if call.choices:
+                await self.end(COMPLETE)
+
+    async def part(self, data: bytes) -> None:
+        """Take the next bytes of a stream; record the call where they end it."""
+        if (call := self._call) is None or self._reader is None:
+            return
+        with self._giving_up(call.session):
+            for event_bytes in self._events.feed(data):
+                if found := _event_data(event_bytes):
+                    self._reader.take(found)
+            if self._reader.ended:
+                await self.end(COMPLETE)
+
+    async def end(self, status: str) -> None:
+        """Write the call, once."""
+        call, self._call = self._call, None
+        if call is not None:
+            with self._giving_up(call.session):
+                call.status = status
+                await self._recorder.commit(call)
+
+    @contextmanager
+    def _giving_up(self, session: str) -> Iterator[None]:
+        try:
+            yield
+        except UNREADABLE as error:
+            self._call = None
+            _Recording.given_up += 1
+            reason = str(error)[:200] or type(error).__name__
+            log.warning("a call is not recorded", session=session, reason=reason, so_far=_Recording.given_up)
+
+
+class _Relayed(Response):
+    """Passes on a stream until its end, or until the client hangs up."""
+
+    def __init__(self, reply: httpx.Response, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(status_code=reply.status_code)
+        self.raw_headers = _passed_on(reply.headers.raw, _DECODED)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await until_hangup(receive, self._send_all(send))
+        except ClientDisconnectedError:
+            log.debug("client hung up")
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except (httpx.HTTPError, ParallmError) as error:
+            status = status_of(error) if isinstance(error, ParallmError) else 502
+            failure = event(error_body(f"the stream broke off: {error}", status))
+            await send({"type": "http.response.body", "body": failure, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _json_object(content: bytes) -> dict[str, Any]:
+    """Raises ValueError: no JSON object."""
+    value = json.loads(content)
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value
+
+
+def _passed_on(headers: Iterable[tuple[bytes, bytes]], dropped: Collection[str]) -> list[tuple[bytes, bytes]]:
+    """Every header, also one that comes several times."""
+    return [(name, value) for name, value in headers if name.decode("latin-1").lower() not in dropped]
+
+
+class _EventSplitter:
+    """Finds the events of a stream. Raises ValueError: one has more than LONGEST_EVENT bytes."""
+
+    def __init__(self) -> None:
+        self._lines: list[bytes] = []  # of the event that goes on
+        self._line = bytearray()
+        self._size = 0
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        pieces = data.split(b"\n")
+        for number, piece in enumerate(pieces):
+            self._line += piece
+            self._size += len(piece)
+            if self._size > LONGEST_EVENT:
+                raise ValueError(f"an event has more than {LONGEST_EVENT} bytes")
+            if number == len(pieces) - 1:
+                break
+            line = bytes(self._line).removesuffix(b"\r")
+            self._line.clear()
+            if line:
+                self._lines.append(line)
+            elif self._lines:
+                found, self._lines, self._size = b"\n".join(self._lines), [], 0
+                yield found
+
+
+def _event_data(raw: bytes) -> dict[str, Any]:
+    """The object of an event; an event without one (a comment, [DONE]) is empty."""
+    data = b"\n".join(line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:"))
+    return {} if not data or data == b"[DONE]" else _json_object(data)

@@ -1,0 +1,322 @@
+"""SessionRecorder writes the calls of agents into session files, each on the disk before its answer ends.
+
+    route → RecordedCall (what the client asked, what it was answered) → SessionRecorder.commit → sessions/NAME.jsonl
+                                                                          └ review.jsonl: every redaction
+
+A call's lines are appended with one write, which a kill -9 of this process cannot undo; a power cut may take the last
+seconds.
+"""
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_parallm.errors import RequestError, StoreError
+from mlx_parallm.system.redaction import Redactor
+from mlx_parallm.systems.traces.privacy import PLACEHOLDER, TraceRedactor, review_lines
+from mlx_parallm.systems.traces.schema import Json, Label, dump_line, text_of
+from mlx_parallm.systems.traces.session import (
+    COMPLETE,
+    SESSION_NAME,
+    SESSIONS,
+    Session,
+    SessionTurn,
+    TurnTokens,
+    chained_key,
+    compared_text,
+    prompt_hash,
+    text_digest,
+)
+
+REVIEW = "review.jsonl"
+SESSIONS_IN_MEMORY = 512
+LARGE_CHARACTERS = 1 << 17
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """What our engine sampled for one choice. Lengths: prompt [P], all others [T]."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    processed_logprobs: tuple[float, ...] | None
+    versions: tuple[tuple[int, int, int], ...]
+    prompt_version: int
+    temperature: float
+    policy: bool
+
+
+@dataclass
+class RecordedChoice:
+    """One choice of an answer, as the client sees it."""
+
+    message: Json
+    finish_reason: str | None = None
+    tokens: SampledTokens | None = None
+
+
+@dataclass
+class RecordedCall:
+    """One call of a session. `status`: `COMPLETE`, or why there is no whole answer."""
+
+    session: str
+    messages: Sequence[Json]
+    tools: Sequence[Json]
+    model: str | None = None
+    response_id: str | None = None
+    status: str = COMPLETE
+    usage: Json | None = None
+    choices: dict[int, RecordedChoice] = field(default_factory=dict)
+
+
+@dataclass
+class _LiveSession:
+    session: Session
+    redactor: TraceRedactor
+    ends: dict[str, str]  # key of a conversation that ends with an answer → its turn
+    keys: dict[bytes, bytes] = field(default_factory=dict)  # digest of a message as sent → of it as it is compared
+
+
+def session_name(name: str) -> str:
+    """Raises RequestError: it cannot name a file."""
+    if not SESSION_NAME.fullmatch(name):
+        raise RequestError(
+            f"{name[:80]!r} cannot name a session: 1 to 128 letters, digits and _ . : -, not a dot first", param="name"
+        )
+    return name
+
+
+class SessionRecorder:
+    """Thread-safe. `commit` and `feedback` return when their lines are written.
+
+    Args:
+        directory: gets `sessions/NAME.jsonl` and `review.jsonl`.
+        finder: finds secrets (`privacy.secret_finder`); None = nothing is redacted.
+
+    Raises StoreError: the directory cannot be made.
+    """
+
+    def __init__(self, directory: Path, finder: Redactor | None) -> None:
+        self.directory = directory
+        self._folder = directory / SESSIONS
+        self._finder = finder
+        self._live: OrderedDict[str, _LiveSession] = OrderedDict()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self._folder} cannot be made: {error.strerror or error}") from error
+        self._lock = threading.Lock()
+
+    async def commit(self, call: RecordedCall) -> list[str]:
+        """Write the turns of a call, one for each choice; return their ids. Raises StoreError: nothing was written."""
+        # Handing a third of a millisecond of work to another thread would take longer; a large one blocks nobody else.
+        answered = [choice.message for choice in call.choices.values()]
+        if sum(len(text_of(message.get("content"))) for message in [*call.messages, *answered]) > LARGE_CHARACTERS:
+            return await asyncio.to_thread(self._commit, call)
+        return self._commit(call)
+
+    def feedback(self, name: str, label: Label) -> Label:
+        """Append a label; it gets its prompt's hash. Raises RequestError: no such session or answer; StoreError."""
+        with self._lock:
+            return self._feedback(name, label)
+
+    def read(self, name: str, use: Callable[[Session], T]) -> T:
+        """Call `use` with a session while nothing changes it."""
+        with self._lock:
+            return use(self._of(name).session)
+
+    # ------------------------------------------------------------------ with the lock
+
+    # ------------------------------------------------------------------ in the writer's thread
+
+    def _of(self, name: str) -> _LiveSession:
+        live = self._live.get(name)
+        if live is None:
+            path = self._folder / f"{name}.jsonl"
+            session = Session(name)
+            if path.exists():
+                _cut_unfinished(path)
+                session = Session.read(path)
+            ends = {turn.key: turn.id for turn in session.turns.values() if turn.status == COMPLETE}
+            live = _LiveSession(session, TraceRedactor(name, self._finder, _numbers(session)), ends)
+            self._live[name] = live
+            if len(self._live) > SESSIONS_IN_MEMORY:
+                self._live.popitem(last=False)
+        self._live.move_to_end(name)
+        return live
+
+    def _commit(self, call: RecordedCall) -> list[str]:
+        with self._lock:
+            return self._commit_locked(call)
+
+    def _commit_locked(self, call: RecordedCall) -> list[str]:
+        live = self._of(call.session)
+        session = live.session
+        live.redactor.hits.clear()
+        chain, parent, answered = "", None, 0
+        for number, message in enumerate(call.messages, 1):
+            chain = self._next_key(live, chain, message)
+            if chain in live.ends:
+                parent, answered = live.ends[chain], number
+        messages = tuple(live.redactor.value(list(call.messages[answered:])))
+        tools: tuple[Json, ...] | None = tuple(live.redactor.value(list(call.tools)))
+        if parent is not None and session.tools(parent) == tools:
+            tools = None
+        prompt_hits = list(live.redactor.hits)
+        turns: list[SessionTurn] = []
+        keys: list[str] = []
+        choices: dict[int, RecordedChoice | None] = dict(call.choices) or {0: None}
+        for index, choice in sorted(choices.items()):
+            before = len(live.redactor.hits)
+            response = None if choice is None else live.redactor.value(choice.message)
+            hits = [*prompt_hits, *live.redactor.hits[before:]]
+            counts: dict[str, int] = {}
+            for hit in hits:
+                counts[hit.kind] = counts.get(hit.kind, 0) + 1
+            key = self._next_key(live, chain, choice.message) if choice is not None else ""
+            turn = SessionTurn(
+                id=f"t{len(session.turns) + len(turns) + 1}",
+                parent=parent,
+                at=time.time(),
+                status=call.status,
+                messages=messages,
+                response=response,
+                key=key,
+                model=call.model,
+                tools=tools,
+                finish_reason=choice.finish_reason if choice is not None else None,
+                response_id=call.response_id if index == 0 else f"{call.response_id}#{index}",
+                usage=call.usage if index == 0 else None,
+                redacted=counts,
+            )
+            sampled = choice.tokens if choice is not None else None
+            turns.append(replace(turn, tokens=self._tokens(session, turn, sampled)))
+            keys.append(key)
+        self._append(call.session, [turn.to_json() for turn in turns])
+        self._review(live)
+        for turn, key in zip(turns, keys, strict=True):
+            session.add(turn)
+            if turn.status == COMPLETE:
+                live.ends[key] = turn.id
+        return [turn.id for turn in turns]
+
+    def _tokens(self, session: Session, turn: SessionTurn, sampled: SampledTokens | None) -> TurnTokens | None:
+        """Tokens would show what was redacted: a turn with placeholders, or after one, keeps none."""
+        if sampled is None or turn.redacted or turn.status != COMPLETE:
+            return None
+        before: tuple[int, ...] = ()
+        if turn.parent is not None:
+            if any(ancestor.redacted for ancestor in session.path(turn.parent)):
+                return None
+            before = session.sequence(turn.parent)
+        shared = 0
+        for ours, theirs in zip(before, sampled.prompt, strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        return TurnTokens(
+            shared,
+            sampled.prompt[shared:],
+            sampled.completion,
+            sampled.logprobs,
+            sampled.versions,
+            sampled.temperature,
+            sampled.policy,
+            sampled.processed_logprobs,
+            sampled.prompt_version,
+        )
+
+    def _next_key(self, live: _LiveSession, chain: str, message: Mapping[str, Any]) -> str:
+        """The key of a conversation and one message more. It is made of redacted text: it is written to the disk."""
+        text = compared_text(message)
+        digest = text_digest(text)
+        known = live.keys.get(digest)
+        if known is None:
+            if self._finder is not None:
+                for secret in reversed(self._finder.find(text)):
+                    text = f"{text[: secret.start]}<{secret.kind}>{text[secret.end :]}"
+            known = text_digest(text)
+            live.keys[digest] = known
+        return chained_key(chain, known)
+
+    def _feedback(self, name: str, label: Label) -> Label:
+        if name not in self._live and not (self._folder / f"{name}.jsonl").exists():
+            raise RequestError(f"there is no session {name!r}: nothing was recorded under this name", param="name")
+        live = self._of(name)
+        session = live.session
+        turn = next(iter(session.turns.values()), None)
+        if label.response_id is not None:
+            turn = session.by_response(label.response_id)
+            if turn is None:
+                raise RequestError(f"session {name!r} has no answer {label.response_id!r}", param="response_id")
+            label = label.model_copy(update={"response_id": turn.response_id})
+        if turn is not None:
+            opening = [message for each in session.path(turn.id)[:1] for message in each.messages]
+            label = label.model_copy(update={"prompt_hash": prompt_hash(opening)})
+        live.redactor.hits.clear()
+        redacted: Json = {
+            key: live.redactor.text(value) if isinstance(value, str) and key in ("label", "explanation") else value
+            for key, value in label.model_dump(exclude_none=True).items()
+        }
+        label = Label.model_validate(redacted)
+        self._append(name, [{"type": "label", **label.to_json()}])
+        self._review(live)
+        session.labels.append(label)
+        return label
+
+    def _append(self, name: str, values: Sequence[Json]) -> None:
+        _append_lines(self._folder / f"{name}.jsonl", b"".join(map(dump_line, values)))
+
+    def _review(self, live: _LiveSession) -> None:
+        if hits := live.redactor.hits:
+            _append_lines(self.directory / REVIEW, b"".join(map(dump_line, review_lines(hits))))
+
+
+def _append_lines(path: Path, lines: bytes) -> None:
+    """Append whole lines or nothing. Raises StoreError."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                written = os.write(descriptor, lines)
+                while written < len(lines):
+                    written += os.write(descriptor, lines[written:])
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _cut_unfinished(path: Path) -> None:
+    """Remove a last line that a killed process has left unfinished: its answer never ended. Raises StoreError."""
+    try:
+        with path.open("rb+") as file:
+            data = file.read()
+            if data and not data.endswith(b"\n"):
+                file.truncate(data.rfind(b"\n") + 1)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _numbers(session: Session) -> dict[str, int]:
+    """Kind → the highest number among the placeholders of a session that was read."""
+    numbers: dict[str, int] = {}
+    for turn in session.turns.values():
+        if turn.redacted:
+            for placeholder in PLACEHOLDER.findall(json.dumps([turn.messages, turn.response, turn.tools])):
+                kind, _, number = placeholder[1:-1].rpartition("_")
+                numbers[kind.lower()] = max(numbers.get(kind.lower(), 0), int(number))
+    return numbers

@@ -1,0 +1,191 @@
+"""Rewards over traces: the reward functions of training, asked about runs that are over.
+
+    RewardEngine()             the built-in parts, each with its weight, as one score of a trace or a group
+    add_reward_labels          a label from reward functions, as `[[environments]] rewards` names them
+    fit_learned                `LearnedReward` from the labels of traces
+
+A trace becomes the `Trajectory` that rewards see in training, so one function labels, trains and evaluates.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.user_code import PREFIX, absolute
+from mlx_parallm.rewards.functions import BUILTIN, RewardFunctions, TrainingProgress
+from mlx_parallm.rewards.learned import LearnedReward
+from mlx_parallm.rewards.methods import Parts, standardize
+from mlx_parallm.systems.traces.builders import score_of
+from mlx_parallm.systems.traces.execution import TASKS, AnyTrace, ExecutionTrace, trace_of
+from mlx_parallm.systems.traces.schema import Json, Label, Trace, text_of
+from mlx_parallm.systems.traces.session import prompt_hash
+from mlx_parallm.types import Rollout, Trajectory, Turn
+
+PARTS = ("code", "syntax", "tool_success", "task_completion", "efficiency", "format")
+NEUTRAL = 0.5  # of a trace to which no part applies
+GOOD_FROM = 0.6
+REWARD = "reward"
+
+
+def trajectory_of(trace: AnyTrace) -> Trajectory:
+    """Return the trace as rewards see an episode. Its metadata has `tool_calls` (name, ok, arguments, result), where
+    there are any tools, and `tasks`. Token ids are those that were recorded; else only their number is known, and they
+    are zeros without log-probabilities."""
+    trace = trace_of(trace)
+    view, messages = ExecutionTrace(trace), trace.messages
+    answers = [step for step in trace.steps if step.sampled]
+    opening, turns, asked = [], list[Turn](), list[str]()
+    for message in messages:
+        text = text_of(message.get("content"))
+        if message["role"] == "assistant":
+            turns.append(Turn("\n".join(asked), text))
+            asked = []
+        else:
+            asked.append(text)
+            if not turns:
+                opening.append(text)
+    metadata: Json = {}
+    calls = view.tool_calls
+    if calls or trace.tools:
+        metadata["tool_calls"] = [
+            {"name": call.tool_name, "ok": call.success, "arguments": call.arguments, "result": call.result}
+            for call in calls
+        ]
+    created, completed, failed = (len(tasks) for tasks in (view.tasks_created, view.tasks_completed, view.tasks_failed))
+    if created or completed or failed:  # a collector that notes no plan notes the ends
+        metadata["tasks"] = dict(zip(TASKS, (created or completed + failed, completed, failed), strict=True))
+    ids = [token for step in answers if step.metrics for token in step.metrics.completion_token_ids or ()]
+    tokens = tuple(ids) or (0,) * view.total_tokens_out
+    rollout = Rollout(
+        tokens,
+        (1,) * len(tokens),
+        None,
+        (-1,) * len(tokens),
+        1.0,
+        {},
+        "length" if trace.get("aborted") else "stop",
+    )
+    return Trajectory(
+        text=answers[-1].text if answers else "",
+        rollout=rollout,
+        prompt="\n".join(opening),
+        history=tuple(turns),
+        step_count=max(1, view.llm_calls_count),
+        metadata=metadata,
+        group_id=str(trace.get("group_id") or ""),
+        messages=tuple(messages),
+    )
+
+
+def opening_of(trace: AnyTrace) -> list[Json]:
+    """The messages before the first answer."""
+    messages = trace_of(trace).messages
+    first = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    return messages[:first]
+
+
+class RewardEngine:
+    """Built-in reward parts over traces. Code in an answer is executed, in the sandbox.
+
+    Args:
+        parts: names of `builtin:` parts, or the classes of `mlx_parallm.systems.pipeline` (`CodeExecutionReward()`).
+        weights: of parts, by name, in the place of the default ones.
+        options: of parts, by name, e.g. {"learned": {"path": "reward.json"}}.
+
+    Raises ConfigError: no such part, wrong options, or no sandbox on this machine.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Any] = PARTS,
+        *,
+        weights: Mapping[str, float] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        options = {str(part): part.options for part in parts if getattr(part, "options", None)} | dict(options or {})
+        parts = [str(part) for part in parts]
+        references = [BUILTIN + name for name in parts]
+        kept = {name: chosen for name, chosen in options.items() if name in parts}
+        self._functions = RewardFunctions(references, (), columns=None, key="RewardEngine", options=kept)
+        self.weights = self._functions.weights | dict(weights or {})
+        if unknown := sorted(set(self.weights) - set(parts)):
+            raise ConfigError(f"RewardEngine: a weight for {unknown[0]!r}, which is none of {', '.join(parts)}")
+
+    def compute_all(self, trace: AnyTrace) -> dict[str, float | None]:
+        """Return the score of each part, 0 to 1; None: it does not apply. Raises RolloutRejectedError."""
+        inner = trace_of(trace)
+        row = inner.get("columns", {})
+        parts, _ = asyncio.run(self._functions.parts(opening_of(inner), row, [trajectory_of(inner)], TrainingProgress))
+        return dict(parts[0] or dict.fromkeys(self._functions.names))
+
+    def compute_combined(self, trace: AnyTrace) -> float:
+        """Return Σ weight · score / Σ weight over the parts that apply; 0.5 where none does."""
+        return self._combined(self.compute_all(trace))
+
+    def compute_for_group(self, traces: Sequence[AnyTrace]) -> list[float]:
+        """Return each combined score as a z-score in the group: (score - mean) / population standard deviation."""
+        return standardize([self.compute_combined(trace) for trace in traces])
+
+    def get_binary_label(self, trace: AnyTrace, threshold: float = GOOD_FROM) -> bool:
+        return self.compute_combined(trace) >= threshold
+
+    def summary(self, trace: AnyTrace) -> str:
+        """Return one line: the combined score and every part that applies."""
+        parts = self.compute_all(trace)
+        shown = ", ".join(f"{name} {value:.2f}" for name, value in parts.items() if value is not None)
+        return f"{self._combined(parts):.2f} ({shown or 'no part applies'})"
+
+    def _combined(self, parts: Parts) -> float:
+        scored = {name: value for name, value in parts.items() if value is not None}
+        total = sum(self.weights[name] for name in scored)
+        return sum(self.weights[name] * value for name, value in scored.items()) / total if total else NEUTRAL
+
+
+def references_of(rewards: Sequence[str], directory: Path) -> list[str]:
+    """Return rewards of a command line as a configuration has them: with "python:" and absolute paths."""
+    named = [name if name.startswith((PREFIX, BUILTIN)) else PREFIX + name for name in rewards]
+    return [absolute(name, [directory]) for name in named]
+
+
+def add_reward_labels(traces: Sequence[AnyTrace], rewards: Sequence[str], name: str = REWARD) -> tuple[int, int]:
+    """Label traces by the weighted mean of reward functions; return how many were labelled, and how many left alone.
+
+    Args:
+        rewards: as in `[[environments]] rewards`: "python:file.py:f", "builtin:NAME".
+
+    Raises ConfigError: no such function; RolloutRejectedError: it fails.
+    """
+    functions = RewardFunctions(rewards, (), columns=None, key="--reward")
+    return asyncio.run(_label_all(list(map(trace_of, traces)), functions, name))
+
+
+async def _label_all(traces: Sequence[Trace], functions: RewardFunctions, name: str) -> tuple[int, int]:
+    labelled, by = 0, f"verifier:{','.join(functions.names)}"
+    for trace in traces:
+        parts, _ = await functions.parts(
+            opening_of(trace), trace.get("columns", {}), [trajectory_of(trace)], TrainingProgress
+        )
+        scores = {part: value for part, value in (parts[0] or {}).items() if value is not None}
+        if not scores:
+            continue
+        weights = {part: functions.weights[part] for part in scores}
+        value = sum(weights[part] * score for part, score in scores.items()) / (sum(weights.values()) or 1.0)
+        trace.add_label(label_about(trace, name, value, by))
+        labelled += 1
+    return labelled, len(traces) - labelled
+
+
+def label_about(trace: AnyTrace, name: str, value: float, by: str) -> Label:
+    """Return a label of now, with the hash of the trace's prompt."""
+    values: Json = {"name": name, "value": value, "by": by, "at": time.time()}
+    return Label.model_validate(values | {"prompt_hash": prompt_hash(trace_of(trace).messages)})
+
+
+def fit_learned(traces: Sequence[AnyTrace], good_from: float = 0.5) -> LearnedReward:
+    """Learn a reward from the scores of traces. Raises ConfigError: fewer than 10 good or 10 bad ones."""
+    scored = [(trace, score) for trace in traces if (score := score_of(trace)) is not None]
+    trajectories = [trajectory_of(trace) for trace, _ in scored]
+    return LearnedReward.fit(trajectories, [score >= good_from for _, score in scored])

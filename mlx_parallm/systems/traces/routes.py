@@ -1,0 +1,211 @@
+"""The routes of a server that records its own answers.
+
+    POST /sessions/NAME/v1/chat/completions    as /v1/chat/completions, and recorded with tokens and log-probabilities
+    POST /sessions/NAME/v1/responses           as /v1/responses, and recorded as the chat that it is
+    POST /sessions/NAME/v1/messages            as /v1/messages, and recorded as the chat that it is
+    GET  /sessions/NAME/v1/models              as /v1/models
+    POST /sessions/NAME/feedback               a score, label or comment for a session or one of its answers
+
+A client needs `base_url=http://host:8000/sessions/NAME/v1` and nothing else.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from itertools import chain
+from typing import Annotated, Any, Literal, NotRequired, Self
+
+from fastapi import APIRouter, Depends
+from fastapi import Path as PathParameter
+from fastapi import Request as HTTPRequest
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field, model_validator
+from typing_extensions import TypedDict
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.rollout_store.completions import Choice
+from mlx_parallm.server.api import chat
+from mlx_parallm.server.api.status import list_models
+from mlx_parallm.server.app import AddedRouter
+from mlx_parallm.server.context import Context
+from mlx_parallm.server.messages import routes as messages
+from mlx_parallm.server.protocol.answers import finite
+from mlx_parallm.server.protocol.fields import Body
+from mlx_parallm.server.protocol.openai import ChatBody
+from mlx_parallm.server.protocol.strict_json import json_router
+from mlx_parallm.server.responses import routes as responses
+from mlx_parallm.systems.traces.answers import ChunkReader, take_answer
+from mlx_parallm.systems.traces.recorder import RecordedCall, SampledTokens, SessionRecorder, session_name
+from mlx_parallm.systems.traces.schema import Json, Label
+from mlx_parallm.systems.traces.session import ABORTED, COMPLETE
+from mlx_parallm.types import MAX_REWARD, Completion, Request, weight_spans
+
+SessionName = Annotated[str, PathParameter(min_length=1, max_length=128)]
+Trained = Callable[[str, Label, str | None], Awaitable[Json]]
+"""Makes a rollout of a scored session, and says what became of it: session, label, the client's group."""
+
+
+class FeedbackBody(Body):
+    """One of `score`, `label` and `comment` at least. Without `response_id` the whole session is meant."""
+
+    score: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None = None
+    label: str | None = Field(None, min_length=1, max_length=256)
+    comment: str | None = Field(None, min_length=1, max_length=100_000)
+    response_id: str | None = Field(None, min_length=1, max_length=256)
+    name: str = Field("feedback", pattern=r"^[\w.:-]{1,64}$")
+    by: str = Field("user", pattern=r"^[\w.:@-]{1,64}$")
+    group: str | None = Field(None, min_length=1, max_length=256)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.score is None and self.label is None and self.comment is None:
+            raise RequestError("send 'score', 'label' or 'comment'", param="score")
+        return self
+
+    def to_label(self) -> Label:
+        values = {
+            "name": self.name,
+            "value": self.score,
+            "label": self.label,
+            "explanation": self.comment,
+            "by": self.by,
+            "at": time.time(),
+            "response_id": self.response_id,
+        }
+        return Label.model_validate({key: value for key, value in values.items() if value is not None})
+
+
+class TrainingOutcome(TypedDict):
+    """`sessions`: how many of `group_size` wait for their group, or the names of those that are queued in `group`."""
+
+    state: Literal["waiting", "queued", "refused", "trained"]
+    reason: NotRequired[str]
+    sessions: NotRequired[int | list[str]]
+    group_size: NotRequired[int]
+    group: NotRequired[str]
+
+
+class FeedbackAnswer(TypedDict):
+    """`training`: only where a score was given to a server that trains."""
+
+    object: Literal["feedback"]
+    session: str
+    label: Label
+    training: NotRequired[TrainingOutcome]
+
+
+def session_router(
+    recorder: SessionRecorder,
+    *,
+    is_policy: Callable[[Request], bool] = lambda request: False,
+    trained: Trained | None = None,
+) -> AddedRouter:
+    """The routes of one recorder.
+
+    Args:
+        is_policy: whether a request is answered by the policy that is being trained.
+        trained: None = this server trains nothing.
+    """
+    router = json_router("openai")
+
+    async def record(name: SessionName, request: HTTPRequest) -> None:
+        request.state.observer = _CallObserver(recorder, session_name(name), is_policy)
+
+    for recorded in (chat.router, responses.router, messages.router):
+        router.include_router(recorded, prefix="/sessions/{name}", dependencies=[Depends(record)])
+
+    @router.get("/sessions/{name}/v1/models")
+    async def models_of_session(name: SessionName, context: Context) -> Response:
+        return await list_models(context)
+
+    add_feedback(router, recorder, trained)
+    return AddedRouter(router)
+
+
+def add_feedback(router: APIRouter, recorder: SessionRecorder, trained: Trained | None = None) -> None:
+    """Add the route for feedback. Its label is on the disk when it answers."""
+
+    @router.post("/sessions/{name}/feedback", responses={200: {"model": FeedbackAnswer}})
+    async def give_feedback(name: SessionName, body: FeedbackBody) -> Response:
+        """Label a session or one of its answers."""
+        label = recorder.feedback(session_name(name), body.to_label())
+        result = {"object": "feedback", "session": name, "label": label.to_json()}
+        if trained is not None and label.value is not None:
+            result["training"] = await trained(name, label, body.group)
+        return JSONResponse(result)
+
+
+class _CallObserver:
+    """Records one call of a session: an `AnswerObserver`."""
+
+    def __init__(self, recorder: SessionRecorder, session: str, is_policy: Callable[[Request], bool]) -> None:
+        self._recorder, self._is_policy = recorder, is_policy
+        self._call, self._choices = RecordedCall(session, [], [], None), 1
+        self._tokens: dict[int, SampledTokens] = {}
+        self._written = False
+
+    def begun(self, body: ChatBody) -> None:
+        self._call.messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+        self._call.tools = body.callable_tools
+        self._call.model, self._choices = body.model, body.n
+
+    def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
+        [request], [parts] = requests, choices
+        policy = self._is_policy(request)
+        self._tokens = {part[0].index: _sampled(request, part, policy) for part in parts}
+
+    async def whole(self, answer: Mapping[str, Any]) -> None:
+        take_answer(self._call, answer)
+        await self._write(COMPLETE)
+
+    async def events(self, events: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+        chunks, unfinished = list[dict[str, Any]](), self._choices
+        try:
+            async with aclosing(events):
+                async for chunk in events:
+                    if unfinished:
+                        chunks.append(chunk)  # read together at the end: that takes a third of the time
+                        unfinished -= sum(choice["finish_reason"] is not None for choice in chunk["choices"])
+                        if not unfinished:
+                            self._take(chunks)
+                            await self._write(COMPLETE)
+                    yield chunk
+        finally:
+            if unfinished:
+                self._take(chunks)
+            await self.aborted()
+
+    def _take(self, chunks: Iterable[Mapping[str, Any]]) -> None:
+        reader = ChunkReader(self._call, self._choices)
+        for chunk in chunks:
+            reader.take(chunk)
+
+    async def aborted(self) -> None:
+        """Record a call that got no whole answer; does nothing where it did."""
+        await self._write(ABORTED)
+
+    async def _write(self, status: str) -> None:
+        if self._written:
+            return
+        self._written = True
+        self._call.status = status
+        for index, choice in self._call.choices.items():
+            choice.tokens = self._tokens.get(index)
+        await self._recorder.commit(self._call)
+
+
+def _sampled(request: Request, parts: Choice, policy: bool) -> SampledTokens:
+    versions = tuple(chain.from_iterable(part.policy_versions for part in parts))
+    processed: tuple[float, ...] | None = None
+    if request.params.reshapes_distribution:
+        processed = tuple(finite(value) for part in parts for value in part.processed_logprobs or ())
+    return SampledTokens(
+        prompt=request.prompt_token_ids,
+        completion=tuple(chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=tuple(finite(value) for part in parts for value in part.logprobs),
+        processed_logprobs=processed,
+        versions=tuple((span.version, span.start, span.end) for span in weight_spans(versions)),
+        prompt_version=next((part.prompt_version for part in parts if isinstance(part, Completion)), -1),
+        temperature=request.params.temperature or 1.0,
+        policy=policy,
+    )

@@ -1,0 +1,496 @@
+"""A recorded session: the calls of one agent's run, one JSON object a line, in the order in which they ended.
+
+    {"type": "turn", "id", "parent", "at", "status", "model", "messages", "tools", "response", "key", "tokens", …}
+    {"type": "label", "name", "value", "label", "explanation", "by", "at", "response_id", "prompt_hash"}
+
+A turn holds what its call adds to its parent, the turn whose messages and answer it begins with; a turn without a
+parent is a root. So a session is a forest, and each way from a root to a leaf is a trace. A turn that several leaves
+share is sampled in the first of their traces and copied context in the others: nothing is trained on twice.
+
+`tokens`, from our own engine: the prompt's ids after the first `shared` ones, which are the parent's prompt and answer;
+the answer's ids, log-probabilities and policy versions.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import TraceError
+from mlx_parallm.systems.traces.schema import (
+    SCHEMA_VERSION,
+    Json,
+    Label,
+    Trace,
+    add_step,
+    dump_line,
+    foreign_message,
+    iso_time,
+    parse_trace,
+    parsed_arguments,
+    read_jsonl,
+    steps_of,
+    text_of,
+)
+from mlx_parallm.types import Rollout
+
+SESSION_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
+SESSIONS = "sessions"  # the folder of a recorder's directory
+COMPLETE, ABORTED = "complete", "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTokens:
+    """Tokens of one turn. `shared`: how many of the parent's tokens (prompt and answer) the prompt begins with."""
+
+    shared: int
+    prompt: tuple[int, ...]  # after the shared ones
+    completion: tuple[int, ...]  # [T], EOS included
+    logprobs: tuple[float, ...]  # [T], before filters and penalties
+    versions: tuple[tuple[int, int, int], ...]  # version, start, end: of the completion's tokens
+    temperature: float
+    policy: bool  # sampled from the policy that is trained
+    processed_logprobs: tuple[float, ...] | None = None  # [T], where sampling reshaped the distribution
+    prompt_version: int = -1
+
+    def to_json(self) -> Json:
+        return {
+            "shared": self.shared,
+            "prompt": list(self.prompt),
+            "completion": list(self.completion),
+            "logprobs": list(self.logprobs),
+            "versions": [list(span) for span in self.versions],
+            "temperature": self.temperature,
+            "policy": self.policy,
+            "prompt_version": self.prompt_version,
+        } | ({} if self.processed_logprobs is None else {"processed_logprobs": list(self.processed_logprobs)})
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "TurnTokens":
+        processed = data.get("processed_logprobs")
+        for name in ("prompt", "completion", "logprobs", "versions", "processed_logprobs"):
+            if not isinstance(data.get(name, []), list | None):
+                raise TypeError(f"tokens.{name} is no list")
+        if any(not isinstance(span, list) or list(map(type, span)) != [int] * 3 for span in data["versions"]):
+            raise TypeError("tokens.versions is no list of [version, start, end]")
+        if not isinstance(data.get("policy"), bool | None):
+            raise TypeError("tokens.policy is neither true nor false")
+        return cls(
+            int(data["shared"]),
+            tuple(data["prompt"]),
+            tuple(data["completion"]),
+            tuple(data["logprobs"]),
+            tuple((span[0], span[1], span[2]) for span in data["versions"]),
+            float(data["temperature"]),
+            bool(data.get("policy")),
+            None if processed is None else tuple(processed),
+            int(data.get("prompt_version", -1)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """One call. `messages`: those after the parent's answer; `key`: of the conversation up to its answer."""
+
+    id: str
+    parent: str | None
+    at: float  # Unix time
+    status: str
+    messages: tuple[Json, ...]
+    response: Json | None
+    key: str = ""
+    model: str | None = None
+    tools: tuple[Json, ...] | None = None  # None: the parent's
+    finish_reason: str | None = None
+    response_id: str | None = None
+    usage: Json | None = None
+    tokens: TurnTokens | None = None
+    redacted: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> Json:
+        values: Json = {
+            "type": "turn",
+            "id": self.id,
+            "parent": self.parent,
+            "at": self.at,
+            "status": self.status,
+            "model": self.model,
+            "messages": list(self.messages),
+            "response": self.response,
+            "finish_reason": self.finish_reason,
+            "response_id": self.response_id,
+            "key": self.key,
+        }
+        if self.tools is not None:
+            values["tools"] = list(self.tools)
+        if self.usage is not None:
+            values["usage"] = self.usage
+        if self.redacted:
+            values["redacted"] = dict(self.redacted)
+        if self.tokens is not None:
+            values["tokens"] = self.tokens.to_json()
+        return values
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "SessionTurn":
+        tools, tokens = data.get("tools"), data.get("tokens")
+        for name, kinds in _TURN_TYPES.items():
+            if not isinstance(data.get(name), kinds):
+                raise TypeError(f"{name} = {str(data.get(name))[:50]!r}")
+        if data["status"] not in (COMPLETE, ABORTED):
+            raise ValueError(f"status = {data['status']!r}: expected {COMPLETE} or {ABORTED}"[:100])
+        return cls(
+            id=data["id"],
+            parent=data["parent"],
+            at=data["at"],
+            status=data["status"],
+            messages=tuple(data["messages"]),
+            response=data["response"],
+            key=data.get("key", ""),
+            model=data.get("model"),
+            tools=None if tools is None else tuple(tools),
+            finish_reason=data.get("finish_reason"),
+            response_id=data.get("response_id"),
+            usage=data.get("usage"),
+            tokens=None if tokens is None else TurnTokens.from_json(tokens),
+            redacted=data.get("redacted", {}),
+        )
+
+
+_TEXT = str | None
+_TURN_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("id", "status"), str),
+    **dict.fromkeys(("parent", "key", "model", "finish_reason", "response_id"), _TEXT),
+    **dict.fromkeys(("response", "usage", "tokens", "redacted"), dict | None),
+    **{"at": int | float, "messages": list, "tools": list | None},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFault:
+    """A line that could not be read. `place`: "file:line"."""
+
+    place: str
+    reason: str
+    value: Any
+
+
+_TOKEN_FIELDS = {each.name for each in fields(TurnTokens)}
+_TURN_FIELDS = {"type", *(each.name for each in fields(SessionTurn))}
+
+
+class Session:
+    """The turns and labels of one session, in memory."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.turns: dict[str, SessionTurn] = {}
+        self.labels: list[Label] = []
+        self.faults: list[SessionFault] = []  # lines that could not be read
+        self.unknown: list[tuple[str, str, Any]] = []  # place, name and value of fields that turns do not have
+
+    @classmethod
+    def read(cls, path: Path) -> "Session":
+        """Read a session file; a line that is damaged is in `faults`. Raises TraceError: the file cannot be read."""
+        session = cls(path.stem)
+        for number, value in read_jsonl(path):
+            try:
+                if isinstance(value, ValueError):
+                    raise value
+                if value["type"] == "turn":
+                    session.add(SessionTurn.from_json(value))
+                    for record, known in ((value, _TURN_FIELDS), (value.get("tokens") or {}, _TOKEN_FIELDS)):
+                        others = sorted(record.keys() - known)
+                        session.unknown += [(f"{path.name}:{number}", name, record[name]) for name in others]
+                elif value["type"] == "label":
+                    session.labels.append(Label.model_validate({k: v for k, v in value.items() if k != "type"}))
+                else:
+                    raise ValueError(f"lines of type {value['type']!r} are no turns and no labels")
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                session.faults.append(SessionFault(f"{path.name}:{number}", reason, value))
+        return session
+
+    def add(self, turn: SessionTurn) -> None:
+        if turn.id in self.turns:  # it would also close a circle: an earlier turn would follow a later one
+            raise ValueError(f"turn {turn.id} stands in this session twice")
+        if turn.parent is not None and turn.parent not in self.turns:
+            raise ValueError(f"turn {turn.id} follows {turn.parent}, which is not in this session")
+        self.turns[turn.id] = turn
+
+    def path(self, turn_id: str) -> list[SessionTurn]:
+        """The turns from the root to this one."""
+        turns: list[SessionTurn] = []
+        at: str | None = turn_id
+        while at is not None:
+            turns.append(self.turns[at])
+            at = turns[-1].parent
+        return turns[::-1]
+
+    def sequence(self, turn_id: str | None) -> tuple[int, ...]:
+        """All tokens of a turn: prompt and answer. Empty where they are not known."""
+        tokens: tuple[int, ...] = ()
+        for turn in self.path(turn_id) if turn_id is not None else ():
+            if turn.tokens is None:
+                return ()
+            tokens = tokens[: turn.tokens.shared] + turn.tokens.prompt + turn.tokens.completion
+        return tokens
+
+    def tools(self, turn_id: str) -> tuple[Json, ...]:
+        for turn in reversed(self.path(turn_id)):
+            if turn.tools is not None:
+                return turn.tools
+        return ()
+
+    def leaves(self) -> list[SessionTurn]:
+        """Turns that no complete turn follows, in order. An aborted turn is always a leaf."""
+        parents = {turn.parent for turn in self.turns.values() if turn.status == COMPLETE}
+        return [turn for turn in self.turns.values() if turn.id not in parents]
+
+    def by_response(self, response_id: str) -> SessionTurn | None:
+        turns = self.turns.values()
+        return next((turn for turn in turns if response_id in (turn.response_id, turn.id)), None)
+
+    def follow(self, messages: Sequence[Json], response: Json, ends: dict[str, str], **turn: Any) -> SessionTurn:
+        """Add a call after the turn whose conversation `messages` begins with. `ends`: key → turn, of earlier calls."""
+        chain, parent, answered = "", None, 0
+        for number, message in enumerate(messages, 1):
+            chain = chained_key(chain, text_digest(compared_text(message)))
+            if chain in ends:
+                parent, answered = ends[chain], number
+        key = chained_key(chain, text_digest(compared_text(response)))
+        added = SessionTurn(
+            id=f"t{len(self.turns) + 1}",
+            parent=parent,
+            status=COMPLETE,
+            messages=tuple(messages[answered:]),
+            response=response,
+            key=key,
+            **turn,
+        )
+        self.add(added)
+        ends[key] = added.id
+        return added
+
+    # ------------------------------------------------------------------ traces
+
+    def traces(self) -> list[Trace]:
+        """One trace for each leaf; turns that an earlier trace holds are copied context."""
+        claimed: set[str] = set()
+        traces = []
+        for number, leaf in enumerate(self.ordered_leaves(), 1):
+            path = self.path(leaf.id)
+            traces.append(self.trace(path, claimed, self.name if number == 1 else f"{self.name}#{number}"))
+            claimed |= {turn.id for turn in path}
+        return traces
+
+    def ordered_leaves(self) -> list[SessionTurn]:
+        """Return the leaves, those of aborted calls last."""
+        leaves = self.leaves()
+        return [t for t in leaves if t.status == COMPLETE] + [t for t in leaves if t.status != COMPLETE]
+
+    def trace(self, path: Sequence[SessionTurn], claimed: set[str], trace_id: str) -> Trace:
+        """Return the trace of a path. `claimed`: turns that an earlier trace samples. Raises TraceError."""
+        messages: list[Json] = []
+        for turn in path:
+            for message in turn.messages:
+                copied = {"is_copied_context": True} if message.get("role") == "assistant" else {}
+                messages.append(add_step(foreign_message(message), timestamp=iso_time(turn.at), **copied))
+            if turn.response is not None:
+                response = foreign_message(turn.response)
+                step = _step_fields(turn, self, copied=turn.id in claimed)
+                if response.get("step", {}).get("llm_call_count") == 0:  # no model gave it
+                    step = {key: step[key] for key in ("timestamp", "model_name") if key in step}
+                messages.append(add_step(response, **step))
+        last = path[-1]
+        extra = self._about(path, {turn.id for turn in path} - claimed)
+        agent: Json = {"name": "recorded", "version": "unknown"}
+        if last.model:
+            agent["model_name"] = last.model
+        if tools := next((turn.tools for turn in reversed(path) if turn.tools), None):
+            agent["tool_definitions"] = list(tools)
+        return parse_trace(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "session_id": self.name,
+                "trajectory_id": trace_id,
+                "agent": agent,
+                "steps": steps_of(messages),
+                "extra": extra,
+            }
+        )
+
+    def _about(self, path: Sequence[SessionTurn], own: set[str]) -> Json:
+        """A trace's `extra`. `own`: the turns that only this trace trains on."""
+        names = {turn.response_id for turn in path if turn.id in own}
+        labels = [label.to_json() for label in self.labels if label.response_id is None or label.response_id in names]
+        redacted = sum((Counter(turn.redacted) for turn in path), Counter[str]())
+        versions = [span[0] for turn in path if turn.tokens is not None for span in turn.tokens.versions]
+        extra: Json = {"source": "recorder", "source_id": self.name}
+        if labels:
+            extra["labels"] = labels
+        if versions:
+            extra["policy_version"] = max(versions)
+        if redacted:
+            extra["redacted"] = dict(redacted)
+        if path[-1].status != COMPLETE:
+            extra["aborted"] = True
+        return extra
+
+    # ------------------------------------------------------------------ rollouts
+
+    def rollout(self, last: SessionTurn | None = None) -> Rollout:
+        """The session's sampled tokens as one unscored rollout; with `last` only the way to that turn.
+
+        Each stretch that was sampled as one sequence is a segment. Raises TraceError: why it cannot be trained on.
+        """
+        leaves = [last] if last is not None else [leaf for leaf in self.leaves() if leaf.status == COMPLETE]
+        if not leaves:
+            raise TraceError("no call of the session has ended")
+        claimed: set[str] = set()
+        segments: list[Rollout] = []
+        for leaf in leaves:
+            path = self.path(leaf.id)
+            for part in self._unbroken(path):
+                segment = _segment(part, self, claimed)
+                if 1 in segment.mask:
+                    segments.append(segment)
+            claimed |= {turn.id for turn in path}
+        temperatures = {segment.temperature for segment in segments}
+        if len(temperatures) > 1:
+            raise TraceError(f"its calls were sampled at several temperatures: {sorted(temperatures)}")
+        *earlier, main = segments
+        return replace(main, earlier=tuple(earlier))
+
+    def _unbroken(self, path: Sequence[SessionTurn]) -> list[list[SessionTurn]]:
+        """A path, split where a prompt does not begin with all tokens before it."""
+        parts: list[list[SessionTurn]] = []
+        for turn in path:
+            if turn.tokens is None:
+                reason = "holds redacted secrets" if turn.redacted else "has no tokens"
+                raise TraceError(f"the call {turn.response_id or turn.id} {reason}: nothing to train on")
+            if not turn.tokens.policy:
+                raise TraceError(f"the call {turn.response_id or turn.id} was not answered by the policy")
+            if parts and turn.tokens.shared == len(self.sequence(turn.parent)):
+                parts[-1].append(turn)
+            else:
+                parts.append([turn])
+        return parts
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """The first call's prompt ids."""
+        first = next(iter(self.turns.values()), None)
+        return first.tokens.prompt if first is not None and first.tokens is not None else ()
+
+
+def _segment(part: Sequence[SessionTurn], session: Session, claimed: set[str]) -> Rollout:
+    tokens: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    processed: list[float] = []
+    versions: list[int] = []
+    reshaped = any(turn.tokens is not None and turn.tokens.processed_logprobs is not None for turn in part)
+    for turn in part:
+        sampled = turn.tokens
+        assert sampled is not None
+        prompt = session.sequence(turn.parent)[: sampled.shared] + sampled.prompt if not tokens else sampled.prompt
+        tokens += prompt
+        mask += [0] * len(prompt)
+        logprobs += [0.0] * len(prompt)
+        processed += [0.0] * len(prompt)
+        versions += [sampled.prompt_version] * len(prompt)
+        learn = turn.id not in claimed
+        tokens += sampled.completion
+        mask += [int(learn)] * len(sampled.completion)
+        logprobs += sampled.logprobs if learn else [0.0] * len(sampled.completion)
+        processed += (sampled.processed_logprobs or sampled.logprobs) if learn else [0.0] * len(sampled.completion)
+        versions += chain.from_iterable([version] * (end - start) for version, start, end in sampled.versions)
+    last = part[-1]
+    return Rollout(
+        tokens=tuple(tokens),
+        mask=tuple(mask),
+        logprobs=tuple(logprobs),
+        policy_versions=tuple(versions),
+        temperature=last.tokens.temperature if last.tokens is not None else 1.0,
+        scores={},
+        stop_reason="length" if last.finish_reason == "length" else "stop",
+        processed_logprobs=tuple(processed) if reshaped else None,
+    )
+
+
+def _step_fields(turn: SessionTurn, session: Session, *, copied: bool) -> Json:
+    step: Json = {"timestamp": iso_time(turn.at)}
+    if turn.model:
+        step["model_name"] = turn.model
+    if copied:
+        return step | {"is_copied_context": True}
+    usage = turn.usage or {}
+    metrics: Json = {key: usage[key] for key in ("prompt_tokens", "completion_tokens") if key in usage}
+    extra: Json = {"finish_reason": turn.finish_reason, "response_id": turn.response_id}
+    if (tokens := turn.tokens) is not None:
+        everything = session.sequence(turn.id)
+        metrics |= {
+            "prompt_token_ids": list(everything[: len(everything) - len(tokens.completion)]),
+            "completion_token_ids": list(tokens.completion),
+            "logprobs": list(tokens.logprobs),
+        }
+        extra |= {"policy_versions": [list(span) for span in tokens.versions], "temperature": tokens.temperature}
+        if tokens.processed_logprobs is not None:
+            extra["processed_logprobs"] = list(tokens.processed_logprobs)
+    return step | {"metrics": metrics | {"extra": extra}, "llm_call_count": 1}
+
+
+def read_sessions(directory: Path) -> Iterable[Session]:
+    """Every session of a recorder's directory, by name. Raises TraceError: there is none, or one cannot be read."""
+    folder = directory / SESSIONS
+    if not folder.is_dir():
+        raise TraceError(f"{directory} holds no recorded sessions: it has no folder {SESSIONS!r}")
+    return (Session.read(path) for path in sorted(folder.glob("*.jsonl")))
+
+
+def prompt_hash(messages: Iterable[Mapping[str, Any]]) -> str:
+    """SHA-256 of the messages before the first answer, in hexadecimal: what a label was about."""
+    digest = hashlib.sha256()
+    for message in messages:
+        if message.get("role") == "assistant":
+            break
+        digest.update(dump_line([message.get("role"), message.get("content")]))
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------- which call goes on with which
+
+
+def text_digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def chained_key(chain: str, digest: bytes) -> str:
+    """The key of a conversation whose key was `chain`, and of one message more."""
+    return hashlib.blake2b(chain.encode() + digest, digest_size=16).hexdigest()
+
+
+def compared_text(message: Mapping[str, Any]) -> str:
+    """What makes two messages equal: role, text, calls. A client may leave out reasoning, nulls and annotations."""
+    calls = [
+        (call.get("id"), (call.get("function") or {}).get("name"), _arguments(call.get("function") or {}))
+        for call in message.get("tool_calls") or ()
+        if isinstance(call, Mapping)
+    ]
+    content = message.get("content")
+    has_more = isinstance(content, list) and any(
+        not (isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") == "text")) for part in content
+    )
+    shown = content if has_more else text_of(content)
+    return json.dumps([message.get("role"), shown, calls, message.get("tool_call_id")], sort_keys=True)
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    parsed = parsed_arguments(function.get("arguments"))
+    return function.get("arguments") if parsed is None else parsed
