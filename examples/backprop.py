@@ -22,7 +22,9 @@ def main(iterations: int) -> None:
         env = SimpleTextEnvironment(inference, prompts=["Sort: dbca", "Reverse: hfkdo"])
         manager = RolloutManager(env, RolloutConfig(max_tokens=8))
         config = BackpropConfig(kl_coef=0.01, gamma=1.0, ema_alpha=0.9)
-        backprop = BackpropModule(inference, optimizer=optim.AdamW(learning_rate=2e-3), config=config)
+        backprop = BackpropModule(
+            inference, optimizer=optim.AdamW(learning_rate=2e-3), config=config
+        )
 
         for iteration in range(1, iterations + 1):
             trajectories = manager.collect_rollouts(16)
@@ -32,11 +34,14 @@ def main(iterations: int) -> None:
 
             policy = backprop.compute_ppo_loss(trajectories, advantages)
             value = backprop.compute_value_loss(trajectories, rewards)
-            loss = policy + config.value_loss_coef * value  # a function of the weights: nothing is computed yet
+            # a function of the weights: nothing is computed yet
+            loss = policy + config.value_loss_coef * value
             for _ in range(2):  # PPO's epochs: the ratio stays against what was sampled
-                metrics = backprop.update(loss)  # differentiates, updates, and serves the new weights
+                # differentiates, updates, and serves the new weights
+                metrics = backprop.update(loss)
             print(
-                f"{iteration}: reward {sum(rewards) / len(rewards):.3f}  loss {metrics['loss']:+.4f}"
+                f"{iteration}: reward {sum(rewards) / len(rewards):.3f}  loss"
+                f" {metrics['loss']:+.4f}"
                 f"  KL {metrics['kl']:.4f}  clipped {metrics['clip_fraction']:.0%}"
             )
             backprop.update_ref_model(method="ema")

@@ -1,4 +1,5 @@
-"""An environment of your own: a sum, which is asked again after a wrong answer. Trained from a configuration,
+"""An environment of your own: a sum, which is asked again after a wrong answer. Trained from a
+configuration,
 
     mlx_parallm train --config examples/custom_environment.toml
 
@@ -7,7 +8,13 @@ or played in Python, as below: python examples/custom_environment.py
 
 import random
 
-from mlx_parallm.primitives import BaseEnvironment, InferenceModule, RolloutConfig, RolloutManager, State
+from mlx_parallm.primitives import (
+    BaseEnvironment,
+    InferenceModule,
+    RolloutConfig,
+    RolloutManager,
+    State,
+)
 
 
 class Retry(BaseEnvironment):
@@ -16,17 +23,21 @@ class Retry(BaseEnvironment):
         self.highest, self.tries = highest, tries
 
     def reset(self, seed=0, split="train"):
-        """The beginning of an episode. Every rollout of a group starts from a deep copy of this state."""
+        """The beginning of an episode. Every rollout of a group starts from a deep copy of this
+        state."""
         rng, heldout = random.Random(seed), None
         while heldout != (split == "heldout"):  # a tenth of the sums is never trained on
             a, b = rng.randint(0, self.highest), rng.randint(0, self.highest)
             heldout = (a + 3 * b) % 10 == 0
-        return State(prompt=[{"role": "user", "content": f"Sum: {a}+{b}"}], metadata={"answer": str(a + b)})
+        return State(
+            prompt=[{"role": "user", "content": f"Sum: {a}+{b}"}], metadata={"answer": str(a + b)}
+        )
 
     def update_state(self, state, response):
         """Takes what the policy answered to `state.prompt`."""
         question = state.prompt[0]
-        state = super().update_state(state, response)  # notes the turn: response, history, step_count
+        # notes the turn: response, history, step_count
+        state = super().update_state(state, response)
         state.metadata["solved"] = response.strip() == state.metadata["answer"]
         state.done = state.metadata["solved"] or state.step_count == self.tries
         state.prompt = [*state.prompt, {"role": "assistant", "content": response}, question]
@@ -40,7 +51,9 @@ def solved(trajectories, **kwargs):
 
 def main():
     with InferenceModule("builtin:tiny") as inference:
-        with RolloutManager(Retry(inference), RolloutConfig(num_parallel=32, group_size=4, max_tokens=8)) as manager:
+        with RolloutManager(
+            Retry(inference), RolloutConfig(num_parallel=32, group_size=4, max_tokens=8)
+        ) as manager:
             trajectories = manager.collect_rollouts(min_trajectories=32)
         for trajectory, score in list(zip(trajectories, solved(trajectories), strict=True))[:8]:
             said = ", ".join(turn.response for turn in trajectory.history)

@@ -2,8 +2,8 @@
 
     python examples/grpo_svrl.py [--quick] [--model ID]
 
-The tiny model does not know the syntax, and only shows that everything runs. With a model that follows instructions the
-reward says when a check is worth its price.
+The tiny model does not know the syntax, and only shows that everything runs. With a model that
+follows instructions the reward says when a check is worth its price.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from mlx_parallm.primitives import (
 
 
 def quality(trajectory):
-    """1 for the right final answer; else up to 0.1 for writing numbers at all, so that there is a way to begin."""
+    """1 for the right final answer; else up to 0.1 for writing numbers at all, so that there is
+    a way to begin."""
     noted, text = trajectory.metadata, trajectory.text
     if noted["final_answer"] == noted["answer"]:
         return 1.0
@@ -36,10 +37,14 @@ def main(model: str, iterations: int) -> None:
         env = SVRLEnvironment(inference, tools=["verify_calculation"], budget=3.0, max_steps=2)
         manager = RolloutManager(env, RolloutConfig(num_parallel=16, max_tokens=24))
         computer = SVRLRewardComputer(task_evaluator=quality, verification_weight=0.1)
-        backprop = BackpropModule(inference, optim.AdamW(learning_rate=1e-3), config=BackpropConfig(kl_coef=0.01))
+        backprop = BackpropModule(
+            inference, optim.AdamW(learning_rate=1e-3), config=BackpropConfig(kl_coef=0.01)
+        )
 
         def tell(algorithm, metrics):
-            print(f"{metrics.iteration}: reward {metrics.reward_mean:.3f} ± {metrics.reward_std:.3f}")
+            print(
+                f"{metrics.iteration}: reward {metrics.reward_mean:.3f} ± {metrics.reward_std:.3f}"
+            )
 
         config = AlgorithmConfig(batch_size=16, group_size=8, ppo_epochs=1)
         algorithm = GRPOAlgorithm(env, manager, computer, backprop, config, callbacks=[tell])

@@ -1,4 +1,5 @@
-"""Several objectives at once: trajectories are ranked by Pareto fronts, with no weights between the objectives.
+"""Several objectives at once: trajectories are ranked by Pareto fronts, with no weights between the
+objectives.
 
 python examples/pareto.py [--quick]
 """

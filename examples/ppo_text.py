@@ -1,4 +1,5 @@
-"""PPO on plain text: the model learns to write one letter. From start to end in Python, without a configuration file.
+"""PPO on plain text: the model learns to write one letter. From start to end in Python, without a
+configuration file.
 
 python examples/ppo_text.py [--quick]
 """
@@ -30,14 +31,20 @@ class ShareOfALetter:
 
 def main(iterations: int) -> None:
     with InferenceModule("builtin:tiny") as inference:  # or any MLX model of the hub
-        env = SimpleTextEnvironment(inference, prompts=["Sort: dbca", "Reverse: hfkdo", "Sort: xaz"])
+        env = SimpleTextEnvironment(
+            inference, prompts=["Sort: dbca", "Reverse: hfkdo", ("Sort: xaz")]
+        )
         manager = RolloutManager(env, RolloutConfig(num_parallel=32, max_tokens=12))
         config = BackpropConfig(kl_coef=0.0, entropy_coef=0.0, gamma=1.0, ppo_epochs=2)
-        backprop = BackpropModule(inference, optimizer=optim.AdamW(learning_rate=3e-3), config=config)
+        backprop = BackpropModule(
+            inference, optimizer=optim.AdamW(learning_rate=3e-3), config=config
+        )
 
         before = manager.collect_rollouts(8)
         print("before:", [t.response for t in before][:4])
-        algorithm = PPOAlgorithm(env, manager, ShareOfALetter(), backprop, AlgorithmConfig(batch_size=32))
+        algorithm = PPOAlgorithm(
+            env, manager, ShareOfALetter(), backprop, AlgorithmConfig(batch_size=32)
+        )
         metrics = algorithm.train(num_iterations=iterations)
         print(f"reward {metrics[0].reward_mean:.2f} → {metrics[-1].reward_mean:.2f}")
         print("after: ", [t.response for t in manager.collect_rollouts(8)][:4])

@@ -1,7 +1,8 @@
-"""mlx_parallm: serve a language model and train it by reinforcement learning in one process, on MLX.
+"""mlx_parallm: serve a language model and train it by reinforcement learning in one process, on
+MLX.
 
-Importing the package puts a fast BLAS under MLX on Linux CPU (`blas.py`) and has malloc keep freed memory (`heap.py`);
-it imports no MLX itself.
+Importing the package puts a fast BLAS under MLX on Linux CPU (`blas.py`) and has malloc keep freed
+memory (`heap.py`); it imports no MLX itself.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,5 @@
-"""The composition root of `mlx_parallm train` and `mlx_parallm serve`: builds the parts, starts and stops the threads.
+"""The composition root of `mlx_parallm train` and `mlx_parallm serve`: builds the parts, starts and
+stops the threads.
 
     main thread     trains (or waits), ends everything
     http            uvicorn and its asyncio loop            Serving, server/
@@ -83,12 +84,14 @@ ENGINE_CHECK_S = 1.0  # a server whose engine is dead ends this soon
 COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
 
 Page = Callable[[Path | Callable[[], Sequence[Path]], Redactor, RunCommands | None], AddedRouter]
-"""The hook `page` of a leaf: its routes for the run that this process trains, on which people may order the commands;
-or for runs that come and go, whose directories the call returns, the newest first."""
+"""The hook `page` of a leaf: its routes for the run that this process trains, on which people
+may order the commands; or for runs that come and go, whose directories the call returns, the
+newest first."""
 
 
 class ServedPart(Protocol):
-    """A part of `mlx_parallm serve` that works with the model itself: routes, and what is behind them."""
+    """A part of `mlx_parallm serve` that works with the model itself: routes, and what is behind
+    them."""
 
     @property
     def router(self) -> AddedRouter: ...
@@ -132,7 +135,9 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
         check_model(config.model, train=False, quantize=config.rl_training.lora.quantize_base)
         added = [part.router for part in parts]
         if parts:
-            added += _pages(lambda: [run for part in parts for run in part.run_directories()], config)
+            added += _pages(
+                lambda: [run for part in parts for run in part.run_directories()], config
+            )
         serving.listen(routers=added)
         loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
         if stop.is_set():
@@ -148,7 +153,11 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
         models = [model.id for model in serving.client.models()]
         pages = serving.page_urls(with_key=False)
         log.info(
-            "serving", url=f"{serving.url}/v1", models=models, kv_layout=serving.client.stats().kv_layout, pages=pages
+            "serving",
+            url=f"{serving.url}/v1",
+            models=models,
+            kv_layout=serving.client.stats().kv_layout,
+            pages=pages,
         )
         while not stop.wait(ENGINE_CHECK_S):
             serving.check()
@@ -165,12 +174,14 @@ def run_training(config: Config, *, resume: str | None) -> int:
     """Serve and train until `total_steps` or a signal. Return the exit code."""
     if (leaf := client_trainer(config.model_dump())) is not None:
         raise ConfigError(
-            f"{leaf.name}.{leaf.clients_train} = true is for `mlx_parallm serve`: there clients train, here the"
+            f"{leaf.name}.{leaf.clients_train} = true is for `mlx_parallm serve`: there clients"
+            " train, here the"
             " configuration does"
         )
     with RunLog(_redactor(config)) as run_log:
         stop = _begin(config, run_log)
-        samples = config.rl_training.algorithm not in DATA_ALGORITHMS  # else the engine has little to do
+        # else the engine has little to do
+        samples = config.rl_training.algorithm not in DATA_ALGORITHMS
         with contextlib.closing(join()) as ranks, kept_awake():
             share_blas_between(COMPUTING_THREADS if samples else 1, usable_cores() // ranks.here)
             if ranks.rank > 0:
@@ -197,20 +208,24 @@ def run_training(config: Config, *, resume: str | None) -> int:
 def training_run(
     config: Config, *, http: bool = True, pages: bool = False, ranks: Ranks = ALONE, **options: Any
 ) -> TrainingRun:
-    """Make a run that is served by this process and may use every kind of source. `http`, `pages`: as in `Serving`.
-    Further arguments: `TrainingRun`."""
-    serve = partial(Serving, http=http, pages=pages, processes=ranks.here, clients_engine=ranks.clients_engine)
+    """Make a run that is served by this process and may use every kind of source. `http`,
+    `pages`: as in `Serving`. Further arguments: `TrainingRun`."""
+    serve = partial(
+        Serving, http=http, pages=pages, processes=ranks.here, clients_engine=ranks.clients_engine
+    )
     sources = [imported(leaf.source) for leaf in leaves() if leaf.source is not None]
     kinds = (InProcessEnvironments.of, RewardsById, *sources)
     return TrainingRun(config, serve=serve, source_kinds=kinds, ranks=ranks, **options)
 
 
 def run_dry_run(config: Config) -> int:
-    """A start and a few steps in a directory that is thrown away: shows samples and what the run will need."""
+    """A start and a few steps in a directory that is thrown away: shows samples and what the run
+    will need."""
     if launched_rank() is not None:
         raise ConfigError("--dry-run measures one process: start it without mlx.launch")
     check_installed(config.logging)  # the probe has no trackers
-    quiet = config.logging.model_copy(update={"level": "warning"})  # what is printed is the dry run's own
+    # what is printed is the dry run's own
+    quiet = config.logging.model_copy(update={"level": "warning"})
     stop = _begin(config.model_copy(update={"logging": quiet}))
     share_blas_between(COMPUTING_THREADS, usable_cores())
     with tempfile.TemporaryDirectory(prefix="mlx_parallm_dry_run_") as scratch:
@@ -229,12 +244,15 @@ def _redactor(config: Config) -> Redactor:
 
 def _begin(config: Config, run_log: RunLog | None = None) -> threading.Event:
     """Set up logging, warn of a slow BLAS, and return the event that a shutdown signal sets."""
-    gc.freeze()  # a full pass of the collector over what was imported would stop all threads for 0.15 s
+    # a full pass of the collector over what was imported would stop all threads for 0.15 s
+    gc.freeze()
     redactor = run_log.redactor if run_log else _redactor(config)
     configure_logging(level=config.logging.level, redactor=redactor, run_log=run_log)
     if advice := blas_status().advice:
         log.warning(
-            "matrix products will be 10 to 60 times slower than they could be", blas=blas_status().name, fix=advice
+            "matrix products will be 10 to 60 times slower than they could be",
+            blas=blas_status().name,
+            fix=advice,
         )
     stop = threading.Event()
 
@@ -249,7 +267,8 @@ def _begin(config: Config, run_log: RunLog | None = None) -> threading.Event:
 def _adapters_to_serve(
     config: Config, named: Mapping[str, str]
 ) -> tuple[str | None, dict[str, Mapping[str, LoraPair]]]:
-    """Return the main adapter's name and every adapter's layers. Raises AdapterError, ConfigError: a name is taken."""
+    """Return the main adapter's name and every adapter's layers. Raises AdapterError,
+    ConfigError: a name is taken."""
     paths = dict(named)
     main_adapter = None
     if config.model.lora_path is not None:
@@ -258,8 +277,15 @@ def _adapters_to_serve(
             raise ConfigError(f"two adapters are named {main_adapter!r}: give both as name=path")
         paths[main_adapter] = config.model.lora_path
     for name in paths:
-        if name in (DEFAULT, config.model.base_path, *config.server.served_model_names) or "@" in name:
-            raise ConfigError(f"an adapter cannot be named {name!r}: that means the served model, or a version of it")
+        if (
+            name in (DEFAULT, config.model.base_path, *config.server.served_model_names)
+            or "@" in name
+        ):
+            raise ConfigError(
+                f"an adapter cannot be named {name!r}: that means the served model, or a"
+                " version"
+                " of it"
+            )
     return main_adapter, {name: load_adapter(path).layers for name, path in paths.items()}
 
 
@@ -268,7 +294,11 @@ def _adapter_name(path: str) -> str:
     given = local_path(path).absolute()
     if is_directory(given):
         return given.resolve().name
-    return given.parent.name if given.name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE) else given.stem
+    return (
+        given.parent.name
+        if given.name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE)
+        else given.stem
+    )
 
 
 LAST_WORDS_S = 0.1  # after the drain: what has been computed is sent
@@ -320,17 +350,24 @@ class Serving:
         return f"http://{shown}:{self.port}"
 
     def page_urls(self, *, with_key: bool) -> list[str]:
-        """Return what a person opens in a browser to see the run. `with_key`: the key is in the fragment, which a
-        browser sends to nobody."""
-        key = f"#key={quote(self.api_key, safe='')}" if with_key and self.api_key is not None else ""
+        """Return what a person opens in a browser to see the run. `with_key`: the key is in the
+        fragment, which a browser sends to nobody."""
+        key = (
+            (f"#key={quote(self.api_key, safe='')}")
+            if with_key and self.api_key is not None
+            else ""
+        )
         return [f"{self.url}{path}{key}" for path in self._page_paths]
 
     @property
     def model_path(self) -> Path:
-        """The base's local directory; a hub id is downloaded at the first access. Raises ModelError."""
+        """The base's local directory; a hub id is downloaded at the first access. Raises
+        ModelError."""
         if self._path is None:
             self._path = resolve_model_path(
-                self.config.model.base_path, self.config.model.revision, dtype=self.config.model.dtype
+                self.config.model.base_path,
+                self.config.model.revision,
+                dtype=self.config.model.dtype,
             )
         return self._path
 
@@ -357,8 +394,9 @@ class Serving:
         run: Path | None = None,
         commands: RunCommands | None = None,
     ) -> None:
-        """Start HTTP with the server's own routes, those of the rollout sources, of `routers` and of the leaves, and
-        the pages of the run directory `run`, on which people may order `commands`."""
+        """Start HTTP with the server's own routes, those of the rollout sources, of `routers`
+        and of the leaves, and the pages of the run directory `run`, on which people may order
+        `commands`."""
         if self._listener is None:
             return
         sources = list(sources)
@@ -367,10 +405,16 @@ class Serving:
             added += _pages(run, self.config, commands)
         for leaf in leaves():
             if leaf.routes is not None and not (sources and leaf.source is not None):
-                added += [router for router in [imported(leaf.routes)(self.config, self.state)] if router is not None]
+                added += [
+                    router
+                    for router in [imported(leaf.routes)(self.config, self.state)]
+                    if router is not None
+                ]
         self._page_paths = [router.page for router in added if router.page is not None]
         self._added = added
-        completions = next((source.completions for source in sources if isinstance(source, RewardsById)), None)
+        completions = next(
+            (source.completions for source in sources if isinstance(source, RewardsById)), None
+        )
         deps = ServerDeps(
             state=self.state,
             config=self.config.server,
@@ -379,7 +423,9 @@ class Serving:
             completions=completions,
             rollbacks=rollbacks,
         )
-        connections = connection_limit(self.config.server.max_concurrent_requests, raise_file_limit())
+        connections = connection_limit(
+            self.config.server.max_concurrent_requests, raise_file_limit()
+        )
         self._http = ServerThread(create_app(deps, added), self._listener, connections)
         self._http.start()
 
@@ -409,7 +455,8 @@ class Serving:
 
         Args:
             weights: made from the tree before this call wraps it.
-            adapters: name → layers, served beside the base. Raises AdapterError when one does not fit.
+            adapters: name → layers, served beside the base. Raises AdapterError when one does not
+                fit.
             main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
             adapter_roots: beside server.adapter_roots.
         """
@@ -426,7 +473,9 @@ class Serving:
         )
         self._engine = engine.thread
         roots = (*self.config.server.adapter_roots, *adapter_roots)
-        loader = AdapterLoader(weights, engine.shapes, engine.names, roots, self.config.server.max_loaded_adapters)
+        loader = AdapterLoader(
+            weights, engine.shapes, engine.names, roots, self.config.server.max_loaded_adapters
+        )
         clients_engine = self._clients_engine(self.client) if self._clients_engine else self.client
         self.state.ready(clients_engine, self.tokenizer(), loader)
 
@@ -439,7 +488,8 @@ class Serving:
         self.state.metrics.watch_tools(counts)
 
     def check(self) -> None:
-        """Raises EngineUnavailableError when the engine thread has died: nothing will be answered any more."""
+        """Raises EngineUnavailableError when the engine thread has died: nothing will be
+        answered any more."""
         stats = self.client.stats()
         if not stats.alive:
             raise EngineUnavailableError(stats.error or "the engine thread has ended")

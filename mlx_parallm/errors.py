@@ -1,25 +1,35 @@
-"""The error tree. Boundaries (CLI, HTTP, engine step, episode) catch `ParallmError`; everything else is a bug.
+"""The error tree. Boundaries (CLI, HTTP, engine step, episode) catch `ParallmError`; everything
+else is a bug.
 
 ParallmError
-├── ConfigError              a configuration that cannot work: which key, what was wrong, what would be right
+├── ConfigError              a configuration that cannot work: which key, what was wrong, what would
+│                            be right
 ├── ModelError               a checkpoint that cannot be loaded or served
 │   └── AdapterError         an adapter that does not fit: file, module, shape
-├── RequestError             a generation request that cannot be run (HTTP 400); carries `param` and `code`
+├── RequestError             a generation request that cannot be run (HTTP 400); carries `param` and
+│                            `code`
 │   ├── ContextLengthError   the prompt does not fit ("maximum context length")
 │   ├── ModelNotFoundError   no such served model (HTTP 404)
-│   ├── InvalidAnswerError   the model's answer does not match what it must match, after all tries (HTTP 400)
-│   └── RefusedError         an adapter, reward or rollback that cannot be accepted; carries HTTP's `status`
-├── EngineUnavailableError   the engine is loading, draining or dead, or a loop thread has ended (HTTP 503)
-├── GenerationFailedError    the engine gave one request up with an error of its own (HTTP 500); others go on
+│   ├── InvalidAnswerError   the model's answer does not match what it must match, after all
+│   │                        tries (HTTP 400)
+│   └── RefusedError         an adapter, reward or rollback that cannot be accepted; carries
+│                            HTTP's `status`
+├── EngineUnavailableError   the engine is loading, draining or dead, or a loop thread has ended
+│                            (HTTP 503)
+├── GenerationFailedError    the engine gave one request up with an error of its own (HTTP 500);
+│                            others go on
 ├── RolloutRejectedError     a scored group that may not be trained on; the reason is stored with it
-├── StoreError               the rollout database cannot be opened, written or read (full disk, lock)
-├── EndpointError            another server (OpenAI-compatible) cannot be reached or refuses; carries `status`
+├── StoreError               the rollout database cannot be opened, written or read (full disk,
+│                            lock)
+├── EndpointError            another server (OpenAI-compatible) cannot be reached or refuses;
+│                            carries `status`
 ├── ToolFailedError          a tool could not do what a call requested; the policy reads the reason
 ├── SandboxError             the sandbox could not run code at all (not: code that failed in it)
 ├── CheckpointError          a checkpoint or run directory that cannot be written or read
 ├── TraceError               a trace, session or data set that cannot be read or written
 ├── RankLostError            a rank of a distributed run has ended, or cannot be reached
-└── PublishTimeoutError      could not get the weight lock within `lock_timeout_ms`; the old weights keep serving
+└── PublishTimeoutError      could not get the weight lock within `lock_timeout_ms`; the old weights
+                             keep serving
 """
 
 
@@ -40,7 +50,8 @@ class AdapterError(ModelError):
 
 
 class RequestError(ParallmError):
-    """A generation request that cannot be run. `param` names the offending field, `code` OpenAI's error code."""
+    """A generation request that cannot be run. `param` names the offending field, `code`
+    OpenAI's error code."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -51,10 +62,17 @@ class RequestError(ParallmError):
 class ContextLengthError(RequestError):
     """The prompt, or prompt and max_tokens, exceed the model's context."""
 
-    def __init__(self, prompt_tokens: int, max_model_len: int, max_tokens: int | None = None) -> None:
-        size = f"{prompt_tokens} prompt tokens" + (f" + {max_tokens} max_tokens" if max_tokens else "")
+    def __init__(
+        self, prompt_tokens: int, max_model_len: int, max_tokens: int | None = None
+    ) -> None:
+        size = f"{prompt_tokens} prompt tokens" + (
+            (f" + {max_tokens} max_tokens") if max_tokens else ""
+        )
         super().__init__(
-            f"This model's maximum context length is {max_model_len} tokens, but the request has {size}.",
+            (
+                f"This model's maximum context length is {max_model_len} tokens, but the request"
+                f" has {size}."
+            ),
             param="prompt",
             code="context_length_exceeded",
         )
@@ -65,14 +83,18 @@ class ModelNotFoundError(RequestError):
 
     def __init__(self, name: str, served: list[str], why: str = "") -> None:
         super().__init__(
-            f"The model {name!r} does not exist{why and ': '}{why}. Served models: {', '.join(served)}.",
+            (
+                f"The model {name!r} does not exist{why and ': '}{why}. Served models:"
+                f" {', '.join(served)}."
+            ),
             param="model",
             code="model_not_found",
         )
 
 
 class RefusedError(RequestError):
-    """A change that the server cannot make now: of an adapter, a reward, a rollback; `status` is HTTP's."""
+    """A change that the server cannot make now: of an adapter, a reward, a rollback; `status` is
+    HTTP's."""
 
     def __init__(self, message: str, status: int, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -96,7 +118,8 @@ class RolloutRejectedError(ParallmError):
 
 
 class EnvironmentFailedError(ParallmError):
-    """In-process environments cannot go on: group after group fails, or their results cannot be kept."""
+    """In-process environments cannot go on: group after group fails, or their results cannot be
+    kept."""
 
 
 class StoreError(ParallmError):
@@ -104,7 +127,8 @@ class StoreError(ParallmError):
 
 
 class EndpointError(ParallmError):
-    """Another server cannot be reached, or refuses a request; `status` is HTTP's, None without an answer."""
+    """Another server cannot be reached, or refuses a request; `status` is HTTP's, None without
+    an answer."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)

@@ -1,13 +1,16 @@
 """The nouns that travel between the parts. Frozen, no MLX, plain Python values only.
 
-`Task → Environment → Request → Sequence → Completion → Trajectory (Rollout) → RolloutGroup → TrainBatch`
+`Task → Environment → Request → Sequence → Completion → Trajectory (Rollout) → RolloutGroup →
+TrainBatch`
 
-A `Trajectory` is one scored episode: its `Rollout` holds the tokens, masks, log-probabilities, policy versions and
-scores, the rest is what people and rewards read. Both have an exact JSON form (`to_json`, `from_json`).
+A `Trajectory` is one scored episode: its `Rollout` holds the tokens, masks, log-probabilities,
+policy versions and scores, the rest is what people and rewards read. Both have an exact JSON form
+(`to_json`, `from_json`).
 
-Log-probabilities: `logprobs` in these types are float32 log-softmax(logits / temperature) of the sampled token *before*
-top_k, top_p, min_p, penalties, bias and grammar (temperature 0 counts as 1). Where any of those was active,
-`processed_logprobs` holds the log-probability under the distribution that was really sampled from.
+Log-probabilities: `logprobs` in these types are float32 log-softmax(logits / temperature) of the
+sampled token *before* top_k, top_p, min_p, penalties, bias and grammar (temperature 0 counts as 1).
+Where any of those was active, `processed_logprobs` holds the log-probability under the distribution
+that was really sampled from.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +21,8 @@ BETWEEN = "⟦{}⟧"
 """Around what an environment answered between two turns, where people read both."""
 
 MAX_REWARD = 1e9
-"""The largest size of a reward, a score or an advantage. Beyond it means, squares and float32 lose their digits or
-overflow; every way in refuses it."""
+"""The largest size of a reward, a score or an advantage. Beyond it means, squares and float32
+lose their digits or overflow; every way in refuses it."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Pooling = Literal["mean", "last"]
@@ -30,7 +33,9 @@ class Structure:
     """What a generated text must match, before it is compiled (engine/grammar.py)."""
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "answer"]
-    source: str  # a JSON schema; a regular expression; a JSON list of texts; a Lark or GBNF grammar; Lark over `parts`
+    # a JSON schema; a regular expression; a JSON list of texts; a Lark or GBNF grammar; Lark over
+    # `parts`
+    source: str
     param: str = field(default="structure", compare=False)  # where it came from, for error texts
     strict: bool = False  # a schema whose objects are closed, whatever server.open_objects says
     parts: tuple["Structure", ...] = ()  # of "answer": what @part_0, @part_1, … stand for
@@ -38,7 +43,8 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples; vLLM's names and meanings. Neutral defaults: the model's own distribution."""
+    """How one request samples; vLLM's names and meanings. Neutral defaults: the model's own
+    distribution."""
 
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
@@ -52,15 +58,19 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True  # False: the text shows special tokens (never the EOS or stop token that ends it)
+    # False: the text shows special tokens (never the EOS or stop token that ends it)
+    skip_special_tokens: bool = True
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()  # only these are drawn, the EOS included only if it is one; () = all
+    # only these are drawn, the EOS included only if it is one; () = all
+    allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()  # texts whose last token is not drawn behind the others
-    logprobs: int | None = None  # top-k alternatives wanted per sampled token (0 = the sampled one only)
-    prompt_logprobs: int | None = None  # top-k alternatives wanted per prompt token (0 = the given one only)
+    # top-k alternatives wanted per sampled token (0 = the sampled one only)
+    logprobs: int | None = None
+    # top-k alternatives wanted per prompt token (0 = the given one only)
+    prompt_logprobs: int | None = None
     structure: Structure | None = None  # what the text must match
     pooling: Pooling | None = None  # the prompt's hidden states are wanted, pooled so
 
@@ -104,7 +114,8 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """What one choice of a streamed request gained since its last delta (one or more tokens, or only a finish)."""
+    """What one choice of a streamed request gained since its last delta (one or more tokens, or
+    only a finish)."""
 
     index: int
     text: str
@@ -122,13 +133,15 @@ class CompletionDelta:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished choice. `token_ids` includes the sampled EOS or stop token; `text` does not show it."""
+    """One finished choice. `token_ids` includes the sampled EOS or stop token; `text` does not
+    show it."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]  # [T]
     logprobs: tuple[float, ...]  # [T]
-    processed_logprobs: tuple[float, ...] | None  # [T], only when the request reshaped the distribution
+    # [T], only when the request reshaped the distribution
+    processed_logprobs: tuple[float, ...] | None
     top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None  # [T][k]
     policy_versions: tuple[int, ...]  # [T]
     finish_reason: FinishReason
@@ -152,13 +165,15 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]  # in index order, n of them
     prompt_logprobs: PromptLogprobs | None = None
-    embedding: tuple[float, ...] | None = None  # [D] float32, the pooled hidden states of the prompt
+    # [D] float32, the pooled hidden states of the prompt
+    embedding: tuple[float, ...] | None = None
     rejected_tokens: int = 0  # of choices that broke their schema and were sampled again
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSpan:
-    """Tokens [start, end) of a completion were sampled under policy `version` (vLLM's `weight_versions`)."""
+    """Tokens [start, end) of a completion were sampled under policy `version` (vLLM's
+    `weight_versions`)."""
 
     version: int
     start: int
@@ -211,23 +226,28 @@ class EngineStats:
     kv_bytes: int = 0  # memory of their keys and values
     kv_bytes_shared: int = 0  # what they would hold besides without sharing prompts
     kv_layout: str = ""  # "tokens", "rectangle" or "rows" (engine/cache/batch.py)
-    step_seconds: Mapping[str, float] = field(default_factory=dict)  # of all steps, by part (live_requests.STEP_PARTS)
+    # of all steps, by part (live_requests.STEP_PARTS)
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
     holders: tuple[str, ...] = ()  # who has paused admission
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One scored sequence: its tokens, which of them the policy sampled, and how likely it found them.
+    """One scored sequence: its tokens, which of them the policy sampled, and how likely it found
+    them.
 
-    `policy_versions[t]` is the version that sampled the token; where mask is 0, the one that read it (-1 unknown).
+    `policy_versions[t]` is the version that sampled the token; where mask is 0, the one that read
+    it (-1 unknown).
 
-    All lists have the length T of the whole sequence. `mask[t]` is 1 where the policy sampled the token (EOS included).
-    `logprobs[t]` is the behaviour policy's (see the module docstring), 0.0 where mask is 0; None: the sender had none,
-    and the trainer's own at the time of the step stand in for all of them.
+    All lists have the length T of the whole sequence. `mask[t]` is 1 where the policy sampled the
+    token (EOS included). `logprobs[t]` is the behaviour policy's (see the module docstring), 0.0
+    where mask is 0; None: the sender had none, and the trainer's own at the time of the step stand
+    in for all of them.
 
-    An episode is one sequence, unless its chat template rewrote what came before a turn (Qwen3 leaves out earlier
-    thinking). Then each stretch that was really sampled as one sequence is a segment: the last one is this rollout,
-    which has the scores of the episode, those before it are `earlier`.
+    An episode is one sequence, unless its chat template rewrote what came before a turn (Qwen3
+    leaves out earlier thinking). Then each stretch that was really sampled as one sequence is a
+    segment: the last one is this rollout, which has the scores of the episode, those before it are
+    `earlier`.
     """
 
     tokens: tuple[int, ...]
@@ -239,8 +259,10 @@ class Rollout:
     stop_reason: str | None = None  # "stop", "length", …
     processed_logprobs: tuple[float, ...] | None = None
     error: str | None = None
-    zero_advantage: bool = False  # learn nothing from this one (the environment's word); its score counts in the group
-    earlier: tuple["Rollout", ...] = ()  # segments, oldest first; no scores and no `earlier` of their own
+    # learn nothing from this one (the environment's word); its score counts in the group
+    zero_advantage: bool = False
+    # segments, oldest first; no scores and no `earlier` of their own
+    earlier: tuple["Rollout", ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object from which `from_json` makes an equal rollout; no float is rounded."""
@@ -252,7 +274,9 @@ class Rollout:
             "temperature": self.temperature,
             "scores": dict(self.scores),
             "stop_reason": self.stop_reason,
-            "processed_logprobs": None if self.processed_logprobs is None else list(self.processed_logprobs),
+            "processed_logprobs": None
+            if self.processed_logprobs is None
+            else list(self.processed_logprobs),
             "error": self.error,
             "zero_advantage": self.zero_advantage,
             "earlier": [segment.to_json() for segment in self.earlier],
@@ -261,7 +285,9 @@ class Rollout:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Rollout":
         """Read what `to_json` wrote. Raises ValueError: a key is unknown or missing."""
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        values = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
+        }
         values["earlier"] = tuple(cls.from_json(segment) for segment in data.get("earlier", ()))
         return cls(**_checked_keys(cls, values))
 
@@ -290,26 +316,33 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode as a reward sees it, and as `RolloutManager.collect_rollouts` returns it."""
+    """One finished episode as a reward sees it, and as `RolloutManager.collect_rollouts` returns
+    it."""
 
     text: str  # the policy's last answer, without the EOS or stop string that ended it
-    rollout: Rollout  # tokens, mask, log-probabilities, stop reason; its scores are empty until it is scored
+    # tokens, mask, log-probabilities, stop reason; its scores are empty until it is scored
+    rollout: Rollout
     prompt: str = ""  # text of the opening
     history: tuple[Turn, ...] = ()  # every turn, the last one included
     step_count: int = 1
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # the environment's: tool_calls, budget, spent, …
+    # the environment's: tool_calls, budget, spent, …
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     group_id: str = ""  # the same for all trajectories of one prompt
-    out_of_room: bool = False  # truncated, and by the limit of the whole sequence (max_token_length)
-    messages: tuple[Mapping[str, Any], ...] = ()  # the last prompt's and the last answer; empty for a prompt of text
+    # truncated, and by the limit of the whole sequence (max_token_length)
+    out_of_room: bool = False
+    # the last prompt's and the last answer; empty for a prompt of text
+    messages: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object from which `from_json` makes an equal trajectory, where `metadata` and `messages` hold nothing
-        but what JSON has; no float is rounded."""
+        """A JSON object from which `from_json` makes an equal trajectory, where `metadata` and
+        `messages` hold nothing but what JSON has; no float is rounded."""
         return {
             "text": self.text,
             "rollout": self.rollout.to_json(),
             "prompt": self.prompt,
-            "history": [{"prompt": turn.prompt, "response": turn.response} for turn in self.history],
+            "history": [
+                {"prompt": turn.prompt, "response": turn.response} for turn in self.history
+            ],
             "step_count": self.step_count,
             "metadata": dict(self.metadata),
             "group_id": self.group_id,
@@ -323,7 +356,14 @@ class Trajectory:
         values = _checked_keys(cls, data)
         history = tuple(Turn(**_checked_keys(Turn, turn)) for turn in data.get("history", ()))
         messages = tuple(data.get("messages", ()))
-        return cls(**values | {"rollout": Rollout.from_json(data["rollout"]), "history": history, "messages": messages})
+        return cls(
+            **values
+            | {
+                "rollout": Rollout.from_json(data["rollout"]),
+                "history": history,
+                "messages": messages,
+            }
+        )
 
     @property
     def response(self) -> str:
@@ -337,7 +377,9 @@ class Trajectory:
     @property
     def conversation(self) -> str:
         """Every answer, and in ⟦ ⟧ what the policy was asked between two of them. For people."""
-        later = "".join(f"\n{BETWEEN.format(turn.prompt)}\n{turn.response}" for turn in self.history[1:])
+        later = "".join(
+            f"\n{BETWEEN.format(turn.prompt)}\n{turn.response}" for turn in self.history[1:]
+        )
         return (self.history[0].response if self.history else self.text) + later
 
     @property
@@ -353,7 +395,8 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """G rollouts of one task. `advantages`: [G] or [G][T] when the environment brings its own, else None."""
+    """G rollouts of one task. `advantages`: [G] or [G][T] when the environment brings its own,
+    else None."""
 
     group_id: str
     environment: str
@@ -375,7 +418,8 @@ class RolloutGroup:
 
 
 class PolicyClient(Protocol):
-    """What environments need of `engine.client.EngineClient`. Cancelling a call aborts its requests in the engine."""
+    """What environments need of `engine.client.EngineClient`. Cancelling a call aborts its
+    requests in the engine."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -386,13 +430,15 @@ class PolicyClient(Protocol):
 
 
 class ChatTokenizer(Protocol):
-    """What environments, rewards and data readers need of `models.tokenizer.Tokenizer`, without its imports."""
+    """What environments, rewards and data readers need of `models.tokenizer.Tokenizer`, without
+    its imports."""
 
     eos_token_ids: frozenset[int]
     eos_token_id: int | None  # the tokenizer's own
     special_ids: frozenset[int]
     longest_token: int  # in characters, or bytes shown as such
-    tool_markers: tuple[str, str] | None  # (start, end) of a call in the model's own format; None: it has none
+    # (start, end) of a call in the model's own format; None: it has none
+    tool_markers: tuple[str, str] | None
     parse_tool_call: Callable[[str, Any], Any] | None
 
     @property
@@ -423,10 +469,18 @@ class ChatTokenizer(Protocol):
 
 
 def _checked_keys(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments. Raises ValueError: a key that the class lacks, or one missing that it needs."""
+    """The constructor's arguments. Raises ValueError: a key that the class lacks, or one missing
+    that it needs."""
     known = {entry.name: entry for entry in fields(cls)}
     unknown = set(data) - set(known)
-    needed = {name for name, entry in known.items() if entry.default is MISSING and entry.default_factory is MISSING}
+    needed = {
+        name
+        for name, entry in known.items()
+        if entry.default is MISSING and entry.default_factory is MISSING
+    }
     if unknown or needed - set(data):
-        raise ValueError(f"{cls.__name__}: unknown keys {sorted(unknown)}, missing keys {sorted(needed - set(data))}")
+        raise ValueError(
+            f"{cls.__name__}: unknown keys {sorted(unknown)}, missing keys"
+            f" {sorted(needed - set(data))}"
+        )
     return dict(data)

@@ -1,10 +1,11 @@
 """SharedWeights: what the trainer publishes and the engine reads, behind one read-write lock.
 
-    engine thread    with shared.read() as view: …build the graph of one step…   (read side, a few hundred µs)
-    trainer thread   shared.publish_adapter(layers)                               (evaluates first, then the write side)
+    engine thread    with shared.read() as view: …build a step's graph…      read side, some 100 µs
+    trainer thread   shared.publish_adapter(layers)          evaluates first, then write side
 
-Under the write lock references are rebound and nothing else; no array is copied. A graph that is already built keeps
-the arrays that it was built with, so the engine need not hold the lock while it is evaluated (docs/design.md).
+Under the write lock references are rebound and nothing else; no array is copied. A graph that is
+already built keeps the arrays that it was built with, so the engine need not hold the lock while it
+is evaluated (docs/design.md).
 """
 
 import threading
@@ -26,7 +27,8 @@ from mlx_parallm.models.threads import in_mlx_thread
 
 @dataclass(frozen=True)
 class PublishReport:
-    """`version` is the new policy version. Times in ms; `total_ms` includes the evaluation before the lock."""
+    """`version` is the new policy version. Times in ms; `total_ms` includes the evaluation
+    before the lock."""
 
     version: int
     lock_wait_ms: float
@@ -62,8 +64,12 @@ class ReadWriteLock:
         with self._condition:
             self._writers_waiting += 1
             try:
-                if not self._condition.wait_for(lambda: not (self._writing or self._readers), timeout_s):
-                    raise PublishTimeoutError(f"could not get the weight lock within {1000 * (timeout_s or 0):.0f} ms")
+                if not self._condition.wait_for(
+                    lambda: not (self._writing or self._readers), timeout_s
+                ):
+                    raise PublishTimeoutError(
+                        f"could not get the weight lock within {1000 * (timeout_s or 0):.0f} ms"
+                    )
                 self._writing = True
             finally:
                 self._writers_waiting -= 1
@@ -96,7 +102,8 @@ class VersionArchive(Protocol):
 
 
 class AdapterShelf(Protocol):
-    """Adapters that lie on disk under names of their own: the first request for one puts it into the table."""
+    """Adapters that lie on disk under names of their own: the first request for one puts it into
+    the table."""
 
     def holds(self, name: str) -> bool:
         """Any thread; quick."""
@@ -105,12 +112,13 @@ class AdapterShelf(Protocol):
         """May read the disk."""
 
     def load(self, name: str) -> object:
-        """Put it into the table, in a thread that may wait. Raises ModelNotFoundError: it is gone, or does not fit."""
+        """Put it into the table, in a thread that may wait. Raises ModelNotFoundError: it is
+        gone, or does not fit."""
 
 
 class PolicyHistory:
-    """Versions of the policy's adapter that can still be asked for: the last `keep` in memory, archived ones from disk,
-    of which as many again stay loaded."""
+    """Versions of the policy's adapter that can still be asked for: the last `keep` in memory,
+    archived ones from disk, of which as many again stay loaded."""
 
     def __init__(
         self,
@@ -130,13 +138,16 @@ class PolicyHistory:
         self._kept = _last({**self._kept, adapter.version: self._slot(adapter)}, self._limit)
 
     def versions(self) -> list[int]:
-        return sorted({*self._kept, *self._held, *(self._archive.versions() if self._archive else ())})
+        return sorted(
+            {*self._kept, *self._held, *(self._archive.versions() if self._archive else ())}
+        )
 
     def in_memory(self, version: int) -> AdapterSlot | None:
         return self._kept.get(version) or self._loaded.get(version) or self._held.get(version)
 
     def hold(self, version: int) -> None:
-        """Keeps a version in memory, however many follow it, until `release`. Raises AdapterError: there is none."""
+        """Keeps a version in memory, however many follow it, until `release`. Raises
+        AdapterError: there is none."""
         slot = self.find(version)
         if slot is None:
             raise AdapterError(f"version {version} is not kept; there are {self.versions()}")
@@ -164,7 +175,10 @@ class PolicyHistory:
     @property
     def serials(self) -> set[int]:
         """Serials of all versions in memory."""
-        return {slot.weights.serial for slot in (*self._kept.values(), *self._loaded.values(), *self._held.values())}
+        return {
+            slot.weights.serial
+            for slot in (*self._kept.values(), *self._loaded.values(), *self._held.values())
+        }
 
     def _slot(self, adapter: AdapterWeights) -> AdapterSlot:
         return AdapterSlot(f"{self._policy}@{adapter.version}", adapter, pinned=True)
@@ -174,10 +188,12 @@ class SharedWeights:
     """The serving tree's weights: base arrays, adapters by name, and the policy's version.
 
     Args:
-        model: the serving tree *before* `prepare_for_serving` wraps it (its parameter slots are noted here).
+        model: the serving tree *before* `prepare_for_serving` wraps it (its parameter slots are
+            noted here).
         policy: name of the adapter being trained, or None when all weights are (or nothing is).
         version: the first policy version.
-        keep_versions: newest versions of the policy's adapter that stay in memory; each costs its arrays' bytes.
+        keep_versions: newest versions of the policy's adapter that stay in memory; each costs its
+            arrays' bytes.
         archive: older ones.
     """
 
@@ -219,19 +235,23 @@ class SharedWeights:
         return self._slots.get(name) if version is None else self.history.find(version)
 
     def loader(self, name: str) -> Callable[[], object] | None:
-        """Return the call that reads the version, or the adapter of the shelf, from disk, for a thread that may wait;
-        None = nothing to read."""
+        """Return the call that reads the version, or the adapter of the shelf, from disk, for a
+        thread that may wait; None = nothing to read."""
         version, shelf = self._version_of(name), self.shelf
-        if version is None and shelf is not None and shelf.holds(name):  # in the table too: it may be on its way out
+        # in the table too: it may be on its way out
+        if version is None and shelf is not None and shelf.holds(name):
             return lambda: shelf.load(name)
         if version is None or self.history.in_memory(version):
             return None
         return lambda: in_mlx_thread(lambda: self.history.find(version))
 
     def add_adapter(self, name: str, layers: Mapping[str, LoraPair]) -> AdapterWeights:
-        """Adds or replaces an adapter under the present policy version. Raises AdapterError: the policy's own name."""
+        """Adds or replaces an adapter under the present policy version. Raises AdapterError: the
+        policy's own name."""
         if name == self.policy and name in self._slots:
-            raise AdapterError(f"{name!r} is the policy being trained: its adapter is replaced by training only")
+            raise AdapterError(
+                f"{name!r} is the policy being trained: its adapter is replaced by training only"
+            )
         adapter = AdapterWeights(name, self._version, self._ready(layers))
         mx.eval(adapter.arrays)
         with self.lock.write():
@@ -249,9 +269,14 @@ class SharedWeights:
             self._revision += 1
 
     def publish_adapter(
-        self, layers: Mapping[str, LoraPair], *, version: int | None = None, timeout_s: float | None = None
+        self,
+        layers: Mapping[str, LoraPair],
+        *,
+        version: int | None = None,
+        timeout_s: float | None = None,
     ) -> PublishReport:
-        """Makes `layers` the policy's adapter under `version`, a higher number than before (the next one).
+        """Makes `layers` the policy's adapter under `version`, a higher number than before (the
+        next one).
 
         Raises PublishTimeoutError: nothing changed.
         """
@@ -266,9 +291,14 @@ class SharedWeights:
         return self._publish(adapter.arrays, rebind, number, timeout_s)
 
     def publish_parameters(
-        self, parameters: Mapping[str, mx.array], *, version: int | None = None, timeout_s: float | None = None
+        self,
+        parameters: Mapping[str, mx.array],
+        *,
+        version: int | None = None,
+        timeout_s: float | None = None,
     ) -> PublishReport:
-        """Rebinds base parameters by path (full-weight training), as `publish_adapter`. Raises PublishTimeoutError."""
+        """Rebinds base parameters by path (full-weight training), as `publish_adapter`. Raises
+        PublishTimeoutError."""
         number = self._next(version)
         bindings = [(*self._parameters[path], array) for path, array in parameters.items()]
         adapters = self._over(parameters)
@@ -287,9 +317,14 @@ class SharedWeights:
         return self._publish([*parameters.values(), *arrays], rebind, number, timeout_s)
 
     def _ready(self, layers: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
-        """Add the missing gains of DoRA layers, over the base as it is now; one layer after the other."""
+        """Add the missing gains of DoRA layers, over the base as it is now; one layer after the
+        other."""
         made = dict(layers)
-        linear = linear_layers(self._model) if any(pair.magnitude is not None for pair in made.values()) else {}
+        linear = (
+            linear_layers(self._model)
+            if any(pair.magnitude is not None for pair in made.values())
+            else {}
+        )
         for path, pair in layers.items():
             if pair.magnitude is not None and pair.gain is None:
                 factor = gain(linear[path], pair.a, pair.b, pair.scale, pair.magnitude)
@@ -297,8 +332,11 @@ class SharedWeights:
                 made[path] = replace(pair, gain=factor)
         return made
 
-    def _over(self, parameters: Mapping[str, mx.array]) -> list[tuple[AdapterSlot, AdapterWeights, AdapterWeights]]:
-        """The DoRA adapters that are served, as they are and with their gains over these arrays of the base. Lazy."""
+    def _over(
+        self, parameters: Mapping[str, mx.array]
+    ) -> list[tuple[AdapterSlot, AdapterWeights, AdapterWeights]]:
+        """The DoRA adapters that are served, as they are and with their gains over these arrays
+        of the base. Lazy."""
 
         def layer(path: str, linear: nn.Module) -> nn.Linear:
             made = nn.Linear(1, 1, bias="bias" in linear)
@@ -308,7 +346,11 @@ class SharedWeights:
 
         updates = []
         for slot in self._slots.values():
-            doras = {path: pair for path, pair in slot.weights.layers.items() if pair.magnitude is not None}
+            doras = {
+                path: pair
+                for path, pair in slot.weights.layers.items()
+                if pair.magnitude is not None
+            }
             linear = linear_layers(self._model) if doras else {}
             made = dict(slot.weights.layers)
             for path, pair in doras.items():
@@ -316,7 +358,9 @@ class SharedWeights:
                 factor = gain(layer(path, linear[path]), pair.a, pair.b, pair.scale, pair.magnitude)
                 made[path] = replace(pair, gain=factor)
             if doras:
-                updates.append((slot, slot.weights, AdapterWeights(slot.name, slot.weights.version, made)))
+                updates.append(
+                    (slot, slot.weights, AdapterWeights(slot.name, slot.weights.version, made))
+                )
         return updates
 
     def _next(self, version: int | None) -> int:
@@ -340,7 +384,9 @@ class SharedWeights:
         policy, separator, version = name.rpartition("@")
         return int(version) if separator and policy == self.policy and version.isdecimal() else None
 
-    def _publish(self, arrays: list[mx.array], rebind: Any, version: int, timeout_s: float | None) -> PublishReport:
+    def _publish(
+        self, arrays: list[mx.array], rebind: Any, version: int, timeout_s: float | None
+    ) -> PublishReport:
         started = time.perf_counter()
         mx.eval(arrays)
         evaluated = time.perf_counter()
@@ -349,7 +395,10 @@ class SharedWeights:
             rebind()
             left = time.perf_counter()
         return PublishReport(
-            version, 1e3 * (entered - evaluated), 1e3 * (left - entered), 1e3 * (time.perf_counter() - started)
+            version,
+            1e3 * (entered - evaluated),
+            1e3 * (left - entered),
+            1e3 * (time.perf_counter() - started),
         )
 
 
@@ -358,7 +407,8 @@ def _last(slots: dict[int, AdapterSlot], count: int) -> dict[int, AdapterSlot]:
 
 
 def parameter_slots(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Map each parameter's path to (module, key). Taken before wrapping, so that paths are the checkpoint's."""
+    """Map each parameter's path to (module, key). Taken before wrapping, so that paths are the
+    checkpoint's."""
     return {
         f"{path}.{key}" if path else key: (module, key)
         for path, module in model.named_modules()

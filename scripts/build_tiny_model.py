@@ -1,10 +1,12 @@
-"""Build the tiny model that the package ships: tokenizer, a short pretraining, accuracies, checksum.
+"""Build the tiny model that the package ships: tokenizer, a short pretraining, accuracies,
+checksum.
 
     python scripts/build_tiny_model.py --output mlx_parallm/models/tiny
 
-The model half-knows the built-in tasks (`mlx_parallm/environments/kinds/tasks.py`) and two of reasoning-gym's,
-because its pretraining on right answers is stopped early: what is missing is head-room for reinforcement learning.
-Needs `pip install reasoning-gym` for the questions of reasoning-gym. Everything follows from `--seed`.
+The model half-knows the built-in tasks (`mlx_parallm/environments/kinds/tasks.py`) and two of
+reasoning-gym's, because its pretraining on right answers is stopped early: what is missing is
+head-room for reinforcement learning. Needs `pip install reasoning-gym` for the questions of
+reasoning-gym. Everything follows from `--seed`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from mlx_parallm.models.recurrent.layers import use_chunks
 
 VOCAB_SIZE = 320
 INSTRUCTION_SHARE = 0.2
-"""A piece of text that stands in this share of a task's questions is an instruction, and one token."""
+"""A piece of text that stands in this share of a task's questions is an instruction, and one
+token."""
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -52,12 +55,21 @@ PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Llama 3's: words and punctuation with the space before them. llama.cpp knows them by name, as GGUF needs."""
+"""Llama 3's: words and punctuation with the space before them. llama.cpp knows them by name, as
+GGUF needs."""
 
-SKILL_WEIGHTS = {"add": 2.0, "subtract": 3.0, "sorted": 0.8, "reversed": 0.8, "count": 1.2, "max": 0.8}
+SKILL_WEIGHTS = {
+    "add": 2.0,
+    "subtract": 3.0,
+    "sorted": 0.8,
+    "reversed": 0.8,
+    "count": 1.2,
+    "max": 0.8,
+}
 """How often each skill is drawn in the first two stages."""
 TASK_WEIGHTS = {"sort": 2.2, "reverse": 2.6, "count": 0.5, "spell_backward": 1.3, "chain_sum": 0.4}
-"""How often each task is drawn in the third stage. `sum` and `largest` are not: their skills are enough of a start."""
+"""How often each task is drawn in the third stage. `sum` and `largest` are not: their skills are
+enough of a start."""
 
 WARMUP = 20
 
@@ -89,15 +101,23 @@ RECURRENT: dict[str, Any] = MODEL | {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
 }
 """Three layers of the gated delta rule, then one of attention."""
-ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {"qwen3": (qwen3, MODEL), "qwen3_5": (qwen3_5, RECURRENT)}
+ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3": (qwen3, MODEL),
+    "qwen3_5": (qwen3_5, RECURRENT),
+}
 CHECKPOINT_STEPS = 50
 
 
 def build_tokenizer(draws: list[Source]) -> PreTrainedTokenizerFast:
-    """256 byte symbols, the instruction words of the questions, no merges: any text goes in and comes out as it was."""
+    """256 byte symbols, the instruction words of the questions, no merges: any text goes in and
+    comes out as it was."""
     pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
@@ -122,7 +142,9 @@ def build_tokenizer(draws: list[Source]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in [*SPECIALS, *reserved]])
+    tokenizer.add_special_tokens(
+        [AddedToken(s, special=True, normalized=False) for s in [*SPECIALS, *reserved]]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -133,7 +155,9 @@ def build_tokenizer(draws: list[Source]) -> PreTrainedTokenizerFast:
     )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> list[tuple[list[int], list[int]]]:
+def encode(
+    tokenizer: PreTrainedTokenizerFast, examples: list[Example]
+) -> list[tuple[list[int], list[int]]]:
     """Prompt and answer tokens of each example."""
     head, tail = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
     prompts = tokenizer([f"{head}{e.question}{tail}" for e in examples])["input_ids"]
@@ -155,20 +179,28 @@ class Stage:
     """Cosine to zero over the steps; otherwise the learning rate stays."""
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int) -> Iterator[tuple[mx.array, mx.array]]:
-    """Tokens [B, T] and the mask [B, T - 1] of the answer tokens among the targets, for each step."""
+def batches(
+    tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int
+) -> Iterator[tuple[mx.array, mx.array]]:
+    """Tokens [B, T] and the mask [B, T - 1] of the answer tokens among the targets, for each
+    step."""
     rng = random.Random(seed)
     drawn: Counter[str] = Counter()
     for _ in range(stage.steps):
         examples = []
-        for name in rng.choices(list(stage.weights), list(stage.weights.values()), k=stage.batch_size):
+        for name in rng.choices(
+            list(stage.weights), list(stage.weights.values()), k=stage.batch_size
+        ):
             examples.append(stage.draws[name](drawn[name]))
             drawn[name] += 1
         pairs = encode(tokenizer, examples)
         width = max(len(prompt) + len(answer) for prompt, answer in pairs)
         pad = tokenizer.pad_token_id
         tokens = [[*p, *a, *[pad] * (width - len(p) - len(a))] for p, a in pairs]
-        mask = [[0.0] * (len(p) - 1) + [1.0] * len(a) + [0.0] * (width - len(p) - len(a)) for p, a in pairs]
+        mask = [
+            [0.0] * (len(p) - 1) + [1.0] * len(a) + [0.0] * (width - len(p) - len(a))
+            for p, a in pairs
+        ]
         yield mx.array(tokens), mx.array(mask)
 
 
@@ -184,11 +216,15 @@ def pretrain(
 ) -> None:
     """Next-token cross-entropy on the answers, AdamW; `at_step` hears each step's number and loss.
 
-    `checkpoint`: a file that holds model, optimizer and step every CHECKPOINT_STEPS steps and at the end; where there
-    is one, the stage goes on from it.
+    `checkpoint`: a file that holds model, optimizer and step every CHECKPOINT_STEPS steps and at
+    the end; where there is one, the stage goes on from it.
     """
     peak, steps = stage.learning_rate, stage.steps
-    final = optim.cosine_decay(peak, max(1, steps - WARMUP)) if stage.decay else lambda _: mx.array(peak)
+    final = (
+        optim.cosine_decay(peak, max(1, steps - WARMUP))
+        if stage.decay
+        else lambda _: mx.array(peak)
+    )
     schedule = optim.join_schedules([optim.linear_schedule(0.0, peak, WARMUP), final], [WARMUP])
     optimizer = optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=0.01, bias_correction=True)
 
@@ -197,9 +233,15 @@ def pretrain(
         return (losses * mask).sum() / mask.sum()
 
     loss_and_grad = nn.value_and_grad(model, loss_of)
-    done = restore(checkpoint, model, optimizer) if checkpoint is not None and checkpoint.exists() else 0
+    done = (
+        restore(checkpoint, model, optimizer)
+        if checkpoint is not None and checkpoint.exists()
+        else 0
+    )
     stream = batches(tokenizer, stage, seed)
-    for step, (tokens, mask) in enumerate(track(stream, stage.name, total=steps, console=console), start=1):
+    for step, (tokens, mask) in enumerate(
+        track(stream, stage.name, total=steps, console=console), start=1
+    ):
         if step <= done:
             continue
         loss, grads = loss_and_grad(model, tokens, mask)
@@ -230,7 +272,10 @@ def restore(file: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
 
 
 def answer_all(
-    model: nn.Module, tokenizer: PreTrainedTokenizerFast, examples: list[Example], temperature: float
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: list[Example],
+    temperature: float,
 ) -> list[str]:
     """The model's answers, generated in batches of prompts of one length."""
     answers = [""] * len(examples)
@@ -242,7 +287,9 @@ def answer_all(
         tokens, generated = mx.array([prompt for _, prompt in rows]), []
         for _ in range(max(len(e.answer) for e in examples) + 2):
             logits = model(tokens, cache=cache)[:, -1]
-            picked = mx.random.categorical(logits / temperature) if temperature else logits.argmax(-1)
+            picked = (
+                mx.random.categorical(logits / temperature) if temperature else logits.argmax(-1)
+            )
             mx.eval(picked)
             generated.append(picked)
             tokens = picked[:, None]
@@ -260,7 +307,10 @@ def accuracies(
     for name, draw in draws.items():
         examples = [draw(index) for index in range(count)]
         shares = [
-            sum(a.strip() == e.answer for a, e in zip(answer_all(model, tokenizer, examples, t), examples, strict=True))
+            sum(
+                a.strip() == e.answer
+                for a, e in zip(answer_all(model, tokenizer, examples, t), examples, strict=True)
+            )
             for t in (0.0, 1.0)
         ]
         table[name] = (shares[0] / count, shares[1] / count)
@@ -268,11 +318,14 @@ def accuracies(
 
 
 def halve(model: nn.Module) -> None:
-    """Round the weights to the float16 that is stored, so that what is measured is what is shipped."""
+    """Round the weights to the float16 that is stored, so that what is measured is what is
+    shipped."""
     model.update(tree_map(lambda p: p.astype(mx.float16).astype(mx.float32), model.parameters()))
 
 
-def export(model: nn.Module, config: dict[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
+def export(
+    model: nn.Module, config: dict[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> str:
     """Write the Hugging Face layout and return the SHA-256 of the weights."""
     weights = {name: p.astype(mx.float16) for name, p in tree_flatten(model.parameters())}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
@@ -313,18 +366,35 @@ def replace_folder(finished: Path, target: Path) -> None:
 
 def main() -> int:
     """Build, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("mlx_parallm/models/tiny"))
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
-    parser.add_argument("--checkpoints", type=Path, help="a folder; an interrupted run goes on from what is in it")
+    parser.add_argument(
+        "--checkpoints", type=Path, help=("a folder; an interrupted run goes on from what is in it")
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--skill-steps", type=int, default=1800, help="first stage: expressions, learned well")
-    parser.add_argument("--anywhere-steps", type=int, default=1200, help="second stage: expressions behind other text")
-    parser.add_argument("--steps", type=int, default=70, help="third stage: questions; fewer leave more to learn")
-    parser.add_argument("--problems", type=int, default=500, help="held-out problems a task to measure on")
+    parser.add_argument(
+        "--skill-steps", type=int, default=1800, help=("first stage: expressions, learned well")
+    )
+    parser.add_argument(
+        "--anywhere-steps",
+        type=int,
+        default=1200,
+        help=("second stage: expressions behind other text"),
+    )
+    parser.add_argument(
+        "--steps", type=int, default=70, help=("third stage: questions; fewer leave more to learn")
+    )
+    parser.add_argument(
+        "--problems", type=int, default=500, help=("held-out problems a task to measure on")
+    )
     args = parser.parse_args()
     if args.architecture != "qwen3" and args.output == Path("mlx_parallm/models/tiny"):
-        parser.error("--output: another folder than the package's, which holds the qwen3 that is shipped")
+        parser.error(
+            "--output: another folder than the package's, which holds the qwen3 that is shipped"
+        )
 
     console = Console()
     mx.random.seed(args.seed)
@@ -337,15 +407,41 @@ def main() -> int:
     if args.checkpoints is not None:
         args.checkpoints.mkdir(parents=True, exist_ok=True)
     stages = [
-        Stage("skills", expressions, SKILL_WEIGHTS, args.skill_steps, batch_size=128, learning_rate=2e-3, decay=True),
-        Stage("anywhere", anywhere, SKILL_WEIGHTS, args.anywhere_steps, batch_size=128, learning_rate=2e-3, decay=True),
-        Stage("questions", questions, TASK_WEIGHTS, args.steps, batch_size=64, learning_rate=1e-3, decay=False),
+        Stage(
+            "skills",
+            expressions,
+            SKILL_WEIGHTS,
+            args.skill_steps,
+            batch_size=128,
+            learning_rate=2e-3,
+            decay=True,
+        ),
+        Stage(
+            "anywhere",
+            anywhere,
+            SKILL_WEIGHTS,
+            args.anywhere_steps,
+            batch_size=128,
+            learning_rate=2e-3,
+            decay=True,
+        ),
+        Stage(
+            "questions",
+            questions,
+            TASK_WEIGHTS,
+            args.steps,
+            batch_size=64,
+            learning_rate=1e-3,
+            decay=False,
+        ),
     ]
     for stage in stages:
         checkpoint = args.checkpoints and args.checkpoints / f"{stage.name}.safetensors"
         pretrain(model, tokenizer, stage, seed=args.seed, console=console, checkpoint=checkpoint)
     halve(model)
-    for name, (greedy, sampled) in accuracies(model, tokenizer, sources("heldout", args.seed), args.problems).items():
+    for name, (greedy, sampled) in accuracies(
+        model, tokenizer, sources("heldout", args.seed), args.problems
+    ).items():
         console.print(f"{name:16} greedy {greedy:.3f}   temperature 1 {sampled:.3f}")
 
     unfinished = args.output.with_name(f".{args.output.name}.new")

@@ -1,7 +1,9 @@
-"""Which mlx-lm names that this project uses are gone, after mlx-lm has moved. Exit code 1 when there are any.
+"""Which mlx-lm names that this project uses are gone, after mlx-lm has moved. Exit code 1 when
+there are any.
 
-Run it when mlx-lm is upgraded and the tests do not even start: it imports each name on its own, and nothing of ours.
-What the package uses is in mlx_parallm/models/mlx_lm_api.py; scripts and tests may take names of their own.
+Run it when mlx-lm is upgraded and the tests do not even start: it imports each name on its own, and
+nothing of ours. What the package uses is in mlx_parallm/models/mlx_lm_api.py; scripts and tests may
+take names of their own.
 """
 
 import ast
@@ -17,14 +19,22 @@ FOLDERS = ("mlx_parallm", "scripts", "tests")
 
 
 def names_in(source: str) -> Iterator[str]:
-    """Dotted mlx-lm names that a file imports ("mlx_lm.utils.load_config"), anywhere in it, or reads as attributes of
-    `mlx_lm` ("mlx_lm.load")."""
+    """Dotted mlx-lm names that a file imports ("mlx_lm.utils.load_config"), anywhere in it, or
+    reads as attributes of `mlx_lm` ("mlx_lm.load")."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "mlx_lm":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").partition(".")[0] == ("mlx_lm")
+        ):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "mlx_lm")
-        elif isinstance(node, ast.Attribute) and re.fullmatch(r"mlx_lm(\.\w+)+", dotted := ast.unparse(node)):
+            yield from (
+                alias.name for alias in node.names if alias.name.partition(".")[0] == ("mlx_lm")
+            )
+        elif isinstance(node, ast.Attribute) and re.fullmatch(
+            r"mlx_lm(\.\w+)+", dotted := ast.unparse(node)
+        ):
             yield dotted
 
 
@@ -62,7 +72,10 @@ def report(names: dict[str, list[str]]) -> list[str]:
     assert works, "pyproject.toml names the mlx-lm that this project works with"
     here = importlib.metadata.version("mlx-lm")
     return [
-        f"{name} is gone in mlx-lm {here} (it is in {works[1]}, which this project is known to work with); used by "
+        (
+            f"{name} is gone in mlx-lm {here} (it is in {works[1]}, which this project is known to"
+            " work with); used by "
+        )
         + ", ".join(dict.fromkeys(files))
         for name, files in names.items()
         if not exists(name)
@@ -71,5 +84,8 @@ def report(names: dict[str, list[str]]) -> list[str]:
 
 if __name__ == "__main__":
     gone = report(used())
-    print("\n".join(gone) or f"mlx-lm {importlib.metadata.version('mlx-lm')} has every name that is used")
+    print(
+        "\n".join(gone)
+        or (f"mlx-lm {importlib.metadata.version('mlx-lm')} has every name that is used")
+    )
     sys.exit(bool(gone))

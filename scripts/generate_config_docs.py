@@ -1,4 +1,5 @@
-"""Writes docs/config.md from the configuration classes: `.venv/bin/python scripts/generate_config_docs.py`.
+"""Writes docs/config.md from the configuration classes: `.venv/bin/python
+scripts/generate_config_docs.py`.
 
 tests/config/test_config_docs.py fails while the file differs from what this prints.
 """
@@ -51,7 +52,9 @@ def render() -> str:
     parts = []
     for name, model in _sections("", Config):
         seen = first.setdefault(model, name)
-        parts.append(_section(name, model) if seen == name else f"\n## `{name}`\n\nThe keys of `{seen}`.\n")
+        parts.append(
+            _section(name, model) if seen == name else (f"\n## `{name}`\n\nThe keys of `{seen}`.\n")
+        )
     return HEADER + _most_used() + "".join(parts)
 
 
@@ -67,20 +70,27 @@ def _most_used() -> str:
 
 
 def _sections(prefix: str, model: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
-    """Every section in the order of the file, each with its heading, e.g. ("[rl_training.lora]", LoraConfig)."""
+    """Every section in the order of the file, each with its heading, e.g. ("[rl_training.lora]",
+    LoraConfig)."""
     found: list[tuple[str, type[BaseModel]]] = []
     for name, field in model.model_fields.items():
         section, repeated = _as_section(field.annotation)
         if section is not None:
             path = f"{prefix}{name}"
-            found += [(f"[[{path}]]" if repeated else f"[{path}]", section), *_sections(path + ".", section)]
+            found += [
+                ((f"[[{path}]]") if repeated else f"[{path}]", section),
+                *_sections(path + ".", section),
+            ]
     return found
 
 
 def _as_section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
-    if typing.get_origin(annotation) is tuple and _as_section(typing.get_args(annotation)[0])[0] is not None:
+    if (
+        typing.get_origin(annotation) is tuple
+        and _as_section(typing.get_args(annotation)[0])[0] is not None
+    ):
         return typing.get_args(annotation)[0], True
     return None, False
 
@@ -91,7 +101,10 @@ def _section(heading: str, model: type[BaseModel]) -> str:
         for name, field in model.model_fields.items()
         if _as_section(field.annotation)[0] is None
     ]
-    return f"\n## `{heading}`\n\n| key | type | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
+    return (
+        f"\n## `{heading}`\n\n| key | type | default | meaning"
+        f" |\n|---|---|---|---|\n{''.join(rows)}"
+    )
 
 
 def _first_sentence(field: FieldInfo) -> str:
@@ -101,7 +114,9 @@ def _first_sentence(field: FieldInfo) -> str:
 def _type(field: FieldInfo) -> str:
     limits = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
     rules = [(type(rule).__name__, rule) for rule in field.metadata]
-    bounds = [f"{limits[name]} {getattr(rule, name.lower())}" for name, rule in rules if name in limits]
+    bounds = [
+        f"{limits[name]} {getattr(rule, name.lower())}" for name, rule in rules if name in limits
+    ]
     return _cell(", ".join([_type_name(field.annotation), *bounds]))
 
 
@@ -115,9 +130,13 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(arguments[0])}"
     if origin is dict:
         return "table"
-    return {"str": "string", "int": "integer", "bool": "boolean", "Path": "path", "SecretStr": "secret"}.get(
-        annotation.__name__, annotation.__name__
-    )
+    return {
+        "str": "string",
+        "int": "integer",
+        "bool": "boolean",
+        "Path": "path",
+        "SecretStr": "secret",
+    }.get(annotation.__name__, annotation.__name__)
 
 
 def _default(field: FieldInfo) -> str:

@@ -1,8 +1,10 @@
-"""Writes docs/serving_fields.md from the request bodies: `.venv/bin/python scripts/generate_field_docs.py`.
+"""Writes docs/serving_fields.md from the request bodies: `.venv/bin/python
+scripts/generate_field_docs.py`.
 
-The names come from the installed `openai` package and from the list of vLLM's extras below; what becomes of each comes
-from the bodies themselves and server/protocol/fields.py. tests/server/test_fields.py fails while the file differs from
-what this prints, and sends every field to a server.
+The names come from the installed `openai` package and from the list of vLLM's extras below; what
+becomes of each comes from the bodies themselves and server/protocol/fields.py.
+tests/server/test_fields.py fails while the file differs from what this prints, and sends every
+field to a server.
 """
 
 import json
@@ -18,11 +20,17 @@ from mlx_parallm.server.protocol.openai import ChatBody, CompletionBody
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "serving_fields.md"
 BODIES: dict[str, Any] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 OPENAI = {
-    "/v1/completions": {*completion_create_params.CompletionCreateParamsBase.__annotations__, "stream"},
-    "/v1/chat/completions": {*chat_create_params.CompletionCreateParamsBase.__annotations__, "stream"},
+    "/v1/completions": {
+        *completion_create_params.CompletionCreateParamsBase.__annotations__,
+        ("stream"),
+    },
+    "/v1/chat/completions": {
+        *chat_create_params.CompletionCreateParamsBase.__annotations__,
+        ("stream"),
+    },
 }
-# vLLM's main branch of 2026: entrypoints/openai/{completion,chat_completion}/protocol.py, and the guided_* fields that
-# it had before `structured_outputs`.
+# vLLM's main branch of 2026: entrypoints/openai/{completion,chat_completion}/protocol.py, and the
+# guided_* fields that it had before `structured_outputs`.
 _VLLM_BOTH = """
     use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids include_stop_str_in_output
     ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens truncation_side
@@ -80,8 +88,15 @@ def render() -> str:
 def _row(name: str) -> str:
     owner = "OpenAI" if any(name in of for of in OPENAI.values()) else "vLLM"
     if not any(name in of for group in (OPENAI, VLLM) for of in group.values()):
-        owner = "this server" if any(name in body.model_fields for body in BODIES.values()) else "others"
-    return f"| `{name}` | {owner} | {_cell('/v1/completions', name)} | {_cell('/v1/chat/completions', name)} |\n"
+        owner = (
+            ("this server")
+            if any(name in body.model_fields for body in BODIES.values())
+            else "others"
+        )
+    return (
+        f"| `{name}` | {owner} | {_cell('/v1/completions', name)} |"
+        f" {_cell('/v1/chat/completions', name)} |\n"
+    )
 
 
 def _cell(route: str, name: str) -> str:

@@ -1,13 +1,16 @@
-"""Writes docs/models.md: what every architecture of the installed mlx-lm can do here, found out by trying it.
+"""Writes docs/models.md: what every architecture of the installed mlx-lm can do here, found out by
+trying it.
 
 Each architecture is built with small sizes and random weights, in a process of its own:
 
-    serves      the engine's check at load (engine/cache/batch.py): batched decoding = plain forward, or row by row
+    serves      the engine's check at load (engine/cache/batch.py): batched decoding = plain
+                forward, or row by row
     gradient    LoRA on all linear layers, our block-wise gradients: finite, and not zero
-    kernels     a second process, in which MLX claims to have Metal and `mx.fast.metal_kernel` hands out stand-ins that
-                raise: which kernel a training forward would call there. Such kernels have no gradient.
-    scan        the size of the training graph of 64 and of 256 tokens: four times as large for an architecture that
-                visits token after token, the same for the others
+    kernels     a second process, in which MLX claims to have Metal and `mx.fast.metal_kernel` hands
+                out stand-ins that raise: which kernel a training forward would call there. Such
+                kernels have no gradient.
+    scan        the size of the training graph of 64 and of 256 tokens: four times as large for an
+                architecture that visits token after token, the same for the others
 
     .venv/bin/python scripts/generate_model_table.py            all of them, about ten minutes
     .venv/bin/python scripts/generate_model_table.py --one T    the raw finding for one
@@ -40,8 +43,12 @@ KERNELS = "MODEL_TABLE_CLAIMS_METAL"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes docs/models.md.")
-    parser.add_argument("--one", metavar="MODEL_TYPE", help="try one and print what was found, as JSON")
-    parser.add_argument("--only", nargs="*", metavar="MODEL_TYPE", help="try these and print one line each")
+    parser.add_argument(
+        "--one", metavar="MODEL_TYPE", help=("try one and print what was found, as JSON")
+    )
+    parser.add_argument(
+        "--only", nargs="*", metavar="MODEL_TYPE", help=("try these and print one line each")
+    )
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
     if arguments.one:
@@ -59,11 +66,14 @@ def main() -> None:
 
 
 def model_types() -> list[str]:
-    """Return the sorted names of mlx-lm's architecture modules, read from their source; none is imported."""
+    """Return the sorted names of mlx-lm's architecture modules, read from their source; none is
+    imported."""
     names = []
     for file in files("mlx_lm.models").iterdir():
         is_module = file.name.endswith(".py")
-        if is_module and {"Model", "ModelArgs"} <= _module_names(ast.parse(file.read_text(encoding="utf-8"))):
+        if is_module and {"Model", "ModelArgs"} <= _module_names(
+            ast.parse(file.read_text(encoding=("utf-8")))
+        ):
             names.append(file.name.removesuffix(".py"))
     return sorted(names)
 
@@ -81,7 +91,10 @@ def aliases() -> dict[str, list[str]]:
 def _module_names(tree: ast.Module) -> set[str]:
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     return names | {
-        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     }
 
 
@@ -89,12 +102,18 @@ def _module_names(tree: ast.Module) -> set[str]:
 
 
 def try_one(name: str) -> dict[str, Any]:
-    """In its own process: builds, serves, differentiates. Keys are left out where it did not get that far."""
+    """In its own process: builds, serves, differentiates. Keys are left out where it did not get
+    that far."""
     if os.environ.get(KERNELS):
         return {"kernels": kernels_called(name)}
     import mlx.core as mx
 
-    from mlx_parallm.engine.cache.batch import RowCaches, choose_cache, why_not_batched, why_not_by_tokens
+    from mlx_parallm.engine.cache.batch import (
+        RowCaches,
+        choose_cache,
+        why_not_batched,
+        why_not_by_tokens,
+    )
     from mlx_parallm.errors import ModelError
 
     found: dict[str, Any] = {}
@@ -178,7 +197,10 @@ def scan(model: Any) -> dict[str, float]:
         counts.append(drawn.getvalue().count("->"))
         mx.eval(graph)
         peaks.append(mx.get_peak_memory() - before)
-    return {"scan": round(counts[1] / counts[0], 1), "bytes_per_token": round((peaks[1] - peaks[0]) / 192)}
+    return {
+        "scan": round(counts[1] / counts[0], 1),
+        "bytes_per_token": round((peaks[1] - peaks[0]) / 192),
+    }
 
 
 class Called(Exception):
@@ -186,7 +208,8 @@ class Called(Exception):
 
 
 def kernels_called(name: str) -> list[str]:
-    """Names of the Metal kernels that a forward in training mode calls. MLX must not have been imported before."""
+    """Names of the Metal kernels that a forward in training mode calls. MLX must not have been
+    imported before."""
     import mlx.core as mx
 
     def stand_in(name: str, **_: Any) -> Any:
@@ -213,7 +236,8 @@ def kernels_called(name: str) -> list[str]:
 
 
 def small_model(name: str, **changes: Any) -> Any:
-    """The architecture with small sizes, and `changes` to its config.json. Raises whatever it raises."""
+    """The architecture with small sizes, and `changes` to its config.json. Raises whatever it
+    raises."""
     import mlx.core as mx
     import mlx.nn as nn
 
@@ -236,24 +260,31 @@ def small_model(name: str, **changes: Any) -> Any:
 
 
 def fill_empty_matrices(model: Any) -> None:
-    """Give random numbers to matrices that the architecture makes as zeros for a checkpoint to fill: nothing would
-    reach the output, and no gradient the layers below (Talkie's head)."""
+    """Give random numbers to matrices that the architecture makes as zeros for a checkpoint to
+    fill: nothing would reach the output, and no gradient the layers below (Talkie's head)."""
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_unflatten
 
-    empty = [(k, a) for k, a in tree_flatten(model.parameters()) if a.ndim >= 2 and not mx.any(a).item()]
-    model.update(tree_unflatten([(k, (0.1 * mx.random.normal(a.shape)).astype(a.dtype)) for k, a in empty]))
+    empty = [
+        (k, a) for k, a in tree_flatten(model.parameters()) if a.ndim >= 2 and not mx.any(a).item()
+    ]
+    model.update(
+        tree_unflatten([(k, (0.1 * mx.random.normal(a.shape)).astype(a.dtype)) for k, a in empty])
+    )
 
 
 def small_config(module: Any, name: str) -> dict[str, Any]:
-    """A config.json: the shared sizes, something for each field that has no default, and the architecture's own."""
+    """A config.json: the shared sizes, something for each field that has no default, and the
+    architecture's own."""
     sizes = json.loads(SIZES_FILE.read_text(encoding="utf-8"))
     config = sizes["shared"] | sizes["architectures"].get(name, {}) | {"model_type": name}
     _complete(config, module.ModelArgs)
     if "text_config" in {field.name for field in dataclasses.fields(module.ModelArgs)}:
         inner = sizes["shared"] | sizes["text"].get(name, {})
         own = [value for value in vars(module).values() if isinstance(value, type)]
-        imported = [value.ModelArgs for value in vars(module).values() if hasattr(value, "ModelArgs")]
+        imported = [
+            value.ModelArgs for value in vars(module).values() if hasattr(value, ("ModelArgs"))
+        ]
         for arguments in (*own, *imported):
             if dataclasses.is_dataclass(arguments) and arguments is not module.ModelArgs:
                 _complete(inner, arguments)
@@ -315,39 +346,77 @@ def run(name: str, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> str:
-    rows = {name: (trains(row), prefixes(row), tokens(row), notes(row)) for name, row in found.items()}
+    rows = {
+        name: (trains(row), prefixes(row), tokens(row), notes(row)) for name, row in found.items()
+    }
 
     def bullets(column: int, words: dict[str, str]) -> list[str]:
-        counts = {word: sum(row[column].partition(":")[0] == word for row in rows.values()) for word in words}
+        counts = {
+            word: sum(row[column].partition(":")[0] == word for row in rows.values())
+            for word in words
+        }
         return [f"* **{word}** ({counts[word]}): {meaning}" for word, meaning in words.items()]
 
     lines = [
         "# Which models can be served and trained",
         "",
-        f"Every architecture of mlx-lm {version('mlx-lm')}, tried by `scripts/generate_model_table.py` with MLX",
-        f"{version('mlx')} on the CPU, on a tiny random checkpoint of each; generated, do not edit. `model_type`",
-        "stands in a model's config.json. A configuration that mlx-lm cannot build is refused before the weights are",
+        (
+            f"Every architecture of mlx-lm {version('mlx-lm')}, tried by"
+            " `scripts/generate_model_table.py` with MLX"
+        ),
+        (
+            f"{version('mlx')} on the CPU, on a tiny random checkpoint of each; generated, do not"
+            " edit. `model_type`"
+        ),
+        (
+            "stands in a model's config.json. A configuration that mlx-lm cannot build is refused"
+            " before the weights are"
+        ),
         "downloaded.",
         "",
         "**trains**",
         "",
         *bullets(0, TRAINS),
         "",
-        "**prefixes**: whether a text goes on from what was computed before, such as an agent's next turn, or an",
+        (
+            "**prefixes**: whether a text goes on from what was computed before, such as an"
+            " agent's next turn, or an"
+        ),
         "evaluation's instructions ([serving.md](serving.md#how-much-at-once))",
         "",
         *bullets(1, PREFIXES),
         "",
-        "**tokens**: how the keys and values of the sequences that run at the same time lie in memory",
+        (
+            "**tokens**: how the keys and values of the sequences that run at the same time lie"
+            " in memory"
+        ),
         "",
         *bullets(2, TOKENS),
         "",
-        "**Mixtures of experts in 4 bits on a CPU** are slow in training and prefill: MLX multiplies packed",
-        "experts row by row. For 512 tokens and 4 of 32 experts of 512 × 256 (`scripts/bench/experts.py`, one",
-        "core) a gradient takes 4.7 times as long as with the same experts in float32, 14 times as long as one",
-        "product for each expert, and 20 times as long as a dense layer of as many products, whose weights are",
-        "unpacked (`models/cpu_kernels.py`). One product for each expert would have to know how many tokens each",
-        "gets while the graph is still built: the router would be evaluated in the middle of that, under the lock",
+        (
+            "**Mixtures of experts in 4 bits on a CPU** are slow in training and prefill: MLX"
+            " multiplies packed"
+        ),
+        (
+            "experts row by row. For 512 tokens and 4 of 32 experts of 512 × 256"
+            " (`scripts/bench/experts.py`, one"
+        ),
+        (
+            "core) a gradient takes 4.7 times as long as with the same experts in float32, 14"
+            " times as long as one"
+        ),
+        (
+            "product for each expert, and 20 times as long as a dense layer of as many products,"
+            " whose weights are"
+        ),
+        (
+            "unpacked (`models/cpu_kernels.py`). One product for each expert would have to know"
+            " how many tokens each"
+        ),
+        (
+            "gets while the graph is still built: the router would be evaluated in the middle of"
+            " that, under the lock"
+        ),
         "that a publish waits for. Where memory allows it, leave such a base unquantised on a CPU.",
         "",
         "| model_type | also | trains | prefixes | tokens | what else was found |",
@@ -362,24 +431,36 @@ def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> st
 
 TRAINS = {
     "full speed": "served, and LoRA on all linear layers has a finite gradient.",
-    "as one graph": "the same, but its layers cannot be evaluated one after another: a step needs the activations of "
+    "as one graph": "the same, but its layers cannot be evaluated one after another: a step needs"
+    " the activations of "
     "all layers at once, and requests wait longer beside it.",
-    "slowly": "served and trained, but the training pass visits token after token; the log names the layers.",
+    "slowly": (
+        "served and trained, but the training pass visits token after token; the log names the"
+        " layers."
+    ),
     "no": "served; there is no gradient.",
-    "refused": "going on from its cache does not give what its own forward gives, and training needs the engine.",
+    "refused": (
+        "going on from its cache does not give what its own forward gives, and training needs the"
+        " engine."
+    ),
     "not tried": "it could not be built or run here with generic small sizes; it may still work.",
 }
 PREFIXES = {
     "yes": "from any token of a text that was computed.",
-    "snapshots": "a recurrent layer has a state instead of keys and values: from where a prompt or an answer ended, "
+    "snapshots": "a recurrent layer has a state instead of keys and values: from where a prompt or"
+    " an answer ended, "
     "where prompts part, and from places on the way of a long prompt.",
     "no": "each request computes its whole prompt.",
 }
 TOKENS = {
     "by tokens": "a row holds what its text takes, and what rows share is held once.",
-    "rectangle": "all rows take as much as the longest one; the reason is why they do not lie by tokens.",
+    "rectangle": (
+        "all rows take as much as the longest one; the reason is why they do not lie by tokens."
+    ),
     "states": "no layer keeps keys and values: a small state a row.",
-    "one by one": "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time.",
+    "one by one": (
+        "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time."
+    ),
 }
 
 
@@ -422,13 +503,22 @@ def notes(row: dict[str, Any]) -> str:
     """What was found beside the first reason."""
     noted = []
     if row.get("kernels") and row.get("built"):
-        noted.append(f"on Metal a training forward calls the kernel `{row['kernels'][0]}`, which has no gradient")
+        noted.append(
+            f"on Metal a training forward calls the kernel `{row['kernels'][0]}`, which has no"
+            " gradient"
+        )
     if row.get("kernels") and row.get("gradient"):
         noted.append(f"gradient: {row['gradient'][:160]}")
     if row.get("kernels") and row.get("scan", 0) >= SCAN:
-        noted.append(f"training visits token after token: {row['scan']:.1f} times the graph for 4 times the tokens")
+        noted.append(
+            f"training visits token after token: {row['scan']:.1f} times the graph for 4 times"
+            " the"
+            " tokens"
+        )
     if row.get("share", 1) < 1 and not row.get("gradient"):
-        noted.append(f"{row['share']:.0%} of the adapter's arrays had a gradient in one small batch")
+        noted.append(
+            f"{row['share']:.0%} of the adapter's arrays had a gradient in one small batch"
+        )
     return "; ".join(noted)
 
 

@@ -1,9 +1,11 @@
-"""The OpenAPI documents that clients/typescript is typed from: the training daemon's and the prompt policy's.
+"""The OpenAPI documents that clients/typescript is typed from: the training daemon's and the prompt
+policy's.
 
-    .venv/bin/python -m scripts.generate_openapi      # then: npm run generate, in clients/typescript
+    .venv/bin/python -m scripts.generate_openapi      # then: npm run generate, in
+                                                      clients/typescript
 
-Only the routes that it calls. Chat, Responses, Messages and the like are left out: the packages `openai` and
-`@anthropic-ai/sdk` have their types.
+Only the routes that it calls. Chat, Responses, Messages and the like are left out: the packages
+`openai` and `@anthropic-ai/sdk` have their types.
 """
 
 import json
@@ -26,27 +28,46 @@ SERVER_PATHS = (
     *("/health", "/v1/models", "/version", "/server_info", "/weight_info"),
     *("/v1/rewards", "/sessions/{name}/feedback", "/v1/training/rollback"),
     *("/pause", "/resume", "/is_paused", "/abort_requests", "/reset_prefix_cache"),
-    *(f"/dashboard/api/{name}" for name in ("runs", "metrics", "health", "evaluations", "events", "control")),
+    *(
+        f"/dashboard/api/{name}"
+        for name in ("runs", "metrics", "health", "evaluations", "events", ("control"))
+    ),
     *(f"/dashboard/api/{name}" for name in ("groups", "group", "tokens")),
 )
 POLICY_PATHS = (
-    *("/health", "/stats", "/select_action", "/get_distribution", "/store_experience", "/update", "/save", "/load"),
+    *(
+        "/health",
+        "/stats",
+        "/select_action",
+        "/get_distribution",
+        "/store_experience",
+        "/update",
+        "/save",
+        ("/load"),
+    ),
     *("/mutate", "/feedback", "/embed", "/rollout"),
 )
 
 
 def server_document() -> dict[str, Any]:
-    """Return the document of `mlx_parallm train` with `traces.directory`, with SERVER_PATHS only."""
+    """Return the document of `mlx_parallm train` with `traces.directory`, with SERVER_PATHS
+    only."""
     with tempfile.TemporaryDirectory() as directory:
         recorder = SessionRecorder(Path(directory), Redactor())
         routers = [session_router(recorder), dashboard(Path(directory), Redactor())]
-        return only(create_app(ServerDeps(ServerState(), ServerConfig()), routers).openapi(), SERVER_PATHS)
+        return only(
+            create_app(ServerDeps(ServerState(), ServerConfig()), routers).openapi(), SERVER_PATHS
+        )
 
 
 def policy_document() -> dict[str, Any]:
     """Return the document of `mlx_parallm prompt-policy --server`, with POLICY_PATHS only."""
     with tempfile.TemporaryDirectory() as directory:
-        settings = ["server.port=0", f'prompt_policy.checkpoint_dir="{directory}"', "prompt_policy.ppo.hidden_dim=2"]
+        settings = [
+            "server.port=0",
+            f'prompt_policy.checkpoint_dir="{directory}"',
+            ("prompt_policy.ppo.hidden_dim=2"),
+        ]
         server = PromptPolicyServer(load_config(None, settings))
         server.start()
         try:
@@ -56,21 +77,40 @@ def policy_document() -> dict[str, Any]:
 
 
 def only(document: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
-    """Return the document with these paths and the schemas that they need. Errors are left out, as they all are of the
-    schema `Error`, and so are titles and the version, which a release changes without changing a type."""
-    kept = {path: {method: _kept(operation) for method, operation in document["paths"][path].items()} for path in paths}
+    """Return the document with these paths and the schemas that they need. Errors are left out,
+    as they all are of the schema `Error`, and so are titles and the version, which a release
+    changes without changing a type."""
+    kept = {
+        path: {method: _kept(operation) for method, operation in document["paths"][path].items()}
+        for path in paths
+    }
     schemas = document["components"]["schemas"]
     needed, text = {"Error": schemas["Error"]}, json.dumps(kept)
-    while found := [name for name in schemas if name not in needed and f'"#/components/schemas/{name}"' in text]:
+    while found := [
+        name for name in schemas if name not in needed and f'"#/components/schemas/{name}"' in text
+    ]:
         needed |= {name: schemas[name] for name in found}
         text = json.dumps([schemas[name] for name in found])
-    made = {"openapi": document["openapi"], "info": {"title": document["info"]["title"], "version": "generated"}}
-    return _without_titles(made | {"paths": kept, "components": {"schemas": dict(sorted(needed.items()))}})
+    made = {
+        "openapi": document["openapi"],
+        "info": {"title": document["info"]["title"], "version": ("generated")},
+    }
+    return _without_titles(
+        made | {"paths": kept, "components": {"schemas": dict(sorted(needed.items()))}}
+    )
 
 
 def _kept(operation: dict[str, Any]) -> dict[str, Any]:
-    errors = [status for status, answer in operation["responses"].items() if "/Error" in json.dumps(answer)]
-    return operation | {"responses": {key: value for key, value in operation["responses"].items() if key not in errors}}
+    errors = [
+        status
+        for status, answer in operation["responses"].items()
+        if "/Error" in json.dumps(answer)
+    ]
+    return operation | {
+        "responses": {
+            key: value for key, value in operation["responses"].items() if key not in errors
+        }
+    }
 
 
 def _without_titles(value: Any) -> Any:

@@ -1,15 +1,26 @@
-"""Writes the tables of docs/trl.md, of TRL's arguments here: `.venv/bin/python scripts/generate_trl_docs.py`.
+"""Writes the tables of docs/trl.md, of TRL's arguments here: `.venv/bin/python
+scripts/generate_trl_docs.py`.
 
 tests/trl/test_docs.py fails while the page differs from what this makes of it.
 """
 
 from pathlib import Path
 
-from mlx_parallm.faces.trl.config import DPOConfig, GRPOConfig, KTOConfig, RowsConfig, SFTConfig, TrainerConfig
+from mlx_parallm.faces.trl.config import (
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    RowsConfig,
+    SFTConfig,
+    TrainerConfig,
+)
 from mlx_parallm.faces.trl.mapping import HOW, SAME
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "trl.md"
-MARK = "<!-- generated from here on by scripts/generate_trl_docs.py: edit faces/trl/{config,mapping}.py instead -->\n"
+MARK = (
+    "<!-- generated from here on by scripts/generate_trl_docs.py: edit"
+    " faces/trl/{config,mapping}.py instead -->\n"
+)
 TITLES: dict[str, type[TrainerConfig]] = {
     "All four": TrainerConfig,
     "`GRPOConfig`": GRPOConfig,

@@ -36,7 +36,10 @@ def main() -> None:
         evaluate_every=config.evaluation.every,
         evaluates_at_end=config.evaluation.problems > 0,
     )
-    console, seconds = Console(width=100, file=io.StringIO(), record=True, color_system="truecolor"), 0.0
+    console, seconds = (
+        Console(width=100, file=io.StringIO(), record=True, color_system="truecolor"),
+        0.0,
+    )
     display = TrainingDisplay(console, interactive=True, clock=lambda: seconds)
     display.start(info)
     for line in lines:
@@ -46,9 +49,13 @@ def main() -> None:
             display.saved(CheckpointSaved(line["step"], args.run))
     panel = display._render()
     display.stop()
-    console = Console(width=100, file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor")
+    console = Console(
+        width=100, file=io.StringIO(), record=True, force_terminal=True, color_system=("truecolor")
+    )
     console.print(panel)
-    args.target.write_text(console.export_svg(title="mlx_parallm train --config quickstart"), encoding="utf-8")
+    args.target.write_text(
+        console.export_svg(title="mlx_parallm train --config quickstart"), encoding=("utf-8")
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Draw the shots of a physics expert, and of one that has not learned: docs/experts.png.
 
-    .venv/bin/python -m scripts.picture_of_shots [--expert checkpoints/physics_expert/best.safetensors]
+    .venv/bin/python -m scripts.picture_of_shots [--expert
+    checkpoints/physics_expert/best.safetensors]
 
-Each panel is one unseen task. The first shots are pale, the last one is dark; an episode ends with a hit.
+Each panel is one unseen task. The first shots are pale, the last one is dark; an episode ends with
+a hit.
 """
 
 import argparse
@@ -19,7 +21,14 @@ import numpy as np
 from mlx_parallm.systems.experts import RNNExpertBase, load_expert
 from mlx_parallm.systems.experts.examples.train_physics_expert import UNSEEN
 from mlx_parallm.systems.experts.registry import physics_controller
-from mlx_parallm.systems.experts.tasks import ATTEMPTS, GRAVITY, HIT_M, ProjectileTask, flight, shot_of
+from mlx_parallm.systems.experts.tasks import (
+    ATTEMPTS,
+    GRAVITY,
+    HIT_M,
+    ProjectileTask,
+    flight,
+    shot_of,
+)
 
 TASKS = 4
 
@@ -28,7 +37,10 @@ def shots_of(expert: RNNExpertBase) -> list[dict[str, Any]]:
     """Return target, wind, and the shots (angle, velocity) of the first episode of each task."""
     task = ProjectileTask(TASKS)
     observations = task.reset(UNSEEN)
-    episodes = [{"target": 200 * row[0], "wind": 10 * row[3], "shots": [], "hit": False} for row in observations]
+    episodes = [
+        {"target": 200 * row[0], "wind": 10 * row[3], "shots": [], "hit": False}
+        for row in observations
+    ]
     state = expert.initial_state(TASKS)
     for _ in range(ATTEMPTS):
         output = expert.step(mx.array(observations), state, deterministic=True)
@@ -36,7 +48,9 @@ def shots_of(expert: RNNExpertBase) -> list[dict[str, Any]]:
         for episode, angle, velocity in zip(episodes, angles, velocities, strict=True):
             if not episode["hit"]:
                 episode["shots"].append((angle, velocity))
-                episode["hit"] = abs(flight(angle, velocity, episode["wind"]) - episode["target"]) < HIT_M
+                episode["hit"] = (
+                    abs(flight(angle, velocity, episode["wind"]) - episode["target"]) < HIT_M
+                )
         observations = task.step(np.array(output.action)).observations
     return episodes
 
@@ -48,17 +62,23 @@ def draw(axis: Any, episode: dict[str, Any]) -> None:
         across = velocity * np.cos(radians) * seconds + 0.5 * episode["wind"] * seconds
         height = velocity * np.sin(radians) * seconds - 0.5 * GRAVITY * seconds**2
         shade = number / len(episode["shots"])
-        axis.plot(across, height, color=(0.12, 0.25, 0.6, 0.15 + 0.85 * shade**2), linewidth=0.8 + shade)
+        axis.plot(
+            across, height, color=(0.12, 0.25, 0.6, 0.15 + 0.85 * shade**2), linewidth=0.8 + shade
+        )
     axis.plot([episode["target"]], [0], "v", color="crimson", markersize=9, clip_on=False)
     count = len(episode["shots"])
     ends = f"hit with shot {count}" if episode["hit"] else f"{count} misses"
-    axis.set_title(f"{episode['target']:.0f} m, wind {episode['wind']:+.1f} m/s: {ends}", fontsize=9)
+    axis.set_title(
+        f"{episode['target']:.0f} m, wind {episode['wind']:+.1f} m/s: {ends}", fontsize=9
+    )
     axis.set_ylim(bottom=0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--expert", type=Path, default=Path("checkpoints/physics_expert/best.safetensors"))
+    parser.add_argument(
+        "--expert", type=Path, default=Path("checkpoints/physics_expert/best.safetensors")
+    )
     parser.add_argument("--output", type=Path, default=Path("docs/experts.png"))
     args = parser.parse_args()
     matplotlib.use("Agg")

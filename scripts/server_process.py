@@ -33,7 +33,8 @@ def server_process(
     directory: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """Start `words` of a free port and wait until it is ready; SIGTERM at the end. `log`: where its output goes.
+    """Start `words` of a free port and wait until it is ready; SIGTERM at the end. `log`: where its
+    output goes.
 
     Raises SystemExit: it ended, or was not ready in `READY_S`.
     """
@@ -45,7 +46,9 @@ def server_process(
     url = f"http://127.0.0.1:{port}"
     try:
         if not _becomes_ready(process, url):
-            raise SystemExit(f"the server did not start:\n{log.read_text() if log else words(port)}")
+            raise SystemExit(
+                f"the server did not start:\n{log.read_text() if log else words(port)}"
+            )
         yield url, process
     finally:
         process.terminate()
@@ -58,5 +61,6 @@ def _becomes_ready(process: "subprocess.Popen[bytes]", url: str) -> bool:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health").status_code == httpx.codes.OK:
                 return True
-        time.sleep(0.1)  # another process, which may be of another program: nothing says when it is ready
+        # another process, which may be of another program: nothing says when it is ready
+        time.sleep(0.1)
     return False

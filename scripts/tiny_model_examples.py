@@ -1,4 +1,5 @@
-"""What the tiny model learns and is measured on: questions of each task, and the same skills as bare expressions."""
+"""What the tiny model learns and is measured on: questions of each task, and the same skills as
+bare expressions."""
 
 import random
 import string
@@ -20,7 +21,8 @@ REASONING_GYM: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Example:
-    """A question, its answer, and both as tokens: the prompt as served, the answer with its end mark."""
+    """A question, its answer, and both as tokens: the prompt as served, the answer with its end
+    mark."""
 
     question: str
     answer: str
@@ -41,7 +43,9 @@ def sources(split: Split, seed: int) -> dict[str, Source]:
 
     def gym(name: str) -> Source:
         seed_of_split = seed * 10_000_000 + (900_000_000 if split == "heldout" else 0)
-        dataset = reasoning_gym.create_dataset(name, seed=seed_of_split, size=10_000_000, **REASONING_GYM[name])
+        dataset = reasoning_gym.create_dataset(
+            name, seed=seed_of_split, size=10_000_000, **REASONING_GYM[name]
+        )
 
         def draw(index: int) -> Example:
             for item in range(index * 100, index * 100 + 100):
@@ -52,7 +56,10 @@ def sources(split: Split, seed: int) -> dict[str, Source]:
 
         return draw
 
-    return {**{task: built_in(task) for task in TASKS}, **{name: gym(name) for name in REASONING_GYM}}
+    return {
+        **{task: built_in(task) for task in TASKS},
+        **{name: gym(name) for name in REASONING_GYM},
+    }
 
 
 def letters(rng: random.Random, shortest: int, longest: int) -> str:
@@ -68,8 +75,8 @@ def terms(rng: random.Random) -> tuple[int, int]:
 def skills(seed: int, *, anywhere: bool = False) -> dict[str, Source]:
     """The same skills as the tasks', written as expressions, without a word of instruction.
 
-    `anywhere`: with letters that mean nothing before them (and an "=" after some sums), so that the skill does not
-    hang on its place in the prompt.
+    `anywhere`: with letters that mean nothing before them (and an "=" after some sums), so that the
+    skill does not hang on its place in the prompt.
     """
 
     def add(rng: random.Random) -> tuple[str, str]:
@@ -108,5 +115,11 @@ def skills(seed: int, *, anywhere: bool = False) -> dict[str, Source]:
 
         return draw
 
-    makers = {"add": add, "subtract": subtract, "sorted": in_order, "reversed": backward, "count": count}
+    makers = {
+        "add": add,
+        "subtract": subtract,
+        "sorted": in_order,
+        "reversed": backward,
+        "count": count,
+    }
     return {name: source(name, make) for name, make in {**makers, "max": largest}.items()}

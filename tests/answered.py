@@ -15,9 +15,15 @@ def tokenizer() -> Tokenizer:
 
 
 def answered(
-    question: str, *turns: str, reward: float = 0.0, version: int = 3, slope: float = 0.0, **changes: Any
+    question: str,
+    *turns: str,
+    reward: float = 0.0,
+    version: int = 3,
+    slope: float = 0.0,
+    **changes: Any,
 ) -> Rollout:
-    """Turns of the model, and between two of them what the environment says. Token i has log-probability i · slope."""
+    """Turns of the model, and between two of them what the environment says. Token i has
+    log-probability i · slope."""
     prompt = tokenizer().render_chat([{"role": "user", "content": question}])
     tokens, mask = list(prompt), [0] * len(prompt)
     for number, turn in enumerate(turns):
@@ -25,5 +31,9 @@ def answered(
         tokens += part
         mask += [1 - number % 2] * len(part)
     logprobs = tuple(place * slope * own for place, own in enumerate(mask))
-    values: dict[str, Any] = {"scores": {"reward": reward}, "temperature": 1.0, "stop_reason": "stop"} | changes
+    values: dict[str, Any] = {
+        "scores": {"reward": reward},
+        "temperature": 1.0,
+        "stop_reason": "stop",
+    } | changes
     return Rollout(tuple(tokens), tuple(mask), logprobs, (version,) * len(tokens), **values)

@@ -1,4 +1,5 @@
-"""Shared fixtures: the shipped tiny model's tokenizer, a real engine thread on that model, a server over it.
+"""Shared fixtures: the shipped tiny model's tokenizer, a real engine thread on that model, a server
+over it.
 
 The engine serves at most TINY_CONTEXT tokens a sequence, so that tests of the limit are quick.
 """
@@ -40,42 +41,49 @@ from tests.engine.helpers import engine_options
 from tests.server.serving import RunningServer, running_server
 
 # A busy machine makes examples slow, which says nothing about the code.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 TINY = ModelConfig(base_path="builtin:tiny")
 TINY_CONTEXT = 256
-# What the tests keep for a next start goes nowhere near the user's own ~/.cache; their processes inherit it.
+# What the tests keep for a next start goes nowhere near the user's own ~/.cache; their processes
+# inherit it.
 _CACHE = tempfile.TemporaryDirectory(prefix="mlx_parallm_tests_")
 atexit.register(_CACHE.cleanup)
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 configure_logging(level="error")
 gc.disable()  # until all tests are collected
-# Each HTTP client reads all certificates of this machine (20 to 40 ms), though no test uses TLS: once will do.
+# Each HTTP client reads all certificates of this machine (20 to 40 ms), though no test uses TLS:
+# once will do.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
-    """Bytes are named by their parameter: a packed body holds the time, and two workers must collect the same names."""
+    """Bytes are named by their parameter: a packed body holds the time, and two workers must
+    collect the same names."""
     return argname if isinstance(val, bytes) else None
 
 
 def pytest_collection_finish() -> None:
-    """All that collecting made stays until the end: the collector of garbage need not look through it time and again,
-    which was a tenth of the fast tests' processor time."""
+    """All that collecting made stays until the end: the collector of garbage need not look
+    through it time and again, which was a tenth of the fast tests' processor time."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_sessionfinish() -> None:
-    """A thread that has used MLX ends so; otherwise MLX with MKL may abort at exit (docs/design.md)."""
+    """A thread that has used MLX ends so; otherwise MLX with MKL may abort at exit
+    (docs/design.md)."""
     mx.synchronize()
     mx.clear_streams()
 
 
 @dataclass(frozen=True)
 class TinyEngine:
-    """A running engine. `linear_shapes`: path → (in, out) of every layer that an adapter may target."""
+    """A running engine. `linear_shapes`: path → (in, out) of every layer that an adapter may
+    target."""
 
     client: EngineClient
     thread: EngineThread
@@ -105,21 +113,31 @@ def tiny_engine() -> Iterator[TinyEngine]:
 
 
 @contextmanager
-def running_tiny_engine(max_model_len: int, tokenizer: Callable[[], Tokenizer] | None = None) -> Iterator[TinyEngine]:
+def running_tiny_engine(
+    max_model_len: int, tokenizer: Callable[[], Tokenizer] | None = None
+) -> Iterator[TinyEngine]:
     """An engine thread of its own; `tokenizer` makes that of its thread."""
     loaded = load_model(TINY)
     weights = SharedWeights(loaded.model, keep_versions=1)
     shapes = {path: linear_shape(layer) for path, layer in linear_layers(loaded.model).items()}
     lora = prepare_for_serving(loaded.model)
-    options = engine_options(max_model_len=max_model_len, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64)
+    options = engine_options(
+        max_model_len=max_model_len, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64
+    )
     models = ServedModels(
         "builtin:tiny",
-        adapter_versions=lambda: {name: adapter.version for name, adapter in weights.adapters().items()},
+        adapter_versions=lambda: {
+            name: adapter.version for name, adapter in weights.adapters().items()
+        },
         version=lambda: weights.version,
     )
     thread = EngineThread(
         lambda: Engine(
-            loaded.model, tokenizer() if tokenizer else load_tokenizer(loaded.path, TINY), weights, lora, options
+            loaded.model,
+            tokenizer() if tokenizer else load_tokenizer(loaded.path, TINY),
+            weights,
+            lora,
+            options,
         ),
         models,
     )
@@ -133,7 +151,9 @@ def running_tiny_engine(max_model_len: int, tokenizer: Callable[[], Tokenizer] |
 @pytest.fixture(scope="session")
 def server(tiny_engine: TinyEngine) -> Iterator[RunningServer]:
     """An HTTP server over `tiny_engine`, with a tokenizer of its own."""
-    with running_server(tiny_engine.client, load_tokenizer(resolve_model_path(TINY.base_path), TINY)) as running:
+    with running_server(
+        tiny_engine.client, load_tokenizer(resolve_model_path(TINY.base_path), TINY)
+    ) as running:
         yield running
 
 

@@ -17,8 +17,11 @@ class Received(NamedTuple):
 
 
 @contextmanager
-def scripted_http(answer: Callable[[str, Any], Reply | None]) -> Iterator[tuple[str, list[Received]]]:
-    """Yields the URL and what was received. A reply is status, headers and JSON (or text as it is); None hangs up."""
+def scripted_http(
+    answer: Callable[[str, Any], Reply | None],
+) -> Iterator[tuple[str, list[Received]]]:
+    """Yields the URL and what was received. A reply is status, headers and JSON (or text as it
+    is); None hangs up."""
     received: list[Received] = []
 
     class Handler(BaseHTTPRequestHandler):

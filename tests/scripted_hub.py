@@ -21,10 +21,21 @@ class Hub:
             self.private = body.get("private") is True or body.get("visibility") == "private"
             return 200, {}, {"url": self.url}
         if "/preupload/" in path:
-            files = [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in body["files"]]
+            files = [
+                {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for each in body[("files")]
+            ]
             return 200, {}, {"files": files}
         if "/commit/" in path:
-            committed = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
+            committed = [
+                line["value"]
+                for line in map(json.loads, body.splitlines())
+                if line["key"] == ("file")
+            ]
             self.files |= {file["path"]: base64.b64decode(file["content"]) for file in committed}
-            return 200, {}, {"success": True, "commitUrl": f"{self.url}/commit/1", "commitOid": "1" * 40}
+            return (
+                200,
+                {},
+                {"success": True, "commitUrl": f"{self.url}/commit/1", "commitOid": "1" * 40},
+            )
         return 200, {}, {"id": "me/runs", "sha": "1" * 40, "siblings": []}

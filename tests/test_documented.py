@@ -1,7 +1,8 @@
-"""What a new part needs beside its code: its row of documentation and, where it computes, independent numbers.
+"""What a new part needs beside its code: its row of documentation and, where it computes,
+independent numbers.
 
-`make check` runs this. A message says what to add and where; docs/extending.md has an example of each part. What the
-rows say is compared with the registries too.
+`make check` runs this. A message says what to add and where; docs/extending.md has an example of
+each part. What the rows say is compared with the registries too.
 """
 
 import ast
@@ -57,20 +58,32 @@ def text(path: str) -> str:
 
 @cache
 def all_pages() -> str:
-    return "\n".join(text(str(page.relative_to(ROOT))) for page in sorted((ROOT / "docs").glob("*.md")))
+    return "\n".join(
+        text(str(page.relative_to(ROOT))) for page in sorted((ROOT / "docs").glob("*.md"))
+    )
 
 
 @cache
 def table(page: str, first: str, last: str) -> dict[str, list[str]]:
     """The cells of each row of the table with these headers, by the name in the first cell."""
-    head = re.search(rf"^\| `?{first}`? \|(?:.*\|)? {last} \|\n\|[-|]+\|\n((?:\|.*\n)+)", text(page), re.MULTILINE)
+    head = re.search(
+        rf"^\| `?{first}`? \|(?:.*\|)? {last} \|\n\|[-|]+\|\n((?:\|.*\n)+)",
+        text(page),
+        re.MULTILINE,
+    )
     assert head, f"{page} has no table with the headers {first} … {last}"
-    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in head[1].splitlines()]
+    rows = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in head[1].splitlines()
+    ]
     return {row[0].split(" ")[0].strip('`"'): row[1:] for row in rows}
 
 
 def values_of(settings: dict[str, float | None]) -> str:
-    values = (f"`{key}` {'the same' if value is None else f'{value:g}'}" for key, value in settings.items())
+    values = (
+        f"`{key}` {'the same' if value is None else f'{value:g}'}"
+        for key, value in settings.items()
+    )
     return ", ".join(values) or "–"
 
 
@@ -88,21 +101,32 @@ def names_in_tests(folder: str) -> set[str]:
 
 
 def test_what_a_loss_gets() -> None:
-    """Every field of `LossInputs`, with the shape and type that its comment has, and when it is None."""
+    """Every field of `LossInputs`, with the shape and type that its comment has, and when it is
+    None."""
     [source] = [source for source in sources("mlx_parallm") if source.module == "losses.types"]
-    [class_] = [node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name == "LossInputs"]
+    [class_] = [
+        node
+        for node in source.tree.body
+        if isinstance(node, ast.ClassDef) and node.name == ("LossInputs")
+    ]
     rows = table(INPUTS_PAGE, "field of `LossInputs`", "None when")
     lines = text(source.path).splitlines()
     fields = {node.target.id: node for node in class_.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
-    missing = [f"`{name}` is no field any more: remove its row" for name in rows if name not in fields]
+    missing = [
+        f"`{name}` is no field any more: remove its row" for name in rows if name not in fields
+    ]
     for name, node in fields.items():
         if name not in rows:
             missing.append(f"add a row for `{name}`")
             continue
         shape, _, none = rows[name]
-        annotation, comment = ast.unparse(node.annotation), lines[node.lineno - 1].partition("#")[2]
+        annotation = ast.unparse(node.annotation)
+        above = lines[node.lineno - 2].strip()
+        comment = lines[node.lineno - 1].partition("#")[2] or above.removeprefix("#")
         is_array = re.match(r" (\[[^]]*\] \w+)", comment) if "mx.array" in annotation else None
-        expected = is_array[1] if is_array else "name → float" if "Mapping" in annotation else "float"
+        expected = (
+            is_array[1] if is_array else ("name → float") if "Mapping" in annotation else "float"
+        )
         if shape != expected:
             missing.append(f"`{name}` is {expected}, the row has {shape}")
         if (none == "never") == ("None" in annotation):
@@ -119,7 +143,8 @@ def missing_of_losses() -> Iterator[str]:
     for name in LOSSES:
         if name not in LOSS_SETTINGS:
             yield (
-                f"loss {name!r}: add the keys that it reads, with their defaults, to LOSS_SETTINGS of"
+                f"loss {name!r}: add the keys that it reads, with their defaults, to LOSS_SETTINGS"
+                " of"
                 " mlx_parallm/config/algorithm.py ({} if it reads none)"
             )
         if f'"{name}"' not in description:
@@ -143,21 +168,38 @@ def test_losses() -> None:
 
 def test_the_settings_of_losses() -> None:
     for name, (formula, *_, settings) in table(ALGORITHMS_PAGE, "loss", "settings").items():
-        assert settings == values_of(LOSS_SETTINGS[name]), f"{ALGORITHMS_PAGE}: the settings of {name}"
+        assert settings == values_of(LOSS_SETTINGS[name]), (
+            f"{ALGORITHMS_PAGE}: the settings of {name}"
+        )
         inherited = "the same, " if name == "dual_clip" else ""
         own = [key for key in LOSS_SETTINGS[name] if not (inherited and key.startswith("clip_"))]
-        assert [key for key in own if key not in formula] == [], f"{name}: a setting without a place in the formula"
+        assert [key for key in own if key not in formula] == [], (
+            f"{name}: a setting without a place in the formula"
+        )
 
 
 def test_losses_on_rows() -> None:
-    tested = [(loss, options.get("loss_type")) for loss, _, options in test_preference.CASES.values()]
-    made = {name: getattr(make(PreferenceConfig(), 0.1), "func", make) for name, make in DATA_LOSSES.items()}
+    tested = [
+        (loss, options.get("loss_type")) for loss, _, options in test_preference.CASES.values()
+    ]
+    made = {
+        name: getattr(make(PreferenceConfig(), 0.1), "func", make)
+        for name, make in DATA_LOSSES.items()
+    }
     made["sft"] = DATA_LOSSES["sft"](PreferenceConfig(), 0.1)
     where = "with a float64 twin to CASES of tests/losses/test_preference.py"
-    report(f"loss {name!r}: add it {where}" for name, loss in made.items() if loss not in [one for one, _ in tested])
+    report(
+        f"loss {name!r}: add it {where}"
+        for name, loss in made.items()
+        if loss not in [one for one, _ in tested]
+    )
     kinds = get_args(DPOLossName)
     assert set(kinds) == set(PAIR_LOSSES)
-    report(f"dpo with loss_type {kind!r}: add it {where}" for kind in kinds if kind not in [one for _, one in tested])
+    report(
+        f"dpo with loss_type {kind!r}: add it {where}"
+        for kind in kinds
+        if kind not in [one for _, one in tested]
+    )
 
 
 def missing_of_algorithms() -> Iterator[str]:
@@ -199,7 +241,8 @@ def missing_of_advantages() -> Iterator[str]:
             yield f"advantage {name!r}: add it to AdvantageKind and group_advantages of losses/advantages.py"
         if name not in rows:
             yield (
-                f'advantage {name!r}: add a row | `"{name}"` | formula | source | to the table under'
+                f'advantage {name!r}: add a row | `"{name}"` | formula | source | to the table'
+                " under"
                 f" 'Advantage' of {ALGORITHMS_PAGE}"
             )
         if name not in tested:
@@ -226,7 +269,11 @@ def test_kl_estimators_levels_and_aggregations() -> None:
     for key, last in (("ratio_level", "ρ of a token"), ("loss_aggregation", "source")):
         named = get_args(get_args(AlgorithmSection.model_fields[key].annotation)[0])
         rows = table(ALGORITHMS_PAGE, key, last)
-        report(f"{key} {name!r}: add a row to its table in {ALGORITHMS_PAGE}" for name in named if name not in rows)
+        report(
+            f"{key} {name!r}: add a row to its table in {ALGORITHMS_PAGE}"
+            for name in named
+            if name not in rows
+        )
 
 
 # ---------------------------------------------------------------------- rewards and environments
@@ -271,8 +318,12 @@ def test_environment_kinds() -> None:
 
 
 def missing_of_commands() -> Iterator[str]:
-    found = re.findall(r"^\| `mlx_parallm ([\w-]+)` \| (?:`(\w+)`)? ?\| (.*)\|$", text(COMMANDS_PAGE), re.MULTILINE)
-    rows = {name: (script or None, set(re.findall(r"--[\w-]+", flags))) for name, script, flags in found}
+    found = re.findall(
+        r"^\| `mlx_parallm ([\w-]+)` \| (?:`(\w+)`)? ?\| (.*)\|$", text(COMMANDS_PAGE), re.MULTILINE
+    )
+    rows = {
+        name: (script or None, set(re.findall(r"--[\w-]+", flags))) for name, script, flags in found
+    }
     for command in COMMANDS.values():
         name, script = command.name, f"`{command.script}`" if command.script else ""
         if f"`mlx_parallm {name}" not in text("docs/commands.md"):
@@ -286,10 +337,23 @@ def missing_of_commands() -> Iterator[str]:
         also, promised = rows[name]
         if also != command.script:
             yield f"command {name!r}: 'also as' of its row in {COMMANDS_PAGE} has to be {script or 'empty'}"
-        flags = flags_of(name) - {"--help", "--version"} - ({"--output"} if name == "merge" else set())
-        yield from (f"command {name!r}: add `{flag}` to its row in {COMMANDS_PAGE}" for flag in flags - promised)
-        yield from (f"command {name!r}: {COMMANDS_PAGE} promises `{flag}`: it is gone" for flag in promised - flags)
-    yield from (f"{COMMANDS_PAGE} promises a command that is gone: {name!r}" for name in set(rows) - set(COMMANDS))
+        flags = (
+            flags_of(name)
+            - {"--help", "--version"}
+            - ({("--output")} if name == "merge" else set())
+        )
+        yield from (
+            f"command {name!r}: add `{flag}` to its row in {COMMANDS_PAGE}"
+            for flag in flags - promised
+        )
+        yield from (
+            f"command {name!r}: {COMMANDS_PAGE} promises `{flag}`: it is gone"
+            for flag in promised - flags
+        )
+    yield from (
+        f"{COMMANDS_PAGE} promises a command that is gone: {name!r}"
+        for name in set(rows) - set(COMMANDS)
+    )
 
 
 def test_commands() -> None:
@@ -304,7 +368,8 @@ def _value(source: Source, node: ast.expr) -> str:
 
 
 def routes(source: Source) -> Iterator[tuple[str, str]]:
-    """Yield (method, path) of every `@router.get("/path")` of a file that the OpenAPI document shows."""
+    """Yield (method, path) of every `@router.get("/path")` of a file that the OpenAPI document
+    shows."""
     calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
     prefixes = [
         _value(source, keyword.value)
@@ -315,9 +380,16 @@ def routes(source: Source) -> Iterator[tuple[str, str]]:
     ]
     for _, function in functions(source.tree):
         for call in function.decorator_list:
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in METHODS):
+            if not (
+                isinstance(call, ast.Call)
+                and isinstance(call.func, ast.Attribute)
+                and call.func.attr in METHODS
+            ):
                 continue
-            if not any(k.arg == "include_in_schema" and ast.unparse(k.value) == "False" for k in call.keywords):
+            if not any(
+                k.arg == "include_in_schema" and ast.unparse(k.value) == "False"
+                for k in call.keywords
+            ):
                 path = _value(source, call.args[0]).replace(":path}", "}")
                 yield call.func.attr.upper(), "".join(prefixes[:1]) + path
 
@@ -326,7 +398,8 @@ def test_routes() -> None:
     found = {(route, source.path) for source in sources("mlx_parallm") for route in routes(source)}
     assert (("POST", "/v1/chat/completions"), "mlx_parallm/server/api/chat.py") in found
     report(
-        f"route {method} {path} ({where}): write `{method} {path}` on its page of docs/, or in the table of routes of"
+        f"route {method} {path} ({where}): write `{method} {path}` on its page of docs/, or in the"
+        " table of routes of"
         f" {COMMANDS_PAGE} if it is promised"
         for (method, path), where in sorted(found)
         if not re.search(rf"`{method} {re.escape(path)}[`?]", all_pages())
@@ -336,7 +409,11 @@ def test_routes() -> None:
 def keys(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted name, description) of every key below a section."""
     for name, field in section.model_fields.items():
-        inner = [part for part in (field.annotation, *get_args(field.annotation)) if hasattr(part, "model_fields")]
+        inner = [
+            part
+            for part in (field.annotation, *get_args(field.annotation))
+            if hasattr(part, ("model_fields"))
+        ]
         if inner:
             yield from keys(inner[0], f"{prefix}{name}.")
         else:
@@ -351,6 +428,16 @@ def test_configuration_keys() -> None:
     )
     page: str = runpy.run_path(str(ROOT / "scripts" / "generate_config_docs.py"))["render"]()
     now, then = page.splitlines(), text(CONFIG_PAGE).splitlines()
-    changed = [line for line in now if line not in then] + [line for line in then if line not in now]
+    changed = [line for line in now if line not in then] + [
+        line for line in then if line not in now
+    ]
     if page != text(CONFIG_PAGE):
-        report([f"{CONFIG_PAGE} is not current: run .venv/bin/python scripts/generate_config_docs.py", *changed[:3]])
+        report(
+            [
+                (
+                    f"{CONFIG_PAGE} is not current: run .venv/bin/python"
+                    " scripts/generate_config_docs.py"
+                ),
+                *changed[:3],
+            ]
+        )

@@ -1,6 +1,7 @@
 """The gates of docs/design.md on size and names: tiny modules, class names, circles, defaults.
 
-Each list below names the exceptions with their reasons. An entry that is no longer needed fails the test: remove it.
+Each list below names the exceptions with their reasons. An entry that is no longer needed fails the
+test: remove it.
 """
 
 import ast
@@ -23,7 +24,6 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
     "environments.kinds.dataset": "a kind of environment is a file",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "server.api.adapters": "a family of routes is a file",
-    "server.api.embeddings": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
     "systems.traces.config": "a leaf's section is a file, which the core loads without the leaf",
     "system.moved_names": "the table of promised names",
@@ -37,51 +37,74 @@ VARIABLE_ATTRIBUTES: dict[
     "distributed.ranks:_watched": "socket options that not every system has",
     "environments.state_source:check_environment": "which methods a user's class overrides",
     "execution.sandbox.sandbox_launcher:call": "system calls and limits by name, from a table",
-    "execution.sandbox.sandbox_launcher:set_limits": "system calls and limits by name, from a table",
+    "execution.sandbox.sandbox_launcher:set_limits": (
+        "system calls and limits by name, from a table"
+    ),
     "execution.user_code:reference_to": "an object of the user's program, by its name",
     "execution.user_code:load": "a function that the configuration names",
     "models.adapters.served:ServedLinear.__getattr__": "a wrapper hands on what it does not know",
     "models.adapters.served:ServedLinear.__setattr__": "a wrapper hands on what it does not know",
-    "models.cpu_kernels:FastMLP.__init__": "the layers of an mlx-lm module, by the names that it has",
+    "models.cpu_kernels:FastMLP.__init__": (
+        "the layers of an mlx-lm module, by the names that it has"
+    ),
     "models.recurrent.layers:_replace": "a method of an mlx-lm class, by its name",
     "models.layer_stack:_Stand.__getattr__": "a wrapper hands on what it does not know",
     "models.loading:_dtype": "a dtype by the name in the configuration",
     "rl_training.step.optimizer:optimizer_keys": "an optimizer of mlx.optimizers, whatever it has",
     "server.metrics:_EngineCollector.collect": "the engine's counters, by their names in a table",
-    "systems.traces.collector:AgentHook.restore": "the agent's methods, by the names that it gives them",
-    "systems.traces.collector:AgentHook.wrap": "the agent's methods, by the names that it gives them",
+    "systems.traces.collector:AgentHook.restore": (
+        "the agent's methods, by the names that it gives them"
+    ),
+    "systems.traces.collector:AgentHook.wrap": (
+        "the agent's methods, by the names that it gives them"
+    ),
     "systems.traces.collector:_method": "the agent's methods, by the names that it gives them",
-    "faces.trl.attributes:TrainerAttributes.__getattr__": "an argument of the trainer by its name, as TRL has them",
+    "faces.trl.attributes:TrainerAttributes.__getattr__": (
+        "an argument of the trainer by its name, as TRL has them"
+    ),
     "faces.trl.callbacks:Callbacks.add_callback": "a callback has the methods that it wants",
     "faces.trl.callbacks:Callbacks.call": "a callback has the methods that it wants",
     "system.lazy_names:lazy_names.get": "names are imported when they are asked for",
     "system.blas:share_blas_between": "a BLAS's own function that sets its threads",
 }
 
-NEUTRAL = {  # values that change nothing, and names that every function with a time-out or a random state has
+# values that change nothing, and names that every function with a time-out or a random state has
+NEUTRAL = {
     "seed",
     "temperature",
     "timeout_s",
     "top_p",
 }
 TRLS = "faces.trl.config"  # its fields are TRL's arguments, not keys
-# "module.function.parameter" or "module.Class.field": why it has a default beside the configuration's
+# "module.function.parameter" or "module.Class.field": why it has a default beside the
+# configuration's
 SECOND_DEFAULTS: dict[str, str] = {
     "engine.sequence.Sequence.rank": "its place among n completions; LoRA's rank is another",
-    "environments.kinds.conversation.__init__.max_tokens": "of the simulated user, not of the policy",
+    "environments.kinds.conversation.__init__.max_tokens": (
+        "of the simulated user, not of the policy"
+    ),
     "environments.manager.RolloutConfig.group_size": "docs/stability.md promises this constructor",
     "environments.manager.RolloutConfig.max_tokens": "docs/stability.md promises this constructor",
     "losses.types.LossInputs.kl_beta": "docs/stability.md promises this constructor; 0 = no KL",
     "models.lora.adapter_config.dropout": "0 = none",
     "models.lora.save_adapter.dropout": "0 = none",
-    "faces.tinker.bodies.AdamBody.learning_rate": "the SDK's own default, for a field that it always sends",
-    "faces.tinker.bodies.AdamBody.weight_decay": "the SDK's own default, for a field that it always sends",
-    "faces.tinker.bodies.LoraBody.rank": "the SDK's own default, where a client sends no lora_config",
+    "faces.tinker.bodies.AdamBody.learning_rate": (
+        "the SDK's own default, for a field that it always sends"
+    ),
+    "faces.tinker.bodies.AdamBody.weight_decay": (
+        "the SDK's own default, for a field that it always sends"
+    ),
+    "faces.tinker.bodies.LoraBody.rank": (
+        "the SDK's own default, where a client sends no lora_config"
+    ),
     "rewards.judge.judge.max_tokens": "of the judge, not of the policy",
 }
 
 # Configuration classes of leaves: their keys are their own, whatever they are called.
-OWN_CONFIGURATIONS = ("systems.experts.expert.ExpertConfig.", "systems.experts.ppo.RecurrentPPOConfig.")
+OWN_CONFIGURATIONS = (
+    "systems.experts.expert.ExpertConfig.",
+    ("systems.experts.ppo.RecurrentPPOConfig."),
+)
 
 
 @cache
@@ -106,7 +129,9 @@ def edges() -> dict[str, set[str]]:
 
 
 def test_folders_can_be_taken_in_at_a_glance() -> None:
-    folders = Counter(Path(s.path).parent for s in sources("mlx_parallm") if not s.path.endswith("__init__.py"))
+    folders = Counter(
+        Path(s.path).parent for s in sources("mlx_parallm") if not s.path.endswith("__init__.py")
+    )
     assert {str(f): n for f, n in folders.items() if n > MAX_FILES_IN_A_FOLDER} == {}
     assert len(list(PACKAGE.glob("*.py"))) <= MAX_ROOT_MODULES
     assert len(list(PACKAGE.glob("[a-z]*/"))) <= MAX_ROOT_FOLDERS
@@ -124,7 +149,9 @@ def test_a_tiny_module_with_one_importer_has_a_reason() -> None:
         and len(importers[name]) == 1
         and not source.path.endswith("__init__.py")
     }
-    assert tiny - set(TINY_MODULES) == set(), "merge these into their importer, or say why not in TINY_MODULES"
+    assert tiny - set(TINY_MODULES) == set(), (
+        "merge these into their importer, or say why not in TINY_MODULES"
+    )
     assert set(TINY_MODULES) <= tiny, "TINY_MODULES names modules that need no reason: remove them"
 
 
@@ -144,7 +171,8 @@ def test_no_circle_between_files() -> None:
 def variable_attributes(source: Source) -> set[str]:
     """Places "module:Class.method" that read or set an attribute whose name is not in the code."""
     owner: dict[ast.AST, str] = {}
-    for name, function in functions(source.tree):  # outer functions first, so that the innermost name stays
+    # outer functions first, so that the innermost name stays
+    for name, function in functions(source.tree):
         owner.update(dict.fromkeys(ast.walk(function), name))
     return {
         f"{source.module}:{owner.get(node, '')}"
@@ -158,7 +186,9 @@ def variable_attributes(source: Source) -> set[str]:
 def test_attributes_are_named_in_the_code() -> None:
     found: set[str] = set().union(*(variable_attributes(s) for s in sources("mlx_parallm")))
     assert found - set(VARIABLE_ATTRIBUTES) == set()
-    assert set(VARIABLE_ATTRIBUTES) <= found, "VARIABLE_ATTRIBUTES names places that are gone: remove them"
+    assert set(VARIABLE_ATTRIBUTES) <= found, (
+        "VARIABLE_ATTRIBUTES names places that are gone: remove them"
+    )
 
 
 def _number(node: ast.expr | None) -> float | None:
@@ -179,12 +209,15 @@ def _field_default(node: ast.AnnAssign) -> float | None:
 
 
 def numeric_defaults(source: Source) -> Iterator[tuple[str, str]]:
-    """Yield (name, place) of every parameter and every field of a class that has a numeric default."""
+    """Yield (name, place) of every parameter and every field of a class that has a numeric
+    default."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             a = node.args
             positional = [*a.posonlyargs, *a.args]
-            defaults = list(zip(positional[len(positional) - len(a.defaults) :], a.defaults, strict=True))
+            defaults = list(
+                zip(positional[len(positional) - len(a.defaults) :], a.defaults, strict=True)
+            )
             for argument, default in defaults + list(zip(a.kwonlyargs, a.kw_defaults, strict=True)):
                 if _number(default) is not None:
                     yield argument.arg, f"{source.module}.{node.name}.{argument.arg}"
@@ -196,17 +229,22 @@ def numeric_defaults(source: Source) -> Iterator[tuple[str, str]]:
 
 
 def numeric_keys(source: Source) -> Iterator[str]:
-    """Yield the keys of configuration classes that are numbers, or numbers that a preset fills in."""
+    """Yield the keys of configuration classes that are numbers, or numbers that a preset fills
+    in."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ClassDef):
             fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
             yield from (
-                ast.unparse(f.target) for f in fields if re.search(r"\b(int|float)\b", ast.unparse(f.annotation))
+                ast.unparse(f.target)
+                for f in fields
+                if re.search(r"\b(int|float)\b", ast.unparse(f.annotation))
             )
 
 
 def test_a_number_has_one_default_the_configurations() -> None:
-    configuration = [s for s in sources("mlx_parallm") if s.unit == "config" or s.module.endswith(".config")]
+    configuration = [
+        s for s in sources("mlx_parallm") if s.unit == "config" or s.module.endswith(".config")
+    ]
     keys = {key for s in configuration if s.module != TRLS for key in numeric_keys(s)} - NEUTRAL
     assert {"clip_ratio", "buffer_size"} <= keys
     elsewhere = {
@@ -217,4 +255,6 @@ def test_a_number_has_one_default_the_configurations() -> None:
         if name in keys and not place.startswith(OWN_CONFIGURATIONS)
     }
     assert elsewhere - set(SECOND_DEFAULTS) == set(), "take the number from the configuration"
-    assert set(SECOND_DEFAULTS) <= elsewhere, "SECOND_DEFAULTS names defaults that are gone: remove them"
+    assert set(SECOND_DEFAULTS) <= elsewhere, (
+        "SECOND_DEFAULTS names defaults that are gone: remove them"
+    )

@@ -1,5 +1,6 @@
-"""Leaves: each hook is there, a folder that is deleted takes nothing else along, and the example of docs/extending.md
-is a leaf that works. The package is put together of links in a directory of its own, with what is to be different."""
+"""Leaves: each hook is there, a folder that is deleted takes nothing else along, and the example
+of docs/extending.md is a leaf that works. The package is put together of links in a directory of
+its own, with what is to be different."""
 
 import inspect
 import subprocess
@@ -20,9 +21,15 @@ from tests.test_architecture import CORE_UNITS, PACKAGE, ROOT, sources
 REGISTRY = "mlx_parallm/config/leaves.py"
 
 
-def package(place: Path, *, without: Iterable[str] = (), files: Mapping[str, str] | None = None) -> Path:
-    """Link the package below `place`, without some folders of it, and with files that are new or differ."""
-    removed, texts = {ROOT / name for name in without}, {ROOT / name: text for name, text in (files or {}).items()}
+def package(
+    place: Path, *, without: Iterable[str] = (), files: Mapping[str, str] | None = None
+) -> Path:
+    """Link the package below `place`, without some folders of it, and with files that are new or
+    differ."""
+    removed, texts = (
+        {ROOT / name for name in without},
+        {ROOT / name: text for name, text in (files or {}).items()},
+    )
 
     def link(source: Path, target: Path) -> None:
         if source in removed:
@@ -78,7 +85,10 @@ def test_what_a_leaf_names_is_there_and_takes_what_it_gets(leaf: Leaf) -> None:
         if hook is not None:
             inspect.signature(imported(hook)).bind(*[None] * count)
     assert all(issubclass(imported(place), BaseEnvironment) for place in leaf.environments.values())
-    assert all(isinstance(command, Command) and callable(imported(command.function)) for command in leaf.commands)
+    assert all(
+        isinstance(command, Command) and callable(imported(command.function))
+        for command in leaf.commands
+    )
 
 
 @pytest.mark.parametrize("module", LEAVES)
@@ -91,17 +101,27 @@ def test_a_deleted_folder_takes_only_its_own_names_along(module: str, tmp_path: 
         "print(*[command.name for command in COMMANDS], *Config.model_fields)\n"
     )
     names = set(run(package(tmp_path, without=[folder(module)]), program).split())
-    own = {command.name for command in leaf.commands} | ({leaf.name} if leaf.section is not None else set())
-    everything = {command.name for kept in leaves() for command in kept.commands} | set(Config.model_fields)
+    own = {command.name for command in leaf.commands} | (
+        {leaf.name} if leaf.section is not None else set()
+    )
+    everything = {command.name for kept in leaves() for command in kept.commands} | set(
+        Config.model_fields
+    )
     assert names >= everything - own
     assert not names & own
 
 
 def test_the_core_works_without_any_leaf(tmp_path: Path) -> None:
-    units = {source.unit for source in sources("mlx_parallm")} - CORE_UNITS - {"__init__", "__main__"}
+    units = (
+        {source.unit for source in sources("mlx_parallm")} - CORE_UNITS - {"__init__", ("__main__")}
+    )
     folders = {f"mlx_parallm/{unit.replace('.', '/')}" for unit in units}
     assert {folder(module) for module in LEAVES} <= folders
-    core = ["mlx_parallm." + s.module.removesuffix(".__init__") for s in sources("mlx_parallm") if s.unit in CORE_UNITS]
+    core = [
+        "mlx_parallm." + s.module.removesuffix(".__init__")
+        for s in sources("mlx_parallm")
+        if s.unit in CORE_UNITS
+    ]
     program = (
         "import importlib, urllib.error, urllib.request\n"
         f"for name in {core!r}:\n"
@@ -130,11 +150,17 @@ def test_the_core_works_without_any_leaf(tmp_path: Path) -> None:
 
 def test_the_example_of_the_page_is_a_leaf_that_works(tmp_path: Path) -> None:
     page = ROOT / "docs" / "extending.md"
-    files = {b.saved_as: b.text for b in blocks(page) if (b.saved_as or "").startswith("mlx_parallm/faces/weather/")}
+    files = {
+        b.saved_as: b.text
+        for b in blocks(page)
+        if (b.saved_as or "").startswith("mlx_parallm/faces/weather/")
+    }
     assert len(files) == 3
     lines = (ROOT / REGISTRY).read_text(encoding="utf-8")
     assert '`"mlx_parallm.faces.weather.leaf",` in `LEAVES`' in page.read_text(encoding="utf-8")
-    files[REGISTRY] = lines.replace("LEAVES = (\n", 'LEAVES = (\n    "mlx_parallm.faces.weather.leaf",\n')
+    files[REGISTRY] = lines.replace(
+        "LEAVES = (\n", ('LEAVES = (\n    "mlx_parallm.faces.weather.leaf",\n')
+    )
     program = (
         "import urllib.request\n"
         "from mlx_parallm.config.load import load_config\n"
@@ -150,7 +176,9 @@ def test_the_example_of_the_page_is_a_leaf_that_works(tmp_path: Path) -> None:
         "print(urllib.request.urlopen(serving.url + '/weather').read().decode())\n"
         "serving.close()\n"
     )
-    printed = run(package(tmp_path, files={str(k): v for k, v in files.items()}), program).splitlines()
+    printed = run(
+        package(tmp_path, files={str(k): v for k, v in files.items()}), program
+    ).splitlines()
     assert printed[0].endswith("unknown key 'weather.plaice'; did you mean 'weather.place'?")
     assert '{"place":"Paris","sky":"blue"}' in printed
 
@@ -158,8 +186,11 @@ def test_the_example_of_the_page_is_a_leaf_that_works(tmp_path: Path) -> None:
 def test_a_leaf_is_read_without_what_is_heavy() -> None:
     program = (
         "import sys\nfrom mlx_parallm.config.leaves import leaves\nassert leaves()\n"
-        "loaded = {'mlx', 'pydantic', 'fastapi', 'numpy', 'rich'} & set(sys.modules)\nassert not loaded, loaded\n"
+        "loaded = {'mlx', 'pydantic', 'fastapi', 'numpy', 'rich'} & set(sys.modules)\nassert not"
+        " loaded, loaded\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert registry.__file__ == str(ROOT / REGISTRY)

@@ -1,4 +1,5 @@
-"""The tables "Names of the original plan": every name of the five plans is in one, and every place in one is there."""
+"""The tables "Names of the original plan": every name of the five plans is in one, and every
+place in one is there."""
 
 import importlib
 import re
@@ -36,7 +37,12 @@ NAMES = {
 
 def rows(page: str) -> list[tuple[str, str]]:
     """Return there and here of each row."""
-    section = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split(HEADING)[1].split("\n## ")[0]
+    section = (
+        (ROOT / "docs" / f"{page}.md")
+        .read_text(encoding="utf-8")
+        .split(HEADING)[1]
+        .split("\n## ")[0]
+    )
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [(there, here) for _, there, here, _ in (line.split("|") for line in lines)]
 

@@ -1,4 +1,5 @@
-"""Import paths that docs/stability.md and the specification promise, and the names that people take from them."""
+"""Import paths that docs/stability.md and the specification promise, and the names that people
+take from them."""
 
 import importlib
 import subprocess
@@ -14,7 +15,9 @@ PATHS = {
     "mlx_parallm.losses.types": "LossInputs LossOutputs aggregate masked",
     "mlx_parallm.models.lora": "inject_lora load_adapter save_adapter",
     "mlx_parallm.rl_training.checkpoint": "Checkpointer find_checkpoint",
-    "mlx_parallm.rl_training.config": "RLTrainingConfig LoraConfig AtroposConfig WeightUpdateConfig",
+    "mlx_parallm.rl_training.config": (
+        "RLTrainingConfig LoraConfig AtroposConfig WeightUpdateConfig"
+    ),
     "mlx_parallm.rl_training.grpo_trainer": "make_algorithm policy_gradient",
     "mlx_parallm.rl_training.rollout_buffer": "RolloutBuffer",
     "mlx_parallm.rl_training.train": "TrainingRun",
@@ -31,5 +34,7 @@ def test_a_promised_path_imports(path: str) -> None:
 
 
 def test_the_commands_import_without_mlx() -> None:
-    program = "import sys; from mlx_parallm.cli import serve, train; assert 'mlx.core' not in sys.modules"
+    program = (
+        "import sys; from mlx_parallm.cli import serve, train; assert 'mlx.core' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -38,7 +38,9 @@ segments = st.builds(
 trajectories = st.builds(
     Trajectory,
     text=st.text(),
-    rollout=st.builds(lambda last, earlier: replace(last, earlier=earlier), segments, tuples(segments)),
+    rollout=st.builds(
+        lambda last, earlier: replace(last, earlier=earlier), segments, tuples(segments)
+    ),
     prompt=st.text(),
     history=tuples(st.builds(Turn, st.text(), st.text())),
     step_count=st.integers(0, 9),
@@ -55,7 +57,8 @@ def test_a_trajectory_comes_back_from_json_as_it_was(trajectory):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"), [({"reward": 1.0}, "unknown keys.*reward"), ({"tokens": None}, "missing keys.*tokens")]
+    ("change", "named"),
+    [({"reward": 1.0}, "unknown keys.*reward"), ({"tokens": None}, ("missing keys.*tokens"))],
 )
 def test_from_json_names_the_key_that_does_not_fit(change, named):
     data = Rollout((1,), (1,), (-0.5,), (0,), 1.0, {}).to_json()

@@ -1,4 +1,5 @@
-"""SharedWeights: two-sided lock, a publish copies nothing, and one that cannot have the lock changes nothing."""
+"""SharedWeights: two-sided lock, a publish copies nothing, and one that cannot have the lock
+changes nothing."""
 
 import copy
 import threading
@@ -41,7 +42,9 @@ def test_publish_rebinds_the_very_arrays_under_the_next_version() -> None:
     new = layers(1.0)
     report = weights.publish_adapter(new)
     assert report.version == weights.version == 8
-    assert held.version == 7 and held.layers["proj"].a[0, 0].item() == 0.0, "what is in use survives"
+    assert held.version == 7 and held.layers["proj"].a[0, 0].item() == 0.0, (
+        "what is in use survives"
+    )
     with weights.read() as view:
         assert view.policy_version == 8
         assert view.adapters["policy"].version == 8

@@ -1,4 +1,5 @@
-"""Tiny random models made on the spot: in memory, or checkpoints in Hugging Face layout with the shipped tokenizer."""
+"""Tiny random models made on the spot: in memory, or checkpoints in Hugging Face layout with the
+shipped tokenizer."""
 
 import json
 import shutil
@@ -60,12 +61,18 @@ def lora_config(
     rslora: bool = False,
     dora: bool = False,
 ) -> LoraConfig:
-    settings = {"target_modules": target_modules, "layers": layers, "use_rslora": rslora, "use_dora": dora}
+    settings = {
+        "target_modules": target_modules,
+        "layers": layers,
+        "use_rslora": rslora,
+        "use_dora": dora,
+    }
     return LoraConfig.model_validate({"rank": rank, "alpha": alpha} | settings)
 
 
 def make_model(config: dict[str, Any] = QWEN3, *, seed: int = 0, spread: float = 3.0) -> nn.Module:
-    """A random model, evaluated. `spread` widens the weights so that greedy answers are not all one token."""
+    """A random model, evaluated. `spread` widens the weights so that greedy answers are not all
+    one token."""
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)
     model = model_class(args_class.from_dict(config))
@@ -76,7 +83,9 @@ def make_model(config: dict[str, Any] = QWEN3, *, seed: int = 0, spread: float =
     return model
 
 
-def save_checkpoint(path: Path, config: dict[str, Any] = QWEN3, *, seed: int = 0, dtype: Any = mx.float32) -> Path:
+def save_checkpoint(
+    path: Path, config: dict[str, Any] = QWEN3, *, seed: int = 0, dtype: Any = mx.float32
+) -> Path:
     """Writes a random model and the shipped tokenizer in Hugging Face layout."""
     path.mkdir(parents=True)
     model = make_model(config, seed=seed)

@@ -1,6 +1,7 @@
 """Tokenizers of each family, trained on the spot on a few sentences and loaded as a model's own is.
 
-Their vocabularies have few words, so much falls back to bytes or to characters, as rare text does with a real one.
+Their vocabularies have few words, so much falls back to bytes or to characters, as rare text does
+with a real one.
 """
 
 import json
@@ -23,7 +24,8 @@ CORPUS = [
 ] * 20
 WORDS = 420
 TEMPLATE = (
-    "{{ bos_token or '' }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
+    "{{ bos_token or '' }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor"
+    " %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 MARKS = ["<|system|>", "<|user|>", "<|assistant|>"]
@@ -43,11 +45,15 @@ def _trained(model: Any, trainer: Any, normalizer: Any = None, pre: Any = None) 
 def _sentencepiece(normalizer: Any, pre: Any, decoder: Any) -> Rust:
     """BPE with byte fallback, as the Llama 2, Mistral and Gemma tokenizers are."""
     learner = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
-    learned = _trained(models.BPE(), trainers.BpeTrainer(vocab_size=WORDS, show_progress=False), pre=learner)
+    learned = _trained(
+        models.BPE(), trainers.BpeTrainer(vocab_size=WORDS, show_progress=False), pre=learner
+    )
     words = ["<unk>", "<s>", "</s>", *BYTES, *learned["vocab"], "▁▁", "▁▁▁▁"]
     merges = [tuple(pair) for pair in learned["merges"]] + [("▁", "▁"), ("▁▁", "▁▁")]
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(words))}
-    rust = Rust(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    rust = Rust(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     if normalizer is not None:
         rust.normalizer = normalizer
     if pre is not None:
@@ -57,11 +63,14 @@ def _sentencepiece(normalizer: Any, pre: Any, decoder: Any) -> Rust:
 
 
 def _to_space(*more: Any) -> Any:
-    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *more])
+    return decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *more]
+    )
 
 
 def _llama2() -> Rust:
-    """The dummy space comes from the normaliser, before each stretch between special tokens (`legacy`)."""
+    """The dummy space comes from the normaliser, before each stretch between special tokens
+    (`legacy`)."""
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return _sentencepiece(normalizer, None, _to_space(decoders.Strip(" ", 1, 0)))
 
@@ -86,10 +95,17 @@ def _metaspace_decoder() -> Rust:
 def _unigram() -> Rust:
     pre = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     trainer = trainers.UnigramTrainer(
-        vocab_size=300, show_progress=False, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>"
+        vocab_size=300,
+        show_progress=False,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        unk_token=("<unk>"),
     )
     rust = Rust(models.Unigram())
-    rust.normalizer, rust.pre_tokenizer, rust.decoder = normalizers.NFKC(), pre, decoders.Metaspace()
+    rust.normalizer, rust.pre_tokenizer, rust.decoder = (
+        normalizers.NFKC(),
+        pre,
+        decoders.Metaspace(),
+    )
     rust.train_from_iterator(CORPUS, trainer)
     return rust
 
@@ -117,8 +133,13 @@ LLAMA3 = (
 
 def _word_piece(*, cleanup: bool) -> Rust:
     rust = Rust(models.WordPiece(unk_token="<unk>"))
-    rust.pre_tokenizer, rust.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece("##", cleanup)
-    trainer = trainers.WordPieceTrainer(vocab_size=WORDS, show_progress=False, special_tokens=["<unk>", "<s>", "</s>"])
+    rust.pre_tokenizer, rust.decoder = (
+        pre_tokenizers.BertPreTokenizer(),
+        decoders.WordPiece("##", cleanup),
+    )
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=WORDS, show_progress=False, special_tokens=["<unk>", "<s>", ("</s>")]
+    )
     rust.train_from_iterator(CORPUS, trainer)
     return rust
 
@@ -140,19 +161,29 @@ FAMILIES: dict[str, tuple[Callable[[], Rust], dict[str, Any]]] = {
     "word piece": (lambda: _word_piece(cleanup=False), {}),
     "word piece cleaned up": (lambda: _word_piece(cleanup=True), {}),
 }
-SENTENCEPIECE = [name for name, (make, _) in FAMILIES.items() if make in (_llama2, _gemma) or "metaspace" in name]
+SENTENCEPIECE = [
+    name for name, (make, _) in FAMILIES.items() if make in (_llama2, _gemma) or "metaspace" in name
+]
 SENTENCEPIECE += ["mistral", "unigram"]
-ANY_TEXT = [name for name in FAMILIES if name not in ("unigram", "word piece", "word piece cleaned up", "phi3")]
-"""Families that give back every text; the others normalise white space, or leave it out behind a special token."""
+ANY_TEXT = [
+    name
+    for name in FAMILIES
+    if name not in ("unigram", "word piece", "word piece cleaned up", ("phi3"))
+]
+"""Families that give back every text; the others normalise white space, or leave it out behind a
+special token."""
 
 
 def save_tokenizer(path: Path, family: str) -> Path:
-    """Write the files of a tokenizer. Its chat template is TEMPLATE, and `<s>` is put before a text."""
+    """Write the files of a tokenizer. Its chat template is TEMPLATE, and `<s>` is put before a
+    text."""
     path.mkdir(parents=True, exist_ok=True)
     make, settings = FAMILIES[family]
     rust = make()
     rust.add_special_tokens(["<unk>", "<s>", "</s>"])
-    rust.add_special_tokens([AddedToken(mark, rstrip=settings.get("rstrip", False)) for mark in MARKS])
+    rust.add_special_tokens(
+        [AddedToken(mark, rstrip=settings.get("rstrip", False)) for mark in MARKS]
+    )
     rust.add_tokens(settings.get("words", []))
     from tokenizers.processors import TemplateProcessing
 
@@ -172,8 +203,8 @@ def save_tokenizer(path: Path, family: str) -> Path:
 
 
 def make_tokenizer(path: Path, family: str) -> Tokenizer:
-    """Return the tokenizer of a family, loaded as that of a model. Training is not the same each time: a path keeps the
-    one that it has."""
+    """Return the tokenizer of a family, loaded as that of a model. Training is not the same each
+    time: a path keeps the one that it has."""
     if not (path / "tokenizer.json").exists():
         save_tokenizer(path, family)
     config = path / "config.json"

@@ -1,7 +1,9 @@
-"""An Atropos environment that needs no download: letters to reverse or to sort, graded by the exact answer.
+"""An Atropos environment that needs no download: letters to reverse or to sort, graded by the exact
+answer.
 
-Runs in the environment that scripts/setup_atropos makes; README.md beside this file has the commands. It collects
-through atroposlib's ManagedServer, so token ids and log-probabilities are the server's own.
+Runs in the environment that scripts/setup_atropos makes; README.md beside this file has the
+commands. It collects through atroposlib's ManagedServer, so token ids and log-probabilities are the
+server's own.
 """
 
 import random
@@ -12,12 +14,18 @@ from typing import Literal
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from pydantic import Field
 
-TINY = str(Path(__file__).resolve().parents[2] / "mlx_parallm" / "models" / "tiny")  # of `builtin:tiny`
-ANSWERS = {"reverse": lambda letters: letters[::-1], "sort": lambda letters: "".join(sorted(letters))}
+# of `builtin:tiny`
+TINY = str(Path(__file__).resolve().parents[2] / "mlx_parallm" / "models" / "tiny")
+ANSWERS = {
+    "reverse": lambda letters: letters[::-1],
+    "sort": lambda letters: "".join(sorted(letters)),
+}
 
 
 class LettersConfig(BaseEnvConfig):
-    task: Literal["reverse", "sort"] = Field(default="reverse", description="What is to be done with the letters")
+    task: Literal["reverse", "sort"] = Field(
+        default="reverse", description=("What is to be done with the letters")
+    )
     max_tokens: int = Field(default=8, description="Tokens of one answer")
     seed: int = Field(default=0, description="Of the problems")
 
@@ -28,7 +36,8 @@ class LettersEnv(BaseEnv):
 
     @classmethod
     def config_init(cls):
-        """The defaults of the flags. A list, also of one server: a single one makes atroposlib ignore base_url."""
+        """The defaults of the flags. A list, also of one server: a single one makes atroposlib
+        ignore base_url."""
         config = LettersConfig(
             rollout_server_url="http://127.0.0.1:8001",
             tokenizer_name=TINY,
@@ -38,7 +47,8 @@ class LettersEnv(BaseEnv):
             max_token_length=64,
             total_steps=-1,  # the trainer's
             steps_per_eval=0,
-            ensure_scores_are_not_same=False,  # the trainer drops such groups itself, and counts their rewards
+            # the trainer drops such groups itself, and counts their rewards
+            ensure_scores_are_not_same=False,
             use_wandb=False,
             wandb_name=cls.name,
         )
@@ -87,12 +97,16 @@ class LettersEnv(BaseEnv):
         return group, []  # nothing to play again
 
     async def evaluate(self, *args, **kwargs):
-        """Greedy accuracy on 64 held-out problems, into the directory `--env.data_dir_to_save_evals`."""
+        """Greedy accuracy on 64 held-out problems, into the directory
+        `--env.data_dir_to_save_evals`."""
         rng = random.Random(0)
         right = []
         for letters in [self.problem(rng, heldout=True) for _ in range(64)]:
             answer = await self.server.chat_completion(
-                messages=self.messages(letters), max_tokens=self.config.max_tokens, temperature=0.0, split="eval"
+                messages=self.messages(letters),
+                max_tokens=self.config.max_tokens,
+                temperature=0.0,
+                split=("eval"),
             )
             right.append(self.score(letters, answer.choices[0].message.content))
         await self.evaluate_log({"accuracy": sum(right) / len(right)})

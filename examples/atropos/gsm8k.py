@@ -1,7 +1,8 @@
 """Atropos' own environments/gsm8k_server.py, as their documentation starts it, against this server.
 
-As it stands it ignores `--openai.base_url` (its `config_init` returns one APIServerConfig, and atroposlib then uses
-localhost:9004 to 9007) and asks for text only. The directory that it lies in has to be on the PYTHONPATH.
+As it stands it ignores `--openai.base_url` (its `config_init` returns one APIServerConfig, and
+atroposlib then uses localhost:9004 to 9007) and asks for text only. The directory that it lies in
+has to be on the PYTHONPATH.
 """
 
 from gsm8k_server import GSM8kEnv
@@ -13,7 +14,11 @@ class GSM8k(GSM8kEnv):
         config, servers = super().config_init()
         server = servers[0] if isinstance(servers, list) else servers
         defaults = {"server_type": "vllm", "base_url": "http://localhost:8000/v1"}
-        ours = {"use_wandb": False, "rollout_server_url": "http://localhost:8001", "total_steps": -1}
+        ours = {
+            "use_wandb": False,
+            "rollout_server_url": "http://localhost:8001",
+            "total_steps": -1,
+        }
         return config.model_copy(update=ours), [server.model_copy(update=defaults)]
 
 

@@ -2,14 +2,18 @@
 
     python examples/hybrid/make_planner.py --output planner --seed 0
 
-1. A random Qwen3 of two layers, with a tokenizer that has the words of the grammar and of the tasks as tokens.
-2. Supervised training on episodes in which the first action is drawn at random: a call, a delegation or an answer, each
-   with the numbers of the task. So it can write all of them, copy numbers and results, and chooses by chance.
+1. A random Qwen3 of two layers, with a tokenizer that has the words of the grammar and of the tasks
+    as tokens.
+2. Supervised training on episodes in which the first action is drawn at random: a call, a
+   delegation or an answer, each with the numbers of the task. So it can write all of them, copy
+   numbers and results, and chooses by chance.
 
-`--knows 0.5` draws the right action in half of the episodes beyond chance. Three minutes on one CPU core.
+`--knows 0.5` draws the right action in half of the episodes beyond chance. Three minutes on one CPU
+core.
 
-`--tool calculate` makes a model for `kind = "tools"` in its place: it answers a product by a call of that tool in three
-of ten episodes, and else by a guess. Beside the model it writes products.jsonl, the tasks.
+`--tool calculate` makes a model for `kind = "tools"` in its place: it answers a product by a call
+of that tool in three of ten episodes, and else by a guess. Beside the model it writes
+products.jsonl, the tasks.
 """
 
 import argparse
@@ -37,7 +41,19 @@ EXPERT = "physics_controller"
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PIECES = r"\p{N}| ?[\p{L}_]+:?| ?[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"
 KEYWORDS = (
-    *("user", "assistant", "system", "TOOL:", " math_solve", "(", "expression", "=", ")", "DELEGATE:", f" {EXPERT}"),
+    *(
+        "user",
+        "assistant",
+        "system",
+        "TOOL:",
+        " math_solve",
+        "(",
+        "expression",
+        "=",
+        ")",
+        "DELEGATE:",
+        (f" {EXPERT}"),
+    ),
     *(
         "target",
         ",",
@@ -101,11 +117,17 @@ def make_tokenizer(tool: str | None = None) -> PreTrainedTokenizerFast:
         for word in (*KEYWORDS, *(("tool", tool, f" {tool}") if tool else ()))
         for piece, _ in splitter.pre_tokenize_str(word)
     }
-    symbols = dict.fromkeys([*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *sorted(words)])
-    tokenizer = Tokenizer(models.BPE(vocab={s: n for n, s in enumerate(symbols)}, merges=[], ignore_merges=True))
+    symbols = dict.fromkeys(
+        [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *sorted(words)]
+    )
+    tokenizer = Tokenizer(
+        models.BPE(vocab={s: n for n, s in enumerate(symbols)}, merges=[], ignore_merges=True)
+    )
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(symbol, special=True, normalized=False) for symbol in SPECIALS])
+    tokenizer.add_special_tokens(
+        [AddedToken(symbol, special=True, normalized=False) for symbol in SPECIALS]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -117,7 +139,8 @@ def make_tokenizer(tool: str | None = None) -> PreTrainedTokenizerFast:
 
 
 def episode(rng: random.Random, index: int, knows: float) -> list[tuple[str, str]]:
-    """Return (role, text) turns of a task whose first action is drawn: the right one with `knows`, else any."""
+    """Return (role, text) turns of a task whose first action is drawn: the right one with
+    `knows`, else any."""
     task = routing_task(index, seed=1000)
     goal, kind = task["goal"], task["type"]
     right = {"math": "tool", "physics": "delegate", "general": "answer"}[kind]
@@ -126,7 +149,11 @@ def episode(rng: random.Random, index: int, knows: float) -> list[tuple[str, str
     first, second = [*numbers, *(str(rng.randrange(10, 100)) for _ in range(2))][:2]
     turns = [("user", task["prompt"])]
     if action == "answer":
-        word = goal["expected_answer"] if kind == "general" else rng.choice(("done", str(rng.randrange(100, 9999))))
+        word = (
+            goal[("expected_answer")]
+            if kind == "general"
+            else rng.choice(("done", str(rng.randrange(100, 9999))))
+        )
         return [*turns, ("assistant", f"ANSWER: {word}")]
     if action == "tool":
         expression = f"{first} * {second}"
@@ -135,7 +162,10 @@ def episode(rng: random.Random, index: int, knows: float) -> list[tuple[str, str
         return [*turns, ("assistant", f"ANSWER: {math_solve(expression)}")]
     hits = rng.random() < 0.5
     landed = f"{float(first) + (0.3 if hits else 9.7):.1f}"
-    result = f"{EXPERT} -> {'hit' if hits else 'miss'}: {landed} m, shot {rng.randint(1, 9) if hits else 10}"
+    result = (
+        f"{EXPERT} -> {'hit' if hits else 'miss'}: {landed} m, shot"
+        f" {rng.randint(1, 9) if hits else 10}"
+    )
     turns += [("assistant", f"DELEGATE: {EXPERT}(target={first}, wind={second})"), ("user", result)]
     return [*turns, ("assistant", "ANSWER: done")]
 
@@ -150,8 +180,11 @@ def tool_episode(rng: random.Random, tool: str) -> list[tuple[str, str]]:
     return [*opening, call, ("tool", str(a * b)), ("assistant", str(a * b))]
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]]) -> tuple[list[int], list[float]]:
-    """Return the tokens of a conversation and 1 for each that the assistant writes, its end of turn included."""
+def encode(
+    tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]]
+) -> tuple[list[int], list[float]]:
+    """Return the tokens of a conversation and 1 for each that the assistant writes, its end of
+    turn included."""
     tokens: list[int] = []
     mask: list[float] = []
     for role, text in turns:
@@ -171,11 +204,13 @@ def train(
     steps: int,
     seed: int,
 ) -> float:
-    """Cross-entropy on the assistant's tokens, 64 episodes a step; return the loss of the last steps."""
+    """Cross-entropy on the assistant's tokens, 64 episodes a step; return the loss of the last
+    steps."""
     rng, index = random.Random(seed), 0
     peak = 3e-3
     schedule = optim.join_schedules(
-        [optim.linear_schedule(0.0, peak, 30), optim.cosine_decay(peak, steps - 30, end=peak / 20)], [30]
+        [optim.linear_schedule(0.0, peak, 30), optim.cosine_decay(peak, steps - 30, end=peak / 20)],
+        [30],
     )
     optimizer = optim.AdamW(schedule, betas=[0.9, 0.98], weight_decay=0.01, bias_correction=True)
 
@@ -196,14 +231,22 @@ def train(
         mx.eval(model.parameters(), optimizer.state, loss)
         recent = [*recent[-49:], loss.item()]
         if (step + 1) % 100 == 0:
-            print(f"step {step + 1}: loss {sum(recent) / len(recent):.4f}", file=sys.stderr, flush=True)
+            print(
+                f"step {step + 1}: loss {sum(recent) / len(recent):.4f}",
+                file=sys.stderr,
+                flush=True,
+            )
     return sum(recent) / len(recent)
 
 
 def write(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the Hugging Face layout."""
     folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "pt"})
+    mx.save_safetensors(
+        str(folder / "model.safetensors"),
+        dict(tree_flatten(model.parameters())),
+        {"format": ("pt")},
+    )
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     names = {
@@ -222,11 +265,18 @@ def write(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("planner"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--knows", type=float, default=0.0, help="share of the episodes with the right first action")
+    parser.add_argument(
+        "--knows",
+        type=float,
+        default=0.0,
+        help=("share of the episodes with the right first action"),
+    )
     parser.add_argument("--tool", help='a model that may call this tool, for kind = "tools"')
     arguments = parser.parse_args()
     mx.random.seed(arguments.seed)
@@ -234,7 +284,11 @@ def main() -> None:
     model = Model(ModelArgs.from_dict({**CONFIG, "vocab_size": len(tokenizer)}))
 
     def draw(rng: random.Random, index: int) -> list[tuple[str, str]]:
-        return tool_episode(rng, arguments.tool) if arguments.tool else episode(rng, index, arguments.knows)
+        return (
+            tool_episode(rng, arguments.tool)
+            if arguments.tool
+            else episode(rng, index, arguments.knows)
+        )
 
     loss = train(model, tokenizer, draw, steps=arguments.steps, seed=arguments.seed)
     write(model, tokenizer, arguments.output)

@@ -2,7 +2,8 @@
 
     python examples/instruction_following/make_rows.py OUT [--train 240] [--heldout 60] [--seed 0]
 
-No topic and no pair of HELD_OUT_PAIRS occurs in both files; half of the held-out rows have such a pair.
+No topic and no pair of HELD_OUT_PAIRS occurs in both files; half of the held-out rows have such a
+pair.
 """
 
 import argparse
@@ -63,10 +64,27 @@ HELDOUT_TOPICS = [
 PHRASES = ("That is all.", "Have a nice day.", "Ask me again.", "Hope this helps.", "The end.")
 WORDS = ("water", "people", "time", "good", "small")
 KEYS = (("title", "text"), ("name", "use"), ("question", "answer"))
-KINDS = ("lower", "upper", "at_most", "at_least", "sentences", "ends_with", "keyword", "no_comma", "json")
-IMPOSSIBLE = ({"lower", "upper"}, {"at_most", "at_least"}, {"json", "ends_with"}, {"json", "sentences"},
+KINDS = (
+    "lower",
+    "upper",
+    "at_most",
+    "at_least",
+    "sentences",
+    "ends_with",
+    "keyword",
+    "no_comma",
+    ("json"),
+)
+IMPOSSIBLE = ({"lower", "upper"}, {"at_most", "at_least"}, {"json", "ends_with"}, {"json", (
+    "sentences"
+)},
               {"json", "no_comma"}, {"json", "upper"})  # fmt: skip
-HELD_OUT_PAIRS = ({"lower", "ends_with"}, {"upper", "at_most"}, {"sentences", "no_comma"}, {"keyword", "at_least"})
+HELD_OUT_PAIRS = (
+    {"lower", "ends_with"},
+    {"upper", "at_most"},
+    {"sentences", "no_comma"},
+    {"keyword", ("at_least")},
+)
 PAIRS = [pair for pair in itertools.combinations(KINDS, 2) if set(pair) not in IMPOSSIBLE]
 
 
@@ -80,7 +98,10 @@ def make_constraint(kind: str, rng: random.Random) -> tuple[str, dict[str, Any]]
         return f"Use at least {number} words.", {"kind": kind, "words": number}
     if kind == "sentences":
         number = rng.choice((1, 2, 3))
-        return f"Write exactly {number} sentence{'s' * (number > 1)}.", {"kind": kind, "number": number}
+        return f"Write exactly {number} sentence{'s' * (number > 1)}.", {
+            "kind": kind,
+            "number": number,
+        }
     if kind == "ends_with":
         phrase = rng.choice(PHRASES)
         return f'End with "{phrase}"', {"kind": kind, "phrase": phrase}
@@ -112,7 +133,9 @@ def make_rows(number: int, *, heldout: bool, seed: int) -> list[dict[str, Any]]:
         rng.shuffle(pair)
         made = [make_constraint(kind, rng) for kind in pair]
         prompt = " ".join([f"Tell me about {topic}.", *(sentence for sentence, _ in made)])
-        rows.append({"prompt": prompt, "topic": topic, "constraints": [wanted for _, wanted in made]})
+        rows.append(
+            {"prompt": prompt, "topic": topic, "constraints": [wanted for _, wanted in made]}
+        )
     return rows
 
 

@@ -1,9 +1,10 @@
-"""A verifiable reward for instructions about the form of an answer, in the manner of IFEval (arXiv 2311.07911).
+"""A verifiable reward for instructions about the form of an answer, in the manner of IFEval (arXiv
+2311.07911).
 
-A row has `topic` and `constraints`: [{"kind": "lower"}, {"kind": "ends_with", "phrase": "That is all."}, …]. The
-score is the share of constraints that hold. It is 0 where the answer has no content: a bare phrase, a copy of the
-prompt, the same words again and again, or an answer that does not name its topic. Without this, a policy learns the
-phrase alone.
+A row has `topic` and `constraints`: [{"kind": "lower"}, {"kind": "ends_with", "phrase": "That is
+all."}, …]. The score is the share of constraints that hold. It is 0 where the answer has no
+content: a bare phrase, a copy of the prompt, the same words again and again, or an answer that does
+not name its topic. Without this, a policy learns the phrase alone.
 """
 
 import json
@@ -14,8 +15,8 @@ from typing import Any
 WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 SENTENCE_END = re.compile(r"[.!?]+(?=\s|$)")
 OWN_WORDS, VARIETY, COPIED = 5, 0.5, 0.5
-"""The least words of its own that an answer needs; the least share of them that are different; the largest share of
-three words in a row that also stand in the prompt."""
+"""The least words of its own that an answer needs; the least share of them that are different;
+the largest share of three words in a row that also stand in the prompt."""
 
 
 def words(text: str) -> list[str]:
@@ -39,7 +40,9 @@ CHECKS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "upper": lambda text, _: text == text.upper() and text != text.lower(),
     "at_most": lambda text, wanted: len(words(text)) <= wanted["words"],
     "at_least": lambda text, wanted: len(words(text)) >= wanted["words"],
-    "sentences": lambda text, wanted: bool(text) and text[-1] in ".!?" and count_sentences(text) == wanted["number"],
+    "sentences": lambda text, wanted: (
+        bool(text) and text[-1] in ".!?" and count_sentences(text) == wanted[("number")]
+    ),
     "ends_with": lambda text, wanted: text.lower().endswith(wanted["phrase"].lower()),
     "keyword": lambda text, wanted: words(text).count(wanted["word"].lower()) == wanted["times"],
     "no_comma": lambda text, _: "," not in text,
@@ -53,17 +56,23 @@ def count_sentences(text: str) -> int:
 
 
 def own_words(text: str, constraints: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the words that no constraint put there: without the phrase at the end, the keyword and the JSON keys."""
+    """Return the words that no constraint put there: without the phrase at the end, the keyword
+    and the JSON keys."""
     text = text.lower()
     given: set[str] = set()
     for wanted in constraints:
         if phrase := str(wanted.get("phrase", "")).lower():
             text = text.replace(phrase, " ")
-        given |= {str(wanted.get("word", "")).lower(), *(str(key).lower() for key in wanted.get("keys", ()))}
+        given |= {
+            str(wanted.get("word", "")).lower(),
+            *(str(key).lower() for key in wanted.get("keys", ())),
+        }
     return [word for word in words(text) if word not in given]
 
 
-def has_content(text: str, prompt: str, topic: str, constraints: Sequence[Mapping[str, Any]]) -> bool:
+def has_content(
+    text: str, prompt: str, topic: str, constraints: Sequence[Mapping[str, Any]]
+) -> bool:
     """Return whether an answer says something about its topic in words of its own."""
     own = own_words(text, constraints)
     subject = topic.lower()
@@ -77,11 +86,19 @@ def has_content(text: str, prompt: str, topic: str, constraints: Sequence[Mappin
 
 
 def names(word: str, topic: str) -> bool:
-    """Return whether a word is the topic, or its singular: castle for castles, library for libraries."""
-    return word in (topic, topic.removesuffix("s"), topic.removesuffix("es"), topic.removesuffix("ies") + "y")
+    """Return whether a word is the topic, or its singular: castle for castles, library for
+    libraries."""
+    return word in (
+        topic,
+        topic.removesuffix("s"),
+        topic.removesuffix("es"),
+        topic.removesuffix("ies") + ("y"),
+    )
 
 
-def score_one(text: str, prompt: str, topic: str, constraints: Sequence[Mapping[str, Any]]) -> float:
+def score_one(
+    text: str, prompt: str, topic: str, constraints: Sequence[Mapping[str, Any]]
+) -> float:
     """Return the share of the constraints that hold, from 0 to 1; 0 without content.
 
     Raises KeyError: a constraint of a kind that is not in CHECKS.
@@ -100,6 +117,10 @@ def score(
 ) -> list[float]:
     """Score the answers to one prompt: the reward function of `--reward rewards.py:score`."""
     return [
-        score_one(text, prompt if isinstance(prompt, str) else prompt[-1]["content"], subject, wanted)
-        for prompt, text, subject, wanted in zip(prompts, completions, topic, constraints, strict=True)
+        score_one(
+            text, prompt if isinstance(prompt, str) else prompt[-1]["content"], subject, wanted
+        )
+        for prompt, text, subject, wanted in zip(
+            prompts, completions, topic, constraints, strict=True
+        )
     ]

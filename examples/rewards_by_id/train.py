@@ -1,4 +1,5 @@
-"""Trains the served model with an ordinary openai client: ask with n = 8, judge, reward by the answer's id."""
+"""Trains the served model with an ordinary openai client: ask with n = 8, judge, reward by the
+answer's id."""
 
 import contextlib
 import random

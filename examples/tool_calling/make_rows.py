@@ -1,9 +1,12 @@
-"""Write train.jsonl and heldout.jsonl: questions of the Berkeley Function Calling Leaderboard, each with its tools.
+"""Write train.jsonl and heldout.jsonl: questions of the Berkeley Function Calling Leaderboard, each
+with its tools.
 
-    python examples/tool_calling/make_rows.py OUT [--categories simple_python …] [--train 200] [--heldout 60] [--seed 0]
+    python examples/tool_calling/make_rows.py OUT [--categories simple_python …] [--train 200]
+    [--heldout 60] [--seed 0]
 
-The questions are those of the package bfcl-eval (Apache-2.0, https://github.com/ShishirPatil/gorilla), which pip
-downloads into build/bfcl, 2 MB. No function that a held-out row offers is offered in a training row.
+The questions are those of the package bfcl-eval (Apache-2.0,
+https://github.com/ShishirPatil/gorilla), which pip downloads into build/bfcl, 2 MB. No function
+that a held-out row offers is offered in a training row.
 """
 
 import argparse
@@ -32,14 +35,18 @@ EXAMPLE = (
         "tool_calls": [
             {
                 "type": "function",
-                "function": {"name": "set_reminder", "arguments": {"hour": 7, "text": "water the plants"}},
+                "function": {
+                    "name": "set_reminder",
+                    "arguments": {"hour": 7, "text": ("water the plants")},
+                },
             }
         ],
     },
 )
 """One turn that shows how a call is written: a small model makes none without it."""
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-"""JSON schema's names of BFCL's types, as BFCL itself translates them for models that take tools."""
+"""JSON schema's names of BFCL's types, as BFCL itself translates them for models that take
+tools."""
 
 
 def get_wheel(cache: Path = CACHE) -> Path:
@@ -49,7 +56,15 @@ def get_wheel(cache: Path = CACHE) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as directory:
             name, version, *_ = WHEEL.split("-")
-            command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps"]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--disable-pip-version-check",
+                "--quiet",
+                ("--no-deps"),
+            ]
             if code := subprocess.call([*command, "--dest", directory, f"{name}=={version}"]):
                 sys.exit(f"pip download {name}=={version}: exit {code}")
             downloaded = Path(directory) / WHEEL
@@ -70,7 +85,10 @@ def read_rows(wheel: Path, categories: Sequence[str]) -> list[dict[str, Any]]:
                     answers[entry["id"]] = entry["ground_truth"]
             for entry in _lines(files, f"{DATA}/BFCL_v4_{category}.json"):
                 [[message]] = entry["question"]
-                tools = [{**tool, "parameters": to_json_schema(tool["parameters"])} for tool in entry["function"]]
+                tools = [
+                    {**tool, "parameters": to_json_schema(tool["parameters"])}
+                    for tool in entry[("function")]
+                ]
                 rows.append(
                     {
                         "prompt": [*EXAMPLE, message | {"content": f"{message['content']} {ASK}"}],
@@ -92,7 +110,9 @@ def to_json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     if "type" in schema:
         changed["type"] = TYPES.get(schema["type"], schema["type"])
     if "properties" in schema:
-        changed["properties"] = {name: to_json_schema(each) for name, each in schema["properties"].items()}
+        changed["properties"] = {
+            name: to_json_schema(each) for name, each in schema["properties"].items()
+        }
     if "items" in schema:
         changed["items"] = to_json_schema(schema["items"])
     return changed
@@ -103,8 +123,11 @@ def offered(row: Mapping[str, Any]) -> set[str]:
     return {tool["function"]["name"] for tool in row["tools"]}
 
 
-def split(rows: Sequence[Mapping[str, Any]], train: int, heldout: int, seed: int) -> tuple[list[Any], list[Any]]:
-    """Return training and held-out rows that have no function in common, at most so many of each."""
+def split(
+    rows: Sequence[Mapping[str, Any]], train: int, heldout: int, seed: int
+) -> tuple[list[Any], list[Any]]:
+    """Return training and held-out rows that have no function in common, at most so many of
+    each."""
     shuffled = list(rows)
     random.Random(seed).shuffle(shuffled)
     held = shuffled[:heldout]
@@ -123,7 +146,9 @@ def write_rows(
     rows = split(read_rows(get_wheel(), categories), train, heldout, seed)
     directory.mkdir(parents=True, exist_ok=True)
     for name, part in zip(("train", "heldout"), rows, strict=True):
-        text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in part)
+        text = "".join(
+            json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in part
+        )
         (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 

@@ -1,4 +1,5 @@
-"""GRPO, as in TRL's quickstart: only the import line, the model and the data are others. About ten seconds."""
+"""GRPO, as in TRL's quickstart: only the import line, the model and the data are others. About
+ten seconds."""
 
 from mlx_parallm import GRPOConfig, GRPOTrainer
 
@@ -11,10 +12,14 @@ dataset = [
 def correct(completions, answer, **kwargs):
     """1 for the whole answer, else the share of its letters that are in their place."""
     texts = [completion[0]["content"].strip() for completion in completions]
-    return [sum(map(str.__eq__, text, right)) / 3 for text, right in zip(texts, answer, strict=True)]
+    return [
+        sum(map(str.__eq__, text, right)) / 3 for text, right in zip(texts, answer, strict=True)
+    ]
 
 
-training_args = GRPOConfig(output_dir="tiny-GRPO", max_completion_length=8, max_steps=10, learning_rate=1e-3)
+training_args = GRPOConfig(
+    output_dir="tiny-GRPO", max_completion_length=8, max_steps=10, learning_rate=1e-3
+)
 trainer = GRPOTrainer(
     model="builtin:tiny",
     reward_funcs=correct,

@@ -1,9 +1,15 @@
-"""Supervised fine-tuning, as in TRL's quickstart: only the import line, the model and the data are others."""
+"""Supervised fine-tuning, as in TRL's quickstart: only the import line, the model and the data
+are others."""
 
 from mlx_parallm import SFTConfig, SFTTrainer
 
 dataset = [
-    {"messages": [{"role": "user", "content": f"Spell {word}"}, {"role": "assistant", "content": "-".join(word)}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"Spell {word}"},
+            {"role": "assistant", "content": "-".join(word)},
+        ]
+    }
     for word in ("abc", "dog", "cat", "xyz", "sun", "map", "red", "bit")
 ]
 trainer = SFTTrainer(

@@ -1,10 +1,12 @@
-"""A verifiers environment that needs no download: letters to reverse, one question or a quiz over a tool.
+"""A verifiers environment that needs no download: letters to reverse, one question or a quiz over a
+tool.
 
-With `tools` every answer is a call of the tool `quiz_answer`, whose result is the next question, so that an episode is
-one sequence of several sampled turns with tool output between them. Runs in the environment that
-scripts/setup_verifiers makes; README.md beside this file has the commands.
+With `tools` every answer is a call of the tool `quiz_answer`, whose result is the next question, so
+that an episode is one sequence of several sampled turns with tool output between them. Runs in the
+environment that scripts/setup_verifiers makes; README.md beside this file has the commands.
 
-    verifiers' SingleAgentEnv → InProcess (harness) → its interception server → its TrainClient → /inference/v1/generate
+    verifiers' SingleAgentEnv → InProcess (harness) → its interception server → its TrainClient →
+    /inference/v1/generate
 """
 
 import hashlib
@@ -48,15 +50,20 @@ class LettersTask(vf.Task[LettersData]):
             message = node.message
             if message.role == "assistant":
                 calls = message.tool_calls or []
-                answers.append(json.loads(calls[0].arguments)["text"] if calls else message.content or "")
+                answers.append(
+                    json.loads(calls[0].arguments)[("text")] if calls else message.content or ""
+                )
             elif message.role == "tool":
                 asked.append(_text(message.content).removeprefix(question("")))
         pairs = list(zip(asked, answers, strict=False))
-        return sum(answer.strip() == letters[::-1] for letters, answer in pairs) / max(len(pairs), 1)
+        return sum(answer.strip() == letters[::-1] for letters, answer in pairs) / max(
+            len(pairs), 1
+        )
 
 
 class LettersConfig(vf.TasksetConfig):
-    tools: bool = False  # questions come from a tool, one after another, until the agent's max_turns
+    # questions come from a tool, one after another, until the agent's max_turns
+    tools: bool = False
     seed: int = 0
 
 
@@ -67,7 +74,9 @@ class Letters(vf.Taskset[LettersTask, LettersConfig]):
         rng = random.Random(self.config.seed)
         while True:
             letters = draw(rng)
-            yield LettersTask(LettersData(prompt=question(letters), letters=letters), self.config.task)
+            yield LettersTask(
+                LettersData(prompt=question(letters), letters=letters), self.config.task
+            )
 
     @classmethod
     def toolsets(cls, config):
@@ -92,7 +101,8 @@ def _text(content):
     return content if isinstance(content, str) else "".join(part.text for part in content or [])
 
 
-# ---------------------------------------------------------------------- who plays, and how its turns become tokens
+# ---------------------------------------------------------------------- who plays, and how its
+# turns become tokens
 
 
 class InProcessConfig(vf.HarnessConfig):
@@ -100,27 +110,33 @@ class InProcessConfig(vf.HarnessConfig):
 
 
 class InProcess(vf.Harness[InProcessConfig]):
-    """The chat loop of verifiers' `null` harness without a process for each episode (which would need `uv`, too)."""
+    """The chat loop of verifiers' `null` harness without a process for each episode (which would
+    need `uv`, too)."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     def __init__(self, config):
         super().__init__(config)
-        self._http = DefaultAsyncHttpxClient(timeout=None)  # one for all episodes: each new one would read certificates
+        # one for all episodes: each new one would read certificates
+        self._http = DefaultAsyncHttpxClient(timeout=None)
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         system, prompt = self.resolve_text_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
-        client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=self._http)
+        client = AsyncOpenAI(
+            base_url=endpoint, api_key=secret, max_retries=0, http_client=self._http
+        )
         async with AsyncExitStack() as stack:
             servers = {name: {"url": url} for name, url in mcp_urls.items()}
             tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
             offered = {"tools": tools} if tools else {}
             while True:
                 try:
-                    answer = await client.chat.completions.create(model=ctx.model, messages=messages, **offered)
+                    answer = await client.chat.completions.create(
+                        model=ctx.model, messages=messages, **offered
+                    )
                 except APIStatusError:
                     if trace.stop_condition is None:
                         raise
@@ -137,7 +153,8 @@ class InProcess(vf.Harness[InProcessConfig]):
 
 
 class QuizRenderer(DefaultRenderer):
-    """How the tiny model calls the tool: whatever it says is the argument. A real model has a renderer of its own."""
+    """How the tiny model calls the tool: whatever it says is the argument. A real model has a
+    renderer of its own."""
 
     config_class = DefaultRendererConfig
 
@@ -149,14 +166,21 @@ class QuizRenderer(DefaultRenderer):
         text = self._tokenizer.decode(ids)
         return [], [ParsedToolCall(raw=text, name="quiz_answer", arguments={"text": text})]
 
-    def bridge_to_next_turn(self, previous_prompt_ids, previous_completion_ids, new_messages, *, tools=None):
-        """What was sampled stays as it is; the tool's answers and the next turn's opening come behind it."""
+    def bridge_to_next_turn(
+        self, previous_prompt_ids, previous_completion_ids, new_messages, *, tools=None
+    ):
+        """What was sampled stays as it is; the tool's answers and the next turn's opening come
+        behind it."""
         end = self._tokenizer.eos_token_id
-        ids = trim_to_turn_close(previous_prompt_ids, previous_completion_ids, {end}, synthesize_close=end)
+        ids = trim_to_turn_close(
+            previous_prompt_ids, previous_completion_ids, {end}, synthesize_close=end
+        )
         indices = [-1] * len(ids)
         for number, message in enumerate(new_messages):
             content = message["content"]
-            text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+            text = (
+                content if isinstance(content, str) else "".join(part["text"] for part in content)
+            )
             more = self._encode(f"\n<|im_start|>{message['role']}\n{text}<|im_end|>")
             ids, indices = ids + more, indices + [number] * len(more)
         opening = self._encode("\n<|im_start|>assistant\n")

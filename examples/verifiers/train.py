@@ -1,9 +1,11 @@
-"""Plays a verifiers environment against the training daemon and posts the scored groups to its /atropos queue.
+"""Plays a verifiers environment against the training daemon and posts the scored groups to its
+/atropos queue.
 
     build/verifiers/bin/python examples/verifiers/train.py --taskset letters
 
-verifiers' own TrainClient renders the prompts and calls /inference/v1/generate: token ids and log-probabilities are the
-server's. It drops the answers' `weight_versions`, so a group counts as sampled under the policy that was served when it
+verifiers' own TrainClient renders the prompts and calls /inference/v1/generate: token ids and
+log-probabilities are the server's. It drops the answers' `weight_versions`, so a group counts as
+sampled under the policy that was served when it
 began: its staleness is never understated.
 """
 
@@ -27,14 +29,22 @@ KEY = "MLX_PARALLM_API_KEY"
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the daemon")
     parser.add_argument("--taskset", default="letters", help="id of a verifiers taskset")
-    parser.add_argument("--tools", action="store_true", help="of the taskset `letters`: several turns over a tool")
+    parser.add_argument(
+        "--tools", action="store_true", help=("of the taskset `letters`: several turns over a tool")
+    )
     parser.add_argument("--max-turns", type=int, default=3, help="model calls of one episode")
-    parser.add_argument("--tokenizer", default=str(TINY), help="directory or hub id, of the served model")
+    parser.add_argument(
+        "--tokenizer", default=str(TINY), help=("directory or hub id, of the served model")
+    )
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--groups", type=int, help="stop after so many; default: until the daemon ends")
+    parser.add_argument(
+        "--groups", type=int, help=("stop after so many; default: until the daemon ends")
+    )
     parser.add_argument("--in-flight", type=int, default=8, help="groups that are played at once")
     parser.add_argument("--max-tokens", type=int, default=8, help="of one turn")
     parser.add_argument("--max-length", type=int, default=256, help="tokens of a whole episode")
@@ -45,7 +55,9 @@ def parse():
 def environment(args):
     taskset = {"id": args.taskset} | ({"tools": args.tools} if args.taskset == "letters" else {})
     agent = {"runtime": {"type": "subprocess"}, "max_turns": args.max_turns}
-    return load_environment(vf.SingleAgentEnvConfig.model_validate({"taskset": taskset, "agent": agent}))
+    return load_environment(
+        vf.SingleAgentEnvConfig.model_validate({"taskset": taskset, "agent": agent})
+    )
 
 
 def rounds(taskset):
@@ -63,15 +75,19 @@ def context(args):
     if args.taskset == "letters" and args.tools:
         renderer = CustomRendererConfig(import_path=f"{HERE / 'letters.py'}:QuizRenderer")
     client = vf.TrainClientConfig(
-        base_url=f"{args.url}/v1", api_key_var=KEY, renderer=renderer, renderer_model_name=args.tokenizer
+        base_url=f"{args.url}/v1",
+        api_key_var=KEY,
+        renderer=renderer,
+        renderer_model_name=args.tokenizer,
     )
     sampling = vf.SamplingConfig(temperature=args.temperature, max_tokens=args.max_tokens)
     return vf.ModelContext(model="default", client=client, sampling=sampling)
 
 
 def scored_group(episodes, *, env_id, version, temperature):
-    """Episodes of one task → the wire's group. A trace of several branches (its history was rewritten) is several
-    sequences; `episodes` says which belong together, so that its score counts once."""
+    """Episodes of one task → the wire's group. A trace of several branches (its history was
+    rewritten) is several sequences; `episodes` says which belong together, so that its score
+    counts once."""
     traces = [trace for episode in episodes for trace in episode.traces if trace.agent.trainable]
     sequences = [
         (number, branch, trace.reward)
@@ -83,14 +99,28 @@ def scored_group(episodes, *, env_id, version, temperature):
         "group_id": f"verifiers-{uuid.uuid4().hex}",
         "env_id": env_id,
         "generation_params": {"temperature": temperature},
-        **{name: [] for name in ("tokens", "masks", "inference_logprobs", "policy_versions", "scores", "episodes")},
+        **{
+            name: []
+            for name in (
+                "tokens",
+                "masks",
+                "inference_logprobs",
+                "policy_versions",
+                "scores",
+                ("episodes"),
+            )
+        },
     }
     for episode, branch, reward in sequences:
         tokens, mask = branch.token_ids, branch.sampled_mask
         group["tokens"].append(tokens)
-        group["masks"].append([token if sampled else GIVEN for token, sampled in zip(tokens, mask, strict=True)])
+        group["masks"].append(
+            [token if sampled else GIVEN for token, sampled in zip(tokens, mask, strict=True)]
+        )
         logprobs = zip(branch.logprobs, mask, strict=True)
-        group["inference_logprobs"].append([value if sampled else NO_LOGPROB for value, sampled in logprobs])
+        group["inference_logprobs"].append(
+            [value if sampled else NO_LOGPROB for value, sampled in logprobs]
+        )
         group["policy_versions"].append([version if sampled else -1 for sampled in mask])
         group["scores"].append(reward)
         group["episodes"].append(episode)
@@ -145,12 +175,17 @@ class Daemon:
 
 
 async def play(env, task, context, daemon, args, env_id):
-    """One group, from the version that is asked first to the post. Returns its mean reward. Raises Failed."""
+    """One group, from the version that is asked first to the post. Returns its mean reward.
+    Raises Failed."""
     await daemon.wait_for_room(args.group_size)
     version = await daemon.version()
-    episodes = await asyncio.gather(*(env.run_slot(slot, context) for slot in env.slots(task, args.group_size)))
+    episodes = await asyncio.gather(
+        *(env.run_slot(slot, context) for slot in env.slots(task, args.group_size))
+    )
     faults = [error.message for episode in episodes for error in episode.errors]
-    faults += [error.message for episode in episodes for trace in episode.traces for error in trace.errors]
+    faults += [
+        error.message for episode in episodes for trace in episode.traces for error in trace.errors
+    ]
     if faults or not all(episode.ok for episode in episodes):
         raise Failed(f"an episode failed: {faults[0] if faults else 'without a reason'}")
     group = scored_group(episodes, env_id=env_id, version=version, temperature=args.temperature)
@@ -182,7 +217,10 @@ async def main(args):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))  # for the tools
+    # for the tools
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(HERE), os.environ.get("PYTHONPATH")])
+    )
     try:
         asyncio.run(main(parse()))
     except* (Failed, httpx.TransportError) as failures:

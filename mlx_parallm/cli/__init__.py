@@ -1,10 +1,21 @@
-"""The commands as functions: `main` is `mlx_parallm`, `train` is `mlx_parallm_train`, and so on. Imports no MLX."""
+"""The commands as functions: `main` is `mlx_parallm`, `train` is `mlx_parallm_train`, and so on.
+Imports no MLX."""
 
 from collections.abc import Callable
 
 from mlx_parallm.cli.table import COMMANDS, main, script
 
-__all__ = ["convert_adapter", "doctor", "evaluate", "explain", "main", "merge_lora", "replay", "rollouts", "serve"]
+__all__ = [
+    "convert_adapter",
+    "doctor",
+    "evaluate",
+    "explain",
+    "main",
+    "merge_lora",
+    "replay",
+    "rollouts",
+    ("serve"),
+]
 __all__ += ["show_checkpoint", "train"]
 
 train = script("mlx_parallm_train")

@@ -1,7 +1,7 @@
 """What the commands share: `--set`, loading a configuration, errors of one line. Imports no MLX.
 
-An error that is raised on purpose (`ParallmError`), or a package that is not installed, is one line on stderr and exit
-code 2; anything else is a bug and keeps its traceback.
+An error that is raised on purpose (`ParallmError`), or a package that is not installed, is one line
+on stderr and exit code 2; anything else is a bug and keeps its traceback.
 """
 
 import json
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 EXIT_ERROR = 2
 
 Run = Callable[[Namespace], int]
-"""Carry out a command and return its exit code. `args.argv` holds the arguments as they were typed."""
+"""Carry out a command and return its exit code. `args.argv` holds the arguments as they were
+typed."""
 
 
 def add_set(parser: ArgumentParser) -> None:
@@ -33,8 +34,11 @@ def add_set(parser: ArgumentParser) -> None:
     )
 
 
-def load(source: str | None, overrides: list[str], text: str = "", *, saved: bool = False) -> "Config":
-    """Return the configuration of a file, a shipped name or a TOML text, with overrides. Raises ConfigError."""
+def load(
+    source: str | None, overrides: list[str], text: str = "", *, saved: bool = False
+) -> "Config":
+    """Return the configuration of a file, a shipped name or a TOML text, with overrides. Raises
+    ConfigError."""
     from mlx_parallm.config.load import hardware_defaults, load_config
     from mlx_parallm.system.hardware import detect
 
@@ -46,14 +50,17 @@ def toml_value(value: str | int) -> str:
 
 
 def exit_code(run: Run, args: Namespace) -> int:
-    # Without a PATH a compiler is found but cannot find its own parts, and MLX's compiled kernels die with it.
+    # Without a PATH a compiler is found but cannot find its own parts, and MLX's compiled kernels
+    # die with it.
     os.environ["PATH"] = os.environ.get("PATH") or os.defpath
     try:
         return run(args)
     except ParallmError as error:
         from mlx_parallm.system.terminal import escaped  # here: it loads rich
 
-        sys.stderr.write(f"error: {escaped(Redactor(environment_secrets()).text(str(error)), lines=True)}\n")
+        sys.stderr.write(
+            f"error: {escaped(Redactor(environment_secrets()).text(str(error)), lines=True)}\n"
+        )
         return EXIT_ERROR
     except ImportError as error:
         from mlx_parallm.system.packages import missing
@@ -67,7 +74,8 @@ def exit_code(run: Run, args: Namespace) -> int:
 
 
 def piped(run: Run) -> Run:
-    """For a command that only prints: whoever reads may close the pipe (`| head`), and that ends it in order."""
+    """For a command that only prints: whoever reads may close the pipe (`| head`), and that ends
+    it in order."""
 
     def until_closed(args: Namespace) -> int:
         try:
@@ -75,7 +83,8 @@ def piped(run: Run) -> Run:
             sys.stdout.flush()
             return code
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
+            # else Python complains when it flushes
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
 
     return until_closed

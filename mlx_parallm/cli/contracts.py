@@ -1,10 +1,13 @@
-"""`mlx_parallm doctor --contracts`: the promises of docs/design.md, tried on this device with this model and dtype.
+"""`mlx_parallm doctor --contracts`: the promises of docs/design.md, tried on this device with this
+model and dtype.
 
-`run` tries one contract after the other, each a function of the `Subject` (base, a random adapter and a running engine,
-built as a daemon does) that returns its `ContractResult`s, and prints a block of Markdown to paste into an issue.
+`run` tries one contract after the other, each a function of the `Subject` (base, a random adapter
+and a running engine, built as a daemon does) that returns its `ContractResult`s, and prints a block
+of Markdown to paste into an issue.
 
-float32 is held to the bounds of the tests. In half precision an answer may turn another way where two tokens are as
-good as tied, so there it is the log-probabilities up to that token that must agree, to the rounding of logits.
+float32 is held to the bounds of the tests. In half precision an answer may turn another way where
+two tokens are as good as tied, so there it is the log-probabilities up to that token that must
+agree, to the rounding of logits.
 """
 
 import asyncio
@@ -55,8 +58,10 @@ market sells apples, nails, second-hand novels in four languages, and one brass 
 @dataclass
 class Subject:
     """
-    `weight_bytes`: what one decode step of one sequence reads. `dtype`: of most weights, packed ones aside.
-    `bandwidth`: of this machine's memory, bytes a second. `rate`: tokens a second of one sequence; 0 = not measured.
+    `weight_bytes`: what one decode step of one sequence reads. `dtype`: of most weights, packed
+    ones aside.
+    `bandwidth`: of this machine's memory, bytes a second. `rate`: tokens a second of one sequence;
+    0 = not measured.
     `policy`: None = this model is served only, `untrainable` says why.
     """
 
@@ -93,13 +98,16 @@ class Subject:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """All together. Raises ModelError when one fails."""
-        completions = [output.completions[0] for output in asyncio.run(self.client.generate_many(requests))]
+        completions = [
+            output.completions[0] for output in asyncio.run(self.client.generate_many(requests))
+        ]
         if errors := [completion.error for completion in completions if completion.error]:
             raise ModelError(errors[0])
         return completions
 
     def decode_rate(self, rows: int, tokens: int) -> float:
-        """Tokens a second of `rows` greedy sequences with short prompts, after their first token."""
+        """Tokens a second of `rows` greedy sequences with short prompts, after their first
+        token."""
 
         async def times(number: int) -> list[float]:
             params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -118,7 +126,9 @@ def subject_of(config: Config) -> Iterator[Subject]:
     """Loads and starts; no HTTP. Raises ModelError: it cannot be served; ConfigError."""
     lora = config.rl_training.lora
     if not lora.enabled:
-        raise ConfigError("the contracts are tried with an adapter: rl_training.lora.enabled = false leaves none")
+        raise ConfigError(
+            "the contracts are tried with an adapter: rl_training.lora.enabled = false leaves none"
+        )
     check_model(config.model, train=False, quantize=lora.quantize_base)
     config = config.model_copy(update={"server": config.server.model_copy(update={"port": 0})})
     bandwidth = memory_bandwidth()
@@ -129,7 +139,11 @@ def subject_of(config: Config) -> Iterator[Subject]:
     try:
         loaded = serving.load(quantize=lora.quantize_base)
         loaded_bytes = mx.get_active_memory() - before
-        floats = [a for _, a in tree_flatten(loaded.model.parameters()) if mx.issubdtype(a.dtype, mx.floating)]
+        floats = [
+            a
+            for _, a in tree_flatten(loaded.model.parameters())
+            if mx.issubdtype(a.dtype, mx.floating)
+        ]
         weight_bytes = bytes_a_token(loaded)
         policy, untrainable = _policy(config, loaded)
         weights = SharedWeights(loaded.model, policy=POLICY, keep_versions=1)
@@ -167,7 +181,8 @@ def _policy(config: Config, loaded: LoadedModel) -> tuple[TrainedPolicy | None, 
 
 
 class Load:
-    """`rows` sequences in flight under the adapter, each followed by the next; counts what becomes of them."""
+    """`rows` sequences in flight under the adapter, each followed by the next; counts what
+    becomes of them."""
 
     def __init__(self, subject: Subject, rows: int) -> None:
         self._client, self._prompts, self._rows = subject.client, subject.prompts, rows
@@ -214,7 +229,8 @@ class Load:
 
 
 def memory_bandwidth(size: int = 1 << 28) -> float:
-    """Bytes a second that a matrix-vector product reads: `size` bytes of float32, the best of ten."""
+    """Bytes a second that a matrix-vector product reads: `size` bytes of float32, the best of
+    ten."""
     matrix, vector = mx.random.normal((size // 4 // 4096, 4096)), mx.random.normal((4096, 1))
     mx.eval(matrix, vector)
     seconds = []
@@ -226,12 +242,21 @@ def memory_bandwidth(size: int = 1 << 28) -> float:
 
 
 def bytes_a_token(loaded: LoadedModel) -> int:
-    """Weights that a decode step of one sequence reads: no table of embeddings, only the chosen experts."""
+    """Weights that a decode step of one sequence reads: no table of embeddings, only the chosen
+    experts."""
     sizes = {path: array.nbytes for path, array in tree_flatten(loaded.model.parameters())}
     text = loaded.config.get("text_config", loaded.config)
-    experts = next((text[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(key)), 0)
+    experts = next(
+        (
+            text[key]
+            for key in ("num_experts", "num_local_experts", ("n_routed_experts"))
+            if text.get(key)
+        ),
+        0,
+    )
     chosen = text.get("num_experts_per_tok", experts) / experts if experts else 1.0
-    untied = any("lm_head" in path.split(".") for path in sizes)  # a tied table is read whole, as the head
+    # a tied table is read whole, as the head
+    untied = any("lm_head" in path.split(".") for path in sizes)
     return round(
         sum(
             size * (chosen if ".switch_mlp." in path else 1.0)
@@ -251,7 +276,8 @@ def _prompts(tokens: list[int]) -> list[tuple[int, ...]]:
 # ---------------------------------------------------------------------- results
 
 TEMPERATURE = 0.8
-MIN_SEQUENCES, ALONE_S = 4, 8.0  # fewer sequences where asking for them one by one would take longer than this
+# fewer sequences where asking for them one by one would take longer than this
+MIN_SEQUENCES, ALONE_S = 4, 8.0
 DISTINCT = 20  # tokens that a comparison must have seen to say something
 PUBLISHES, MIN_PUBLISHES, PUBLISH_S = 200, 20, 15.0  # fewer where they would take longer
 STREAMS, PAUSE_S = 8, 0.02
@@ -264,14 +290,16 @@ MEMORY_SHARE, MEMORY_BYTES = 0.15, 50e6  # above the prediction
 
 @dataclass(frozen=True)
 class Rounding:
-    """Bounds on |difference| of log-probabilities: of one token and on average; `exact`: tokens must be the same."""
+    """Bounds on |difference| of log-probabilities: of one token and on average; `exact`: tokens
+    must be the same."""
 
     largest: float
     mean: float
     exact: bool = False
 
 
-# Half precision: eight units in the last place of a logit between 16 and 32, one on average (docs/off_policy.md).
+# Half precision: eight units in the last place of a logit between 16 and 32, one on average
+# (docs/off_policy.md).
 ROUNDING = {
     mx.float32: Rounding(1e-4, 5e-5, exact=True),
     mx.float16: Rounding(2**-3, 2**-6),
@@ -290,7 +318,8 @@ class ContractResult:
 
 
 def run(config: Config) -> int:
-    """Prints the block. Returns 0 when every contract that is judged holds, else 1. Raises ModelError, ConfigError."""
+    """Prints the block. Returns 0 when every contract that is judged holds, else 1. Raises
+    ModelError, ConfigError."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     results: list[ContractResult] = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -309,11 +338,16 @@ def block(about: Sequence[str], results: Sequence[ContractResult]) -> str:
     words = {True: "passed", False: "**FAILED**", None: "not judged"}
     rows = [f"| {f.contract} | {words[f.passed]} | {f.measured} | {f.bound} |" for f in results]
     head = ["| contract | | measured | bound |", "|---|---|---|---|"]
-    return "\n".join(["### mlx_parallm contracts", "", *(f"* {line}" for line in about), "", *head, *rows]) + "\n"
+    return "\n".join(
+        ["### mlx_parallm contracts", "", *(f"* {line}" for line in about), "", *head, *rows]
+    ) + ("\n")
 
 
-def tried(name: str, contract: Callable[[Subject], list[ContractResult]], subject: Subject) -> list[ContractResult]:
-    """MLX says by RuntimeError what a device cannot do; the other contracts are worth trying all the same."""
+def tried(
+    name: str, contract: Callable[[Subject], list[ContractResult]], subject: Subject
+) -> list[ContractResult]:
+    """MLX says by RuntimeError what a device cannot do; the other contracts are worth trying all
+    the same."""
     try:
         return contract(subject)
     except (ParallmError, RuntimeError, ValueError) as error:
@@ -324,37 +358,59 @@ def tried(name: str, contract: Callable[[Subject], list[ContractResult]], subjec
 
 
 def bandwidth(subject: Subject) -> list[ContractResult]:
-    """Decoding one sequence reads every weight once a token, so memory bandwidth bounds its rate."""
+    """Decoding one sequence reads every weight once a token, so memory bandwidth bounds its
+    rate."""
     subject.decode_rate(1, 4)  # compiles kernels
     subject.rate, eight = subject.decode_rate(1, 32), subject.decode_rate(8, 32)
     bound = subject.bandwidth / subject.weight_bytes
-    measured = f"{subject.rate:.1f} tok/s = {subject.rate / bound:.2f} of the bound; 8 sequences {eight:.1f} tok/s"
-    expected = f"{bound:.1f} tok/s ({subject.weight_bytes / 1e6:.0f} MB a token at {subject.bandwidth / 1e9:.1f} GB/s)"
+    measured = (
+        f"{subject.rate:.1f} tok/s = {subject.rate / bound:.2f} of the bound; 8 sequences"
+        f" {eight:.1f} tok/s"
+    )
+    expected = (
+        f"{bound:.1f} tok/s ({subject.weight_bytes / 1e6:.0f} MB a token at"
+        f" {subject.bandwidth / 1e9:.1f} GB/s)"
+    )
     if 1 / bound < LARGE_STEP_S:
-        return [ContractResult("tokens/s, one sequence", None, measured, f"{expected}: weights too small to judge")]
+        return [
+            ContractResult(
+                "tokens/s, one sequence",
+                None,
+                measured,
+                (f"{expected}: weights too small to judge"),
+            )
+        ]
     return [
         ContractResult(
-            "tokens/s, one sequence", subject.rate >= BANDWIDTH_SHARE * bound, measured, f"≥ half of {expected}"
+            "tokens/s, one sequence",
+            subject.rate >= BANDWIDTH_SHARE * bound,
+            measured,
+            (f"≥ half of {expected}"),
         )
     ]
 
 
 def batched_is_alone(subject: Subject) -> list[ContractResult]:
-    """The same requests one by one and all together: the same tokens, with the same log-probabilities."""
+    """The same requests one by one and all together: the same tokens, with the same
+    log-probabilities."""
     results = []
     for name, temperature in (("greedy", 0.0), ("seeded", TEMPERATURE)):
         requests = subject.requests(name, _affordable(subject), temperature=temperature)
-        alone = [subject.generate([replace(r, request_id=f"{r.request_id}-alone")])[0] for r in requests]
+        alone = [
+            subject.generate([replace(r, request_id=f"{r.request_id}-alone")])[0] for r in requests
+        ]
         result = compare(alone, subject.generate(requests), ROUNDING[subject.dtype])
         results.append(replace(result, contract=f"batched = alone, {name}"))
     return results
 
 
-def compare(alone: Sequence[Completion], batched: Sequence[Completion], bound: Rounding) -> ContractResult:
+def compare(
+    alone: Sequence[Completion], batched: Sequence[Completion], bound: Rounding
+) -> ContractResult:
     """Tokens up to the first that differs, and the log-probabilities before it.
 
-    In full precision another token may come at a tie only (docs/serving.md#equal-answers): both were the likeliest, so
-    they have the same log-probability.
+    In full precision another token may come at a tie only (docs/serving.md#equal-answers): both
+    were the likeliest, so they have the same log-probability.
     """
     equal = tied = shared = total = 0
     largest = 0.0
@@ -362,14 +418,17 @@ def compare(alone: Sequence[Completion], batched: Sequence[Completion], bound: R
         pairs = list(zip(one.token_ids, other.token_ids, strict=False))
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         equal += one.token_ids == other.token_ids
-        tied += same < len(pairs) and abs(one.logprobs[same] - other.logprobs[same]) <= bound.largest
+        tied += (
+            same < len(pairs) and abs(one.logprobs[same] - other.logprobs[same]) <= bound.largest
+        )
         shared, total = shared + same, total + len(one.token_ids)
         differences = np.subtract(one.logprobs[:same], other.logprobs[:same])
         largest = max(largest, float(np.abs(differences).max(initial=0.0)))
     distinct = len({token for completion in alone for token in completion.token_ids})
     up_to_a_tie = f" {tied} up to a tie," if tied else ""
     measured = (
-        f"{equal} of {len(alone)} sequences identical,{up_to_a_tie} {shared} of {total} tokens before a difference;"
+        f"{equal} of {len(alone)} sequences identical,{up_to_a_tie} {shared} of {total} tokens"
+        " before a difference;"
         f" log-probabilities differ by {largest:.1e}; {distinct} distinct tokens"
     )
     tokens_agree = equal + tied == len(alone) if bound.exact else shared >= SHARED * total
@@ -386,52 +445,87 @@ def publish_under_load(subject: Subject) -> list[ContractResult]:
     layers = subject.policy.adapter()
     with Load(subject, STREAMS) as load:
         until = time.monotonic() + PUBLISH_S
-        while len(reports) < PUBLISHES and (len(reports) < MIN_PUBLISHES or time.monotonic() < until):
-            layers = {path: replace(pair, b=pair.b + 1e-6, gain=None) for path, pair in layers.items()}
+        while len(reports) < PUBLISHES and (
+            len(reports) < MIN_PUBLISHES or time.monotonic() < until
+        ):
+            layers = {
+                path: replace(pair, b=pair.b + 1e-6, gain=None) for path, pair in layers.items()
+            }
             mx.eval([pair.b for pair in layers.values()])
             reports.append(subject.weights.publish_adapter(layers))
             time.sleep(PAUSE_S)
     subject.weights.publish_adapter(subject.policy.adapter())
-    held, whole = _p99([report.lock_held_ms for report in reports]), _p99([report.total_ms for report in reports])
+    held, whole = (
+        _p99([report.lock_held_ms for report in reports]),
+        _p99([report.total_ms for report in reports]),
+    )
     served = not load.failed and load.answered > 0 and len(load.versions) > 1
     counts = f"{load.answered} answered, {load.failed} failed, {len(load.versions)} versions seen"
     times = f"{len(reports)} publishes, {STREAMS} sequences streaming"
     return [
-        ContractResult("publish: lock held, p99", held <= HELD_MS, f"{held:.3f} ms", f"≤ {HELD_MS:g} ms"),
-        ContractResult("publish: whole, p99", whole <= WHOLE_MS, f"{whole:.3f} ms; {times}", f"≤ {WHOLE_MS:g} ms"),
+        ContractResult(
+            "publish: lock held, p99", held <= HELD_MS, f"{held:.3f} ms", (f"≤ {HELD_MS:g} ms")
+        ),
+        ContractResult(
+            "publish: whole, p99",
+            whole <= WHOLE_MS,
+            f"{whole:.3f} ms; {times}",
+            (f"≤ {WHOLE_MS:g} ms"),
+        ),
         ContractResult("publish: requests", served, counts, "0 failed, > 1 version"),
     ]
 
 
 def engine_is_trainer(subject: Subject) -> list[ContractResult]:
-    """One training step on what the engine has just sampled under the adapter: |trainer - engine|, token by token."""
+    """One training step on what the engine has just sampled under the adapter: |trainer -
+    engine|, token by token."""
     name = "engine = trainer log-probabilities"
     if subject.policy is None:
         return [_served_only(name, subject)]
     count = _affordable(subject)
     rollouts = sampled(subject, count)
-    sequences = tuple(TrainSequence(rollout, (1.0,) * len(rollout.tokens), True) for rollout in rollouts)
-    training = subject.config.rl_training.model_copy(update={"batch_size": count, "update_epochs": 1})
+    sequences = tuple(
+        TrainSequence(rollout, (1.0,) * len(rollout.tokens), True) for rollout in rollouts
+    )
+    training = subject.config.rl_training.model_copy(
+        update={"batch_size": count, "update_epochs": 1}
+    )
     trainer = Trainer(subject.policy, training, make_algorithm(training))
     group = RolloutGroup("contracts", "contracts", rollouts)
     metrics = trainer.train_step(TrainBatch(1, (group,), sequences, BatchStatistics())).metrics
     largest, mean = metrics["logprob_diff_max"], metrics["logprob_diff_mean"]
     if largest is None or mean is None:
-        return [ContractResult(name, False, "the training step was skipped: loss or gradient not finite", "finite")]
+        return [
+            ContractResult(
+                name,
+                False,
+                "the training step was skipped: loss or gradient not finite",
+                ("finite"),
+            )
+        ]
     bound = ROUNDING[subject.dtype]
-    measured = f"max {largest:.1e}, mean {mean:.1e}; {metrics['tokens']:.0f} tokens of {count} sequences, with adapter"
+    measured = (
+        f"max {largest:.1e}, mean {mean:.1e}; {metrics['tokens']:.0f} tokens of {count} sequences,"
+        " with adapter"
+    )
     passed = largest <= bound.largest and mean <= bound.mean
-    return [ContractResult(name, passed, measured, f"max ≤ {bound.largest:g}, mean ≤ {bound.mean:g}")]
+    return [
+        ContractResult(name, passed, measured, (f"max ≤ {bound.largest:g}, mean ≤ {bound.mean:g}"))
+    ]
 
 
 def sampled(subject: Subject, count: int) -> tuple[Rollout, ...]:
     """Return what the engine samples under the adapter, with its log-probabilities."""
-    requests = [replace(r, adapter=POLICY) for r in subject.requests("train", count, temperature=TEMPERATURE)]
+    requests = [
+        replace(r, adapter=POLICY)
+        for r in subject.requests("train", count, temperature=TEMPERATURE)
+    ]
     return tuple(map(_rollout, requests, subject.generate(requests)))
 
 
 def memory(subject: Subject) -> list[ContractResult]:
-    """The peak of all of the above against what `rl_training.preflight` says for it before anything is loaded.
+    """The peak of all of the above against what `rl_training.preflight` says for it before anything
+    is loaded.
 
     One-sided: here serving and training take turns, while the prediction is for both at once.
     """
@@ -448,7 +542,12 @@ def memory(subject: Subject) -> list[ContractResult]:
     measured = f"peak {peak / 1e9:.2f} GB, {subject.loaded_bytes / 1e9:.2f} of it after loading"
     passed = peak <= (1 + MEMORY_SHARE) * predicted + MEMORY_BYTES
     return [
-        ContractResult("memory against preflight", passed, measured, f"≤ {predicted / 1e9:.2f} GB + {MEMORY_SHARE:.0%}")
+        ContractResult(
+            "memory against preflight",
+            passed,
+            measured,
+            (f"≤ {predicted / 1e9:.2f} GB + {MEMORY_SHARE:.0%}"),
+        )
     ]
 
 
@@ -462,7 +561,12 @@ CONTRACTS: dict[str, Callable[[Subject], list[ContractResult]]] = {
 
 
 def _served_only(contract: str, subject: Subject) -> ContractResult:
-    return ContractResult(contract, None, f"not tried: {_one_cell(subject.untrainable)}", "a model that can be trained")
+    return ContractResult(
+        contract,
+        None,
+        f"not tried: {_one_cell(subject.untrainable)}",
+        ("a model that can be trained"),
+    )
 
 
 def _one_cell(text: str) -> str:
@@ -494,4 +598,7 @@ def _about(subject: Subject) -> list[str]:
     quantized = "quantised, " if "quantization" in subject.loaded.config else ""
     dtype = str(subject.dtype).removeprefix("mlx.core.")
     name, kind = subject.config.model.base_path, subject.loaded.config.get("model_type")
-    return [*facts(), f"{name} ({kind}), {quantized}{dtype}, {subject.model_bytes / 1e9:.3f} GB of weights"]
+    return [
+        *facts(),
+        (f"{name} ({kind}), {quantized}{dtype}, {subject.model_bytes / 1e9:.3f} GB of weights"),
+    ]

@@ -1,7 +1,7 @@
 """The configuration of `mlx_parallm train --model M --data D --reward R` (or `--algorithm A`).
 
-Every value has its reason beside it in the templates. The learning rate and the sizes of batches and answers depend on
-the model; for a toy they are the quickstart's.
+Every value has its reason beside it in the templates. The learning rate and the sizes of batches
+and answers depend on the model; for a toy they are the quickstart's.
 """
 
 import json
@@ -79,7 +79,8 @@ chat_template_kwargs = {{ enable_thinking = false }}  # thinking needs thousands
 """
 
 RATES = {"sft": 2.0, "dpo": 0.04, "kto": 0.01}
-"""Of the learning rate that GRPO would take. DPO and KTO on a model's own answers: docs/benchmarks/traces.md."""
+"""Of the learning rate that GRPO would take. DPO and KTO on a model's own answers:
+docs/benchmarks/traces.md."""
 ROWS_BODY = """
 [rl_training]
 algorithm = "{algorithm}"
@@ -100,8 +101,11 @@ eval_fraction = 0.1           # never trained on
 """
 
 
-def dataset_toml(model: str, data: str, rewards: Sequence[str], algorithm: str | None = None) -> str:
-    """Return the configuration as TOML, with absolute paths. `algorithm`: one that learns from the rows.
+def dataset_toml(
+    model: str, data: str, rewards: Sequence[str], algorithm: str | None = None
+) -> str:
+    """Return the configuration as TOML, with absolute paths. `algorithm`: one that learns from the
+    rows.
 
     Raises ConfigError: no reward function; or one beside an algorithm that needs none.
     """
@@ -117,15 +121,23 @@ def dataset_toml(model: str, data: str, rewards: Sequence[str], algorithm: str |
     )
     values: dict[str, Any] = {
         "command": shlex.join(["mlx_parallm", "train", "--model", model, "--data", data, *flags]),
-        "model": _quoted(str(local_path(model).resolve()) if is_directory(model) or is_gguf(model) else model),
+        "model": _quoted(
+            str(local_path(model).resolve()) if is_directory(model) or is_gguf(model) else model
+        ),
         "data": _quoted(data if data.startswith(HUB_PREFIX) else absolute(data, directories)),
         "blocks": 0 if small else 1,
     }
     if algorithm is not None:
         rate = min(2e-3, rate * RATES.get(algorithm, 1.0))
-        values |= {"algorithm": algorithm, "learning_rate": f"{rate:.1e}", "rows": 16 if algorithm == "sft" else 32}
+        values |= {
+            "algorithm": algorithm,
+            "learning_rate": f"{rate:.1e}",
+            "rows": 16 if algorithm == ("sft") else 32,
+        }
         return (HEAD + ROWS_BODY).format(**values)
-    references = [name if name.startswith((PREFIX, "builtin:")) else PREFIX + name for name in rewards]
+    references = [
+        name if name.startswith((PREFIX, ("builtin:"))) else PREFIX + name for name in rewards
+    ]
     sizes = sizes_for(hidden_size, parameters_of(model, hidden_size), count_rows(data), detect())
     values |= {
         "steps": sizes.steps,
@@ -146,7 +158,8 @@ def dataset_toml(model: str, data: str, rewards: Sequence[str], algorithm: str |
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a run does, and why. `rollouts`: sequences of one step; `why`: "" where the machine asks for no less."""
+    """How much a run does, and why. `rollouts`: sequences of one step; `why`: "" where the
+    machine asks for no less."""
 
     rollouts: int
     max_tokens: int
@@ -158,8 +171,9 @@ class Sizes:
 def sizes_for(hidden_size: int, parameters: float, rows: int | None, hardware: Hardware) -> Sizes:
     """Return the sizes of a run, smaller on a CPU and with few rows.
 
-    A token that is sampled and trained on costs about 8 operations for each parameter. Worked: 134.5 M parameters on
-    two cores, 64 answers of 48 tokens: 64 · 48 · 8 · 134.5e6 / (2 · 25e9) = 66 s a step; 52 s were measured.
+    A token that is sampled and trained on costs about 8 operations for each parameter. Worked:
+    134.5 M parameters on two cores, 64 answers of 48 tokens: 64 · 48 · 8 · 134.5e6 / (2 · 25e9) =
+    66 s a step; 52 s were measured.
     """
     small = hidden_size < SMALL
     steps, rollouts, max_tokens = (80, 128, 64) if small else (200, 64, 512)
@@ -173,16 +187,23 @@ def sizes_for(hidden_size: int, parameters: float, rows: int | None, hardware: H
                 break
         if step_s < asked:
             largest, longest = CPU_SIZES[0]
-            why = f"on {hardware.cores} CPU cores {largest} of {longest} would take {duration(asked)} a step"
+            why = (
+                f"on {hardware.cores} CPU cores {largest} of {longest} would take"
+                f" {duration(asked)} a step"
+            )
         if (fit := max(FEWEST_STEPS, int(RUN_S / step_s))) < steps:
             steps, why_steps = fit, f"about {duration(fit * step_s)} on {hardware.cores} CPU cores"
     if rows and (few := max(FEWEST_STEPS, PASSES * rows * GROUP // rollouts)) < steps:
-        steps, why_steps = few, f"about {PASSES} passes over {rows} rows, and at least {FEWEST_STEPS} steps"
+        steps, why_steps = (
+            few,
+            (f"about {PASSES} passes over {rows} rows, and at least {FEWEST_STEPS} steps"),
+        )
     return Sizes(rollouts, max_tokens, steps, why_steps, why)
 
 
 def count_rows(data: str) -> int | None:
-    """Return how many rows a file has; None: it cannot be read here, or lies on the hub. The reader reports faults."""
+    """Return how many rows a file has; None: it cannot be read here, or lies on the hub. The
+    reader reports faults."""
     try:
         with Path(data).expanduser().open("rb") as file:
             return sum(1 for line in file if line.strip())
@@ -191,11 +212,15 @@ def count_rows(data: str) -> int | None:
 
 
 def parameters_of(model: str, hidden_size: int) -> float:
-    """Return about how many parameters a model has, from its configuration or its name, without network."""
+    """Return about how many parameters a model has, from its configuration or its name, without
+    network."""
     config = _config_of(model)
     try:
         text = config.get("text_config") or config
-        layers, vocabulary = int(text.get("num_hidden_layers") or 0), int(text.get("vocab_size") or 0)
+        layers, vocabulary = (
+            int(text.get("num_hidden_layers") or 0),
+            int(text.get("vocab_size") or 0),
+        )
     except (ValueError, AttributeError, TypeError):
         layers = vocabulary = 0  # the loader reports what is wrong with the file
     if layers:
@@ -205,19 +230,21 @@ def parameters_of(model: str, hidden_size: int) -> float:
 
 
 def learning_rate_for(hidden_size: int) -> float:
-    """Return AdamW's peak rate on a LoRA adapter of alpha / rank = 2: 2e-4 · (1024 / hidden size)^1.5, at most 1e-3.
+    """Return AdamW's peak rate on a LoRA adapter of alpha / rank = 2: 2e-4 · (1024 / hidden
+    size)^1.5, at most 1e-3.
 
-    Measured at 576 (SmolLM2 135M, docs/benchmarks/real_model.md): 4.7e-4 learns instructions in 80 steps, 9.5e-5 hardly
-    moves. A 0.6B model (1024) gets 2e-4, a 4B model (2560) 5e-5, ten times what full weights usually take there
-    (https://thinkingmachines.ai/blog/lora). The shipped tiny model (128) gets 1e-3; a search found 9e-4
-    (docs/benchmarks/quickstart.md).
+    Measured at 576 (SmolLM2 135M, docs/benchmarks/real_model.md): 4.7e-4 learns instructions in 80
+    steps, 9.5e-5 hardly moves. A 0.6B model (1024) gets 2e-4, a 4B model (2560) 5e-5, ten times
+    what full weights usually take there (https://thinkingmachines.ai/blog/lora). The shipped tiny
+    model (128) gets 1e-3; a search found 9e-4 (docs/benchmarks/quickstart.md).
     """
     return min(1e-3, 2e-4 * float(1024 / hidden_size) ** 1.5)
 
 
 def find_hidden_size(model: str) -> int:
-    """Read it from config.json where the model is on this machine, else from a size in the name ("Qwen3-0.6B"), else
-    assume a 4B model. It uses no network: a wrong name is reported when the model is loaded."""
+    """Read it from config.json where the model is on this machine, else from a size in the name
+    ("Qwen3-0.6B"), else assume a 4B model. It uses no network: a wrong name is reported when the
+    model is loaded."""
     if (size := _hidden_size_in(_config_of(model))) is not None:
         return size
     if (billions := billions_in(model)) is not None:
@@ -226,8 +253,8 @@ def find_hidden_size(model: str) -> int:
 
 
 def _config_of(model: str) -> Any:
-    """Return config.json of a model on this machine, or what a GGUF file says in its place; {}: there is none, or it is
-    damaged, which the loader reports."""
+    """Return config.json of a model on this machine, or what a GGUF file says in its place; {}:
+    there is none, or it is damaged, which the loader reports."""
     if is_gguf(model):
         return _sizes_in_gguf(local_path(model))
     directory = directory_of(model)
@@ -255,7 +282,11 @@ def _sizes_in_gguf(file: Path) -> dict[str, int]:
 
 def _hidden_size_in(config: Any) -> int | None:
     for section in (config, config.get("text_config")) if isinstance(config, dict) else ():
-        if isinstance(section, dict) and isinstance(section.get("hidden_size"), int) and section["hidden_size"] > 0:
+        if (
+            isinstance(section, dict)
+            and isinstance(section.get("hidden_size"), int)
+            and section["hidden_size"] > 0
+        ):
             return int(section["hidden_size"])
     return None
 
@@ -275,10 +306,16 @@ def _cached(model: str) -> Path | None:
 
 def dataset_flags(config: "Config") -> dict[str, object]:
     """Return --model, --algorithm, --data and --reward as a configuration has them."""
-    flags: dict[str, object] = {"--model": config.model.base_path, "--algorithm": config.rl_training.algorithm}
+    flags: dict[str, object] = {
+        "--model": config.model.base_path,
+        "--algorithm": config.rl_training.algorithm,
+    }
     if not config.environments:
         return flags | {"--data": config.data.path}
-    return flags | {"--data": config.environments[0].data, "--reward": config.environments[0].rewards}
+    return flags | {
+        "--data": config.environments[0].data,
+        "--reward": config.environments[0].rewards,
+    }
 
 
 def _quoted(text: str) -> str:

@@ -1,7 +1,8 @@
-"""`mlx_parallm doctor`: device, BLAS and its measured speed, memory, versions, and what to do about anything slow.
+"""`mlx_parallm doctor`: device, BLAS and its measured speed, memory, versions, and what to do about
+anything slow.
 
-`inspect` measures and returns a `Report`; `advice` is a pure function of it; `run` prints both. `facts` returns the two
-lines that a bug report begins with (`cli/contracts.py` prints them).
+`inspect` measures and returns a `Report`; `advice` is a pure function of it; `run` prints both.
+`facts` returns the two lines that a bug report begins with (`cli/contracts.py` prints them).
 """
 
 import atexit
@@ -23,14 +24,16 @@ from mlx_parallm.system.packages import extras, missing, mlx_backend_advice, ver
 from mlx_parallm.system.terminal import Console
 
 SIZES = (512, 2048)  # of the square float32 products that are timed
-SLOW_GFLOPS = 20.0  # for the larger one; on the same two cores the reference BLAS reaches 5, MKL over 80
+# for the larger one; on the same two cores the reference BLAS reaches 5, MKL over 80
+SLOW_GFLOPS = 20.0
 LOW_MEMORY_BYTES = 2 * GIB
 PACKAGES = ("mlx", "mlx-lm", "transformers")
 
 
 @dataclass(frozen=True)
 class Report:
-    """`gflops`: edge of a square float32 product → its speed; `compile_error`: None when mx.compile works.
+    """`gflops`: edge of a square float32 product → its speed; `compile_error`: None when mx.compile
+    works.
 
     Where MLX cannot be loaded `device` is None and nothing is measured.
     """
@@ -46,8 +49,8 @@ class Report:
 
 
 def run() -> int:
-    """Print the report and the advice. Return 0 when there is none, else 1. Raises ConfigError, after the report: MLX
-    cannot be loaded."""
+    """Print the report and the advice. Return 0 when there is none, else 1. Raises ConfigError,
+    after the report: MLX cannot be loaded."""
     console = Console()
     if no_mlx := _cannot_load_mlx():
         console.print(_table(inspect_without_mlx()))
@@ -66,7 +69,8 @@ def run() -> int:
 
 
 def inspect() -> Report:
-    """Measure this machine; takes a few seconds with the reference BLAS, well under one otherwise."""
+    """Measure this machine; takes a few seconds with the reference BLAS, well under one
+    otherwise."""
     return Report(
         hardware=detect(),
         device=mlx_device(),
@@ -96,7 +100,8 @@ def _cannot_load_mlx() -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the packages that results depend on, and of installed CUDA backends of MLX."""
+    """Return the versions of the packages that results depend on, and of installed CUDA backends
+    of MLX."""
     cuda = {name: installed for name in CUDA_PACKAGES if (installed := version(name))}
     return {name: version(name) for name in PACKAGES} | cuda
 
@@ -118,7 +123,8 @@ def facts() -> list[str]:
 
 
 def matmul_gflops(size: int) -> float:
-    """Return the speed of a [size, size] float32 product in GFLOP/s (2·size³ operations), the best of up to five."""
+    """Return the speed of a [size, size] float32 product in GFLOP/s (2·size³ operations), the
+    best of up to five."""
     import mlx.core as mx
 
     left, right = mx.random.normal((2, size, size))
@@ -135,18 +141,21 @@ def matmul_gflops(size: int) -> float:
 
 
 def advice(report: Report) -> list[str]:
-    """Return a sentence for each thing that makes this installation slow or unusable, with what to do."""
+    """Return a sentence for each thing that makes this installation slow or unusable, with what
+    to do."""
     found: list[str] = []
     if report.blas.advice:
         found.append(f"MLX computes with {_blas_words(report.blas)}: {report.blas.advice}")
     elif report.gflops[SIZES[-1]] < SLOW_GFLOPS:
         found.append(
-            f"matrix products reach {report.gflops[SIZES[-1]]:.0f} GFLOP/s: is another process using the"
+            f"matrix products reach {report.gflops[SIZES[-1]]:.0f} GFLOP/s: is another process"
+            " using the"
             f" {report.hardware.cores} cores?"
         )
     if report.compile_error:
         found.append(
-            f"mx.compile fails ({report.compile_error}): repair the C++ compiler at {report.compiler}"
+            f"mx.compile fails ({report.compile_error}): repair the C++ compiler at"
+            f" {report.compiler}"
             " (Debian: `apt install build-essential`), or set MLX_DISABLE_COMPILE=1"
         )
     if report.hardware.available_bytes < LOW_MEMORY_BYTES:
@@ -161,9 +170,14 @@ def _table(report: Report) -> Table:
     memory = f"{hardware.available_bytes / GIB:.1f} GiB free of {hardware.memory_bytes / GIB:.1f}"
     table.add_row(
         "device",
-        f"{report.device or 'MLX cannot be loaded'}, {hardware.cores} cores, {hardware.processor}, {platform.system()}",
+        (
+            f"{report.device or 'MLX cannot be loaded'}, {hardware.cores} cores,"
+            f" {hardware.processor}, {platform.system()}"
+        ),
     )
-    table.add_row("BLAS", _blas_words(report.blas) + (f" ({report.blas.path})" if report.blas.path else ""))
+    table.add_row(
+        "BLAS", _blas_words(report.blas) + ((f" ({report.blas.path})") if report.blas.path else "")
+    )
     for size, speed in report.gflops.items():
         table.add_row(f"float32 {size}x{size} product", f"{speed:,.0f} GFLOP/s")
     table.add_row("memory", memory)
@@ -171,8 +185,13 @@ def _table(report: Report) -> Table:
     table.add_row("mlx-parallm", __version__)
     for name, installed in report.versions.items():
         table.add_row(name, installed or "not installed")
-    table.add_row("extras", ", ".join(name for name, present in report.extras.items() if present) or "none")
-    table.add_row("not installed", ", ".join(name for name, present in report.extras.items() if not present) or "none")
+    table.add_row(
+        "extras", ", ".join(name for name, present in report.extras.items() if present) or ("none")
+    )
+    table.add_row(
+        "not installed",
+        ", ".join(name for name, present in report.extras.items() if not present) or ("none"),
+    )
     table.add_row("C++ compiler", _compiler_words(report))
     return table
 
@@ -193,14 +212,20 @@ def _compiler_words(report: Report) -> str:
         return report.compiler or "none"
     if report.compile_error:
         return f"{report.compiler} (mx.compile fails)"
-    return f"{report.compiler} (mx.compile works)" if report.compiler else "none (mx.compile runs uncompiled)"
+    return (
+        (f"{report.compiler} (mx.compile works)")
+        if report.compiler
+        else "none (mx.compile runs uncompiled)"
+    )
 
 
 def _compile_error() -> str | None:
-    """Return why compiled kernels fail here; None when they work or, without a compiler, are not used."""
+    """Return why compiled kernels fail here; None when they work or, without a compiler, are not
+    used."""
     import mlx.core as mx
 
-    fresh = time.time_ns() % 1_000_000 / 1e6  # a new constant: MLX keeps compiled kernels in the temporary folder
+    # a new constant: MLX keeps compiled kernels in the temporary folder
+    fresh = time.time_ns() % 1_000_000 / 1e6
     scaled = mx.compile(lambda x: mx.exp(x) * fresh + 1.0)
     try:
         mx.eval(scaled(mx.ones(7)))

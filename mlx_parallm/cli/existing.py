@@ -1,4 +1,5 @@
-"""The commands that work on what is there already: runs, checkpoints, adapters, this machine. Imports no MLX."""
+"""The commands that work on what is there already: runs, checkpoints, adapters, this machine.
+Imports no MLX."""
 
 import atexit
 import json
@@ -16,14 +17,18 @@ from mlx_parallm.system.packages import require, require_mlx
 
 def explain(parser: ArgumentParser) -> Run:
     """`mlx_parallm explain`: why a run does not learn, from what it wrote."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<run>, or one of its steps")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help=("checkpoints/<run>, or one of its steps")
+    )
     parser.add_argument("--json", action="store_true", help="for machines")
 
     def run(args: Namespace) -> int:
         from mlx_parallm.rl_training.monitor import explain
 
         explanation = explain.explain(args.run_dir)
-        sys.stdout.write(explain.as_json(explanation) if args.json else explain.as_text(explanation))
+        sys.stdout.write(
+            explain.as_json(explanation) if args.json else explain.as_text(explanation)
+        )
         return 0 if explanation.healthy else 1
 
     return run
@@ -31,33 +36,76 @@ def explain(parser: ArgumentParser) -> Run:
 
 def rollouts(parser: ArgumentParser) -> Run:
     """`mlx_parallm rollouts`: the answers of a run, and what became of its groups."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<run>, or one of its steps")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help=("checkpoints/<run>, or one of its steps")
+    )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--worst", action="store_true", help="lowest reward first; default: the newest first")
+    what.add_argument(
+        "--worst", action="store_true", help=("lowest reward first; default: the newest first")
+    )
     what.add_argument("--best", action="store_true", help="highest reward first")
     what.add_argument(
         "--show",
         metavar="ID",
-        help="one group (its id, or how it begins) as a whole, or its n-th answer (ID#n) token by token",
+        help=(
+            "one group (its id, or how it begins) as a whole, or its n-th answer (ID#n) token by"
+            " token"
+        ),
     )
-    what.add_argument("--counts", action="store_true", help="groups by state, environment and version; why dropped")
-    what.add_argument("--rejects", action="store_true", help="the newest groups that were refused, with the reason")
+    what.add_argument(
+        "--counts",
+        action="store_true",
+        help=("groups by state, environment and version; why dropped"),
+    )
+    what.add_argument(
+        "--rejects",
+        action="store_true",
+        help=("the newest groups that were refused, with the reason"),
+    )
     parser.add_argument("--environment", metavar="NAME", help="answers of this environment only")
-    parser.add_argument("--state", choices=["waiting", "taken", "dropped", "quarantined"], help="of such groups only")
-    parser.add_argument("--step", metavar="A:B", type=_range, help="of groups that steps A to B took or dropped; or A")
     parser.add_argument(
-        "--reward", metavar="A:B", type=_range, help="with a reward from A to B: 0, 0.5:, --reward=-1:0"
+        "--state",
+        choices=["waiting", "taken", "dropped", "quarantined"],
+        help=("of such groups only"),
+    )
+    parser.add_argument(
+        "--step",
+        metavar="A:B",
+        type=_range,
+        help=("of groups that steps A to B took or dropped; or A"),
+    )
+    parser.add_argument(
+        "--reward",
+        metavar="A:B",
+        type=_range,
+        help=("with a reward from A to B: 0, 0.5:, --reward=-1:0"),
     )
     words = parser.add_mutually_exclusive_group()
-    words.add_argument("--text", help="with this text in the prompt or the answer, in upper or lower case")
-    words.add_argument("--regex", metavar="PATTERN", type=_pattern, help="the same with a regular expression")
-    parser.add_argument("--limit", metavar="N", type=int, help="at most so many; default: 10, with --json all")
-    parser.add_argument("--json", action="store_true", help="for machines: a JSON object on each line")
+    words.add_argument(
+        "--text", help=("with this text in the prompt or the answer, in upper or lower case")
+    )
+    words.add_argument(
+        "--regex", metavar="PATTERN", type=_pattern, help=("the same with a regular expression")
+    )
+    parser.add_argument(
+        "--limit", metavar="N", type=int, help=("at most so many; default: 10, with --json all")
+    )
+    parser.add_argument(
+        "--json", action="store_true", help=("for machines: a JSON object on each line")
+    )
 
     def run(args: Namespace) -> int:
-        chosen = [name for name in ("environment", "state", "step", "reward", "text", "regex") if vars(args)[name]]
+        chosen = [
+            name
+            for name in ("environment", "state", "step", "reward", "text", ("regex"))
+            if vars(args)[name]
+        ]
         if chosen and (args.show is not None or args.counts or args.rejects):
-            parser.error(f"--{chosen[0]} chooses among answers, which --show, --counts and --rejects do not list")
+            parser.error(
+                f"--{chosen[0]} chooses among answers, which --show, --counts and --rejects do"
+                " not"
+                " list"
+            )
         if args.limit is not None and args.limit < 1:
             parser.error("--limit: at least 1")
         _look(args)
@@ -89,7 +137,11 @@ def _look(args: Namespace) -> None:
                 state=args.state,
                 steps=args.step or rollouts.EVERY,
                 rewards=args.reward or rollouts.EVERY,
-                text=args.regex.search if args.regex else (lambda given: text in given.casefold()) if text else None,
+                text=args.regex.search
+                if args.regex
+                else (lambda given: text in given.casefold())
+                if text
+                else None,
                 limit=args.limit or (None if args.json else rollouts_text.SHOWN_ANSWERS),
             )
             found = answers.rows(wanted)
@@ -105,8 +157,15 @@ def _look(args: Namespace) -> None:
 
 def compare(parser: ArgumentParser) -> Run:
     """`mlx_parallm compare`: training runs side by side."""
-    parser.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="two run directories or more")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="also draw the curves of all runs over each other")
+    parser.add_argument(
+        "runs", metavar="RUN_DIR", type=Path, nargs="+", help=("two run directories or more")
+    )
+    parser.add_argument(
+        "--png",
+        metavar="FILE",
+        type=Path,
+        help=("also draw the curves of all runs over each other"),
+    )
 
     def run(args: Namespace) -> int:
         if len(args.runs) < 2:
@@ -146,7 +205,9 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def show_checkpoint(parser: ArgumentParser) -> Run:
     """`mlx_parallm checkpoint`: what a checkpoint holds, and whether all of it is there."""
-    parser.add_argument("path", metavar="PATH", type=Path, help="one of a run's steps, or the run: its latest")
+    parser.add_argument(
+        "path", metavar="PATH", type=Path, help=("one of a run's steps, or the run: its latest")
+    )
     parser.add_argument("--json", action="store_true", help="for machines")
 
     def run(args: Namespace) -> int:
@@ -161,17 +222,46 @@ def show_checkpoint(parser: ArgumentParser) -> Run:
 
 def evaluate(parser: ArgumentParser) -> Run:
     """`mlx_parallm eval`: held-out problems answered, outside training."""
-    parser.add_argument("--config", metavar="FILE", help="a TOML file with environments, or a shipped one's name")
-    parser.add_argument("--url", metavar="URL", help="ask this endpoint, e.g. http://127.0.0.1:8000/v1")
-    parser.add_argument("--model", metavar="M", help="directory, hub id or builtin:tiny; with --url the model's name")
-    parser.add_argument("--lora-path", metavar="A", help="adapter to answer with, e.g. checkpoints/my-run/best")
-    parser.add_argument("--api-key-file", metavar="FILE", help="with --url: file that holds the endpoint's API key")
-    parser.add_argument("--problems", type=int, metavar="N", help="held-out problems of each environment")
-    parser.add_argument("--samples", type=int, metavar="K", help="sampled answers to each problem, for pass@k")
-    parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="answers under way at once (64)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write results.json, samples.jsonl and samples.html")
     parser.add_argument(
-        "--compare", nargs=2, type=Path, metavar=("A", "B"), help="instead: how result B differs from A (--output's)"
+        "--config", metavar="FILE", help=("a TOML file with environments, or a shipped one's name")
+    )
+    parser.add_argument(
+        "--url", metavar="URL", help=("ask this endpoint, e.g. http://127.0.0.1:8000/v1")
+    )
+    parser.add_argument(
+        "--model",
+        metavar="M",
+        help=("directory, hub id or builtin:tiny; with --url the model's name"),
+    )
+    parser.add_argument(
+        "--lora-path", metavar="A", help=("adapter to answer with, e.g. checkpoints/my-run/best")
+    )
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help=("with --url: file that holds the endpoint's API key"),
+    )
+    parser.add_argument(
+        "--problems", type=int, metavar="N", help=("held-out problems of each environment")
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="K", help=("sampled answers to each problem, for pass@k")
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=64, metavar="N", help=("answers under way at once (64)")
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help=("write results.json, samples.jsonl and samples.html"),
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help=("instead: how result B differs from A (--output's)"),
     )
     add_set(parser)
 
@@ -180,7 +270,8 @@ def evaluate(parser: ArgumentParser) -> Run:
             parser.error("either --config, to evaluate, or --compare A B")
         if args.url and args.lora_path:
             parser.error(
-                "--lora-path is for a model on this machine; an endpoint's adapters have names of their own: --model"
+                "--lora-path is for a model on this machine; an endpoint's adapters have"
+                " names of their own: --model"
             )
         if args.concurrency < 1:
             parser.error("--concurrency: at least 1")
@@ -222,8 +313,18 @@ def _evaluation_flags(args: Namespace) -> list[str]:
 def replay(parser: ArgumentParser) -> Run:
     """`mlx_parallm replay`: other settings on the rollouts of a run."""
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
-    parser.add_argument("--from", dest="start", metavar="STEP", help="its checkpoint to start from; default: its start")
-    parser.add_argument("--steps", type=int, metavar="N", help="at most so many steps; default: all that are recorded")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="STEP",
+        help=("its checkpoint to start from; default: its start"),
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=("at most so many steps; default: all that are recorded"),
+    )
     add_set(parser)
     parser.add_argument(
         "--variant",
@@ -231,7 +332,10 @@ def replay(parser: ArgumentParser) -> Run:
         nargs="+",
         action="append",
         default=[],
-        help="settings of one variant, beside --set; again for another one. Default: one, with --set alone",
+        help=(
+            "settings of one variant, beside --set; again for another one. Default: one, with"
+            " --set alone"
+        ),
     )
 
     def run(args: Namespace) -> int:
@@ -263,18 +367,32 @@ def replay(parser: ArgumentParser) -> Run:
 
 def merge_lora(parser: ArgumentParser) -> Run:
     """`mlx_parallm merge`: write a base model with an adapter added to its weights."""
-    parser.add_argument("--base-model", required=True, metavar="B", help="directory, hub id or builtin:tiny")
-    parser.add_argument("--lora-path", required=True, metavar="A", help="the adapter's file or directory")
     parser.add_argument(
-        "--output-path", "--output", required=True, type=Path, metavar="O", help="new directory; never overwritten"
+        "--base-model", required=True, metavar="B", help=("directory, hub id or builtin:tiny")
+    )
+    parser.add_argument(
+        "--lora-path", required=True, metavar="A", help=("the adapter's file or directory")
+    )
+    parser.add_argument(
+        "--output-path",
+        "--output",
+        required=True,
+        type=Path,
+        metavar="O",
+        help=("new directory; never overwritten"),
     )
     parser.add_argument(
         "--format",
         choices=["safetensors", "mlx"],
         default="safetensors",
-        help="safetensors: the checkpoint's own tensor names, for transformers and mlx-lm; mlx: mlx-lm's names",
+        help=(
+            "safetensors: the checkpoint's own tensor names, for transformers and mlx-lm; mlx:"
+            " mlx-lm's names"
+        ),
     )
-    parser.add_argument("--push-to-hub", metavar="ID", help="also upload the result to this hub repository")
+    parser.add_argument(
+        "--push-to-hub", metavar="ID", help=("also upload the result to this hub repository")
+    )
 
     def run(args: Namespace) -> int:
         require_mlx()
@@ -283,7 +401,11 @@ def merge_lora(parser: ArgumentParser) -> Run:
 
         atexit.register(release_streams)
         report = merge(
-            args.base_model, args.lora_path, args.output_path, layout=args.format, push_to_hub=args.push_to_hub
+            args.base_model,
+            args.lora_path,
+            args.output_path,
+            layout=args.format,
+            push_to_hub=args.push_to_hub,
         )
         origin = ", from a dequantised base" if report.dequantized else ""
         sys.stdout.write(f"{report.path}: {report.layers} layers merged, {report.dtype}{origin}\n")
@@ -295,18 +417,24 @@ def merge_lora(parser: ArgumentParser) -> Run:
 
 
 def convert(parser: ArgumentParser) -> Run:
-    """`mlx_parallm convert`: an adapter in another format, or a GGUF file as a Hugging Face folder."""
+    """`mlx_parallm convert`: an adapter in another format, or a GGUF file as a Hugging Face
+    folder."""
     parser.add_argument(
-        "source", metavar="SRC", help="an adapter's directory or file, e.g. checkpoints/my-run/best; or MODEL.gguf"
+        "source",
+        metavar="SRC",
+        help=("an adapter's directory or file, e.g. checkpoints/my-run/best; or MODEL.gguf"),
     )
     parser.add_argument("target", metavar="DST", type=Path, help="new directory")
     parser.add_argument(
         "--format",
         metavar="FORMAT",
-        help="of an adapter; npz: mlx-lm's arrays for numpy; mlx-lm: what training writes; peft: for transformers,"
+        help="of an adapter; npz: mlx-lm's arrays for numpy; mlx-lm: what training writes; peft:"
+        " for transformers,"
         " vLLM, SGLang",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an adapter that is at DST")
+    parser.add_argument(
+        "--overwrite", action="store_true", help=("replace an adapter that is at DST")
+    )
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -315,17 +443,22 @@ def convert(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--keep-quantization",
         action="store_true",
-        help="keep a GGUF file's 4 and 8 bits where MLX has such blocks (Q4_0, Q4_1, Q8_0; Q4_K with --dtype float32);"
+        help="keep a GGUF file's 4 and 8 bits where MLX has such blocks (Q4_0, Q4_1, Q8_0; Q4_K"
+        " with --dtype float32);"
         " other weights are unpacked, and counted",
     )
 
     def run(args: Namespace) -> int:
         from_gguf = str(args.source).endswith(".gguf")
         if from_gguf and (args.format or args.overwrite):
-            parser.error("--format and --overwrite are for adapters: a GGUF file becomes a Hugging Face folder")
+            parser.error(
+                "--format and --overwrite are for adapters: a GGUF file becomes a Hugging Face"
+                " folder"
+            )
         if not from_gguf and (args.dtype or args.keep_quantization or not args.format):
             parser.error(
-                "an adapter needs --format npz|mlx-lm|peft; --dtype and --keep-quantization are for a GGUF file"
+                "an adapter needs --format npz|mlx-lm|peft; --dtype and --keep-quantization"
+                " are for a GGUF file"
             )
         if from_gguf:
             require("reading GGUF", "gguf")
@@ -343,22 +476,30 @@ def convert(parser: ArgumentParser) -> Run:
             return 0
         from mlx_parallm.deploy import convert_adapter
 
-        report = convert_adapter.convert(args.source, args.target, args.format, overwrite=args.overwrite)
-        sys.stdout.write(f"{report.path}: {report.layers} {report.kind} layers in {args.format}'s format\n")
+        report = convert_adapter.convert(
+            args.source, args.target, args.format, overwrite=args.overwrite
+        )
+        sys.stdout.write(
+            f"{report.path}: {report.layers} {report.kind} layers in {args.format}'s format\n"
+        )
         return 0
 
     return run
 
 
 def doctor(parser: ArgumentParser) -> Run:
-    """`mlx_parallm doctor`: what this machine is, how fast it is, and what to do about anything slow."""
+    """`mlx_parallm doctor`: what this machine is, how fast it is, and what to do about anything
+    slow."""
     parser.add_argument(
         "--contracts",
         action="store_true",
-        help="instead: try what this product promises on this device with --model, in about a minute, and print a block"
+        help="instead: try what this product promises on this device with --model, in about a"
+        " minute, and print a block"
         " to paste into an issue; exit code 1: something does not hold",
     )
-    parser.add_argument("--model", metavar="M", help="with --contracts: directory, hub id or builtin:tiny")
+    parser.add_argument(
+        "--model", metavar="M", help=("with --contracts: directory, hub id or builtin:tiny")
+    )
     add_set(parser)
 
     def run(args: Namespace) -> int:

@@ -1,16 +1,19 @@
-"""`--ranks N`: a small parent that starts N ranks on this machine, over MLX's ring, and ends them together. No MLX.
+"""`--ranks N`: a small parent that starts N ranks on this machine, over MLX's ring, and ends them
+together. No MLX.
 
-    LocalRanks.run    starts `mlx_parallm train` N times with the two variables that `mlx.launch` sets, waits, decides
+    LocalRanks.run    starts `mlx_parallm train` N times with the two variables that `mlx.launch`
+                      sets, waits, decides
     a thread          passes SIGINT, SIGTERM and SIGHUP on to every rank
     end_with_parent   in a rank: asks it to stop when the parent has died
 
-`mlx.launch` itself is not called: its threads poll without a pause (up to a core), it wants a fixed port, it ends with
-exit code 0 whatever the ranks end with, and rank 0 has no terminal there.
+`mlx.launch` itself is not called: its threads poll without a pause (up to a core), it wants a fixed
+port, it ends with exit code 0 whatever the ranks end with, and rank 0 has no terminal there.
 
-When a rank ends with an error or dies of a signal, all others are asked to stop: those that have joined save, those
-that wait for it end at once. Ranks that the user has stopped are not asked again, for a second signal ends them at
-once. With `on_rank_lost = "continue"` the death of a rank is answered by a new start with as many ranks fewer, from the
-newest checkpoint; rank 0 saves one when it notices.
+When a rank ends with an error or dies of a signal, all others are asked to stop: those that have
+joined save, those that wait for it end at once. Ranks that the user has stopped are not asked
+again, for a second signal ends them at once. With `on_rank_lost = "continue"` the death of a rank
+is answered by a new start with as many ranks fewer, from the newest checkpoint; rank 0 saves one
+when it notices.
 """
 
 import contextlib
@@ -28,7 +31,13 @@ from pathlib import Path
 
 import psutil
 
-from mlx_parallm.cli.supervisor import REASONS, newest_checkpoint, resume_again, same_run, signals_to_pass_on
+from mlx_parallm.cli.supervisor import (
+    REASONS,
+    newest_checkpoint,
+    resume_again,
+    same_run,
+    signals_to_pass_on,
+)
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.system.hardware import detect, launched_rank
@@ -49,22 +58,30 @@ LATE_S = 60.0  # after the end of a rank: who has not ended yet is named
 log = get_logger("ranks")
 
 
-def run_ranks(arguments: Sequence[str], config: Config, run: Path, *, resume: str | None, count: int) -> int:
-    """`mlx_parallm train --ranks N`: every start has the name and, where it was 0, the port of the first.
+def run_ranks(
+    arguments: Sequence[str], config: Config, run: Path, *, resume: str | None, count: int
+) -> int:
+    """`mlx_parallm train --ranks N`: every start has the name and, where it was 0, the port of the
+    first.
 
     Raises ConfigError: this process is a rank already, or the ranks would share one CUDA GPU.
     """
     if launched_rank() is not None:
-        raise ConfigError("--ranks starts ranks on this machine: under mlx.launch their number is that of -n")
+        raise ConfigError(
+            "--ranks starts ranks on this machine: under mlx.launch their number is that of -n"
+        )
     if detect().backend == "cuda":
         raise ConfigError(
-            f"--ranks {count} would share one GPU: start a rank for each GPU with mlx.launch --backend nccl -n {count}"
+            f"--ranks {count} would share one GPU: start a rank for each GPU with mlx.launch"
+            f" --backend nccl -n {count}"
         )
     with RunLog(Redactor([config.resolve_api_key(), *environment_secrets()])) as run_log:
         configure_logging(level=config.logging.level, redactor=run_log.redactor, run_log=run_log)
         arguments = [*arguments, *same_run(config, run, resume)]
         continues = config.rl_training.on_rank_lost == "continue"
-        return LocalRanks(arguments, run, count, resume=resume, continues=continues, run_log=run_log).run()
+        return LocalRanks(
+            arguments, run, count, resume=resume, continues=continues, run_log=run_log
+        ).run()
 
 
 class LocalRanks:
@@ -92,7 +109,8 @@ class LocalRanks:
         self._first, self._continues, self._command = resume, continues, list(command)
         self._run_log = run_log or RunLog()
         self._children: list[subprocess.Popen[bytes]] = []
-        self._alive = os.pipe()  # nothing is written: it closes when this process ends, however that is
+        # nothing is written: it closes when this process ends, however that is
+        self._alive = os.pipe()
         self._asked = 0  # the last signal that was sent to us
         self._stopping = threading.Event()
 
@@ -106,14 +124,20 @@ class LocalRanks:
         at_start, resume = newest_checkpoint(self._directory), list[str]()
         while not self._stopping.is_set():
             codes = self._run_once(resume)
-            lost = [rank for rank, code in enumerate(codes) if code < 0 and -code not in SHUTDOWN_SIGNALS]
+            lost = [
+                rank
+                for rank, code in enumerate(codes)
+                if code < 0 and -code not in SHUTDOWN_SIGNALS
+            ]
             left = self._count - len(lost)
             goes_on = bool(lost and left and self._continues and not self._stopping.is_set())
             now = newest_checkpoint(self._directory)
             for rank in lost:
                 self._tell(rank, signal.Signals(-codes[rank]), now, left if goes_on else 0)
             if not goes_on:
-                failed = next((code for code in codes if code > 0), next((code for code in codes if code), 0))
+                failed = next(
+                    (code for code in codes if code > 0), next((code for code in codes if code), 0)
+                )
                 return failed if failed >= 0 else 128 - failed
             self._count = left
             resume = resume_again(self._first, self._directory, at_start, now)
@@ -127,7 +151,9 @@ class LocalRanks:
             environment = os.environ | {PARENT: str(self._alive[0])}
             if self._count > 1:
                 hosts = Path(scratch, "hosts.json")
-                hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(self._count)]))
+                hosts.write_text(
+                    json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(self._count)])
+                )
                 environment[HOSTFILE] = str(hosts)
             command = [*self._command, *self._arguments, "--ranks", "1", *resume]
             for rank in range(self._count):
@@ -149,11 +175,14 @@ class LocalRanks:
         return [codes[rank] for rank in range(self._count)]
 
     def _kill_stopped(self, ranks: Sequence[int]) -> None:
-        """A process that is stopped (SIGSTOP) takes no other signal, and would be waited for for ever."""
+        """A process that is stopped (SIGSTOP) takes no other signal, and would be waited for for
+        ever."""
         for rank in ranks:
             with contextlib.suppress(psutil.Error):  # it has ended meanwhile
                 if psutil.Process(self._children[rank].pid).status() == psutil.STATUS_STOPPED:
-                    log.error("killed: it is stopped (SIGSTOP), and the others have ended", rank=rank)
+                    log.error(
+                        "killed: it is stopped (SIGSTOP), and the others have ended", rank=rank
+                    )
                     self._children[rank].kill()
 
     def _start(
@@ -172,7 +201,9 @@ class LocalRanks:
             self._send(signal.SIGTERM)
             for child in self._children:
                 child.wait()
-            raise RankLostError(f"rank {rank} of {self._count} cannot be started: {error}") from error
+            raise RankLostError(
+                f"rank {rank} of {self._count} cannot be started: {error}"
+            ) from error
 
     def _send(self, number: int) -> None:
         for child in list(self._children):
@@ -187,17 +218,25 @@ class LocalRanks:
 
     def _tell(self, rank: int, number: signal.Signals, checkpoint: str | None, left: int) -> None:
         reason = REASONS.get(number)
-        event = f"rank {rank} of {self._count} died of {number.name}" + (f" ({reason})" if reason else "")
+        event = f"rank {rank} of {self._count} died of {number.name}" + (
+            (f" ({reason})") if reason else ""
+        )
         place = checkpoint or "the beginning: there is no checkpoint yet"
-        plan = f"starting again with {left} from {place}" if left else "start again with --resume auto"
-        with self._run_log if self._directory.is_dir() else contextlib.nullcontext():  # closed again: rank 0 writes too
+        plan = (
+            (f"starting again with {left} from {place}")
+            if left
+            else "start again with --resume auto"
+        )
+        # closed again: rank 0 writes too
+        with self._run_log if self._directory.is_dir() else contextlib.nullcontext():
             if self._directory.is_dir():
                 self._run_log.open(self._directory)
             (log.warning if left else log.error)(event, plan=plan)
 
 
 def end_with_parent() -> None:
-    """In a rank: send SIGTERM to this process, which asks it to stop, when its parent has died without a word."""
+    """In a rank: send SIGTERM to this process, which asks it to stop, when its parent has died
+    without a word."""
     alive = int(os.environ.pop(PARENT))
     os.set_inheritable(alive, False)
 

@@ -21,27 +21,40 @@ if TYPE_CHECKING:
 
 def train(parser: ArgumentParser) -> Run:
     """`mlx_parallm train`: serve a model and train it at the same time."""
-    parser.add_argument("--config", metavar="FILE", help="a TOML file, or the name of a shipped one (quickstart, …)")
     parser.add_argument(
-        "--resume", metavar="DIR", help='a run directory or one of its steps; "auto": the latest, else a fresh start'
+        "--config",
+        metavar="FILE",
+        help=("a TOML file, or the name of a shipped one (quickstart, …)"),
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        help=('a run directory or one of its steps; "auto": the latest, else a fresh start'),
     )
     parser.add_argument(
         "--restarts",
         type=int,
         default=0,
         metavar="N",
-        help="start again, from the newest checkpoint, when the process is killed or aborts; N times without a new one",
+        help=(
+            "start again, from the newest checkpoint, when the process is killed or aborts; N"
+            " times without a new one"
+        ),
     )
     parser.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="train with N processes on this machine, each with an engine of its own (docs/distributed.md)",
+        help=(
+            "train with N processes on this machine, each with an engine of its own"
+            " (docs/distributed.md)"
+        ),
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="load, show a scored group of each environment, measure a few steps, say what the run will need; keep"
+        help="load, show a scored group of each environment, measure a few steps, say what the run"
+        " will need; keep"
         " nothing",
     )
     _add_dataset_flags(parser)
@@ -50,7 +63,8 @@ def train(parser: ArgumentParser) -> Run:
     def run(args: Namespace) -> int:
         if args.dry_run and args.resume:
             raise ConfigError(
-                "--dry-run starts anew: leave out --resume to try the configuration, or --dry-run to continue the run"
+                "--dry-run starts anew: leave out --resume to try the configuration, or"
+                " --dry-run to continue the run"
             )
         if args.restarts < 0:
             parser.error("--restarts: at least 0")
@@ -72,14 +86,23 @@ def train(parser: ArgumentParser) -> Run:
             from mlx_parallm.cli.supervisor import supervise
 
             run_directory = directory_of(config, resume)
-            return supervise(args.argv, config, run_directory, resume=resume, restarts=args.restarts)
+            return supervise(
+                args.argv, config, run_directory, resume=resume, restarts=args.restarts
+            )
         if several:
             from mlx_parallm.cli.rank_launcher import run_ranks
 
-            return run_ranks(args.argv, config, directory_of(config, resume), resume=resume, count=args.ranks)
-        if args.ranks is None and config.rl_training.on_rank_lost == "continue" and launched_rank() is not None:
+            return run_ranks(
+                args.argv, config, directory_of(config, resume), resume=resume, count=args.ranks
+            )
+        if (
+            args.ranks is None
+            and config.rl_training.on_rank_lost == "continue"
+            and launched_rank() is not None
+        ):
             raise ConfigError(
-                'rl_training.on_rank_lost = "continue" needs --ranks N: under mlx.launch a lost rank ends the run, and'
+                'rl_training.on_rank_lost = "continue" needs --ranks N: under mlx.launch a lost'
+                " rank ends the run, and"
                 " --resume auto goes on with the hosts that are left"
             )
         _before_mlx(config)
@@ -99,7 +122,10 @@ def serve(parser: ArgumentParser) -> Run:
         action="extend",
         nargs="+",
         default=[],
-        help="adapter file or directory: A alone becomes the served model, NAME=A is served beside it under NAME",
+        help=(
+            "adapter file or directory: A alone becomes the served model, NAME=A is served beside"
+            " it under NAME"
+        ),
     )
     parser.add_argument("--host", help="address to bind; anything but loopback needs an API key")
     parser.add_argument("--port", type=int, help="0 takes a free one and prints it")
@@ -121,7 +147,9 @@ def serve(parser: ArgumentParser) -> Run:
             "server.port": args.port,
             "server.api_key_file": args.api_key_file,
         }
-        given |= {f"{leaf.name}.{leaf.clients_train}": True for leaf in switches if vars(args)[leaf.name]}
+        given |= {
+            f"{leaf.name}.{leaf.clients_train}": True for leaf in switches if vars(args)[leaf.name]
+        }
         flags = [f"{key}={toml_value(value)}" for key, value in given.items() if value is not None]
         config = load(args.config, args.set + flags)
         require_mlx()
@@ -143,7 +171,8 @@ def _several_ranks(args: Namespace) -> bool:
         raise ConfigError("--dry-run measures one process: leave out --ranks")
     if args.ranks > 1 and args.restarts:
         raise ConfigError(
-            '--restarts starts one process anew; with --ranks, rl_training.on_rank_lost = "continue" goes on without a'
+            "--restarts starts one process anew; with --ranks, rl_training.on_rank_lost ="
+            ' "continue" goes on without a'
             " rank that died"
         )
     return args.ranks > 1
@@ -164,16 +193,29 @@ def _add_dataset_flags(parser: ArgumentParser) -> None:
         "your model, your data, your reward", "instead of --config; see docs/your_data.md"
     )
     group.add_argument("--model", metavar="M", help="directory, hub id or builtin:tiny")
-    group.add_argument("--data", metavar="ROWS", help="a JSONL file with a column prompt, or hf:owner/name")
+    group.add_argument(
+        "--data", metavar="ROWS", help=("a JSONL file with a column prompt, or hf:owner/name")
+    )
     group.add_argument(
         "--reward",
         metavar="FILE.py:F",
         action="append",
         default=[],
-        help="reward function f(prompts, completions, **columns) -> list of numbers; may be repeated, their sum counts",
+        help=(
+            "reward function f(prompts, completions, **columns) -> list of numbers; may be"
+            " repeated, their sum counts"
+        ),
     )
-    group.add_argument("--algorithm", metavar="A", help="dpo, sft, …: learn from the rows (docs/training_on_data.md)")
-    group.add_argument("--write-config", metavar="FILE", help="write the TOML that these flags amount to, and stop")
+    group.add_argument(
+        "--algorithm",
+        metavar="A",
+        help=("dpo, sft, …: learn from the rows (docs/training_on_data.md)"),
+    )
+    group.add_argument(
+        "--write-config",
+        metavar="FILE",
+        help=("write the TOML that these flags amount to, and stop"),
+    )
 
 
 def _training_config(args: Namespace) -> "Config":
@@ -196,8 +238,9 @@ def _training_config(args: Namespace) -> "Config":
 
 
 def _as_it_began(config: "Config", args: Namespace) -> "Config":
-    """Return the configuration with which the run that `--resume auto` finds was started. Some values depend on the
-    model's size, which is a guess until the model has been downloaded: computed again they could differ."""
+    """Return the configuration with which the run that `--resume auto` finds was started. Some
+    values depend on the model's size, which is a guess until the model has been downloaded:
+    computed again they could differ."""
     from mlx_parallm.cli.dataset_config import dataset_flags
     from mlx_parallm.rl_training.run_directory import CONFIG_FILE, directory_of, with_run_name
 
@@ -209,7 +252,8 @@ def _as_it_began(config: "Config", args: Namespace) -> "Config":
     for flag, value in dataset_flags(config).items():
         if value != before.get(flag, value):
             raise ConfigError(
-                f"{flag} is {value}, but {saved.parent} was started with {before[flag]}: remove or rename it"
+                f"{flag} is {value}, but {saved.parent} was started with {before[flag]}:"
+                " remove or rename it"
             )
     return began
 
@@ -219,20 +263,29 @@ def _dataset_toml(args: Namespace) -> str:
 
     if args.config:
         raise ConfigError(
-            "--config and --data with --reward are two ways to say one thing: give one of them (see --write-config);"
-            " to change a file's: --set environments.0.data=… and --set 'environments.0.rewards=[\"python:…\"]'"
+            "--config and --data with --reward are two ways to say one thing: give one of them"
+            " (see --write-config);"
+            " to change a file's: --set environments.0.data=… and --set"
+            " 'environments.0.rewards=[\"python:…\"]'"
         )
     if args.resume not in (None, "auto"):
-        raise ConfigError(f"--resume {args.resume} brings its own configuration: leave out --data and --reward")
+        raise ConfigError(
+            f"--resume {args.resume} brings its own configuration: leave out --data and --reward"
+        )
     for flag, value in (("--model", args.model), ("--data", args.data)):
         if not value:
-            raise ConfigError(f"{flag} is missing: --model M --data ROWS --reward FILE.py:FUNCTION go together")
+            raise ConfigError(
+                f"{flag} is missing: --model M --data ROWS --reward FILE.py:FUNCTION go together"
+            )
     return dataset_toml(args.model, args.data, args.reward, args.algorithm)
 
 
 def _write_config(args: Namespace) -> int:
     if args.set:
-        raise ConfigError("--write-config writes what --model, --data and --reward amount to: put --set into the file")
+        raise ConfigError(
+            "--write-config writes what --model, --data and --reward amount to: put --set into"
+            " the file"
+        )
     text, file = _dataset_toml(args), Path(args.write_config)
     try:
         with file.open("x", encoding="utf-8") as handle:

@@ -1,12 +1,14 @@
-"""`--restarts N`: a small parent that starts the daemon again after a death that Python cannot catch. No MLX.
+"""`--restarts N`: a small parent that starts the daemon again after a death that Python cannot
+catch. No MLX.
 
     Supervisor.run    starts `mlx_parallm train` as a child, waits, decides
     a thread          passes SIGINT, SIGTERM and SIGHUP on to the child, each one
 
-Only death by a signal (SIGABRT of a GPU watchdog, SIGSEGV, the out-of-memory killer's SIGKILL) is answered by a new
-start from the newest checkpoint. So is an exit code 0: a child that has done its work ends with `DONE`, so a reward
-function or environment has called `os._exit(0)`. Other exit codes are passed on: 2 (an error in words), 1 (a bug). So
-is the end after a signal that was sent to the parent. stdout, stderr and the terminal are the child's.
+Only death by a signal (SIGABRT of a GPU watchdog, SIGSEGV, the out-of-memory killer's SIGKILL) is
+answered by a new start from the newest checkpoint. So is an exit code 0: a child that has done its
+work ends with `DONE`, so a reward function or environment has called `os._exit(0)`. Other exit
+codes are passed on: 2 (an error in words), 1 (a bug). So is the end after a signal that was sent to
+the parent. stdout, stderr and the terminal are the child's.
 """
 
 import json
@@ -44,10 +46,17 @@ raise SystemExit(train() or {DONE})
 log = get_logger("supervisor")
 
 
-def supervise(arguments: Sequence[str], config: Config, run: Path, *, resume: str | None, restarts: int) -> int:
-    """`mlx_parallm train --restarts N`: every start has the name and, where it was 0, the port of the first."""
+def supervise(
+    arguments: Sequence[str], config: Config, run: Path, *, resume: str | None, restarts: int
+) -> int:
+    """`mlx_parallm train --restarts N`: every start has the name and, where it was 0, the port
+    of the first."""
     if launched_rank() is not None:
-        raise ConfigError("--restarts starts one process anew: under mlx.launch start all of them with --resume auto")
+        raise ConfigError(
+            "--restarts starts one process anew: under mlx.launch start all of them with"
+            " --resume"
+            " auto"
+        )
     with RunLog(Redactor([config.resolve_api_key(), *environment_secrets()])) as run_log:
         configure_logging(level=config.logging.level, redactor=run_log.redactor, run_log=run_log)
         arguments = [*arguments, "--restarts", "0", *same_run(config, run, resume)]
@@ -55,12 +64,14 @@ def supervise(arguments: Sequence[str], config: Config, run: Path, *, resume: st
 
 
 def same_run(config: Config, run: Path, resume: str | None) -> list[str]:
-    """Return the arguments that give every start the name and, where it was 0, the port of the first."""
+    """Return the arguments that give every start the name and, where it was 0, the port of the
+    first."""
     fixed: list[str] = []
     if resume is None or resume == "auto":
         fixed += ["--set", f"rl_training.run_name={json.dumps(run.name)}"]
     if config.server.port == 0:
-        from mlx_parallm.server.thread import bind_socket  # here, because uvicorn takes long to import
+        # here, because uvicorn takes long to import
+        from mlx_parallm.server.thread import bind_socket
 
         listener = bind_socket(config.server.host, 0)
         fixed += ["--set", f"server.port={listener.getsockname()[1]}"]
@@ -77,8 +88,8 @@ def newest_checkpoint(run: Path) -> str | None:
 
 
 def resume_again(first: str | None, run: Path, at_start: str | None, now: str | None) -> list[str]:
-    """Return the arguments of a later start, whose first one resumed `first`. A run that did not get as far as its
-    resume tries the same one again: it may name an older step."""
+    """Return the arguments of a later start, whose first one resumed `first`. A run that did not
+    get as far as its resume tries the same one again: it may name an older step."""
     if first in (None, "auto"):  # `same_run` has fixed its name; --data takes no directory
         return ["--resume", "auto"]
     return [] if now == at_start else ["--resume", str(run)]
@@ -92,8 +103,8 @@ def signals_to_pass_on() -> list[signal.Signals]:
 class Supervisor:
     """Single use, main thread. `restarts`: in a row, without a new checkpoint in between.
 
-    Each new checkpoint gives the full number back, so a run that makes progress goes on to its end, and one that dies
-    at the same place again and again ends after `restarts` tries.
+    Each new checkpoint gives the full number back, so a run that makes progress goes on to its end,
+    and one that dies at the same place again and again ends after `restarts` tries.
     """
 
     def __init__(
@@ -109,11 +120,17 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            arguments: of `mlx_parallm train`, without `--restarts`; a later `--resume` overrides theirs.
+            arguments: of `mlx_parallm train`, without `--restarts`; a later `--resume` overrides
+            theirs.
             run: the run's directory, perhaps not there yet.
             resume: what the first start resumes.
         """
-        self._arguments, self._directory, self._restarts, self._first = list(arguments), run, restarts, resume
+        self._arguments, self._directory, self._restarts, self._first = (
+            list(arguments),
+            run,
+            restarts,
+            resume,
+        )
         self._command, self._pause_s, self._run_log = list(command), pause_s, run_log or RunLog()
         self._child: subprocess.Popen[bytes] | None = None
         self._asked = 0  # the last signal that was sent to us
@@ -154,11 +171,21 @@ class Supervisor:
             if self._child is not None:
                 self._child.send_signal(self._asked)
 
-    def _tell(self, number: signal.Signals | None, checkpoint: str | None, left: int, pause: float) -> None:
+    def _tell(
+        self, number: signal.Signals | None, checkpoint: str | None, left: int, pause: float
+    ) -> None:
         if sys.stderr.isatty():
             sys.stderr.write(SHOW_CURSOR)
-        reason = REASONS.get(number) if number else "does a reward function or environment call os._exit?"
-        event = f"the daemon died of {number.name}" if number else "the daemon ended with exit code 0, but is not done"
+        reason = (
+            REASONS.get(number)
+            if number
+            else ("does a reward function or environment call os._exit?")
+        )
+        event = (
+            (f"the daemon died of {number.name}")
+            if number
+            else "the daemon ended with exit code 0, but is not done"
+        )
         event += f" ({reason})" if reason else ""
         place = checkpoint or "the beginning: there is no checkpoint yet"
         say: Callable[..., None] = log.warning

@@ -1,7 +1,9 @@
-"""The front door: `mlx_parallm COMMAND …`. One table holds every command: those of the core, and those of the leaves.
+"""The front door: `mlx_parallm COMMAND …`. One table holds every command: those of the core, and
+those of the leaves.
 
-A command is a function that adds its arguments to a parser and returns what carries it out. Its module is imported only
-when the command is called, so `mlx_parallm` alone and every `--help` answer at once and load no MLX.
+A command is a function that adds its arguments to a parser and returns what carries it out. Its
+module is imported only when the command is called, so `mlx_parallm` alone and every `--help` answer
+at once and load no MLX.
 """
 
 import sys
@@ -53,7 +55,8 @@ CORE = (
         "Show the answers of a run, their rewards, and what became of them.",
         "mlx_parallm.cli.existing:rollouts",
         "mlx_parallm_rollouts",
-        "The newest first, or the worst or the best; one group as a whole; counts; or the refused groups."
+        "The newest first, or the worst or the best; one group as a whole; counts; or the refused"
+        " groups."
         " Reads only, also while the run goes on.",
     ),
     Command(
@@ -70,7 +73,8 @@ CORE = (
         "Answer held-out problems, and print accuracy and pass@k with 95% intervals.",
         "mlx_parallm.cli.existing:evaluate",
         "mlx_parallm_eval",
-        "The problems are those of a configuration's environments; a model on this machine answers them, or any"
+        "The problems are those of a configuration's environments; a model on this machine"
+        " answers them, or any"
         " OpenAI-compatible endpoint. Or compare two such results.",
     ),
     Command(
@@ -78,7 +82,10 @@ CORE = (
         "evaluate",
         "Show training runs side by side: settings that differ, curves, evaluations.",
         "mlx_parallm.cli.existing:compare",
-        details="Says which differences on held-out problems are more than chance. Works while the runs go on, too.",
+        details=(
+            "Says which differences on held-out problems are more than chance. Works while the"
+            " runs go on, too."
+        ),
     ),
     Command(
         "replay",
@@ -98,7 +105,10 @@ CORE = (
     Command(
         "convert",
         "deploy",
-        "Write an adapter in another format (npz, mlx-lm, PEFT), or a GGUF file as a Hugging Face folder.",
+        (
+            "Write an adapter in another format (npz, mlx-lm, PEFT), or a GGUF file as a Hugging"
+            " Face folder."
+        ),
         "mlx_parallm.cli.existing:convert",
         "mlx_parallm_convert_adapter",
         "Every format is read: LoRA, rsLoRA, DoRA.",
@@ -135,7 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         near = get_close_matches(arguments[0], [command.name for command in COMMANDS], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        sys.stderr.write(f"error: there is no command {arguments[0]!r}{hint}; `mlx_parallm` lists them\n")
+        sys.stderr.write(
+            f"error: there is no command {arguments[0]!r}{hint}; `mlx_parallm` lists them\n"
+        )
         return EXIT_ERROR
     return call(command, arguments[1:], f"mlx_parallm {command.name}")
 
@@ -150,18 +162,22 @@ def call(command: Command, argv: Sequence[str], prog: str) -> int:
 
 def overview() -> str:
     width = max(len(command.name) for command in COMMANDS)
-    parts = [f"mlx_parallm {__version__}: serve a language model and train it by RL, in one process."]
+    parts = [
+        (f"mlx_parallm {__version__}: serve a language model and train it by RL, in one process.")
+    ]
     for task, title in TASKS.items():
         rows = [f"  {c.name:{width}}  {c.summary}" for c in COMMANDS if c.task == task]
         parts.append("\n".join([title, *rows]))
     parts.append(
-        "Begin with\n  mlx_parallm train --config quickstart\n\n`mlx_parallm COMMAND --help` shows the options of one."
+        "Begin with\n  mlx_parallm train --config quickstart\n\n`mlx_parallm COMMAND --help`"
+        " shows the options of one."
     )
     return "\n\n".join(parts) + "\n"
 
 
 def script(name: str) -> Callable[..., int]:
-    """Return the function behind an underscored command, which runs the same code as `mlx_parallm NAME`."""
+    """Return the function behind an underscored command, which runs the same code as
+    `mlx_parallm NAME`."""
     command = next(command for command in COMMANDS if command.script == name)
 
     def run(argv: Sequence[str] | None = None) -> int:
@@ -177,7 +193,9 @@ def completion(parser: ArgumentParser) -> Run:
         'bash: eval "$(mlx_parallm completion bash)" in ~/.bashrc\n'
         'zsh:  mlx_parallm completion zsh > "${fpath[1]}/_mlx_parallm"'
     )
-    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that will read the script")
+    parser.add_argument(
+        "shell", choices=["bash", "zsh", "tcsh"], help=("the shell that will read the script")
+    )
 
     def run(args: Namespace) -> int:
         import shtab

@@ -1,8 +1,8 @@
 """The keys of [rl_training] that make an algorithm, and `PRESETS`, their values for each algorithm.
 
-An algorithm is a loss, a ratio level, an aggregation and an advantage. Its name sets all of them, and each one may be
-set to something else. A setting that the chosen loss or algorithm does not read is an error. docs/algorithms.md has
-both tables.
+An algorithm is a loss, a ratio level, an aggregation and an advantage. Its name sets all of them,
+and each one may be set to something else. A setting that the chosen loss or algorithm does not read
+is an error. docs/algorithms.md has both tables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,12 +50,18 @@ LOSS_SETTINGS: dict[str, dict[str, float | None]] = {
 }
 """Losses (`losses.policy_gradient.LOSSES`), the keys that each reads, and their defaults."""
 
-WITHOUT_LEVEL = ("dppo", "reinforce")  # dppo compares probabilities of tokens, reinforce has no ratio
+# dppo compares probabilities of tokens, reinforce has no ratio
+WITHOUT_LEVEL = ("dppo", "reinforce")
 ADVANTAGES = ("std", "std_sample", "mean", "rloo", "none")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss": "clip", "loss_aggregation": "token", "advantage": "std"},
-    "dapo": {"loss": "clip", "clip_ratio_high": 0.28, "loss_aggregation": "token", "advantage": "std"},
+    "dapo": {
+        "loss": "clip",
+        "clip_ratio_high": 0.28,
+        "loss_aggregation": "token",
+        "advantage": ("std"),
+    },
     "dr_grpo": {"loss": "clip", "loss_aggregation": "constant", "advantage": "mean"},
     "gspo": {
         **{"loss": "clip", "ratio_level": "sequence", "clip_ratio": 3e-4, "clip_ratio_high": 4e-4},
@@ -66,65 +72,98 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dppo": {"loss": "dppo", "loss_aggregation": "token", "advantage": "mean"},
     "reinforce": {"loss": "reinforce", "loss_aggregation": "sequence_sum", "advantage": "none"},
     "rloo": {"loss": "clip", "loss_aggregation": "token", "advantage": "rloo"},
-    "reinforce_pp": {"loss": "clip", "loss_aggregation": "token", "advantage": "none", "advantage_whiten": True},
-    "importance_sampling": {"loss": "importance_sampling", "loss_aggregation": "token", "advantage": "mean"},
-    "ppo": {"loss": "clip", "loss_aggregation": "token"},  # its advantages are the value head's (GAE)
+    "reinforce_pp": {
+        "loss": "clip",
+        "loss_aggregation": "token",
+        "advantage": "none",
+        "advantage_whiten": True,
+    },
+    "importance_sampling": {
+        "loss": "importance_sampling",
+        "loss_aggregation": "token",
+        "advantage": ("mean"),
+    },
+    # its advantages are the value head's (GAE)
+    "ppo": {"loss": "clip", "loss_aggregation": "token"},
 }
-"""Keys that each algorithm sets. Algorithms that learn from rows of a file ([data]) set, and read, none of them."""
+"""Keys that each algorithm sets. Algorithms that learn from rows of a file ([data]) set, and
+read, none of them."""
 
 SETTINGS = tuple(dict.fromkeys(key for settings in LOSS_SETTINGS.values() for key in settings))
-PRESET_KEYS = ("loss", "ratio_level", "loss_aggregation", "advantage", "advantage_whiten", *SETTINGS)
+PRESET_KEYS = (
+    "loss",
+    "ratio_level",
+    "loss_aggregation",
+    "advantage",
+    "advantage_whiten",
+    *SETTINGS,
+)
 
 
 class AlgorithmSection(Section):
     """The part of RLTrainingConfig whose missing keys get the preset's values."""
 
     algorithm: AlgorithmName = "grpo"
-    """Preset of loss, ratio_level, loss_aggregation, advantage and bounds; each can be set too (docs/algorithms.md)."""
+    """Preset of loss, ratio_level, loss_aggregation, advantage and bounds; each can be set too
+    (docs/algorithms.md)."""
     loss: str | None = None
-    """"clip", "dual_clip", "two_sided", "cispo", "sapo", "dppo", "reinforce", "importance_sampling", or a loss of your
-    own, "python:file.py:function" (docs/your_environment.md); default: the algorithm's."""
+    """"clip", "dual_clip", "two_sided", "cispo", "sapo", "dppo", "reinforce",
+    "importance_sampling", or a loss of your own, "python:file.py:function"
+    (docs/your_environment.md); default: the algorithm's."""
     ratio_level: Literal["token", "sequence", "sequence_token"] | None = None
-    """A ratio for each token, or for each sequence (GSPO; "sequence_token": with each token's own gradient)."""
+    """A ratio for each token, or for each sequence (GSPO; "sequence_token": with each token's
+    own gradient)."""
     loss_aggregation: Literal["token", "sequence", "sequence_sum", "constant"] | None = None
-    """Mean over tokens; over sequences of token means; of sums; of sums / atropos.max_token_length."""
+    """Mean over tokens; over sequences of token means; of sums; of sums /
+    atropos.max_token_length."""
     constant_length: int | None = Field(None, ge=1)
     """Length that loss_aggregation = "constant" divides by; default: atropos.max_token_length."""
     advantage: str | None = None
-    """"std", "std_sample", "mean", "rloo", "none" (the reward itself), or "python:file.py:function"."""
+    """"std", "std_sample", "mean", "rloo", "none" (the reward itself), or
+    "python:file.py:function"."""
     advantage_whiten: bool | None = None
-    """Subtract the mean of the advantages and divide by their std, over all tokens of the step (REINFORCE++)."""
+    """Subtract the mean of the advantages and divide by their std, over all tokens of the step
+    (REINFORCE++)."""
     clip_ratio: float | None = Field(None, ge=0, le=1)
-    """Bound below: ratio >= 1 - clip_ratio. "clip", "dual_clip", "two_sided" 0.2 (gspo 3e-4), "cispo" 1."""
+    """Bound below: ratio >= 1 - clip_ratio. "clip", "dual_clip", "two_sided" 0.2 (gspo 3e-4),
+    "cispo" 1."""
     clip_ratio_high: float | None = Field(None, ge=0)
-    """Bound above: ratio <= 1 + clip_ratio_high; "cispo" 4, dapo 0.28, gspo 4e-4, else clip_ratio."""
+    """Bound above: ratio <= 1 + clip_ratio_high; "cispo" 4, dapo 0.28, gspo 4e-4, else
+    clip_ratio."""
     dual_clip: float | None = Field(None, gt=1)
     """"dual_clip": largest loss of a token in units of its negative advantage; 3."""
     ratio_delta: float | None = Field(None, gt=1)
-    """"two_sided": bound above of the ratio for negative advantages; 4. More than 1 + clip_ratio_high."""
+    """"two_sided": bound above of the ratio for negative advantages; 4. More than 1 +
+    clip_ratio_high."""
     sapo_tau_positive: float | None = Field(None, gt=0)
     """"sapo": steepness of the gate for positive advantages; 1."""
     sapo_tau_negative: float | None = Field(None, gt=0)
     """"sapo": steepness of the gate for negative advantages; 1.05."""
     dppo_low: float | None = Field(None, gt=0)
-    """"dppo": how far a token's probability may fall before a negative advantage no longer counts; 0.2."""
+    """"dppo": how far a token's probability may fall before a negative advantage no longer
+    counts; 0.2."""
     dppo_high: float | None = Field(None, gt=0)
-    """"dppo": how far a token's probability may rise before a positive advantage no longer counts; 0.2."""
+    """"dppo": how far a token's probability may rise before a positive advantage no longer
+    counts; 0.2."""
     dppo_kl: float | None = Field(None, ge=0)
     """"dppo": weight of (log-probability - the sampler's)²; 0.001."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL to the reference (adapter off) in the loss; 0 = not computed."""
     kl_estimator: KLEstimator = "k3"
-    """Schulman's estimators of KL(policy || reference), the absolute difference, and "k3_ratio", k3 times the ratio of
-    the policy loss: DeepSeek-V3.2's unbiased estimator, TRL's default (docs/algorithms.md)."""
+    """Schulman's estimators of KL(policy || reference), the absolute difference, and "k3_ratio",
+    k3 times the ratio of the policy loss: DeepSeek-V3.2's unbiased estimator, TRL's default
+    (docs/algorithms.md)."""
     entropy_weight: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     entropy_aggregation: Literal["loss", "token"] = "loss"
-    """How the bonus becomes one number: "loss" = by loss_aggregation; "token" = mean over tokens, as in TRL."""
+    """How the bonus becomes one number: "loss" = by loss_aggregation; "token" = mean over
+    tokens, as in TRL."""
     overlong_buffer: int = Field(0, ge=0)
-    """Tokens before overlong_length over which a completion loses up to 1 of its reward (DAPO); 0 = off."""
+    """Tokens before overlong_length over which a completion loses up to 1 of its reward (DAPO);
+    0 = off."""
     overlong_length: int | None = Field(None, ge=1)
-    """Sampled tokens at which the whole 1 is lost, e.g. the environment's max_tokens; needed with overlong_buffer."""
+    """Sampled tokens at which the whole 1 is lost, e.g. the environment's max_tokens; needed
+    with overlong_buffer."""
 
     @field_validator("loss", "advantage")
     @classmethod
@@ -144,14 +183,22 @@ class AlgorithmSection(Section):
     def _fits(self) -> "AlgorithmSection":
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         if self.ratio_delta is not None and high is not None and self.ratio_delta <= 1 + high:
-            raise ValueError(f"ratio_delta ({self.ratio_delta:g}) has to be above 1 + clip_ratio_high ({1 + high:g})")
+            raise ValueError(
+                f"ratio_delta ({self.ratio_delta:g}) has to be above 1 + clip_ratio_high"
+                f" ({1 + high:g})"
+            )
         if self.constant_length is not None and self.loss_aggregation != "constant":
-            raise ValueError('constant_length is set, but only read with loss_aggregation = "constant"')
+            raise ValueError(
+                'constant_length is set, but only read with loss_aggregation = "constant"'
+            )
         if (self.overlong_length is None) != (self.overlong_buffer == 0):
-            raise ValueError("overlong_buffer and overlong_length belong together: set both, or neither")
+            raise ValueError(
+                "overlong_buffer and overlong_length belong together: set both, or neither"
+            )
         if self.overlong_length is not None and self.overlong_buffer > self.overlong_length:
             raise ValueError(
-                f"overlong_buffer ({self.overlong_buffer}) is longer than overlong_length ({self.overlong_length})"
+                f"overlong_buffer ({self.overlong_buffer}) is longer than overlong_length"
+                f" ({self.overlong_length})"
             )
         return self
 
@@ -164,58 +211,81 @@ class PrepareConfig(Section):
     """The part of RLTrainingConfig about a batch before the first update of its step."""
 
     sampler_correction: Literal["auto", "none", "tis", "mis"] = "auto"
-    """Importance weights for rounding differences of engine and trainer: "tis" cuts large ones, "mis" drops their
-    tokens; "auto" is "tis" where there are such differences."""
+    """Importance weights for rounding differences of engine and trainer: "tis" cuts large ones,
+    "mis" drops their tokens; "auto" is "tis" where there are such differences."""
     sampler_correction_level: Literal["token", "sequence"] = "token"
     """One weight for each token, or one for each sequence (the product of its tokens')."""
     sampler_correction_cap: float | None = Field(None, gt=0)
-    """Largest weight: "tis" cuts larger ones to it, "mis" drops them; default: 2 for tokens, 3 for sequences."""
+    """Largest weight: "tis" cuts larger ones to it, "mis" drops them; default: 2 for tokens, 3
+    for sequences."""
     sampler_correction_floor: float | None = Field(None, ge=0)
     """"mis": smaller weights are dropped; default: 1 / cap."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where kl_beta's KL goes: a term of the loss, or -kl_beta · log(policy / reference) in each token's reward."""
+    """Where kl_beta's KL goes: a term of the loss, or -kl_beta · log(policy / reference) in each
+    token's reward."""
     kl_target: float | None = Field(None, gt=0)
-    """Target KL in nats a token: the coefficient starts at kl_beta and is adapted after each step."""
+    """Target KL in nats a token: the coefficient starts at kl_beta and is adapted after each
+    step."""
     kl_horizon: int = Field(10_000, ge=1)
-    """kl_target: sequences over which a KL that is 20 % or more off changes the coefficient by 20 %."""
+    """kl_target: sequences over which a KL that is 20 % or more off changes the coefficient by
+    20 %."""
     mask_truncated: bool = False
-    """Do not train on completions that the length limit ended; they count in their group's mean, and as 0 in the means
-    of a loss over sequences (DAPO, TRL)."""
+    """Do not train on completions that the length limit ended; they count in their group's mean,
+    and as 0 in the means of a loss over sequences (DAPO, TRL)."""
 
 
 def check_prepared(config: PrepareConfig, kl_beta: float) -> None:
     """Raises ValueError: keys of PrepareConfig that contradict each other."""
     cap, floor = sampler_bounds(config)
     if floor >= cap:
-        raise ValueError(f"sampler_correction_floor ({floor:g}) has to be below sampler_correction_cap ({cap:g})")
+        raise ValueError(
+            f"sampler_correction_floor ({floor:g}) has to be below sampler_correction_cap ({cap:g})"
+        )
     if config.sampler_correction_floor is not None and config.sampler_correction != "mis":
-        raise ValueError(f'sampler_correction_floor is read with "mis" only, not with {config.sampler_correction!r}')
+        raise ValueError(
+            'sampler_correction_floor is read with "mis" only, not with'
+            f" {config.sampler_correction!r}"
+        )
     for key in config.changed():
-        if config.sampler_correction == "none" and key in ("sampler_correction_cap", "sampler_correction_level"):
+        if config.sampler_correction == "none" and key in (
+            "sampler_correction_cap",
+            ("sampler_correction_level"),
+        ):
             raise ValueError(f'{key} is set, but sampler_correction = "none" corrects nothing')
         if kl_beta == 0 and key in ("kl_target", "kl_in"):
-            raise ValueError(f"{key} is about the KL to the reference, which kl_beta = 0 leaves out: set kl_beta > 0")
+            raise ValueError(
+                f"{key} is about the KL to the reference, which kl_beta = 0 leaves out: set"
+                " kl_beta > 0"
+            )
 
 
 def sampler_bounds(config: PrepareConfig) -> tuple[float, float]:
     """Return the cap and the floor in force."""
     cap = config.sampler_correction_cap or CORRECTION_CAPS[config.sampler_correction_level]
-    return cap, 1 / cap if config.sampler_correction_floor is None else config.sampler_correction_floor
+    return (
+        cap,
+        1 / cap if config.sampler_correction_floor is None else config.sampler_correction_floor,
+    )
 
 
 def with_preset(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return [rl_training] with the preset's values for missing keys.
 
-    Raises ValueError: a key that the algorithm, or the loss, does not read. One with the preset's own value is dropped
+    Raises ValueError: a key that the algorithm, or the loss, does not read. One with the preset's
+    own value is dropped
     silently: the saved configuration of a run sets every key.
     """
-    values = {key: value for key, value in data.items() if value is not None or key not in PRESET_KEYS}
+    values = {
+        key: value for key, value in data.items() if value is not None or key not in PRESET_KEYS
+    }
     name = values.get("algorithm", "grpo")
     if name not in get_args(AlgorithmName):
         return values  # the field's validator raises
     preset_loss = PRESETS.get(name, {}).get("loss")
     loss = values.get("loss", preset_loss)
-    if loss is not None and not (isinstance(loss, str) and (loss in LOSS_SETTINGS or is_reference(loss))):
+    if loss is not None and not (
+        isinstance(loss, str) and (loss in LOSS_SETTINGS or is_reference(loss))
+    ):
         return values
     read, preset = defaults_of(name, loss), defaults_of(name, preset_loss)
     unread = [key for key in PRESET_KEYS if key in values and key not in read]
@@ -233,24 +303,32 @@ def defaults_of(algorithm: str, loss: str | None) -> dict[str, Any]:
     preset = PRESETS[algorithm]
     read = {"loss": preset["loss"]}
     if "advantage" in preset:
-        read |= {"advantage": preset["advantage"], "advantage_whiten": preset.get("advantage_whiten", False)}
+        read |= {
+            "advantage": preset["advantage"],
+            "advantage_whiten": preset.get("advantage_whiten", False),
+        }
     if loss is None or loss not in LOSS_SETTINGS:
         return read  # a function of the user's own
     read["loss_aggregation"] = preset["loss_aggregation"]
     if loss not in WITHOUT_LEVEL:
         read["ratio_level"] = preset.get("ratio_level", "token")
     settings = LOSS_SETTINGS[loss]
-    if settings.items() >= LOSS_SETTINGS[preset["loss"]].items():  # the preset's own, or one that adds to it
+    # the preset's own, or one that adds to it
+    if settings.items() >= LOSS_SETTINGS[preset["loss"]].items():
         settings = {key: preset.get(key, value) for key, value in settings.items()}
     return read | settings
 
 
-def without_unread(training: Mapping[str, Any], overrides: Sequence[str], *, saved: bool = False) -> dict[str, Any]:
+def without_unread(
+    training: Mapping[str, Any], overrides: Sequence[str], *, saved: bool = False
+) -> dict[str, Any]:
     """Return a file's [rl_training] for use under `--set rl_training.algorithm=…` or `.loss=…`.
 
-    The file's PRESET_KEYS are about its own algorithm, and its bounds about its own loss. If the command line names
-    another one, they are dropped and the other's defaults hold; a bound with the same meaning for both stays.
-    `saved`: a run of any version saved the file, so keys that its loss did not read are dropped too.
+    The file's PRESET_KEYS are about its own algorithm, and its bounds about its own loss. If the
+    command line names another one, they are dropped and the other's defaults hold; a bound with the
+    same meaning for both stays.
+    `saved`: a run of any version saved the file, so keys that its loss did not read are dropped
+    too.
     """
     pairs = [override.partition("=") for override in overrides]
     named = {key.strip(): value.strip().strip("\"'") for key, _, value in pairs}
@@ -263,5 +341,13 @@ def without_unread(training: Mapping[str, Any], overrides: Sequence[str], *, sav
     if loss == own and not saved:
         return dict(training)
     then, now = defaults_of(before, own), defaults_of(before, loss)
-    means_the_same = {key for key, value in now.items() if key not in SETTINGS or (key in then and then[key] == value)}
-    return {key: value for key, value in training.items() if key not in PRESET_KEYS or key in means_the_same}
+    means_the_same = {
+        key
+        for key, value in now.items()
+        if key not in SETTINGS or (key in then and then[key] == value)
+    }
+    return {
+        key: value
+        for key, value in training.items()
+        if key not in PRESET_KEYS or key in means_the_same
+    }

@@ -21,18 +21,33 @@ OPTIONS = {
     "cpo": {"beta", "nll_weight"},
     "sft": {"sft_loss"},
 }
-"""Keys of [rl_training.preference] that each algorithm reads; a key set for another one is an error."""
+"""Keys of [rl_training.preference] that each algorithm reads; a key set for another one is an
+error."""
 ROLLOUT_KEYS = (
     *PrepareConfig.model_fields,
-    *("kl_beta", "kl_estimator", "entropy_weight", "overlong_buffer", "update_epochs", "temperature"),
-    *("constant_length", "buffer_sampling", "dynamic_sampling", "max_oversampling", "max_empty_rounds"),
+    *(
+        "kl_beta",
+        "kl_estimator",
+        "entropy_weight",
+        "overlong_buffer",
+        "update_epochs",
+        ("temperature"),
+    ),
+    *(
+        "constant_length",
+        "buffer_sampling",
+        "dynamic_sampling",
+        "max_oversampling",
+        ("max_empty_rounds"),
+    ),
 )
 """Keys of [rl_training] about rollouts and their rewards, besides `algorithm.PRESET_KEYS`."""
 
 
 class DataConfig(Section):
     path: str | None = None
-    """JSONL file of rows, or "hf:owner/name", needed by dpo, orpo, simpo, cpo, kto, sft (docs/training_on_data.md)."""
+    """JSONL file of rows, or "hf:owner/name", needed by dpo, orpo, simpo, cpo, kto, sft
+    (docs/training_on_data.md)."""
     subset: str | None = None
     """The hub data set's subset, where it has several."""
     split: str = "train"
@@ -40,25 +55,31 @@ class DataConfig(Section):
     eval_path: str | None = None
     """JSONL file or hub data set of held-out rows; then all rows of `path` are trained on."""
     eval_split: str | None = None
-    """The split of the hub data set in `path` that is held out; then all rows of `split` are trained on."""
+    """The split of the hub data set in `path` that is held out; then all rows of `split` are
+    trained on."""
     eval_fraction: float = Field(0.05, ge=0, lt=1)
-    """Share of the rows held out, by a hash of the prompt, if neither of the two keys above is set; 0 = none."""
+    """Share of the rows held out, by a hash of the prompt, if neither of the two keys above is
+    set; 0 = none."""
     eval_every: int = Field(20, ge=0)
-    """Steps between two measurements on the held-out rows; also after the last step. 0 = only then."""
+    """Steps between two measurements on the held-out rows; also after the last step. 0 = only
+    then."""
     eval_rows: int = Field(256, ge=1)
     """Held-out rows that are measured, the same each time."""
     max_length: int = Field(2048, ge=2)
     """Longest sequence (prompt + completion) that is trained on."""
     too_long: Literal["error", "skip"] = "error"
-    """Longer rows are an error that names the first one, or are left out (their number is logged)."""
+    """Longer rows are an error that names the first one, or are left out (their number is
+    logged)."""
     shuffle: bool = True
-    """A new order of the rows in each epoch, drawn from rl_training.seed; false: always the order of the file."""
+    """A new order of the rows in each epoch, drawn from rl_training.seed; false: always the
+    order of the file."""
     prompt_format: Literal["chat", "text"] = "chat"
-    """Strings become messages of the chat template (chat), or are trained on as they are, EOS at the end (text)."""
+    """Strings become messages of the chat template (chat), or are trained on as they are, EOS at
+    the end (text)."""
 
     end_token: Literal["document", "tokenizer"] = "document"
-    """Token that closes a text, and a turn without one: the model's end of a document, or the tokenizer's own eos_token
-    (TRL's choice), which in many chat models ends a turn."""
+    """Token that closes a text, and a turn without one: the model's end of a document, or the
+    tokenizer's own eos_token (TRL's choice), which in many chat models ends a turn."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "DataConfig":
@@ -67,7 +88,9 @@ class DataConfig(Section):
         of_hub = any((path or "").startswith(HUB_PREFIX) for path in (self.path, self.eval_path))
         wrong = [name for name in ("subset", "split", "eval_split") if name in self.changed()]
         if wrong and not of_hub:
-            raise ValueError(f'{wrong[0]} belongs to a hub data set, path = "hf:owner/name": a file has none')
+            raise ValueError(
+                f'{wrong[0]} belongs to a hub data set, path = "hf:owner/name": a file has none'
+            )
         return self
 
 
@@ -95,8 +118,8 @@ class PreferenceConfig(Section):
     beta: float | None = Field(None, gt=0)
     """Scale of the implied reward; default 0.1, with simpo 2.0. orpo: weight of the odds ratio."""
     loss_type: DPOLossName | tuple[DPOLossName, ...] = "sigmoid"
-    """dpo: the loss of a pair, or several that are added up (docs/training_on_data.md). ipo averages log-probabilities
-    over tokens (TRL), ipo_sum adds them (the paper)."""
+    """dpo: the loss of a pair, or several that are added up (docs/training_on_data.md). ipo
+    averages log-probabilities over tokens (TRL), ipo_sum adds them (the paper)."""
     loss_weights: tuple[float, ...] = ()
     """dpo: the weight of each of several losses; default: 1 each."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
@@ -114,7 +137,8 @@ class PreferenceConfig(Section):
     kto_loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto: KTO's loss, or APO-zero's of single rows, which is KTO's with a KL of 0."""
     sft_loss: Literal["nll", "dft"] = "nll"
-    """sft: the negative log-likelihood, or DFT's, in which each token's is multiplied by its probability."""
+    """sft: the negative log-likelihood, or DFT's, in which each token's is multiplied by its
+    probability."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "PreferenceConfig":
@@ -122,12 +146,20 @@ class PreferenceConfig(Section):
         if not kinds or len(set(kinds)) != len(kinds):
             raise ValueError(f"loss_type = {list(kinds)}: name one loss, or several different ones")
         if self.loss_weights and len(self.loss_weights) != len(kinds):
-            raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers for {len(kinds)} losses (loss_type)")
+            raise ValueError(
+                f"loss_weights has {len(self.loss_weights)} numbers for {len(kinds)} losses"
+                " (loss_type)"
+            )
         needing = [kind for kind in kinds if kind in NEED_SMOOTHING]
         if needing and self.label_smoothing == 0:
-            raise ValueError(f'loss_type = "{needing[0]}" needs label_smoothing > 0, the share of wrong labels')
+            raise ValueError(
+                f'loss_type = "{needing[0]}" needs label_smoothing > 0, the share of wrong labels'
+            )
         if self.label_smoothing > 0 and not set(kinds) & set(SMOOTHED):
-            raise ValueError(f"loss_type = {self.loss_type!r} has no label_smoothing: set it to 0, or use sigmoid")
+            raise ValueError(
+                f"loss_type = {self.loss_type!r} has no label_smoothing: set it to 0, or use"
+                " sigmoid"
+            )
         if "discopop_tau" in self.changed() and "discopop" not in kinds:
             raise ValueError('discopop_tau is set, but only read with loss_type = "discopop"')
         return self

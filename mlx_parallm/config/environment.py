@@ -1,4 +1,5 @@
-"""`Section`, the base of every part of the configuration, and [[environments]], one entry for each environment."""
+"""`Section`, the base of every part of the configuration, and [[environments]], one entry for
+each environment."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,21 +17,28 @@ Method = Literal["absolute", "relative", "pareto"]
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration. An unknown key, infinity and NaN are errors; a docstring below a key is its
-    description."""
+    """A frozen part of the configuration. An unknown key, infinity and NaN are errors; a
+    docstring below a key is its description."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     def changed(self) -> list[str]:
-        """Return the keys that differ from their defaults. (`model_fields_set` names every key of a saved file.)"""
+        """Return the keys that differ from their defaults. (`model_fields_set` names every key
+        of a saved file.)"""
         fields = type(self).model_fields
-        return [name for name, value in self if value != fields[name].get_default(call_default_factory=True)]
+        return [
+            name
+            for name, value in self
+            if value != fields[name].get_default(call_default_factory=True)
+        ]
 
 
 class EnvironmentConfig(Section):
     kind: str
-    """"dataset" (your rows and reward functions), "tasks" (built in), "reasoning_gym", "simple_text", "conversation",
-    "svrl", "gymnasium", "tools", or "python:file.py:Class"."""
+    """"dataset" (your rows and reward functions), "tasks" (built in), "reasoning_gym",
+    "simple_text", "conversation", "svrl", "gymnasium", "tools", or "python:file.py:Class"."""
     name: str
     """The task's or data set's name; default for "dataset" the file's, for a class its own."""
     weight: float = Field(1.0, gt=0)
@@ -44,14 +52,16 @@ class EnvironmentConfig(Section):
     system_prompt: str | None = None
     """System message before the task's own messages."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, over model.chat_template_kwargs, e.g. { enable_thinking = false }."""
+    """Arguments of the chat template, over model.chat_template_kwargs, e.g. { enable_thinking =
+    false }."""
     timeout_s: float = Field(600.0, gt=0)
     """Longest time of one episode, its reward included."""
     tools: tuple[str, ...] | None = None
-    """Names of the tools of [tools] that the policy may call in this environment; not set: all, []: none."""
+    """Names of the tools of [tools] that the policy may call in this environment; not set: all,
+    []: none."""
     tools_column: str | None = None
-    """Column of the rows that names the tools of this task, a list: only these are in its prompt, and can be called;
-    a row without it has all."""
+    """Column of the rows that names the tools of this task, a list: only these are in its
+    prompt, and can be called; a row without it has all."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment (e.g. reasoning-gym's data set keywords)."""
     data: str | None = None
@@ -63,34 +73,39 @@ class EnvironmentConfig(Section):
     heldout_data: str | None = None
     """dataset: JSONL file of held-out rows; then all rows of `data` are trained on."""
     heldout_split: str | None = None
-    """dataset: the hub data set's split of held-out rows; then all rows of `data_split` are trained on."""
+    """dataset: the hub data set's split of held-out rows; then all rows of `data_split` are
+    trained on."""
     heldout_fraction: float = Field(0.1, ge=0, le=1)
-    """dataset: share of the rows held out, by a hash of the prompt, if neither of the two keys above is set; 1 = all,
-    for [[evaluation.environments]]."""
+    """dataset: share of the rows held out, by a hash of the prompt, if neither of the two keys
+    above is set; 1 = all, for [[evaluation.environments]]."""
     prompt_column: str | None = None
-    """dataset: column that holds the prompt, a string or a list of messages; default: prompt, else messages."""
+    """dataset: column that holds the prompt, a string or a list of messages; default: prompt,
+    else messages."""
     prompt_template: str | None = None
-    """dataset: the prompt made of columns, e.g. "{question}\\nAnswer:"; {{ and }} stand for braces."""
+    """dataset: the prompt made of columns, e.g. "{question}\\nAnswer:"; {{ and }} stand for
+    braces."""
     prompt_format: Literal["chat", "text"] = "chat"
-    """A prompt that is a string becomes one user message (chat), or goes to the model as it is (text); for every kind
-    but "tasks" and "reasoning_gym"."""
+    """A prompt that is a string becomes one user message (chat), or goes to the model as it is
+    (text); for every kind but "tasks" and "reasoning_gym"."""
     curriculum: Literal["none", "easy_first", "weighted"] = "none"
-    """dataset: order of the training rows: a new one each epoch (none), rows of a high pass rate first (easy_first), or
-    rows drawn by their pass rate p with the weight p (1 - p) (weighted)."""
+    """dataset: order of the training rows: a new one each epoch (none), rows of a high pass rate
+    first (easy_first), or rows drawn by their pass rate p with the weight p (1 - p) (weighted)."""
     pass_rates: str | None = None
-    """dataset: what `curriculum` goes by: the directory that `mlx_parallm eval --output` wrote for the same rows;
+    """dataset: what `curriculum` goes by: the directory that `mlx_parallm eval --output` wrote for
+    the same rows;
     default: the rows' own column `pass_rate`."""
     answer_column: str = "answer"
     """dataset: column shown as the expected answer in reports, where there is one."""
     rewards: tuple[str, ...] = ()
-    """Reward functions with TRL's signature, reward computers, built-in parts, e.g. ["python:score.py:correct",
-    "builtin:length"]; for every kind but "tasks" and "reasoning_gym" (docs/rewards.md)."""
+    """Reward functions with TRL's signature, reward computers, built-in parts, e.g.
+    ["python:score.py:correct", "builtin:length"]; for every kind but "tasks" and "reasoning_gym"
+    (docs/rewards.md)."""
     reward_weights: tuple[float, ...] = ()
-    """One weight for each of `rewards`; default: 1 each, but 2 for builtin:code and tool_success, 1.5 for
-    task_completion, 0.5 for efficiency."""
+    """One weight for each of `rewards`; default: 1 each, but 2 for builtin:code and
+    tool_success, 1.5 for task_completion, 0.5 for efficiency."""
     reward_method: Method = "absolute"
-    """Number that is trained on: the weighted sum (absolute), its rank in the group (relative), or the rank of the
-    rewards' Pareto front (pareto)."""
+    """Number that is trained on: the weighted sum (absolute), its rank in the group (relative),
+    or the rank of the rewards' Pareto front (pareto)."""
     reward_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Keyword arguments of rewards by their names, e.g. { length = { target = 200 } }."""
 
@@ -104,13 +119,16 @@ class EnvironmentConfig(Section):
         if is_reference(data["kind"]):
             return {**data, "name": data["kind"].rpartition(":")[2]}
         if data["kind"] not in NAMED_KINDS:
-            return {**data, "name": data["kind"]}  # environments.registry knows the kinds, and rejects others
+            # environments.registry knows the kinds, and rejects others
+            return {**data, "name": data["kind"]}
         return data
 
     @model_validator(mode="after")
     def _consistent(self) -> "EnvironmentConfig":
         if self.reward_weights and self.rewards and len(self.reward_weights) != len(self.rewards):
-            raise ValueError(f"{len(self.reward_weights)} reward_weights for {len(self.rewards)} rewards")
+            raise ValueError(
+                f"{len(self.reward_weights)} reward_weights for {len(self.rewards)} rewards"
+            )
         if self.kind != "dataset":
             keys = (*DATASET_KEYS, *SCORING_KEYS) if self.kind in NAMED_KINDS else DATASET_KEYS
             changed = self.changed()
@@ -126,11 +144,17 @@ class EnvironmentConfig(Section):
         if not self.rewards:
             raise ValueError('kind = "dataset" needs rewards = ["python:file.py:function"]')
         if self.prompt_column is not None and self.prompt_template is not None:
-            raise ValueError("prompt_column and prompt_template contradict each other: set one of them")
+            raise ValueError(
+                "prompt_column and prompt_template contradict each other: set one of them"
+            )
         if self.prompt_format == "text" and self.system_prompt is not None:
-            raise ValueError('prompt_format = "text" has no system prompt: write it into prompt_template')
+            raise ValueError(
+                'prompt_format = "text" has no system prompt: write it into prompt_template'
+            )
         if self.heldout_data is not None and self.heldout_split is not None:
-            raise ValueError("heldout_data and heldout_split contradict each other: set one of them")
+            raise ValueError(
+                "heldout_data and heldout_split contradict each other: set one of them"
+            )
         if self.pass_rates is not None and self.curriculum == "none":
             raise ValueError('pass_rates needs curriculum = "easy_first" or "weighted"')
         if self.options:
@@ -149,12 +173,25 @@ def unique_names(environments: Sequence[EnvironmentConfig]) -> list[str]:
 
 NAMED_KINDS = ("tasks", "reasoning_gym")
 DATASET_KEYS = (
-    *("data", "data_subset", "data_split", "heldout_data", "heldout_split", "heldout_fraction", "prompt_column"),
+    *(
+        "data",
+        "data_subset",
+        "data_split",
+        "heldout_data",
+        "heldout_split",
+        "heldout_fraction",
+        ("prompt_column"),
+    ),
     *("prompt_template", "curriculum", "pass_rates", "answer_column"),
 )
 SCORING_KEYS = ("prompt_format", "rewards", "reward_weights", "reward_method", "reward_options")
 
 
 def name_of_data(data: str) -> str:
-    """Return an environment's name from its data: "rows" for rows.jsonl, "owner-name" for hf:owner/name."""
-    return data.removeprefix(HUB_PREFIX).replace("/", "-") if data.startswith(HUB_PREFIX) else Path(data).stem
+    """Return an environment's name from its data: "rows" for rows.jsonl, "owner-name" for
+    hf:owner/name."""
+    return (
+        data.removeprefix(HUB_PREFIX).replace("/", ("-"))
+        if data.startswith(HUB_PREFIX)
+        else Path(data).stem
+    )

@@ -15,7 +15,8 @@ PREFIX = "eval/"
 
 class EvaluationConfig(Section):
     problems: int = Field(0, ge=0)
-    """Held-out problems of each environment in an evaluation, the same each time; 0 = no evaluation."""
+    """Held-out problems of each environment in an evaluation, the same each time; 0 = no
+    evaluation."""
     every: int = Field(0, ge=0)
     """Steps between two evaluations; 0 = only `at_start` and `at_end`."""
     at_start: bool = True
@@ -31,7 +32,8 @@ class EvaluationConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """top_p of the sampled answers."""
     environments: tuple[EnvironmentConfig, ...] = ()
-    """Environments to evaluate instead of the held-out problems of [[environments]]; of a "dataset" all rows."""
+    """Environments to evaluate instead of the held-out problems of [[environments]]; of a
+    "dataset" all rows."""
 
     @model_validator(mode="before")
     @classmethod
@@ -51,17 +53,27 @@ class EvaluationConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "EvaluationConfig":
         if not self.greedy and not self.samples:
-            raise ValueError("neither greedy answers nor samples: set greedy = true, or samples to a number")
-        if "problems" not in self.model_fields_set and (self.every or self.samples or self.environments):
-            raise ValueError("problems is not set: how many of each environment (0 switches evaluation off)")
+            raise ValueError(
+                "neither greedy answers nor samples: set greedy = true, or samples to a number"
+            )
+        if "problems" not in self.model_fields_set and (
+            self.every or self.samples or self.environments
+        ):
+            raise ValueError(
+                "problems is not set: how many of each environment (0 switches evaluation off)"
+            )
         for entry in self.environments:
             if wrong := [key for key in ABOUT_TRAINING if key in entry.changed()]:
-                raise ValueError(f"environments: {entry.name}: {wrong[0]} is about training; it has no place here")
+                raise ValueError(
+                    f"environments: {entry.name}: {wrong[0]} is about training; it has no place"
+                    " here"
+                )
         return self
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Return the metrics of each environment, as in eval/NAME/<metric>; each has …_low and …_high."""
+        """Return the metrics of each environment, as in eval/NAME/<metric>; each has …_low and
+        …_high."""
         greedy = GREEDY_METRICS if self.greedy else ()
         sampled = ("sampled_reward",) if self.samples else ()
         return (*greedy, *sampled, *(f"pass@{k}" for k in pass_ks(self.samples)))
@@ -76,9 +88,12 @@ def pass_ks(samples: int) -> tuple[int, ...]:
 def check_evaluation(
     evaluation: EvaluationConfig, environments: Sequence[EnvironmentConfig], keep_best: bool | str
 ) -> None:
-    """Raises ValueError: nothing to evaluate, no rows left to train on, or a `keep_best` that is not measured."""
+    """Raises ValueError: nothing to evaluate, no rows left to train on, or a `keep_best` that is
+    not measured."""
     if whole := [entry.name for entry in environments if entry.heldout_fraction == 1]:
-        raise ValueError(f"environments: {whole[0]}: heldout_fraction = 1 leaves no rows to train on")
+        raise ValueError(
+            f"environments: {whole[0]}: heldout_fraction = 1 leaves no rows to train on"
+        )
     evaluated = evaluation.environments or environments
     if evaluation.problems and not evaluated:
         raise ValueError(
@@ -86,12 +101,19 @@ def check_evaluation(
             " add [[evaluation.environments]], or set evaluation.problems = 0"
         )
     if isinstance(keep_best, str):
-        measured = [f"{PREFIX}{name}/{metric}" for name in unique_names(evaluated) for metric in evaluation.metrics]
+        measured = [
+            f"{PREFIX}{name}/{metric}"
+            for name in unique_names(evaluated)
+            for metric in evaluation.metrics
+        ]
         if not evaluation.problems or not (evaluation.every or evaluation.at_end):
-            raise ValueError(f"rl_training.keep_best = {keep_best!r} needs [evaluation] with problems and every")
+            raise ValueError(
+                f"rl_training.keep_best = {keep_best!r} needs [evaluation] with problems and every"
+            )
         if keep_best not in (f"{PREFIX}score", *measured):
             raise ValueError(
-                f"rl_training.keep_best = {keep_best!r} is not measured; there are {PREFIX}score, {', '.join(measured)}"
+                f"rl_training.keep_best = {keep_best!r} is not measured; there are"
+                f" {PREFIX}score, {', '.join(measured)}"
             )
 
 
@@ -105,4 +127,7 @@ def moved_keys(data: dict[str, Any]) -> None:
 
 
 def _has_split(entry: dict[str, Any]) -> bool:
-    return any(entry.get(key) is not None for key in ("heldout_data", "heldout_split", "heldout_fraction"))
+    return any(
+        entry.get(key) is not None
+        for key in ("heldout_data", "heldout_split", ("heldout_fraction"))
+    )

@@ -1,10 +1,12 @@
 """`Leaf`: the one way in which a part of its own plugs into the core, and the tuple of all leaves.
 
-A leaf is a folder that no core module imports. Its `leaf.py` holds `LEAF`: the section of the configuration that
-it reads, and the hooks that it has. Everything in it is named as "module:name" and imported when it is needed, so
-a start pays for nothing that it does not use. A folder that is not there is no leaf, and nothing else changes.
+A leaf is a folder that no core module imports. Its `leaf.py` holds `LEAF`: the section of the
+configuration that it reads, and the hooks that it has. Everything in it is named as "module:name"
+and imported when it is needed, so a start pays for nothing that it does not use. A folder that is
+not there is no leaf, and nothing else changes.
 
-Imports nothing but the standard library and `system/packages.py`: `mlx_parallm --help` reads the leaves.
+Imports nothing but the standard library and `system/packages.py`: `mlx_parallm --help` reads the
+leaves.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -36,7 +38,8 @@ class Command:
     """A command of `mlx_parallm`.
 
     Attributes:
-        function: "module:name" of a function that takes the parser and returns what carries the command out.
+        function: "module:name" of a function that takes the parser and returns what carries the
+            command out.
         script: the name that `pyproject.toml` installs for it beside `mlx_parallm`.
     """
 
@@ -57,18 +60,20 @@ class Command:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A part beside the core. Each hook is "module:name"; None = the leaf has none. docs/extending.md has an example.
+    """A part beside the core. Each hook is "module:name"; None = the leaf has none.
+    docs/extending.md has an example.
 
     Attributes:
         name: the name of its section too.
         section: its class of settings, a `Section`; read as `config.section(ThatClass)`.
         source: (SourceContext) → `RolloutSource`, or None where the configuration asks for none.
-        routes: (Config, ServerState) → `AddedRouter` or None. Where the process trains, a source of the same leaf
-            brings the routes instead.
-        part: (Config) → `daemon.ServedPart` or None: what works with the model of `mlx_parallm serve` itself.
+        routes: (Config, ServerState) → `AddedRouter` or None. Where the process trains, a source of
+            the same leaf brings the routes instead.
+        part: (Config) → `daemon.ServedPart` or None: what works with the model of `mlx_parallm
+            serve` itself.
         page: a `daemon.Page`: the routes that show runs in a browser.
-        clients_train: the key of its section that is true where clients train, and the configuration does not.
-            `mlx_parallm serve --NAME` sets it.
+        clients_train: the key of its section that is true where clients train, and the
+            configuration does not. `mlx_parallm serve --NAME` sets it.
         serve_help: the help of that flag.
         environments: kinds of environments, each the "module:name" of its class.
         commands: further commands of `mlx_parallm`.
@@ -99,8 +104,13 @@ def imported(reference: str) -> Any:
 
 
 def client_trainer(sections: Mapping[str, Any]) -> Leaf | None:
-    """Return the leaf whose clients train, by a configuration as a mapping; None: the configuration trains."""
+    """Return the leaf whose clients train, by a configuration as a mapping; None: the
+    configuration trains."""
     return next(
-        (leaf for leaf in leaves() if leaf.clients_train and sections.get(leaf.name, {}).get(leaf.clients_train)),
+        (
+            leaf
+            for leaf in leaves()
+            if leaf.clients_train and sections.get(leaf.name, {}).get(leaf.clients_train)
+        ),
         None,
     )

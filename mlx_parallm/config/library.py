@@ -1,8 +1,9 @@
-"""BackpropConfig and AlgorithmConfig: keyword faces of `[rl_training]` for `primitives`. Imports no MLX.
+"""BackpropConfig and AlgorithmConfig: keyword faces of `[rl_training]` for `primitives`. Imports no
+MLX.
 
-`training_keys` maps them onto the daemon's keys. A default is the daemon's own, unless `DIFFERENT` lists it. Names that
-other libraries have for a key are accepted (`ALIASES`); names of earlier versions that could have no effect are refused
-with the reason (`REFUSED`).
+`training_keys` maps them onto the daemon's keys. A default is the daemon's own, unless `DIFFERENT`
+lists it. Names that other libraries have for a key are accepted (`ALIASES`); names of earlier
+versions that could have no effect are refused with the reason (`REFUSED`).
 """
 
 import difflib
@@ -25,13 +26,15 @@ DAEMON = RLTrainingConfig()
 DIFFERENT: dict[str, Any] = {
     "gamma": 0.99,  # ppo.gamma: 1
     "kl_coef": 0.1,  # kl_beta: 0
-    "entropy_coef": 0.01,  # entropy_weight: 0; without it PPO ended at 0.75 of 1 in one seed of three (docs/library.md)
+    # entropy_weight: 0; without it PPO ended at 0.75 of 1 in one seed of three (docs/library.md)
+    "entropy_coef": 0.01,
     "ppo_epochs": 4,  # update_epochs: 1
     "learning_rate": 1e-6,  # 1e-5
     "num_iterations": 1000,  # total_steps: 100
     "save_every": 10,  # checkpoint_interval: 50
 }
-"""Defaults other than the daemon's, which the comments name. Reason: the library's specification prints these."""
+"""Defaults other than the daemon's, which the comments name. Reason: the library's specification
+prints these."""
 
 SHARED_ALIASES = {
     **dict.fromkeys(("clip_ratio", "clip_range", "clip_epsilon", "eps_clip"), "ppo_clip_range"),
@@ -45,7 +48,8 @@ SHARED_ALIASES = {
 
 
 class Options(Section):
-    """A section made by keywords. Raises ConfigError: a keyword is unknown, refused, repeated or out of its range."""
+    """A section made by keywords. Raises ConfigError: a keyword is unknown, refused, repeated or
+    out of its range."""
 
     ALIASES: ClassVar[Mapping[str, str]] = SHARED_ALIASES
     REFUSED: ClassVar[Mapping[str, str]] = {}
@@ -57,7 +61,9 @@ class Options(Section):
             if keyword in self.REFUSED:
                 raise ConfigError(f"{kind}({keyword}=…): {self.REFUSED[keyword]}")
             if name not in type(self).model_fields:
-                near = difflib.get_close_matches(keyword, [*type(self).model_fields, *self.ALIASES], n=1, cutoff=0.0)
+                near = difflib.get_close_matches(
+                    keyword, [*type(self).model_fields, *self.ALIASES], n=1, cutoff=0.0
+                )
                 raise ConfigError(f"{kind} has no {keyword!r}; did you mean {near[0]!r}?")
             if name in named:
                 raise ConfigError(f"{kind}: {name} is given twice, as {keyword!r} too")
@@ -66,9 +72,12 @@ class Options(Section):
             super().__init__(**named)
         except ValidationError as error:
             problems = (
-                f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
+                f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
+                for e in error.errors()
             )
-            raise ConfigError(f"{kind}: " + "; ".join(text.removeprefix(": ") for text in problems)) from error
+            raise ConfigError(
+                f"{kind}: " + "; ".join(text.removeprefix(": ") for text in problems)
+            ) from error
 
 
 class BackpropConfig(Options):
@@ -81,15 +90,18 @@ class BackpropConfig(Options):
     kl_coef: float = Field(DIFFERENT["kl_coef"], ge=0)
     """Weight of the KL to the reference in the loss; 0 = not computed."""
     kl_estimator: KLEstimator = DAEMON.kl_estimator
-    """Schulman's estimators of KL(policy || reference), the absolute difference, and "k3_ratio", k3 times the ratio."""
+    """Schulman's estimators of KL(policy || reference), the absolute difference, and "k3_ratio",
+    k3 times the ratio."""
     normalize_advantages: bool = True
-    """PPO, REINFORCE: whitened over the batch. GRPO: (r - mean) / std of the group, else r - mean."""
+    """PPO, REINFORCE: whitened over the batch. GRPO: (r - mean) / std of the group, else r -
+    mean."""
     ppo_epochs: int = Field(DIFFERENT["ppo_epochs"], ge=1)
     """Passes over the trajectories of one iteration. REINFORCE, which has no ratio, makes one."""
     value_loss_coef: float = Field(DAEMON.ppo.value_coefficient, gt=0)
     """Weight of the value loss."""
     clip_value_loss: bool = True
-    """Within an iteration a value may move by ppo_clip_range at most before its loss has no gradient."""
+    """Within an iteration a value may move by ppo_clip_range at most before its loss has no
+    gradient."""
     entropy_coef: float = Field(DIFFERENT["entropy_coef"], ge=0)
     """Weight of the entropy bonus."""
     max_grad_norm: float = Field(DAEMON.max_grad_norm, ge=0)
@@ -99,13 +111,15 @@ class BackpropConfig(Options):
     ref_update_method: RefUpdate = "copy"
     """`update_ref_model` makes the reference a copy of the policy, or a moving average of both."""
     ema_alpha: float = Field(DAEMON.reference_decay, ge=0, lt=1)
-    """Share of the reference that stays: reference = ema_alpha · reference + (1 - ema_alpha) · policy."""
+    """Share of the reference that stays: reference = ema_alpha · reference + (1 - ema_alpha) ·
+    policy."""
     lora: LoraConfig = DAEMON.lora
     """Adapter to train; LoraConfig(enabled=False) trains all weights."""
     token_budget: int = Field(DAEMON.token_budget, ge=1)
     """Tokens of one backward pass, padding included."""
     blocks_per_eval: int = Field(DAEMON.blocks_per_eval, ge=0)
-    """Transformer blocks evaluated together; 1 = least memory, 0 = all at once, the fastest for a small model."""
+    """Transformer blocks evaluated together; 1 = least memory, 0 = all at once, the fastest for
+    a small model."""
     seed: int = DAEMON.seed
     """Seed of the adapter's initial weights and of the order of trajectories."""
 
@@ -114,10 +128,20 @@ class AlgorithmConfig(Options):
     """Where a key is None, BackpropConfig's holds."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
-        "use_amp": "MLX has no autocast: load the model in bfloat16 (ModelConfig.dtype), its products are then in it",
-        "log_every": "every iteration gives one TrainingMetrics, and one line of metrics.jsonl in checkpoint_dir",
-        "custom_params": "nothing reads it: keep your own numbers in a callback or in the reward computer",
-        "gradient_accumulation_steps": "trajectories are cut into backward passes by BackpropConfig.token_budget",
+        "use_amp": (
+            "MLX has no autocast: load the model in bfloat16 (ModelConfig.dtype), its products"
+            " are then in it"
+        ),
+        "log_every": (
+            "every iteration gives one TrainingMetrics, and one line of metrics.jsonl in"
+            " checkpoint_dir"
+        ),
+        "custom_params": (
+            "nothing reads it: keep your own numbers in a callback or in the reward computer"
+        ),
+        "gradient_accumulation_steps": (
+            "trajectories are cut into backward passes by BackpropConfig.token_budget"
+        ),
     }
 
     num_iterations: int = Field(DIFFERENT["num_iterations"], ge=1)
@@ -127,7 +151,8 @@ class AlgorithmConfig(Options):
     mini_batch_size: int | None = Field(None, ge=1)
     """Trajectories of one optimizer update; default: batch_size."""
     group_size: int | None = Field(None, ge=1)
-    """Trajectories of one prompt. Default: 8 for GRPO, which compares them and needs 2; 1 for PPO and REINFORCE."""
+    """Trajectories of one prompt. Default: 8 for GRPO, which compares them and needs 2; 1 for
+    PPO and REINFORCE."""
     max_steps_per_rollout: int | None = Field(None, ge=1)
     """Steps after which an episode is cut off; default: the rollout manager's."""
     max_staleness: int = Field(DAEMON.max_staleness, ge=0)
@@ -135,7 +160,8 @@ class AlgorithmConfig(Options):
     reward_method: Method | None = None
     """Argument `method` of the reward computer; default: its own default."""
     filter_percentile: float = Field(0.0, ge=0, lt=100)
-    """Learn only from trajectories at or above this percentile of their group's rewards; 0 = from all."""
+    """Learn only from trajectories at or above this percentile of their group's rewards; 0 =
+    from all."""
     learning_rate: float | None = Field(None, gt=0)
     """Learning rate instead of the optimizer's."""
     ppo_epochs: int | None = Field(None, ge=1)
@@ -174,25 +200,39 @@ class AlgorithmConfig(Options):
     @model_validator(mode="after")
     def _fits(self) -> "AlgorithmConfig":
         if (self.mini_batch_size or 1) > self.batch_size:
-            raise ValueError(f"mini_batch_size ({self.mini_batch_size}) is larger than batch_size ({self.batch_size})")
+            raise ValueError(
+                f"mini_batch_size ({self.mini_batch_size}) is larger than batch_size"
+                f" ({self.batch_size})"
+            )
         if self.all_trackers and self.checkpoint_dir is None:
-            raise ValueError(f"{self.all_trackers[0]} needs checkpoint_dir, where the run's id and files are kept")
+            raise ValueError(
+                f"{self.all_trackers[0]} needs checkpoint_dir, where the run's id and files are"
+                " kept"
+            )
         return self
 
     @property
     def all_trackers(self) -> tuple[Literal["wandb", "tensorboard", "trackio"], ...]:
-        return (*self.trackers, *(("wandb",) if self.use_wandb and "wandb" not in self.trackers else ()))
+        return (
+            *self.trackers,
+            *((("wandb"),) if self.use_wandb and "wandb" not in self.trackers else ()),
+        )
 
     def over(self, backprop: BackpropConfig) -> BackpropConfig:
         """Return `backprop` with the keys that are set here too."""
         shared = BackpropConfig.model_fields.keys() & type(self).model_fields.keys()
         return backprop.model_copy(update=self.model_dump(include=shared, exclude_none=True))
 
-    def training_keys(self, algorithm: LibraryAlgorithm, max_token_length: int | None) -> dict[str, Any]:
+    def training_keys(
+        self, algorithm: LibraryAlgorithm, max_token_length: int | None
+    ) -> dict[str, Any]:
         """Return the keys of [rl_training] that BackpropConfig does not have."""
         keys: dict[str, Any] = {
             "batch_size": self.mini_batch_size or self.batch_size,
-            "atropos": {"rollout_batch_size": self.batch_size, "max_token_length": max_token_length},
+            "atropos": {
+                "rollout_batch_size": self.batch_size,
+                "max_token_length": max_token_length,
+            },
             "total_steps": self.num_iterations,
             "checkpoint_interval": self.save_every,
             "keep_checkpoints": self.keep_checkpoints,

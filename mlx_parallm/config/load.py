@@ -1,9 +1,10 @@
-"""`Config`, the whole configuration, strict and frozen; CLI > TOML > hardware defaults > defaults. Imports no MLX.
+"""`Config`, the whole configuration, strict and frozen; CLI > TOML > hardware defaults > defaults.
+Imports no MLX.
 
-`load_config` reads a TOML file (a path, or the name of a shipped configuration), applies `section.key=value` overrides
-and returns a `Config`; an unknown key is an error that names the nearest valid one. Each section is a class in a module
-of this folder, or in the folder of a leaf (leaves.py). `scripts/generate_config_docs.py` makes docs/config.md of their
-descriptions.
+`load_config` reads a TOML file (a path, or the name of a shipped configuration), applies
+`section.key=value` overrides and returns a `Config`; an unknown key is an error that names the
+nearest valid one. Each section is a class in a module of this folder, or in the folder of a leaf
+(leaves.py). `scripts/generate_config_docs.py` makes docs/config.md of their descriptions.
 """
 
 import difflib
@@ -35,8 +36,10 @@ from mlx_parallm.system.redaction import REDACTED, Redactor, environment_secrets
 
 API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
 GPU_PREFILL_CHUNK = 2048  # mlx-lm's own step on a GPU; on a CPU it would hold up decoding
-METAL_EVAL_MS = 1000  # macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267)
-TOKENS_PER_GIB = 1024  # of a micro-batch: a guard for small machines, far below what the memory holds
+# macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267)
+METAL_EVAL_MS = 1000
+# of a micro-batch: a guard for small machines, far below what the memory holds
+TOKENS_PER_GIB = 1024
 PATHS = ("data", "heldout_data", "pass_rates", "path", "eval_path")  # keys of files
 _LIKE_A_FILE = re.compile(r"[^\s:]{1,200}\.(jsonl|json|csv|txt|py|toml)")
 
@@ -63,7 +66,11 @@ class CoreConfig(Section):
         _check_data(self.data, self.rl_training, len(self.environments))
         check_evaluation(self.evaluation, self.environments, self.rl_training.keep_best)
         if self.server.async_scheduling and self.rl_training.deterministic:
-            raise ValueError("server.async_scheduling = true does not go with rl_training.deterministic: leave one out")
+            raise ValueError(
+                "server.async_scheduling = true does not go with rl_training.deterministic:"
+                " leave"
+                " one out"
+            )
         return self
 
     def section(self, kind: type[SectionT]) -> SectionT:
@@ -74,7 +81,9 @@ class CoreConfig(Section):
         """Return the API key of the environment, the file, or the configuration, in this order."""
         if key := os.environ.get(API_KEY_VARIABLE):
             if not key.strip():
-                raise ConfigError(f"{API_KEY_VARIABLE} holds only white space: set a key, or unset it")
+                raise ConfigError(
+                    f"{API_KEY_VARIABLE} holds only white space: set a key, or unset it"
+                )
             return key
         if self.server.api_key_file is not None:
             try:
@@ -85,7 +94,9 @@ class CoreConfig(Section):
         if key is not None and not key.strip():
             raise ConfigError("server.api_key holds only white space: set a key, or leave it out")
         if key == REDACTED:
-            raise ConfigError(f"server.api_key is redacted in a saved configuration: set {API_KEY_VARIABLE}")
+            raise ConfigError(
+                f"server.api_key is redacted in a saved configuration: set {API_KEY_VARIABLE}"
+            )
         return key
 
     def to_toml(self) -> str:
@@ -93,8 +104,11 @@ class CoreConfig(Section):
         return tomli_w.dumps(_without_none(self.redacted()))
 
     def redacted(self) -> dict[str, Any]:
-        """Return every key as JSON, secrets hidden: an API key, `http://user:KEY@host`, options named like a secret."""
-        redacted: dict[str, Any] = Redactor(environment_secrets()).value(self.model_dump(mode="json"))
+        """Return every key as JSON, secrets hidden: an API key, `http://user:KEY@host`, options
+        named like a secret."""
+        redacted: dict[str, Any] = Redactor(environment_secrets()).value(
+            self.model_dump(mode=("json"))
+        )
         return redacted
 
 
@@ -111,32 +125,46 @@ else:
 
 
 def _check_data(data: DataConfig, training: RLTrainingConfig, environments: int) -> None:
-    """Raises ValueError: rows without an algorithm that learns from them or the reverse, both rows and environments, or
-    a key that the algorithm does not read."""
+    """Raises ValueError: rows without an algorithm that learns from them or the reverse, both
+    rows and environments, or a key that the algorithm does not read."""
     algorithm = training.algorithm
     if algorithm not in DATA_ALGORITHMS:
         if data.changed():
             raise ValueError(
-                f"data.{data.changed()[0]} is set, but {algorithm} learns from rollouts: set rl_training.algorithm to"
-                f" one of {', '.join(DATA_ALGORITHMS)}, or give the rows to an environment (docs/your_data.md)"
+                f"data.{data.changed()[0]} is set, but {algorithm} learns from rollouts: set"
+                " rl_training.algorithm to"
+                f" one of {', '.join(DATA_ALGORITHMS)}, or give the rows to an environment"
+                " (docs/your_data.md)"
             )
     elif data.path is None:
-        raise ValueError(f'algorithm = "{algorithm}" learns from rows of a file: set data.path = "rows.jsonl"')
+        raise ValueError(
+            f'algorithm = "{algorithm}" learns from rows of a file: set data.path = "rows.jsonl"'
+        )
     elif environments:
-        raise ValueError(f'algorithm = "{algorithm}" learns from data.path alone: leave out [[environments]]')
+        raise ValueError(
+            f'algorithm = "{algorithm}" learns from data.path alone: leave out [[environments]]'
+        )
     elif unread := [name for name in ROLLOUT_KEYS if name in training.changed()]:
         raise ValueError(f"rl_training.{unread[0]} is about rollouts: {algorithm} does not use it")
     elif training.weight_updates.max_publish_kl is not None:
         raise ValueError(
-            f"rl_training.weight_updates.max_publish_kl is measured on rollouts: {algorithm} does not use it"
+            f"rl_training.weight_updates.max_publish_kl is measured on rollouts: {algorithm}"
+            " does not use it"
         )
     elif changed := training.atropos.changed():
-        raise ValueError(f"rl_training.atropos.{changed[0]} is about rollouts: {algorithm} does not use it")
+        raise ValueError(
+            f"rl_training.atropos.{changed[0]} is about rollouts: {algorithm} does not use it"
+        )
     elif algorithm == "kto" and training.preference.kto_loss == "kto" and training.batch_size < 2:
         raise ValueError("kto estimates a KL over a mini-batch: batch_size has to be at least 2")
-    if wrong := [name for name in training.preference.changed() if name not in OPTIONS.get(algorithm, ())]:
+    if wrong := [
+        name for name in training.preference.changed() if name not in OPTIONS.get(algorithm, ())
+    ]:
         readers = ", ".join(name for name, keys in OPTIONS.items() if wrong[0] in keys)
-        raise ValueError(f"rl_training.preference.{wrong[0]} is an option of {readers}: {algorithm} does not use it")
+        raise ValueError(
+            f"rl_training.preference.{wrong[0]} is an option of {readers}: {algorithm} does not"
+            " use it"
+        )
 
 
 def load_config(
@@ -147,8 +175,8 @@ def load_config(
     text: str = "",
     saved: bool = False,
 ) -> Config:
-    """Read a configuration and apply `section.key=value` overrides. Relative files in it are looked for beside the
-    configuration file, then in the working directory.
+    """Read a configuration and apply `section.key=value` overrides. Relative files in it are looked
+    for beside the configuration file, then in the working directory.
 
     Args:
         source: a file, or the name of a shipped configuration.
@@ -156,7 +184,8 @@ def load_config(
         text: TOML to read if `source` is None.
         saved: the file is the one that a run was saved with.
 
-    Raises ConfigError: a missing file, bad TOML, an unknown key (with the nearest valid one), a bad value.
+    Raises ConfigError: a missing file, bad TOML, an unknown key (with the nearest valid one), a bad
+    value.
     """
     where, directories = "the configuration", [Path.cwd()]
     if source is not None:
@@ -198,30 +227,42 @@ def hardware_defaults(hardware: Hardware) -> dict[str, Any]:
     return keys
 
 
-def parse_config(data: dict[str, Any], where: str = "the configuration", overrides: Sequence[str] = ()) -> Config:
-    """Validate a mapping that came from `where` and `overrides`. Raises ConfigError, as `load_config`."""
+def parse_config(
+    data: dict[str, Any], where: str = "the configuration", overrides: Sequence[str] = ()
+) -> Config:
+    """Validate a mapping that came from `where` and `overrides`. Raises ConfigError, as
+    `load_config`."""
     try:
         return Config.model_validate(data)
     except ValidationError as error:
         problems = defaultdict[str, list[str]](list)
         for entry in error.errors():
             problems[_origin(entry, overrides) or where].append(_explain(entry))
-        raise ConfigError("; ".join(f"{where}: {'; '.join(texts)}" for where, texts in problems.items())) from error
+        raise ConfigError(
+            "; ".join(f"{where}: {'; '.join(texts)}" for where, texts in problems.items())
+        ) from error
 
 
 def find_config(source: str | Path) -> Path:
-    """Return the path, or the shipped configuration of that name (`quickstart` or `quickstart.toml`)."""
+    """Return the path, or the shipped configuration of that name (`quickstart` or
+    `quickstart.toml`)."""
     path = Path(source)
     if is_file(path):
         return path
     name = path.name if path.name.endswith(".toml") else path.name + ".toml"
-    roots = [Path(str(importlib.resources.files("mlx_parallm"))) / "config" / "shipped" / "train_configs"]
+    roots = [
+        Path(str(importlib.resources.files("mlx_parallm"))) / "config" / "shipped" / "train_configs"
+    ]
     roots.append(roots[0].parents[3] / "train_configs")  # a source checkout
-    shipped = {p.name: p for root in reversed(roots) if root.is_dir() for p in sorted(root.glob("*.toml"))}
+    shipped = {
+        p.name: p for root in reversed(roots) if root.is_dir() for p in sorted(root.glob("*.toml"))
+    }
     if name in shipped and (len(path.parts) == 1 or path.parent.name == "train_configs"):
         return shipped[name]
     names = ", ".join(sorted(p.removesuffix(".toml") for p in shipped))
-    raise ConfigError(f"no configuration {str(source)!r}: not a file, and not one of the shipped ones ({names})")
+    raise ConfigError(
+        f"no configuration {str(source)!r}: not a file, and not one of the shipped ones ({names})"
+    )
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -254,12 +295,23 @@ def _descend(node: Any, part: str, override: str) -> Any:
 
 def _environments(data: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the entries of [[environments]] and of [[evaluation.environments]]."""
-    lists = [part.get("environments") for part in (data, data.get("evaluation")) if isinstance(part, dict)]
-    return [entry for found in lists if isinstance(found, list) for entry in found if isinstance(entry, dict)]
+    lists = [
+        part.get("environments")
+        for part in (data, data.get("evaluation"))
+        if isinstance(part, dict)
+    ]
+    return [
+        entry
+        for found in lists
+        if isinstance(found, list)
+        for entry in found
+        if isinstance(entry, dict)
+    ]
 
 
 def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
-    """Make the paths of user code and data absolute: a saved configuration must not depend on the working directory."""
+    """Make the paths of user code and data absolute: a saved configuration must not depend on
+    the working directory."""
     of_leaves = [data.get(leaf.name) for leaf in leaves() if leaf.section is not None]
     for section in [data.get("rl_training"), data.get("data"), *of_leaves, *_environments(data)]:
         if not isinstance(section, dict):
@@ -279,7 +331,8 @@ def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
 
 
 def _absolute_files(value: Any, directories: list[Path], key: str = "") -> Any:
-    """Return options, which may be anything, with absolute references, and absolute paths of files that exist."""
+    """Return options, which may be anything, with absolute references, and absolute paths of
+    files that exist."""
     if isinstance(value, dict):
         return {name: _absolute_files(entry, directories, name) for name, entry in value.items()}
     if isinstance(value, list):
@@ -329,7 +382,9 @@ def _keys_of(location: list[str]) -> list[str]:
     for part in location:
         if part.isdigit():
             continue
-        section = EnvironmentConfig if part == "environments" else section.model_fields[part].annotation
+        section = (
+            EnvironmentConfig if part == ("environments") else section.model_fields[part].annotation
+        )
     return list(section.model_fields)
 
 

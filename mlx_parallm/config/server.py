@@ -19,10 +19,11 @@ class ServerConfig(Section):
     max_concurrent_requests: int = Field(256, ge=1)
     """Requests that run or wait; more are answered 429 with Retry-After."""
     max_waiting_requests: int | None = Field(None, ge=0)
-    """Choices of requests over HTTP that may wait for a place in the batch: once so many wait, a new request is
-    answered 429 with Retry-After. Default: no bound but max_concurrent_requests."""
+    """Choices of requests over HTTP that may wait for a place in the batch: once so many wait, a
+    new request is answered 429 with Retry-After. Default: no bound but max_concurrent_requests."""
     request_timeout_s: float = Field(0.0, ge=0)
-    """Longest time of an answer; then 504, or a last event with the error in a stream. 0 = no limit."""
+    """Longest time of an answer; then 504, or a last event with the error in a stream. 0 = no
+    limit."""
     prefill_chunk: int = Field(512, ge=16)
     """Prompt tokens computed between two decode steps."""
     max_model_len: int | None = Field(None, ge=16)
@@ -30,74 +31,83 @@ class ServerConfig(Section):
     default_max_tokens: int = Field(2048, ge=1)
     """Length limit of a chat request that sets none; less where the context ends before."""
     kv_cache_bytes: int | None = Field(None, ge=1)
-    """Memory for keys and values of running requests. Each reserves prompt + max_tokens; without room it waits, and one
-    that never fits is answered 400. Default: half of the memory that is free once the model is loaded; no bound
-    when deterministic."""
+    """Memory for keys and values of running requests. Each reserves prompt + max_tokens; without
+    room it waits, and one that never fits is answered 400. Default: half of the memory that is
+    free once the model is loaded; no bound when deterministic."""
     prefix_cache_bytes: int | None = Field(None, ge=0)
-    """Memory for keys and values of prefixes that later requests may share; 0 = off. Default: 5 % of the memory; 0 when
-    deterministic."""
+    """Memory for keys and values of prefixes that later requests may share; 0 = off. Default: 5
+    % of the memory; 0 when deterministic."""
     kv_layout: Literal["auto", "rectangle"] = "auto"
-    """How running requests' keys and values lie in memory. "auto": by tokens where the architecture has plain attention
-    (docs/models.md): a row holds its own tokens, and a prompt that several rows share is held once; else as
-    "rectangle": all rows are as long as the longest."""
+    """How running requests' keys and values lie in memory. "auto": by tokens where the
+    architecture has plain attention (docs/models.md): a row holds its own tokens, and a prompt
+    that several rows share is held once; else as "rectangle": all rows are as long as the
+    longest."""
     kv_bits: Literal[8, 4] | None = None
-    """Hold keys and values in 8 or 4 bits instead of the model's dtype, by tokens: less memory, other answers
-    (docs/benchmarks/kv.md says how far). The head dimension has to be divisible by 32. Training needs
-    rl_training.sampler_correction = "tis" or "mis" then. Default: as they were computed."""
+    """Hold keys and values in 8 or 4 bits instead of the model's dtype, by tokens: less memory,
+    other answers (docs/benchmarks/kv.md says how far). The head dimension has to be divisible by
+    32. Training needs rl_training.sampler_correction = "tis" or "mis" then. Default: as they
+    were computed."""
     async_scheduling: bool | None = None
-    """Start a decode step before the one before it is read: the device does not wait for Python. Default: on a GPU; off
-    on a CPU, which gains nothing, and when deterministic."""
+    """Start a decode step before the one before it is read: the device does not wait for Python.
+    Default: on a GPU; off on a CPU, which gains nothing, and when deterministic."""
     api_key: SecretStr | None = None
-    """Bearer key of every route but /health. Better: the environment variable MLX_PARALLM_API_KEY, or api_key_file."""
+    """Bearer key of every route but /health. Better: the environment variable
+    MLX_PARALLM_API_KEY, or api_key_file."""
     api_key_file: Path | None = None
     """File that holds the key."""
     served_model_names: tuple[str, ...] = ()
     """Further names under which the model being served (in training: the policy) answers."""
     logprobs_mode: Literal["raw", "processed"] = "raw"
-    """Meaning of `logprobs` in answers. "raw": log-softmax(logits / temperature) before bias, penalties and filters;
-    "processed": after them, of the sampled distribution. vLLM's "raw" is also before the temperature."""
+    """Meaning of `logprobs` in answers. "raw": log-softmax(logits / temperature) before bias,
+    penalties and filters; "processed": after them, of the sampled distribution. vLLM's "raw" is
+    also before the temperature."""
     embedding_pooling: Literal["mean", "last"] = "mean"
-    """How /v1/embeddings makes one vector of a text's hidden states, where a request does not say: their mean, or the
-    last token's."""
+    """How /v1/embeddings makes one vector of a text's hidden states, where a request does not
+    say: their mean, or the last token's."""
     open_objects: bool = False
-    """Objects of a JSON schema that lists `properties` and does not speak of others may have others, as JSON Schema has
-    it. False: only those listed, because small models fill their answer with made-up ones. A `strict` schema's objects
-    are always closed."""
+    """Objects of a JSON schema that lists `properties` and does not speak of others may have
+    others, as JSON Schema has it. False: only those listed, because small models fill their
+    answer with made-up ones. A `strict` schema's objects are always closed."""
     structured_output_retries: int = Field(2, ge=0, le=100)
-    """How often a choice that does not match its JSON schema is sampled again, with tokens and log-probabilities of its
-    own. A stream whose schema has keywords that no grammar holds is sent once it has been checked; 0 = at once. An
-    answer at temperature 0 is not sampled again."""
+    """How often a choice that does not match its JSON schema is sampled again, with tokens and
+    log-probabilities of its own. A stream whose schema has keywords that no grammar holds is
+    sent once it has been checked; 0 = at once. An answer at temperature 0 is not sampled again."""
     invalid_structured_output: Literal["error", "mark"] = "error"
-    """What becomes of a choice that still does not match its JSON schema. "error": the request fails (400,
-    json_validate_failed; in a stream that has begun, its last event). "mark": the choice is sent with the field
-    `schema_error`."""
+    """What becomes of a choice that still does not match its JSON schema. "error": the request
+    fails (400, json_validate_failed; in a stream that has begun, its last event). "mark": the
+    choice is sent with the field `schema_error`."""
     cors_origins: tuple[str, ...] = ()
-    """Web pages of these origins ("https://app.example.org") may use the server; "*" = any, needs an API key."""
+    """Web pages of these origins ("https://app.example.org") may use the server; "*" = any,
+    needs an API key."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names in a Host header that are answered without an API key, beside loopback's: e.g. "host.docker.internal"."""
+    """Names in a Host header that are answered without an API key, beside loopback's: e.g.
+    "host.docker.internal"."""
     adapter_roots: tuple[Path, ...] = ()
-    """Directories from which POST /v1/load_lora_adapter may load; without one it answers 403. In training
-    rl_training.checkpoint_dir is allowed too."""
+    """Directories from which POST /v1/load_lora_adapter may load; without one it answers 403. In
+    training rl_training.checkpoint_dir is allowed too."""
     max_loaded_adapters: int = Field(256, ge=1)
-    """Adapters loaded over HTTP; one more takes the place of the one that was not used for the longest time, never of
-    one that is in use."""
+    """Adapters loaded over HTTP; one more takes the place of the one that was not used for the
+    longest time, never of one that is in use."""
     keep_versions: int = Field(4, ge=1)
-    """Newest versions of the policy's adapter that requests can ask for as NAME@VERSION; each keeps its arrays."""
+    """Newest versions of the policy's adapter that requests can ask for as NAME@VERSION; each
+    keeps its arrays."""
     kept_completions_bytes: int = Field(64 << 20, ge=0)
-    """In training: memory for the last answers that POST /v1/rewards can reward, about 8 bytes a sampled token;
-    0 = off."""
+    """In training: memory for the last answers that POST /v1/rewards can reward, about 8 bytes a
+    sampled token; 0 = off."""
     kept_completions_s: float = Field(600.0, gt=0)
     """Longest time an answer waits for its rewards; later rewards are answered 410."""
     stored_responses_bytes: int = Field(64 << 20, ge=0)
-    """Memory for responses of /v1/responses that later requests may name, as JSON; the oldest go first, 0 = none are
-    kept."""
+    """Memory for responses of /v1/responses that later requests may name, as JSON; the oldest go
+    first, 0 = none are kept."""
     drain_timeout_s: float = Field(5.0, ge=0)
     """How long shutdown waits for running requests before it aborts them."""
 
     @model_validator(mode="after")
     def _layout_fits(self) -> "ServerConfig":
         if self.kv_bits is not None and self.kv_layout == "rectangle":
-            raise ValueError('kv_bits needs keys and values by tokens: leave out kv_layout = "rectangle"')
+            raise ValueError(
+                'kv_bits needs keys and values by tokens: leave out kv_layout = "rectangle"'
+            )
         return self
 
 
@@ -109,31 +119,38 @@ class ModelConfig(Section):
     lora_path: str | None = None
     """Adapter to start from (file or directory, mlx-lm's or PEFT's format)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Weights' dtype; "auto" = float32 on CPU, the checkpoint's elsewhere. On a CPU "bfloat16" halves the memory of
-    such weights and is several times slower (docs/operations.md)."""
+    """Weights' dtype; "auto" = float32 on CPU, the checkpoint's elsewhere. On a CPU "bfloat16"
+    halves the memory of such weights and is several times slower (docs/operations.md)."""
     chat_template: str | None = None
     """Jinja template, or a file that holds one; default: the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the template, e.g. { enable_thinking = false }."""
     tool_parser: str = "auto"
-    """The model's tool-call format, one of mlx-lm's parsers ("json_tools", "qwen3_coder", ...); "auto" = detected from
-    the chat template and the vocabulary; "off" = chat requests with tools are refused."""
+    """The model's tool-call format, one of mlx-lm's parsers ("json_tools", "qwen3_coder", ...);
+    "auto" = detected from the chat template and the vocabulary; "off" = chat requests with tools
+    are refused."""
     reasoning_parser: Literal["auto", "off"] = "auto"
-    """"auto" = text between the tokenizer's thinking tokens is returned as reasoning; "off" = as content."""
+    """"auto" = text between the tokenizer's thinking tokens is returned as reasoning; "off" = as
+    content."""
     trust_remote_code: bool = False
     """Let the tokenizer run code of the checkpoint."""
     quantized_cache: str = "auto"
-    """Directory of quantize_base's 4-bit copies; "auto" = $XDG_CACHE_HOME/mlx_parallm/quantized; "off" keeps none."""
+    """Directory of quantize_base's 4-bit copies; "auto" = $XDG_CACHE_HOME/mlx_parallm/quantized;
+    "off" keeps none."""
 
     def quantized_cache_directory(self) -> Path | None:
-        """Return the directory of 4-bit copies, or None for no copies. $XDG_CACHE_HOME defaults to ~/.cache."""
+        """Return the directory of 4-bit copies, or None for no copies. $XDG_CACHE_HOME defaults
+        to ~/.cache."""
         if self.quantized_cache == "off":
             return None
         return (
-            cache_directory("quantized") if self.quantized_cache == "auto" else Path(self.quantized_cache).expanduser()
+            cache_directory("quantized")
+            if self.quantized_cache == "auto"
+            else Path(self.quantized_cache).expanduser()
         )
 
 
 def cache_directory(name: str) -> Path:
-    """Return this package's directory of that name in the user's cache. $XDG_CACHE_HOME defaults to ~/.cache."""
+    """Return this package's directory of that name in the user's cache. $XDG_CACHE_HOME defaults
+    to ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mlx_parallm" / name

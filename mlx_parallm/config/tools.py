@@ -24,12 +24,13 @@ class MCPServerSection(Section):
     name: str = ""
     """In messages and metrics; default: "server 1" and so on."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the program, over PATH, HOME, USER and such: it inherits no others. "$NAME" in a value
-    is this process's variable."""
+    """Environment variables of the program, over PATH, HOME, USER and such: it inherits no
+    others. "$NAME" in a value is this process's variable."""
     cwd: str | None = None
     """Working directory of the program."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """HTTP headers. "$NAME" in a value is this process's variable: { Authorization = "Bearer $TOKEN" }."""
+    """HTTP headers. "$NAME" in a value is this process's variable: { Authorization = "Bearer
+    $TOKEN" }."""
     timeout_s: float = Field(mcp_connection.CALL_TIMEOUT_S, gt=0)
     """Longest time of a call; then its result is an error."""
     start_timeout_s: float = Field(mcp_connection.START_TIMEOUT_S, gt=0)
@@ -37,7 +38,8 @@ class MCPServerSection(Section):
     max_concurrent: int = Field(mcp_connection.MAX_CONCURRENT, ge=1)
     """Calls at a time; further ones wait."""
     restarts: int = Field(mcp_connection.RESTARTS, ge=0)
-    """Starts in a row that may fail; then there is one a minute, and calls in between fail at once."""
+    """Starts in a row that may fail; then there is one a minute, and calls in between fail at
+    once."""
     cache: bool = True
     """Keep the results of tools that the server marks read-only, by their arguments."""
     tools: tuple[str, ...] = ()
@@ -75,8 +77,9 @@ class ToolsConfig(Section):
     function_timeout_s: float = Field(tool_client.FUNCTION_TIMEOUT_S, gt=0)
     """Longest call of a function."""
     formats: Literal["auto"] | tuple[Format, ...] = "auto"
-    """How calls are written: "auto" reads all formats, a list only these: "own" (the model's own), "xml", "json",
-    "use_tool", "tool_line" (TOOL: name(k=v)), "function". Without "own" the first one is what the prompt teaches."""
+    """How calls are written: "auto" reads all formats, a list only these: "own" (the model's
+    own), "xml", "json", "use_tool", "tool_line" (TOOL: name(k=v)), "function". Without "own" the
+    first one is what the prompt teaches."""
     max_rounds: int = Field(8, ge=1)
     """Most rounds of calls before a turn is an answer."""
 
@@ -94,7 +97,9 @@ def _expanded(values: Mapping[str, str], what: str) -> dict[str, str]:
             return "$"
         name = match[1] or match[2]
         if name not in os.environ:
-            raise ConfigError(f"{what}: the environment variable {name} is not set; $$ is a dollar sign")
+            raise ConfigError(
+                f"{what}: the environment variable {name} is not set; $$ is a dollar sign"
+            )
         return os.environ[name]
 
     return {name: _VARIABLE.sub(variable, value) for name, value in values.items()}

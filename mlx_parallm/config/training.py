@@ -1,4 +1,5 @@
-"""[rl_training] with its parts, [rollouts] and [logging]: how a run learns, and what it keeps and logs.
+"""[rl_training] with its parts, [rollouts] and [logging]: how a run learns, and what it keeps and
+logs.
 
 Keys of the loss and the advantage are in `algorithm.py`, those of rows of a file in `data.py`.
 """
@@ -27,20 +28,25 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0)
     """The update is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of each adapted layer's inputs that the adapter does not see in an update, in training on rows of a file;
-    off in RL, where every pass yields a log-probability that is compared: there a value > 0 warns once."""
+    """Share of each adapted layer's inputs that the adapter does not see in an update, in
+    training on rows of a file; off in RL, where every pass yields a log-probability that is
+    compared: there a value > 0 warns once."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Module names (last path component, or a dotted suffix) that get an adapter."""
     quantize_base: bool = False
     """Quantise the frozen base to 4 bits on load (QLoRA)."""
     use_rslora: bool = False
-    """Scale the update by alpha / √rank (rsLoRA, arXiv:2312.03732): a larger rank does not learn more slowly."""
+    """Scale the update by alpha / √rank (rsLoRA, arXiv:2312.03732): a larger rank does not learn
+    more slowly."""
     use_dora: bool = False
-    """Train each output's magnitude too (DoRA, arXiv:2402.09353); its adapters are served like any other."""
+    """Train each output's magnitude too (DoRA, arXiv:2402.09353); its adapters are served like
+    any other."""
     loraplus_ratio: float = Field(1.0, gt=0)
-    """Learning rate of B in units of A's (LoRA+, arXiv:2402.12354, which suggests 16); 1 = the same."""
+    """Learning rate of B in units of A's (LoRA+, arXiv:2402.12354, which suggests 16); 1 = the
+    same."""
     layers: tuple[int, int] | str = "all"
-    """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0, e.g. [4, 12]."""
+    """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0,
+    e.g. [4, 12]."""
 
     @model_validator(mode="before")
     @classmethod
@@ -63,20 +69,29 @@ class LoraConfig(Section):
         if isinstance(value, str) and not re.fullmatch(r"all|last [1-9]\d*", value):
             raise ValueError(f'{value!r} is not "all", "last 8" or [start, end)')
         if not isinstance(value, str) and not 0 <= value[0] < value[1]:
-            raise ValueError(f"{list(value)} contains no block: [start, end) needs 0 <= start < end")
+            raise ValueError(
+                f"{list(value)} contains no block: [start, end) needs 0 <= start < end"
+            )
         return value
 
     @model_validator(mode="after")
     def _used(self) -> "LoraConfig":
-        unused = [key for key in self.changed() if key in ("use_rslora", "use_dora", "loraplus_ratio", "layers")]
+        unused = [
+            key
+            for key in self.changed()
+            if key in ("use_rslora", "use_dora", "loraplus_ratio", ("layers"))
+        ]
         if not self.enabled and unused:
-            raise ValueError(f"{unused[0]} is set, but enabled = false trains all weights, not an adapter")
+            raise ValueError(
+                f"{unused[0]} is set, but enabled = false trains all weights, not an adapter"
+            )
         return self
 
 
 class AtroposConfig(Section):
     api_url: str = "embedded"
-    """"embedded" = the queue under /atropos of this server; or the URL of an external Atropos API."""
+    """"embedded" = the queue under /atropos of this server; or the URL of an external Atropos
+    API."""
     wandb_group: str = ""
     """W&B group for environments that ask for one."""
     wandb_project: str = ""
@@ -84,17 +99,21 @@ class AtroposConfig(Section):
     rollout_batch_size: int = Field(128, ge=1)
     """Sequences of one training step."""
     max_token_length: int = Field(2048, ge=1)
-    """Longest sequence that is trained on: prompt, all turns, and the environment's messages between them."""
+    """Longest sequence that is trained on: prompt, all turns, and the environment's messages
+    between them."""
     poll_interval_s: float = Field(1.0, gt=0)
     """Pause between two polls of an external API that has no batch."""
     missing_logprobs: Literal["reject", "recompute"] = "reject"
-    """Groups without log-probabilities (server_type openai): refused, or trained on with the trainer's own, ratio 1."""
+    """Groups without log-probabilities (server_type openai): refused, or trained on with the
+    trainer's own, ratio 1."""
 
     @field_validator("api_url")
     @classmethod
     def _reachable(cls, value: str) -> str:
         if value != "embedded" and not value.startswith(("http://", "https://")):
-            raise ValueError(f'{value!r} is neither "embedded" nor a URL that begins with http:// or https://')
+            raise ValueError(
+                f'{value!r} is neither "embedded" nor a URL that begins with http:// or https://'
+            )
         return value
 
 
@@ -102,17 +121,23 @@ class PPOConfig(Section):
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of rewards a token later; 1 as in InstructGPT, TRL and verl."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """Generalised advantage estimation (arXiv:1506.02438): 0 trusts the value head, 1 the reward. TRL 0.95, verl 1."""
+    """Generalised advantage estimation (arXiv:1506.02438): 0 trusts the value head, 1 the
+    reward. TRL 0.95, verl 1."""
     normalize_advantages: bool = True
-    """Subtract the mean of the advantages and divide by their std, over all tokens of the step, as TRL and verl do."""
+    """Subtract the mean of the advantages and divide by their std, over all tokens of the step,
+    as TRL and verl do."""
     value_clip: float = Field(0.2, ge=0)
-    """How far a value may move within a step before its loss has no gradient; in units of the reward. 0 = no limit."""
+    """How far a value may move within a step before its loss has no gradient; in units of the
+    reward. 0 = no limit."""
     value_coefficient: float = Field(0.1, gt=0)
-    """Weight of the value loss, i.e. how much of it reaches the weights that policy and value head share (TRL: 0.1)."""
+    """Weight of the value loss, i.e. how much of it reaches the weights that policy and value
+    head share (TRL: 0.1)."""
     value_learning_rate: float = Field(0.1, gt=0)
-    """Peak learning rate of the value head, on the schedule of learning_rate: about how far an update moves a value."""
+    """Peak learning rate of the value head, on the schedule of learning_rate: about how far an
+    update moves a value."""
     target_kl: float | None = Field(None, gt=0)
-    """The step's updates end when a mini-batch's approximate KL to the sampling policy exceeds 1.5 times this."""
+    """The step's updates end when a mini-batch's approximate KL to the sampling policy exceeds
+    1.5 times this."""
 
     def check(self, algorithm: str) -> None:
         """Raises ValueError: a key is set, and `algorithm` does not read it."""
@@ -125,17 +150,21 @@ class WeightUpdateConfig(Section):
     update_every_n_steps: int = Field(1, ge=1)
     """Publish to the server after every n training steps."""
     lock_timeout_ms: float = Field(100.0, gt=0)
-    """Longest wait for the weight lock; when it runs out the old weights keep serving until the next try."""
+    """Longest wait for the weight lock; when it runs out the old weights keep serving until the
+    next try."""
     in_flight: Literal["continue", "drain"] = "continue"
-    """At a publish, running requests continue under the new weights (each token is tagged), or finish first."""
+    """At a publish, running requests continue under the new weights (each token is tagged), or
+    finish first."""
     max_publish_kl: float | None = Field(None, gt=0)
-    """Largest KL in nats a token from the served version; an update beyond is undone. Costs a forward pass. Default:
-    off."""
+    """Largest KL in nats a token from the served version; an update beyond is undone. Costs a
+    forward pass. Default: off."""
     rollback_versions: int | None = Field(None, ge=0)
-    """Newest versions kept in memory with their optimizer, for rollbacks; default: 1, or 0 if all weights train."""
+    """Newest versions kept in memory with their optimizer, for rollbacks; default: 1, or 0 if
+    all weights train."""
 
     def kept_versions(self, *, lora: bool) -> int:
-        """Return `rollback_versions`, resolved. A version takes three times the memory of the trained weights."""
+        """Return `rollback_versions`, resolved. A version takes three times the memory of the
+        trained weights."""
         return int(lora) if self.rollback_versions is None else self.rollback_versions
 
     def check(self, *, max_staleness: int, lora: bool) -> None:
@@ -143,12 +172,14 @@ class WeightUpdateConfig(Section):
         every = self.update_every_n_steps
         if max_staleness < every - 1:
             raise ValueError(
-                f"weight_updates.update_every_n_steps = {every} makes rollouts {every - 1} steps old before the next"
+                f"weight_updates.update_every_n_steps = {every} makes rollouts {every - 1} steps"
+                " old before the next"
                 f" publish: max_staleness ({max_staleness}) has to be at least that"
             )
         if self.max_publish_kl is not None and not self.kept_versions(lora=lora):
             raise ValueError(
-                "weight_updates.max_publish_kl undoes updates: rollback_versions has to be at least 1"
+                "weight_updates.max_publish_kl undoes updates: rollback_versions has to be at"
+                " least 1"
                 " (it keeps the served weights and their optimizer in memory)"
             )
 
@@ -157,9 +188,11 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
     optimizer: Literal["adamw", "muon", "lion", "adafactor"] = "adamw"
-    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest (docs/parameters.md)."""
+    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest
+    (docs/parameters.md)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still learns."""
+    """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still
+    learns."""
     lr_final: float = Field(0.0, ge=0)
     """Learning rate at the end of a linear or cosine schedule."""
     warmup_steps: int = Field(0, ge=0)
@@ -167,7 +200,8 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay, decoupled; Muon adds it to the gradient, as in MLX."""
     decay_norms_and_biases: bool = False
-    """All weights: decay norm gains and biases too, which Hugging Face and TRL leave out; the embedding always is."""
+    """All weights: decay norm gains and biases too, which Hugging Face and TRL leave out; the
+    embedding always is."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's beta1."""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
@@ -183,15 +217,19 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     token_budget: int = Field(8192, ge=1)
     """Tokens of one micro-batch, padding included."""
     packing: bool = True
-    """Let short sequences share a row, unseen by each other, where it saves padding (docs/training_on_data.md)."""
+    """Let short sequences share a row, unseen by each other, where it saves padding
+    (docs/training_on_data.md)."""
     blocks_per_eval: int = Field(1, ge=0)
-    """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the whole graph at once."""
+    """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the
+    whole graph at once."""
     max_eval_ms: int | None = Field(None, ge=1)
-    """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode. Default on Metal: 1000."""
+    """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode.
+    Default on Metal: 1000."""
     serve_priority: Literal["balanced", "serve", "train"] = "balanced"
     """Priority on one device: none, requests, or training (docs/operations.md)."""
     reference: Literal["base", "initial", "ema"] = "base"
-    """KL reference: the untouched base, the policy as the run started, or the policy's moving average."""
+    """KL reference: the untouched base, the policy as the run started, or the policy's moving
+    average."""
     reference_decay: float = Field(0.99, ge=0, lt=1)
     """"ema": d in reference = d · reference + (1 - d) · policy; 1 - d is TRL's mixup alpha."""
     reference_update_every: int = Field(1, ge=1)
@@ -199,17 +237,18 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature of rollouts; training divides the logits by it too."""
     max_staleness: int = Field(1, ge=0)
-    """Steps that a rollout may lag behind, and that the environments run ahead; 0 = on-policy: publish, then sample."""
+    """Steps that a rollout may lag behind, and that the environments run ahead; 0 = on-policy:
+    publish, then sample."""
     deterministic: bool = False
     """Bit-equal repeats; needs max_staleness = 0; slower on CPU."""
     buffer_sampling: Literal["fifo", "uniform", "priority"] = "fifo"
     """Which waiting groups a step takes: oldest first, at random, or by |advantage|."""
     dynamic_sampling: bool = True
-    """Drop groups whose rewards are all equal and sample others in their place (DAPO); false keeps them, as TRL does:
-    they teach nothing, and count in the means of the loss."""
+    """Drop groups whose rewards are all equal and sample others in their place (DAPO); false
+    keeps them, as TRL does: they teach nothing, and count in the means of the loss."""
     max_oversampling: float = Field(4.0, ge=0)
-    """Sequences sampled for a step, in units of rollout_batch_size, after which it trains on what there is; at
-    least 1, 0 = no bound. Counts environments in this process."""
+    """Sequences sampled for a step, in units of rollout_batch_size, after which it trains on
+    what there is; at least 1, 0 = no bound. Counts environments in this process."""
     max_empty_rounds: int = Field(8, ge=1)
     """Refills in a row without one trainable group after which a step is skipped with a message."""
     total_steps: int = Field(100, ge=1)
@@ -219,8 +258,9 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     keep_checkpoints: int = Field(3, ge=1)
     """Newest step_* directories kept."""
     keep_best: bool | str = True
-    """Keep the best checkpoint too, as `best`: by a metric of [evaluation], e.g. "eval/NAME/accuracy"; true = by
-    eval/score, else the score of held-out rows, else the mean reward of its last 10 steps."""
+    """Keep the best checkpoint too, as `best`: by a metric of [evaluation], e.g.
+    "eval/NAME/accuracy"; true = by eval/score, else the score of held-out rows, else the mean
+    reward of its last 10 steps."""
     checkpoint_dir: Path = Path("checkpoints")
     """Directory of runs."""
     run_name: str | None = None
@@ -228,7 +268,8 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     resume: str | None = None
     """Run directory, one of its steps, or "auto" (latest of run_name, else a fresh start)."""
     on_rank_lost: Literal["stop", "continue"] = "stop"
-    """When a rank of `--ranks N` dies: end the run with a checkpoint, or go on from it with as many ranks fewer."""
+    """When a rank of `--ranks N` dies: end the run with a checkpoint, or go on from it with as
+    many ranks fewer."""
     seed: int = 0
     """Seed of everything random."""
     preference: PreferenceConfig = PreferenceConfig()
@@ -240,14 +281,21 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     @model_validator(mode="after")
     def _consistent(self) -> "RLTrainingConfig":
         if 0 < self.max_oversampling < 1:
-            raise ValueError(f"max_oversampling ({self.max_oversampling:g}) has to be at least 1, or 0 for no bound")
+            raise ValueError(
+                f"max_oversampling ({self.max_oversampling:g}) has to be at least 1, or 0 for"
+                " no"
+                " bound"
+            )
         if self.deterministic and self.max_staleness != 0:
             raise ValueError("deterministic = true needs max_staleness = 0")
         self._check_read()
         check_prepared(self, self.kl_beta)
         self.ppo.check(self.algorithm)
         self.weight_updates.check(max_staleness=self.max_staleness, lora=self.lora.enabled)
-        if self.algorithm not in DATA_ALGORITHMS and self.batch_size > self.atropos.rollout_batch_size:
+        if (
+            self.algorithm not in DATA_ALGORITHMS
+            and self.batch_size > self.atropos.rollout_batch_size
+        ):
             raise ValueError(
                 f"batch_size ({self.batch_size}) is larger than atropos.rollout_batch_size"
                 f" ({self.atropos.rollout_batch_size}): a mini-batch is part of a step's rollouts"
@@ -255,13 +303,17 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         return self
 
     def _check_read(self) -> None:
-        """Raises ValueError: a key is set that the chosen optimizer, reference or KL does not read."""
+        """Raises ValueError: a key is set that the chosen optimizer, reference or KL does not
+        read."""
         readers = {
             'optimizer = "adamw" or "muon"': (
                 self.optimizer in ("adamw", "muon"),
                 ("adam_beta1", "adam_beta2", "adam_eps"),
             ),
-            'reference = "ema"': (self.reference == "ema", ("reference_decay", "reference_update_every")),
+            'reference = "ema"': (
+                self.reference == "ema",
+                ("reference_decay", ("reference_update_every")),
+            ),
             "kl_target": (self.kl_target is not None, ("kl_horizon",)),
             "dynamic_sampling = true": (self.dynamic_sampling, ("max_oversampling",)),
         }
@@ -274,8 +326,8 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
 def as_it_began(training: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved [rl_training] of a run with the keys that its version did not have yet.
 
-    Their values are those under which a resume goes on as the run began: no bound on oversampling, norms and biases
-    decayed, dropout off in training on rows.
+    Their values are those under which a resume goes on as the run began: no bound on oversampling,
+    norms and biases decayed, dropout off in training on rows.
     """
     if "decay_norms_and_biases" in training:
         return dict(training)
@@ -288,13 +340,15 @@ def as_it_began(training: Mapping[str, Any]) -> dict[str, Any]:
 
 class RolloutsConfig(Section):
     keep: int | Literal["all"] = "all"
-    """Newest steps whose rollouts are kept whole; older ones keep a line without tokens. "all" = as many as max_gb
-    holds. Waiting rollouts, and those that a kept checkpoint may need, are never pruned."""
+    """Newest steps whose rollouts are kept whole; older ones keep a line without tokens. "all" =
+    as many as max_gb holds. Waiting rollouts, and those that a kept checkpoint may need, are
+    never pruned."""
     max_gb: float = Field(4.0, ge=0)
-    """Size of rollouts.sqlite (10^9 bytes) at which the oldest consumed rollouts are pruned; 0 = no bound."""
+    """Size of rollouts.sqlite (10^9 bytes) at which the oldest consumed rollouts are pruned; 0 =
+    no bound."""
     min_free_gb: float | None = Field(None, ge=0)
-    """Free space (10^9 bytes) below which groups are answered 503 and training stops with a checkpoint. Default: 1, or
-    5 % of a disk smaller than 20 GB. 0 = off."""
+    """Free space (10^9 bytes) below which groups are answered 503 and training stops with a
+    checkpoint. Default: 1, or 5 % of a disk smaller than 20 GB. 0 = off."""
 
     @field_validator("keep")
     @classmethod
@@ -308,10 +362,13 @@ class LoggingConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of lines in the terminal and in run.log."""
     trackers: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
-    """Trackers that get metrics and samples too; each needs the extra of its name (docs/operations.md)."""
+    """Trackers that get metrics and samples too; each needs the extra of its name
+    (docs/operations.md)."""
     project: str = "mlx_parallm"
     """Project of the run in W&B and trackio."""
     sample_every: int = Field(10, ge=0)
-    """Steps between two sample tables (first, best, worst completion) in terminal, samples.jsonl, trackers; 0 = off."""
+    """Steps between two sample tables (first, best, worst completion) in terminal,
+    samples.jsonl, trackers; 0 = off."""
     tokens_gb: float = Field(1.0, gt=0)
-    """Size of tokens.sqlite (10^9 bytes) at which its oldest steps are removed; spans.jsonl keeps a sixteenth of it."""
+    """Size of tokens.sqlite (10^9 bytes) at which its oldest steps are removed; spans.jsonl
+    keeps a sixteenth of it."""

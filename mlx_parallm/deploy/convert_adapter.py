@@ -1,12 +1,12 @@
 """`mlx_parallm convert`: an adapter in another format, its arrays bit for bit.
 
-    mlx-lm   adapters.safetensors, adapter_config.json       what training writes
-    peft     adapter_model.safetensors, adapter_config.json  transformers, vLLM, SGLang
-    npz      adapters.npz, adapter_config.json               mlx-lm's names, as its first versions kept them; numpy
+    mlx-lm  adapters.safetensors, adapter_config.json       what training writes
+    peft    adapter_model.safetensors, adapter_config.json  transformers, vLLM, SGLang
+    npz     adapters.npz, adapter_config.json               mlx-lm's first versions; numpy
 
-It reads each of them. A new format is a function and a line in `FORMATS`. mlx-lm's format has one rank and one scale
-for all layers, PEFT's one `use_rslora`: an adapter that does not fit is refused. npz has no bfloat16: such arrays
-become float32, without loss.
+It reads each of them. A new format is a function and a line in `FORMATS`. mlx-lm's format has one
+rank and one scale for all layers, PEFT's one `use_rslora`: an adapter that does not fit is refused.
+npz has no bfloat16: such arrays become float32, without loss.
 """
 
 import json
@@ -55,12 +55,20 @@ class StoredAdapter:
 def _write_npz(directory: Path, adapter: StoredAdapter) -> None:
     arrays = {key: _for_numpy(array) for key, array in adapter_tensors(adapter.layers).items()}
     mx.savez(str(directory / NPZ_FILE), **arrays)
-    config = adapter_config(adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout, base=adapter.base)
+    config = adapter_config(
+        adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout, base=adapter.base
+    )
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_mlx_lm(directory: Path, adapter: StoredAdapter) -> None:
-    save_adapter(directory, adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout, base=adapter.base)
+    save_adapter(
+        directory,
+        adapter.layers,
+        num_layers=adapter.num_layers,
+        dropout=adapter.dropout,
+        base=adapter.base,
+    )
 
 
 def _write_peft(directory: Path, adapter: StoredAdapter) -> None:
@@ -74,15 +82,18 @@ FORMATS: dict[str, Callable[[Path, StoredAdapter], None]] = {
 }
 
 
-def convert(source: str | Path, target: Path, layout: str, *, overwrite: bool = False) -> ConvertReport:
-    """Write the adapter at `source` to the directory `target`, under a temporary name that is renamed.
+def convert(
+    source: str | Path, target: Path, layout: str, *, overwrite: bool = False
+) -> ConvertReport:
+    """Write the adapter at `source` to the directory `target`, under a temporary name that is
+    renamed.
 
     Args:
         layout: a name of FORMATS.
         overwrite: replace an adapter that is there already; anything else is never replaced.
 
-    Raises AdapterError: no such format, `source` cannot be read or does not fit the format, or `target` exists.
-    Raises CheckpointError: `target` cannot be written.
+    Raises AdapterError: no such format, `source` cannot be read or does not fit the format, or
+    `target` exists. Raises CheckpointError: `target` cannot be written.
     """
     if layout not in FORMATS:
         raise AdapterError(f"--format {layout}: expected one of {', '.join(FORMATS)}")
@@ -90,7 +101,10 @@ def convert(source: str | Path, target: Path, layout: str, *, overwrite: bool = 
     loaded = load_adapter(source, as_stored=True)
     num_layers = loaded.config.get("num_layers")
     adapter = StoredAdapter(
-        loaded.layers, num_layers if isinstance(num_layers, int) else -1, _dropout(loaded.config), _base(loaded.config)
+        loaded.layers,
+        num_layers if isinstance(num_layers, int) else -1,
+        _dropout(loaded.config),
+        _base(loaded.config),
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -106,9 +120,14 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
     if not overwrite:
         raise AdapterError(f"{target} exists already: choose another name, or pass --overwrite")
     if target.is_symlink() or not (target / ADAPTER_CONFIG).is_file():
-        raise AdapterError(f"{target} is not an adapter's directory: --overwrite replaces nothing else")
-    if others := sorted({file.name for file in target.iterdir()} - OWN_FILES):  # a checkpoint holds an adapter too
-        raise AdapterError(f"{target} holds {others[0]} besides an adapter: --overwrite replaces nothing else")
+        raise AdapterError(
+            f"{target} is not an adapter's directory: --overwrite replaces nothing else"
+        )
+    # a checkpoint holds an adapter too
+    if others := sorted({file.name for file in target.iterdir()} - OWN_FILES):
+        raise AdapterError(
+            f"{target} holds {others[0]} besides an adapter: --overwrite replaces nothing else"
+        )
 
 
 def _dropout(config: Mapping[str, Any]) -> float:

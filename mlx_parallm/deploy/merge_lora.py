@@ -1,11 +1,13 @@
-"""`mlx_parallm merge`: add an adapter to the weights of its base model, and save the result as a model.
+"""`mlx_parallm merge`: add an adapter to the weights of its base model, and save the result as a
+model.
 
-Two layouts. `safetensors` keeps the base checkpoint's own files, tensor names and shapes (Hugging Face's, for a model
-from there) and changes only the adapted tensors: transformers and mlx-lm load it. `mlx` writes what mlx-lm holds after
-loading: its names, its stacked experts, no unused tensors, `format = "mlx"` in the metadata; for most dense
-architectures the names are the same. A quantised base is dequantised to the dtype of its scales and never
-quantised again; mlx-lm's quantised checkpoints carry mlx-lm's names already, so there both layouts use those, and
-`safetensors` refuses an architecture whose experts mlx-lm stacks.
+Two layouts. `safetensors` keeps the base checkpoint's own files, tensor names and shapes (Hugging
+Face's, for a model from there) and changes only the adapted tensors: transformers and mlx-lm load
+it. `mlx` writes what mlx-lm holds after
+loading: its names, its stacked experts, no unused tensors, `format = "mlx"` in the metadata; for
+most dense architectures the names are the same. A quantised base is dequantised to the dtype of its
+scales and never quantised again; mlx-lm's quantised checkpoints carry mlx-lm's names already, so
+there both layouts use those, and `safetensors` refuses an architecture whose experts mlx-lm stacks.
 
 The output is written under a temporary name and renamed at the end.
 """
@@ -37,7 +39,12 @@ from mlx_parallm.system.files import write_directory
 
 Layout = Literal["safetensors", "mlx"]
 COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
-NOT_COMPANIONS = {"config.json", "hf_quant_config.json", "quantize_config.json", "adapter_config.json"}
+NOT_COMPANIONS = {
+    "config.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    ("adapter_config.json"),
+}
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
 
 
@@ -60,9 +67,9 @@ def merge(
 ) -> MergeReport:
     """Write base + adapter to `output_path`, a new directory, and upload it on request.
 
-    Raises ModelError: the output exists; the base cannot be read, or has no tensor of an adapted layer's name; the
-    upload failed; AdapterError: the adapter cannot be read or does not fit the base; CheckpointError: the
-    result cannot be written.
+    Raises ModelError: the output exists; the base cannot be read, or has no tensor of an adapted
+    layer's name; the upload failed; AdapterError: the adapter cannot be read or does not fit the
+    base; CheckpointError: the result cannot be written.
     """
     _check_absent(output_path)
     if push_to_hub is not None:
@@ -92,17 +99,23 @@ def merge(
 
 def _check_absent(path: Path) -> None:
     if path.exists() or path.is_symlink():
-        raise ModelError(f"{path} exists already: choose another path, a merged model never replaces anything")
+        raise ModelError(
+            f"{path} exists already: choose another path, a merged model never replaces anything"
+        )
 
 
 def merged_weights(model: nn.Module, layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
-    """Return path → W + scale · (AB)ᵀ, [out, in], with DoRA scaled to the rows' magnitudes; summed in float32, rounded
-    once to the base's dtype. Lazy."""
+    """Return path → W + scale · (AB)ᵀ, [out, in], with DoRA scaled to the rows' magnitudes;
+    summed in float32, rounded once to the base's dtype. Lazy."""
     linear = linear_layers(model)
     merged = {}
     for path, pair in layers.items():
         layer = linear[path]
-        dtype = layer.scales.dtype if getattr(layer, "mode", "") == "affine" else dense_weight(layer).dtype
+        dtype = (
+            layer.scales.dtype
+            if getattr(layer, "mode", "") == ("affine")
+            else dense_weight(layer).dtype
+        )
         merged[path] = merged_rows(dense_weight(layer), pair).astype(dtype)
     return merged
 
@@ -117,21 +130,37 @@ def _load(base: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 def _is_quantized(model: nn.Module, config: Mapping[str, Any]) -> bool:
     quantized = nn.QuantizedLinear | nn.QuantizedEmbedding | QuantizedSwitchLinear
-    return any(key in config for key in QUANTIZATION_KEYS) or any(isinstance(m, quantized) for m in model.modules())
+    return any(key in config for key in QUANTIZATION_KEYS) or any(
+        isinstance(m, quantized) for m in model.modules()
+    )
 
 
 def _dequantize(model: nn.Module, base: Path) -> nn.Module:
     model = dequantize_model(model)
-    left = [name for name, array in tree_flatten(model.parameters()) if not mx.issubdtype(array.dtype, mx.floating)]
+    left = [
+        name
+        for name, array in tree_flatten(model.parameters())
+        if not mx.issubdtype(array.dtype, mx.floating)
+    ]
     if left:
-        raise ModelError(f"{base}: {left[0]} is quantised in a way that cannot be undone here: use the original base")
+        raise ModelError(
+            f"{base}: {left[0]} is quantised in a way that cannot be undone here: use the"
+            " original"
+            " base"
+        )
     return model
 
 
-def _save_from_model(model: nn.Module, merged: Mapping[str, mx.array], directory: Path, layout: Layout) -> None:
+def _save_from_model(
+    model: nn.Module, merged: Mapping[str, mx.array], directory: Path, layout: Layout
+) -> None:
     """Save the loaded tree with the merged weights under mlx-lm's names."""
-    if layout == "safetensors" and any(isinstance(module, SwitchLinear) for module in model.modules()):
-        raise ModelError("this quantised base has its experts stacked in mlx-lm's layout: use --format mlx")
+    if layout == "safetensors" and any(
+        isinstance(module, SwitchLinear) for module in model.modules()
+    ):
+        raise ModelError(
+            "this quantised base has its experts stacked in mlx-lm's layout: use --format mlx"
+        )
     model.update(tree_unflatten([(f"{path}.weight", weight) for path, weight in merged.items()]))
     save_model(directory, model)
     if layout == "safetensors":
@@ -139,7 +168,9 @@ def _save_from_model(model: nn.Module, merged: Mapping[str, mx.array], directory
             _save(file, dict(_load_tensors(file)))  # the same tensors without `format = "mlx"`
 
 
-def _save_from_checkpoint(base: Path, model: nn.Module, merged: Mapping[str, mx.array], directory: Path) -> None:
+def _save_from_checkpoint(
+    base: Path, model: nn.Module, merged: Mapping[str, mx.array], directory: Path
+) -> None:
     """Copy the base's files one by one, with the adapted tensors replaced."""
     linear = linear_layers(model)
     waiting = {f"{path}.weight": path for path in merged}
@@ -148,12 +179,17 @@ def _save_from_checkpoint(base: Path, model: nn.Module, merged: Mapping[str, mx.
         for name in [name for name in tensors if name in waiting]:
             path = waiting.pop(name)
             loaded = linear[path].weight
-            if loaded.shape != tensors[name].shape or not mx.array_equal(loaded, tensors[name]).item():
+            if (
+                loaded.shape != tensors[name].shape
+                or not mx.array_equal(loaded, tensors[name]).item()
+            ):
                 raise ModelError(f"mlx-lm changes {name!r} when it loads it: use --format mlx")
             tensors[name] = merged[path]
         _save(directory / file.name, tensors)
     if waiting:
-        raise ModelError(f"{base} has no tensor {next(iter(waiting))!r} (mlx-lm renames it): use --format mlx")
+        raise ModelError(
+            f"{base} has no tensor {next(iter(waiting))!r} (mlx-lm renames it): use --format mlx"
+        )
     for index in base.glob("*.safetensors.index.json"):
         shutil.copy(index, directory / index.name)
 
@@ -165,13 +201,15 @@ def _load_tensors(file: Path) -> dict[str, mx.array]:
 
 
 def _save(file: Path, tensors: dict[str, mx.array]) -> None:
-    unfinished = file.with_name("unfinished.safetensors")  # the tensors may still be read lazily from `file` itself
+    # the tensors may still be read lazily from `file` itself
+    unfinished = file.with_name("unfinished.safetensors")
     mx.save_safetensors(str(unfinished), tensors, metadata={"format": "pt"})
     unfinished.rename(file)
 
 
 def _copy_companions(base: Path, directory: Path) -> None:
-    """Copy config.json without quantisation, and tokenizer, chat template, generation_config, code and licence."""
+    """Copy config.json without quantisation, and tokenizer, chat template, generation_config,
+    code and licence."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     for section in (config, config.get("text_config", {})):
         for key in QUANTIZATION_KEYS:
@@ -179,7 +217,11 @@ def _copy_companions(base: Path, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in sorted(base.iterdir()):
         wanted = file.suffix in COMPANION_SUFFIXES and not file.name.endswith(".index.json")
-        if file.is_file() and file.name not in NOT_COMPANIONS and (wanted or file.stem in ("LICENSE", "NOTICE")):
+        if (
+            file.is_file()
+            and file.name not in NOT_COMPANIONS
+            and (wanted or file.stem in ("LICENSE", ("NOTICE")))
+        ):
             shutil.copy(file, directory / file.name)
 
 
@@ -208,5 +250,7 @@ def _upload(directory: Path, repo: str) -> str:
         api.upload_folder(repo_id=repo, folder_path=directory)
     except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"the merged model is at {directory}, but its upload to {repo!r} failed: {reason}") from error
+        raise ModelError(
+            f"the merged model is at {directory}, but its upload to {repo!r} failed: {reason}"
+        ) from error
     return str(url)

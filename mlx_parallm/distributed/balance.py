@@ -1,10 +1,11 @@
-"""The engine of rank 0's server when there are several ranks: hands each request to the engine that has least to do.
+"""The engine of rank 0's server when there are several ranks: hands each request to the engine that
+has least to do.
 
     server routes → BalancedClient ┬→ rank 0's engine
                                    └→ RankEngine of rank 1, … (requests.py)
 
-A request goes to rank 0 where only rank 0 can run it: under an adapter that was loaded there, or a version of the
-policy that is kept there (`policy@N`).
+A request goes to rank 0 where only rank 0 can run it: under an adapter that was loaded there, or a
+version of the policy that is kept there (`policy@N`).
 """
 
 from collections import Counter, OrderedDict
@@ -30,18 +31,26 @@ from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.types import EngineStats, Request
 
 PIECE = 64  # tokens: shorter prompts are computed again sooner than they are looked for
-CHOICE_TOKENS = 256  # a running choice more costs as much as this many prompt tokens that must be computed
+# a running choice more costs as much as this many prompt tokens that must be computed
+CHOICE_TOKENS = 256
 MOST_PIECES = 1 << 16
 ANSWER_S = 1.0  # for the answer to an order, besides what it takes
 ADDED = (
     *("steps", "running", "waiting", "prompt_tokens", "prefill_tokens", "generation_tokens"),
     *("requests_finished", "requests_failed", "requests_aborted"),
-    *("prefix_cache_query_tokens", "prefix_cache_hit_tokens", "kv_tokens", "kv_bytes", "kv_bytes_shared"),
+    *(
+        "prefix_cache_query_tokens",
+        "prefix_cache_hit_tokens",
+        "kv_tokens",
+        "kv_bytes",
+        ("kv_bytes_shared"),
+    ),
 )
 
 
 class BalancedClient(EngineClient):
-    """`EngineClient` over the engines of all ranks. What it does not do itself, rank 0's engine does.
+    """`EngineClient` over the engines of all ranks. What it does not do itself, rank 0's engine
+    does.
 
     Args:
         local: rank 0's engine.
@@ -49,9 +58,13 @@ class BalancedClient(EngineClient):
         keeps_prompts: the engines have a prefix cache.
     """
 
-    def __init__(self, local: EngineClient, connections: Sequence[Connection], *, keeps_prompts: bool) -> None:
+    def __init__(
+        self, local: EngineClient, connections: Sequence[Connection], *, keeps_prompts: bool
+    ) -> None:
         super().__init__(local.queue, local.stats)
-        self._others = [RankEngine(each, rank, self._give_back) for rank, each in enumerate(connections, 1)]
+        self._others = [
+            RankEngine(each, rank, self._give_back) for rank, each in enumerate(connections, 1)
+        ]
         self._prompts = PromptRanks() if keeps_prompts else None
 
     @property
@@ -65,7 +78,8 @@ class BalancedClient(EngineClient):
             rank = self._choose(request, taken)
             taken[rank] += request.params.n
             shares[rank] = (*shares.get(rank, ()), (request, mailbox))
-        for rank, share in sorted(shares.items()):  # rank 0 first: when it refuses, no other has its share
+        # rank 0 first: when it refuses, no other has its share
+        for rank, share in sorted(shares.items()):
             if rank:
                 self._others[rank - 1].hand_in(share)
             else:
@@ -80,7 +94,9 @@ class BalancedClient(EngineClient):
             return 0
         if self._prompts is None:
             return min(loads, key=lambda rank: (loads[rank], rank))
-        version = next((model.policy_version for model in self.models() if model.adapter == request.adapter), 0)
+        version = next(
+            (model.policy_version for model in self.models() if model.adapter == request.adapter), 0
+        )
         beginnings = _beginnings(request, version)
         held = self._prompts.held(beginnings)
         rank = min(loads, key=lambda rank: (loads[rank] * CHOICE_TOKENS - held[rank], rank))
@@ -112,7 +128,9 @@ class BalancedClient(EngineClient):
     # What concerns every engine.
 
     def pause_admission(self, holder: str = TRAINER, *, freeze: bool = False) -> "Future[Any]":
-        return self._everywhere(super().pause_admission(holder, freeze=freeze), PauseAdmission(holder, freeze))
+        return self._everywhere(
+            super().pause_admission(holder, freeze=freeze), PauseAdmission(holder, freeze)
+        )
 
     def resume_admission(self, holder: str = TRAINER) -> "Future[Any]":
         return self._everywhere(super().resume_admission(holder), ResumeAdmission(holder))
@@ -126,10 +144,13 @@ class BalancedClient(EngineClient):
         return all_done([here, *(engine.carry_out(order) for engine in self._others)])
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
-        """Waits as `EngineClient` does; False too when another rank was not idle for IDLE_WAIT_S, or is silent."""
+        """Waits as `EngineClient` does; False too when another rank was not idle for
+        IDLE_WAIT_S, or is silent."""
         others = [engine.carry_out(AwaitIdle()) for engine in self._others]
         try:
-            return super().wait_idle(timeout_s) and all(each.result(IDLE_WAIT_S + ANSWER_S) for each in others)
+            return super().wait_idle(timeout_s) and all(
+                each.result(IDLE_WAIT_S + ANSWER_S) for each in others
+            )
         except WaitedTooLong:
             return False
 
@@ -139,14 +160,19 @@ class BalancedClient(EngineClient):
 
     def rank_stats(self) -> Mapping[int, EngineStats]:
         others = {engine.rank: engine.stats for engine in self._others}
-        return {0: self._stats(), **{rank: stats for rank, stats in others.items() if stats is not None}}
+        return {
+            0: self._stats(),
+            **{rank: stats for rank, stats in others.items() if stats is not None},
+        }
 
 
 class PromptRanks:
-    """Which ranks have read the beginnings of recent prompts: their prefix caches may hold them. One thread."""
+    """Which ranks have read the beginnings of recent prompts: their prefix caches may hold them.
+    One thread."""
 
     def __init__(self) -> None:
-        self._ranks: OrderedDict[int, frozenset[int]] = OrderedDict()  # by the hash of a beginning; the newest last
+        # by the hash of a beginning; the newest last
+        self._ranks: OrderedDict[int, frozenset[int]] = OrderedDict()
 
     def held(self, beginnings: Sequence[int]) -> Counter[int]:
         """Returns how many tokens of the prompt each rank has read."""
@@ -155,7 +181,9 @@ class PromptRanks:
             ranks = self._ranks.get(key)
             if not ranks:
                 break
-            held.update(dict.fromkeys((rank for rank in ranks if held[rank] == (number - 1) * PIECE), PIECE))
+            held.update(
+                dict.fromkeys((rank for rank in ranks if held[rank] == (number - 1) * PIECE), PIECE)
+            )
         return held
 
     def add(self, beginnings: Sequence[int], rank: int) -> None:
@@ -170,8 +198,8 @@ class PromptRanks:
 
 
 def _beginnings(request: Request, version: int) -> list[int]:
-    """Hashes of the prompt's first PIECE tokens, of its first 2 PIECE tokens, … as these weights and this salt read
-    them."""
+    """Hashes of the prompt's first PIECE tokens, of its first 2 PIECE tokens, … as these weights
+    and this salt read them."""
     prompt, keys = request.prompt_token_ids, list[int]()
     key = hash((request.adapter, version, request.cache_salt))
     for end in range(PIECE, len(prompt) + 1, PIECE):
@@ -181,13 +209,16 @@ def _beginnings(request: Request, version: int) -> list[int]:
 
 
 def summed(stats: Sequence[EngineStats]) -> EngineStats:
-    """Return the first, with the sums of all numbers that can be added, and the last step of the engine that has work
-    and has stood still for longest."""
+    """Return the first, with the sums of all numbers that can be added, and the last step of the
+    engine that has work and has stood still for longest."""
     rows = [asdict(each) for each in stats]
     sums: dict[str, Any] = {name: sum(row[name] for row in rows) for name in ADDED}
     parts = rows[0]["step_seconds"]
     seconds = {part: sum(row["step_seconds"].get(part, 0.0) for row in rows) for part in parts}
-    last = min((each.last_step_time for each in stats if each.running or each.waiting), default=stats[0].last_step_time)
+    last = min(
+        (each.last_step_time for each in stats if each.running or each.waiting),
+        default=stats[0].last_step_time,
+    )
     return replace(stats[0], **sums, step_seconds=seconds, last_step_time=last)
 
 

@@ -1,4 +1,5 @@
-"""Fingerprint of a model's files, to notice that two machines have different models under one name."""
+"""Fingerprint of a model's files, to notice that two machines have different models under one
+name."""
 
 import hashlib
 import json
@@ -10,10 +11,11 @@ DESCRIPTIONS = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_
 
 
 def model_fingerprint(directory: Path) -> str:
-    """Return a digest of what describes the model, and of the beginning of each tensor in its safetensors files.
+    """Return a digest of what describes the model, and of the beginning of each tensor in its
+    safetensors files.
 
-    Reads a few MB of a large model. Two models with equal files have the same; other weights, another quantisation or
-    another tokenizer have different ones.
+    Reads a few MB of a large model. Two models with equal files have the same; other weights,
+    another quantisation or another tokenizer have different ones.
     """
     digest = hashlib.sha256()
     for name in DESCRIPTIONS:

@@ -1,8 +1,9 @@
-"""A rank other than 0: trains along, and plays groups with an engine of its own on the weights that it has.
+"""A rank other than 0: trains along, and plays groups with an engine of its own on the weights that
+it has.
 
 BeginRun    prepare: the same model, the environments of rank 0's configuration
-Publish     serve the weights, the first time with a new engine; from then on `PlayedHere` takes groups, and
-            `ServedHere` requests
+Publish     serve the weights, the first time with a new engine; from then on `PlayedHere` takes
+            groups, and `ServedHere` requests
 RankTask    a training step
 """
 
@@ -36,9 +37,11 @@ from mlx_parallm.weights import SharedWeights
 log = get_logger("ranks")
 
 
-def follow(config: Config, ranks: Ranks, stop: threading.Event, serve: Callable[[Config], PolicyServer]) -> None:
-    """Run a rank other than 0 to the end of the run. The base model is this machine's own (`model.base_path`); what is
-    trained and played, and how, comes from rank 0.
+def follow(
+    config: Config, ranks: Ranks, stop: threading.Event, serve: Callable[[Config], PolicyServer]
+) -> None:
+    """Run a rank other than 0 to the end of the run. The base model is this machine's own
+    (`model.base_path`); what is trained and played, and how, comes from rank 0.
 
     Args:
         stop: asks rank 0 to end the run.
@@ -67,7 +70,8 @@ def follow(config: Config, ranks: Ranks, stop: threading.Event, serve: Callable[
 
 
 class Follower:
-    """Single use, main thread. Raises ParallmError: this rank cannot do its part; nothing has been loaded yet."""
+    """Single use, main thread. Raises ParallmError: this rank cannot do its part; nothing has
+    been loaded yet."""
 
     def __init__(
         self,
@@ -85,7 +89,9 @@ class Follower:
         check_model(model, train=True, quantize=self._quantize)
         path = resolve_model_path(model.base_path, model.revision, dtype=model.dtype)
         if model_fingerprint(path) != begin.fingerprint:
-            raise ConfigError(f"{model.base_path} is another model, or another version of it, than on rank 0")
+            raise ConfigError(
+                f"{model.base_path} is another model, or another version of it, than on rank 0"
+            )
         self._step = 0
         self._sources: tuple[EnvironmentSource, ...] = ()
         if samples(self._config):
@@ -103,7 +109,9 @@ class Follower:
         """Load the model and follow rank 0 to the end of the run."""
         self._loaded = self._serving.load(quantize=self._quantize)
         training, turns = self._config.rl_training, self._serving.turns
-        self._trainer = build_trainer(self._loaded, training, ranks=self._ranks, between_blocks=turns.after_evaluation)
+        self._trainer = build_trainer(
+            self._loaded, training, ranks=self._ranks, between_blocks=turns.after_evaluation
+        )
         while (task := self._ranks.next_task(self._stop, self._check)) is not None:
             if isinstance(task, Publish):
                 self._publish(task.version)
@@ -116,22 +124,31 @@ class Follower:
         self._trainer.restore(task.state)
         agree(self._ranks, self._trainer, part=self._ranks.next_part())
         with self._serving.turns.training():
-            self._trainer.train_step(task.batch, position=task.position, should_stop=self._stop.is_set)
+            self._trainer.train_step(
+                task.batch, position=task.position, should_stop=self._stop.is_set
+            )
         self._step = task.batch.step
         self._ranks.check()
         self._check()
 
     def _check(self) -> None:
-        """Raises EngineUnavailableError: the engine has died. Nobody on rank 0 sees that: all its groups would fail."""
+        """Raises EngineUnavailableError: the engine has died. Nobody on rank 0 sees that: all
+        its groups would fail."""
         if self._weights is not None:
             self._serving.check()
 
     def end_soon(self, exit_code: int) -> None:
-        """The run has ended, or this rank's part in it: what is left to do may not take long. Foreign threads may block
-        the end of the process for ever, and the parent of `--ranks` waits for it. `exit_code`: if it takes longer."""
-        seconds, why = END_S + self._config.server.drain_timeout_s, "does a reward function or environment not return?"
+        """The run has ended, or this rank's part in it: what is left to do may not take long.
+        Foreign threads may block the end of the process for ever, and the parent of `--ranks`
+        waits for it. `exit_code`: if it takes longer."""
+        seconds, why = (
+            END_S + self._config.server.drain_timeout_s,
+            ("does a reward function or environment not return?"),
+        )
         rank = self._ranks.rank
-        EndLimit(exit_code).start(seconds, lambda: log.warning("ended at once", rank=rank, reason=why, seconds=seconds))
+        EndLimit(exit_code).start(
+            seconds, lambda: log.warning("ended at once", rank=rank, reason=why, seconds=seconds)
+        )
 
     def _publish(self, version: int) -> None:
         agree(self._ranks, self._trainer, compared="weights.", part=self._ranks.next_part())
@@ -146,7 +163,11 @@ class Follower:
         self._ranks.exchange("")
 
     def _play(self) -> None:
-        training, client, tokenizer = self._config.rl_training, self._serving.client, self._serving.tokenizer()
+        training, client, tokenizer = (
+            self._config.rl_training,
+            self._serving.client,
+            self._serving.tokenizer(),
+        )
         inference = policy_inference(self._config, self._serving)
         for source in self._sources:
             source.attach(inference)
@@ -168,7 +189,9 @@ class Follower:
 
         def close() -> None:
             if blocked := played.close():
-                log.warning("environments block their threads", rank=self._ranks.rank, environments=blocked)
+                log.warning(
+                    "environments block their threads", rank=self._ranks.rank, environments=blocked
+                )
 
         self._closing.callback(close)
 

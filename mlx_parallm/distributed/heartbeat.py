@@ -1,10 +1,13 @@
-"""Notices a rank that no longer runs though its process is there (SIGSTOP, a debugger, a hung machine).
+"""Notices a rank that no longer runs though its process is there (SIGSTOP, a debugger, a hung
+machine).
 
-The kernel of such a machine keeps its connections open and answers for it, so only what the process itself sends shows
-that it runs. What sends needs neither the engine nor the main thread: a rank that computes for long is not silent.
+The kernel of such a machine keeps its connections open and answers for it, so only what the process
+itself sends shows that it runs. What sends needs neither the engine nor the main thread: a rank
+that computes for long is not silent.
 
-What is done about a lost one: `JoinedRanks` (ranks.py) ends the training, `RankEngine` (requests.py) gives its requests
-to others, and the parent (cli/rank_launcher.py) stops the others or starts them again.
+What is done about a lost one: `JoinedRanks` (ranks.py) ends the training, `RankEngine`
+(requests.py) gives its requests to others, and the parent (cli/rank_launcher.py) stops the others
+or starts them again.
 """
 
 import threading
@@ -16,12 +19,13 @@ from typing import Any
 from mlx_parallm.distributed.players import hang_up, received
 
 LOOK_S = 1.0
-SILENT_LOOKS = 60  # looks, not seconds of a clock: while this process is stopped itself, it counts one at most
+# looks, not seconds of a clock: while this process is stopped itself, it counts one at most
+SILENT_LOOKS = 60
 
 
 class Ear:
-    """Reads a connection on which something comes more often than every LOOK_S. `silent`: looks since the last message
-    that found nothing."""
+    """Reads a connection on which something comes more often than every LOOK_S. `silent`: looks
+    since the last message that found nothing."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -45,7 +49,8 @@ class Ear:
 
 
 class Pulse:
-    """Tells the other end every LOOK_S that this process runs, and calls `on_silent` when the other no longer does."""
+    """Tells the other end every LOOK_S that this process runs, and calls `on_silent` when the
+    other no longer does."""
 
     def __init__(self, connection: Connection, on_silent: Callable[[], None]) -> None:
         self._connection, self._on_silent = connection, on_silent

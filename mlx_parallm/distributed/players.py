@@ -1,11 +1,12 @@
 """Groups that rank 0 starts and another rank plays, over a TCP connection of their own.
 
     rank 0       RolloutScheduler → RankPlayer → connection
-    rank 1, …    connection → PlayedHere → LocalPlayer → this rank's engine; results go back as they finish
+    rank 1, …    connection → PlayedHere → LocalPlayer → this rank's engine; results go back as they
+                 finish
 
-Rank 0 alone decides which groups there are: tasks are disjoint, each group has the seed that its number gives, and
-order, resume, refused groups and the store are those of a run with one process. What a rank had not finished when it
-was lost is not settled, so a resume starts it again.
+Rank 0 alone decides which groups there are: tasks are disjoint, each group has the seed that its
+number gives, and order, resume, refused groups and the store are those of a run with one process.
+What a rank had not finished when it was lost is not settled, so a resume starts it again.
 """
 
 import contextlib
@@ -48,11 +49,19 @@ class GroupOrder:
     @classmethod
     def of(cls, plan: GroupPlan) -> "GroupOrder":
         name = plan.source.name
-        return cls(name, plan.group_id, plan.task_index, plan.size, plan.seed, plan.index, plan.max_steps)
+        return cls(
+            name, plan.group_id, plan.task_index, plan.size, plan.seed, plan.index, plan.max_steps
+        )
 
     def plan(self, source: EnvironmentSource) -> GroupPlan:
         return GroupPlan(
-            self.group_id, source, self.task_index, self.size, self.seed, self.index, max_steps=self.max_steps
+            self.group_id,
+            source,
+            self.task_index,
+            self.size,
+            self.seed,
+            self.index,
+            max_steps=self.max_steps,
         )
 
 
@@ -91,7 +100,8 @@ class Broken:
 
 
 def hang_up(connection: Connection) -> None:
-    """End a connection whose messages another thread reads: that thread gets EOFError, and closes it."""
+    """End a connection whose messages another thread reads: that thread gets EOFError, and
+    closes it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
@@ -105,10 +115,13 @@ def received(connection: Connection) -> Any:
 
 
 class RankPlayer:
-    """On rank 0: the player that another rank is. Single use. Until `stop`, whatever keeps that rank from playing is an
-    error of the run: groups are delivered in order, so the others would wait for its groups for ever."""
+    """On rank 0: the player that another rank is. Single use. Until `stop`, whatever keeps that
+    rank from playing is an error of the run: groups are delivered in order, so the others would
+    wait for its groups for ever."""
 
-    def __init__(self, connection: Connection, rank: int, on_results: OnResults, on_error: OnError) -> None:
+    def __init__(
+        self, connection: Connection, rank: int, on_results: OnResults, on_error: OnError
+    ) -> None:
         self._connection, self._rank = connection, rank
         self._on_results, self._on_error = on_results, on_error
         self._lock = threading.Lock()  # guards sending, and what follows
@@ -150,7 +163,9 @@ class RankPlayer:
         with self._lock:
             plan = self._plans.pop(message.group.group_id)
         group = replace(message.group, metadata={**message.group.metadata, "rank": self._rank})
-        result = GroupResult(plan, group, (), None, message.failure, message.may_pass, message.times)
+        result = GroupResult(
+            plan, group, (), None, message.failure, message.may_pass, message.times
+        )
         self._on_results([result])
 
     def _fail(self, why: str) -> None:
@@ -162,8 +177,8 @@ class PlayedHere:
     """On the other ranks: plays what rank 0 sends, until it says stop or the connection ends.
 
     Args:
-        check: called before results are sent. What it raises, as when the engine has died, ends the run: groups that
-            failed for that reason say nothing about their tasks.
+        check: called before results are sent. What it raises, as when the engine has died, ends the
+            run: groups that failed for that reason say nothing about their tasks.
     """
 
     def __init__(
@@ -189,7 +204,8 @@ class PlayedHere:
         self._thread.start()
 
     def close(self) -> list[str]:
-        """Cancel what is played; return the environments that still block their threads after STOP_S."""
+        """Cancel what is played; return the environments that still block their threads after
+        STOP_S."""
         return self._player.stop(STOP_S)
 
     def _read(self) -> None:
@@ -202,7 +218,9 @@ class PlayedHere:
 
     def _take(self, message: Play | UseTemperature | StopPlaying) -> None:
         if isinstance(message, Play):
-            self._player.play([order.plan(self._sources[order.environment]) for order in message.orders])
+            self._player.play(
+                [order.plan(self._sources[order.environment]) for order in message.orders]
+            )
         elif isinstance(message, UseTemperature):
             self._player.use_temperature(message.temperature)
         else:
@@ -214,5 +232,6 @@ class PlayedHere:
             self._send(PlayedGroup(result.group, result.failure, result.may_pass, result.times))
 
     def _send(self, message: object) -> None:
-        with self._lock, contextlib.suppress(OSError):  # rank 0 is gone: the main thread ends the process
+        # rank 0 is gone: the main thread ends the process
+        with self._lock, contextlib.suppress(OSError):
             self._connection.send(message)

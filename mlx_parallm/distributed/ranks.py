@@ -1,18 +1,21 @@
-"""Ranks over `mx.distributed`: the processes of one launch, perhaps on several machines, train one run.
+"""Ranks over `mx.distributed`: the processes of one launch, perhaps on several machines, train one
+run.
 
     gradients    MLX's collectives: ring, MPI, JACCL or NCCL, as `mlx.launch` or `mpirun` has set up
-    the rest     a TCP connection of every rank to rank 0: batches, numbers, stop requests, and which ranks are left
+    the rest     a TCP connection of every rank to rank 0: batches, numbers, stop requests, and
+                 which ranks are left
 
-Rank 0 leads a training step (`JoinedRanks.lead`), the other ranks follow it (`follower.py`): the same `train_step` on
-the same batch and state. When rank 0 publishes, every rank publishes the weights that it has itself. Nothing is assumed
-about the state of a follower: at the start of every step, and for a publish, the ranks compare fingerprints of the
-arrays, or of a part of each, and where they differ (a resume, a rollback, other hardware) rank 0's are copied.
+Rank 0 leads a training step (`JoinedRanks.lead`), the other ranks follow it (`follower.py`): the
+same `train_step` on the same batch and state. When rank 0 publishes, every rank publishes the
+weights that it has itself. Nothing is assumed about the state of a follower: at the start of every
+step, and for a publish, the ranks compare fingerprints of the arrays, or of a part of each, and
+where they differ (a resume, a rollback, other hardware) rank 0's are copied.
 
-A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's ring raises when a
-neighbour's process has died, but not when its machine has vanished. So collectives run in a thread of their own, and
-the thread that waits for one watches the connections. These are authenticated with a key that rank 0 hands out by the
-first collective. A process that is stopped keeps its connections; its pulse shows it (heartbeat.py), and then the
-others end them.
+A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's
+ring raises when a neighbour's process has died, but not when its machine has vanished. So
+collectives run in a thread of their own, and the thread that waits for one watches the connections.
+These are authenticated with a key that rank 0 hands out by the first collective. A process that is
+stopped keeps its connections; its pulse shows it (heartbeat.py), and then the others end them.
 """
 
 import atexit
@@ -59,7 +62,8 @@ from mlx_parallm.system.hardware import launched_rank, prefix_cache_bytes
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS
 
-BUNDLE_ELEMENTS = 1 << 24  # 64 MiB of float32: numbers of one collective, unless one array alone is larger
+# 64 MiB of float32: numbers of one collective, unless one array alone is larger
+BUNDLE_ELEMENTS = 1 << 24
 OFFER_BYTES = 4096
 PURPOSES = 4  # connections of each rank to rank 0
 CONNECT_S = 5.0  # to one address of rank 0, and for the handshake
@@ -67,12 +71,15 @@ ACCEPT_S = 0.05  # between two looks whether all ranks are there
 JOIN_S = 120.0  # for all ranks to be connected
 WATCH_S = 0.2  # between two looks at the connections while a collective runs
 GRACE_S = 5.0  # for a collective to end after a rank has gone: the data may have come before that
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a dead machine: 25 s
+# a dead machine: 25 s
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 EXIT_LOST = 2
 STOP_REQUEST = "stop"  # from a rank to rank 0, between two steps
 DIGEST_PIECE = 1 << 22
 PARTS, SMALLEST_CUT = 8, 1 << 12  # arrays of so many elements are compared by an eighth at a time
-WHOLE = 2  # comparisons that read everything: of the weights at the first publish, of all arrays before the first step
+# comparisons that read everything: of the weights at the first publish, of all arrays before the
+# first step
+WHOLE = 2
 VERSIONS = f"mlx-parallm {__version__} and mlx {version('mlx')}"
 PLACES = 1640531527  # 2³² times the golden ratio squared: Knuth's multiplicative hashing
 
@@ -103,8 +110,8 @@ def samples(config: Config) -> bool:
 def join() -> Ranks:
     """The ranks of this launch; `ALONE` where nothing was launched. Waits for all of them.
 
-    Raises ConfigError: MLX finds no backend, or the ranks have other versions (on rank 0; the others exit with
-    EXIT_LOST). RankLostError: the ranks do not find each other.
+    Raises ConfigError: MLX finds no backend, or the ranks have other versions (on rank 0; the
+    others exit with EXIT_LOST). RankLostError: the ranks do not find each other.
     """
     rank = launched_rank()
     if rank is None:
@@ -118,15 +125,18 @@ def join() -> Ranks:
         raise RankLostError(f"rank {rank} cannot join the others: {error}") from error
     if group.size() == 1:
         if rank:
-            raise ConfigError(f"launched as rank {rank}, but MLX finds no backend (mlx.launch --backend …)")
+            raise ConfigError(
+                f"launched as rank {rank}, but MLX finds no backend (mlx.launch --backend …)"
+            )
         return ALONE
     return JoinedRanks(group, collectives)
 
 
 @contextlib.contextmanager
 def _nothing_else_runs() -> Iterator[None]:
-    """Around MLX's own connecting, which holds Python's lock until all ranks are there: no signal handler would run,
-    and no other thread could end the wait for a rank that never comes. Main thread only."""
+    """Around MLX's own connecting, which holds Python's lock until all ranks are there: no
+    signal handler would run, and no other thread could end the wait for a rank that never comes.
+    Main thread only."""
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
     with Path(os.devnull).open("w") as nowhere:
@@ -140,7 +150,8 @@ def _nothing_else_runs() -> Iterator[None]:
 
 
 class JoinedRanks(Ranks):
-    """The ranks of a launch. Used by one thread. Raises RankLostError: the ranks cannot be connected."""
+    """The ranks of a launch. Used by one thread. Raises RankLostError: the ranks cannot be
+    connected."""
 
     def __init__(self, group: Any, collectives: MLXThread) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -150,18 +161,24 @@ class JoinedRanks(Ranks):
         self._samples = self._keeps_prompts = False
         self._comparisons = 0
         self._then = "then start all ranks again with --resume auto"
-        # Rank 0: to ranks 1, 2, …; others: to rank 0. For steps, for groups (players.py), for requests (requests.py).
+        # Rank 0: to ranks 1, 2, …; others: to rank 0. For steps, for groups (players.py), for
+        # requests (requests.py).
         self._connections, self.rollouts, self.requests, pulses = self._connect()
         self._watched = [_watched(connection) for connection in self._connections]
         self._silent: list[int] = []
-        self._pulses = [Pulse(connection, partial(self._give_up, place)) for place, connection in enumerate(pulses)]
+        self._pulses = [
+            Pulse(connection, partial(self._give_up, place))
+            for place, connection in enumerate(pulses)
+        ]
         log.info("ranks joined", rank=self.rank, size=self.size)
 
     # ------------------------------------------------------------------ a run
 
     def begin(self, config: Config) -> None:
         self.follow_settings(config)
-        path = resolve_model_path(config.model.base_path, config.model.revision, dtype=config.model.dtype)
+        path = resolve_model_path(
+            config.model.base_path, config.model.revision, dtype=config.model.dtype
+        )
         # Nobody asks the other ranks over HTTP, so they need no key.
         server = config.server.model_copy(update={"api_key": None, "api_key_file": None})
         self.tell(BeginRun(config.model_copy(update={"server": server}), model_fingerprint(path)))
@@ -175,7 +192,9 @@ class JoinedRanks(Ranks):
         """Take what rank 0's configuration says about the ranks."""
         self._samples = samples(config)
         deterministic = config.rl_training.deterministic
-        self._keeps_prompts = prefix_cache_bytes(config.server.prefix_cache_bytes, deterministic=deterministic) > 0
+        self._keeps_prompts = (
+            prefix_cache_bytes(config.server.prefix_cache_bytes, deterministic=deterministic) > 0
+        )
         if config.rl_training.on_rank_lost == "continue":
             self._then = "if it was killed, the others are started again (rl_training.on_rank_lost)"
 
@@ -206,12 +225,15 @@ class JoinedRanks(Ranks):
     def served_tokens(self) -> int:
         if self._clients is None:
             return 0
-        return sum(stats.generation_tokens for rank, stats in self._clients.rank_stats().items() if rank)
+        return sum(
+            stats.generation_tokens for rank, stats in self._clients.rank_stats().items() if rank
+        )
 
     # ------------------------------------------------------------------ a step
 
     def next_part(self) -> int | None:
-        """Of the arrays, for the next comparison; the same on every rank, since all take part in each."""
+        """Of the arrays, for the next comparison; the same on every rank, since all take part in
+        each."""
         self._comparisons += 1
         return None if self._comparisons <= WHOLE else self._comparisons % PARTS
 
@@ -228,7 +250,10 @@ class JoinedRanks(Ranks):
                 self._connections[0].send((stop, value))
                 everyone = self._connections[0].recv()
             else:
-                everyone = [(stop, value), *(_value(connection) for connection in self._connections)]
+                everyone = [
+                    (stop, value),
+                    *(_value(connection) for connection in self._connections),
+                ]
                 self._send_all(everyone)
         except (EOFError, OSError) as error:
             self._lose(error)
@@ -245,7 +270,8 @@ class JoinedRanks(Ranks):
         if self.lost:
             return None
         mx.eval(arrays)
-        # While MLX's ring waits for the other ranks it takes a core from them, so it begins when all are ready.
+        # While MLX's ring waits for the other ranks it takes a core from them, so it begins when
+        # all are ready.
         if self.exchange(None) is None:
             return None
         running, gone_at = self._collectives.submit(lambda: _sums(arrays, self._group)), None
@@ -256,7 +282,8 @@ class JoinedRanks(Ranks):
                 if gone_at is None and self._gone():
                     gone_at = time.monotonic()
                 if gone_at is not None and time.monotonic() - gone_at > GRACE_S:
-                    atexit.register(_leave)  # the end of a backend may wait for its collectives, as MPI_Finalize does
+                    # the end of a backend may wait for its collectives, as MPI_Finalize does
+                    atexit.register(_leave)
                     self._lose("the others wait for it in a collective")
                     return None
             except RuntimeError as error:  # what a backend raises that notices
@@ -272,9 +299,12 @@ class JoinedRanks(Ranks):
         except OSError as error:
             self._lose(error)
 
-    def next_task(self, stop: threading.Event | None = None, check: Callable[[], None] = lambda: None) -> Any:
-        """On the other ranks: the next message of rank 0; None when it has ended the run. Once `stop` is set, rank 0 is
-        asked to end it. Raises RankLostError: rank 0 is gone; and what `check` raises, which is called every WATCH_S.
+    def next_task(
+        self, stop: threading.Event | None = None, check: Callable[[], None] = lambda: None
+    ) -> Any:
+        """On the other ranks: the next message of rank 0; None when it has ended the run. Once
+        `stop` is set, rank 0 is asked to end it. Raises RankLostError: rank 0 is gone; and what
+        `check` raises, which is called every WATCH_S.
         """
         [connection], requested = self._connections, False
         try:
@@ -313,7 +343,8 @@ class JoinedRanks(Ranks):
     # ------------------------------------------------------------------ which ranks are left
 
     def _give_up(self, place: int) -> None:
-        """Ends the connections to a rank that is silent: whoever waits for it goes on. On another thread."""
+        """Ends the connections to a rank that is silent: whoever waits for it goes on. On
+        another thread."""
         self._silent.append(place + 1 if self.rank == 0 else 0)
         for connections in (self._connections, self.rollouts, self.requests):
             hang_up(connections[place])
@@ -321,26 +352,35 @@ class JoinedRanks(Ranks):
     def _gone(self) -> list[int]:
         """Ranks whose connection is closed."""
         others = range(1, self.size) if self.rank == 0 else (0,)
-        return [other for other, watched in zip(others, self._watched, strict=True) if _is_closed(watched)]
+        return [
+            other
+            for other, watched in zip(others, self._watched, strict=True)
+            if _is_closed(watched)
+        ]
 
     def _lose(self, why: object) -> None:
         gone = self._gone()
         who = " and ".join(f"rank {other}" for other in gone) or "a rank"
         reason = str(why) or "its connection is closed"
         if self._silent:
-            reason = f"it has been silent for {SILENT_LOOKS * LOOK_S:.0f} s, as a stopped process is"
+            reason = (
+                f"it has been silent for {SILENT_LOOKS * LOOK_S:.0f} s, as a stopped process is"
+            )
         self.lost = f"{who} of {self.size} is gone ({reason}): read its last messages, {self._then}"
         log.error("a rank is lost", rank=self.rank, gone=gone, why=reason)
 
     def _stop_requested(self) -> bool:
         try:
-            return any(connection.poll() and connection.recv() == STOP_REQUEST for connection in self._connections)
+            return any(
+                connection.poll() and connection.recv() == STOP_REQUEST
+                for connection in self._connections
+            )
         except (EOFError, OSError):  # the next `check` says so
             return False
 
     def _drain(self) -> None:
-        """Read until the others have closed: a connection that is closed over unread data is reset, and the last
-        message would be lost."""
+        """Read until the others have closed: a connection that is closed over unread data is
+        reset, and the last message would be lost."""
         for connection in [] if self.lost else self._connections:
             with contextlib.suppress(EOFError, OSError):
                 while connection.poll(GRACE_S):
@@ -360,7 +400,8 @@ class JoinedRanks(Ranks):
                 if self.rank:
                     sys.exit(EXIT_LOST)  # rank 0 says why
                 raise ConfigError(
-                    f"rank {rank} has {other['versions']}, rank 0 {everyone[0]['versions']}: install the same on all"
+                    f"rank {rank} has {other['versions']}, rank 0 {everyone[0]['versions']}:"
+                    " install the same on all"
                 )
         self.here = sum(other["machine"] == own["machine"] for other in everyone)
         one_machine = self.here == self.size
@@ -371,13 +412,21 @@ class JoinedRanks(Ranks):
             key = secrets.token_bytes(32)
             listener = socket.create_server(("127.0.0.1" if one_machine else "0.0.0.0", 0))
             addresses = ["127.0.0.1"] if one_machine else _own_addresses()
-            self._all_texts(json.dumps({"addresses": addresses, "port": listener.getsockname()[1], "key": key.hex()}))
+            self._all_texts(
+                json.dumps(
+                    {"addresses": addresses, "port": listener.getsockname()[1], "key": key.hex()}
+                )
+            )
             connecting = self._collectives.submit(lambda: _accept(listener, key, self.size - 1))
         try:
-            return [list(purpose) for purpose in zip(*connecting.result(timeout=JOIN_S), strict=True)]
+            return [
+                list(purpose) for purpose in zip(*connecting.result(timeout=JOIN_S), strict=True)
+            ]
         except concurrent.futures.TimeoutError:
             atexit.register(_leave)
-            raise RankLostError(f"not all of {self.size} ranks have reached rank 0 within {JOIN_S:.0f} s") from None
+            raise RankLostError(
+                f"not all of {self.size} ranks have reached rank 0 within {JOIN_S:.0f} s"
+            ) from None
 
     def _all_texts(self, text: str) -> list[str]:
         """Every rank's text, by a collective."""
@@ -388,12 +437,13 @@ class JoinedRanks(Ranks):
 
 
 def agree(ranks: Ranks, trainer: HasArrays, *, compared: str = "", part: int | None = None) -> None:
-    """Give every rank the weights, optimizer state and reference of rank 0, where one of the arrays whose names begin
-    with `compared` differs. Raises RankLostError: another model.
+    """Give every rank the weights, optimizer state and reference of rank 0, where one of the arrays
+    whose names begin with `compared` differs. Raises RankLostError: another model.
 
     Args:
-        part: of each array that is compared, see `_digest`. Ranks that have drifted apart, or one of which has gone
-            back to other weights, differ in every part. All ranks name the same one.
+        part: of each array that is compared, see `_digest`. Ranks that have drifted apart, or one
+            of which has gone back to other weights, differ in every part. All ranks name the same
+            one.
     """
     arrays = trainer.arrays()
     shapes = [(name, tuple(array.shape), str(array.dtype)) for name, array in arrays.items()]
@@ -402,21 +452,34 @@ def agree(ranks: Ranks, trainer: HasArrays, *, compared: str = "", part: int | N
     if everyone is None or all(own == everyone[0] for own in everyone):
         return
     if any(shapes != everyone[0][0] for shapes, _ in everyone):
-        raise RankLostError("the ranks train different models: model.base_path must name the same one everywhere")
-    log.info("training state taken from rank 0" if ranks.rank else "training state given to the other ranks")
-    own = [_bits(array) if ranks.rank == 0 else mx.zeros_like(_bits(array)) for array in arrays.values()]
+        raise RankLostError(
+            "the ranks train different models: model.base_path must name the same one everywhere"
+        )
+    log.info(
+        ("training state taken from rank 0")
+        if ranks.rank
+        else "training state given to the other ranks"
+    )
+    own = [
+        _bits(array) if ranks.rank == 0 else mx.zeros_like(_bits(array))
+        for array in arrays.values()
+    ]
     mx.eval(own)
     summed = ranks.sum(own)
     if summed is None or ranks.rank == 0:
         return
-    copied = [mx.view(bits, a.dtype).reshape(a.shape) for bits, a in zip(summed, arrays.values(), strict=True)]
+    copied = [
+        mx.view(bits, a.dtype).reshape(a.shape)
+        for bits, a in zip(summed, arrays.values(), strict=True)
+    ]
     mx.eval(copied)
     trainer.restore_arrays(dict(zip(arrays, copied, strict=True)))
 
 
 def _digest(arrays: Sequence[mx.array], part: int | None) -> int:
-    """Sum modulo 2⁶⁴ of each element times an odd number that its place gives: one bit more or less, or two elements in
-    each other's places, make another sum. NumPy's, which reads small arrays sooner than MLX starts an operation.
+    """Sum modulo 2⁶⁴ of each element times an odd number that its place gives: one bit more or
+    less, or two elements in each other's places, make another sum. NumPy's, which reads small
+    arrays sooner than MLX starts an operation.
 
     Args:
         part: of PARTS that each array is cut into: only this one is read. None: all of them.
@@ -427,7 +490,9 @@ def _digest(arrays: Sequence[mx.array], part: int | None) -> int:
         if piece is None or sum(each.size for each in waiting) >= DIGEST_PIECE:
             mx.eval(waiting)
             for each in waiting:
-                places = (np.arange(each.size, dtype=np.uint32) + np.uint32(place % (1 << 32))) * np.uint32(PLACES) | 1
+                places = (
+                    np.arange(each.size, dtype=np.uint32) + np.uint32(place % (1 << 32))
+                ) * np.uint32(PLACES) | 1
                 total += int((np.array(each, copy=False) * places).sum(dtype=np.uint64))
                 place += each.size
             waiting.clear()
@@ -435,7 +500,8 @@ def _digest(arrays: Sequence[mx.array], part: int | None) -> int:
 
 
 def _pieces(arrays: Sequence[mx.array], part: int | None) -> Iterator[mx.array]:
-    """The words of the arrays, or of a part of each, at most DIGEST_PIECE at a time. Small arrays are not cut."""
+    """The words of the arrays, or of a part of each, at most DIGEST_PIECE at a time. Small
+    arrays are not cut."""
     for array in arrays:
         words = _bits(array)
         words = mx.view(words, mx.uint32) if words.dtype == mx.uint64 else words
@@ -448,7 +514,9 @@ def _pieces(arrays: Sequence[mx.array], part: int | None) -> Iterator[mx.array]:
 
 def _bits(array: mx.array) -> mx.array:
     """Unsigned integers, flat: sums with zeros are exact, whatever the numbers are."""
-    return mx.view(array.reshape(-1), {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size])
+    return mx.view(
+        array.reshape(-1), {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]
+    )
 
 
 def _sums(arrays: Sequence[mx.array], group: Any) -> list[mx.array]:
@@ -457,21 +525,27 @@ def _sums(arrays: Sequence[mx.array], group: Any) -> list[mx.array]:
     while len(done) < len(arrays):
         bundle = [arrays[len(done)]]
         for array in arrays[len(done) + 1 :]:
-            if sum(a.size for a in bundle) + array.size > BUNDLE_ELEMENTS or array.dtype != bundle[0].dtype:
+            if (
+                sum(a.size for a in bundle) + array.size > BUNDLE_ELEMENTS
+                or array.dtype != bundle[0].dtype
+            ):
                 break
             bundle.append(array)
         flat = mx.concatenate([array.reshape(-1) for array in bundle])
         mx.eval(flat)
         total = mx.distributed.all_sum(flat, group=group)
         ends = np.cumsum([array.size for array in bundle])[:-1].tolist()
-        parts = [part.reshape(a.shape) for part, a in zip(mx.split(total, ends), bundle, strict=True)]
+        parts = [
+            part.reshape(a.shape) for part, a in zip(mx.split(total, ends), bundle, strict=True)
+        ]
         mx.eval(parts)
         done += parts
     return done
 
 
 def _accept(listener: socket.socket, key: bytes, count: int) -> list[list[Connection]]:
-    """The connections of each rank, one for each purpose. A stranger that says nothing keeps nobody waiting."""
+    """The connections of each rank, one for each purpose. A stranger that says nothing keeps
+    nobody waiting."""
     found: dict[tuple[int, int], Connection] = {}
 
     def greet(end: socket.socket) -> None:
@@ -481,7 +555,8 @@ def _accept(listener: socket.socket, key: bytes, count: int) -> list[list[Connec
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
             place = connection.recv()
-        except (AuthenticationError, EOFError, OSError) as error:  # a rank that tries an address, or a stranger
+        # a rank that tries an address, or a stranger
+        except (AuthenticationError, EOFError, OSError) as error:
             log.debug("a connection that is no rank's", error=repr(error))
             connection.close()
         else:
@@ -517,17 +592,26 @@ def _reach(offer: dict[str, Any], rank: int) -> list[Connection]:
         else:
             return found
     tried = ", ".join(offer["addresses"])
-    raise RankLostError(f"rank {rank} cannot reach rank 0 at port {offer['port']} of {tried}: is a firewall between?")
+    raise RankLostError(
+        f"rank {rank} cannot reach rank 0 at port {offer['port']} of {tried}: is a firewall"
+        " between?"
+    )
 
 
 def _own_addresses() -> list[str]:
     """This machine's IPv4 addresses, the loopback last."""
-    addresses = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family == socket.AF_INET}
+    addresses = {
+        a.address
+        for entries in psutil.net_if_addrs().values()
+        for a in entries
+        if a.family == socket.AF_INET
+    }
     return sorted(addresses, key=lambda address: (address.startswith("127."), address))
 
 
 def _watched(connection: Connection) -> socket.socket:
-    """The connection's socket, to be looked at without reading. The kernel notices when a machine has vanished."""
+    """The connection's socket, to be looked at without reading. The kernel notices when a
+    machine has vanished."""
     watched = socket.socket(fileno=os.dup(connection.fileno()))
     watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,11 +1,14 @@
-"""Requests of clients that rank 0's server hands to the engine of another rank, over a TCP connection of their own.
+"""Requests of clients that rank 0's server hands to the engine of another rank, over a TCP
+connection of their own.
 
     rank 0       BalancedClient → RankEngine → connection
-    rank 1, …    connection → ServedHere → EngineClient → this rank's engine; events go back once a step
+    rank 1, …    connection → ServedHere → EngineClient → this rank's engine; events go back once a
+                 step
 
-The messages are those of an engine thread: requests in, `StreamDelta` and `Finished` back. A rank that cannot run a
-request, or that is lost, gives it back: rank 0's own engine runs it, unless the client has seen a part of the answer.
-A rank reports its counters at a fixed pace. One that is silent gets no more requests, and is given up in the end.
+The messages are those of an engine thread: requests in, `StreamDelta` and `Finished` back. A rank
+that cannot run a request, or that is lost, gives it back: rank 0's own engine runs it, unless the
+client has seen a part of the answer. A rank reports its counters at a fixed pace. One that is
+silent gets no more requests, and is given up in the end.
 """
 
 import asyncio
@@ -30,7 +33,8 @@ from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import EngineStats, Request
 
 REPORT_S = 0.2  # between two reports of a rank's counters
-QUIET_LOOKS = 3  # that found no report (heartbeat.py): the rank gets no more requests until one comes
+# that found no report (heartbeat.py): the rank gets no more requests until one comes
+QUIET_LOOKS = 3
 IDLE_WAIT_S = 0.5
 
 log = get_logger("ranks")
@@ -92,8 +96,8 @@ class RankServes:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """`others`: choices that run or wait there, besides those of rank 0's requests. `idle_s`: since the engine's last
-    step or idle turn, for the clocks of two machines differ."""
+    """`others`: choices that run or wait there, besides those of rank 0's requests. `idle_s`:
+    since the engine's last step or idle turn, for the clocks of two machines differ."""
 
     stats: EngineStats
     others: int
@@ -119,11 +123,14 @@ class RankEngine:
     """On rank 0: the engine of another rank. Any thread; `hand_in` in the mailboxes' loop.
 
     Args:
-        give_back: takes this engine, and requests of which the client has seen nothing, when the rank refuses them or
-            is lost. Asks `released` for each, in its mailbox's loop. Called on another thread.
+        give_back: takes this engine, and requests of which the client has seen nothing, when the
+            rank refuses them or is lost. Asks `released` for each, in its mailbox's loop. Called on
+            another thread.
     """
 
-    def __init__(self, connection: Connection, rank: int, give_back: Callable[["RankEngine", Letters], None]) -> None:
+    def __init__(
+        self, connection: Connection, rank: int, give_back: Callable[["RankEngine", Letters], None]
+    ) -> None:
         self.rank = rank
         self.stats: EngineStats | None = None
         self._connection, self._give_back = connection, give_back
@@ -139,7 +146,8 @@ class RankEngine:
         self._aborted: set[str] = set()  # of all these
         self._orders: dict[int, Future[bool]] = {}
         self._numbers = itertools.count()
-        self._outgoing: queue.SimpleQueue[object] = queue.SimpleQueue()  # no caller waits for the network
+        # no caller waits for the network
+        self._outgoing: queue.SimpleQueue[object] = queue.SimpleQueue()
         threading.Thread(target=self._write, name=f"requests to rank {rank}", daemon=True).start()
         threading.Thread(target=self._read, name=f"answers of rank {rank}", daemon=True).start()
 
@@ -156,7 +164,9 @@ class RankEngine:
         with self._lock:
             lost = self._lost
             if not lost:
-                self._letters |= {request.request_id: (request, mailbox) for request, mailbox in letters}
+                self._letters |= {
+                    request.request_id: (request, mailbox) for request, mailbox in letters
+                }
                 self._choices += sum(request.params.n for request, _ in letters)
                 self._outgoing.put(RunRequests(tuple(request for request, _ in letters)))
             else:
@@ -220,7 +230,10 @@ class RankEngine:
             case RankServes(adapters):
                 self._adapters = adapters
             case RankLoad(stats, others, idle_s):
-                self.stats, self._others = replace(stats, last_step_time=time.monotonic() - idle_s), others
+                self.stats, self._others = (
+                    replace(stats, last_step_time=time.monotonic() - idle_s),
+                    others,
+                )
             case Events(events):
                 self._deliver(events)
             case Refused(request_ids, why):
@@ -252,14 +265,20 @@ class RankEngine:
         """Requests that will not be finished there."""
         with self._lock:
             seen = {request_id for request_id in request_ids if request_id in self._streamed}
-            letters = tuple(letter for request_id in request_ids if (letter := self._forget(request_id)))
+            letters = tuple(
+                letter for request_id in request_ids if (letter := self._forget(request_id))
+            )
             self._aborted -= seen
-            self._returning.update(request.request_id for request, _ in letters if request.request_id not in seen)
+            self._returning.update(
+                request.request_id for request, _ in letters if request.request_id not in seen
+            )
         broken = [mailbox for _, mailbox in letters if mailbox.request_id in seen]
         error = EngineUnavailableError(f"rank {self.rank} cannot finish the answer: {why}")
         post((mailbox, Failed(mailbox.request_id, error)) for mailbox in broken)
         if unseen := tuple(letter for letter in letters if letter[1].request_id not in seen):
-            log.info("requests are run by rank 0 instead", rank=self.rank, requests=len(unseen), why=why)
+            log.info(
+                "requests are run by rank 0 instead", rank=self.rank, requests=len(unseen), why=why
+            )
             self._give_back(self, unseen)
 
     def _forget(self, request_id: str) -> tuple[Request, Mailbox] | None:
@@ -283,7 +302,9 @@ class RankEngine:
 
 def _ended(stats: EngineStats | None) -> EngineStats | None:
     """Return what is left of a lost rank's: its totals, which may not fall."""
-    return stats and replace(stats, running=0, waiting=0, kv_tokens=0, kv_bytes=0, kv_bytes_shared=0)
+    return stats and replace(
+        stats, running=0, waiting=0, kv_tokens=0, kv_bytes=0, kv_bytes_shared=0
+    )
 
 
 def _settle(future: "Future[bool]", result: bool) -> None:
@@ -305,7 +326,8 @@ class ForwardedMailbox(Mailbox):
 
 
 class ServedHere:
-    """On the other ranks: runs rank 0's requests on this rank's engine until the connection ends."""
+    """On the other ranks: runs rank 0's requests on this rank's engine until the connection
+    ends."""
 
     def __init__(self, connection: Connection, client: EngineClient) -> None:
         self._connection, self._client = connection, client
@@ -353,7 +375,9 @@ class ServedHere:
         try:
             await self._client.prepare(requests)
             self._running |= {request.request_id: request.params.n for request in requests}
-            self._client.hand_in(tuple((each, ForwardedMailbox(each.request_id, self._forward)) for each in requests))
+            self._client.hand_in(
+                tuple((each, ForwardedMailbox(each.request_id, self._forward)) for each in requests)
+            )
         except Exception as error:  # noqa: BLE001  boundary: rank 0's client would wait for ever
             for request_id in request_ids:
                 self._running.pop(request_id, None)
@@ -366,7 +390,8 @@ class ServedHere:
     def _forward(self, event: Event) -> None:
         if not self._events:  # all that a step has comes in one callback
             asyncio.get_running_loop().call_soon(self._flush)
-        if isinstance(event, Failed):  # an error of any class may not come whole through the connection
+        # an error of any class may not come whole through the connection
+        if isinstance(event, Failed):
             event = Failed(event.request_id, EngineUnavailableError(str(event.error)))
         self._events.append(event)
         if not isinstance(event, StreamDelta):

@@ -1,4 +1,5 @@
-"""Adapters that come and go while the server runs. Any thread that may wait; not the engine's, not the HTTP loop's.
+"""Adapters that come and go while the server runs. Any thread that may wait; not the engine's, not
+the HTTP loop's.
 
 server/api/adapters.py ──thread──► AdapterLoader ──► SharedWeights ──► the engine's next step
 """
@@ -44,19 +45,27 @@ class AdapterLoader:
         self._free = threading.Condition()
 
     def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """Adds an adapter, or replaces the one of that name; running requests go on under the new one. One too many
-        takes the place of the one that was not used for the longest time.
+        """Adds an adapter, or replaces the one of that name; running requests go on under the new
+        one. One too many takes the place of the one that was not used for the longest time.
 
         Args:
-            in_place: a name that is taken is replaced; without it only when `path` is where it came from.
+            in_place: a name that is taken is replaced; without it only when `path` is where it came
+                from.
 
         Raises RefusedError; the adapters there were are as they were.
         """
         self._check_name(name)
         source = self._within_roots(path)
         with self._alone(name):
-            if name in self._weights.adapters() and not in_place and self._paths.get(name) != source:
-                message = f"The lora adapter {name!r} has already been loaded; load_inplace = true replaces it"
+            if (
+                name in self._weights.adapters()
+                and not in_place
+                and self._paths.get(name) != source
+            ):
+                message = (
+                    f"The lora adapter {name!r} has already been loaded; load_inplace = true"
+                    " replaces it"
+                )
                 raise RefusedError(message, 400, "lora_name")
             try:
                 file = find_adapter_file(source)
@@ -70,13 +79,16 @@ class AdapterLoader:
                 raise RefusedError(str(error), 400, "lora_path") from error
 
     def unload(self, name: str) -> None:
-        """Takes a name away: requests that run end under what they began with. Raises RefusedError."""
+        """Takes a name away: requests that run end under what they began with. Raises
+        RefusedError."""
         self._check_name(name)
         with self._alone(name):
             try:
                 self._weights.remove_adapter(name)
             except AdapterError as error:
-                raise RefusedError(f"The lora adapter {name!r} cannot be found", 404, "lora_name") from error
+                raise RefusedError(
+                    f"The lora adapter {name!r} cannot be found", 404, "lora_name"
+                ) from error
             self._paths.pop(name, None)
 
     def _add(self, name: str, file: Path, source: Path) -> None:
@@ -92,14 +104,18 @@ class AdapterLoader:
             raise
 
     def _take_place(self, name: str, source: Path) -> None:
-        """Counts the adapter before it is there, so that several at once do not exceed the bound; unloads those that
-        were not used for the longest time. Raises RefusedError: all of them are in use."""
+        """Counts the adapter before it is there, so that several at once do not exceed the
+        bound; unloads those that were not used for the longest time. Raises RefusedError: all of
+        them are in use."""
         with self._free:
             while name not in self._paths and len(self._paths) >= self._most:
-                idle = self._names.uses.least_recent(each for each in self._paths if each not in self._busy)
+                idle = self._names.uses.least_recent(
+                    each for each in self._paths if each not in self._busy
+                )
                 if idle is None:
                     reason = (
-                        f"{self._most} adapters are loaded and in use (server.max_loaded_adapters): unload one first"
+                        f"{self._most} adapters are loaded and in use"
+                        " (server.max_loaded_adapters): unload one first"
                     )
                     raise RefusedError(reason, 400, "lora_name")
                 self._weights.remove_adapter(idle)
@@ -110,7 +126,8 @@ class AdapterLoader:
     def _check_name(self, name: str) -> None:
         if not self._roots:
             raise RefusedError(
-                "loading adapters into a running server is off: server.adapter_roots names the directories"
+                "loading adapters into a running server is off: server.adapter_roots names the"
+                " directories"
                 " that they may be loaded from",
                 403,
             )
@@ -118,7 +135,11 @@ class AdapterLoader:
             message = f"an adapter's name has 1 to {LONGEST_NAME} printable characters"
             raise RefusedError(message, 400, "lora_name")
         if self._names.taken_by_server(name):
-            raise RefusedError(f"an adapter cannot be named {name!r} here: that is the server's", 400, "lora_name")
+            raise RefusedError(
+                f"an adapter cannot be named {name!r} here: that is the server's",
+                400,
+                ("lora_name"),
+            )
 
     def _within_roots(self, path: str) -> Path:
         """The path without links and `..`."""
@@ -127,7 +148,11 @@ class AdapterLoader:
         except (OSError, ValueError) as error:
             raise RefusedError(f"{path!r} is not a path: {error}", 400, "lora_path") from error
         if not any(real.is_relative_to(root) for root in self._roots):
-            raise RefusedError(f"{path!r} is in none of the directories of server.adapter_roots", 403, "lora_path")
+            raise RefusedError(
+                f"{path!r} is in none of the directories of server.adapter_roots",
+                403,
+                ("lora_path"),
+            )
         return real
 
     @contextmanager

@@ -1,12 +1,14 @@
-"""The engine's face for asyncio code: requests in, outputs and streams out. No MLX; any number of threads and loops.
+"""The engine's face for asyncio code: requests in, outputs and streams out. No MLX; any number of
+threads and loops.
 
     server, environments → EngineClient → CommandQueue → EngineThread → Engine
-                              ▲                              │ one call_soon_threadsafe per loop and step
+                              ▲                              │ one call per loop and step
                               └──────── Mailbox.deliver ─────┘
 
-A `Mailbox` belongs to one request and one asyncio loop. Only that loop's thread touches its future and queue. The
-clients of one engine share its `CommandQueue`. With several ranks the server's client is a `BalancedClient`
-(distributed/balance.py), which hands requests to the engines of other ranks too.
+A `Mailbox` belongs to one request and one asyncio loop. Only that loop's thread touches its future
+and queue. The clients of one engine share its `CommandQueue`. With several ranks the server's
+client is a `BalancedClient` (distributed/balance.py), which hands requests to the engines of other
+ranks too.
 """
 
 import asyncio
@@ -24,7 +26,14 @@ from mlx_parallm.engine.live_requests import Event, Failed, StreamDelta
 from mlx_parallm.engine.served_models import AdapterUses, ServedModels
 from mlx_parallm.engine.validation import RequestLimits, check_request
 from mlx_parallm.errors import EngineUnavailableError
-from mlx_parallm.types import CompletionDelta, EngineStats, Request, RequestOutput, ServedModel, Structure
+from mlx_parallm.types import (
+    CompletionDelta,
+    EngineStats,
+    Request,
+    RequestOutput,
+    ServedModel,
+    Structure,
+)
 
 TRAINER, CLIENTS = "trainer", "clients"  # holders that may pause admission
 
@@ -36,7 +45,8 @@ class Mailbox:
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self.result: asyncio.Future[RequestOutput] = self.loop.create_future()
-        self.deltas: asyncio.Queue[CompletionDelta | None] = asyncio.Queue()  # None: the result is there
+        # None: the result is there
+        self.deltas: asyncio.Queue[CompletionDelta | None] = asyncio.Queue()
 
     def deliver(self, event: Event) -> None:
         """In the loop's thread."""
@@ -52,7 +62,8 @@ class Mailbox:
 
 
 def post(letters: Iterable[tuple[Mailbox, Event]]) -> list[Mailbox]:
-    """Deliver events from another thread: one callback per loop, not per token. Returns the mailboxes whose loops have
+    """Deliver events from another thread: one callback per loop, not per token. Returns the
+    mailboxes whose loops have
     ended: no caller waits there any more."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Event]]] = {}
     for letter in letters:
@@ -119,7 +130,8 @@ class EngineInfo:
 
 
 class CommandQueue:
-    """The way to one engine thread. Until the engine is ready, `ready` and `send` raise EngineUnavailableError."""
+    """The way to one engine thread. Until the engine is ready, `ready` and `send` raise
+    EngineUnavailableError."""
 
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -189,7 +201,8 @@ class EngineClient:
         return self.queue.ready().models.list()
 
     def shelved_models(self) -> tuple[ServedModel, ...]:
-        """Adapters that requests may name though they lie on disk. Reads it: for a thread that may wait."""
+        """Adapters that requests may name though they lie on disk. Reads it: for a thread that
+        may wait."""
         return self.queue.ready().models.shelved()
 
     @property
@@ -208,22 +221,28 @@ class EngineClient:
         check_request(request, self.queue.ready().limits)
 
     async def unenforced(self, structure: Structure) -> tuple[str, ...]:
-        """Returns the schema keywords that the structure's grammar does not enforce. Raises RequestError."""
+        """Returns the schema keywords that the structure's grammar does not enforce. Raises
+        RequestError."""
         return await self.queue.ready().grammars.unenforced(structure)
 
     async def generate(self, request: Request) -> RequestOutput:
         """Runs a request to its end. Cancelling it aborts the request and frees its rows.
 
-        Raises RequestError (nothing was run) and EngineUnavailableError. What fails while it runs is in the output:
-        finish_reason "error" and its text.
+        Raises RequestError (nothing was run) and EngineUnavailableError. What fails while it runs
+        is in the output: finish_reason "error" and its text.
         """
         return (await self.generate_many([request]))[0]
 
     async def generate_many(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Runs requests as `generate` does. They enter the queue together, so identical prompts are computed once."""
-        with self.uses.holding(request.adapter for request in requests):  # what is read for them stays
+        """Runs requests as `generate` does. They enter the queue together, so identical prompts
+        are computed once."""
+        # what is read for them stays
+        with self.uses.holding(request.adapter for request in requests):
             await self.prepare(requests)
-            letters = tuple((replace(request, stream=False), Mailbox(request.request_id)) for request in requests)
+            letters = tuple(
+                (replace(request, stream=False), Mailbox(request.request_id))
+                for request in requests
+            )
             return await self._results(letters)
 
     async def _results(self, letters: Letters) -> list[RequestOutput]:
@@ -238,7 +257,8 @@ class EngineClient:
                     pass  # seen: asyncio must not report it as never retrieved
 
     async def stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:
-        """Yields deltas until every choice has finished. Leaving early aborts the request. Raises as `generate`."""
+        """Yields deltas until every choice has finished. Leaving early aborts the request.
+        Raises as `generate`."""
         with self.uses.holding([request.adapter]):
             await self.prepare([request])
             mailbox = Mailbox(request.request_id)
@@ -252,14 +272,16 @@ class EngineClient:
                     self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request with finish_reason "abort". Unknown or finished ones are ignored, and so is a dead engine."""
+        """Ends a request with finish_reason "abort". Unknown or finished ones are ignored, and
+        so is a dead engine."""
         with suppress(EngineUnavailableError):
             self.queue.send(Abort(request_id))
 
     def pause_admission(self, holder: str = TRAINER, *, freeze: bool = False) -> "Future[Any]":
         """Lets new requests wait; running ones go on, or with `freeze` stop too.
 
-        The pause lasts until every holder has resumed. The future is done once the engine has paused.
+        The pause lasts until every holder has resumed. The future is done once the engine has
+        paused.
         """
         return self.call(lambda engine: engine.pause(holder, freeze=freeze))
 
@@ -267,7 +289,8 @@ class EngineClient:
         return self.call(lambda engine: engine.resume(holder))
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
-        """Blocks (not for use in a loop's thread) until nothing runs; False when the time ran out."""
+        """Blocks (not for use in a loop's thread) until nothing runs; False when the time ran
+        out."""
         event = threading.Event()
         self.queue.send(NotifyIdle(event))
         return event.wait(timeout_s)
@@ -287,16 +310,16 @@ class EngineClient:
         return {}
 
     def hand_in(self, letters: Letters) -> None:
-        """Gives requests that `prepare` has let through to the engine, together. The mailboxes get their events. In the
-        mailboxes' loop."""
+        """Gives requests that `prepare` has let through to the engine, together. The mailboxes
+        get their events. In the mailboxes' loop."""
         self.queue.send(Submit(letters))
         for request, mailbox in letters:
             self.queue.count(request.params.n)
             mailbox.result.add_done_callback(partial(self.queue.uncount, request.params.n))
 
     async def prepare(self, requests: Sequence[Request]) -> None:
-        """Refuses bad requests. Compiles grammars, and reads versions of the policy and adapters from disk, in other
-        threads than this loop's and the engine's."""
+        """Refuses bad requests. Compiles grammars, and reads versions of the policy and adapters
+        from disk, in other threads than this loop's and the engine's."""
         info = self.queue.ready()
         for request in requests:
             check_request(request, info.limits)

@@ -1,14 +1,18 @@
-"""The engine: add and abort requests, and `step()`, which gives every running sequence one token. One thread only.
+"""The engine: add and abort requests, and `step()`, which gives every running sequence one token.
+One thread only.
 
-    step:  schedule (scheduler.py) → run (model_runner.py: moves, prefill chunk, decode) → postprocess (here) → events
+    step:  schedule (scheduler.py) → run (model_runner.py: moves, prefill chunk, decode) →
+           postprocess (here) → events
 
-With `async_scheduling` the next step of the same rows is started before this one is read, unless what it does depends
-on what this one gives: requests that come or may end by length, prompts to save, grammars, penalties.
+With `async_scheduling` the next step of the same rows is started before this one is read, unless
+what it does depends on what this one gives: requests that come or may end by length, prompts to
+save, grammars, penalties.
 
-The weight lock's read side is held while a step's graph is built, not while it is evaluated; each token carries the
-policy version read there. A request's own failure ends that request. An exception of the batched forward itself is
-raised by `step`; the caller (thread.py) then calls `recover`, which finds the request that caused it and computes the
-others' rows again, or `fail_active`, after which the engine goes on with an empty cache.
+The weight lock's read side is held while a step's graph is built, not while it is evaluated; each
+token carries the policy version read there. A request's own failure ends that request. An exception
+of the batched forward itself is raised by `step`; the caller (thread.py) then calls `recover`,
+which finds the request that caused it and computes the others' rows again, or `fail_active`, after
+which the engine goes on with an empty cache.
 """
 
 import gc
@@ -56,7 +60,8 @@ class EngineOptions:
     max_rows: int  # sequences decoded together
     prefill_chunk: int  # prompt tokens between two decode steps
     kv_cache_bytes: int | None  # keys and values of running sequences; None = unbounded
-    by_tokens: bool  # keys and values lie by tokens where the architecture allows it, see cache/batch.py
+    # keys and values lie by tokens where the architecture allows it, see cache/batch.py
+    by_tokens: bool
     prefix_cache_bytes: int  # keys and values kept for later requests; 0 = none
     default_max_tokens: int | None  # of requests without a limit; None = all the room there is
     seed: int  # of requests without one
@@ -64,7 +69,8 @@ class EngineOptions:
     processed_alternatives: bool  # see SamplingBatch
     close_objects: bool  # see Grammars
     async_scheduling: bool = False  # see ModelRunner.launch_after
-    kv_bits: int | None = None  # 8 or 4: keys and values are quantised, by tokens; see cache/kv_format.py
+    # 8 or 4: keys and values are quantised, by tokens; see cache/kv_format.py
+    kv_bits: int | None = None
 
 
 class Engine:
@@ -80,7 +86,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Tokenizer, weights: SharedWeights, lora: LoraContext, options: EngineOptions
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        weights: SharedWeights,
+        lora: LoraContext,
+        options: EngineOptions,
     ) -> None:
         self.options = options
         self.grammars = Grammars(tokenizer, options.vocab_size, close_objects=options.close_objects)
@@ -94,11 +105,19 @@ class Engine:
             kv_bits=options.kv_bits,
         )
         token_bytes = self._token_bytes = self.cache.token_bytes()
-        bound = None if options.kv_cache_bytes is None or not token_bytes else options.kv_cache_bytes // token_bytes
+        bound = (
+            None
+            if options.kv_cache_bytes is None or not token_bytes
+            else options.kv_cache_bytes // token_bytes
+        )
         snapshot = self.cache.snapshot_bytes()
         prompt_cost = self.cache.prefill_token_bytes() / token_bytes if token_bytes else 1.0
         self.limits = RequestLimits(
-            options.max_model_len, options.vocab_size, bound, options.default_max_tokens, prompt_cost
+            options.max_model_len,
+            options.vocab_size,
+            bound,
+            options.default_max_tokens,
+            prompt_cost,
         )
         self.scheduler = Scheduler(
             options.max_rows,
@@ -124,11 +143,15 @@ class Engine:
         self._random = random.Random(options.seed)
         self._live = LiveRequests(self.counters)
         self._scores: deque[Score] = deque()
-        self._scorer = Scorer(model, self.cache.new_prefill, lora.activate, options.prefill_chunk, options.vocab_size)
-        self.holders: Mapping[str, bool] = {}  # who paused admission → whether running sequences are frozen too
+        self._scorer = Scorer(
+            model, self.cache.new_prefill, lora.activate, options.prefill_chunk, options.vocab_size
+        )
+        # who paused admission → whether running sequences are frozen too
+        self.holders: Mapping[str, bool] = {}
         self._ahead: LaunchedStep | None = None  # started, and not read yet
         self._lap_began = 0.0
-        self._version = self._revision = self._base_serial = -1  # what was last seen under the read lock
+        # what was last seen under the read lock
+        self._version = self._revision = self._base_serial = -1
 
     @property
     def has_work(self) -> bool:
@@ -153,7 +176,8 @@ class Engine:
         return bool(self._scores) and (not self.scheduler.paused or self._scores[0].done > 0)
 
     def step(self, *, ahead: bool = True) -> list[Event]:
-        """Gives every running sequence one token; returns the events. While frozen it reads what was started before.
+        """Gives every running sequence one token; returns the events. While frozen it reads what
+        was started before.
 
         `ahead`: the next step may be started too.
         """
@@ -193,7 +217,8 @@ class Engine:
         return launched
 
     def _lap(self, part: str = "") -> None:
-        """Notes the time since the last call as `part` of the steps; without one it only starts the clock."""
+        """Notes the time since the last call as `part` of the steps; without one it only starts
+        the clock."""
         now = time.perf_counter()
         if part:
             self.counters.step_seconds[part] += now - self._lap_began
@@ -206,7 +231,9 @@ class Engine:
             and not self.frozen
             and self.scheduler.steady
             and not self._scores
-            and not any(s.matcher or s.edits or len(s.tokens) + 1 >= s.max_tokens for s in launched.rows)
+            and not any(
+                s.matcher or s.edits or len(s.tokens) + 1 >= s.max_tokens for s in launched.rows
+            )
         )
 
     def _read(self, launched: LaunchedStep) -> None:
@@ -228,7 +255,9 @@ class Engine:
         sequences = self._sequences(request, adapter)
         self._live.start(request, sequences, scoring=scoring)
         if scoring:
-            score = Score(request.request_id, request.prompt_token_ids, adapter, params.prompt_logprobs or 0)
+            score = Score(
+                request.request_id, request.prompt_token_ids, adapter, params.prompt_logprobs or 0
+            )
             score.pooling = params.pooling
             self._scores.append(score)
         if params.max_tokens == 0:
@@ -239,7 +268,8 @@ class Engine:
             self.scheduler.add(sequences)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request's unfinished sequences with finish_reason "abort"; unknown ids are ignored."""
+        """Ends a request's unfinished sequences with finish_reason "abort"; unknown ids are
+        ignored."""
         live = self._live.get(request_id)
         if live is None:
             return
@@ -250,8 +280,8 @@ class Engine:
         self.counters.running = len(self.scheduler.active)  # there may be no step soon
 
     def pause(self, holder: str, *, freeze: bool) -> None:
-        """Lets new requests wait until `resume` with the same name. With `freeze` running sequences stop too (after the
-        token that was started), and continue afterwards unchanged."""
+        """Lets new requests wait until `resume` with the same name. With `freeze` running
+        sequences stop too (after the token that was started), and continue afterwards unchanged."""
         self.holders = {**self.holders, holder: freeze}
         self.scheduler.paused = True
 
@@ -261,7 +291,8 @@ class Engine:
         self.scheduler.paused = bool(self.holders)
 
     def fail_active(self, error: str) -> list[Event]:
-        """After `step` raised: fails every sequence that took part, drops keys and values, keeps the queue."""
+        """After `step` raised: fails every sequence that took part, drops keys and values, keeps
+        the queue."""
         lost = self._forget_rows()
         for sequence in lost:
             sequence.finish("error", error=error)
@@ -269,9 +300,11 @@ class Engine:
         return self._live.drain_events()
 
     def recover(self) -> bool:
-        """After `step` raised: computes every row again, alone (`ModelRunner.rebuild`); fails those that raise alone.
+        """After `step` raised: computes every row again, alone (`ModelRunner.rebuild`); fails those
+        that raise alone.
 
-        Returns whether the cause was found. Raises what the model raises when it cannot compute anything any more.
+        Returns whether the cause was found. Raises what the model raises when it cannot compute
+        anything any more.
         """
         lost = self._forget_rows()
         for sequence in lost:
@@ -287,19 +320,22 @@ class Engine:
         return len(self.scheduler.rows) < len(lost)
 
     def _forget_rows(self) -> list[Sequence]:
-        """Drops keys, values and the step under way; returns the sequences that had not finished."""
+        """Drops keys, values and the step under way; returns the sequences that had not
+        finished."""
         self._ahead = None
         lost = self.scheduler.forget_rows()
         self._runner.reset()
         return lost
 
     def begin_logits(self, tokens: tuple[int, ...], adapter: str | None) -> Score:
-        """Prepares a text of two or more tokens for `next_logits`, run by `EngineClient.call`. Raises RequestError."""
+        """Prepares a text of two or more tokens for `next_logits`, run by `EngineClient.call`.
+        Raises RequestError."""
         check_request(Request("logits", tokens, SamplingParams(max_tokens=0), adapter), self.limits)
         return Score("logits", tokens, self._adapter_slot(adapter), 0)
 
     def next_logits(self, text: Score) -> np.ndarray:
-        """Logits [C, V] float32 of the text's positions up to `text.done`, until it is `finished`."""
+        """Logits [C, V] float32 of the text's positions up to `text.done`, until it is
+        `finished`."""
         with self.weights.read() as view:
             logits = self._scorer.next_logits(text, view.base_serial).astype(mx.float32)
         mx.eval(logits, arrays_of(text.caches))
@@ -318,7 +354,9 @@ class Engine:
         if not self.scheduler.has_work:
             self._runner.reset()
             self._note_memory()
-            gc.collect()  # arrays in a reference cycle (a traceback): the collector counts objects, not their megabytes
+            # arrays in a reference cycle (a traceback): the collector counts objects, not their
+            # megabytes
+            gc.collect()
             mx.clear_cache()
 
     def check_integrity(self) -> None:
@@ -345,9 +383,14 @@ class Engine:
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_token_ids
         stop_ids = eos | frozenset(params.stop_token_ids)
-        # With a grammar min_tokens is the matcher's business: an end may be all that the grammar leaves.
+        # With a grammar min_tokens is the matcher's business: an end may be all that the grammar
+        # leaves.
         forbidden = stop_ids if params.structure is None else frozenset()
-        bad_words = [ids for word in params.bad_words for ids in spellings(word, self._tokenizer.encode_within)]
+        bad_words = [
+            ids
+            for word in params.bad_words
+            for ids in spellings(word, self._tokenizer.encode_within)
+        ]
         longest = self.limits.default_length(len(prompt))
         make_detokenizer = partial(
             self._tokenizer.detokenizer,
@@ -372,7 +415,9 @@ class Engine:
                     include_stop=params.include_stop_str_in_output,
                     eager=request.stream,
                 ),
-                edits=LogitEdits(params, prompt, forbidden, bad_words) if LogitEdits.needed(params) else None,
+                edits=LogitEdits(params, prompt, forbidden, bad_words)
+                if LogitEdits.needed(params)
+                else None,
                 matcher=self.grammars.matcher_of(params, stop_ids),
                 processed_logprobs=[] if params.reshapes_distribution else None,
                 top_logprobs=[] if params.logprobs else None,
@@ -384,16 +429,21 @@ class Engine:
         """After a change of weights: drops prefixes that old weights computed."""
         if view.revision == self._revision:
             return
-        self._version, self._revision, self._base_serial = view.policy_version, view.revision, view.base_serial
+        self._version, self._revision, self._base_serial = (
+            view.policy_version,
+            view.revision,
+            view.base_serial,
+        )
         newest = {(adapter.serial, False) for adapter in view.adapters.values()} | {(0, False)}
         pinned = {(serial, True) for serial in self.weights.history.serials}
         self.scheduler.prefix_cache.keep_only({(*key, view.base_serial) for key in newest | pinned})
 
     def _weights_of(self, sequence: Sequence) -> Hashable:
-        """Identifies the weights that compute the sequence now: its adapter's arrays and the base's.
+        """Identifies the weights that compute the sequence now: its adapter's arrays and the
+        base's.
 
-        A pinned version shares no prefix with requests that had it as the newest: a publish may have come while their
-        prompts were computed.
+        A pinned version shares no prefix with requests that had it as the newest: a publish may
+        have come while their prompts were computed.
         """
         adapter = sequence.adapter
         arrays = (0, False) if adapter is None else (adapter.weights.serial, adapter.pinned)
@@ -438,13 +488,16 @@ class Engine:
         self._live.retire(sequence)
 
     def _decide(self, sequence: Sequence, token: int) -> None:
-        """Feeds the token to the text and ends the sequence when it stops, or has no room for more."""
+        """Feeds the token to the text and ends the sequence when it stops, or has no room for
+        more."""
         params = sequence.params
         if token in sequence.stop_ids:
             is_eos = token in self._tokenizer.eos_token_ids
             if params.include_stop_str_in_output and not is_eos:
                 sequence.text.add(token, check_stop=False)
-            sequence.finish("stop", None if is_eos and token not in params.stop_token_ids else token)
+            sequence.finish(
+                "stop", None if is_eos and token not in params.stop_token_ids else token
+            )
             return
         matched = sequence.text.add(token, check_stop=len(sequence.tokens) > params.min_tokens)
         if matched is not None:
@@ -488,5 +541,6 @@ class Engine:
         self.counters.running = len(self.scheduler.active)
         self._note_memory()
         if self.counters.steps % CLEAR_CACHE_STEPS == 0:
-            self.cache.shrink_to([sequence.cached for sequence in self.scheduler.rows])  # those of finished ones too
+            # those of finished ones too
+            self.cache.shrink_to([sequence.cached for sequence in self.scheduler.rows])
             mx.clear_cache()

@@ -1,16 +1,21 @@
-"""Structured output: a text that matches a JSON schema, a regular expression, a list of choices or a grammar. No MLX.
+"""Structured output: a text that matches a JSON schema, a regular expression, a list of choices or
+a grammar. No MLX.
 
-    Structure (types.py) → `Grammars.prepare` (off the event loop, before the request enters the queue)
-                         → `Grammars.matcher` → one `Matcher` a choice → `allowed_tokens` → sampler.py
+    Structure (types.py) → `Grammars.prepare` (off the event loop, before the request enters the
+    queue)
+                         → `Grammars.matcher` → one `Matcher` a choice → `allowed_tokens` →
+                         sampler.py
 
-The grammar library is llguidance (MIT): one wheel of 3 MB for macOS arm64, Linux x86-64 and aarch64 and every Python,
-no dependencies, masks computed in Rust in microseconds, and bounds on the work of hostile grammars. xgrammar would
-bring torch along; outlines-core compiles an automaton per schema (no recursion, slow for large vocabularies).
+The grammar library is llguidance (MIT): one wheel of 3 MB for macOS arm64, Linux x86-64 and aarch64
+and every Python, no dependencies, masks computed in Rust in microseconds, and bounds on the work of
+hostile grammars. xgrammar would bring torch along; outlines-core compiles an automaton per schema
+(no recursion, slow for large vocabularies).
 
-The end token is allowed where the grammar accepts, so a choice that ends with it is complete. A grammar may also lead
-into a place where nothing can follow; the library then leaves the end, and the choice ends with the error `DEAD_END`.
-A text that the model never closes ends with finish_reason "length". JSON is written on one line, an optional space
-after "," and ":": where any whitespace is allowed, small models fill their answer with it.
+The end token is allowed where the grammar accepts, so a choice that ends with it is complete. A
+grammar may also lead into a place where nothing can follow; the library then leaves the end, and
+the choice ends with the error `DEAD_END`. A text that the model never closes ends with
+finish_reason "length". JSON is written on one line, an optional space after "," and ":": where any
+whitespace is allowed, small models fill their answer with it.
 """
 
 import asyncio
@@ -34,10 +39,16 @@ from mlx_parallm.types import SamplingParams, Structure
 if TYPE_CHECKING:
     from mlx_parallm.models.tokenizer import Tokenizer
 
-# Bounds on the cost of a hostile grammar. The library's time grows with the square of a regular expression's length:
-# 2 s for the worst one of 16 Ki characters. It compiles by recursion, and the end of the stack is the end of the
-# process: a chain of 5,000 references needs 40 MB. A mask that takes longer than `SLOW_MASK_S` ends its request.
-MAX_CHARACTERS = {"json_schema": 64 << 10, "choice": 64 << 10, "regex": 16 << 10, "grammar": 16 << 10}
+# Bounds on the cost of a hostile grammar. The library's time grows with the square of a regular
+# expression's length: 2 s for the worst one of 16 Ki characters. It compiles by recursion, and the
+# end of the stack is the end of the process: a chain of 5,000 references needs 40 MB. A mask that
+# takes longer than `SLOW_MASK_S` ends its request.
+MAX_CHARACTERS = {
+    "json_schema": 64 << 10,
+    "choice": 64 << 10,
+    "regex": 16 << 10,
+    "grammar": 16 << 10,
+}
 MAX_ANSWER = 128 << 10  # an "answer" and all its parts together
 MAX_STRING = 16 << 10  # within a schema: its patterns are regular expressions
 COMPILER_STACK = 256 << 20  # address space; only what is used is memory
@@ -45,13 +56,15 @@ SLOW_MASK_S = 0.1
 DEAD_END = "the grammar lets nothing follow, and the answer is not complete"
 KEPT_GRAMMARS = 64
 _LIMITS = LLParserLimits(
-    max_items_in_row=1000,  # 250 optional properties of one object; a step then takes 10 ms at worst
+    # 250 optional properties of one object; a step then takes 10 ms at worst
+    max_items_in_row=1000,
     step_max_items=10_000,
     max_lexer_states=20_000,  # 40 MB a matcher
     verbose_errors=False,  # else the message has the whole grammar
 )
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-# What the library is asked to put up with, in this order, where a schema has what it cannot enforce.
+# What the library is asked to put up with, in this order, where a schema has what it cannot
+# enforce.
 _CONCESSIONS: tuple[dict[str, Any], ...] = ({}, {"coerce_one_of": True}, {"lenient": True})
 _UNKNOWN_KEYS, _UNKNOWN_FORMAT, _COUNTS = (
     re.compile(r"Unimplemented keys: (\[.*\])"),
@@ -65,13 +78,16 @@ class Matcher:
 
     Args:
         state: a copy of its own of the compiled grammar.
-        min_tokens: so many tokens come before an end, unless the grammar leaves nothing but the end.
+        min_tokens: so many tokens come before an end, unless the grammar leaves nothing but the
+            end.
         ends: token ids that end the choice; `eos`: those of them that end the grammar's text.
     """
 
     __slots__ = ("_eos", "_going_on", "_min_tokens", "_slow", "_state", "_taken")
 
-    def __init__(self, state: LLMatcher, min_tokens: int, ends: Iterable[int], eos: Collection[int] = ()) -> None:
+    def __init__(
+        self, state: LLMatcher, min_tokens: int, ends: Iterable[int], eos: Collection[int] = ()
+    ) -> None:
         self._state, self._eos = state, eos
         self._min_tokens = min_tokens
         self._taken = 0
@@ -83,7 +99,8 @@ class Matcher:
             self._going_on = np.packbits(going_on, bitorder="little")
 
     def advance(self, token: int) -> str | None:
-        """Takes the sampled token. Returns an error where the grammar has become too complex, or leads nowhere."""
+        """Takes the sampled token. Returns an error where the grammar has become too complex, or
+        leads nowhere."""
         self._taken += 1
         if token in self._eos and not self._state.is_accepting():
             return DEAD_END
@@ -104,8 +121,8 @@ class Matcher:
 
 
 class OnlyTokens:
-    """A matcher of a text made of some tokens, which may be in a grammar too. Where the grammar allows none of them it
-    is the grammar that counts.
+    """A matcher of a text made of some tokens, which may be in a grammar too. Where the grammar
+    allows none of them it is the grammar that counts.
 
     Args:
         ids: the tokens; `width`: how many tokens a mask speaks of.
@@ -120,7 +137,8 @@ class OnlyTokens:
         self._matcher = matcher
 
     def advance(self, token: int) -> str | None:
-        """Say what is wrong with a token that was drawn: nothing, but where no token may come next."""
+        """Say what is wrong with a token that was drawn: nothing, but where no token may come
+        next."""
         if self._matcher is not None:
             return self._matcher.advance(token)
         allowed = self._bits[token // 8] >> (token % 8) & 1
@@ -135,14 +153,16 @@ class OnlyTokens:
 
 
 def allowed_tokens(matchers: Sequence[Matcher | OnlyTokens], vocab_size: int) -> np.ndarray:
-    """[m, vocab_size] bool: the tokens that each matcher lets come next. Ids beyond the tokenizer's are False."""
+    """[m, vocab_size] bool: the tokens that each matcher lets come next. Ids beyond the
+    tokenizer's are False."""
     bits = np.stack([matcher.allowed() for matcher in matchers])
     return np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(bool)
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """`unenforced`: keywords of its schemas that the grammar does not enforce, sorted; an answer may break them."""
+    """`unenforced`: keywords of its schemas that the grammar does not enforce, sorted; an answer
+    may break them."""
 
     start: LLMatcher
     unenforced: tuple[str, ...] = ()
@@ -154,20 +174,25 @@ class Grammars:
     Args:
         tokenizer: its table of bytes is built at the first use.
         vocab_size: width of the logits; may exceed the tokenizer's.
-        close_objects: objects of schemas that are not strict have no properties but those that they list.
+        close_objects: objects of schemas that are not strict have no properties but those that they
+            list.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", vocab_size: int, *, close_objects: bool = True) -> None:
+    def __init__(
+        self, tokenizer: "Tokenizer", vocab_size: int, *, close_objects: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._width = vocab_size
         self._close_objects = close_objects
         self._vocabulary: LLTokenizer | None = None
         self._kept: OrderedDict[Structure, Compiled] = OrderedDict()
         self._lock = threading.Lock()
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")  # one: slow grammars take one core
+        # one: slow grammars take one core
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     async def prepare(self, structures: Iterable[Structure | None]) -> None:
-        """Compiles, in a thread, what is not kept yet. Raises RequestError: what is wrong with it."""
+        """Compiles, in a thread, what is not kept yet. Raises RequestError: what is wrong with
+        it."""
         for structure in structures:
             if structure is not None and self._find(structure) is None:
                 await asyncio.wrap_future(self._start_compiling(structure))
@@ -180,17 +205,23 @@ class Grammars:
         return compiled.unenforced
 
     def matcher(self, structure: Structure, min_tokens: int, ends: Iterable[int]) -> Matcher:
-        """A matcher at the beginning of its grammar, compiled now if `prepare` did not do so. Raises as that."""
+        """A matcher at the beginning of its grammar, compiled now if `prepare` did not do so.
+        Raises as that."""
         compiled = self._find(structure) or self._start_compiling(structure).result()
         return Matcher(compiled.start.deep_copy(), min_tokens, ends, self._tokenizer.eos_token_ids)
 
-    def matcher_of(self, params: SamplingParams, ends: Iterable[int]) -> Matcher | OnlyTokens | None:
-        """The matcher of a request's grammar and of its `allowed_token_ids`. Raises as `prepare`."""
+    def matcher_of(
+        self, params: SamplingParams, ends: Iterable[int]
+    ) -> Matcher | OnlyTokens | None:
+        """The matcher of a request's grammar and of its `allowed_token_ids`. Raises as
+        `prepare`."""
         structure = params.structure
         matcher = None if structure is None else self.matcher(structure, params.min_tokens, ends)
         if not params.allowed_token_ids:
             return matcher
-        return OnlyTokens(params.allowed_token_ids, max(self._width, self._tokenizer.vocab_size), matcher)
+        return OnlyTokens(
+            params.allowed_token_ids, max(self._width, self._tokenizer.vocab_size), matcher
+        )
 
     def _find(self, structure: Structure) -> Compiled | None:
         with self._lock:
@@ -201,7 +232,8 @@ class Grammars:
 
     def _start_compiling(self, structure: Structure) -> "Future[Compiled]":
         with self._lock:
-            usual = threading.stack_size(COMPILER_STACK)  # of threads started from here on: the first task starts one
+            # of threads started from here on: the first task starts one
+            usual = threading.stack_size(COMPILER_STACK)
             try:
                 return self._compiler.submit(self._compile, structure)
             finally:
@@ -213,10 +245,17 @@ class Grammars:
         _check_size(structure)
         every = (structure, *structure.parts)
         forms = [self._form(each) for each in every]
-        compiled = Compiled(self._start(form for form, _ in forms), _names(lost for _, lost in forms))
+        compiled = Compiled(
+            self._start(form for form, _ in forms), _names(lost for _, lost in forms)
+        )
         if compiled.start.is_error():  # one of them has what the library cannot enforce
-            forms = [self._concede(each) if each.kind == "json_schema" else self._form(each) for each in every]
-            compiled = Compiled(self._start(form for form, _ in forms), _names(lost for _, lost in forms))
+            forms = [
+                self._concede(each) if each.kind == ("json_schema") else self._form(each)
+                for each in every
+            ]
+            compiled = Compiled(
+                self._start(form for form, _ in forms), _names(lost for _, lost in forms)
+            )
         if compiled.start.is_error():
             raise _refusal(structure, compiled.start.get_error())
         self._check_schemas(every)
@@ -226,31 +265,42 @@ class Grammars:
                 self._kept.popitem(last=False)
         return compiled
 
-    def _form(self, structure: Structure, **concession: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The library's form of a structure, without its parts, and the keywords that it lacks. Raises RequestError."""
+    def _form(
+        self, structure: Structure, **concession: Any
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The library's form of a structure, without its parts, and the keywords that it lacks.
+        Raises RequestError."""
         try:
             if structure.kind != "json_schema":
                 return _library_form(structure), ()
-            schema, lost = for_grammar(json.loads(structure.source), close=structure.strict or self._close_objects)
+            schema, lost = for_grammar(
+                json.loads(structure.source), close=structure.strict or self._close_objects
+            )
             if schema is False:
                 raise _refusal(structure, "no text matches it")
             defaults: Any = _ONE_LINE | concession
-            return json.loads(LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults))["grammars"][
-                0
-            ], lost
+            return json.loads(
+                LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults)
+            )["grammars"][0], lost
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
             # A keyword's value may have any type: this is somebody's JSON.
             raise _refusal(structure, str(error)) from error
 
     def _start(self, forms: Iterable[dict[str, Any]]) -> LLMatcher:
-        named = [form | {"name": f"part_{index - 1}" if index else "start"} for index, form in enumerate(forms)]
-        start = LLMatcher(self._read_vocabulary(), json.dumps({"grammars": named}), log_level=0, limits=_LIMITS)
+        named = [
+            form | {"name": (f"part_{index - 1}") if index else "start"}
+            for index, form in enumerate(forms)
+        ]
+        start = LLMatcher(
+            self._read_vocabulary(), json.dumps({"grammars": named}), log_level=0, limits=_LIMITS
+        )
         if not start.is_error():
             start.compute_bitmask()  # a grammar that matches no text at all shows here
         return start
 
     def _concede(self, structure: Structure) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The form of a schema with as few concessions as it takes. Raises RequestError: none helps."""
+        """The form of a schema with as few concessions as it takes. Raises RequestError: none
+        helps."""
         for concession in _CONCESSIONS:
             form, lost = self._form(structure, **concession)
             start = self._start([form])
@@ -273,22 +323,28 @@ class Grammars:
             source, ends = self._tokenizer.to_json(), sorted(self._tokenizer.eos_token_ids)
             if source is None or not ends:
                 lacking = "a fast tokenizer" if source is None else "an end token"
-                raise RequestError(f"structured output needs {lacking}, which this model does not have")
+                raise RequestError(
+                    f"structured output needs {lacking}, which this model does not have"
+                )
             width = max(self._width, self._tokenizer.vocab_size)
             source = _with_known_decoder(_as_ordinary_text(source, ends, self._tokenizer.word_of))
             try:
                 self._vocabulary = LLTokenizer(source, n_vocab=width, eos_token=ends)
             except ValueError as error:
-                raise RequestError(f"structured output cannot read this model's tokenizer: {error}") from error
+                raise RequestError(
+                    f"structured output cannot read this model's tokenizer: {error}"
+                ) from error
         return self._vocabulary
 
 
 def _as_ordinary_text(source: str, ends: Collection[int], word_of: Callable[[str], str]) -> str:
-    """A tokenizer.json whose added tokens that are not special ("<think>", "<tool_call>") are words of the vocabulary.
+    """A tokenizer.json whose added tokens that are not special ("<think>", "<tool_call>") are words
+    of the vocabulary.
 
-    llguidance 1.9 forces such a token where a grammar leaves nothing but its text, and then refuses it, because its
-    table has no text for added tokens. As words they have one; a forced text is then spelled with smaller tokens. Those
-    in `ends` stay as they are, and so do those of a vocabulary that is no mapping (Unigram's).
+    llguidance 1.9 forces such a token where a grammar leaves nothing but its text, and then refuses
+    it, because its table has no text for added tokens. As words they have one; a forced text is
+    then spelled with smaller tokens. Those in `ends` stay as they are, and so do those of a
+    vocabulary that is no mapping (Unigram's).
     """
     read = json.loads(source)
     vocabulary, added = read["model"].get("vocab"), read.get("added_tokens", [])
@@ -301,13 +357,16 @@ def _as_ordinary_text(source: str, ends: Collection[int], word_of: Callable[[str
 
 
 def _with_known_decoder(source: str) -> str:
-    """A tokenizer.json whose decoder llguidance 1.9 knows: Metaspace's in the parts that Llama 2's is made of."""
+    """A tokenizer.json whose decoder llguidance 1.9 knows: Metaspace's in the parts that Llama
+    2's is made of."""
     read = json.loads(source)
     decoder = read.get("decoder") or {}
     if decoder.get("type") != "Metaspace":
         return source
     space = {"type": "Replace", "pattern": {"String": decoder["replacement"]}, "content": " "}
-    return json.dumps(read | {"decoder": {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}]}})
+    return json.dumps(
+        read | {"decoder": {"type": "Sequence", "decoders": [space, {"type": ("ByteFallback")}]}}
+    )
 
 
 def _library_form(structure: Structure) -> dict[str, Any]:
@@ -319,7 +378,8 @@ def _library_form(structure: Structure) -> dict[str, Any]:
             return form
         case "choice":
             texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(source))
-            return {"lark_grammar": "start: TEXT\nTEXT: " + " | ".join(texts)}  # one lexeme: any number
+            # one lexeme: any number
+            return {"lark_grammar": "start: TEXT\nTEXT: " + " | ".join(texts)}
         case "grammar":
             return {"lark_grammar": grammar_from("grammar", source)}
         case _:
@@ -354,12 +414,16 @@ def _check_size(structure: Structure) -> None:
             raise _refusal(each, f"{size} characters, and at most {limit} are taken")
         if each.kind == "json_schema" and max(map(len, each.source.split('"'))) > MAX_STRING:
             raise _refusal(each, f"a string in it has more than {MAX_STRING} characters")
-    if (size := len(structure.source) + sum(len(part.source) for part in structure.parts)) > MAX_ANSWER:
+    if (
+        size := len(structure.source) + sum(len(part.source) for part in structure.parts)
+    ) > MAX_ANSWER:
         raise _refusal(structure, f"{size} characters, and at most {MAX_ANSWER} are taken")
 
 
 def _refusal(structure: Structure, reason: str) -> RequestError:
-    return RequestError(f"{structure.param}: {_plain(reason)}", param=structure.param, code="invalid_grammar")
+    return RequestError(
+        f"{structure.param}: {_plain(reason)}", param=structure.param, code=("invalid_grammar")
+    )
 
 
 def _plain(reason: str) -> str:

@@ -1,12 +1,14 @@
-"""A JSON schema as the grammar library can follow it, what gets lost on the way, and the check of that. No MLX.
+"""A JSON schema as the grammar library can follow it, what gets lost on the way, and the check of
+that. No MLX.
 
-    schema ─ for_grammar ─► what the library reads ─ grammar.py ─► grammar, and the keywords that it does not enforce
+    schema ─ for_grammar ─► what the library reads ─ grammar.py ─► grammar, and the keywords that it
+    does not enforce
            ─ violation(answer) ─► what is wrong with an answer whose schema has such keywords
 
-The library refuses keywords that it does not know. Some of them have a twin that it does know (`propertyNames`, zod's
-formats): those are written so. The others it leaves out when asked (`lenient`), and names them. Where the library takes
-more than the keyword means (leap seconds at any time, a local part of 100 characters), the grammar gets something
-narrower.
+The library refuses keywords that it does not know. Some of them have a twin that it does know
+(`propertyNames`, zod's formats): those are written so. The others it leaves out when asked
+(`lenient`), and names them. Where the library takes more than the keyword means (leap seconds at
+any time, a local part of 100 characters), the grammar gets something narrower.
 """
 
 import json
@@ -29,13 +31,19 @@ _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,31}"
 _LABEL = "[A-Za-z0-9]{1,20}(?:-[A-Za-z0-9]{1,20}){0,2}"
 _EMAIL = f"^{_ATOM}(?:\\.{_ATOM})?@(?:{_LABEL}\\.){{1,3}}[A-Za-z]{{2,10}}$"
 _CHARACTER = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=@]|%[0-9A-Fa-f]{2})"  # of a URI's path
-_SCHEME, _AUTHORITY = "[A-Za-z][A-Za-z0-9+.-]*:", f"//{_LABEL}(?:\\.{_LABEL})*(?::[0-9]{{1,4}})?(?:/{_CHARACTER}*)*"
+_SCHEME, _AUTHORITY = (
+    "[A-Za-z][A-Za-z0-9+.-]*:",
+    (f"//{_LABEL}(?:\\.{_LABEL})*(?::[0-9]{{1,4}})?(?:/{_CHARACTER}*)*"),
+)
 _PATH = f"/?(?:{_CHARACTER}+(?:/{_CHARACTER}*)*)?"
 _QUERY = f"(?:\\?(?:{_CHARACTER}|[:/?])*)?(?:#(?:{_CHARACTER}|[:/?])*)?"
-# Formats that the library does not know, or takes too widely, as regular expressions; None = any text. Where a schema
-# has a pattern beside such a format (zod's have), the pattern is the definition.
+# Formats that the library does not know, or takes too widely, as regular expressions; None = any
+# text. Where a schema has a pattern beside such a format (zod's have), the pattern is the
+# definition.
 FORMATS: Mapping[str, str | None] = {
-    **dict.fromkeys(("password", "binary", "path", "file-path", "directory-path", "float", "double")),
+    **dict.fromkeys(
+        ("password", "binary", "path", "file-path", "directory-path", "float", ("double"))
+    ),
     "base64": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
     "base64url": "^[A-Za-z0-9_-]*$",
     "cuid": "^[cC][0-9a-z]{8,}$",
@@ -62,7 +70,11 @@ FORMATS: Mapping[str, str | None] = {
     "xid": "^[0-9a-v]{20}$",
 }
 # What changes nothing.
-_SAYS_NOTHING: Mapping[str, Any] = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True}
+_SAYS_NOTHING: Mapping[str, Any] = {
+    "uniqueItems": False,
+    "unevaluatedItems": True,
+    "unevaluatedProperties": True,
+}
 # Parts of a regular expression: an escape, the opening of a group with a mark, or one character.
 _PATTERN_PART = re.compile(r"\\.|\(\?<?[=!>]|.", re.DOTALL)
 _NO_AUTOMATON = re.compile(r"\(\?(?:<?[=!]|>)|\\[1-9kbBc]")  # of those parts, outside of [...]
@@ -72,7 +84,10 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**63 - 1  # what the library takes
 _LARGEST_BOUND = 2**63 - 1024
 _SMALLEST_BOUND = 1e-6  # the library loses smaller ones
-_MAPS, _LISTS = ("properties", "patternProperties", "$defs", "definitions"), ("prefixItems", "anyOf", "oneOf", "allOf")
+_MAPS, _LISTS = (
+    ("properties", "patternProperties", "$defs", "definitions"),
+    ("prefixItems", "anyOf", "oneOf", ("allOf")),
+)
 _SINGLE = ("items", "additionalProperties")
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
@@ -80,8 +95,8 @@ LONGEST_REASON = 300  # characters
 BACKTRACKS = 100_000  # of a regular expression in `violation`
 NO_TEXT = "NoExtension"  # how the library begins to say that no text matches
 _BYTES = LLTokenizer("byte")
-# Drafts in which a schema without `$schema` is read: the newest in which it is one (`items` as a list is Draft 7's,
-# `exclusiveMinimum: true` Draft 4's).
+# Drafts in which a schema without `$schema` is read: the newest in which it is one (`items` as a
+# list is Draft 7's, `exclusiveMinimum: true` Draft 4's).
 _DRAFTS: tuple[Any, ...] = (None, jsonschema_rs.Draft7Validator, jsonschema_rs.Draft4Validator)
 
 
@@ -89,12 +104,15 @@ def for_grammar(schema: Any, *, close: bool) -> tuple[Any, tuple[str, ...]]:
     """Return the schema in the library's words, and the keywords that were left out.
 
     Args:
-        close: objects that list `properties` and do not speak of others have no others. Objects that are put together
-            of several schemas (`allOf`, a `$ref` beside `properties`) stay open: each part would forbid the others'.
+        close: objects that list `properties` and do not speak of others have no others. Objects
+            that are put together of several schemas (`allOf`, a `$ref` beside `properties`) stay
+            open: each part would forbid the others'.
 
     Raises RecursionError: nested too deeply.
     """
-    rewriter = _Rewriter(frozenset(_merged_references(schema)) if close else frozenset(), close=close)
+    rewriter = _Rewriter(
+        frozenset(_merged_references(schema)) if close else frozenset(), close=close
+    )
     return rewriter.rewrite(schema, "#", merged=False), tuple(rewriter.lost)
 
 
@@ -104,25 +122,34 @@ class _Rewriter:
         self._merged, self._close = merged_references, close
 
     def rewrite(self, schema: Any, place: str, *, merged: bool) -> Any:
-        """`place`: the JSON pointer of the schema; `merged`: it is one of several parts of an object."""
+        """`place`: the JSON pointer of the schema; `merged`: it is one of several parts of an
+        object."""
         if not isinstance(schema, dict):
             return schema
         if "not" in schema and schema["not"] in ({}, True):
             return False  # zod's z.never()
         merged = merged or place in self._merged or _parts(schema) > 1
         node = {
-            key: value for key, value in schema.items() if key not in _SAYS_NOTHING or value is not _SAYS_NOTHING[key]
+            key: value
+            for key, value in schema.items()
+            if key not in _SAYS_NOTHING or value is not _SAYS_NOTHING[key]
         }
         self._numbers(node, place)
         self._object(node, merged=merged)
         self._string(node)
         for key in _MAPS:
             if isinstance(node.get(key), dict):
-                node[key] = {n: self.rewrite(s, f"{place}/{key}/{n}", merged=False) for n, s in node[key].items()}
+                node[key] = {
+                    n: self.rewrite(s, f"{place}/{key}/{n}", merged=False)
+                    for n, s in node[key].items()
+                }
         for key in _LISTS:
             if isinstance(node.get(key), list):
                 inside = merged and key in _BRANCHES
-                node[key] = [self.rewrite(s, f"{place}/{key}/{i}", merged=inside) for i, s in enumerate(node[key])]
+                node[key] = [
+                    self.rewrite(s, f"{place}/{key}/{i}", merged=inside)
+                    for i, s in enumerate(node[key])
+                ]
         for key in _SINGLE:
             if key in node:
                 node[key] = self.rewrite(node[key], f"{place}/{key}", merged=False)
@@ -137,36 +164,67 @@ class _Rewriter:
             if type(value := node.get(key)) is int:
                 node[key] = _narrowed(value, up="inimum" in key)
         for key in (*_NUMBERS, "enum"):
-            for value in _numbers_in(node.get(key)) if key in ("const", "enum") else (node.get(key),):
+            for value in (
+                _numbers_in(node.get(key)) if key in ("const", ("enum")) else (node.get(key),)
+            ):
                 if isinstance(value, int) and not _SMALLEST_INTEGER <= value <= _LARGEST_INTEGER:
-                    raise ValueError(f"{place}/{key}: the grammar holds integers of 64 bits, and {value} is larger")
-                if isinstance(value, float) and key not in ("const", "enum") and 0 < abs(value) < _SMALLEST_BOUND:
+                    raise ValueError(
+                        f"{place}/{key}: the grammar holds integers of 64 bits, and {value} is"
+                        " larger"
+                    )
+                if (
+                    isinstance(value, float)
+                    and key not in ("const", "enum")
+                    and 0 < abs(value) < _SMALLEST_BOUND
+                ):
                     self.lost[key] = None
                 if isinstance(value, int) and int(float(value)) != value:
-                    raise ValueError(f"{place}/{key}: the grammar would round {value}: it has 53 bits for a number")
+                    raise ValueError(
+                        f"{place}/{key}: the grammar would round {value}: it has 53 bits for a"
+                        " number"
+                    )
 
     def _object(self, node: dict[str, Any], *, merged: bool) -> None:
         if "unevaluatedProperties" in node:
             if not merged and _parts(node) == ("properties" in node):
                 node.setdefault("additionalProperties", node.pop("unevaluatedProperties"))
-        elif self._close and not merged and "properties" in node and not any(key in node for key in _OTHERS):
+        elif (
+            self._close
+            and not merged
+            and "properties" in node
+            and not any(key in node for key in _OTHERS)
+        ):
             self._close_object(node)
         self._patterns_beside_properties(node)
         if merged and "patternProperties" in node and node.get("additionalProperties") is False:
-            self.lost["patternProperties"] = None  # the other parts may list all names of a pattern: a dead end
-        if _is_more_than_one(node.get("minProperties")) and node.get("additionalProperties") is not False:
-            self.lost["minProperties"] = None  # the grammar counts a name twice that is written twice
+            # the other parts may list all names of a pattern: a dead end
+            self.lost["patternProperties"] = None
+        if (
+            _is_more_than_one(node.get("minProperties"))
+            and node.get("additionalProperties") is not False
+        ):
+            # the grammar counts a name twice that is written twice
+            self.lost["minProperties"] = None
         names = node.get("propertyNames")
         if names is None:
             return
         others = node.get("additionalProperties", True)
-        alone = isinstance(names, dict) and "properties" not in node and "patternProperties" not in node
+        alone = (
+            isinstance(names, dict) and "properties" not in node and "patternProperties" not in node
+        )
         if names in ({}, True, {"type": "string"}):
             pass
         elif alone and _is_keyword(names, "pattern", str) and not _looks_around(names["pattern"]):
             node |= {"patternProperties": {names["pattern"]: others}, "additionalProperties": False}
-        elif alone and _is_keyword(names, "enum", list) and all(isinstance(name, str) for name in names["enum"]):
-            node |= {"properties": dict.fromkeys(names["enum"], others), "additionalProperties": False}
+        elif (
+            alone
+            and _is_keyword(names, "enum", list)
+            and all(isinstance(name, str) for name in names[("enum")])
+        ):
+            node |= {
+                "properties": dict.fromkeys(names["enum"], others),
+                "additionalProperties": False,
+            }
         else:
             return
         del node["propertyNames"]
@@ -180,7 +238,8 @@ class _Rewriter:
         node["additionalProperties"] = False
 
     def _patterns_beside_properties(self, node: dict[str, Any]) -> None:
-        """Drops a pattern all of whose names are listed: the library opens another property that it then cannot name.
+        """Drops a pattern all of whose names are listed: the library opens another property that it
+        then cannot name.
 
         What the pattern says of those names is added to theirs.
         """
@@ -227,8 +286,8 @@ def _numbers_in(value: Any) -> Iterator[int | float]:
 
 
 def _narrowed(value: int, *, up: bool) -> int:
-    """The next integer inwards that the library holds: a double, of a size that it has digits for (int64's ends are
-    beyond). A bound that leaves nothing stays as it is."""
+    """The next integer inwards that the library holds: a double, of a size that it has digits
+    for (int64's ends are beyond). A bound that leaves nothing stays as it is."""
     value = max(value, -_LARGEST_BOUND) if up else min(value, _LARGEST_BOUND)
     if not -_LARGEST_BOUND <= value <= _LARGEST_BOUND:
         return value
@@ -268,17 +327,21 @@ def _pattern_parts(pattern: str) -> Iterator[tuple[str, bool]]:
 
 
 def _looks_around(pattern: Any) -> bool:
-    """Whether no automaton follows a regular expression: look-around, a back-reference, the edge of a word."""
+    """Whether no automaton follows a regular expression: look-around, a back-reference, the edge
+    of a word."""
     return isinstance(pattern, str) and any(
-        not inside and _NO_AUTOMATON.match(part) is not None for part, inside in _pattern_parts(pattern)
+        not inside and _NO_AUTOMATON.match(part) is not None
+        for part, inside in _pattern_parts(pattern)
     )
 
 
 def _with_plain_spaces(pattern: str) -> str:
-    """The regular expression with the spaces on which Rust and ECMAScript agree (\\x85 is one in Rust only)."""
+    """The regular expression with the spaces on which Rust and ECMAScript agree (\\x85 is one in
+    Rust only)."""
     wide, narrow = "\\s", f"[{_SPACES}]"
     return "".join(
-        (_SPACES if inside else narrow) if part == wide else part for part, inside in _pattern_parts(pattern)
+        (_SPACES if inside else narrow) if part == wide else part
+        for part, inside in _pattern_parts(pattern)
     )
 
 
@@ -288,14 +351,23 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _names_only(pattern: str, names: Iterable[str]) -> bool:
-    """Whether a pattern matches no text but these names: it stands between anchors, and without them matches none."""
+    """Whether a pattern matches no text but these names: it stands between anchors, and without
+    them matches none."""
     parts = [part for part, inside in _pattern_parts(pattern) if not inside]
-    depth = [sum(part[0] == "(" for part in parts[:i]) - parts[:i].count(")") for i in range(len(parts))]
-    if parts[:1] != ["^"] or parts[-1:] != ["$"] or any(p == "|" and not d for p, d in zip(parts, depth, strict=True)):
+    depth = [
+        sum(part[0] == "(" for part in parts[:i]) - parts[:i].count(")") for i in range(len(parts))
+    ]
+    if (
+        parts[:1] != ["^"]
+        or parts[-1:] != ["$"]
+        or any(p == "|" and not d for p, d in zip(parts, depth, strict=True))
+    ):
         return False
     inside = pattern[1:-1].replace("\\/", "/").replace("/", "\\/")
     others = "".join(f" & ~{json.dumps(name, ensure_ascii=False)}" for name in names)
-    start = LLMatcher(_BYTES, LLMatcher.grammar_from_lark(f"start: NAME\nNAME: /{inside}/{others}"), log_level=0)
+    start = LLMatcher(
+        _BYTES, LLMatcher.grammar_from_lark(f"start: NAME\nNAME: /{inside}/{others}"), log_level=0
+    )
     if not start.is_error():
         start.compute_bitmask()  # a grammar that matches no text at all shows here
     return start.is_error() and start.get_error().startswith(NO_TEXT)
@@ -303,7 +375,11 @@ def _names_only(pattern: str, names: Iterable[str]) -> bool:
 
 def _parts(schema: Mapping[str, Any]) -> int:
     """How many schemas an object is put together of."""
-    branches = sum(len(schema[key]) if key == "allOf" else 1 for key in _BRANCHES if isinstance(schema.get(key), list))
+    branches = sum(
+        len(schema[key]) if key == ("allOf") else 1
+        for key in _BRANCHES
+        if isinstance(schema.get(key), list)
+    )
     return branches + ("$ref" in schema) + ("properties" in schema)
 
 
@@ -347,7 +423,8 @@ def _target(root: Any, reference: str) -> Any:
 
 
 def violation(source: str, answer: str) -> str | None:
-    """Return what is wrong with an answer, by the first place in it; None when it follows the schema `source`.
+    """Return what is wrong with an answer, by the first place in it; None when it follows the
+    schema `source`.
 
     Raises ValueError: this is no JSON schema.
     """

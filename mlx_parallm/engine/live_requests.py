@@ -1,6 +1,7 @@
 """The requests that have not ended, and the events that their clients receive. No MLX.
 
-`Engine` reports what happened to a sequence; `LiveRequests` turns that into events (deltas, the end of a request).
+`Engine` reports what happened to a sequence; `LiveRequests` turns that into events (deltas, the end
+of a request).
 """
 
 from collections.abc import Iterator
@@ -121,9 +122,12 @@ class LiveRequests:
             self._emit_delta(live, sequence)
         self._finish_if_done(live)
 
-    def end_unfinished(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
-        """Ends what is left of a request, wherever its sequences are; the scheduler frees rows and queue later. Choices
-        that have ended and wait for the prompt's scores get this reason too: the answer is incomplete without them."""
+    def end_unfinished(
+        self, live: LiveRequest, reason: FinishReason, error: str | None = None
+    ) -> None:
+        """Ends what is left of a request, wherever its sequences are; the scheduler frees rows
+        and queue later. Choices that have ended and wait for the prompt's scores get this reason
+        too: the answer is incomplete without them."""
         for sequence in live.sequences if live.scoring else ():
             if sequence.finished:
                 sequence.finish(reason, error=error)
@@ -184,7 +188,8 @@ class LiveRequests:
 
 @contextmanager
 def own_failure(sequence: Sequence) -> Iterator[None]:
-    """Whatever a sequence's text raises (a tokenizer may raise anything) ends that sequence and no other."""
+    """Whatever a sequence's text raises (a tokenizer may raise anything) ends that sequence and
+    no other."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - boundary: one request's text must not end the engine

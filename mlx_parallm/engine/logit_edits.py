@@ -1,8 +1,10 @@
-"""A request's changes to its logits, kept sparse: a few hundred (token, bias, penalties) entries a row. No MLX.
+"""A request's changes to its logits, kept sparse: a few hundred (token, bias, penalties) entries a
+row. No MLX.
 
-Penalties, bias and forbidden tokens touch the tokens that were seen or named, never the whole vocabulary, so a step
-gathers those logits, edits and writes them back. Order and formulas are vLLM's: forbidden (min_tokens) and bias first,
-then repetition (over prompt and output; Keskar et al. 2019, arXiv:1909.05858), then frequency and presence (output).
+Penalties, bias and forbidden tokens touch the tokens that were seen or named, never the whole
+vocabulary, so a step gathers those logits, edits and writes them back. Order and formulas are
+vLLM's: forbidden (min_tokens) and bias first, then repetition (over prompt and output; Keskar et
+al. 2019, arXiv:1909.05858), then frequency and presence (output).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +19,11 @@ _COLUMNS = 16
 
 @dataclass(frozen=True)
 class EditTable:
-    """The edits of R rows, padded to K entries each by repeating an entry: the write back is then idempotent.
+    """The edits of R rows, padded to K entries each by repeating an entry: the write back is then
+    idempotent.
 
-    tokens [R, K] int32 · bias [R, K] float32 (-inf = forbidden) · repetition [R, K] float32, 1 = none ·
-    subtract [R, K] float32: frequency × count + presence.
+    tokens [R, K] int32 · bias [R, K] float32 (-inf = forbidden) · repetition [R, K] float32, 1 =
+    none · subtract [R, K] float32: frequency × count + presence.
     """
 
     tokens: np.ndarray
@@ -32,8 +35,8 @@ class EditTable:
 class LogitEdits:
     """One sequence's edits; `add_output` after every token, O(1).
 
-    `bad_words`: token ids of texts that must not come up: the last one is forbidden where the others have just been
-    drawn (the prompt does not count, as in vLLM).
+    `bad_words`: token ids of texts that must not come up: the last one is forbidden where the
+    others have just been drawn (the prompt does not count, as in vLLM).
     """
 
     def __init__(
@@ -88,7 +91,8 @@ class LogitEdits:
             self._count[place] += 1
 
     def forbids(self, token: int) -> bool:
-        """Whether the token may not come next. It was drawn all the same where every token is forbidden."""
+        """Whether the token may not come next. It was drawn all the same where every token is
+        forbidden."""
         place = self._place.get(token)
         if place is None:
             return False
@@ -96,7 +100,11 @@ class LogitEdits:
         return early or place in self._bad_places()
 
     def _bad_places(self) -> list[int]:
-        return [place for before, place in self._bad if self._last[len(self._last) - len(before) :] == before]
+        return [
+            place
+            for before, place in self._bad
+            if self._last[len(self._last) - len(before) :] == before
+        ]
 
     @property
     def size(self) -> int:
@@ -137,7 +145,12 @@ def stack_edits(edits: list[LogitEdits]) -> EditTable:
     width = -(-max(edit.size for edit in edits) // _COLUMNS) * _COLUMNS
     columns = [edit.columns() for edit in edits]
     stacked = [
-        np.stack([np.concatenate([row[c], np.repeat(row[c][:1], width - len(row[c]))]) for row in columns])
+        np.stack(
+            [
+                np.concatenate([row[c], np.repeat(row[c][:1], width - len(row[c]))])
+                for row in columns
+            ]
+        )
         for c in range(4)
     ]
     return EditTable(*stacked)
@@ -146,7 +159,8 @@ def stack_edits(edits: list[LogitEdits]) -> EditTable:
 def spellings(word: str, encode: Callable[[str], list[int]]) -> list[tuple[int, ...]]:
     """Token ids of a bad word: alone, and behind a space, where that is another first token.
 
-    vLLM leaves the second out where it is not as many tokens as the first: SentencePiece's `▁world` beside `wor` `ld`.
+    vLLM leaves the second out where it is not as many tokens as the first: SentencePiece's `▁world`
+    beside `wor` `ld`.
 
     Args:
         encode: to the tokens that a text has inside another.

@@ -1,15 +1,17 @@
-"""Carries out a `SchedulerOutput` on the model: row moves, chunks of prefill, one decoded token for every row.
+"""Carries out a `SchedulerOutput` on the model: row moves, chunks of prefill, one decoded token for
+every row.
 
-The prefill and the decode step are unmodified mlx-lm forwards over our caches. Only keys and values of a prefill are
-ever evaluated (MLX is lazy), and the last token of each prompt is fed by the decode step, so the head is computed for
-one position a row. `launch` builds the step's graph under the weight lock; `collect` evaluates it outside of the lock
-and reads it: the step's one host sync. `launch_after` builds and starts step N + 1 before N is read, from the tokens
-that N samples: what Python does for a step is then hidden behind a device that computes beside it
+The prefill and the decode step are unmodified mlx-lm forwards over our caches. Only keys and values
+of a prefill are ever evaluated (MLX is lazy), and the last token of each prompt is fed by the
+decode step, so the head is computed for one position a row. `launch` builds the step's graph under
+the weight lock; `collect` evaluates it outside of the lock and reads it: the step's one host sync.
+`launch_after` builds and starts step N + 1 before N is read, from the tokens that N samples: what
+Python does for a step is then hidden behind a device that computes beside it
 (server.async_scheduling). A row that ends with N has computed N + 1 in vain; nobody reads it.
 
-A step that failed leaves keys and values doubtful. `rebuild` then computes a row again, from its sequence's tokens and
-alone, and tries its next step too: a sequence that raises there is the cause, and fails alone. This costs one prefill a
-row and happens after a failure only.
+A step that failed leaves keys and values doubtful. `rebuild` then computes a row again, from its
+sequence's tokens and alone, and tries its next step too: a sequence that raises there is the cause,
+and fails alone. This costs one prefill a row and happens after a failure only.
 """
 
 import copy
@@ -35,7 +37,8 @@ from mlx_parallm.weights import SharedWeights, WeightsView
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step's graph: the decoding rows, their policy version, and the arrays that the host will read."""
+    """A step's graph: the decoding rows, their policy version, and the arrays that the host will
+    read."""
 
     rows: tuple[Sequence, ...]
     version: int
@@ -86,11 +89,14 @@ class ModelRunner:
         self._max_row_tokens: int | None = None  # of the last plan
 
     def move_rows(self, plan: SchedulerOutput) -> None:
-        """Carries out what needs no weights, before the lock is taken: rows into the prefix cache, then the moves."""
+        """Carries out what needs no weights, before the lock is taken: rows into the prefix
+        cache, then the moves."""
         kept: list[mx.array] = []
         for save in plan.saves:
             if save.segment is not None:
-                save.segment.arrays = self._cache.read(save.row, save.segment.start, save.segment.stop)
+                save.segment.arrays = self._cache.read(
+                    save.row, save.segment.start, save.segment.stop
+                )
                 kept += save.segment.arrays
             if save.of is not None:
                 save.of.snapshots[save.position] = self._cache.read_states(save.row)
@@ -98,7 +104,9 @@ class ModelRunner:
         mx.eval(kept)
         if plan.moves:
             longest = max(move.length for move in plan.moves)
-            self._cache.move_rows([move.source for move in plan.moves], [move.target for move in plan.moves], longest)
+            self._cache.move_rows(
+                [move.source for move in plan.moves], [move.target for move in plan.moves], longest
+            )
         self._cache.truncate(plan.kept)
         for chunk in plan.prefill:
             if chunk.prompts:
@@ -107,7 +115,8 @@ class ModelRunner:
         if plan.rows:
             self._cache.reserve([sequence.cached for sequence in plan.rows], plan.max_row_tokens)
         elif plan.prefill and not plan.kept and not any(chunk.prompts for chunk in plan.prefill):
-            self._cache.shrink_to([])  # no row is left: their room is the prompt's, which has none of its own yet
+            # no row is left: their room is the prompt's, which has none of its own yet
+            self._cache.shrink_to([])
 
     def launch(self, plan: SchedulerOutput, view: WeightsView) -> LaunchedStep:
         """Builds the step's graph under the read lock of `view`; nothing is evaluated here."""
@@ -120,20 +129,28 @@ class ModelRunner:
         tokens = mx.array([sequence.next_token for sequence in rows], dtype=mx.int32)
         batch, sampled = self._sample(rows, tokens, 0)
         pending += sampled.arrays + self._cache.unread
-        return LaunchedStep(rows, view.policy_version, batch, sampled, pending, plan.prefilled_tokens)
+        return LaunchedStep(
+            rows, view.policy_version, batch, sampled, pending, plan.prefilled_tokens
+        )
 
     def make_room_after(self, step: LaunchedStep) -> None:
-        """Starts `step`, and gives its rows room for another token. Needs no weights; may wait for the device."""
+        """Starts `step`, and gives its rows room for another token. Needs no weights; may wait
+        for the device."""
         assert step.sampled is not None
         mx.async_eval(step.pending)
-        step.pending[:] = step.sampled.arrays  # keys and values that somebody else holds would be copied when written
-        self._cache.reserve([sequence.cached + 1 for sequence in _by_row(step)], self._max_row_tokens)
+        # keys and values that somebody else holds would be copied when written
+        step.pending[:] = step.sampled.arrays
+        self._cache.reserve(
+            [sequence.cached + 1 for sequence in _by_row(step)], self._max_row_tokens
+        )
 
     def launch_after(self, step: LaunchedStep, view: WeightsView) -> LaunchedStep:
-        """Builds and starts the step after `step`, of the same rows, fed with the tokens that `step` draws.
+        """Builds and starts the step after `step`, of the same rows, fed with the tokens that
+        `step` draws.
 
-        `make_room_after` was called. The caller knows that these rows are all rows, that none ends by its length, and
-        that no row's logits depend on a token that was not read (a grammar, penalties).
+        `make_room_after` was called. The caller knows that these rows are all rows, that none ends
+        by its length, and that no row's logits depend on a token that was not read (a grammar,
+        penalties).
         """
         assert step.sampled is not None
         rows = self._begin(_by_row(step), 1)
@@ -142,19 +159,27 @@ class ModelRunner:
             place = {id(sequence): index for index, sequence in enumerate(step.rows)}
             tokens = mx.take(tokens, mx.array([place[id(sequence)] for sequence in rows]))
         batch, sampled = self._sample(rows, tokens, 1)
-        following = LaunchedStep(rows, view.policy_version, batch, sampled, sampled.arrays + self._cache.unread)
+        following = LaunchedStep(
+            rows, view.policy_version, batch, sampled, sampled.arrays + self._cache.unread
+        )
         mx.async_eval(following.pending)
         return following
 
     def collect(self, step: LaunchedStep) -> list[SampledToken]:
-        """Waits for the step and reads it: the one host sync. A row's log-probability is NaN when its logits were."""
+        """Waits for the step and reads it: the one host sync. A row's log-probability is NaN
+        when its logits were."""
         mx.eval(step.pending)
         if step.sampled is None or step.batch is None:
             return []
-        tokens, logprobs = np.array(step.sampled.tokens).tolist(), np.array(step.sampled.logprobs).tolist()
+        tokens, logprobs = (
+            np.array(step.sampled.tokens).tolist(),
+            np.array(step.sampled.logprobs).tolist(),
+        )
         processed: dict[int, float] = {}
         if step.sampled.processed is not None:
-            processed = dict(zip(step.batch.reshaped, np.array(step.sampled.processed).tolist(), strict=True))
+            processed = dict(
+                zip(step.batch.reshaped, np.array(step.sampled.processed).tolist(), strict=True)
+            )
         top: dict[int, tuple[TopLogprob, ...]] = {}
         if step.sampled.top_tokens is not None and step.sampled.top_logprobs is not None:
             ordered = ordered_alternatives(step.sampled.top_tokens, step.sampled.top_logprobs)
@@ -166,18 +191,22 @@ class ModelRunner:
         ]
 
     def reset(self) -> None:
-        """After a failed step, or when idle: drops rows, adapter stacks and what the last batch held."""
+        """After a failed step, or when idle: drops rows, adapter stacks and what the last batch
+        held."""
         self._cache.clear()
         self._rows, self._batch = (), None
         self._lora.release()
 
     def _begin(self, by_row: SequenceOf[Sequence], ahead: int) -> tuple[Sequence, ...]:
-        """Prepares a decode step, `ahead` tokens after what was read. Returns the rows in the order of its batch."""
+        """Prepares a decode step, `ahead` tokens after what was read. Returns the rows in the
+        order of its batch."""
         self._cache.begin_step([sequence.cached + ahead for sequence in by_row])
         order = self._cache.order
         return tuple(by_row) if order is None else tuple([by_row[row] for row in order])
 
-    def _sample(self, rows: tuple[Sequence, ...], tokens: mx.array, ahead: int) -> tuple[SamplingBatch, Sampled]:
+    def _sample(
+        self, rows: tuple[Sequence, ...], tokens: mx.array, ahead: int
+    ) -> tuple[SamplingBatch, Sampled]:
         """Feeds each row its token, and draws the next one."""
         batch = self._sampling_batch(rows)
         logits = self._decode(rows, tokens)
@@ -194,7 +223,8 @@ class ModelRunner:
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
     def rebuild(self, sequence: Sequence, row: int) -> None:
-        """Computes the sequence's prompt and output without its newest token, and puts that into `row`.
+        """Computes the sequence's prompt and output without its newest token, and puts that into
+        `row`.
 
         Raises whatever the model or the sampler raises on it.
         """
@@ -202,7 +232,9 @@ class ModelRunner:
         length = len(tokens) - 1
         caches = self._cache.new_prefill(len(tokens))
         for start in range(0, length, self._prefill_chunk):
-            self._forward(tokens[start : min(start + self._prefill_chunk, length)], sequence.adapter, caches)
+            self._forward(
+                tokens[start : min(start + self._prefill_chunk, length)], sequence.adapter, caches
+            )
             mx.eval(arrays_of(caches))
         logits = self._forward(tokens[-1:], sequence.adapter, copy.deepcopy(caches))
         mx.eval(sample(logits, SamplingBatch((sequence,)), [len(sequence.tokens)]).arrays)
@@ -215,7 +247,9 @@ class ModelRunner:
         """Computes one token of the base alone. Raises when the model cannot compute at all."""
         mx.eval(self._forward([0], None, self._cache.new_prefill(1)))
 
-    def _forward(self, tokens: list[int], adapter: AdapterSlot | None, caches: list[Any]) -> mx.array:
+    def _forward(
+        self, tokens: list[int], adapter: AdapterSlot | None, caches: list[Any]
+    ) -> mx.array:
         """Logits [1, V] of the last token."""
         with self._weights.read():
             self._lora.activate([adapter])
@@ -231,7 +265,9 @@ class ModelRunner:
                 row.prefix = ()
             return []
         if not prefill.caches:
-            prefill.caches = self._cache.new_prefill(prefill.length, [row.prefix for row in prefill.rows])
+            prefill.caches = self._cache.new_prefill(
+                prefill.length, [row.prefix for row in prefill.rows]
+            )
             for row in prefill.rows:
                 row.prefix = ()
         if chunk.stop > chunk.start:
@@ -249,10 +285,13 @@ class ModelRunner:
         return kept + arrays_of(prefill.caches)
 
     def _keep(self, caches: list[Any], save: PrefixSave) -> list[mx.array]:
-        """Puts what a prefill of one row has computed into the prefix cache; returns arrays to be evaluated."""
+        """Puts what a prefill of one row has computed into the prefix cache; returns arrays to
+        be evaluated."""
         kept: list[mx.array] = []
         if save.segment is not None:
-            save.segment.arrays = self._cache.read_prefill(caches, save.segment.start, save.segment.stop)
+            save.segment.arrays = self._cache.read_prefill(
+                caches, save.segment.start, save.segment.stop
+            )
             kept += save.segment.arrays
         if save.of is not None:
             save.of.snapshots[save.position] = states_of(caches)

@@ -1,4 +1,5 @@
-"""The text of one choice: incremental decoding, stop strings, and what of it a stream may already show. No MLX."""
+"""The text of one choice: incremental decoding, stop strings, and what of it a stream may
+already show. No MLX."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,9 +11,10 @@ if TYPE_CHECKING:
 class OutputText:
     """Text of the tokens so far, cut before a stop string.
 
-    A stop string may begin in one token and end in a later one, so text that could be its beginning is held back from
-    `take` until it is decided. Without stop strings and without a stream nothing is decoded until `finish`: the engine
-    thread then does that work once, off the path of the decode step.
+    A stop string may begin in one token and end in a later one, so text that could be its beginning
+    is held back from `take` until it is decided. Without stop strings and without a stream nothing
+    is decoded until `finish`: the engine thread then does that work once, off the path of the
+    decode step.
 
     Args:
         detokenizer: makes a fresh incremental decoder.
@@ -35,21 +37,28 @@ class OutputText:
     )
 
     def __init__(
-        self, detokenizer: "Callable[[], Detokenizer]", stop: tuple[str, ...], *, include_stop: bool, eager: bool
+        self,
+        detokenizer: "Callable[[], Detokenizer]",
+        stop: tuple[str, ...],
+        *,
+        include_stop: bool,
+        eager: bool,
     ) -> None:
         self._make = detokenizer
         self._decoder: Detokenizer | None = None
         self._stop = stop
         self._include_stop = include_stop
         self._eager = eager or bool(stop)
-        self._lookback = max((len(text) for text in stop), default=1) - 1  # characters that may begin a stop string
+        # characters that may begin a stop string
+        self._lookback = max((len(text) for text in stop), default=1) - 1
         self._lazy: list[int] = []
         self._text = ""
         self._taken = 0
         self._done = False
 
     def add(self, token_id: int, *, check_stop: bool = True) -> str | None:
-        """Takes the next token; returns the stop string that it completed, if any (the text is then cut and final)."""
+        """Takes the next token; returns the stop string that it completed, if any (the text is
+        then cut and final)."""
         if not self._eager:
             self._lazy.append(token_id)
             return None
@@ -66,12 +75,15 @@ class OutputText:
         return shown
 
     def finish(self) -> str:
-        """Ends the text and returns all of it; an unfinished character shows as U+FFFD. Idempotent."""
+        """Ends the text and returns all of it; an unfinished character shows as U+FFFD.
+        Idempotent."""
         if self._done:
             return self._text
         if self._lazy:
             decoder = self._make()
-            self._text = "".join([decoder.add(token_id) for token_id in self._lazy]) + decoder.finish()
+            self._text = (
+                "".join([decoder.add(token_id) for token_id in self._lazy]) + decoder.finish()
+            )
         elif self._decoder is not None:
             self._append(self._decoder.finish(), check_stop=False)
         self._done = True
@@ -86,11 +98,15 @@ class OutputText:
         self._text += new
         if not (check_stop and new and self._stop):
             return None
-        begins = ((max(0, before - len(text) + 1), text) for text in self._stop)  # a match ends in what is new
-        matches = [(at, text) for begin, text in begins if (at := self._text.find(text, begin)) >= 0]
+        # a match ends in what is new
+        begins = ((max(0, before - len(text) + 1), text) for text in self._stop)
+        matches = [
+            (at, text) for begin, text in begins if (at := self._text.find(text, begin)) >= 0
+        ]
         if not matches:
             return None
-        at, text = min(matches, key=lambda match: match[0])  # the first in the text; on a tie the first in the request
+        # the first in the text; on a tie the first in the request
+        at, text = min(matches, key=lambda match: match[0])
         self._text = self._text[: at + (len(text) if self._include_stop else 0)]
         self._done = True
         return text

@@ -1,11 +1,14 @@
-"""Draw one token for every row in one vectorised call; each row has its own parameters and its own random stream.
+"""Draw one token for every row in one vectorised call; each row has its own parameters and its own
+random stream.
 
-`SamplingBatch` holds the rows' parameters as arrays and is made again only when the rows change. The order is vLLM's:
-tokens outside of the grammar → forbidden tokens and bias → penalties → temperature → min_p → top_k → top_p → draw.
+`SamplingBatch` holds the rows' parameters as arrays and is made again only when the rows change.
+The order is vLLM's: tokens outside of the grammar → forbidden tokens and bias → penalties →
+temperature → min_p → top_k → top_p → draw.
 
-Every row draws with the key f(random stream of the sequence, number of the token), so a seeded request gives the same
-tokens whatever else is in the batch. Its log-probability is that of softmax(logits / temperature) before all filters;
-rows that reshape the distribution get the log-probability of the distribution that was really drawn from beside it.
+Every row draws with the key f(random stream of the sequence, number of the token), so a seeded
+request gives the same tokens whatever else is in the batch. Its log-probability is that of
+softmax(logits / temperature) before all filters; rows that reshape the distribution get the
+log-probability of the distribution that was really drawn from beside it.
 """
 
 from dataclasses import dataclass
@@ -27,11 +30,13 @@ _OFF = 2.0  # a top_p that keeps everything, beyond what rounding of the cumulat
 
 @dataclass(frozen=True)
 class BlockedLogits:
-    """Logits in blocks of 128 tokens, for both the draw and the normaliser of the log-probability in one pass.
+    """Logits in blocks of 128 tokens, for both the draw and the normaliser of the log-probability
+    in one pass.
 
-    A token is drawn in two stages, the block by its mass and the token within its block, each by Gumbel's maximum
-    (`mx.random.categorical`): the distribution is the same as over the whole vocabulary, with (V / 128 + 128) random
-    numbers and logarithms a row instead of V. Times: docs/benchmarks/serving.md.
+    A token is drawn in two stages, the block by its mass and the token within its block, each by
+    Gumbel's maximum (`mx.random.categorical`): the distribution is the same as over the whole
+    vocabulary, with (V / 128 + 128) random numbers and logarithms a row instead of V. Times:
+    docs/benchmarks/serving.md.
 
     logits [n, N, 128] float32 in N = ⌈V / 128⌉ blocks, padded with -inf; largest [n, 1];
     masses [n, N]: Σ exp(x - largest) over a block.
@@ -59,7 +64,8 @@ class BlockedLogits:
         return mx.log(self.masses.sum(axis=-1)) + self.largest.squeeze(-1)
 
     def draw(self, keys: mx.array) -> mx.array:
-        """[n] tokens, each with its own key of `keys` [n, 2] uint32. One of mass 0 is never drawn."""
+        """[n] tokens, each with its own key of `keys` [n, 2] uint32. One of mass 0 is never
+        drawn."""
         return _draw(mx.log(self.masses), self.logits, keys)
 
 
@@ -77,8 +83,9 @@ _draw = mx.vmap(_draw_row)
 class Sampled:
     """Pending arrays of one step; `arrays` are what the host reads. n rows.
 
-    tokens [n] int32 · logprobs [n] float32 · processed [p] float32 for the rows `SamplingBatch.reshaped` ·
-    top_tokens, top_logprobs [t, K] for the rows `SamplingBatch.wants_top`, unordered.
+    tokens [n] int32 · logprobs [n] float32 · processed [p] float32 for the rows
+    `SamplingBatch.reshaped` · top_tokens, top_logprobs [t, K] for the rows
+    `SamplingBatch.wants_top`, unordered.
     """
 
     tokens: mx.array
@@ -96,7 +103,8 @@ class Sampled:
 class SamplingBatch:
     """The parameters of the rows of a step, as arrays.
 
-    `processed_alternatives`: the likeliest tokens are those of the distribution that is drawn from, after all filters.
+    `processed_alternatives`: the likeliest tokens are those of the distribution that is drawn from,
+    after all filters.
     """
 
     def __init__(self, rows: tuple[Sequence, ...], *, processed_alternatives: bool = False) -> None:
@@ -104,7 +112,9 @@ class SamplingBatch:
         params = [sequence.params for sequence in rows]
         temperatures = np.array([p.temperature or 1.0 for p in params], np.float32)
         greedy = np.array([p.temperature == 0.0 for p in params])
-        self.temperature: mx.array | float = 1.0 if (temperatures == 1.0).all() else mx.array(temperatures)
+        self.temperature: mx.array | float = (
+            1.0 if (temperatures == 1.0).all() else mx.array(temperatures)
+        )
         self.all_greedy, self.any_greedy = bool(greedy.all()), bool(greedy.any())
         self.greedy = mx.array(greedy)
         self.streams = np.array([sequence.random_stream for sequence in rows], np.uint64)
@@ -152,7 +162,8 @@ def sample(logits: mx.array, batch: SamplingBatch, positions: list[int]) -> Samp
 
 
 def random_keys(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[n, 2] uint32: output number `positions` of the splitmix64 generators started at `streams` (both [n] uint64)."""
+    """[n, 2] uint32: output number `positions` of the splitmix64 generators started at `streams`
+    (both [n] uint64)."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         x = streams + (positions + np.uint64(1)) * golden
@@ -188,7 +199,9 @@ def _edit(logits: mx.array, batch: SamplingBatch) -> mx.array:
     index, tokens = mx.array(rows)[:, None], mx.array(table.tokens)
     repetition = mx.array(table.repetition)
     chosen = logits[index, tokens] + mx.array(table.bias)
-    chosen = mx.where(chosen > 0, chosen / repetition, chosen * repetition) - mx.array(table.subtract)
+    chosen = mx.where(chosen > 0, chosen / repetition, chosen * repetition) - mx.array(
+        table.subtract
+    )
     edited = logits * 1.0  # the raw logits stay: the plain log-probability is theirs
     edited[index, tokens] = chosen
     return edited
@@ -197,15 +210,19 @@ def _edit(logits: mx.array, batch: SamplingBatch) -> mx.array:
 def _alternatives(
     logits: mx.array, blocks: BlockedLogits, batch: SamplingBatch
 ) -> tuple[mx.array | None, mx.array | None]:
-    """The likeliest tokens of [n, V] logits; the sampled token has the log-probability that is reported for it."""
+    """The likeliest tokens of [n, V] logits; the sampled token has the log-probability that is
+    reported for it."""
     if not batch.wants_top:
         return None, None
     index = mx.array(batch.wants_top)
     return top_logprobs(logits[index], batch.top_count, blocks.logsumexp[index])
 
 
-def top_logprobs(logits: mx.array, count: int, normalizer: mx.array | None = None) -> tuple[mx.array, mx.array]:
-    """The `count` likeliest tokens and their log-probabilities, unordered: [..., V] float32 → two [..., count].
+def top_logprobs(
+    logits: mx.array, count: int, normalizer: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """The `count` likeliest tokens and their log-probabilities, unordered: [..., V] float32 → two
+    [..., count].
 
     normalizer: [...], logsumexp of the logits where it is known already.
     """
@@ -231,7 +248,9 @@ class _Filter:
     """min_p, top_k and top_p of the rows that have any of them."""
 
     def __init__(self, params: list[SamplingParams]) -> None:
-        filtered = [i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0]
+        filtered = [
+            i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0
+        ]
         self._all = len(filtered) == len(params)
         self._some = bool(filtered)
         self._index = mx.array(filtered or [0])
@@ -241,10 +260,16 @@ class _Filter:
         self._every_top_k = all(p.top_k > 0 for p in chosen)
         self._largest_top_k = max((p.top_k for p in chosen), default=0)
         with np.errstate(divide="ignore"):
-            self._log_min_p = mx.array(np.log(np.array([p.min_p for p in chosen], np.float32)))[:, None]
+            self._log_min_p = mx.array(np.log(np.array([p.min_p for p in chosen], np.float32)))[
+                :, None
+            ]
         everything = np.iinfo(np.int32).max
-        self._top_k = mx.array([min(p.top_k, everything) if p.top_k > 0 else everything for p in chosen])[:, None]
-        self._top_p = mx.array([p.top_p if p.top_p < 1.0 else _OFF for p in chosen], dtype=mx.float32)[:, None]
+        self._top_k = mx.array(
+            [min(p.top_k, everything) if p.top_k > 0 else everything for p in chosen]
+        )[:, None]
+        self._top_p = mx.array(
+            [p.top_p if p.top_p < 1.0 else _OFF for p in chosen], dtype=mx.float32
+        )[:, None]
 
     def apply(self, scaled: mx.array) -> mx.array:
         """Sets what is filtered out to -inf; [n, V] logits divided by the temperature."""
@@ -262,12 +287,15 @@ class _Filter:
         return mx.where(x < self._threshold(x), -mx.inf, x) if self._has_rank else x
 
     def _threshold(self, x: mx.array) -> mx.array:
-        """[m, 1]: the smallest logit kept. Tokens tied with it are kept too, so the order of a sort does not matter.
+        """[m, 1]: the smallest logit kept. Tokens tied with it are kept too, so the order of a sort
+        does not matter.
 
-        A token is kept when its rank is below top_k and the tokens before it have less than top_p of the mass.
+        A token is kept when its rank is below top_k and the tokens before it have less than top_p
+        of the mass.
         """
         vocab = x.shape[-1]
-        if self._every_top_k and self._largest_top_k < vocab:  # a partition is 8 times cheaper than a sort
+        # a partition is 8 times cheaper than a sort
+        if self._every_top_k and self._largest_top_k < vocab:
             x = mx.topk(x, self._largest_top_k, axis=-1)
         ordered = mx.sort(x, axis=-1)[:, ::-1]
         in_top_k = mx.arange(ordered.shape[-1])[None] < self._top_k

@@ -1,18 +1,19 @@
 """Decides what the next step does: plain Python over `Sequence`s, no tensor in sight.
 
-Rows of the KV cache are dense: running sequences hold rows 0..n-1. `schedule` fills the rows that finished sequences
-left and returns a `SchedulerOutput`. `ModelRunner` carries it out in this order: saves, moves, chunks of prefill, one
-decode step over `rows`.
+Rows of the KV cache are dense: running sequences hold rows 0..n-1. `schedule` fills the rows that
+finished sequences left and returns a `SchedulerOutput`. `ModelRunner` carries it out in this order:
+saves, moves, chunks of prefill, one decode step over `rows`.
 
-Queue: by priority (lower first), then by arrival; `AGEING_STEPS` steps of waiting weigh as much as one level, so no
-request starves, and none overtakes a request that waits for memory.
-Prefill: any number of prompts may be under way; each step advances the one with the least left (so a short prompt does
-not wait for a long one), but one that was passed over gains a chunk a step. While rows decode, a prompt of several
-chunks advances by smaller ones.
-A prompt is computed once for all requests that bring it meanwhile, and its keys and values stay in the prefix cache
+Queue: by priority (lower first), then by arrival; `AGEING_STEPS` steps of waiting weigh as much as
+one level, so no request starves, and none overtakes a request that waits for memory.
+Prefill: any number of prompts may be under way; each step advances the one with the least left (so
+a short prompt does not wait for a long one), but one that was passed over gains a chunk a step.
+While rows decode, a prompt of several chunks advances by smaller ones. A prompt is computed once
+for all requests that bring it meanwhile, and its keys and values stay in the prefix cache
 (cache/prefix.py) under the weights that computed it (`weights_of`), as far as that has room.
-Recurrent states: prompts are computed one by one, and stop where a snapshot of the state will be wanted: where others
-that wait, or were computed, go on in another way, every SNAPSHOT_EVERY tokens, and at the end.
+Recurrent states: prompts are computed one by one, and stop where a snapshot of the state will be
+wanted: where others that wait, or were computed, go on in another way, every SNAPSHOT_EVERY tokens,
+and at the end.
 """
 
 from bisect import insort
@@ -53,8 +54,9 @@ class SlotMove:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSave:
-    """Positions [segment.start, segment.stop) of a row go into the prefix cache, and the states after them as snapshot
-    `position` of the segment `of`. Either may be None. `row` is the running cache's, or the prefill's only one."""
+    """Positions [segment.start, segment.stop) of a row go into the prefix cache, and the states
+    after them as snapshot `position` of the segment `of`. Either may be None. `row` is the
+    running cache's, or the prefill's only one."""
 
     segment: Segment | None
     row: int
@@ -64,8 +66,9 @@ class PrefixSave:
 
 @dataclass(slots=True)
 class PrefillRow:
-    """One prompt being computed and the sequences that wait for it. Its first `reused` positions are in `prefix`, until
-    ModelRunner has taken them from there; its rows will read those in `chunks` where they lie."""
+    """One prompt being computed and the sequences that wait for it. Its first `reused` positions
+    are in `prefix`, until ModelRunner has taken them from there; its rows will read those in
+    `chunks` where they lie."""
 
     key: Key
     owner: Sequence  # the first that brought the prompt
@@ -87,8 +90,9 @@ class PrefillRow:
 
 @dataclass(slots=True)
 class Prefill:
-    """Several short prompts in one chunk, or one long prompt in several. `done` counts the positions that are there:
-    at first those of the rows' reused prefixes, which are equally long. `caches` is ModelRunner's."""
+    """Several short prompts in one chunk, or one long prompt in several. `done` counts the
+    positions that are there: at first those of the rows' reused prefixes, which are equally
+    long. `caches` is ModelRunner's."""
 
     rows: list[PrefillRow]
     length: int  # longest `tokens` of the rows
@@ -108,7 +112,8 @@ class Prefill:
 class PrefillChunk:
     """Positions [start, stop) of every row of `prefill`.
 
-    `prompts` is empty but for the last chunk: then the rows of the cache from `first_row` on begin with them.
+    `prompts` is empty but for the last chunk: then the rows of the cache from `first_row` on begin
+    with them.
     """
 
     prefill: Prefill
@@ -131,8 +136,10 @@ class SchedulerOutput:
     kept: int  # rows that go on, after the moves
     prefill: tuple[PrefillChunk, ...]
     rows: tuple[Sequence, ...]  # row i of the cache belongs to rows[i]; all of them decode
-    max_row_tokens: int | None  # rows × positions that the cache may have room for; the rest is the prompts'
-    prefilled_tokens: int  # tokens of the prompts whose computation this step completes, without reused prefixes
+    # rows × positions that the cache may have room for; the rest is the prompts'
+    max_row_tokens: int | None
+    # tokens of the prompts whose computation this step completes, without reused prefixes
+    prefilled_tokens: int
 
 
 class Scheduler:
@@ -142,11 +149,15 @@ class Scheduler:
         prefill_chunk: prompt tokens (padding included) computed between two decode steps.
         max_kv_tokens: upper bound of `reserved`; None = unbounded.
         max_cached_tokens: positions that the prefix cache holds at most.
-        rewindable: False: a row holds nothing but its whole text (a recurrent state), so its beginning cannot be used
+        rewindable: False: a row holds nothing but its whole text (a recurrent state), so its
+        beginning cannot be used
             by others, and prompts are computed one by one, without padding.
-        snapshot_tokens: of such a row, positions that take the memory of its state; None: the state cannot be read.
-        by_tokens: rows take what they hold and share segments; False: rows × longest sequence among them.
-        prompt_cost: memory of a position of a prompt that is being computed, over that of a row's position.
+        snapshot_tokens: of such a row, positions that take the memory of its state; None: the state
+        cannot be read.
+        by_tokens: rows take what they hold and share segments; False: rows × longest sequence among
+        them.
+        prompt_cost: memory of a position of a prompt that is being computed, over that of a row's
+        position.
     """
 
     def __init__(
@@ -192,22 +203,31 @@ class Scheduler:
 
     @property
     def steady(self) -> bool:
-        """True when the next step decodes the same rows, whatever the present one gives, and does nothing else."""
+        """True when the next step decodes the same rows, whatever the present one gives, and
+        does nothing else."""
         return (
             not self.prefills
-            and (not self.waiting or self.paused or len(self.rows) >= self.max_rows or self.waiting[0] is self._blocked)
-            and not any(s.finished or (s.is_new and self.prefix_cache.max_tokens) for s in self.rows)
+            and (
+                not self.waiting
+                or self.paused
+                or len(self.rows) >= self.max_rows
+                or self.waiting[0] is self._blocked
+            )
+            and not any(
+                s.finished or (s.is_new and self.prefix_cache.max_tokens) for s in self.rows
+            )
         )
 
     @property
     def reserved(self) -> int:
-        """Positions that the sequences admitted so far can come to hold (prompt + max_tokens each; what they share
-        counts once), the prompts being computed, and the text beside them."""
+        """Positions that the sequences admitted so far can come to hold (prompt + max_tokens
+        each; what they share counts once), the prompts being computed, and the text beside them."""
         return self._row_positions() + self._computed(self._prompt_tokens + self.beside)
 
     @property
     def has_room_beside(self) -> bool:
-        """Whether the text beside the sequences may begin. No sequence is admitted into its place meanwhile."""
+        """Whether the text beside the sequences may begin. No sequence is admitted into its
+        place meanwhile."""
         return self.max_kv_tokens is None or not self.active or self.reserved <= self.max_kv_tokens
 
     def add(self, sequences: Iterable[Sequence]) -> None:
@@ -220,8 +240,8 @@ class Scheduler:
         self.waiting = [s for s in self.waiting if not s.finished]
 
     def forget_rows(self) -> list[Sequence]:
-        """Empties rows, prefills and the prefix cache, whose keys and values are lost or doubtful; returns the
-        sequences that had not finished."""
+        """Empties rows, prefills and the prefix cache, whose keys and values are lost or
+        doubtful; returns the sequences that had not finished."""
         lost = self.active
         for sequence in [*self.rows, *lost]:
             sequence.row, sequence.chunks = -1, ()
@@ -230,17 +250,21 @@ class Scheduler:
         return lost
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix cache; finished sequences that still have a row do not come into it either."""
+        """Empties the prefix cache; finished sequences that still have a row do not come into it
+        either."""
         self.prefix_cache.clear()
         for sequence in self.rows:
             if sequence.finished:
                 sequence.prefix_key = None
 
-    def schedule(self, weights_of: Callable[[Sequence], Hashable], version: int = -1) -> SchedulerOutput:
+    def schedule(
+        self, weights_of: Callable[[Sequence], Hashable], version: int = -1
+    ) -> SchedulerOutput:
         """Plans one step. Finished sequences lose their rows here.
 
         Args:
-            weights_of: identifies the weights that compute a sequence now; equal for equal weights only.
+            weights_of: identifies the weights that compute a sequence now; equal for equal weights
+                only.
             version: the policy version, noted as `prompt_version` of admitted sequences.
         """
         self.pass_step()
@@ -254,16 +278,20 @@ class Scheduler:
         computed = self._computed(self._prompt_tokens + self.beside)
         limit = None if self.max_kv_tokens is None else self.max_kv_tokens - computed
         chunks = self._next_chunks(weights_of)
-        prefilled = sum(row.computed_tokens for chunk in chunks if chunk.prompts for row in chunk.prefill.rows)
-        return SchedulerOutput(tuple(saves), tuple(moves), kept, tuple(chunks), tuple(self.rows), limit, prefilled)
+        prefilled = sum(
+            row.computed_tokens for chunk in chunks if chunk.prompts for row in chunk.prefill.rows
+        )
+        return SchedulerOutput(
+            tuple(saves), tuple(moves), kept, tuple(chunks), tuple(self.rows), limit, prefilled
+        )
 
     def pass_step(self) -> None:
         """Counts a step, also one that needs no plan: who waits grows older."""
         self._step += 1
 
     def _saves(self, weights_of: Callable[[Sequence], Hashable]) -> list[PrefixSave]:
-        """Puts new rows' prompts and finished rows' texts into the prefix cache, unless their weights have changed, or
-        they are doubtful (a failed row may hold NaN)."""
+        """Puts new rows' prompts and finished rows' texts into the prefix cache, unless their
+        weights have changed, or they are doubtful (a failed row may hold NaN)."""
         saves: list[PrefixSave] = []
         if not self.prefix_cache.max_tokens:
             return saves
@@ -278,7 +306,11 @@ class Scheduler:
             key = (weights_of(sequence), sequence.cache_salt)
             if key == sequence.prefix_key:
                 end = end_of(sequence.chunks)  # a whole prompt in segments is stored as it lies
-                stop = end if end and not sequence.finished and end == len(sequence.prompt) - 1 else sequence.cached
+                stop = (
+                    end
+                    if end and not sequence.finished and end == len(sequence.prompt) - 1
+                    else sequence.cached
+                )
                 text = [*sequence.prompt, *sequence.tokens][:stop]
                 if save := self._save(key, tuple(text), sequence.row):
                     saves.append(save)
@@ -287,7 +319,8 @@ class Scheduler:
     def _save_prefill(
         self, row: PrefillRow, stop: int, weights_of: Callable[[Sequence], Hashable]
     ) -> PrefixSave | None:
-        """Keeps a beginning that was computed under one version, unless only measurements ask for it."""
+        """Keeps a beginning that was computed under one version, unless only measurements ask
+        for it."""
         same_weights = row.key == (weights_of(row.owner), row.owner.cache_salt)
         if not same_weights or not any(sequence.feeds_prefix_cache for sequence in row.sequences):
             return None
@@ -299,7 +332,8 @@ class Scheduler:
         return None if segment is of is None else PrefixSave(segment, row, of, position)
 
     def _compact(self) -> list[SlotMove]:
-        """Fills the rows of finished sequences with the last ones. No row is both a source and a target."""
+        """Fills the rows of finished sequences with the last ones. No row is both a source and a
+        target."""
         moves = []
         row = 0
         while row < len(self.rows):
@@ -341,7 +375,11 @@ class Scheduler:
             if row is None:
                 row = self._new_row(key, sequence)
             row.sequences.append(sequence)
-            sequence.status, sequence.prefix_key, sequence.prompt_version = Status.PREFILLING, key, version
+            sequence.status, sequence.prefix_key, sequence.prompt_version = (
+                Status.PREFILLING,
+                key,
+                version,
+            )
             sequence.cached_prompt_tokens = row.reused
             admitted += 1
         del self.waiting[:admitted]
@@ -352,25 +390,37 @@ class Scheduler:
         return sum(len(prefill.rows) * prefill.length for prefill in self.prefills)
 
     def _fits(self, joining: Sequence, row: PrefillRow | None, prompts: int) -> bool:
-        """Whether there is room for one more, which waits for `row`, beside so many positions of prompts."""
+        """Whether there is room for one more, which waits for `row`, beside so many positions of
+        prompts."""
         if self.max_kv_tokens is None:
             return True
-        return self._row_positions(joining, row) + self._computed(prompts + self.beside) <= self.max_kv_tokens
+        return (
+            self._row_positions(joining, row) + self._computed(prompts + self.beside)
+            <= self.max_kv_tokens
+        )
 
     def _computed(self, positions: int) -> int:
-        """How many positions of rows take as much memory as so many of texts that are being computed."""
+        """How many positions of rows take as much memory as so many of texts that are being
+        computed."""
         return ceil(self.prompt_cost * positions)
 
     def _row_positions(self, joining: Sequence | None = None, row: PrefillRow | None = None) -> int:
-        """Positions that the rows can come to take, with one more that waits for `row` or a row of its own."""
+        """Positions that the rows can come to take, with one more that waits for `row` or a row
+        of its own."""
         more = [] if joining is None else [joining]
         if not self.by_tokens:
             active = [*self.active, *more]  # a rectangle: all rows are as long as the longest
             return len(active) * max((len(s.prompt) + s.max_tokens for s in active), default=0)
         running = [s for s in self.rows if not s.finished]
-        positions = sum(size_class(len(s.prompt) + s.max_tokens - end_of(s.chunks)) for s in running)
+        positions = sum(
+            size_class(len(s.prompt) + s.max_tokens - end_of(s.chunks)) for s in running
+        )
         shared = [chunk for s in running for chunk in s.chunks]
-        waiting = [(r, [*r.sequences, *more] if r is row else r.sequences) for p in self.prefills for r in p.rows]
+        waiting = [
+            (r, [*r.sequences, *more] if r is row else r.sequences)
+            for p in self.prefills
+            for r in p.rows
+        ]
         for prompt, sequences in waiting:
             shared += prompt.chunks
             positions += _positions_of(len(prompt.tokens) - end_of(prompt.chunks), sequences)
@@ -384,8 +434,10 @@ class Scheduler:
         return next((row for row in rows if row.key == key and row.owner.prompt == prompt), None)
 
     def _new_row(self, key: Key, sequence: Sequence) -> PrefillRow:
-        """Adds the prompt to a group that has not started, where it fits beside the others, or makes one up."""
-        prefix = () if self.takes_snapshots else self.prefix_cache.find(key, sequence.prompt)  # `_begin` looks later
+        """Adds the prompt to a group that has not started, where it fits beside the others, or
+        makes one up."""
+        # `_begin` looks later
+        prefix = () if self.takes_snapshots else self.prefix_cache.find(key, sequence.prompt)
         chunks = referenced(prefix) if self.by_tokens else ()
         row = PrefillRow(key, sequence, prefix, prefix[-1].stop if prefix else 0, [], chunks)
         if not self.takes_snapshots:
@@ -398,7 +450,11 @@ class Scheduler:
                 or prefill.done != row.reused
                 or not self.rewindable
                 or rows * (longest - row.reused) > self.prefill_chunk
-                or not self._fits(sequence, None, self._prompt_tokens + rows * longest - (rows - 1) * prefill.length)
+                or not self._fits(
+                    sequence,
+                    None,
+                    self._prompt_tokens + rows * longest - (rows - 1) * prefill.length,
+                )
             ):
                 continue
             prefill.rows.append(row)
@@ -409,8 +465,9 @@ class Scheduler:
         return row
 
     def _begin(self, prefill: Prefill) -> None:
-        """Before the first chunk of a recurrent model's prompt: looks again for what is known of it, as prompts before
-        it may have been computed meanwhile, and picks the places of its snapshots."""
+        """Before the first chunk of a recurrent model's prompt: looks again for what is known of
+        it, as prompts before it may have been computed meanwhile, and picks the places of its
+        snapshots."""
         [row] = prefill.rows
         row.prefix = self.prefix_cache.find(row.key, row.owner.prompt)
         row.reused = prefill.done = row.prefix[-1].stop if row.prefix else 0
@@ -420,17 +477,27 @@ class Scheduler:
                 row.chunks = ()  # a part of a long segment keeps all of it alive
         for sequence in row.sequences:
             sequence.cached_prompt_tokens = row.reused
-        others = [r.owner for p in self.prefills if p is not prefill for r in p.rows if r.key == row.key]
-        others += [s for s in self.waiting[:COMPARED] if s.cache_salt == row.key[1] and s.adapter is row.owner.adapter]
-        common = Counter(common_beginning(row.tokens, other.prompt[:-1]) for other in others[:COMPARED])
+        others = [
+            r.owner for p in self.prefills if p is not prefill for r in p.rows if r.key == row.key
+        ]
+        others += [
+            s
+            for s in self.waiting[:COMPARED]
+            if s.cache_salt == row.key[1] and s.adapter is row.owner.adapter
+        ]
+        common = Counter(
+            common_beginning(row.tokens, other.prompt[:-1]) for other in others[:COMPARED]
+        )
         places = {length for length, _ in common.most_common(2)}
         places |= {self.prefix_cache.parting(row.key, row.tokens), len(row.tokens)}
         places |= set(range(SNAPSHOT_EVERY, len(row.tokens) - SNAPSHOT_EVERY // 2, SNAPSHOT_EVERY))
-        prefill.places = tuple(sorted(place for place in places if place >= max(SNAPSHOT_FROM, prefill.done + 1)))
+        prefill.places = tuple(
+            sorted(place for place in places if place >= max(SNAPSHOT_FROM, prefill.done + 1))
+        )
 
     def _next_chunks(self, weights_of: Callable[[Sequence], Hashable]) -> list[PrefillChunk]:
-        """Picks the prompts that can be finished within this step's `prefill_chunk` tokens, the most urgent first; when
-        that one cannot, a part of it. Finished prompts get their rows."""
+        """Picks the prompts that can be finished within this step's `prefill_chunk` tokens, the
+        most urgent first; when that one cannot, a part of it. Finished prompts get their rows."""
         chunks: list[PrefillChunk] = []
         left = self.prefill_chunk
         for prefill in sorted(self.prefills, key=self._urgency):
@@ -439,7 +506,10 @@ class Scheduler:
                     continue
                 self._begin(prefill)
             limit = min(left, self._part_of_long_prompts()) if prefill.in_chunks else left
-            start, stop = prefill.done, min(prefill.length, prefill.done + limit // len(prefill.rows))
+            start, stop = (
+                prefill.done,
+                min(prefill.length, prefill.done + limit // len(prefill.rows)),
+            )
             if stop < prefill.length and chunks:
                 continue
             stop = min([stop, *[place for place in prefill.places if place > start]])
@@ -454,7 +524,9 @@ class Scheduler:
             first_row = len(self.rows)
             prompts: tuple[PromptRows, ...] = ()
             if stop == prefill.length:
-                prompts = tuple(self._prompt_rows(i, row) for i, row in enumerate(prefill.rows) if row.sequences)
+                prompts = tuple(
+                    self._prompt_rows(i, row) for i, row in enumerate(prefill.rows) if row.sequences
+                )
                 for prompt in prompts:
                     for sequence in prefill.rows[prompt.source].sequences:
                         self._give_row(sequence, prompt.chunks)
@@ -463,11 +535,13 @@ class Scheduler:
         return chunks
 
     def _prompt_rows(self, index: int, row: PrefillRow) -> PromptRows:
-        """What the new rows of a computed prompt read in segments; what comes after known ones may become a new one."""
+        """What the new rows of a computed prompt read in segments; what comes after known ones
+        may become a new one."""
         chunks, length = row.chunks, len(row.tokens)
         start = end_of(chunks)
         if self.by_tokens and worth_a_segment(length - start, len(row.sequences)):
-            known = self.prefix_cache.held(row.key, row.tokens) if self.takes_snapshots else ()  # its prefill kept it
+            # its prefill kept it
+            known = self.prefix_cache.held(row.key, row.tokens) if self.takes_snapshots else ()
             if end_of(known) == length >= SHARED_FROM * len(known):
                 chunks = known
             else:
@@ -475,17 +549,24 @@ class Scheduler:
         return PromptRows(index, len(row.sequences), length, chunks)
 
     def _urgency(self, prefill: Prefill) -> int:
-        """Lower goes first: what is left to compute, less a chunk for each step that it was passed over."""
+        """Lower goes first: what is left to compute, less a chunk for each step that it was
+        passed over."""
         level = min(sequence.priority for sequence in prefill.sequences)
-        return prefill.length - prefill.done + self.prefill_chunk * (prefill.last_step + level * AGEING_STEPS)
+        return (
+            prefill.length
+            - prefill.done
+            + self.prefill_chunk * (prefill.last_step + level * AGEING_STEPS)
+        )
 
     def _part_of_long_prompts(self) -> int:
-        """Return fewer tokens, the more rows wait for their next token; all of the chunk when none does."""
+        """Return fewer tokens, the more rows wait for their next token; all of the chunk when
+        none does."""
         free = self.max_rows - len(self.rows)
         return max(self.prefill_chunk // DECODING_SHARE, self.prefill_chunk * free // self.max_rows)
 
     def restore(self, sequence: Sequence) -> None:
-        """Gives a row to a sequence whose keys and values were computed again; they are not shared with others."""
+        """Gives a row to a sequence whose keys and values were computed again; they are not
+        shared with others."""
         self._give_row(sequence)
         sequence.cached += len(sequence.tokens)
         sequence.prefix_key = None
@@ -498,7 +579,8 @@ class Scheduler:
 
 
 def _positions_of(prompt: int, sequences: list[Sequence]) -> int:
-    """What the rows of sequences with one prompt can come to take; `prompt` positions of it are not known yet."""
+    """What the rows of sequences with one prompt can come to take; `prompt` positions of it are
+    not known yet."""
     if worth_a_segment(prompt, len(sequences)):
         return prompt + sum(size_class(1 + s.max_tokens) for s in sequences)
     return sum(size_class(prompt + 1 + s.max_tokens) for s in sequences)

@@ -1,9 +1,9 @@
-"""Log-probabilities of a given text (`prompt_logprobs`, echo), or its pooled hidden states: a forward of its own, by
-chunks.
+"""Log-probabilities of a given text (`prompt_logprobs`, echo), or its pooled hidden states: a
+forward of its own, by chunks.
 
-One chunk is computed a step, so decoding rows wait for one chunk at most, and logits of one chunk exist at a time.
-All chunks of a text use the same weights: the adapter stays as it was at the first chunk, and when the base itself is
-published in between, the text starts again.
+One chunk is computed a step, so decoding rows wait for one chunk at most, and logits of one chunk
+exist at a time. All chunks of a text use the same weights: the adapter stays as it was at the first
+chunk, and when the base itself is published in between, the text starts again.
 """
 
 import math
@@ -27,7 +27,8 @@ CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32
 
 @dataclass
 class Score:
-    """A text being scored, or embedded (`pooling`). Entry 0 of the scores is None: nothing precedes it."""
+    """A text being scored, or embedded (`pooling`). Entry 0 of the scores is None: nothing
+    precedes it."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -66,7 +67,9 @@ class Score:
         """The pooled hidden states, with `pooling`."""
         if self.vector is None:
             return None
-        return tuple((self.vector / len(self.tokens) if self.pooling == "mean" else self.vector).tolist())
+        return tuple(
+            (self.vector / len(self.tokens) if self.pooling == ("mean") else self.vector).tolist()
+        )
 
     def result(self) -> PromptLogprobs:
         return PromptLogprobs(tuple(self.logprobs), tuple(self.top_logprobs))
@@ -96,8 +99,9 @@ class Scorer:
         self._hidden_chunk = chunk
 
     def launch(self, score: Score, base_serial: int) -> list[mx.array]:
-        """Builds the next chunk under the read lock: [C] log-probabilities, then alternatives [C, K] if wanted; with
-        `pooling` [D], the chunk's sum or its last hidden state. Raises ValueError: see `LayerStack.hidden`."""
+        """Builds the next chunk under the read lock: [C] log-probabilities, then alternatives
+        [C, K] if wanted; with `pooling` [D], the chunk's sum or its last hidden state. Raises
+        ValueError: see `LayerStack.hidden`."""
         if score.finished:
             return []
         if score.pooling is not None:
@@ -105,16 +109,21 @@ class Scorer:
             hidden = LayerStack(self._model).hidden(tokens, score.caches)[0].astype(mx.float32)
             return [hidden.sum(axis=0) if score.pooling == "mean" else hidden[-1]]
         logits = self.next_logits(score, base_serial)
-        targets = mx.array(score.tokens[score.done - len(logits) + 1 : score.done + 1], dtype=mx.int32)
+        targets = mx.array(
+            score.tokens[score.done - len(logits) + 1 : score.done + 1], dtype=mx.int32
+        )
         arrays = [token_logprobs(logits, targets)]
         if score.top_count:
             arrays += top_logprobs(logits.astype(mx.float32), score.top_count)
         return arrays
 
     def next_logits(self, score: Score, base_serial: int) -> mx.array:
-        """Builds the next chunk's logits under the read lock, [C, V]: row i says what follows its token i. `score.done`
-        is its end; it is the first one again where the base has changed."""
-        return self._model(self._next_tokens(score, base_serial, self._chunk), cache=score.caches)[0]
+        """Builds the next chunk's logits under the read lock, [C, V]: row i says what follows
+        its token i. `score.done` is its end; it is the first one again where the base has
+        changed."""
+        return self._model(self._next_tokens(score, base_serial, self._chunk), cache=score.caches)[
+            0
+        ]
 
     def _next_tokens(self, score: Score, base_serial: int, most: int) -> mx.array:
         """The next chunk's tokens [1, C], under the weights of the first one."""
@@ -131,8 +140,14 @@ class Scorer:
         mx.eval(arrays, arrays_of(score.caches))
         if score.pooling is not None:
             pooled = np.array(arrays[0])
-            score.vector = pooled if score.vector is None or score.pooling == "last" else score.vector + pooled
+            score.vector = (
+                pooled
+                if score.vector is None or score.pooling == ("last")
+                else score.vector + pooled
+            )
             return
         values = np.array(arrays[0]).tolist()
         score.logprobs += values
-        score.top_logprobs += ordered_alternatives(arrays[1], arrays[2]) if score.top_count else [None] * len(values)
+        score.top_logprobs += (
+            ordered_alternatives(arrays[1], arrays[2]) if score.top_count else [None] * len(values)
+        )

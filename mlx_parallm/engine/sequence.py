@@ -1,7 +1,9 @@
-"""One generation in flight. Mutable, owned by the engine thread, plain Python: no tensors, no parallel lists elsewhere.
+"""One generation in flight. Mutable, owned by the engine thread, plain Python: no tensors, no
+parallel lists elsewhere.
 
-`types.Request` → n × `Sequence` → `Scheduler` gives it a row of the KV cache → `ModelRunner` samples its tokens →
-`Engine._decide` ends it (stop rules: engine.py, stop strings: output_text.py) → `Completion`.
+`types.Request` → n × `Sequence` → `Scheduler` gives it a row of the KV cache → `ModelRunner`
+samples its tokens → `Engine._decide` ends it (stop rules: engine.py, stop strings: output_text.py)
+→ `Completion`.
 """
 
 from collections.abc import Hashable
@@ -32,20 +34,23 @@ class Status(Enum):
 class Sequence:
     """One choice of one request.
 
-    `row` is its place in the KV cache, -1 while it has none. `cached` counts the tokens whose keys and values lie in
-    that row: prompt + output without the newest token, which the next decode step feeds.
+    `row` is its place in the KV cache, -1 while it has none. `cached` counts the tokens whose keys
+    and values lie in that row: prompt + output without the newest token, which the next decode step
+    feeds.
     """
 
     request_id: str
     index: int
     prompt: tuple[int, ...]
     params: SamplingParams
-    adapter: "AdapterSlot | None"  # None = the base; kept to the end, also when it is unloaded meanwhile
+    # None = the base; kept to the end, also when it is unloaded meanwhile
+    adapter: "AdapterSlot | None"
     max_tokens: int
     random_stream: int  # 64 bits; token t of this choice is drawn with f(random_stream, t)
     stop_ids: frozenset[int]  # EOS (unless ignored) and the request's stop ids
     text: OutputText
-    edits: LogitEdits | None = None  # penalties, bias, forbidden ends; None = the logits stay as they are
+    # penalties, bias, forbidden ends; None = the logits stay as they are
+    edits: LogitEdits | None = None
     matcher: Matcher | OnlyTokens | None = None  # where its text stands in the request's grammar
     status: Status = Status.WAITING
     row: int = -1
@@ -54,7 +59,8 @@ class Sequence:
     rank: int = 0  # place in the queue
     cache_salt: str | None = None
     chunks: tuple["PrefixChunk", ...] = ()  # segments that its row reads and others may read too
-    prefix_key: Hashable = None  # weights and salt under which the prompt's keys and values began to be computed
+    # weights and salt under which the prompt's keys and values began to be computed
+    prefix_key: Hashable = None
     prompt_version: int = -1  # policy version at that time
     cached_prompt_tokens: int = 0  # of the prompt, found in the prefix cache
     is_new: bool = False  # has its row since the last step
@@ -71,7 +77,11 @@ class Sequence:
     @property
     def pinned_version(self) -> int | None:
         """The policy version that the request names by number; None = the newest."""
-        return self.adapter.weights.version if self.adapter is not None and self.adapter.pinned else None
+        return (
+            self.adapter.weights.version
+            if self.adapter is not None and self.adapter.pinned
+            else None
+        )
 
     @property
     def next_token(self) -> int:
@@ -84,10 +94,13 @@ class Sequence:
 
     @property
     def feeds_prefix_cache(self) -> bool:
-        """False when its row is doubtful (a failed one may hold NaN), or the request is a measurement."""
+        """False when its row is doubtful (a failed one may hold NaN), or the request is a
+        measurement."""
         return self.error is None and self.params.prompt_logprobs is None
 
-    def finish(self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None) -> None:
+    def finish(
+        self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None
+    ) -> None:
         self.status = Status.FINISHED
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
 
@@ -99,24 +112,30 @@ class Sequence:
             text=self.text.finish(),
             token_ids=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
-            processed_logprobs=None if self.processed_logprobs is None else tuple(self.processed_logprobs),
+            processed_logprobs=None
+            if self.processed_logprobs is None
+            else tuple(self.processed_logprobs),
             top_logprobs=None if self.top_logprobs is None else tuple(self.top_logprobs),
             policy_versions=tuple(self.versions),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
-            prompt_version=self.prompt_version if self.pinned_version is None else self.pinned_version,
+            prompt_version=self.prompt_version
+            if self.pinned_version is None
+            else self.pinned_version,
             cached_tokens=self.cached_prompt_tokens,
         )
 
 
 def random_stream(seed: int, index: int) -> int:
-    """The 64-bit random stream of choice `index` of a request with this seed: two rounds of splitmix64."""
+    """The 64-bit random stream of choice `index` of a request with this seed: two rounds of
+    splitmix64."""
     return splitmix64((splitmix64(seed & _MASK64) + index) & _MASK64)
 
 
 def splitmix64(x: int) -> int:
-    """Steele, Lea and Flood 2014 (Fast splittable pseudorandom number generators): a bijection of 64 bits."""
+    """Steele, Lea and Flood 2014 (Fast splittable pseudorandom number generators): a bijection
+    of 64 bits."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64

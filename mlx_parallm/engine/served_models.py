@@ -1,8 +1,9 @@
 """The names under which the engine answers: the base, the policy being trained, adapters. No MLX.
 
-While training, the base's id, its last path component, `default` and the configured names all mean the policy; the
-untouched base is `<id>:base`. Otherwise they mean the base. An adapter's name always means that adapter. A name of
-the policy followed by `@VERSION` means the policy's adapter as it was under that version, as long as it is kept.
+While training, the base's id, its last path component, `default` and the configured names all mean
+the policy; the untouched base is `<id>:base`. Otherwise they mean the base. An adapter's name
+always means that adapter. A name of the policy followed by `@VERSION` means the policy's adapter as
+it was under that version, as long as it is kept.
 """
 
 import threading
@@ -57,7 +58,8 @@ class AdapterUses:
                 self.note(name)
 
     def least_recent(self, adapters: Iterable[str]) -> str | None:
-        """Of those that no request runs under, the one that was not asked for the longest; None: there is none."""
+        """Of those that no request runs under, the one that was not asked for the longest; None:
+        there is none."""
         with self._lock:
             idle = [name for name in adapters if not self._running[name]]
             return min(idle, key=lambda name: self._last.get(name, 0), default=None)
@@ -73,8 +75,10 @@ class ServedModels:
         adapter_versions: present adapters and the policy version under which each was put there.
         version: the present policy version.
         policy_versions: versions that requests can name by number.
-        loader: what must be called (in a thread that may wait) before an adapter can be used; None = nothing.
-        shelved: whether an adapter of that name lies on disk, which `loader` reads; `shelved_names`: all of them.
+        loader: what must be called (in a thread that may wait) before an adapter can be used; None
+        = nothing.
+        shelved: whether an adapter of that name lies on disk, which `loader` reads;
+        `shelved_names`: all of them.
     """
 
     def __init__(
@@ -99,7 +103,12 @@ class ServedModels:
         self._version = version
         self._policy_adapter = policy_adapter
         self._trains_base = trains_base
-        self._aliases = (base_id, PurePath(base_id.removeprefix("builtin:")).name, DEFAULT, *aliases)
+        self._aliases = (
+            base_id,
+            PurePath(base_id.removeprefix("builtin:")).name,
+            DEFAULT,
+            *aliases,
+        )
 
     def list(self) -> tuple[ServedModel, ...]:
         """The first is what `default` means."""
@@ -113,7 +122,8 @@ class ServedModels:
         return tuple(models)
 
     def resolve(self, name: str | None) -> ServedModel:
-        """The model of a request; None or "" mean the default. Raises ModelNotFoundError with what there is."""
+        """The model of a request; None or "" mean the default. Raises ModelNotFoundError with
+        what there is."""
         models = self.list()
         for model in models:
             if model.id == name:
@@ -135,7 +145,8 @@ class ServedModels:
         return ServedModel(name, name, self.base_id, self.base_id, self._version())
 
     def taken_by_server(self, name: str) -> bool:
-        """Names that no adapter can be given: they mean the base, the policy, a version, or what lies on a shelf."""
+        """Names that no adapter can be given: they mean the base, the policy, a version, or what
+        lies on a shelf."""
         own = (*self._aliases, self.base_id + BASE_SUFFIX, self._policy_adapter)
         return name in own or "@" in name or "://" in name
 
@@ -148,7 +159,12 @@ class ServedModels:
         elif self._trains_base:
             why = "versions are not kept when all weights are trained"
         elif version in versions:
-            return replace(policy, id=name, adapter=f"{policy.adapter}@{version}", policy_version=versions[version])
+            return replace(
+                policy,
+                id=name,
+                adapter=f"{policy.adapter}@{version}",
+                policy_version=versions[version],
+            )
         else:
             why = f"available versions: {', '.join(versions) or 'none'}"
         raise ModelNotFoundError(name, [model.id for model in models], why)

@@ -17,7 +17,12 @@ from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.system.hardware import async_scheduling, kv_cache_bytes, prefix_cache_bytes, wire_memory
+from mlx_parallm.system.hardware import (
+    async_scheduling,
+    kv_cache_bytes,
+    prefix_cache_bytes,
+    wire_memory,
+)
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import SharedWeights
@@ -53,10 +58,13 @@ def start_engine(
         main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
         processes: share this machine's memory, each with such an engine.
 
-    Raises AdapterError: one does not fit; ConfigError; ModelError: the engine cannot decode the architecture.
+    Raises AdapterError: one does not fit; ConfigError; ModelError: the engine cannot decode the
+    architecture.
     """
     options = engine_options(config, loaded, processes)
-    if advice := wire_memory(sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))):
+    if advice := wire_memory(
+        sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
+    ):
         get_logger(__name__).warning("memory_is_short", advice=advice)
     shapes = linear_shapes(loaded.model)
     for name, layers in adapters.items():
@@ -64,7 +72,9 @@ def start_engine(
         weights.add_adapter(name, layers)
     names = ServedModels(
         config.model.base_path,
-        adapter_versions=lambda: {name: adapter.version for name, adapter in weights.adapters().items()},
+        adapter_versions=lambda: {
+            name: adapter.version for name, adapter in weights.adapters().items()
+        },
         version=lambda: weights.version,
         policy_adapter=main_adapter,
         trains_base=trains_base,
@@ -79,7 +89,9 @@ def start_engine(
     route_attention(loaded.model)
     lora = prepare_for_serving(loaded.model)
     engine_tokenizer = tokenizer()
-    thread = EngineThread(lambda: Engine(loaded.model, engine_tokenizer, weights, lora, options), names, turns)
+    thread = EngineThread(
+        lambda: Engine(loaded.model, engine_tokenizer, weights, lora, options), names, turns
+    )
     thread.start()
     return StartedEngine(thread, names, shapes)
 
@@ -89,13 +101,19 @@ def engine_options(config: Config, loaded: LoadedModel, processes: int = 1) -> E
     server, context = config.server, loaded.max_model_len
     deterministic = config.rl_training.deterministic
     if server.max_model_len is not None and server.max_model_len > context:
-        raise ConfigError(f"server.max_model_len = {server.max_model_len}, but the model's context is {context} tokens")
+        raise ConfigError(
+            f"server.max_model_len = {server.max_model_len}, but the model's context is"
+            f" {context}"
+            " tokens"
+        )
     return EngineOptions(
         max_model_len=server.max_model_len or context,
         vocab_size=loaded.vocab_size,
         max_rows=server.batch_size,
         prefill_chunk=server.prefill_chunk,
-        kv_cache_bytes=kv_cache_bytes(server.kv_cache_bytes, deterministic=deterministic, processes=processes),
+        kv_cache_bytes=kv_cache_bytes(
+            server.kv_cache_bytes, deterministic=deterministic, processes=processes
+        ),
         by_tokens=server.kv_layout == "auto",
         kv_bits=server.kv_bits,
         prefix_cache_bytes=prefix_cache_bytes(

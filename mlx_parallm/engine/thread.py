@@ -1,9 +1,11 @@
-"""The engine thread: takes commands between steps, steps while there is work, delivers each step's events.
+"""The engine thread: takes commands between steps, steps while there is work, delivers each step's
+events.
 
-Everything MLX that serves runs here. `build` makes the engine on this thread from a model that was evaluated where it
-was loaded (docs/design.md). The loop blocks on the command queue when idle. After a step that raises, each sequence is
-computed alone: those that raise again fail, and the engine goes on. When none raises, the step is tried once more; if
-it raises again, all its requests fail. After the third such step in a row the engine is dead, and `stats` says so.
+Everything MLX that serves runs here. `build` makes the engine on this thread from a model that was
+evaluated where it was loaded (docs/design.md). The loop blocks on the command queue when idle.
+After a step that raises, each sequence is computed alone: those that raise again fail, and the
+engine goes on. When none raises, the step is tried once more; if it raises again, all its requests
+fail. After the third such step in a row the engine is dead, and `stats` says so.
 """
 
 import queue
@@ -49,7 +51,9 @@ class EngineThread:
         turns: the order of engine and trainer where they share the device.
     """
 
-    def __init__(self, build: Callable[[], Engine], models: ServedModels, turns: Turns | None = None) -> None:
+    def __init__(
+        self, build: Callable[[], Engine], models: ServedModels, turns: Turns | None = None
+    ) -> None:
         self._queue = CommandQueue()
         self.client = EngineClient(self._queue, self.stats)
         self._build = build
@@ -75,7 +79,8 @@ class EngineThread:
             raise self._build_error
 
     def stop(self, timeout_s: float | None = 30.0) -> None:
-        """Ends the thread between two steps and joins it; unfinished requests get EngineUnavailableError."""
+        """Ends the thread between two steps and joins it; unfinished requests get
+        EngineUnavailableError."""
         if not self._thread.is_alive():
             return
         self._queue.commands.put(StopThread())
@@ -164,7 +169,8 @@ class EngineThread:
         """Everything in the queue; when there is nothing to do, blocks until there is."""
         idle_turns = 0
         while not self._stopping:
-            self._last_turn = time.monotonic()  # also when commands alone keep it awake: paused is not stalled
+            # also when commands alone keep it awake: paused is not stalled
+            self._last_turn = time.monotonic()
             busy = engine.has_work or (bool(self._idle_waiters) and engine.idle)
             if not busy:
                 self._turns.engine_idle()

@@ -1,4 +1,5 @@
-"""Refuses requests that cannot be run, before they reach the engine thread (and there again). No MLX."""
+"""Refuses requests that cannot be run, before they reach the engine thread (and there again). No
+MLX."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from mlx_parallm.types import Request, SamplingParams
 
 MAX_CHOICES = 1024
 MAX_ALTERNATIVES = 1024
-MOST_ALTERNATIVES = 1 << 21  # numbers beside the sampled tokens' own of one request: rows × tokens × alternatives
+# numbers beside the sampled tokens' own of one request: rows × tokens × alternatives
+MOST_ALTERNATIVES = 1 << 21
 LIKELY_LENGTH = 1 << 16  # tokens of a completion without max_tokens, for that product
 MAX_STOPS, LONGEST_STOP = 64, 256  # each row looks for each of them at each token
 
@@ -18,13 +20,17 @@ MAX_STOPS, LONGEST_STOP = 64, 256  # each row looks for each of them at each tok
 class RequestLimits:
     max_model_len: int
     vocab_size: int
-    max_kv_tokens: int | None = None  # positions whose keys and values memory holds; None = unbounded
-    default_max_tokens: int | None = None  # of a request that names none; None = all the room there is
-    prompt_cost: float = 1.0  # memory of a position of a prompt that is computed, over that of a row's position
+    # positions whose keys and values memory holds; None = unbounded
+    max_kv_tokens: int | None = None
+    # of a request that names none; None = all the room there is
+    default_max_tokens: int | None = None
+    # memory of a position of a prompt that is computed, over that of a row's position
+    prompt_cost: float = 1.0
 
     def room(self, prompt: int) -> int:
-        """Return the longest completion of a prompt of that many tokens. While a prompt is computed its keys and values
-        exist twice: in the prefill's cache, and in the row that they move to."""
+        """Return the longest completion of a prompt of that many tokens. While a prompt is
+        computed its keys and values exist twice: in the prefill's cache, and in the row that
+        they move to."""
         room = self.max_model_len - prompt
         if self.max_kv_tokens is None:
             return room
@@ -44,21 +50,26 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     check_alternatives([request], limits.max_model_len)
     _check_stops(params, limits)
     ends = params.structure is None or not params.ignore_eos
-    _require(ends, "ignore_eos", "excludes structured output, whose grammar says where the text ends")
+    _require(
+        ends, "ignore_eos", ("excludes structured output, whose grammar says where the text ends")
+    )
     if bias := params.logit_bias:
         known = min(bias) >= 0 and max(bias) < limits.vocab_size
         _require(known, "logit_bias", f"expected token ids from 0 to {limits.vocab_size - 1}")
         _require(all(map(math.isfinite, bias.values())), "logit_bias", "values must be finite")
     if ids := params.allowed_token_ids:
         known = min(ids) >= 0 and max(ids) < limits.vocab_size
-        _require(known, "allowed_token_ids", f"expected token ids from 0 to {limits.vocab_size - 1}")
+        _require(
+            known, "allowed_token_ids", (f"expected token ids from 0 to {limits.vocab_size - 1}")
+        )
     _require(len(params.bad_words) <= MAX_STOPS, "bad_words", f"at most {MAX_STOPS} words")
     fits = all(len(word.strip()) > 0 and len(word) <= LONGEST_STOP for word in params.bad_words)
     _require(fits, "bad_words", f"a word has 1 to {LONGEST_STOP} characters")
 
 
 def alternatives(request: Request, max_model_len: int) -> int:
-    """How many log-probabilities of other tokens the answer may hold: each is an object of 100 bytes."""
+    """How many log-probabilities of other tokens the answer may hold: each is an object of 100
+    bytes."""
     params, prompt = request.params, len(request.prompt_token_ids)
     length = params.max_tokens
     if length is None:
@@ -67,12 +78,15 @@ def alternatives(request: Request, max_model_len: int) -> int:
 
 
 def check_alternatives(requests: Sequence[Request], max_model_len: int) -> int:
-    """Count those of requests that are one to their client. Raises RequestError: more than MOST_ALTERNATIVES."""
+    """Count those of requests that are one to their client. Raises RequestError: more than
+    MOST_ALTERNATIVES."""
     count = sum(alternatives(request, max_model_len) for request in requests)
     if count > MOST_ALTERNATIVES:
         raise RequestError(
-            f"logprobs: completions × their tokens × alternatives, and tokens of the prompt × alternatives, are {count}"
-            f" numbers in one answer, and at most {MOST_ALTERNATIVES} are given: ask for fewer alternatives,"
+            "logprobs: completions × their tokens × alternatives, and tokens of the prompt ×"
+            f" alternatives, are {count}"
+            f" numbers in one answer, and at most {MOST_ALTERNATIVES} are given: ask for fewer"
+            " alternatives,"
             " completions or max_tokens",
             param="logprobs",
         )
@@ -80,12 +94,15 @@ def check_alternatives(requests: Sequence[Request], max_model_len: int) -> int:
 
 
 def _check_tokens(tokens: Sequence[int], limits: RequestLimits) -> None:
-    """Raises RequestError: no tokens, or an id outside the vocabulary; ContextLengthError: too many."""
+    """Raises RequestError: no tokens, or an id outside the vocabulary; ContextLengthError: too
+    many."""
     _require(len(tokens) > 0, "prompt", "the prompt is empty")
     if len(tokens) > limits.max_model_len:
         raise ContextLengthError(len(tokens), limits.max_model_len)
     if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
-        raise RequestError(f"the prompt has token ids outside of 0..{limits.vocab_size - 1}", param="prompt")
+        raise RequestError(
+            f"the prompt has token ids outside of 0..{limits.vocab_size - 1}", param=("prompt")
+        )
 
 
 def _check_length(prompt: int, max_tokens: int | None, limits: RequestLimits) -> None:
@@ -94,15 +111,20 @@ def _check_length(prompt: int, max_tokens: int | None, limits: RequestLimits) ->
     _require(max_tokens is None or max_tokens >= 0, "max_tokens", "must be at least 0")
     if max_tokens is not None and prompt + max_tokens > limits.max_model_len:
         raise ContextLengthError(prompt, limits.max_model_len, max_tokens)
-    if max_tokens == 0 and limits.max_kv_tokens is not None:  # it is only computed: no row will hold it
+    # it is only computed: no row will hold it
+    if max_tokens == 0 and limits.max_kv_tokens is not None:
         most = int(limits.max_kv_tokens / limits.prompt_cost)
-        message = f"memory (server.kv_cache_bytes) has room to compute {most} tokens, and this prompt has {prompt}"
+        message = (
+            f"memory (server.kv_cache_bytes) has room to compute {most} tokens, and this prompt"
+            f" has {prompt}"
+        )
         _require(prompt <= most, "prompt", message)
         return
     room = limits.room(prompt)
     if room < (1 if max_tokens is None else max_tokens):
         raise RequestError(
-            f"max_tokens: memory (server.kv_cache_bytes) holds keys and values of {limits.max_kv_tokens} tokens: with"
+            "max_tokens: memory (server.kv_cache_bytes) holds keys and values of"
+            f" {limits.max_kv_tokens} tokens: with"
             f" this prompt of {prompt} tokens there is room for at most {max(room, 0)} more",
             param="max_tokens",
         )
@@ -118,7 +140,8 @@ def _check_sampling(params: SamplingParams) -> None:
         "repetition_penalty": params.repetition_penalty,
     }.items():
         _require(math.isfinite(number), name, "must be finite")
-    # Beyond these logits / temperature leaves float32; the distribution is one-hot, or flat, long before.
+    # Beyond these logits / temperature leaves float32; the distribution is one-hot, or flat, long
+    # before.
     within = params.temperature == 0 or 1e-5 <= params.temperature <= 1e30
     _require(within, "temperature", "must be 0, or in [1e-5, 1e30]")
     _require(0 < params.top_p <= 1, "top_p", "must be in (0, 1]")
@@ -127,19 +150,36 @@ def _check_sampling(params: SamplingParams) -> None:
     _require(-2 <= params.presence_penalty <= 2, "presence_penalty", "must be in [-2, 2]")
     _require(-2 <= params.frequency_penalty <= 2, "frequency_penalty", "must be in [-2, 2]")
     # Beyond these a logit times the penalty leaves float32, and 0 times infinity is no number.
-    _require(1e-30 <= params.repetition_penalty <= 1e30, "repetition_penalty", "must be in [1e-30, 1e30]")
+    _require(
+        1e-30 <= params.repetition_penalty <= 1e30,
+        "repetition_penalty",
+        ("must be in [1e-30, 1e30]"),
+    )
     _require(1 <= params.n <= MAX_CHOICES, "n", f"must be in 1..{MAX_CHOICES}")
-    for name, value in {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}.items():
-        _require(value is None or 0 <= value <= MAX_ALTERNATIVES, name, f"must be in 0..{MAX_ALTERNATIVES}")
+    for name, value in {
+        "logprobs": params.logprobs,
+        "prompt_logprobs": params.prompt_logprobs,
+    }.items():
+        _require(
+            value is None or 0 <= value <= MAX_ALTERNATIVES,
+            name,
+            (f"must be in 0..{MAX_ALTERNATIVES}"),
+        )
 
 
 def _check_stops(params: SamplingParams, limits: RequestLimits) -> None:
     _require(all(params.stop), "stop", "a stop string is empty")
     _require(len(params.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} stop strings")
     longest = max(map(len, params.stop), default=0)
-    _require(longest <= LONGEST_STOP, "stop", f"a stop string has at most {LONGEST_STOP} characters")
+    _require(
+        longest <= LONGEST_STOP, "stop", (f"a stop string has at most {LONGEST_STOP} characters")
+    )
     for token in params.stop_token_ids:
-        _require(0 <= token < limits.vocab_size, "stop_token_ids", f"token id {token} is not in the vocabulary")
+        _require(
+            0 <= token < limits.vocab_size,
+            "stop_token_ids",
+            (f"token id {token} is not in the vocabulary"),
+        )
     _require(params.min_tokens >= 0, "min_tokens", "must be at least 0")
     if params.max_tokens is not None:
         _require(params.min_tokens <= params.max_tokens, "min_tokens", "must not exceed max_tokens")

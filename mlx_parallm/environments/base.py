@@ -1,12 +1,14 @@
 """The nouns of in-process environments, and the one way in which an episode is played.
 
-`EnvironmentSource` (one for each [[environments]] entry) → `Task` (one question and how its answers are scored) →
-`Environment` (one episode, made for it and used once) → `RolloutGroup`. `runner.py` plays groups of episodes against
-the engine, `scheduler.py` keeps many groups in flight, `registry.py` makes the sources.
+`EnvironmentSource` (one for each [[environments]] entry) → `Task` (one question and how its answers
+are scored) → `Environment` (one episode, made for it and used once) → `RolloutGroup`. `runner.py`
+plays groups of episodes against the engine, `scheduler.py` keeps many groups in flight,
+`registry.py` makes the sources.
 
-The runner knows `EnvironmentSource.play` alone: it asks the policy through `Episode.turn` until the episode is over.
-Here an `Environment` answers the turns; a `BaseEnvironment` with its `State` (`state.py`) is played by the source in
-`state_source.py`. Neither sees a token: tokens, mask and log-probabilities are recorded by the episode.
+The runner knows `EnvironmentSource.play` alone: it asks the policy through `Episode.turn` until the
+episode is over. Here an `Environment` answers the turns; a `BaseEnvironment` with its `State`
+(`state.py`) is played by the source in `state_source.py`. Neither sees a token: tokens, mask and
+log-probabilities are recorded by the episode.
 """
 
 import inspect
@@ -35,7 +37,8 @@ log = get_logger("environments")
 
 NEVER_DONE = "an episode does not end"  # the event of run.log, which `explain` looks for
 MANY_TURNS = 64
-"""More than almost any conversation has. A game may have more: then the warning is taken back by its first end."""
+"""More than almost any conversation has. A game may have more: then the warning is taken back by
+its first end."""
 DRAWS_PER_HELDOUT_TASK = 20
 """A source whose held-out draws repeat more often than this has no more distinct tasks."""
 
@@ -54,23 +57,28 @@ class PolicyInference(Inference, Protocol):
 
 
 class Learner(Protocol):
-    """Learns beside the policy from the groups of its environment: a small controller, say. Trainer's thread only.
+    """Learns beside the policy from the groups of its environment: a small controller, say.
+    Trainer's thread only.
 
-    What it needs of an episode is in the group's metadata (`EnvironmentSource.group_metadata`), so that a resumed run
-    learns from the same groups as one that was not interrupted.
+    What it needs of an episode is in the group's metadata (`EnvironmentSource.group_metadata`), so
+    that a resumed run learns from the same groups as one that was not interrupted.
     """
 
     def trains_policy(self, step: int) -> bool:
-        """Return whether the policy learns in `step`; if not, its groups are for this learner alone."""
+        """Return whether the policy learns in `step`; if not, its groups are for this learner
+        alone."""
         ...
 
-    def learn(self, step: int, groups: Sequence[RolloutGroup], total_steps: int | None) -> Mapping[str, float]:
-        """Learn from the groups of a step that the policy has finished, of `total_steps` (None: the run has no end);
-        return numbers for the metrics line."""
+    def learn(
+        self, step: int, groups: Sequence[RolloutGroup], total_steps: int | None
+    ) -> Mapping[str, float]:
+        """Learn from the groups of a step that the policy has finished, of `total_steps` (None:
+        the run has no end); return numbers for the metrics line."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write everything into a directory of a checkpoint, which exists. Raises CheckpointError."""
+        """Write everything into a directory of a checkpoint, which exists. Raises
+        CheckpointError."""
         ...
 
     def load(self, directory: Path, step: int) -> None:
@@ -80,16 +88,20 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question: the messages that open every episode of its group, and the reward that sees the whole group."""
+    """One question: the messages that open every episode of its group, and the reward that sees
+    the whole group."""
 
     key: str  # what makes two tasks the same task; the splits share none
     messages: Messages
     reward: GroupReward | None  # None: the rollouts are not scored here
     answer: str | None = None  # the reference answer, for reports
-    plain: bool = False  # the last message's text goes to the model as it is, without the chat template
+    # the last message's text goes to the model as it is, without the chat template
+    plain: bool = False
     state: State | None = None  # a BaseEnvironment's: each episode begins with a copy of it
-    tools: tuple[Mapping[str, Any], ...] = ()  # definitions that the chat template shows; nobody makes their calls
-    tool_names: tuple[str, ...] | None = None  # of the environment's tools, those that it shows; None: all
+    # definitions that the chat template shows; nobody makes their calls
+    tools: tuple[Mapping[str, Any], ...] = ()
+    # of the environment's tools, those that it shows; None: all
+    tool_names: tuple[str, ...] | None = None
 
     @property
     def opening(self) -> Prompt:
@@ -102,14 +114,16 @@ class Task:
 
 
 class Environment(ABC):
-    """One episode. It is made for one rollout and thrown away after it, so it may keep any state."""
+    """One episode. It is made for one rollout and thrown away after it, so it may keep any
+    state."""
 
     metadata: Mapping[str, Any] = MappingProxyType({})
     """What rewards may know of the episode; set another one in `__init__`."""
 
     @abstractmethod
     async def step(self, text: str) -> Messages | None:
-        """Take the text of the policy's turn; return the messages that answer it, or None when the episode is over.
+        """Take the text of the policy's turn; return the messages that answer it, or None when the
+        episode is over.
 
         Any exception ends this episode as a recorded error.
         """
@@ -123,19 +137,24 @@ class SingleTurn(Environment):
 
 
 class EnvironmentSource(ABC):
-    """Tasks and environments of one [[environments]] entry. `name` is unique in a run and part of every group id."""
+    """Tasks and environments of one [[environments]] entry. `name` is unique in a run and part
+    of every group id."""
 
-    progress: Callable[[], TrainingProgress] = TrainingProgress  # set for each source by a run that trains
+    # set for each source by a run that trains
+    progress: Callable[[], TrainingProgress] = TrainingProgress
     endless: str | None = None
-    """What to tell about episodes that nothing ends, from the first one on; None once the environment has ended one."""
+    """What to tell about episodes that nothing ends, from the first one on; None once the
+    environment has ended one."""
     rewards: RewardFunctions | None = None
     """Those of the configuration, where the source scores with them."""
     tools: EpisodeTools | None = None
     """What the policy may call in its episodes."""
     in_order = False
-    """Whether `task` is no pure function of its arguments: then it is called once for each group, in their order."""
+    """Whether `task` is no pure function of its arguments: then it is called once for each
+    group, in their order."""
     opens_together = True
-    """Whether every episode of a group begins with `task.opening`: then one request opens all of them."""
+    """Whether every episode of a group begins with `task.opening`: then one request opens all of
+    them."""
 
     learner: Learner | None = None
     """What learns beside the policy from this environment's groups."""
@@ -148,7 +167,8 @@ class EnvironmentSource(ABC):
 
     @property
     def stays_here(self) -> bool:
-        """Whether one process plays all groups: what it knows is not a function of the configuration and the task."""
+        """Whether one process plays all groups: what it knows is not a function of the
+        configuration and the task."""
         return self.in_order or self.learner is not None
 
     @property
@@ -162,7 +182,8 @@ class EnvironmentSource(ABC):
             self._warn_of(episode)
 
     def note_end(self, episode: Episode) -> None:
-        """Warn once of an environment that has ended no episode yet, when there is no room for another turn."""
+        """Warn once of an environment that has ended no episode yet, when there is no room for
+        another turn."""
         if episode.never_done:
             self._warn_of(episode)
         elif not episode.cut:
@@ -176,7 +197,8 @@ class EnvironmentSource(ABC):
 
     @abstractmethod
     def task(self, index: int, split: Split = "train") -> Task:
-        """Return task number `index` of a split: a pure function of configuration, seed, index and split."""
+        """Return task number `index` of a split: a pure function of configuration, seed, index
+        and split."""
 
     def environment(self, task: Task) -> Environment:
         """Return a fresh environment for one rollout of `task`."""
@@ -188,17 +210,22 @@ class EnvironmentSource(ABC):
             self.rewards.attach(inference)
 
     def use_tools(self, tools: EpisodeTools | None) -> None:
-        """Take the run's tools, if there are any: for the policy those that the configuration allows it, for rewards
-        all of them.
+        """Take the run's tools, if there are any: for the policy those that the configuration
+        allows it, for rewards all of them.
 
-        Raises ConfigError: a tool of the configuration's `tools`, or of a reward, that there is not.
+        Raises ConfigError: a tool of the configuration's `tools`, or of a reward, that there is
+        not.
         """
         names, what = self.config.tools, f"environments: {self.name}: tools"
         if tools is None and names:
             raise ConfigError(f"{what}: there are none: set [[tools.mcp]] or tools.functions")
-        self.tools = self.policy_tools(tools if tools is None or names is None else tools.only(names, what))
+        self.tools = self.policy_tools(
+            tools if tools is None or names is None else tools.only(names, what)
+        )
         if self.config.tools_column is not None and self.tools is None:
-            raise ConfigError(f"{what}_column: the policy calls no tools of [tools] in this environment")
+            raise ConfigError(
+                f"{what}_column: the policy calls no tools of [tools] in this environment"
+            )
         if self.rewards is not None:
             self.rewards.use_tools(None if tools is None else tools.client)
 
@@ -207,15 +234,22 @@ class EnvironmentSource(ABC):
         return allowed if allowed is not None and allowed.definitions else None
 
     def tools_of(self, task: Task) -> EpisodeTools | None:
-        """Return what the policy may call in the episodes of a task. Raises ConfigError: it names a tool that there is
-        not."""
+        """Return what the policy may call in the episodes of a task. Raises ConfigError: it
+        names a tool that there is not."""
         if self.tools is None or task.tool_names is None:
             return self.tools
-        return self.tools.only(task.tool_names, f"environments: {self.name}: a task") if task.tool_names else None
+        return (
+            self.tools.only(task.tool_names, (f"environments: {self.name}: a task"))
+            if task.tool_names
+            else None
+        )
 
     def named_tools(self, columns: Mapping[str, Any]) -> tuple[str, ...] | None:
-        """Return what a row's `tools_column` says; None: nothing. Raises RolloutRejectedError: no list of names."""
-        names = columns.get(self.config.tools_column) if self.config.tools_column is not None else None
+        """Return what a row's `tools_column` says; None: nothing. Raises RolloutRejectedError:
+        no list of names."""
+        names = (
+            columns.get(self.config.tools_column) if self.config.tools_column is not None else None
+        )
         if names is None:
             return None
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
@@ -228,7 +262,8 @@ class EnvironmentSource(ABC):
         return {}
 
     def router(self) -> Any:
-        """Return an `AddedRouter` of the server, with routes of this environment; None: it has none."""
+        """Return an `AddedRouter` of the server, with routes of this environment; None: it has
+        none."""
         return None
 
     @property
@@ -240,7 +275,8 @@ class EnvironmentSource(ABC):
         """Wait for the threads of episodes, at most until `deadline` (time.monotonic)."""
 
     def heldout(self, n: int) -> list[Task]:
-        """Return up to n distinct held-out tasks, the same for every seed of a run; fewer where there are no more."""
+        """Return up to n distinct held-out tasks, the same for every seed of a run; fewer where
+        there are no more."""
         tasks: dict[str, Task] = {}
         for index in range(DRAWS_PER_HELDOUT_TASK * n):
             if len(tasks) == n:
@@ -283,6 +319,10 @@ async def _answer(environment: Environment, text: str) -> Sequence[Mapping[str, 
         if not inspect.isawaitable(awaitable):
             raise RolloutRejectedError(f"{what} is a plain function; it has to be async")
         answer = await awaitable
-    if answer is None or (isinstance(answer, tuple | list) and all(isinstance(turn, Mapping) for turn in answer)):
+    if answer is None or (
+        isinstance(answer, tuple | list) and all(isinstance(turn, Mapping) for turn in answer)
+    ):
         return answer
-    raise RolloutRejectedError(f"{what} returned {answer!r}: expected a tuple of messages, or None at the end")
+    raise RolloutRejectedError(
+        f"{what} returned {answer!r}: expected a tuple of messages, or None at the end"
+    )

@@ -1,10 +1,12 @@
-"""Episode: one rollout being played. Everything sampled in it goes through `turn`, whoever asks for it.
+"""Episode: one rollout being played. Everything sampled in it goes through `turn`, whoever asks for
+it.
 
-A prompt that begins with the last one and its answer continues the tokens that were sampled; any other prompt opens a
-new sequence of the same episode (`types.Rollout.earlier`). Either way the tokens are recorded as the engine saw them.
-Where the environment has tools (`episode_tools.py`), `turn` makes the policy's calls and goes on with their results;
-the environment sees the answer alone, and its next prompt continues what really went before.
-`CURRENT` is the episode of the running code, so that `InferenceModule.generate` inside it is a turn of it.
+A prompt that begins with the last one and its answer continues the tokens that were sampled; any
+other prompt opens a new sequence of the same episode (`types.Rollout.earlier`). Either way the
+tokens are recorded as the engine saw them. Where the environment has tools (`episode_tools.py`),
+`turn` makes the policy's calls and goes on with their results; the environment sees the answer
+alone, and its next prompt continues what really went before. `CURRENT` is the episode of the
+running code, so that `InferenceModule.generate` inside it is a turn of it.
 """
 
 import asyncio
@@ -42,11 +44,13 @@ from mlx_parallm.types import (
 )
 
 TURN_OPTIONS = frozenset({"max_tokens", "stop", "tools"})
-"""What an environment may set for a turn; the rest is the run's, or the trained policy would not be the sampled one."""
+"""What an environment may set for a turn; the rest is the run's, or the trained policy would not
+be the sampled one."""
 
 
 class EpisodeOver(BaseException):
-    """Ends the episode where it asks for another turn: there is no room left, or the episode has ended.
+    """Ends the episode where it asks for another turn: there is no room left, or the episode has
+    ended.
 
     Not an Exception, so that `except Exception` in an environment lets it pass.
     """
@@ -65,7 +69,10 @@ class TurnRequest:
 
     def asks_as(self, other: "TurnRequest") -> bool:
         """Whether both ask the same in the same way."""
-        mine, theirs = (_snapshot(self.prompt), dict(self.overrides)), (_snapshot(other.prompt), dict(other.overrides))
+        mine, theirs = (
+            (_snapshot(self.prompt), dict(self.overrides)),
+            (_snapshot(other.prompt), dict(other.overrides)),
+        )
         return mine == theirs and dict(self.options) == dict(other.options)
 
 
@@ -77,7 +84,8 @@ class LastTurn:
 
 
 class TurnPolicy(Protocol):
-    """Plays the policy's part in episodes. `EpisodePolicy` is the engine; `runs/eval.py` has one for an endpoint."""
+    """Plays the policy's part in episodes. `EpisodePolicy` is the engine; `runs/eval.py` has one
+    for an endpoint."""
 
     @property
     def temperature(self) -> float: ...
@@ -100,31 +108,41 @@ class TurnPolicy(Protocol):
     def with_sampling(self, temperature: float, top_p: float) -> "TurnPolicy": ...
 
     def open_group(self, turn: TurnRequest, n: int) -> Request | None:
-        """Return one request for the first turn of n episodes; None: each of them asks for its first turn."""
+        """Return one request for the first turn of n episodes; None: each of them asks for its
+        first turn."""
 
     async def sample(
         self, turn: TurnRequest, sequences: list[SequenceRecorder], last: LastTurn | None
     ) -> Completion | None:
-        """Sample a turn, and record its prompt in the last of `sequences`, which is new where the turn starts one.
+        """Sample a turn, and record its prompt in the last of `sequences`, which is new where the
+        turn starts one.
 
-        Returns None: there is no room for another turn. Raises RolloutRejectedError: not even for the first.
+        Returns None: there is no room for another turn. Raises RolloutRejectedError: not even for
+        the first.
         """
 
-    def with_tools(self, prompt: Prompt, tools: EpisodeTools) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
+    def with_tools(
+        self, prompt: Prompt, tools: EpisodeTools
+    ) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
         """Return a prompt with the tools, and the overrides and options of its TurnRequest."""
 
     def tool_calls(self, completion: Completion, tools: EpisodeTools) -> ParsedCalls:
         """Return the calls in an answer."""
 
     def after_calls(
-        self, prompt: Prompt, completion: Completion, notes: Sequence[Mapping[str, Any]], tools: EpisodeTools
+        self,
+        prompt: Prompt,
+        completion: Completion,
+        notes: Sequence[Mapping[str, Any]],
+        tools: EpisodeTools,
     ) -> Prompt:
         """Return the prompt after an answer and the results of its calls (`EpisodeTools.call`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodePolicy:
-    """The engine that answers, and how it samples. `temperature` 0 is greedy, `adapter` None the base."""
+    """The engine that answers, and how it samples. `temperature` 0 is greedy, `adapter` None the
+    base."""
 
     client: PolicyClient
     tokenizer: ChatTokenizer
@@ -136,7 +154,8 @@ class EpisodePolicy:
     priority: int = 0  # of its requests; lower goes first
     since: float = field(default_factory=time.monotonic)
     tokenizer_lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
-    """Environments on several threads share the tokenizer: a large one takes seconds to load and much memory."""
+    """Environments on several threads share the tokenizer: a large one takes seconds to load and
+    much memory."""
 
     @property
     def longest(self) -> int:
@@ -171,52 +190,83 @@ class EpisodePolicy:
             sequences.append(sequence)
         return output.completions[0]
 
-    def with_tools(self, prompt: Prompt, tools: EpisodeTools) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
+    def with_tools(
+        self, prompt: Prompt, tools: EpisodeTools
+    ) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
         if isinstance(prompt, str):  # no chat template: they are part of the text
             return with_instructions(prompt, tools.definitions, tools.how_to_call), {}, {}
-        asked, template_tools = prompt_with_tools(prompt, tools.definitions, self.tokenizer, tools.formats)
+        asked, template_tools = prompt_with_tools(
+            prompt, tools.definitions, self.tokenizer, tools.formats
+        )
         options = {} if template_tools is None else {"tools": template_tools, "teach_tools": False}
-        return _snapshot(asked), {"skip_special_tokens": False}, options  # the markers of a call may be special tokens
+        # the markers of a call may be special tokens
+        return _snapshot(asked), {"skip_special_tokens": False}, options
 
     def tool_calls(self, completion: Completion, tools: EpisodeTools) -> ParsedCalls:
         own = own_format(self.tokenizer)
         return parse_tool_calls(completion.text, tools.definitions, tools.formats, own=own)
 
     def after_calls(
-        self, prompt: Prompt, completion: Completion, notes: Sequence[Mapping[str, Any]], tools: EpisodeTools
+        self,
+        prompt: Prompt,
+        completion: Completion,
+        notes: Sequence[Mapping[str, Any]],
+        tools: EpisodeTools,
     ) -> Prompt:
         if isinstance(prompt, str):
-            return f"{prompt}{completion.text}\n" + "".join(f"RESULT: {note['text']}\n" for note in notes)
+            return f"{prompt}{completion.text}\n" + "".join(
+                f"RESULT: {note['text']}\n" for note in notes
+            )
         answer = {"role": "assistant", "content": completion.text}
         if self.with_tools(prompt, tools)[2]:
             return (*prompt, answer, *({"role": "tool", "content": note["text"]} for note in notes))
         # A template without tools often wants the roles in turns.
-        return (*prompt, answer, {"role": "user", "content": "\n".join(note["text"] for note in notes)})
+        return (
+            *prompt,
+            answer,
+            {"role": "user", "content": "\n".join(note["text"] for note in notes)},
+        )
 
-    def ids(self, prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any]) -> list[int]:
+    def ids(
+        self, prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any]
+    ) -> list[int]:
         """Return the tokens of a prompt on its own.
 
-        Raises RolloutRejectedError: it is so long that it would take seconds, and has no room anyway. RequestError: the
-        template refuses the messages.
+        Raises RolloutRejectedError: it is so long that it would take seconds, and has no room
+        anyway. RequestError: the template refuses the messages.
         """
         if (reason := self._too_long(prompt)) is not None:
             raise RolloutRejectedError(reason)
         with self.tokenizer_lock:
             if isinstance(prompt, str):
                 return self.tokenizer.encode(prompt)
-            return self.tokenizer.render_chat(prompt, template_kwargs=self._kwargs(config), **options)
+            return self.tokenizer.render_chat(
+                prompt, template_kwargs=self._kwargs(config), **options
+            )
 
     def _too_long(self, prompt: Prompt) -> str | None:
-        """Return why a prompt cannot fit, as far as its size shows it, before the tokenizer spends seconds on it."""
+        """Return why a prompt cannot fit, as far as its size shows it, before the tokenizer
+        spends seconds on it."""
         if not isinstance(prompt, str) and len(prompt) > self.longest:
-            return f"the prompt has {len(prompt)} messages, and at most {self.longest} tokens are allowed"
-        texts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
+            return (
+                f"the prompt has {len(prompt)} messages, and at most {self.longest} tokens are"
+                " allowed"
+            )
+        texts = (
+            [prompt]
+            if isinstance(prompt, str)
+            else [str(message.get("content") or "") for message in prompt]
+        )
         characters = sum(map(len, texts))
         if characters <= self.longest * self.tokenizer.longest_token:
             return None
-        return f"the prompt has {characters} characters, and at most {self.longest} tokens are allowed"
+        return (
+            f"the prompt has {characters} characters, and at most {self.longest} tokens are allowed"
+        )
 
-    def _request(self, turn: TurnRequest, token_ids: Sequence[int], room: int, n: int = 1) -> Request:
+    def _request(
+        self, turn: TurnRequest, token_ids: Sequence[int], room: int, n: int = 1
+    ) -> Request:
         overrides = dict(turn.overrides)
         params = SamplingParams(
             temperature=self.temperature,
@@ -239,7 +289,8 @@ class EpisodePolicy:
     def _follow(
         self, turn: TurnRequest, sequences: Sequence[SequenceRecorder], last: LastTurn | None
     ) -> tuple[SequenceRecorder, list[int]]:
-        """Return the sequence that a turn belongs to, the last one or a new one, and the tokens that it adds."""
+        """Return the sequence that a turn belongs to, the last one or a new one, and the tokens
+        that it adds."""
         if last is not None and isinstance(turn.prompt, str) == isinstance(last.prompt, str):
             with self.tokenizer_lock:
                 added = continuation(
@@ -257,7 +308,9 @@ class EpisodePolicy:
     def _text(self, prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any]) -> str:
         if isinstance(prompt, str):
             return prompt
-        return self.tokenizer.render_chat_text(prompt, template_kwargs=self._kwargs(config), **options)
+        return self.tokenizer.render_chat_text(
+            prompt, template_kwargs=self._kwargs(config), **options
+        )
 
     def _kwargs(self, config: EnvironmentConfig) -> dict[str, Any]:
         return {**self.template_kwargs, **config.chat_template_kwargs}
@@ -300,7 +353,8 @@ class Episode:
             seed: of the group.
             number: place in the group.
             bounded: whoever plays it has set a number of steps after which it is cut.
-            format_prompt: makes an environment's prompt what the policy is asked (`EnvironmentSource.format_prompt`).
+            format_prompt: makes an environment's prompt what the policy is asked
+            (`EnvironmentSource.format_prompt`).
             tools: what the policy may call.
         """
         self.name = f"{group_id}/{number}"
@@ -309,11 +363,17 @@ class Episode:
         self._bounded = bounded
         self.played: Played | None = None
         self._full = False  # there was no room for another turn
-        self._policy, self._config, self._opening, self._format_prompt = policy, config, opening, format_prompt
+        self._policy, self._config, self._opening, self._format_prompt = (
+            policy,
+            config,
+            opening,
+            format_prompt,
+        )
         self._tools = tools
         self._notes: list[dict[str, Any]] = []  # of the calls
         self._answer_text: str | None = None
-        self._seen: tuple[Prompt, Prompt] | None = None  # the conversation as the environment knows it, and as it went
+        # the conversation as the environment knows it, and as it went
+        self._seen: tuple[Prompt, Prompt] | None = None
         self._seed, self._number = seed, number
         self._sequences: list[SequenceRecorder] = []
         self._turns: list[Turn] = []
@@ -325,8 +385,9 @@ class Episode:
         self._open = True
         self._calls: set[concurrent.futures.Future[Completion]] = set()
 
-    # --- what `InferenceModule` uses inside the episode. It records a turn here where client and adapter are its own,
-    # so that another model's answers inside a step (one that plays the user, a judge) stay out of the trajectory.
+    # --- what `InferenceModule` uses inside the episode. It records a turn here where client and
+    # adapter are its own, so that another model's answers inside a step (one that plays the user, a
+    # judge) stay out of the trajectory.
 
     @property
     def client(self) -> object:
@@ -345,10 +406,13 @@ class Episode:
     def generate(self, prompt: Prompt, params: Mapping[str, Any]) -> Completion:
         """As `agenerate`, and blocks: for a step that runs on a thread.
 
-        Raises RuntimeError: on the thread of the environment's loop, where it would wait for itself.
+        Raises RuntimeError: on the thread of the environment's loop, where it would wait for
+        itself.
         """
         if threading.get_ident() == self._thread:
-            raise RuntimeError("generate() would block the environments' loop here: await agenerate()")
+            raise RuntimeError(
+                "generate() would block the environments' loop here: await agenerate()"
+            )
         with self._gate:
             if not self._open:
                 raise EpisodeOver
@@ -366,9 +430,10 @@ class Episode:
         """Sample the episode's next turn as the run samples, and record it.
 
         Args:
-            params: what the environment sets: `max_tokens` (never more than the configuration's, or than there is room
-                for), `stop` (instead of the configuration's), `tools` (for the chat template). `InferenceModule` may
-                also set `skip_special_tokens` (False: the text shows them).
+            params: what the environment sets: `max_tokens` (never more than the configuration's, or
+                than there is room for), `stop` (instead of the configuration's), `tools` (for the
+                chat template). `InferenceModule` may also set `skip_special_tokens` (False: the
+                text shows them).
 
         Raises:
             EpisodeOver: no room for another turn, or the episode has ended.
@@ -378,10 +443,13 @@ class Episode:
         allowed = TURN_OPTIONS | {"skip_special_tokens"}
         if wrong := sorted(set(params) - allowed):
             raise RolloutRejectedError(
-                f"generate({', '.join(f'{name}=…' for name in wrong)}) inside an episode: it samples as the run does,"
+                f"generate({', '.join(f'{name}=…' for name in wrong)}) inside an episode: it"
+                " samples as the run does,"
                 f" so that it can be trained on; it takes only {', '.join(sorted(TURN_OPTIONS))}"
             )
-        return await self.turn(prompt, **{name: value for name, value in params.items() if value is not None})
+        return await self.turn(
+            prompt, **{name: value for name, value in params.items() if value is not None}
+        )
 
     # --- turns
 
@@ -394,12 +462,15 @@ class Episode:
         skip_special_tokens: bool = True,
         **options: Any,
     ) -> Completion:
-        """Ask the policy and record its answer. `options` are the template's. Raises as `agenerate`."""
+        """Ask the policy and record its answer. `options` are the template's. Raises as
+        `agenerate`."""
         async with self._one_at_a_time:
             if not self._open:
                 raise EpisodeOver
             formatted = _snapshot(self._format_prompt(prompt))
-            overrides: dict[str, Any] = {} if skip_special_tokens else {"skip_special_tokens": False}
+            overrides: dict[str, Any] = (
+                {} if skip_special_tokens else {"skip_special_tokens": False}
+            )
             if max_tokens is not None:
                 overrides["max_tokens"] = max_tokens
             if stop is not None:
@@ -411,14 +482,20 @@ class Episode:
             return await self._with_calls(self._tools, formatted, overrides, options)
 
     async def _with_calls(
-        self, tools: EpisodeTools, asked: Prompt, overrides: Mapping[str, Any], options: Mapping[str, Any]
+        self,
+        tools: EpisodeTools,
+        asked: Prompt,
+        overrides: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> Completion:
         """Sample a turn, make its calls, go on with their results until an answer has no call."""
         prompt = self._as_it_went(asked)
         self._note_calls(None)
         for _ in range(tools.max_rounds):
             shown, tool_overrides, tool_options = self._policy.with_tools(prompt, tools)
-            completion = await self._one_turn(shown, {**tool_overrides, **overrides}, {**tool_options, **options})
+            completion = await self._one_turn(
+                shown, {**tool_overrides, **overrides}, {**tool_options, **options}
+            )
             calls = self._policy.tool_calls(completion, tools)
             if completion.finish_reason == "length" or not (calls or calls.malformed):
                 self._note_calls(completion.text)
@@ -432,15 +509,23 @@ class Episode:
         return completion
 
     def _as_it_went(self, prompt: Prompt) -> Prompt:
-        """Return a prompt that continues the last one and its answer with the calls that were made in between."""
+        """Return a prompt that continues the last one and its answer with the calls that were
+        made in between."""
         if self._seen is None:
             return prompt
         seen, went = self._seen
-        if isinstance(prompt, str) and isinstance(seen, str) and isinstance(went, str) and prompt.startswith(seen):
+        if (
+            isinstance(prompt, str)
+            and isinstance(seen, str)
+            and isinstance(went, str)
+            and prompt.startswith(seen)
+        ):
             return went + prompt[len(seen) :]
         if isinstance(prompt, str) or isinstance(seen, str) or isinstance(went, str):
             return prompt
-        if [_plain(message) for message in prompt[: len(seen)]] != [_plain(message) for message in seen]:
+        if [_plain(message) for message in prompt[: len(seen)]] != [
+            _plain(message) for message in seen
+        ]:
             return prompt
         return (*went, *prompt[len(seen) :])
 
@@ -452,9 +537,15 @@ class Episode:
 
     @property
     def _tool_metadata(self) -> dict[str, Any]:
-        return {} if self._tools is None else {"tool_calls": list(self._notes), "answer_text": self._answer_text}
+        return (
+            {}
+            if self._tools is None
+            else {"tool_calls": list(self._notes), "answer_text": self._answer_text}
+        )
 
-    async def _one_turn(self, prompt: Prompt, overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Completion:
+    async def _one_turn(
+        self, prompt: Prompt, overrides: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Completion:
         """Sample one answer and record it."""
         number = len(self._turns)
         seed = derive_seed("turn", self._seed, self._number, number)
@@ -464,13 +555,16 @@ class Episode:
         self._turns.append(Turn(self._new_text(prompt), completion.text))
         self._last = LastTurn(prompt, options, completion)
         if completion.finish_reason not in ("stop", "length"):
-            self._failure = completion.error or f"generation ended with {completion.finish_reason!r}"
+            self._failure = completion.error or (
+                f"generation ended with {completion.finish_reason!r}"
+            )
             self.close()
             raise RolloutRejectedError(self._failure)
         return completion
 
     def _take_opening(self, turn: TurnRequest) -> Completion | None:
-        """Return the first turn's completion, where it was sampled with the group and for this prompt."""
+        """Return the first turn's completion, where it was sampled with the group and for this
+        prompt."""
         opening, self._opening = self._opening, None
         if opening is None or not turn.asks_as(opening.turn):
             return None
@@ -489,7 +583,11 @@ class Episode:
     def _new_text(self, prompt: Prompt) -> str:
         """Return a text as it is, and of messages those that are new since the last turn."""
         last = self._last
-        seen = 0 if isinstance(prompt, str) or last is None or isinstance(last.prompt, str) else len(last.prompt) + 1
+        seen = (
+            0
+            if isinstance(prompt, str) or last is None or isinstance(last.prompt, str)
+            else len(last.prompt) + 1
+        )
         return text_of(prompt, seen if seen < len(prompt) else 0)
 
     # --- its end
@@ -501,11 +599,13 @@ class Episode:
 
     @property
     def never_done(self) -> bool:
-        """Whether it went on, for several turns, until there was no room: the environment did not end it."""
+        """Whether it went on, for several turns, until there was no room: the environment did
+        not end it."""
         return self.cut and len(self._turns) > 1 and (self._full or not self._bounded)
 
     def close(self) -> None:
-        """Allow no more turns; whoever waits for one gets EpisodeOver. Call it on the loop's thread."""
+        """Allow no more turns; whoever waits for one gets EpisodeOver. Call it on the loop's
+        thread."""
         with self._gate:
             self._open = False
             calls = list(self._calls)
@@ -513,7 +613,8 @@ class Episode:
             call.cancel()
 
     def check(self) -> None:
-        """Raises RolloutRejectedError: it ended without an answer, or with a failure that the environment ignored."""
+        """Raises RolloutRejectedError: it ended without an answer, or with a failure that the
+        environment ignored."""
         if self._failure is not None:
             raise RolloutRejectedError(self._failure)
         if not self._turns:
@@ -526,7 +627,9 @@ class Episode:
         if failure is None and last is not None:
             reason = "length" if self.cut else last.completion.finish_reason
         rollout = final.rollout(temperature=temperature, stop_reason=reason, error=failure)
-        ended = (sequence.rollout(temperature=temperature, stop_reason="stop") for sequence in earlier)
+        ended = (
+            sequence.rollout(temperature=temperature, stop_reason="stop") for sequence in earlier
+        )
         messages: tuple[Mapping[str, Any], ...] = ()
         if last is not None and not isinstance(last.prompt, str):
             messages = (*last.prompt, {"role": "assistant", "content": last.completion.text})
@@ -535,10 +638,14 @@ class Episode:
             rollout=dataclasses.replace(rollout, earlier=tuple(ended)),
             prompt=self._turns[0].prompt if self._turns else "",
             history=tuple(self._turns),
-            step_count=self.played.step_count if isinstance(self.played, State) else len(self._turns),
-            metadata=(dict(self.played.metadata) if self.played is not None else {}) | self._tool_metadata,
+            step_count=self.played.step_count
+            if isinstance(self.played, State)
+            else len(self._turns),
+            metadata=(dict(self.played.metadata) if self.played is not None else {})
+            | self._tool_metadata,
             group_id=self.group_id,
-            out_of_room=reason == "length" and (self._full or len(rollout.tokens) >= self._policy.longest),
+            out_of_room=reason == "length"
+            and (self._full or len(rollout.tokens) >= self._policy.longest),
             messages=messages,
         )
 
@@ -546,7 +653,9 @@ class Episode:
 CURRENT: ContextVar[Episode | None] = ContextVar("episode", default=None)
 
 
-def failed_trajectories(group_id: str, size: int, temperature: float, failure: str) -> tuple[Trajectory, ...]:
+def failed_trajectories(
+    group_id: str, size: int, temperature: float, failure: str
+) -> tuple[Trajectory, ...]:
     """Return what stands for the episodes of a group that did not begin."""
     rollout = Rollout((), (), (), (), temperature, {}, stop_reason="error", error=failure)
     return tuple(Trajectory("", rollout, step_count=0, group_id=group_id) for _ in range(size))
@@ -557,7 +666,11 @@ def _no_room(prompt_tokens: int, longest: int) -> str:
 
 
 def _followed(prompt: Prompt, answer: str) -> Prompt:
-    return prompt + answer if isinstance(prompt, str) else (*prompt, {"role": "assistant", "content": answer})
+    return (
+        prompt + answer
+        if isinstance(prompt, str)
+        else (*prompt, {"role": "assistant", "content": answer})
+    )
 
 
 def _plain(message: Mapping[str, Any]) -> tuple[Any, str]:

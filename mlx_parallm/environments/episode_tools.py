@@ -2,10 +2,11 @@
 
     a turn of the policy → its calls are made → their results → a turn … → an answer without a call
 
-`Episode.turn` does it, so that environments need not know of it: they see the answer. What tools say is not sampled, so
-it is masked. An episode's metadata gets `tool_calls`, one dictionary for each call: `name`, `arguments`, `text`,
-`error` (None, a kind of `ToolResult.error`, or "malformed" for a call that cannot be read), `ok`, `seconds`, `cached`;
-and `answer_text`, the last answer without a call (None where `max_rounds` or the room for tokens ended before one).
+`Episode.turn` does it, so that environments need not know of it: they see the answer. What tools
+say is not sampled, so it is masked. An episode's metadata gets `tool_calls`, one dictionary for
+each call: `name`, `arguments`, `text`, `error` (None, a kind of `ToolResult.error`, or "malformed"
+for a call that cannot be read), `ok`, `seconds`, `cached`; and `answer_text`, the last answer
+without a call (None where `max_rounds` or the room for tokens ended before one).
 """
 
 import asyncio
@@ -16,7 +17,13 @@ from typing import Any, Literal, Self
 
 from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.tool_calls import Format, MalformedCall, ParsedCalls, ToolCall, how_to_call
+from mlx_parallm.execution.tool_calls import (
+    Format,
+    MalformedCall,
+    ParsedCalls,
+    ToolCall,
+    how_to_call,
+)
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.execution.tool_results import ToolResult, no_such_tool
 from mlx_parallm.execution.user_code import did_you_mean, load_function
@@ -30,7 +37,8 @@ class EpisodeTools:
 
     Args:
         client: makes the calls; its owner closes it.
-        definitions: of the tools that the policy may call, as `ToolClient.definitions` returns them.
+        definitions: of the tools that the policy may call, as `ToolClient.definitions` returns
+            them.
         formats: as in `parse_tool_calls`.
         max_rounds: most rounds of calls before a turn of the environment's is an answer.
     """
@@ -43,7 +51,8 @@ class EpisodeTools:
 
     @classmethod
     def of(cls, client: ToolClient, **options: Any) -> Self:
-        """Return all tools of a client; starts its servers. `options`: `formats`, `max_rounds`. Raises ConfigError."""
+        """Return all tools of a client; starts its servers. `options`: `formats`, `max_rounds`.
+        Raises ConfigError."""
         return cls(client, tuple(client.definitions()), **options)
 
     def only(self, names: Sequence[str], what: str) -> "EpisodeTools":
@@ -51,8 +60,13 @@ class EpisodeTools:
         known = [definition["name"] for definition in self.definitions]
         for name in names:
             if name not in known:
-                raise ConfigError(f"{what}: there is no tool {name!r}{did_you_mean(name, known)}: {', '.join(known)}")
-        return replace(self, definitions=tuple(each for each in self.definitions if each["name"] in names))
+                raise ConfigError(
+                    f"{what}: there is no tool {name!r}{did_you_mean(name, known)}:"
+                    f" {', '.join(known)}"
+                )
+        return replace(
+            self, definitions=tuple(each for each in self.definitions if each["name"] in names)
+        )
 
     @property
     def how_to_call(self) -> str:
@@ -65,7 +79,8 @@ class EpisodeTools:
         return list(await asyncio.gather(*map(self._note, made)))
 
     def new_counts(self) -> dict[str, float]:
-        """Return what `ToolClient.metrics` counted since the last call, as keys of a metrics line."""
+        """Return what `ToolClient.metrics` counted since the last call, as keys of a metrics
+        line."""
         now, before = self.client.metrics(), dict(self._counted)
         self._counted.update(now)
         names = ("calls", "errors", "timeouts", "restarts", "cache_hits", "seconds")
@@ -84,9 +99,11 @@ class EpisodeTools:
 
 
 def open_tools(config: ToolsConfig) -> EpisodeTools | None:
-    """Start the servers of [tools] and return its tools, whose client the caller closes; None: there are none.
+    """Start the servers of [tools] and return its tools, whose client the caller closes; None:
+    there are none.
 
-    Raises ConfigError: a function that cannot be loaded, a server that cannot be started, one name twice.
+    Raises ConfigError: a function that cannot be loaded, a server that cannot be started, one name
+    twice.
     """
     if not (config.mcp or config.functions):
         return None

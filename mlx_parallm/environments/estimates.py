@@ -12,7 +12,8 @@ import numpy as np
 Z = 1.959964  # of a two-sided 95% interval
 CHANCE = 0.05
 FEWEST = 6
-"""Problems: of fewer, chance alone moves all in one direction more than once in twenty times (2 · ½⁵ = 0.0625)."""
+"""Problems: of fewer, chance alone moves all in one direction more than once in twenty times (2
+· ½⁵ = 0.0625)."""
 RESAMPLES = 10_000
 RESAMPLED_AT_ONCE = 1_000_000  # draws: bounds the memory
 
@@ -28,8 +29,9 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """B minus A over the same problems. `p`: exact McNemar test, None where not every value is 0 or 1. The interval of
-    fewer than FEWEST problems says nothing: of one problem it has no width."""
+    """B minus A over the same problems. `p`: exact McNemar test, None where not every value is 0
+    or 1. The interval of fewer than FEWEST problems says nothing: of one problem it has no
+    width."""
 
     mean: float
     low: float
@@ -44,17 +46,20 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether chance alone makes such a difference less than once in twenty times: by p, else by the interval."""
+        """Whether chance alone makes such a difference less than once in twenty times: by p,
+        else by the interval."""
         if not self.enough:
             return False
         return self.p < CHANCE if self.p is not None else self.low > 0 or self.high < 0
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Estimate without bias the probability that one of k answers is right, from `samples` answers with `right` right.
+    """Estimate without bias the probability that one of k answers is right, from `samples` answers
+    with `right` right.
 
-    1 - C(samples - right, k) / C(samples, k): Chen et al. 2021, arXiv:2107.03374, equation 1. Worked: 5 answers, 2
-    right, k = 2: 1 - C(3, 2) / C(5, 2) = 1 - 3 / 10 = 0.7. Raises ValueError: k above `samples`.
+    1 - C(samples - right, k) / C(samples, k): Chen et al. 2021, arXiv:2107.03374, equation 1.
+    Worked: 5 answers, 2 right, k = 2: 1 - C(3, 2) / C(5, 2) = 1 - 3 / 10 = 0.7. Raises ValueError:
+    k above `samples`.
     """
     if not 1 <= k <= samples or not 0 <= right <= samples:
         raise ValueError(f"pass@{k} of {samples} answers with {right} right")
@@ -64,7 +69,8 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of one value for each problem (at least one) and its 95% interval.
 
-    Where every value is 0 or 1: Wilson's score interval (1927), which also holds near 0 and 1 and for few problems.
+    Where every value is 0 or 1: Wilson's score interval (1927), which also holds near 0 and 1 and
+    for few problems.
     Otherwise: percentile bootstrap over the problems. Worked: 8 of 10 → 0.8, [0.490, 0.943].
     """
     n, mean = len(values), math.fsum(values) / len(values)
@@ -79,9 +85,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
     """Compare values for the same problems in the same order (at least one).
 
-    The interval is a paired bootstrap's over the problems; `p` is McNemar's exact test: twice the smaller
-    binomial tail of the problems that changed sides. Worked: 8 gained, 1 lost:
-    2 · (C(9, 0) + C(9, 1)) / 2⁹ = 0.0390625.
+    The interval is a paired bootstrap's over the problems; `p` is McNemar's exact test: twice the
+    smaller binomial tail of the problems that changed sides. Worked: 8 gained, 1 lost: 2 · (C(9, 0)
+    + C(9, 1)) / 2⁹ = 0.0390625.
     """
     changes = [after - before for before, after in zip(a, b, strict=True)]
     p = None
@@ -101,7 +107,9 @@ def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
     values_N, rng = np.asarray(values, np.float64), np.random.default_rng(0)
     rows = max(1, RESAMPLED_AT_ONCE // len(values_N))
     means = [
-        values_N[rng.integers(0, len(values_N), (min(rows, RESAMPLES - done), len(values_N)))].mean(axis=1)
+        values_N[rng.integers(0, len(values_N), (min(rows, RESAMPLES - done), len(values_N)))].mean(
+            axis=1
+        )
         for done in range(0, RESAMPLES, rows)
     ]
     low, high = np.quantile(np.concatenate(means), [0.025, 0.975])

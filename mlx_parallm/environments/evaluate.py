@@ -4,7 +4,8 @@
     evaluate        a greedy answer and some sampled ones to each problem
     Evaluation      the result of one environment: `numbers`, `score`, and `to_json` for files
 
-A training run (`rl_training/evaluation/runner.py`) and `mlx_parallm eval` (`runs/eval.py`) both use it.
+A training run (`rl_training/evaluation/runner.py`) and `mlx_parallm eval` (`runs/eval.py`) both use
+it.
 """
 
 import asyncio
@@ -44,8 +45,9 @@ def build_evaluated(
     *,
     tools: EpisodeTools | None = None,
 ) -> tuple[EnvironmentSource, ...]:
-    """Build the sources of [[evaluation.environments]], else of [[environments]]. Each answer is scored on its own: a
-    reward relative to the answer's group means nothing here. Raises ConfigError."""
+    """Build the sources of [[evaluation.environments]], else of [[environments]]. Each answer is
+    scored on its own: a reward relative to the answer's group means nothing here. Raises
+    ConfigError."""
     entries = config.evaluation.environments or config.environments
     absolute = [entry.model_copy(update={"reward_method": ABSOLUTE}) for entry in entries]
     return build_sources(absolute, seed=config.rl_training.seed, progress=progress, tools=tools)
@@ -62,7 +64,8 @@ class ProblemSet:
 def draw_problems(
     sources: Sequence[EnvironmentSource], n: int, training: Sequence[EnvironmentSource] = ()
 ) -> list[ProblemSet]:
-    """Draw up to n problems of each source that has any; warn where the result will say less than it seems to.
+    """Draw up to n problems of each source that has any; warn where the result will say less than
+    it seems to.
 
     Raises ConfigError, RolloutRejectedError: a user's source fails.
     """
@@ -75,29 +78,46 @@ def draw_problems(
     return [problems for problems in drawn if problems.tasks]
 
 
-def problem_warnings(drawn: Sequence[ProblemSet], n: int, training: Sequence[EnvironmentSource] = ()) -> Iterator[str]:
-    """Yield what is wrong with drawn problems: there are too few, or some of them are training problems."""
+def problem_warnings(
+    drawn: Sequence[ProblemSet], n: int, training: Sequence[EnvironmentSource] = ()
+) -> Iterator[str]:
+    """Yield what is wrong with drawn problems: there are too few, or some of them are training
+    problems."""
     training_openings: dict[str, set[object]] = {}
     for problems in drawn:
         name, count = problems.source.name, len(problems.tasks)
         if not count:
             yield f"{name} has no held-out problems: it is not evaluated"
             continue
-        few = f": an accuracy of so few is known to ±{1.0 / math.sqrt(count):.2f} at best" if count < FEW else ""
+        few = (
+            (f": an accuracy of so few is known to ±{1.0 / math.sqrt(count):.2f} at best")
+            if count < FEW
+            else ""
+        )
         if count < n:
             yield f"{name} has {count} held-out problems, {n} were requested{few}"
         elif few:
             yield f"{name}: {count} problems{few}"
         for source in training:
-            if source.in_order or (source is problems.source and not is_reference(source.config.kind)):
-                continue  # its problems cannot be drawn out of turn; or a built-in kind, which divides them by a hash
+            if source.in_order or (
+                source is problems.source and not is_reference(source.config.kind)
+            ):
+                # its problems cannot be drawn out of turn; or a built-in kind, which divides them
+                # by a hash
+                continue
             if source.name not in training_openings:
                 with user_code(f"environments: {source.name}: task"):
-                    training_openings[source.name] = {_opening(source.task(index)) for index in range(COMPARED_TASKS)}
-            if both := sum(_opening(task) in training_openings[source.name] for task in problems.tasks):
+                    training_openings[source.name] = {
+                        _opening(source.task(index)) for index in range(COMPARED_TASKS)
+                    }
+            if both := sum(
+                _opening(task) in training_openings[source.name] for task in problems.tasks
+            ):
                 yield (
-                    f"{both} of the {count} held-out problems of {name} are among the first {COMPARED_TASKS} training"
-                    f" problems of {source.name}: their accuracy measures memory; see {HELDOUT_PAGE}"
+                    f"{both} of the {count} held-out problems of {name} are among the first"
+                    f" {COMPARED_TASKS} training"
+                    f" problems of {source.name}: their accuracy measures memory; see"
+                    f" {HELDOUT_PAGE}"
                 )
 
 
@@ -132,7 +152,11 @@ class EvaluatedProblem:
 
     def to_json(self) -> dict[str, Any]:
         greedy = self.greedy and self.greedy.reward
-        return {"key": self.key, "greedy": greedy, "sampled": [answer.reward for answer in self.sampled]}
+        return {
+            "key": self.key,
+            "greedy": greedy,
+            "sampled": [answer.reward for answer in self.sampled],
+        }
 
     def example(self) -> dict[str, Any]:
         first = self.answers[0]
@@ -149,7 +173,9 @@ class Evaluation:
 
     @property
     def errors(self) -> int:
-        return sum(answer.error is not None for problem in self.problems for answer in problem.answers)
+        return sum(
+            answer.error is not None for problem in self.problems for answer in problem.answers
+        )
 
     @property
     def failed(self) -> bool:
@@ -158,23 +184,29 @@ class Evaluation:
 
     @property
     def first_error(self) -> str | None:
-        errors = (answer.error for problem in self.problems for answer in problem.answers if answer.error)
+        errors = (
+            answer.error for problem in self.problems for answer in problem.answers if answer.error
+        )
         return next(errors, None)
 
     @property
     def score(self) -> float | None:
-        """The mean reward, of the greedy answers where there are some. Checkpoints are compared by it."""
+        """The mean reward, of the greedy answers where there are some. Checkpoints are compared
+        by it."""
         numbers = self.numbers()
         return numbers.get("reward", numbers.get("sampled_reward"))
 
     def numbers(self) -> dict[str, float]:
-        """Return EvaluationConfig.metrics, each a mean over the problems with the ends of its 95% interval
-        (estimates.py); `problems` and `errors` are counts, `truncated` is the share of answers that were cut off."""
+        """Return EvaluationConfig.metrics, each a mean over the problems with the ends of its
+        95% interval (estimates.py); `problems` and `errors` are counts, `truncated` is the share
+        of answers that were cut off."""
         answers = [answer for problem in self.problems for answer in problem.answers]
         numbers: dict[str, float] = {"problems": len(self.problems), "errors": self.errors}
         if self.failed:
             return numbers
-        numbers["truncated"] = sum(answer.stop_reason == "length" for answer in answers) / len(answers)
+        numbers["truncated"] = sum(answer.stop_reason == "length" for answer in answers) / len(
+            answers
+        )
         for name, values in self._columns().items():
             mean = estimate(values)
             numbers |= {name: mean.mean, f"{name}_low": mean.low, f"{name}_high": mean.high}
@@ -190,10 +222,13 @@ class Evaluation:
             }
         sampled = [problem.sampled for problem in self.problems if problem.sampled]
         if sampled:
-            columns["sampled_reward"] = [math.fsum(a.reward for a in answers) / len(answers) for answers in sampled]
+            columns["sampled_reward"] = [
+                math.fsum(a.reward for a in answers) / len(answers) for answers in sampled
+            ]
             for k in pass_ks(len(sampled[0])):
                 columns[f"pass@{k}"] = [
-                    pass_at_k(len(answers), sum(answer.solved for answer in answers), k) for answers in sampled
+                    pass_at_k(len(answers), sum(answer.solved for answer in answers), k)
+                    for answers in sampled
                 ]
         return columns
 
@@ -202,12 +237,15 @@ class Evaluation:
         return {
             "numbers": self.numbers(),
             "problems": [problem.to_json() for problem in self.problems],
-            "examples": [problem.example() for problem in self.problems[:EXAMPLES] if problem.answers],
+            "examples": [
+                problem.example() for problem in self.problems[:EXAMPLES] if problem.answers
+            ],
         }
 
 
 def overall_score(evaluations: Sequence[Evaluation]) -> float | None:
-    """Return the mean over the environments with equal weights; None where one of them has no numbers."""
+    """Return the mean over the environments with equal weights; None where one of them has no
+    numbers."""
     scores = [score for evaluation in evaluations if (score := evaluation.score) is not None]
     return math.fsum(scores) / len(scores) if scores and len(scores) == len(evaluations) else None
 
@@ -222,7 +260,8 @@ async def evaluate(
 ) -> list[Evaluation]:
     """Answer every problem, in the order of `problems`.
 
-    The sampled answers of a problem have the same seeds in each evaluation, so two of them differ by the weights alone.
+    The sampled answers of a problem have the same seeds in each evaluation, so two of them differ
+    by the weights alone.
 
     Args:
         policy: who answers; `settings` say how it samples.
@@ -248,10 +287,14 @@ async def evaluate(
 
     async def answer_problem(environment: ProblemSet, number: int) -> EvaluatedProblem:
         first = [play(environment, number, "greedy", greedy)] if settings.greedy else []
-        others = [play(environment, number, f"sample-{i}", sampled, i) for i in range(settings.samples)]
+        others = [
+            play(environment, number, f"sample-{i}", sampled, i) for i in range(settings.samples)
+        ]
         answers, task = await asyncio.gather(*first, *others), environment.tasks[number]
         likeliest = answers.pop(0) if settings.greedy else None
-        return EvaluatedProblem(task.key, task.messages[-1]["content"], task.answer, likeliest, tuple(answers))
+        return EvaluatedProblem(
+            task.key, task.messages[-1]["content"], task.answer, likeliest, tuple(answers)
+        )
 
     async def evaluate_environment(environment: ProblemSet) -> Evaluation:
         answers = (answer_problem(environment, number) for number in range(len(environment.tasks)))

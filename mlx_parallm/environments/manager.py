@@ -1,7 +1,8 @@
-"""RolloutManager: plays environments against the engine, many episodes at once (`scheduler.py` decides which).
+"""RolloutManager: plays environments against the engine, many episodes at once (`scheduler.py`
+decides which).
 
-A run that trains gives it a `sink` (the durable store) and requests groups as it needs them; a program without one
-calls `collect_rollouts`, for which a `Collector` holds finished groups.
+A run that trains gives it a `sink` (the durable store) and requests groups as it needs them; a
+program without one calls `collect_rollouts`, for which a `Collector` holds finished groups.
 """
 
 import dataclasses
@@ -45,21 +46,24 @@ class RolloutConfig:
     num_parallel: int = 32
     """Episodes in flight, in whole groups (one at least)."""
     maintain_parallel_count: bool = False
-    """True: this many are in flight all the time, beyond what was requested; `collect_rollouts` returns while they are
-    under way, and the next call returns them. False: nothing is in flight when it returns."""
+    """True: this many are in flight all the time, beyond what was requested; `collect_rollouts`
+    returns while they are under way, and the next call returns them. False: nothing is in flight
+    when it returns."""
     seed: int = 0
     temperature: float = 1.0
     """0 is greedy."""
     max_token_length: int | None = None
     """Most tokens of one sequence, its prompt included; None: the model's context."""
     group_size: int = 1
-    """Rollouts of one prompt. This and the next four are for a `BaseEnvironment`; a source has its configuration."""
+    """Rollouts of one prompt. This and the next four are for a `BaseEnvironment`; a source has
+    its configuration."""
     max_tokens: int = 256
     """Most tokens of one turn."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn."""
     prompt_format: Literal["text", "chat"] = "text"
-    """A prompt that is a string goes to the model as it is (text), or as one message of the user's (chat)."""
+    """A prompt that is a string goes to the model as it is (text), or as one message of the
+    user's (chat)."""
     timeout_s: float = 600.0
     """Longest time of one episode."""
     enable_progress_bar: bool = False
@@ -71,25 +75,35 @@ class RolloutConfig:
     """These two have been removed, and are refused with the reason."""
 
     def __post_init__(self, offload_to_disk: None, max_trajectory_buffer: None) -> None:
-        removed = {"offload_to_disk": offload_to_disk, "max_trajectory_buffer": max_trajectory_buffer}
+        removed = {
+            "offload_to_disk": offload_to_disk,
+            "max_trajectory_buffer": max_trajectory_buffer,
+        }
         for name, value in removed.items():
             if value is not None:
                 raise ConfigError(
-                    f"RolloutConfig({name}=…) has been removed: finished trajectories wait in memory. Collect fewer in"
+                    f"RolloutConfig({name}=…) has been removed: finished trajectories wait in"
+                    " memory. Collect fewer in"
                     " one call, or take them one by one from iterate_rollouts"
                 )
-        counts = {"num_parallel": self.num_parallel, "group_size": self.group_size, "max_tokens": self.max_tokens}
+        counts = {
+            "num_parallel": self.num_parallel,
+            "group_size": self.group_size,
+            "max_tokens": self.max_tokens,
+        }
         for name, count in counts.items():
             if count < 1:
                 raise ConfigError(f"RolloutConfig: {name} = {count}: expected at least 1")
         if self.temperature < 0 or self.timeout_s <= 0:
             raise ConfigError(
-                f"RolloutConfig: temperature = {self.temperature}, timeout_s = {self.timeout_s}: expected at least 0,"
+                f"RolloutConfig: temperature = {self.temperature}, timeout_s = {self.timeout_s}:"
+                " expected at least 0,"
                 " and more than 0"
             )
 
     def environment_config(self, name: str) -> EnvironmentConfig:
-        """Return these settings as an [[environments]] entry; unlike there, a group may have a single rollout."""
+        """Return these settings as an [[environments]] entry; unlike there, a group may have a
+        single rollout."""
         settings = {
             "group_size": self.group_size,
             "max_tokens": self.max_tokens,
@@ -119,7 +133,10 @@ class CollectionStatistics:
 
     def as_dict(self) -> dict[str, Any]:
         """Failed trajectories count in the totals, not in the lengths."""
-        finished, steps = self.lengths.total(), sum(length * count for length, count in self.lengths.items())
+        finished, steps = (
+            self.lengths.total(),
+            sum(length * count for length, count in self.lengths.items()),
+        )
         mean = steps / finished if finished else 0.0
         squares = sum(count * (length - mean) ** 2 for length, count in self.lengths.items())
         total = finished + self.failed
@@ -132,7 +149,9 @@ class CollectionStatistics:
             "std_trajectory_length": math.sqrt(squares / finished) if finished else 0.0,
             "min_trajectory_length": min(self.lengths, default=0),
             "max_trajectory_length": max(self.lengths, default=0),
-            "length_histogram": {str(length): self.lengths[length] for length in sorted(self.lengths)},
+            "length_histogram": {
+                str(length): self.lengths[length] for length in sorted(self.lengths)
+            },
             "sampled_tokens": self.sampled_tokens,
             "seconds": self.seconds,
             "trajectories_per_second": total / self.seconds if self.seconds else 0.0,
@@ -141,10 +160,11 @@ class CollectionStatistics:
 
 
 class Collector:
-    """Hands out finished groups in the order in which they were started: in the order in which they finish, the first
-    ones collected would be the shortest episodes.
+    """Hands out finished groups in the order in which they were started: in the order in which they
+    finish, the first ones collected would be the shortest episodes.
 
-    `started`, `add` and `end` are called by the scheduler, `take` by one thread of the user's at a time.
+    `started`, `add` and `end` are called by the scheduler, `take` by one thread of the user's at a
+    time.
     """
 
     def __init__(
@@ -157,7 +177,8 @@ class Collector:
         self.statistics = CollectionStatistics()
         self._config, self._on_start, self._on_complete = config, on_start, on_complete
         self._changed = threading.Condition()  # guards what follows
-        self._order: deque[str] = deque()  # groups that were started and are not ready, in their order
+        # groups that were started and are not ready, in their order
+        self._order: deque[str] = deque()
         self._early: dict[str, Group] = {}  # those of them that an earlier one holds back
         self._ready: deque[Group] = deque()
         self._outstanding = 0  # groups that were requested and not taken
@@ -216,7 +237,9 @@ class Collector:
 
     # --- the user's side
 
-    def take(self, wanted: int, request: Callable[[int], None], *, largest: int, ahead: int) -> Iterator[Trajectory]:
+    def take(
+        self, wanted: int, request: Callable[[int], None], *, largest: int, ahead: int
+    ) -> Iterator[Trajectory]:
         """Yield whole groups until there are `wanted` trajectories; stop early after `end`.
 
         Args:
@@ -229,7 +252,9 @@ class Collector:
             with self._progress_bar(wanted) as advance:
                 while taken < wanted:
                     with self._changed:
-                        missing = max(0, math.ceil((wanted - taken) / largest) + ahead - self._outstanding)
+                        missing = max(
+                            0, math.ceil((wanted - taken) / largest) + ahead - self._outstanding
+                        )
                         self._outstanding += missing
                     request(missing)
                     group = self._next()
@@ -245,8 +270,11 @@ class Collector:
 
     def _next(self) -> Group | None:
         with self._changed:
-            # A signal that comes just before a wait is only seen after it (CPython), so no wait is longer than that.
-            while not self._changed.wait_for(lambda: self._ready or self._ended, SIGNALS_SEEN_WITHIN_S):
+            # A signal that comes just before a wait is only seen after it (CPython), so no wait is
+            # longer than that.
+            while not self._changed.wait_for(
+                lambda: self._ready or self._ended, SIGNALS_SEEN_WITHIN_S
+            ):
                 pass
             if not self._ready:
                 return None
@@ -264,8 +292,8 @@ class Collector:
 
 
 class RolloutManager(RolloutScheduler):
-    """With a `sink`, finished groups go there; without one, `collect_rollouts` returns them. Callbacks are called
-    on the scheduler's thread."""
+    """With a `sink`, finished groups go there; without one, `collect_rollouts` returns them.
+    Callbacks are called on the scheduler's thread."""
 
     def __init__(
         self,
@@ -291,21 +319,31 @@ class RolloutManager(RolloutScheduler):
         """
         Args:
             num_parallel: replaces the configuration's.
-            inference: the engine that plays; default: the first environment's. Others without one get it too.
-            client, tokenizer, adapter: replace those of `inference`. The tokenizer is used on other threads.
-            sink: takes a finished group for good. False = it was there already (another one is played instead);
-                RolloutRejectedError = it may not be trained on; any other exception stops the manager.
+            inference: the engine that plays; default: the first environment's. Others without one
+                get it too.
+            client, tokenizer, adapter: replace those of `inference`. The tokenizer is used on other
+                threads.
+            sink: takes a finished group for good. False = it was there already (another one is
+                played instead); RolloutRejectedError = it may not be trained on; any other
+                exception stops the manager.
             on_failure: takes a group that may not be trained on, and why.
-            on_times: takes the times in which a group was sampled (rl.sample) and scored (rl.reward), Unix seconds.
-            on_rollout_start, on_rollout_complete: for `collect_rollouts`; take "<group id>/<number>", the trajectory.
+            on_times: takes the times in which a group was sampled (rl.sample) and scored
+                (rl.reward), Unix seconds.
+            on_rollout_start, on_rollout_complete: for `collect_rollouts`; take "<group
+                id>/<number>", the trajectory.
             fixed_order, stall_after_s, clock, players: see `RolloutScheduler`.
 
-        Raises ConfigError: an environment that cannot be played, or no engine in this process to play it.
+        Raises ConfigError: an environment that cannot be played, or no engine in this process to
+        play it.
         """
         config = config or RolloutConfig()
         if num_parallel is not None:
             config = dataclasses.replace(config, num_parallel=num_parallel)
-        played = [environments] if isinstance(environments, BaseEnvironment | EnvironmentSource) else list(environments)
+        played = (
+            [environments]
+            if isinstance(environments, BaseEnvironment | EnvironmentSource)
+            else list(environments)
+        )
         sources = _as_sources(played, config)
         super().__init__(
             sources,
@@ -317,14 +355,18 @@ class RolloutManager(RolloutScheduler):
             players=players,
         )
         self.environments = tuple(played)
-        first: Any = next((each.inference for each in played if isinstance(each, BaseEnvironment)), None)
+        first: Any = next(
+            (each.inference for each in played if isinstance(each, BaseEnvironment)), None
+        )
         self.inference: PolicyInference | None = inference or first
         self._config, self._adapter, self._template_kwargs = config, adapter, template_kwargs
         self._client, self._tokenizer = _engine(self.inference, client, tokenizer)
         self._sink, self._on_failure, self._on_times = sink, on_failure, on_times
         self._episodes: EpisodeRunner | None = None
         self._collector = (
-            Collector(config, on_start=on_rollout_start, on_complete=on_rollout_complete) if sink is None else None
+            Collector(config, on_start=on_rollout_start, on_complete=on_rollout_complete)
+            if sink is None
+            else None
         )
         if self.inference is not None:
             for source in sources:
@@ -333,27 +375,42 @@ class RolloutManager(RolloutScheduler):
     # --- collecting, on one thread at a time
 
     def collect_rollouts(
-        self, min_trajectories: int, max_steps_per_rollout: int | None = None, *, group_size: int | None = None
+        self,
+        min_trajectories: int,
+        max_steps_per_rollout: int | None = None,
+        *,
+        group_size: int | None = None,
     ) -> list[Trajectory]:
-        """Return at least so many trajectories, in whole groups (`group_id`), in the order in which they were started.
+        """Return at least so many trajectories, in whole groups (`group_id`), in the order in which
+        they were started.
 
         Args:
             max_steps_per_rollout: an episode that is not over after so many steps is `truncated`.
-            group_size: rollouts of one prompt; replaces the configuration's. Both hold for groups that start from now
-                on.
+            group_size: rollouts of one prompt; replaces the configuration's. Both hold for groups
+                that start from now on.
 
-        A failed episode is a trajectory with an `error`. Raises EnvironmentFailedError: all of them failed, or the
-        manager has given up. Where another thread calls `cancel`, it returns what has finished.
+        A failed episode is a trajectory with an `error`. Raises EnvironmentFailedError: all of them
+        failed, or the manager has given up. Where another thread calls `cancel`, it returns what
+        has finished.
         """
-        collected = list(self.iterate_rollouts(min_trajectories, max_steps_per_rollout, group_size=group_size))
+        collected = list(
+            self.iterate_rollouts(min_trajectories, max_steps_per_rollout, group_size=group_size)
+        )
         if collected and all(trajectory.error is not None for trajectory in collected):
-            raise EnvironmentFailedError(f"all {len(collected)} rollouts failed, the last one: {collected[-1].error}")
+            raise EnvironmentFailedError(
+                f"all {len(collected)} rollouts failed, the last one: {collected[-1].error}"
+            )
         return collected
 
     def iterate_rollouts(
-        self, min_trajectories: int, max_steps_per_rollout: int | None = None, *, group_size: int | None = None
+        self,
+        min_trajectories: int,
+        max_steps_per_rollout: int | None = None,
+        *,
+        group_size: int | None = None,
     ) -> Iterator[Trajectory]:
-        """As `collect_rollouts`, each as soon as it and all before it have finished; the others play on meanwhile."""
+        """As `collect_rollouts`, each as soon as it and all before it have finished; the others
+        play on meanwhile."""
         if self._collector is None:
             raise RuntimeError("this manager hands its groups to a sink")
         if self._stopping and self._failure is None:  # stopped, and wanted again
@@ -367,15 +424,17 @@ class RolloutManager(RolloutScheduler):
         largest = max(queue.group_size for queue in self._queues)
         ahead = self._max_in_flight if self._config.maintain_parallel_count else 0
         try:
-            yield from self._collector.take(min_trajectories, self.request_groups, largest=largest, ahead=ahead)
+            yield from self._collector.take(
+                min_trajectories, self.request_groups, largest=largest, ahead=ahead
+            )
         except KeyboardInterrupt:
             self.cancel()
             raise
         self.check()
 
     def get_statistics(self) -> dict[str, Any]:
-        """Return `CollectionStatistics.as_dict` of all trajectories that were collected, e.g. "avg_trajectory_length"
-        in steps. Empty where they go to a sink."""
+        """Return `CollectionStatistics.as_dict` of all trajectories that were collected, e.g.
+        "avg_trajectory_length" in steps. Empty where they go to a sink."""
         return self._collector.statistics.as_dict() if self._collector is not None else {}
 
     def start(self) -> None:
@@ -418,7 +477,8 @@ class RolloutManager(RolloutScheduler):
         return self._adapter or getattr(self.inference, "adapter", None)
 
     def check_room(self, limit: str) -> None:
-        """Raises ConfigError: no prompt of an environment leaves room for an answer; `limit` names the setting."""
+        """Raises ConfigError: no prompt of an environment leaves room for an answer; `limit`
+        names the setting."""
         check_room([queue.source for queue in self._queues], self._policy(), limit)
 
     def _runner(self) -> EpisodeRunner:
@@ -472,8 +532,12 @@ def _trajectories(result: GroupResult, temperature: float) -> Group:
         return group
     if not group:
         return failed_trajectories(plan.group_id, plan.size, temperature, failure)
-    marked = (dataclasses.replace(trajectory.rollout, error=failure) for trajectory in group)  # its reward failed
-    return tuple(dataclasses.replace(each, rollout=rollout) for each, rollout in zip(group, marked, strict=True))
+    # its reward failed
+    marked = (dataclasses.replace(trajectory.rollout, error=failure) for trajectory in group)
+    return tuple(
+        dataclasses.replace(each, rollout=rollout)
+        for each, rollout in zip(group, marked, strict=True)
+    )
 
 
 def _engine(
@@ -483,13 +547,16 @@ def _engine(
     tokenizer = tokenizer or getattr(inference, "tokenizer", None)
     if client is None or tokenizer is None:
         raise ConfigError(
-            "RolloutManager: no engine in this process: give the environment (or `inference`) an InferenceModule that"
+            "RolloutManager: no engine in this process: give the environment (or `inference`) an"
+            " InferenceModule that"
             " has one. Over an OpenAI endpoint the tokens that were sampled are not known"
         )
     return client, tokenizer
 
 
-def _as_sources(environments: Sequence[AnyEnvironment], config: RolloutConfig) -> list[EnvironmentSource]:
+def _as_sources(
+    environments: Sequence[AnyEnvironment], config: RolloutConfig
+) -> list[EnvironmentSource]:
     """Return each environment as a source, a BaseEnvironment with the settings of `config`."""
     entries = [
         environment.config
@@ -501,7 +568,9 @@ def _as_sources(environments: Sequence[AnyEnvironment], config: RolloutConfig) -
         environment
         if isinstance(environment, EnvironmentSource)
         else StateSource(entry, partial(_same, environment), seed=config.seed, name=name)
-        for environment, entry, name in zip(environments, entries, unique_names(entries), strict=True)
+        for environment, entry, name in zip(
+            environments, entries, unique_names(entries), strict=True
+        )
     ]
 
 

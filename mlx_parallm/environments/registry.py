@@ -1,4 +1,5 @@
-"""The registry of environment kinds: makes a source from a configured kind or from the user's class."""
+"""The registry of environment kinds: makes a source from a configured kind or from the user's
+class."""
 
 import difflib
 import functools
@@ -46,30 +47,38 @@ def build_sources(
     progress: Callable[[], TrainingProgress] = TrainingProgress,
     tools: EpisodeTools | None = None,
 ) -> tuple[EnvironmentSource, ...]:
-    """Make one source for each [[environments]] entry, in their order; a repeated name becomes "name#2".
+    """Make one source for each [[environments]] entry, in their order; a repeated name becomes
+    "name#2".
 
     Args:
         progress: tells reward functions how far the training is.
         tools: those of the configuration, for all of the sources.
 
-    Raises ConfigError: an unknown kind (the message lists the known ones), or what the source itself refuses.
+    Raises ConfigError: an unknown kind (the message lists the known ones), or what the source
+    itself refuses.
     """
     sources = []
     for config, name in zip(configs, unique_names(configs), strict=True):
         make = _user_class(config) if is_reference(config.kind) else _builtin(config.kind)
-        with user_code(f"environments: {config.kind}") if is_reference(config.kind) else nullcontext():
+        with (
+            user_code(f"environments: {config.kind}")
+            if is_reference(config.kind)
+            else nullcontext()
+        ):
             source = make(config, seed=seed, name=name)
         source.progress = progress
         source.use_tools(tools)
         if config.kind == "tools" and source.tools is None and config.tools != ():
-            raise ConfigError('kind = "tools" needs tools: set [[tools.mcp]] or tools.functions (docs/tools.md)')
+            raise ConfigError(
+                'kind = "tools" needs tools: set [[tools.mcp]] or tools.functions (docs/tools.md)'
+            )
         sources.append(source)
     return tuple(sources)
 
 
 def create_environment(kind: str, **options: Any) -> BaseEnvironment:
-    """Make an environment of a kind, such as "simple_text". Raises ConfigError: no such kind, or an option that it does
-    not have."""
+    """Make an environment of a kind, such as "simple_text". Raises ConfigError: no such kind, or
+    an option that it does not have."""
     environment = _environment(kind)
     return _construct(environment, options, f"create_environment({kind!r})")
 
@@ -93,27 +102,36 @@ def _environment(kind: str) -> type[BaseEnvironment]:
 
 def _unknown(kind: str, known: Sequence[str]) -> ConfigError:
     if ":" in kind:
-        return ConfigError(f'environments: unknown kind {kind!r}; a class of yours is "python:{kind}"')
+        return ConfigError(
+            f'environments: unknown kind {kind!r}; a class of yours is "python:{kind}"'
+        )
     if kind == SEPARATE_PROCESS:
         return ConfigError(
-            f"environments: {kind!r} is no kind: such an environment runs in a process of its own and comes over HTTP"
+            f"environments: {kind!r} is no kind: such an environment runs in a process of its own"
+            " and comes over HTTP"
             " (docs/verifiers.md)"
         )
     near = difflib.get_close_matches(kind, known, n=1, cutoff=0.0)[0]
     return ConfigError(
-        f"environments: unknown kind {kind!r}; did you mean {near!r}? There are: {', '.join(known)},"
+        f"environments: unknown kind {kind!r}; did you mean {near!r}? There are:"
+        f" {', '.join(known)},"
         ' and "python:file.py:Class"'
     )
 
 
 def _state_source(
-    environment: type[BaseEnvironment], config: EnvironmentConfig, *, seed: int, name: str | None = None
+    environment: type[BaseEnvironment],
+    config: EnvironmentConfig,
+    *,
+    seed: int,
+    name: str | None = None,
 ) -> StateSource:
     """Raises ConfigError: options that the constructor does not take, or nothing to score with."""
     what = f"environments: {config.kind}"
     if not (config.rewards or environment.default_rewards):
         raise ConfigError(
-            f'{what}: an environment does not score itself: it needs rewards = ["python:file.py:function"]'
+            f"{what}: an environment does not score itself: it needs rewards ="
+            ' ["python:file.py:function"]'
         )
     options = dict(config.options)
     if "seed" in inspect.signature(environment).parameters:
@@ -123,19 +141,23 @@ def _state_source(
         lambda: _construct(environment, options, what),
         seed=seed,
         name=name,
-        rewards=RewardFunctions.from_config(config, columns=None, default=environment.default_rewards),
+        rewards=RewardFunctions.from_config(
+            config, columns=None, default=environment.default_rewards
+        ),
     )
 
 
-def _construct(environment: type[BaseEnvironment], options: Mapping[str, Any], what: str) -> BaseEnvironment:
+def _construct(
+    environment: type[BaseEnvironment], options: Mapping[str, Any], what: str
+) -> BaseEnvironment:
     check_call(inspect.signature(environment), (), what, keywords=tuple(options))
     with user_code(what):
         return environment(**options)
 
 
 def _user_class(config: EnvironmentConfig) -> Callable[..., EnvironmentSource]:
-    """Return what makes the source from a class of the user's. Raises ConfigError: it is no environment, or one that
-    cannot work."""
+    """Return what makes the source from a class of the user's. Raises ConfigError: it is no
+    environment, or one that cannot work."""
     reference = config.kind
     cls, what = load(reference, "environments: kind"), f"environments: kind: {reference}"
     if isinstance(cls, type) and issubclass(cls, BaseEnvironment):
@@ -154,5 +176,9 @@ def _user_class(config: EnvironmentConfig) -> Callable[..., EnvironmentSource]:
     check_call(inspect.signature(cls.environment), ("self", "task"), f"{what}.environment")
     check_call(inspect.signature(cls), ("config",), what, keywords=("seed", "name"))
     if wrong := config.model_dump(include=set(SCORING_KEYS), exclude_defaults=True):
-        raise ConfigError(f"{what} is an EnvironmentSource, which scores its tasks itself: {min(wrong)} has no effect")
+        raise ConfigError(
+            f"{what} is an EnvironmentSource, which scores its tasks itself: {min(wrong)} has"
+            " no"
+            " effect"
+        )
     return cls

@@ -1,7 +1,8 @@
-"""Before a run: whether the prompts of its environments leave room for an answer, and what their tools take.
+"""Before a run: whether the prompts of its environments leave room for an answer, and what their
+tools take.
 
-A prompt that does not fit is dropped with its group. Where none fits, a run would drop group after group, so it is
-refused, with the tokens of each part.
+A prompt that does not fit is dropped with its group. Where none fits, a run would drop group after
+group, so it is refused, with the tokens of each part.
 """
 
 import itertools
@@ -33,14 +34,17 @@ def check_room(
         limit: the name of the setting that bounds a sequence.
         tasks: of each source; default: the first ones to train on.
 
-    Raises ConfigError: no prompt of an environment leaves room for an answer; all such environments are in it.
+    Raises ConfigError: no prompt of an environment leaves room for an answer; all such environments
+    are in it.
     """
     refused = []
     if policy.client.max_model_len < policy.max_token_length:
         limit = "the model's context"
     for number, source in enumerate(sources):
         prompts = (
-            _openings(source) if tasks is None else [(task.opening, source.tools_of(task)) for task in tasks[number]]
+            _openings(source)
+            if tasks is None
+            else [(task.opening, source.tools_of(task)) for task in tasks[number]]
         )
         if not prompts:
             continue
@@ -53,14 +57,19 @@ def check_room(
             taken = _taken_by_tools(policy, source, prompt, tools)
             say = log.warning if sum(taken.values()) > MUCH * policy.longest else log.info
             words = _listed(taken)
-            say("tools in every prompt", environment=source.name, tokens=sum(taken.values()), by_tool=words)
+            say(
+                "tools in every prompt",
+                environment=source.name,
+                tokens=sum(taken.values()),
+                by_tool=words,
+            )
     if refused:
         raise ConfigError(f"environments: {'; '.join(refused)}")
 
 
 def _openings(source: EnvironmentSource) -> list[tuple[Prompt, EpisodeTools | None]]:
-    """Return the prompts that some episodes open with, and their tools. Where drawing a task uses it up: a prompt with
-    an empty question."""
+    """Return the prompts that some episodes open with, and their tools. Where drawing a task
+    uses it up: a prompt with an empty question."""
     if source.in_order:
         with attempt():
             return [(source.format_prompt(""), source.tools)]
@@ -77,7 +86,8 @@ def _openings(source: EnvironmentSource) -> list[tuple[Prompt, EpisodeTools | No
 def _ids(
     policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools | None
 ) -> list[int] | None:
-    """Return the tokens of an opening; None: it is far too long to be tokenised, or the chat template refuses it."""
+    """Return the tokens of an opening; None: it is far too long to be tokenised, or the chat
+    template refuses it."""
     with attempt() as outcome:
         options: dict[str, object] = {}
         if tools is not None:
@@ -87,7 +97,8 @@ def _ids(
 
 
 def _in_all(openings: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens all of several openings begin and end with: what is the same in every prompt."""
+    """Return how many tokens all of several openings begin and end with: what is the same in
+    every prompt."""
     room = min(map(len, openings))
 
     def same(columns: Iterable[tuple[int, ...]]) -> int:
@@ -100,8 +111,8 @@ def _in_all(openings: Sequence[Sequence[int]]) -> int:
 def _taken_by_tools(
     policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools
 ) -> dict[str, int]:
-    """Return tool → the tokens by which it makes the prompt longer beside the others; the first has what the template
-    says of tools at all."""
+    """Return tool → the tokens by which it makes the prompt longer beside the others; the first
+    has what the template says of tools at all."""
     taken, before = {}, len(_ids(policy, source, prompt, None) or ())
     names = [str(definition["name"]) for definition in tools.definitions]
     for count, name in enumerate(names, 1):
@@ -128,7 +139,9 @@ def _no_room(
     if tools is not None:
         taken = _taken_by_tools(policy, source, prompt, tools)
         parts.append(f"tools {sum(taken.values()):,} ({_listed(taken)})")
-        advice += ', or show fewer tools: tools = ["NAME"] for the environment, tools_column for each row'
+        advice += (
+            ', or show fewer tools: tools = ["NAME"] for the environment, tools_column for each row'
+        )
     of_it = f" Of it: {', '.join(parts)}." if parts else ""
     of = f"the shortest of {len(ids)} prompts has" if len(ids) > 1 else "the prompt has"
     return (
@@ -138,4 +151,6 @@ def _no_room(
 
 
 def _listed(taken: dict[str, int]) -> str:
-    return ", ".join(f"{name} {tokens:,}" for name, tokens in sorted(taken.items(), key=lambda item: -item[1]))
+    return ", ".join(
+        f"{name} {tokens:,}" for name, tokens in sorted(taken.items(), key=lambda item: -item[1])
+    )

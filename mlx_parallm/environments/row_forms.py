@@ -1,11 +1,12 @@
 """Rows in the layouts of other programs → the columns that this one reads.
 
-    ShareGPT  conversations: [{"from": "human", "value": …}, …], with `system`, `tools`, `chosen`, `rejected`, `label`
+    ShareGPT  conversations: [{"from": "human", "value": …}, …], with `system`, `tools`, `chosen`,
+              `rejected`, `label`
     Alpaca    instruction, input, output, with `system` and `history`
 
-Both become `messages`, and `prompt` and `completion` around the last answer, so that prompts, preferences and SFT find
-their columns. The row keeps its own columns beside them. A row that has one of ours is left as it is, apart from
-messages in it that say `from` and `value`.
+Both become `messages`, and `prompt` and `completion` around the last answer, so that prompts,
+preferences and SFT find their columns. The row keeps its own columns beside them. A row that has
+one of ours is left as it is, apart from messages in it that say `from` and `value`.
 """
 
 import json
@@ -22,23 +23,32 @@ OWN_COLUMNS = (*MESSAGE_COLUMNS, "text")
 
 
 def known_row(row: dict[str, Any], where: str) -> tuple[dict[str, Any], str | None]:
-    """Return a row with the columns that are read here, and the layout that it had; None: it had them already.
+    """Return a row with the columns that are read here, and the layout that it had; None: it had
+    them already.
 
     Raises ConfigError, which begins with `where`: a turn of nobody that is known.
     """
     for column in CONVERSATION_COLUMNS:
         if isinstance(row.get(column), list | tuple) and row.get("messages") is None:
             return _of_conversation(row, column, where), SHAREGPT
-    if isinstance(row.get("instruction"), str) and not any(row.get(name) is not None for name in OWN_COLUMNS):
+    if isinstance(row.get("instruction"), str) and not any(
+        row.get(name) is not None for name in OWN_COLUMNS
+    ):
         return row | _of_instruction(row), ALPACA
-    said = {name: _messages(row[name], f"{where}: {name}") for name in MESSAGE_COLUMNS if _has_sayers(row.get(name))}
+    said = {
+        name: _messages(row[name], f"{where}: {name}")
+        for name in MESSAGE_COLUMNS
+        if _has_sayers(row.get(name))
+    }
     return (row | said, SHAREGPT) if said else (row, None)
 
 
 def _of_conversation(row: dict[str, Any], column: str, where: str) -> dict[str, Any]:
     messages = _opened(_messages(row[column], f"{where}: {column}"), row.get("system"))
     sides = {
-        name: _messages(row[name], f"{where}: {name}") for name in ("chosen", "rejected") if _is_said(row.get(name))
+        name: _messages(row[name], f"{where}: {name}")
+        for name in ("chosen", ("rejected"))
+        if _is_said(row.get(name))
     }
     if sides:
         return {**row, "prompt": messages, **sides}
@@ -58,7 +68,9 @@ def _of_instruction(row: Mapping[str, Any]) -> dict[str, Any]:
     answer = row.get("output")
     if len(messages) == 1:  # texts, which need no chat template
         return {"prompt": question} | ({} if answer is None else {"completion": answer})
-    return _divided(messages if answer is None else [*messages, {"role": "assistant", "content": answer}])
+    return _divided(
+        messages if answer is None else [*messages, {"role": "assistant", "content": answer}]
+    )
 
 
 def _divided(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -70,7 +82,11 @@ def _divided(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _opened(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
     """Put a row's `system` before its messages, where they have none."""
-    if not isinstance(system, str) or not system or any(message.get("role") == "system" for message in messages[:1]):
+    if (
+        not isinstance(system, str)
+        or not system
+        or any(message.get("role") == "system" for message in messages[:1])
+    ):
         return messages
     return [{"role": "system", "content": system}, *messages]
 
@@ -96,10 +112,16 @@ def _message(entry: Any, where: str) -> dict[str, Any]:
         raise ConfigError(f'{where}: expected {{"from": …, "value": …}}, got {entry!r:.200}')
     if "from" not in entry:
         named = "role" in entry and "value" in entry and "content" not in entry
-        return {("content" if named and key == "value" else key): item for key, item in entry.items()}
+        return {
+            (("content") if named and key == "value" else key): item for key, item in entry.items()
+        }
     sayer, value = entry["from"], entry.get("value")
     sayer = sayer.lower() if isinstance(sayer, str) else sayer
-    rest = {key: item for key, item in entry.items() if key not in ("from", "value") and item is not None}
+    rest = {
+        key: item
+        for key, item in entry.items()
+        if key not in ("from", "value") and item is not None
+    }
     if rest.get("train") is False or rest.get("loss") is False:
         rest["weight"] = 0
     if sayer in CALLERS:
@@ -118,6 +140,10 @@ def _called(value: Any) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {"content": value}
     calls = calls if isinstance(calls, list) else [calls]
-    if not calls or not all(isinstance(call, Mapping) and ("name" in call or "function" in call) for call in calls):
-        return {"content": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}
+    if not calls or not all(
+        isinstance(call, Mapping) and ("name" in call or "function" in call) for call in calls
+    ):
+        return {
+            "content": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        }
     return {"content": "", "tool_calls": [dict(call) for call in calls]}

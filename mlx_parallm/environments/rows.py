@@ -1,8 +1,12 @@
-"""Rows of a data set: read, checked one by one, divided into training and held-out rows. An error names file and line.
+"""Rows of a data set: read, checked one by one, divided into training and held-out rows. An error
+names file and line.
 
-rows_of       (place, row) of a JSONL file, of a data set of the hub, or of Python: every reader of rows begins here
-read_splits   both splits of anything that is made from rows: prompts here, `[data]`'s examples in rl_training
-read_prompts  rows with their prompts, in TRL's formats: a column `prompt` that holds a string or a list of messages
+rows_of       (place, row) of a JSONL file, of a data set of the hub, or of Python: every reader of
+              rows begins here
+read_splits   both splits of anything that is made from rows: prompts here, `[data]`'s examples in
+              rl_training
+read_prompts  rows with their prompts, in TRL's formats: a column `prompt` that holds a string or a
+              list of messages
 read_tasks    rows of an environment's tasks, from a file or from Python
 SplitRows     which row is number `index` of a split
 """
@@ -33,7 +37,8 @@ log = get_logger("environments")
 
 PROMPT_COLUMNS = ("prompt", "messages")
 TASKS_HELDOUT = 0.1  # share of an environment's tasks
-LEAST_WEIGHT = 0.02  # of rows that were always or never solved; the most is 0.25. The policy changes as it learns
+# of rows that were always or never solved; the most is 0.25. The policy changes as it learns
+LEAST_WEIGHT = 0.02
 
 Prompt = str | list[dict[str, Any]]
 TaskData = str | Path | Sequence[Mapping[str, Any]]
@@ -58,7 +63,8 @@ K = TypeVar("K", bound=Keyed)
 
 
 Arrange = Callable[[list[int], random.Random], list[int]]
-"""(all training rows' numbers, shuffled; the epoch's source of chance) → which row is at which place of an epoch."""
+"""(all training rows' numbers, shuffled; the epoch's source of chance) → which row is at which
+place of an epoch."""
 
 
 class SplitRows(Generic[K]):
@@ -71,17 +77,27 @@ class SplitRows(Generic[K]):
     """
 
     def __init__(
-        self, train: Sequence[K], heldout: Sequence[K], *, seed: str, what: str, arrange: Arrange | None = None
+        self,
+        train: Sequence[K],
+        heldout: Sequence[K],
+        *,
+        seed: str,
+        what: str,
+        arrange: Arrange | None = None,
     ) -> None:
         self.train, self.heldout = tuple(train), tuple(heldout)
         self._seed, self._what, self._arrange = seed, what, arrange
-        self._order = functools.lru_cache(maxsize=2)(self._ordered)  # groups of two epochs may be in flight
+        # groups of two epochs may be in flight
+        self._order = functools.lru_cache(maxsize=2)(self._ordered)
 
     def row(self, index: int, split: Split) -> K:
-        """Row `index` of a split; the training rows' epoch is index // rows. Raises ConfigError: an empty split."""
+        """Row `index` of a split; the training rows' epoch is index // rows. Raises ConfigError:
+        an empty split."""
         rows = self.train if split == "train" else self.heldout
         if not rows:
-            raise ConfigError(f"{self._what} has no {'training' if split == 'train' else 'held-out'} rows")
+            raise ConfigError(
+                f"{self._what} has no {'training' if split == 'train' else 'held-out'} rows"
+            )
         epoch, position = divmod(index, len(rows))
         return rows[self._order(epoch)[position] if split == "train" else position]
 
@@ -92,7 +108,8 @@ class SplitRows(Generic[K]):
 
 
 def read_prompts(config: EnvironmentConfig, *, seed: int) -> SplitRows[DataRow]:
-    """Read both splits of an [[environments]] entry. Raises ConfigError: as `read_splits`, or a bad row."""
+    """Read both splits of an [[environments]] entry. Raises ConfigError: as `read_splits`, or a
+    bad row."""
     data = config.data or ""
     train, heldout = read_splits(
         functools.partial(_read_prompts, config),
@@ -102,21 +119,38 @@ def read_prompts(config: EnvironmentConfig, *, seed: int) -> SplitRows[DataRow]:
         key="environments",
     )
     arrange = _curriculum(config, train) if config.curriculum != "none" else None
-    return SplitRows(train, heldout, seed=f"{config.name}/{seed}", what=f"environments: {shown(data)}", arrange=arrange)
+    return SplitRows(
+        train,
+        heldout,
+        seed=f"{config.name}/{seed}",
+        what=f"environments: {shown(data)}",
+        arrange=arrange,
+    )
 
 
 def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
-    """Return the order of an epoch by pass rates. Rows without one come last, or weigh as much as a row can.
+    """Return the order of an epoch by pass rates. Rows without one come last, or weigh as much as a
+    row can.
 
-    A group of answers to a prompt with pass rate p has a reward variance of p (1 - p); where it is 0, GRPO's advantages
-    are 0. Raises ConfigError: no row has a pass rate.
+    A group of answers to a prompt with pass rate p has a reward variance of p (1 - p); where it is
+    0, GRPO's advantages are 0. Raises ConfigError: no row has a pass rate.
     """
-    measured = [row.pass_rate for row in rows] if config.pass_rates is None else _rates_of(config.pass_rates, rows)
+    measured = (
+        [row.pass_rate for row in rows]
+        if config.pass_rates is None
+        else _rates_of(config.pass_rates, rows)
+    )
     if all(rate is None for rate in measured):
-        where = f"{config.data} has no column {PASS_RATE!r}" if config.pass_rates is None else "none is of its prompts"
+        where = (
+            (f"{config.data} has no column {PASS_RATE!r}")
+            if config.pass_rates is None
+            else "none is of its prompts"
+        )
         raise ConfigError(
-            f'environments: curriculum = "{config.curriculum}" needs pass rates, but {where}: measure them with'
-            " `mlx_parallm eval --output DIR` on these rows (heldout_fraction = 1) and set pass_rates = DIR"
+            f'environments: curriculum = "{config.curriculum}" needs pass rates, but {where}:'
+            " measure them with"
+            " `mlx_parallm eval --output DIR` on these rows (heldout_fraction = 1) and set"
+            " pass_rates = DIR"
         )
     if config.curriculum == "easy_first":
         ease = [-1.0 if p is None else p for p in measured]
@@ -126,7 +160,8 @@ def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
 
 
 def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:
-    """The mean reward of the rows' prompts, by an evaluation: of its sampled answers, else of the greedy one."""
+    """The mean reward of the rows' prompts, by an evaluation: of its sampled answers, else of
+    the greedy one."""
     file = local_path(results)
     file = file / "results.json" if is_directory(file) else file
     try:
@@ -136,20 +171,23 @@ def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:
         rates = {key: sum(map(float, rewards)) / len(rewards) for key, rewards in answers.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"environments: pass_rates = {results!r}: these are no results of `mlx_parallm eval` ({error})"
+            f"environments: pass_rates = {results!r}: these are no results of `mlx_parallm"
+            f" eval` ({error})"
         ) from error
     found = [rates.get(row.key) for row in rows]
     for row, rate in zip(rows, found, strict=True):
         if rate is not None and not 0 <= rate <= 1:
             raise ConfigError(
-                f"environments: pass_rates = {results!r}: the rewards of a prompt have the mean {rate:g}; a pass rate"
+                f"environments: pass_rates = {results!r}: the rewards of a prompt have the mean"
+                f" {rate:g}; a pass rate"
                 f" is from 0 to 1, so evaluate with a reward that is ({str(row.prompt)[:80]!r})"
             )
     return found
 
 
 def common_columns(rows: SplitRows[DataRow]) -> tuple[str, ...]:
-    """Return the columns of both splits, with a warning for training columns that the held-out rows lack."""
+    """Return the columns of both splits, with a warning for training columns that the held-out
+    rows lack."""
     first = (rows.train or rows.heldout)[0].columns
     columns = tuple(name for name in first if not rows.heldout or name in rows.heldout[0].columns)
     if lacking := sorted(set(first) - set(columns)):
@@ -160,7 +198,8 @@ def common_columns(rows: SplitRows[DataRow]) -> tuple[str, ...]:
 def read_tasks(rows: TaskData, column: str, *, seed: int, what: str) -> SplitRows[DataRow]:
     """Read tasks. Every row needs `column`, whose hash decides which tenth is held out.
 
-    Raises ConfigError, which begins with `what`: no rows, or one without the column (with file and line).
+    Raises ConfigError, which begins with `what`: no rows, or one without the column (with file and
+    line).
     """
     entries: Iterable[tuple[str, Any]] = (
         json_lines(Path(rows), what)
@@ -189,12 +228,14 @@ def read_splits(
     fraction: float,
     key: str,
 ) -> tuple[list[K], list[K]]:
-    """Return (training rows, held-out rows). Which rows are held out depends on their prompts alone, not on a seed or
-    on their order; a `fraction` of 1 holds out all, for data that is only evaluated.
+    """Return (training rows, held-out rows). Which rows are held out depends on their prompts
+    alone, not on a seed or on their order; a `fraction` of 1 holds out all, for data that is only
+    evaluated.
 
     Args:
         read: (file or hub data set, split) → its rows.
-        train: what is read to train on; `heldout`: what is held out instead of a fraction, None for the same.
+        train: what is read to train on; `heldout`: what is held out instead of a fraction, None for
+            the same.
         key: begins the errors.
 
     Raises ConfigError: as `read` does, or there are no rows to train on.
@@ -205,7 +246,9 @@ def read_splits(
         others = read(heldout[0] or data, heldout[1] or split)
         keys = {row.key for row in rows}
         if both := sum(row.key in keys for row in others):
-            log.warning("held-out prompts are trained on too", data=shown(heldout[0] or data), prompts=both)
+            log.warning(
+                "held-out prompts are trained on too", data=shown(heldout[0] or data), prompts=both
+            )
     elif fraction == 1:
         rows, others = [], rows
     elif fraction and rows:
@@ -216,7 +259,8 @@ def read_splits(
 
 
 def split_heldout(rows: Sequence[K], fraction: float) -> tuple[list[K], list[K]]:
-    """Return (training, held-out). Rows of one prompt stay together; the prompt alone decides their side."""
+    """Return (training, held-out). Rows of one prompt stay together; the prompt alone decides
+    their side."""
     keys = {int(row.key, 16) for row in rows}
     # A small data set keeps at least one prompt on either side; of a single one, none is held out.
     chosen = ({key for key in keys if key < fraction * 2**64} | {min(keys)}) - {max(keys)}
@@ -236,10 +280,14 @@ def prompt_key(prompt: Any) -> str:
 # ---------------------------------------------------------------------- sources
 
 
-def rows_of(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) of a JSONL file, of a data set of the hub, or of the user's own rows ("python:file.py:rows").
+def rows_of(
+    data: str, subset: str | None, split: str, key: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) of a JSONL file, of a data set of the hub, or of the user's own rows
+    ("python:file.py:rows").
 
-    Rows of other programs' layouts get the columns of ours (`row_forms`). Raises ConfigError, which begins with `key`.
+    Rows of other programs' layouts get the columns of ours (`row_forms`). Raises ConfigError, which
+    begins with `key`.
     """
     forms: Counter[str] = Counter()
     for where, row in _as_they_are(data, subset, split, key):
@@ -251,10 +299,16 @@ def rows_of(data: str, subset: str | None, split: str, key: str) -> Iterator[tup
         log.info("rows of another layout are read as messages", layout=form, rows=rows, data=data)
 
 
-def _as_they_are(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _as_they_are(
+    data: str, subset: str | None, split: str, key: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
     if is_reference(data):
         return _own(data, key)
-    return _hub(data, subset, split, key) if data.startswith(HUB_PREFIX) else json_lines(Path(data), key)
+    return (
+        _hub(data, subset, split, key)
+        if data.startswith(HUB_PREFIX)
+        else json_lines(Path(data), key)
+    )
 
 
 def _own(reference: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -264,12 +318,15 @@ def _own(reference: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = list(value() if callable(value) else value)
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise ConfigError(f"{key}: {name}, row {number}: expected a mapping, got {type(row).__name__}")
+            raise ConfigError(
+                f"{key}: {name}, row {number}: expected a mapping, got {type(row).__name__}"
+            )
         yield f"{name}, row {number}", dict(row)
 
 
 def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:line", row) of every line that is not blank. Raises ConfigError, which begins with `key`."""
+    """Yield ("file:line", row) of every line that is not blank. Raises ConfigError, which begins
+    with `key`."""
     path = local_path(path)
     if path.suffix in (".csv", ".parquet", ".arrow", ".gz"):
         raise ConfigError(f"{key}: {path} is not JSONL (one JSON object a line): convert it first")
@@ -288,13 +345,22 @@ def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
             hint = " (a JSON array? write one object a line)" if line.strip()[0] in "[]" else ""
-            raise ConfigError(f"{key}: {where}: not JSON: {error.msg} at column {error.colno}{hint}") from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists within lists
-            raise ConfigError(f"{key}: {where}: no JSON that can be read: {str(error)[:80]}") from error
+            raise ConfigError(
+                f"{key}: {where}: not JSON: {error.msg} at column {error.colno}{hint}"
+            ) from error
+        # a number of thousands of digits, lists within lists
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{key}: {where}: no JSON that can be read: {str(error)[:80]}"
+            ) from error
         if not isinstance(entry, dict):
-            raise ConfigError(f"{key}: {where}: expected one JSON object, got {type(entry).__name__}")
+            raise ConfigError(
+                f"{key}: {where}: expected one JSON object, got {type(entry).__name__}"
+            )
         if "\\ud" in line.lower() and not _whole_characters(entry):
-            raise ConfigError(f"{key}: {where}: a text holds half a surrogate pair, which is no character")
+            raise ConfigError(
+                f"{key}: {where}: a text holds half a surrogate pair, which is no character"
+            )
         yield where, entry
 
 
@@ -306,7 +372,9 @@ def _whole_characters(value: Any) -> bool:
     return True
 
 
-def _hub(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _hub(
+    data: str, subset: str | None, split: str, key: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
     require(f"{key}: {data!r}", "datasets")
     import datasets
 
@@ -315,7 +383,9 @@ def _hub(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[
         rows: Iterable[Any] = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         text = " ".join(str(error).split())
-        raise ConfigError(f"{key}: the data set {name!r}, split {split!r}, cannot be loaded: {text}") from error
+        raise ConfigError(
+            f"{key}: the data set {name!r}, split {split!r}, cannot be loaded: {text}"
+        ) from error
     for number, entry in enumerate(rows):
         yield f"{data}, {split} row {number}", dict(entry)
 
@@ -326,7 +396,11 @@ def _hub(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[
 def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[DataRow]:
     entries = list(rows_of(data, config.data_subset, split, "environments"))
     columns = tuple(dict.fromkeys(name for _, entry in entries for name in entry))
-    template = _template(config.prompt_template, columns, data) if config.prompt_template is not None else None
+    template = (
+        _template(config.prompt_template, columns, data)
+        if config.prompt_template is not None
+        else None
+    )
     column = _prompt_column(config, columns, data) if template is None else ""
     rows = []
     for where, entry in entries:
@@ -339,8 +413,16 @@ def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[Data
             _check_messages(prompt, config, where)
         if config.prompt_format == "chat":
             tools = _template_tools(entry.get("tools"))
-        rate = _pass_rate(entry, where) if config.curriculum != "none" and config.pass_rates is None else None
-        rows.append(DataRow(prompt, {name: entry.get(name) for name in columns}, prompt_key(prompt), rate, tools))
+        rate = (
+            _pass_rate(entry, where)
+            if config.curriculum != "none" and config.pass_rates is None
+            else None
+        )
+        rows.append(
+            DataRow(
+                prompt, {name: entry.get(name) for name in columns}, prompt_key(prompt), rate, tools
+            )
+        )
     return rows
 
 
@@ -349,7 +431,11 @@ def _pass_rate(entry: Mapping[str, Any], where: str) -> float | None:
     if rate is None:
         return None
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
-        raise ConfigError(f"environments: {where}: column {PASS_RATE!r} is {rate!r}; expected a number from 0 to 1")
+        raise ConfigError(
+            f"environments: {where}: column {PASS_RATE!r} is {rate!r}; expected a number from"
+            " 0 to"
+            " 1"
+        )
     return float(rate)
 
 
@@ -360,7 +446,8 @@ def _prompt_column(config: EnvironmentConfig, columns: Sequence[str], data: str)
             return name
     first = columns[0]
     raise ConfigError(
-        f"environments: {shown(data)} has no column {' or '.join(map(repr, names))}, only {', '.join(columns)}:"
+        f"environments: {shown(data)} has no column {' or '.join(map(repr, names))}, only"
+        f" {', '.join(columns)}:"
         f' set prompt_column = "{first}" or prompt_template = "{{{first}}}"'
         f" (beside --data: --set environments.0.prompt_column={first})"
     )
@@ -371,26 +458,33 @@ def _template(template: str, columns: Sequence[str], data: str) -> list[tuple[st
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ConfigError(f"environments: prompt_template {template!r}: {error} ({{{{ stands for a brace)") from error
+        raise ConfigError(
+            f"environments: prompt_template {template!r}: {error} ({{{{ stands for a brace)"
+        ) from error
     for _, name, specification, conversion in parsed:
         if name is None or not columns:
             continue
         if name not in columns or specification or conversion:
             near = difflib.get_close_matches(name, columns, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"environments: prompt_template names {{{name}}}, which is not a column of {shown(data)};"
+                f"environments: prompt_template names {{{name}}}, which is not a column of"
+                f" {shown(data)};"
                 f" did you mean {{{near}}}? There are: {', '.join(columns)}"
             )
     return [(literal, name) for literal, name, _, _ in parsed]
 
 
-def _from_template(template: Sequence[tuple[str, str | None]], entry: Mapping[str, Any], where: str) -> str:
+def _from_template(
+    template: Sequence[tuple[str, str | None]], entry: Mapping[str, Any], where: str
+) -> str:
     text = ""
     for literal, name in template:
         text += literal
         if name is not None:
             if entry.get(name) is None:
-                raise ConfigError(f"environments: {where}: column {name!r} of prompt_template is missing")
+                raise ConfigError(
+                    f"environments: {where}: column {name!r} of prompt_template is missing"
+                )
             text += str(entry[name])
     return text
 
@@ -406,11 +500,15 @@ def _from_column(entry: Mapping[str, Any], column: str, where: str) -> Prompt:
             reason = str(error).removeprefix(f"{column}: ")
             raise ConfigError(f"environments: {where}: {reason}") from error
     problem = "is missing" if value is None else f"is {value!r}"
-    raise ConfigError(f"environments: {where}: column {column!r} {problem}; expected a string or a list of messages")
+    raise ConfigError(
+        f"environments: {where}: column {column!r} {problem}; expected a string or a list of"
+        " messages"
+    )
 
 
 def _template_tools(value: Any) -> Sequence[Mapping[str, Any]]:
-    """Return a column `tools` that holds definitions of functions; a column that holds something else is no such."""
+    """Return a column `tools` that holds definitions of functions; a column that holds something
+    else is no such."""
     try:
         tools = read_tools(value)
     except RequestError:
@@ -420,8 +518,14 @@ def _template_tools(value: Any) -> Sequence[Mapping[str, Any]]:
 
 def _check_messages(messages: Sequence[Any], config: EnvironmentConfig, where: str) -> None:
     if messages[-1]["role"] == "assistant":
-        raise ConfigError(f"environments: {where}: the last message is the assistant's: leave the answer out")
+        raise ConfigError(
+            f"environments: {where}: the last message is the assistant's: leave the answer out"
+        )
     if config.system_prompt is not None and messages[0]["role"] == "system":
-        raise ConfigError(f"environments: {where}: the row has a system message, and system_prompt is set as well")
+        raise ConfigError(
+            f"environments: {where}: the row has a system message, and system_prompt is set as well"
+        )
     if config.prompt_format == "text":
-        raise ConfigError(f'environments: {where}: the prompt is a list of messages, but prompt_format is "text"')
+        raise ConfigError(
+            f'environments: {where}: the prompt is a list of messages, but prompt_format is "text"'
+        )

@@ -1,13 +1,15 @@
-"""Plays groups of episodes against the engine: `Task` → one `Request` of n completions → `RolloutGroup`.
+"""Plays groups of episodes against the engine: `Task` → one `Request` of n completions →
+`RolloutGroup`.
 
     EpisodeRunner   plays groups on the asyncio loop of its caller
     RolloutWorker   a thread with such a loop, for the groups of one environment
-    LocalPlayer     the workers of all environments; a `GroupPlayer`, as other processes may bring one
+    LocalPlayer     the workers of all environments; a `GroupPlayer`, as other processes may bring
+                    one
 
-The completions of a group's first turn come from one request, so they share one prefill (except where an environment's
-`step` decides what it asks). Every other turn is a request that holds the whole sequence (`episode.py`). Whatever goes
-wrong in an episode is a recorded result: `run` returns a `GroupResult` with the reason, and with the rollouts as far as
-they came.
+The completions of a group's first turn come from one request, so they share one prefill (except
+where an environment's `step` decides what it asks). Every other turn is a request that holds the
+whole sequence (`episode.py`). Whatever goes wrong in an episode is a recorded result: `run` returns
+a `GroupResult` with the reason, and with the rollouts as far as they came.
 """
 
 import asyncio
@@ -30,7 +32,12 @@ from mlx_parallm.environments.episode import (
     TurnPolicy,
     TurnRequest,
 )
-from mlx_parallm.errors import EndpointError, EngineUnavailableError, ParallmError, RolloutRejectedError
+from mlx_parallm.errors import (
+    EndpointError,
+    EngineUnavailableError,
+    ParallmError,
+    RolloutRejectedError,
+)
 from mlx_parallm.rewards.base import score_group
 from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import (
@@ -60,7 +67,8 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """A finished group. `failure` says why it may not be trained on; its rollouts are then as far as they came."""
+    """A finished group. `failure` says why it may not be trained on; its rollouts are then as
+    far as they came."""
 
     plan: GroupPlan
     group: RolloutGroup
@@ -68,7 +76,8 @@ class GroupResult:
     task: Task | None = None
     failure: str | None = None
     may_pass: bool = False  # it has failed because another server was away or busy
-    times: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # rl.sample, rl.reward: Unix seconds
+    # rl.sample, rl.reward: Unix seconds
+    times: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +112,8 @@ class EpisodeRunner:
         self._policy = dataclasses.replace(self._policy, temperature=temperature)
 
     async def run(self, plans: Sequence[GroupPlan]) -> list[GroupResult]:
-        """Play groups, two or more of them submitted atomically; return results in the order of `plans`.
+        """Play groups, two or more of them submitted atomically; return results in the order of
+        `plans`.
 
         Raises nothing but CancelledError, which aborts the requests in the engine.
         """
@@ -117,15 +127,21 @@ class EpisodeRunner:
         with attempt() as outcome:
             task = plan.task or source.task(plan.task_index, plan.split)
             if not isinstance(task, Task):
-                raise RolloutRejectedError(f"{type(source).__name__}.task returned {task!r}, not a Task")
+                raise RolloutRejectedError(
+                    f"{type(source).__name__}.task returned {task!r}, not a Task"
+                )
             opening = TurnRequest(plan.group_id, task.opening, config, plan.seed, {}, task.options)
             if (tools := source.tools_of(task)) is not None:
                 prompt, overrides, options = self._policy.with_tools(task.opening, tools)
-                opening = dataclasses.replace(opening, prompt=prompt, overrides=overrides, options=options)
+                opening = dataclasses.replace(
+                    opening, prompt=prompt, overrides=overrides, options=options
+                )
             request = self._policy.open_group(opening, plan.size) if source.opens_together else None
         if outcome.failure is not None:
             return _failed(plan, outcome)
-        return _Job(plan, task, asyncio.get_running_loop().time() + config.timeout_s, opening, request)
+        return _Job(
+            plan, task, asyncio.get_running_loop().time() + config.timeout_s, opening, request
+        )
 
     async def _play(self, jobs: Sequence[_Job]) -> list[GroupResult]:
         together = [job for job in jobs if job.request is not None]
@@ -151,10 +167,17 @@ class EpisodeRunner:
         return await client.generate_many(requests)
 
     async def _finish(self, job: _Job, output: RequestOutput | None) -> GroupResult:
-        first: Sequence[Completion | None] = output.completions if output else [None] * job.plan.size
-        episodes = (self._episode(job, number, completion) for number, completion in enumerate(first))
+        first: Sequence[Completion | None] = (
+            output.completions if output else [None] * job.plan.size
+        )
+        episodes = (
+            self._episode(job, number, completion) for number, completion in enumerate(first)
+        )
         played = await asyncio.gather(*episodes)
-        trajectories, may_pass = tuple(each.trajectory for each in played), any(each.may_pass for each in played)
+        trajectories, may_pass = (
+            tuple(each.trajectory for each in played),
+            any(each.may_pass for each in played),
+        )
         times = {"rl.sample": (job.began, time.time())}
         failure = next((each.error for each in trajectories if each.error is not None), None)
         if failure is None and job.task.reward is not None:
@@ -198,7 +221,9 @@ class EpisodeRunner:
             try:
                 async with _deadline(job, lambda: plan.source.endless):
                     with suppress(EpisodeOver):
-                        await plan.source.play(episode, job.task, plan.max_steps or self._policy.longest)
+                        await plan.source.play(
+                            episode, job.task, plan.max_steps or self._policy.longest
+                        )
                 episode.check()
                 plan.source.note_end(episode)
             finally:
@@ -208,10 +233,12 @@ class EpisodeRunner:
 
 
 class RolloutWorker:
-    """A thread with an asyncio loop that plays the groups of one environment (or of several, in a fixed order).
+    """A thread with an asyncio loop that plays the groups of one environment (or of several, in a
+    fixed order).
 
-    Each environment has a worker, because its code is foreign: code that blocks its thread for ever blocks no other.
-    `on_results` and `on_error` (a bug in this package: episodes fail as results) are called on the worker's thread.
+    Each environment has a worker, because its code is foreign: code that blocks its thread for ever
+    blocks no other. `on_results` and `on_error` (a bug in this package: episodes fail as results)
+    are called on the worker's thread.
     """
 
     def __init__(
@@ -227,12 +254,14 @@ class RolloutWorker:
         self._loop = LoopThread(f"environment {name}")
 
     def play(self, plans: Sequence[GroupPlan]) -> None:
-        """Start groups; several are submitted atomically. Any thread may call it. After `stop` it does nothing."""
+        """Start groups; several are submitted atomically. Any thread may call it. After `stop`
+        it does nothing."""
         with suppress(EngineUnavailableError):
             self._loop.submit(self._play(plans)).add_done_callback(self._done)
 
     def stop(self, timeout_s: float = 0.0) -> bool:
-        """Cancel what is played, and wait for the thread's end. Returns False while an environment blocks it."""
+        """Cancel what is played, and wait for the thread's end. Returns False while an
+        environment blocks it."""
         return self._loop.stop(timeout_s=timeout_s)
 
     async def _play(self, plans: Sequence[GroupPlan]) -> None:
@@ -248,8 +277,8 @@ OnError = Callable[[BaseException], None]
 
 
 class GroupPlayer(Protocol):
-    """Plays groups, here or in another process. Any thread may call it; `OnResults` gets every result, and `OnError` a
-    bug in this package."""
+    """Plays groups, here or in another process. Any thread may call it; `OnResults` gets every
+    result, and `OnError` a bug in this package."""
 
     def play(self, plans: Sequence[GroupPlan]) -> None:
         """Start groups; those of one call are submitted atomically where the order is fixed."""
@@ -258,7 +287,8 @@ class GroupPlayer(Protocol):
         """Sample at `temperature` in the groups that start from now on."""
 
     def stop(self, timeout_s: float = 0.0) -> Sequence[str]:
-        """Cancel what is played; return the environments that block their threads longer than `timeout_s`."""
+        """Cancel what is played; return the environments that block their threads longer than
+        `timeout_s`."""
         ...
 
 
@@ -266,7 +296,8 @@ MakePlayer = Callable[[OnResults, OnError], GroupPlayer]
 
 
 class LocalPlayer:
-    """Plays groups in this process: a worker for each environment, or one for all of them in a fixed order."""
+    """Plays groups in this process: a worker for each environment, or one for all of them in a
+    fixed order."""
 
     def __init__(
         self,
@@ -280,7 +311,9 @@ class LocalPlayer:
         together = [list(environments)] if fixed_order else [[name] for name in environments]
         self._runner, self._by_environment = runner, dict[str, RolloutWorker]()
         for names in together:
-            worker = RolloutWorker(", ".join(names), runner, on_results=on_results, on_error=on_error)
+            worker = RolloutWorker(
+                ", ".join(names), runner, on_results=on_results, on_error=on_error
+            )
             self._by_environment |= dict.fromkeys(names, worker)
 
     def play(self, plans: Sequence[GroupPlan]) -> None:
@@ -298,7 +331,11 @@ class LocalPlayer:
         for worker in workers:
             worker.stop()
         deadline = time.monotonic() + timeout_s
-        return [worker.name for worker in workers if not worker.stop(max(0.0, deadline - time.monotonic()))]
+        return [
+            worker.name
+            for worker in workers
+            if not worker.stop(max(0.0, deadline - time.monotonic()))
+        ]
 
 
 @dataclass(slots=True)
@@ -309,7 +346,8 @@ class Outcome:
 
 @contextmanager
 def attempt() -> Iterator[Outcome]:
-    """The boundary around foreign code: environments, rewards, the engine's refusal of a request."""
+    """The boundary around foreign code: environments, rewards, the engine's refusal of a
+    request."""
     outcome = Outcome()
     try:
         yield outcome
@@ -319,18 +357,25 @@ def attempt() -> Iterator[Outcome]:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        outcome.failure = describe(error)  # raised by foreign code: nobody has cancelled this episode
+        # raised by foreign code: nobody has cancelled this episode
+        outcome.failure = describe(error)
 
 
 def describe(error: BaseException) -> str:
     """Return an error in one line: ours as their text, foreign ones with their type."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, ParallmError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    return (
+        text
+        if isinstance(error, ParallmError)
+        else f"{type(error).__name__}: {text}".removesuffix(": ")
+    )
 
 
 def _may_pass(error: BaseException | None) -> bool:
     for _ in range(16):  # `raise error from error` has no end
-        if isinstance(error, ConnectionError) or (isinstance(error, EndpointError) and error.may_pass):
+        if isinstance(error, ConnectionError) or (
+            isinstance(error, EndpointError) and error.may_pass
+        ):
             return True
         error = error and (error.__cause__ or error.__context__)
     return False
@@ -363,4 +408,6 @@ def _group(
     metadata: dict[str, Any] = {**known, "task_index": plan.task_index}
     if task is not None:
         metadata |= {"key": task.key, "answer": task.answer}
-    return RolloutGroup(plan.group_id, plan.source.name, rollouts, index=plan.index, metadata=metadata)
+    return RolloutGroup(
+        plan.group_id, plan.source.name, rollouts, index=plan.index, metadata=metadata
+    )

@@ -1,8 +1,8 @@
 """The environment of group k, and its seed: pure functions of (run seed, weights, k).
 
-A low-discrepancy sequence (Weyl's, with the golden ratio) picks the environments, so that every stretch of groups holds
-them nearly in proportion to their weights. Each environment counts its tasks alone, so a finite data set is used up
-before it repeats, whatever it is mixed with.
+A low-discrepancy sequence (Weyl's, with the golden ratio) picks the environments, so that every
+stretch of groups holds them nearly in proportion to their weights. Each environment counts its
+tasks alone, so a finite data set is used up before it repeats, whatever it is mixed with.
 """
 
 import bisect
@@ -27,8 +27,11 @@ class Schedule:
         return bisect.bisect_right(self._bounds, (self._phase + index * GOLDEN) % 1.0)
 
     def groups_of(self, environment: int, first: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield the groups of one environment from index `first` on, without end: (index, number of its task)."""
-        indices = (index for index in itertools.count() if self.environment_of(index) == environment)
+        """Yield the groups of one environment from index `first` on, without end: (index, number
+        of its task)."""
+        indices = (
+            index for index in itertools.count() if self.environment_of(index) == environment
+        )
         return ((index, task) for task, index in enumerate(indices) if index >= first)
 
 
@@ -39,5 +42,6 @@ def derive_seed(purpose: str, *parts: int) -> int:
 
 
 def group_id(environment: str, seed: int, index: int) -> str:
-    """Return the name of group `index`: the same after a resume, so that groups in the store are recognised."""
+    """Return the name of group `index`: the same after a resume, so that groups in the store are
+    recognised."""
     return f"{environment}-{seed}-{index}"

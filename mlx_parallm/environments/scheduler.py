@@ -1,21 +1,24 @@
 """RolloutScheduler: which groups are played, and when. `manager.py` decides what becomes of them.
 
-    request_groups → scheduler's thread: which environment starts a group, and which player plays it → results
+    request_groups → scheduler's thread: which environment starts a group, and which player plays it
+    → results
         → scheduler's thread: in each environment's order → `_deliver`
 
-A player has a RolloutWorker (a thread) for each environment: `LocalPlayer` in this process, and one for each further
-process that plays groups. A group goes to the player with the fewest episodes in flight.
+A player has a RolloutWorker (a thread) for each environment: `LocalPlayer` in this process, and one
+for each further process that plays groups. A group goes to the player with the fewest episodes in
+flight.
 
-Groups of one environment are delivered in the order in which they were started, whenever they finished. Otherwise a
-batch of the groups that finish first is a batch of short answers, and the long ones go stale while they wait (the
-short-answer bias). The order also makes an environment's position one number: groups below it are settled, groups from
-it on are played again after a resume. Group ids are stable, so groups that the store holds are recognised (`skip`, or
-the sink's False).
+Groups of one environment are delivered in the order in which they were started, whenever they
+finished. Otherwise a batch of the groups that finish first is a batch of short answers, and the
+long ones go stale while they wait (the short-answer bias). The order also makes an environment's
+position one number: groups below it are settled, groups from it on are played again after a resume.
+Group ids are stable, so groups that the store holds are recognised (`skip`, or the sink's False).
 
-Environments do not wait for each other's order. One that hangs (its oldest group takes far longer than is usual) or
-dies (its groups fail one after another) is absent: its groups in flight no longer count, the others make its groups,
-and the health line names it. Its next finished group ends that. With `fixed_order` (a run that can be repeated bit for
-bit) nothing depends on a clock: all environments share a thread and wait for each other.
+Environments do not wait for each other's order. One that hangs (its oldest group takes far longer
+than is usual) or dies (its groups fail one after another) is absent: its groups in flight no longer
+count, the others make its groups, and the health line names it. Its next finished group ends that.
+With `fixed_order` (a run that can be repeated bit for bit) nothing depends on a clock: all
+environments share a thread and wait for each other.
 """
 
 import math
@@ -45,10 +48,13 @@ log = get_logger("environments")
 
 STATE_VERSION = 2
 FAILURES_IN_A_ROW = 64
-"""This many failed groups in a row, with every environment broken, end the run: more attempts would fail too."""
+"""This many failed groups in a row, with every environment broken, end the run: more attempts
+would fail too."""
 ALIKE_FROM_THE_START = 8
-"""The same where no group worked yet and all failed for one reason that will not pass (`GroupResult.may_pass`)."""
-LAST_STEPS_S = 2.0  # `stop` waits this long for the threads of steps, which free what episodes held (`end_episode`)
+"""The same where no group worked yet and all failed for one reason that will not pass
+(`GroupResult.may_pass`)."""
+# `stop` waits this long for the threads of steps, which free what episodes held (`end_episode`)
+LAST_STEPS_S = 2.0
 
 
 class RolloutScheduler(ABC):
@@ -67,26 +73,36 @@ class RolloutScheduler(ABC):
     ) -> None:
         """
         Args:
-            players: make the players of other processes. They play the groups of environments that do not `stay_here`.
-            num_parallel: episodes in flight, in whole groups of the smallest environment; one group at least.
-            fixed_order: the groups of one `request_groups` call are submitted atomically, call after call
+            players: make the players of other processes. They play the groups of environments that
+            do not `stay_here`.
+            num_parallel: episodes in flight, in whole groups of the smallest environment; one group
+            at least.
+            fixed_order: the groups of one `request_groups` call are submitted atomically, call
+            after call
                 (deterministic mode), in portions of `num_parallel`.
         """
-        self._seed, self._num_parallel, self._fixed_order, self._clock = seed, num_parallel, fixed_order, clock
+        self._seed, self._num_parallel, self._fixed_order, self._clock = (
+            seed,
+            num_parallel,
+            fixed_order,
+            clock,
+        )
         self._stall_after_s = stall_after_s
         self._schedule = Schedule([source.config.weight for source in sources], seed=seed)
         self._changed = threading.Condition()  # guards what follows
         self._queues = tuple(EnvironmentQueue(source, seed=seed, clock=clock) for source in sources)
         self._rewind(dict.fromkeys([queue.source.name for queue in self._queues], 0))
         self._turn = 0  # position in the schedule: whose turn it is to start a group
-        self._requested: deque[int] = deque()  # groups requested and not delivered, one entry for each call
+        # groups requested and not delivered, one entry for each call
+        self._requested: deque[int] = deque()
         self._stored: set[str] = set()
         self._stopping = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._make_players = tuple(players)
         self._players: list[GroupPlayer] = []
-        self._played: dict[str, tuple[int, int]] = {}  # the groups in flight: number of the player, rollouts
+        # the groups in flight: number of the player, rollouts
+        self._played: dict[str, tuple[int, int]] = {}
 
     @abstractmethod
     def _runner(self) -> EpisodeRunner:
@@ -94,8 +110,8 @@ class RolloutScheduler(ABC):
 
     @abstractmethod
     def _deliver(self, result: GroupResult) -> tuple[str | None, bool]:
-        """Take a result, on the scheduler's thread; return (why it does not count or None, whether it was a requested
-        one)."""
+        """Take a result, on the scheduler's thread; return (why it does not count or None,
+        whether it was a requested one)."""
 
     @abstractmethod
     def _begun(self, plans: Sequence[GroupPlan]) -> None:
@@ -103,14 +119,20 @@ class RolloutScheduler(ABC):
 
     @property
     def _max_in_flight(self) -> int:
-        return max(1, math.ceil(self._num_parallel / min(queue.group_size for queue in self._queues)))
+        return max(
+            1, math.ceil(self._num_parallel / min(queue.group_size for queue in self._queues))
+        )
 
     # --- control, from any thread
 
     def start(self) -> None:
         runner, names = self._runner(), [queue.source.name for queue in self._queues]
         here = LocalPlayer(
-            runner, names, fixed_order=self._fixed_order, on_results=self._on_results, on_error=self._fail
+            runner,
+            names,
+            fixed_order=self._fixed_order,
+            on_results=self._on_results,
+            on_error=self._fail,
         )
         self._players = [here, *(make(self._on_results, self._fail) for make in self._make_players)]
         self._stopping = False
@@ -131,8 +153,8 @@ class RolloutScheduler(ABC):
             self._stored.update(group_ids)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Cancel what is in flight (the engine drops it) and join the threads; wait two seconds at most for steps that
-        block. What was cancelled is not settled.
+        """Cancel what is in flight (the engine drops it) and join the threads; wait two seconds at
+        most for steps that block. What was cancelled is not settled.
 
         Raises EnvironmentFailedError: an environment blocks its thread.
         """
@@ -145,7 +167,8 @@ class RolloutScheduler(ABC):
         blocked = [name for player in reversed(self._players) for name in player.stop(timeout_s)]
         if blocked:
             raise EnvironmentFailedError(
-                f"environment {', '.join(blocked)} blocks its thread: it did not stop within {timeout_s:g} s"
+                f"environment {', '.join(blocked)} blocks its thread: it did not stop within"
+                f" {timeout_s:g} s"
             )
         deadline = min(deadline, time.monotonic() + LAST_STEPS_S)
         for queue in self._queues:
@@ -163,25 +186,38 @@ class RolloutScheduler(ABC):
     def check(self) -> None:
         """Raises EnvironmentFailedError: the scheduler has given up."""
         if self._failure is not None:
-            raise EnvironmentFailedError(f"environments stopped: {describe(self._failure)}") from self._failure
+            raise EnvironmentFailedError(
+                f"environments stopped: {describe(self._failure)}"
+            ) from self._failure
 
     # --- position
 
     def state(self) -> dict[str, Any]:
-        """Return the position for the checkpoint, as JSON. `next_group`: each environment's first unsettled index."""
+        """Return the position for the checkpoint, as JSON. `next_group`: each environment's
+        first unsettled index."""
         with self._changed:
             cursors = {queue.source.name: queue.cursor for queue in self._queues}
-            return {"version": STATE_VERSION, "seed": self._seed, "turn": self._turn, "next_group": cursors}
+            return {
+                "version": STATE_VERSION,
+                "seed": self._seed,
+                "turn": self._turn,
+                "next_group": cursors,
+            }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue at the groups that `state` names; before `start`. Raises CheckpointError: not such a state."""
+        """Continue at the groups that `state` names; before `start`. Raises CheckpointError: not
+        such a state."""
         if self._thread is not None:
             raise RuntimeError("restore() comes before start()")
         position = _position(state, [queue.source.name for queue in self._queues])
         if position is None:
             raise CheckpointError(f"environment state not understood: {dict(state)}")
         if state["seed"] != self._seed:
-            log.warning("seed changed: the environments draw other problems", saved=state["seed"], now=self._seed)
+            log.warning(
+                "seed changed: the environments draw other problems",
+                saved=state["seed"],
+                now=self._seed,
+            )
         for queue in self._queues:
             if queue.source.in_order:
                 log.warning(
@@ -212,7 +248,10 @@ class RolloutScheduler(ABC):
         with self._changed:
             now = self._clock()
             late = {queue for queue in self._absent(now) if is_late(queue, self._queues, now)}
-            sentences = [queue.health(late=queue in late, stall_after_s=self._stall_after_s) for queue in self._queues]
+            sentences = [
+                queue.health(late=queue in late, stall_after_s=self._stall_after_s)
+                for queue in self._queues
+            ]
         sentences += [
             f"environment {queue.source.name} does not end its episodes: {queue.source.endless}"
             for queue in self._queues
@@ -253,16 +292,26 @@ class RolloutScheduler(ABC):
             return False
         now = self._clock()
         away = self._absent(now)
-        tried = [queue for queue in away if queue.broken and not queue.pending and queue.not_before <= now]
-        queues = tried[:1] or self._next_queues([queue for queue in self._queues if queue not in away], now)
+        tried = [
+            queue
+            for queue in away
+            if queue.broken and not queue.pending and queue.not_before <= now
+        ]
+        queues = tried[:1] or self._next_queues(
+            [queue for queue in self._queues if queue not in away], now
+        )
         if queues:
             self._play(queues)
         return bool(queues)
 
     def _next_queues(self, there: Sequence[EnvironmentQueue], now: float) -> list[EnvironmentQueue]:
         """Return the environments whose groups are submitted together now."""
-        pending, in_flight = sum(queue.pending for queue in there), sum(queue.in_flight for queue in there)
-        if any(queue.not_before > now for queue in there):  # a pause after a failure: its turn stays its turn
+        pending, in_flight = (
+            sum(queue.pending for queue in there),
+            sum(queue.in_flight for queue in there),
+        )
+        # a pause after a failure: its turn stays its turn
+        if any(queue.not_before > now for queue in there):
             return []
         if self._fixed_order:
             count = 0 if pending else min(self._requested[0], self._max_in_flight)
@@ -290,7 +339,8 @@ class RolloutScheduler(ABC):
             self._players[player].play(share)
 
     def _player_of(self, plan: GroupPlan) -> int:
-        """Return the number of the player with the fewest episodes in flight; the first of several."""
+        """Return the number of the player with the fewest episodes in flight; the first of
+        several."""
         loads = [0] * (1 if plan.source.stays_here else len(self._players))
         for number, rollouts in self._played.values():
             if number < len(loads):
@@ -324,7 +374,11 @@ class RolloutScheduler(ABC):
                 self._give_up_at_last(reason)
 
     def _oldest_ready(self) -> EnvironmentQueue | None:
-        return min((queue for queue in self._queues if queue.ready), key=lambda queue: queue.cursor, default=None)
+        return min(
+            (queue for queue in self._queues if queue.ready),
+            key=lambda queue: queue.cursor,
+            default=None,
+        )
 
     def _give_up_at_last(self, reason: str) -> None:
         failures = sum(queue.failures_in_a_row for queue in self._queues)
@@ -332,18 +386,22 @@ class RolloutScheduler(ABC):
         hopeless = alike and not any(queue.may_work for queue in self._queues)
         enough = ALIKE_FROM_THE_START if hopeless else FAILURES_IN_A_ROW
         if failures >= enough and all(queue.broken for queue in self._queues):
-            raise EnvironmentFailedError(f"{failures} groups in a row failed, the last one: {reason}")
+            raise EnvironmentFailedError(
+                f"{failures} groups in a row failed, the last one: {reason}"
+            )
 
 
 def _left_behind(source: EnvironmentSource) -> str:
     return (
-        f"environment {source.name}: {source.left_behind} threads still run its code although their episodes have ended"
+        f"environment {source.name}: {source.left_behind} threads still run its code although"
+        " their episodes have ended"
         " (a thread cannot be killed): give what it waits for a time-out"
     )
 
 
 def _position(state: Mapping[str, Any], names: Sequence[str]) -> tuple[int, dict[str, int]] | None:
-    """Return (turn, each environment's first unsettled index); a new environment begins at its first group.
+    """Return (turn, each environment's first unsettled index); a new environment begins at its
+    first group.
 
     Version 1 had one cursor for all environments, whose groups were settled in one order.
     """

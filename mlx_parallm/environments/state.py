@@ -2,13 +2,16 @@
 
     reset() → State → step(state) → … → is_terminal(state)
 
-A `BaseEnvironment` has no rewards inside and stores nothing of an episode on itself: each rollout of a group starts
-from a copy of one `State`, which holds everything that belongs to the episode. The default `step` asks the policy
-`build_prompt(state)` and passes the answer to `update_state`; such episodes need no thread. A `step` of your own may
-block: it runs on a thread of its episode, where `self.inference.generate` is a turn of the episode (its tokens and
-log-probabilities are recorded). It may also be async and await `self.inference.agenerate`.
+A `BaseEnvironment` has no rewards inside and stores nothing of an episode on itself: each rollout
+of a group starts from a copy of one `State`, which holds everything that belongs to the episode.
+The default `step` asks the policy `build_prompt(state)` and passes the answer to `update_state`;
+such episodes need no thread. A `step` of your own may
+block: it runs on a thread of its episode, where `self.inference.generate` is a turn of the episode
+(its tokens and log-probabilities are recorded). It may also be async and await
+`self.inference.agenerate`.
 
-`state_source.StateSource` plays a `BaseEnvironment` as an `EnvironmentSource` (`base.py`), which is what a run plays.
+`state_source.StateSource` plays a `BaseEnvironment` as an `EnvironmentSource` (`base.py`), which is
+what a run plays.
 """
 
 import copy
@@ -39,14 +42,17 @@ class Inference(Protocol):
 
 @dataclass
 class State:
-    """The state of one episode, used once: `reset` makes it, and each rollout of a group gets a copy."""
+    """The state of one episode, used once: `reset` makes it, and each rollout of a group gets a
+    copy."""
 
     prompt: str | list[dict[str, Any]]
     response: str = ""  # the policy's last answer
     step_count: int = 0
     done: bool = False
-    history: list[dict[str, str]] = field(default_factory=list)  # {"prompt", "response"} of each turn
-    metadata: dict[str, Any] = field(default_factory=dict)  # what rewards see: columns, tool calls, spent …
+    # {"prompt", "response"} of each turn
+    history: list[dict[str, str]] = field(default_factory=list)
+    # what rewards see: columns, tool calls, spent …
+    metadata: dict[str, Any] = field(default_factory=dict)
     trajectory_id: str = ""  # "<group id>/<number in its group>", set when the episode starts
 
     def copy(self) -> "State":
@@ -64,20 +70,23 @@ class State:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "State":
-        """Make a State from what `to_dict` returned. Raises ValueError: names that a State does not have."""
+        """Make a State from what `to_dict` returned. Raises ValueError: names that a State does
+        not have."""
         if unknown := sorted(set(data) - {entry.name for entry in dataclasses.fields(cls)}):
             raise ValueError(f"a State has no {', '.join(unknown)}")
         return cls(**copy.deepcopy(dict(data)))
 
 
 class BaseEnvironment(ABC):
-    """The rules of an episode: its task, its prompts, its end. One instance plays all episodes, many at once."""
+    """The rules of an episode: its task, its prompts, its end. One instance plays all episodes,
+    many at once."""
 
     default_rewards: tuple[str, ...] = ()
     """References to the reward functions where the configuration names none."""
     inference: Inference | None = None
     blocking: bool = False
-    """Whether `update_state` may take long (tools, a simulation): then it runs on a thread of the episode."""
+    """Whether `update_state` may take long (tools, a simulation): then it runs on a thread of
+    the episode."""
     episode_tools: EpisodeTools | None = None
     """What the policy may call in the episodes; None: the tools of the configuration."""
 
@@ -93,13 +102,15 @@ class BaseEnvironment(ABC):
     def reset(self) -> State:
         """Return the state that every episode of a group begins with.
 
-        It may take any of the keywords `index` (number of the task), `split` ("train" or "heldout") and `seed` (made of
-        index, split and, in training, the run's seed). It is then a pure function of them, so that a run can be resumed
-        and repeated. With neither index nor seed it is called once for each group, in their order.
+        It may take any of the keywords `index` (number of the task), `split` ("train" or "heldout")
+        and `seed` (made of index, split and, in training, the run's seed). It is then a pure
+        function of them, so that a run can be resumed and repeated. With neither index nor seed it
+        is called once for each group, in their order.
         """
 
     def _index_or_next(self, index: int | None) -> int:
-        """For a `reset`: return `index`, and where it is None the number of the next task, from 0."""
+        """For a `reset`: return `index`, and where it is None the number of the next task, from
+        0."""
         if index is None:
             index, self._next_index = self._next_index, self._next_index + 1
         return index
@@ -107,13 +118,14 @@ class BaseEnvironment(ABC):
     def use_tools(self, tools: EpisodeTools | None) -> EpisodeTools | None:
         """Take the tools of the run that the policy may call; return those that the episodes call.
 
-        An environment whose `update_state` reads calls by itself keeps them and returns None. Raises ConfigError: it
-        has no use for them.
+        An environment whose `update_state` reads calls by itself keeps them and returns None.
+        Raises ConfigError: it has no use for them.
         """
         return tools
 
     def step(self, state: State) -> State:
-        """Play one turn. An override may do anything, and call `self.inference.generate([prompt])[0]` repeatedly."""
+        """Play one turn. An override may do anything, and call
+        `self.inference.generate([prompt])[0]` repeatedly."""
         prompt = self.build_prompt(state)
         return self.advance(state, prompt, self._inference.generate([prompt])[0])
 
@@ -121,37 +133,45 @@ class BaseEnvironment(ABC):
         return state.done
 
     def build_prompt(self, state: State) -> Prompt:
-        """Return what the policy is asked next. A prompt that begins with the last prompt and its answer continues the
-        sampled tokens; any other begins a new sequence of the same episode."""
+        """Return what the policy is asked next. A prompt that begins with the last prompt and
+        its answer continues the sampled tokens; any other begins a new sequence of the same
+        episode."""
         return state.prompt
 
     def update_state(self, state: State, response: str) -> State:
-        """Take the policy's answer to `build_prompt(state)`; return `state`, changed, or a new one."""
+        """Take the policy's answer to `build_prompt(state)`; return `state`, changed, or a new
+        one."""
         state.add_turn(self.build_prompt(state), response)
         return state
 
     def end_episode(self, state: State) -> None:  # noqa: B027  most hold nothing
-        """Free what `state` holds, when the episode is over, has failed, was cancelled or has timed out.
+        """Free what `state` holds, when the episode is over, has failed, was cancelled or has timed
+        out.
 
-        It is called on the thread of the steps, after the last step and before the rewards, which may not need what it
-        frees.
+        It is called on the thread of the steps, after the last step and before the rewards, which
+        may not need what it frees.
         """
 
     def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
-        """Return what the store keeps of a finished group beside its rollouts, as JSON; a `learner` reads it."""
+        """Return what the store keeps of a finished group beside its rollouts, as JSON; a
+        `learner` reads it."""
         return {}
 
     def router(self, name: str) -> Any:
-        """Return an `AddedRouter` of the server for the environment `name`; None: it has no routes."""
+        """Return an `AddedRouter` of the server for the environment `name`; None: it has no
+        routes."""
         return None
 
     def advance(self, state: State, prompt: Prompt, response: str) -> State:
-        """Call `update_state`, and record the turn as a step and in the history where it has not done so.
+        """Call `update_state`, and record the turn as a step and in the history where it has not
+        done so.
 
         Raises RolloutRejectedError: it returned no State.
         """
         steps, turns = state.step_count, len(state.history)
-        after = check_state(self.update_state(state, response), f"{type(self).__name__}.update_state")
+        after = check_state(
+            self.update_state(state, response), (f"{type(self).__name__}.update_state")
+        )
         if after.step_count <= steps:
             _warn_of_a_late_count(type(self))
         after.response = response
@@ -163,7 +183,9 @@ class BaseEnvironment(ABC):
     @property
     def _inference(self) -> Inference:
         if self.inference is None:
-            raise RolloutRejectedError(f"{type(self).__name__} has no inference: give one to its constructor")
+            raise RolloutRejectedError(
+                f"{type(self).__name__} has no inference: give one to its constructor"
+            )
         return self.inference
 
 
@@ -194,7 +216,8 @@ def _warn_of_a_late_count(kind: type[BaseEnvironment]) -> None:
 
 
 def text_of(prompt: Prompt, after: int = 0) -> str:
-    """Return a prompt as text: itself, or the contents of its messages from number `after` on, a line each."""
+    """Return a prompt as text: itself, or the contents of its messages from number `after` on, a
+    line each."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message.get("content") or "") for message in prompt[after:])

@@ -1,7 +1,9 @@
-"""Plays a `BaseEnvironment` as an `EnvironmentSource`: the one adapter between the two faces of an environment.
+"""Plays a `BaseEnvironment` as an `EnvironmentSource`: the one adapter between the two faces of an
+environment.
 
-`StateSource` makes a task of each `reset`, and its `play` runs `step` until `is_terminal`. A step that may block runs
-on a thread of its episode (`StepThread`); the default one asks the policy on the environments' loop and needs none.
+`StateSource` makes a task of each `reset`, and its `play` runs `step` until `is_terminal`. A step
+that may block runs on a thread of its episode (`StepThread`); the default one asks the policy on
+the environments' loop and needs none.
 """
 
 import asyncio
@@ -23,7 +25,14 @@ from mlx_parallm.environments.base import EnvironmentSource, Messages, PolicyInf
 from mlx_parallm.environments.episode import Episode
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.schedule import derive_seed
-from mlx_parallm.environments.state import BaseEnvironment, Prompt, State, check_state, overrides_step, text_of
+from mlx_parallm.environments.state import (
+    BaseEnvironment,
+    Prompt,
+    State,
+    check_state,
+    overrides_step,
+    text_of,
+)
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import check_call, user_code
 from mlx_parallm.rewards.functions import RewardFunctions
@@ -50,9 +59,11 @@ class StateSource(EnvironmentSource):
         name: str | None = None,
         rewards: RewardFunctions | None = None,
     ) -> None:
-        """`make` returns the environment that all episodes share. Without `rewards` nothing is scored.
+        """`make` returns the environment that all episodes share. Without `rewards` nothing is
+        scored.
 
-        Raises ConfigError: an environment that cannot be played, or a system prompt for one that asks in plain text.
+        Raises ConfigError: an environment that cannot be played, or a system prompt for one that
+        asks in plain text.
         """
         super().__init__(config, seed=seed, name=name)
         self.template, self.rewards, self._make = make(), rewards, make
@@ -61,16 +72,19 @@ class StateSource(EnvironmentSource):
         check_environment(type(self.template), f"environments: {config.kind}")
         self._reset_keywords = _reset_keywords(type(self.template), f"environments: {config.kind}")
         self._abandoned: list[StepThread] = []
-        self._threads: weakref.WeakSet[StepThread] = weakref.WeakSet()  # a thread that runs is kept by itself
+        # a thread that runs is kept by itself
+        self._threads: weakref.WeakSet[StepThread] = weakref.WeakSet()
         self._attached = self._traced = False
         self.in_order = not {"index", "seed"} & set(self._reset_keywords)
         self.opens_together = not overrides_step(self.template)
         if config.prompt_format == "text" and config.system_prompt is not None:
-            raise ConfigError(f'environments: {config.kind}: prompt_format = "text" has no system prompt')
+            raise ConfigError(
+                f'environments: {config.kind}: prompt_format = "text" has no system prompt'
+            )
 
     def task(self, index: int, split: Split = "train") -> Task:
-        """Return a task: a pure function of the arguments where `reset` takes `index` or `seed`, else the next one
-        (`in_order`)."""
+        """Return a task: a pure function of the arguments where `reset` takes `index` or `seed`,
+        else the next one (`in_order`)."""
         state = self._reset(index, split)
         prompt = self.template.build_prompt(state.copy())
         asked = self.format_prompt(prompt)
@@ -81,7 +95,9 @@ class StateSource(EnvironmentSource):
             reward = self.rewards.for_row(seen, state.copy().metadata, self.progress)
         return Task(
             key=f"{self.config.name}:{_digest(text_of(asked), state.metadata)}",
-            messages=({"role": "user", "content": asked},) if isinstance(asked, str) else tuple(asked),
+            messages=({"role": "user", "content": asked},)
+            if isinstance(asked, str)
+            else tuple(asked),
             reward=reward,
             answer=None if answer is None else str(answer),
             plain=isinstance(asked, str),
@@ -98,15 +114,17 @@ class StateSource(EnvironmentSource):
         """Raises ConfigError: there are tools, but the environment has its own."""
         if self.config.tools and self.template.episode_tools is not None:
             what = f"environments: {self.name}"
-            raise ConfigError(f"{what}: this environment has tools of its own: leave out its key `tools`")
+            raise ConfigError(
+                f"{what}: this environment has tools of its own: leave out its key `tools`"
+            )
         super().use_tools(tools)
 
     def policy_tools(self, allowed: EpisodeTools | None) -> EpisodeTools | None:
         return super().policy_tools(self.template.use_tools(self.template.episode_tools or allowed))
 
     def format_prompt(self, prompt: Prompt) -> Prompt:
-        """Make a text one message of the user's, unless the configuration asks in text; put messages after its system
-        prompt.
+        """Make a text one message of the user's, unless the configuration asks in text; put
+        messages after its system prompt.
 
         Raises RolloutRejectedError: neither text nor messages.
         """
@@ -114,8 +132,12 @@ class StateSource(EnvironmentSource):
             if self.config.prompt_format == "text":
                 return prompt
             return self.open_with(({"role": "user", "content": prompt},))
-        if not isinstance(prompt, list | tuple) or not all(isinstance(message, Mapping) for message in prompt):
-            raise RolloutRejectedError(f"{type(self.template).__name__} asks {prompt!r}: expected text or messages")
+        if not isinstance(prompt, list | tuple) or not all(
+            isinstance(message, Mapping) for message in prompt
+        ):
+            raise RolloutRejectedError(
+                f"{type(self.template).__name__} asks {prompt!r}: expected text or messages"
+            )
         messages: Messages = tuple(prompt)
         return self.open_with(messages)
 
@@ -137,12 +159,15 @@ class StateSource(EnvironmentSource):
                     state.trajectory_id = episode.name
                     state.step_count = max(state.step_count, before + 1)
                     self.note_turn(episode)
-                    await asyncio.sleep(0)  # a step that waits for nothing leaves the others their turn
+                    # a step that waits for nothing leaves the others their turn
+                    await asyncio.sleep(0)
                 episode.cut = not _is_over(environment, state)
         except RolloutRejectedError as error:
             if error.__cause__ is not None and not self._traced:
                 self._traced = True  # later failures are reported in a line each
-                log.warning("the environment raised", environment=self.name, exc_info=error.__cause__)
+                log.warning(
+                    "the environment raised", environment=self.name, exc_info=error.__cause__
+                )
             raise
 
     def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
@@ -156,7 +181,8 @@ class StateSource(EnvironmentSource):
         kind = type(self.template)
         where = "step" if overrides_step(self.template) else "update_state"
         return (
-            f"nothing set state.done: {kind.__name__}.{where} has to set it when the episode is over, or is_terminal"
+            f"nothing set state.done: {kind.__name__}.{where} has to set it when the episode is"
+            " over, or is_terminal"
             " has to return True"
         )
 
@@ -171,18 +197,27 @@ class StateSource(EnvironmentSource):
 
     @functools.cached_property
     def _heldout(self) -> BaseEnvironment:
-        """A second instance for tasks that come in order: held-out ones use up none of the training's."""
+        """A second instance for tasks that come in order: held-out ones use up none of the
+        training's."""
         return self._make()
 
     def _reset(self, index: int, split: Split) -> State:
         environment = self._heldout if self.in_order and split == "heldout" else self.template
-        shifted = index if split == "train" or "split" in self._reset_keywords else HELDOUT_FIRST + index
+        shifted = (
+            index if split == "train" or "split" in self._reset_keywords else HELDOUT_FIRST + index
+        )
         # Held-out tasks are the same ones for every seed of a run.
-        seed = derive_seed("reset", self.seed, index) if split == "train" else derive_seed("heldout reset", index)
+        seed = (
+            derive_seed("reset", self.seed, index)
+            if split == ("train")
+            else derive_seed("heldout reset", index)
+        )
         values: Mapping[str, Any] = {"index": shifted, "split": split, "seed": seed}
         what = f"{type(environment).__name__}.reset"
         with user_code(what, RolloutRejectedError):
-            return check_state(environment.reset(**{name: values[name] for name in self._reset_keywords}), what)
+            return check_state(
+                environment.reset(**{name: values[name] for name in self._reset_keywords}), what
+            )
 
 
 def check_environment(kind: type[BaseEnvironment], what: str) -> None:
@@ -198,14 +233,18 @@ def check_environment(kind: type[BaseEnvironment], what: str) -> None:
         method = getattr(kind, name)
         check_call(inspect.signature(method), arguments, f"{what}.{name}")
         if name != "step" and inspect.iscoroutinefunction(method):
-            raise ConfigError(f"{what}.{name} is async; it has to be a plain function (step may be async)")
+            raise ConfigError(
+                f"{what}.{name} is async; it has to be a plain function (step may be async)"
+            )
     if inspect.iscoroutinefunction(kind.reset):
         raise ConfigError(f"{what}.reset is async; it has to be a plain function")
 
 
 def _reset_keywords(kind: type[BaseEnvironment], what: str) -> tuple[str, ...]:
     signature = inspect.signature(kind.reset)
-    every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    every = any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+    )
     takes = tuple(name for name in RESET_KEYWORDS if every or name in signature.parameters)
     check_call(signature, ("self",), f"{what}.reset", keywords=takes)
     return takes
@@ -248,22 +287,30 @@ def _step_of(environment: BaseEnvironment, episode: Episode, thread: "StepThread
 
     async def step(state: State) -> State:
         with _called(environment, "step"):
-            result: Any = environment.step(state) if is_async else await thread.run(environment.step, state)
-            return check_state(await result if is_async else result, f"{type(environment).__name__}.step")
+            result: Any = (
+                environment.step(state) if is_async else await thread.run(environment.step, state)
+            )
+            return check_state(
+                await result if is_async else result, (f"{type(environment).__name__}.step")
+            )
 
     is_async = inspect.iscoroutinefunction(environment.step)
     return step
 
 
 class StepThread:
-    """Runs the code of one episode that may block, always on the same thread, which starts with the first call.
+    """Runs the code of one episode that may block, always on the same thread, which starts with the
+    first call.
 
-    At the end it calls `last` with the state that the last call returned, even if nobody waited for it any more: on the
-    thread, or where none was started, in `__exit__`. A thread cannot be killed: one that blocks when its episode has
-    ended is left behind (`abandoned`), and ends as soon as it asks for another turn.
+    At the end it calls `last` with the state that the last call returned, even if nobody waited for
+    it any more: on the thread, or where none was started, in `__exit__`. A thread cannot be killed:
+    one that blocks when its episode has ended is left behind (`abandoned`), and ends as soon as it
+    asks for another turn.
     """
 
-    def __init__(self, name: str, state: State, last: Callable[[State], None], abandoned: "list[StepThread]") -> None:
+    def __init__(
+        self, name: str, state: State, last: Callable[[State], None], abandoned: "list[StepThread]"
+    ) -> None:
         self.state = state
         self._name, self._abandoned, self._last = name, abandoned, last
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -286,7 +333,8 @@ class StepThread:
             self._thread.join(timeout_s)
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """Return the function's result, or raise what it raises. A cancelled call leaves the thread behind."""
+        """Return the function's result, or raise what it raises. A cancelled call leaves the
+        thread behind."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -297,7 +345,8 @@ class StepThread:
                 return
             try:
                 result = context.run(function, *arguments)
-            except (StopIteration, KeyboardInterrupt) as error:  # a future cannot hold the one, the loop not the other
+            # a future cannot hold the one, the loop not the other
+            except (StopIteration, KeyboardInterrupt) as error:
                 unlike = RuntimeError(f"{type(error).__name__}: {error}")
                 future.set_exception(unlike.with_traceback(error.__traceback__))
             except BaseException as error:  # noqa: BLE001  boundary: what a step raises ends its episode

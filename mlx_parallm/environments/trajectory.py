@@ -8,8 +8,8 @@ UNKNOWN_VERSION = -1
 
 
 class SequenceRecorder:
-    """Records one sequence span by span: prompt tokens (mask 0) and sampled ones (mask 1, with log-probability and
-    policy version)."""
+    """Records one sequence span by span: prompt tokens (mask 0) and sampled ones (mask 1, with
+    log-probability and policy version)."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._tokens: list[int] = []
@@ -27,14 +27,16 @@ class SequenceRecorder:
         return self._tokens[-1]
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample: prompt, template, an environment's answer."""
+        """Append tokens that the policy did not sample: prompt, template, an environment's
+        answer."""
         self._tokens += token_ids
         self._mask += [0] * len(token_ids)
         self._logprobs += [0.0] * len(token_ids)
         self._versions += [UNKNOWN_VERSION] * len(token_ids)
 
     def add_sampled(self, completion: Completion) -> None:
-        """Append what the policy sampled, EOS included, and note the version that read the prompt tokens before it."""
+        """Append what the policy sampled, EOS included, and note the version that read the
+        prompt tokens before it."""
         for position in range(len(self._tokens) - 1, -1, -1):
             if self._mask[position]:
                 break
@@ -44,7 +46,9 @@ class SequenceRecorder:
         self._logprobs += completion.logprobs
         self._versions += completion.policy_versions
 
-    def rollout(self, *, temperature: float, stop_reason: str | None, error: str | None = None) -> Rollout:
+    def rollout(
+        self, *, temperature: float, stop_reason: str | None, error: str | None = None
+    ) -> Rollout:
         """Return the sequence so far, without scores."""
         return Rollout(
             tokens=tuple(self._tokens),
@@ -67,18 +71,19 @@ def continuation(
     last_token: int,
     stop: str | int | None = None,
 ) -> list[int] | None:
-    """Return the token ids that follow a sampled turn: its closing marks, the environment's answer, the next opening.
+    """Return the token ids that follow a sampled turn: its closing marks, the environment's answer,
+    the next opening.
 
-    None where the next prompt does not begin with the last one and its answer, because it is another text or because
-    the template rewrites earlier turns (Qwen3's removes earlier thinking). Then the next turn starts a new sequence.
-    White space around `answer` may differ.
+    None where the next prompt does not begin with the last one and its answer, because it is
+    another text or because the template rewrites earlier turns (Qwen3's removes earlier thinking).
+    Then the next turn starts a new sequence. White space around `answer` may differ.
 
     Args:
         before: text of the prompt that was answered.
         answer: text of the answer.
         after: text of the next prompt.
-        last_token: the last sampled token; where it is the EOS with which the template closes a turn, the closing mark
-            is not repeated.
+        last_token: the last sampled token; where it is the EOS with which the template closes a
+            turn, the closing mark is not repeated.
         stop: what ended the turn; a stop string with which `after` goes on is not repeated either.
     """
     rest = after.removeprefix(before)
@@ -89,7 +94,8 @@ def continuation(
             tail, end = text[len(sampled) :], tokenizer.token_text(last_token)
             if last_token in tokenizer.eos_token_ids:
                 tail = tail.removeprefix(end)
-            elif isinstance(stop, str) and (end.endswith(stop) or stop.endswith(end)):  # the stop was sampled whole
+            # the stop was sampled whole
+            elif isinstance(stop, str) and (end.endswith(stop) or stop.endswith(end)):
                 tail = tail.removeprefix(stop)
             return tokenizer.encode_after(after.removesuffix(tail), tail)
     return None

@@ -5,10 +5,10 @@
     DELEGATE: physics(target=120, wind=-2.5)
     ANSWER: 42
 
-A keyword counts at the start of a line. `TOOL` and `DELEGATE` take a name and arguments in Python's or JSON's syntax;
-strings may hold commas and brackets, values may be nested, and a call ends before the next line with a keyword.
-`ANSWER` and `THINK` take the text up to the next keyword. All other text is a thought. A call that cannot be read is an
-action with `error`: no text raises anything.
+A keyword counts at the start of a line. `TOOL` and `DELEGATE` take a name and arguments in Python's
+or JSON's syntax; strings may hold commas and brackets, values may be nested, and a call ends before
+the next line with a keyword. `ANSWER` and `THINK` take the text up to the next keyword. All other
+text is a thought. A call that cannot be read is an action with `error`: no text raises anything.
 """
 
 import json
@@ -25,7 +25,12 @@ HOW_TO_ACT = "To call one, write a line such as\nTOOL: NAME(key=value)"
 
 _KEYWORD = re.compile(r"^[ \t]*+(TOOL|DELEGATE|ANSWER|THINK):", re.MULTILINE)
 _CALLED = re.compile(r"\s*+([\w.\-/]++)[ \t]*+")
-_KINDS: Mapping[str, ActionKind] = {"TOOL": "tool", "DELEGATE": "delegate", "ANSWER": "answer", "THINK": "think"}
+_KINDS: Mapping[str, ActionKind] = {
+    "TOOL": "tool",
+    "DELEGATE": "delegate",
+    "ANSWER": "answer",
+    "THINK": ("think"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +46,14 @@ class Action:
     error: str | None = None  # why a call cannot be read
 
 
-def parse_actions(text: str, parameters: Mapping[str, Sequence[str]] | None = None) -> tuple[Action, ...]:
+def parse_actions(
+    text: str, parameters: Mapping[str, Sequence[str]] | None = None
+) -> tuple[Action, ...]:
     """Return the actions in `text`, in order; empty thoughts are left out.
 
     Args:
-        parameters: names of the parameters by tool or expert, for arguments without a name: `TOOL: add(1, 2)`.
+        parameters: names of the parameters by tool or expert, for arguments without a name: `TOOL:
+            add(1, 2)`.
     """
     marks = list(_KEYWORD.finditer(text))
     starts = [*(mark.start() for mark in marks), len(text)]
@@ -61,11 +69,16 @@ def parse_actions(text: str, parameters: Mapping[str, Sequence[str]] | None = No
 
 
 def write_action(kind: Literal["tool", "delegate"], name: str, arguments: Mapping[str, Any]) -> str:
-    """Return the line of a call, which `parse_actions` reads back; the arguments are JSON values."""
-    plain = all(key.isascii() and key.isidentifier() and not keyword.iskeyword(key) for key in arguments)
+    """Return the line of a call, which `parse_actions` reads back; the arguments are JSON
+    values."""
+    plain = all(
+        key.isascii() and key.isidentifier() and not keyword.iskeyword(key) for key in arguments
+    )
     if not plain:  # Python reads other letters of an identifier by their NFKC form: "ﬀ" as "ff"
         return f"{kind.upper()}: {name}({json.dumps(dict(arguments), ensure_ascii=False)})"
-    values = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
+    values = ", ".join(
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items()
+    )
     return f"{kind.upper()}: {name}({values})"
 
 
@@ -75,7 +88,12 @@ def _thought(text: str, start: int, end: int) -> Iterator[Action]:
 
 
 def _call(
-    kind: ActionKind, text: str, start: int, inside: int, end: int, parameters: Mapping[str, Sequence[str]]
+    kind: ActionKind,
+    text: str,
+    start: int,
+    inside: int,
+    end: int,
+    parameters: Mapping[str, Sequence[str]],
 ) -> Action:
     """Read the call after a keyword, which ends at `inside`; the next keyword is at `end`."""
     line_end = text.find("\n", inside, end)
@@ -87,9 +105,14 @@ def _call(
     if not text[opening:line_end].strip():
         return Action(kind, start, line_end, name)
     if text[opening] != "(":
-        return Action(kind, start, line_end, name, error=f"expected {kind.upper()}: {name}(key=value)")
+        return Action(
+            kind, start, line_end, name, error=(f"expected {kind.upper()}: {name}(key=value)")
+        )
     called_with = text[opening:end]
-    length = closing_bracket(called_with, 0, "\"'") or closing_bracket(called_with, 0, "\"'", words=True)  # text=it's
+    # text=it's
+    length = closing_bracket(called_with, 0, "\"'") or closing_bracket(
+        called_with, 0, "\"'", words=True
+    )
     if length is None:
         return Action(kind, start, line_end, name, error="the parenthesis is not closed")
     close = opening + length

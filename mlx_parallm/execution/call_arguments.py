@@ -1,7 +1,8 @@
-"""Read the arguments of a call in text: `x=1, names=["a", "b"]`, in Python's syntax, with JSON's values, or as JSON.
+"""Read the arguments of a call in text: `x=1, names=["a", "b"]`, in Python's syntax, with JSON's
+values, or as JSON.
 
-Models leave quotation marks away: `path=/tmp/x, date=2026-01-05, city=New York, when=12:30`. Where the whole is no
-Python, each argument is read by itself, and a value that is no literal is a text.
+Models leave quotation marks away: `path=/tmp/x, date=2026-01-05, city=New York, when=12:30`. Where
+the whole is no Python, each argument is read by itself, and a value that is no literal is a text.
 """
 
 import ast
@@ -24,29 +25,39 @@ _OPENS_QUOTATION = "=([{,:"  # a quotation mark behind other signs (it's, 5") is
 
 
 def read_arguments(source: str, parameters: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments between the parentheses of a call: nothing, a JSON object, or Python's syntax.
+    """Return the arguments between the parentheses of a call: nothing, a JSON object, or Python's
+    syntax.
 
-    An argument that is no literal (2 + 3, north, /tmp/x) stays text. Positional ones are named by `parameters`. Raises
-    UnreadableError, which names the argument.
+    An argument that is no literal (2 + 3, north, /tmp/x) stays text. Positional ones are named by
+    `parameters`. Raises UnreadableError, which names the argument.
     """
     if source.lstrip().startswith("{"):
         return read_object(source)
     # Unknown escapes ("\d") mean themselves; doubled, they give no warning of Python's.
-    written = "f(" + _ESCAPE.sub(lambda m: m[0] if m[1] in "\\'\"abfnrtvxuU\n" else "\\" + m[0], source) + "\n)"
+    written = (
+        "f("
+        + _ESCAPE.sub(lambda m: m[0] if m[1] in ("\\'\"abfnrtvxuU\n") else "\\" + m[0], source)
+        + "\n)"
+    )
     try:
         call = ast.parse(written, "<tool call>", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return _named(_natural_arguments(source, parameters), parameters)
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise UnreadableError("no arguments")
-    if any(isinstance(node, ast.Starred) for node in call.args) or any(k.arg is None for k in call.keywords):
+    if any(isinstance(node, ast.Starred) for node in call.args) or any(
+        k.arg is None for k in call.keywords
+    ):
         raise UnreadableError("an argument has a star")
     pairs = [(None, _literal(node, written)) for node in call.args]
-    return _named([*pairs, *((k.arg, _literal(k.value, written)) for k in call.keywords)], parameters)
+    return _named(
+        [*pairs, *((k.arg, _literal(k.value, written)) for k in call.keywords)], parameters
+    )
 
 
 def _named(pairs: Sequence[tuple[str | None, Any]], parameters: Sequence[str]) -> dict[str, Any]:
-    """Raises UnreadableError: more arguments without a name than there are parameters, or one that is repeated."""
+    """Raises UnreadableError: more arguments without a name than there are parameters, or one
+    that is repeated."""
     unnamed = sum(key is None for key, _ in pairs)
     if unnamed > len(parameters):
         raise UnreadableError(f"{unnamed} arguments without a name, {len(parameters)} parameters")
@@ -69,22 +80,27 @@ def _literal(node: ast.expr, source: str) -> Any:
 
 
 def _natural_arguments(source: str, parameters: Sequence[str]) -> list[tuple[str | None, Any]]:
-    """Arguments one by one. A piece without a name belongs to the value before it: `text=Hello, world`."""
+    """Arguments one by one. A piece without a name belongs to the value before it: `text=Hello,
+    world`."""
     pieces: list[tuple[str | None, str]] = []
     for piece in _pieces(source):
         key = _KEY.match(piece)
         known = key is not None and (not parameters or key[1] in parameters or piece[:1].isspace())
-        if pieces and pieces[-1][0] is not None and not known:  # a comma of the value (also of a URL: ?a=1,b=2)
+        # a comma of the value (also of a URL: ?a=1,b=2)
+        if pieces and pieces[-1][0] is not None and not known:
             pieces[-1] = (pieces[-1][0], f"{pieces[-1][1]},{piece}")
         else:
             pieces.append((None, piece) if key is None else (key[1], piece[key.end() :]))
     return [
-        (key, _natural_value(key, value.strip())) for key, value in pieces if key or value.strip() or len(pieces) > 1
+        (key, _natural_value(key, value.strip()))
+        for key, value in pieces
+        if key or value.strip() or len(pieces) > 1
     ]
 
 
 def _natural_value(key: str | None, text: str) -> Any:
-    """Raises UnreadableError: nothing, half a quotation, words without a name, or two arguments without a comma."""
+    """Raises UnreadableError: nothing, half a quotation, words without a name, or two arguments
+    without a comma."""
     place = "no arguments" if key is None else f"argument {key!r}"
     if not text:
         raise UnreadableError(f"{place}: a value is missing")
@@ -93,7 +109,9 @@ def _natural_value(key: str | None, text: str) -> Any:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         pass
     if text[0] in "\"'":
-        raise UnreadableError(f"{place}: {text[:40]} is no text in quotation marks; put a \\ before those within it")
+        raise UnreadableError(
+            f"{place}: {text[:40]} is no text in quotation marks; put a \\ before those within it"
+        )
     if _NEXT_KEY.search(text) or (key is None and len(text.split()) > 1):
         advice = "put texts in quotation marks, and commas between arguments"
         raise UnreadableError(f"{place}: cannot read {text[:40]!r}; {advice}")
@@ -129,13 +147,18 @@ class _JsonNames(ast.NodeTransformer):
     """Reads true, false and null as JSON does, at any depth."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.copy_location(ast.Constant(_JSON_NAMES[node.id]), node) if node.id in _JSON_NAMES else node
+        return (
+            ast.copy_location(ast.Constant(_JSON_NAMES[node.id]), node)
+            if node.id in _JSON_NAMES
+            else node
+        )
 
 
 def closing_bracket(text: str, opening: int, quotes: str, *, words: bool = False) -> int | None:
-    """Return the place after the bracket that closes the one at `opening`, or None. Brackets between `quotes` do not
-    count. With `words`, a mark after a letter or digit (Newton's, 5\") opens no quotation, one before a letter or digit
-    ends none, and no quotation crosses the end of a line."""
+    """Return the place after the bracket that closes the one at `opening`, or None. Brackets
+    between `quotes` do not count. With `words`, a mark after a letter or digit (Newton's, 5\")
+    opens no quotation, one before a letter or digit ends none, and no quotation crosses the end
+    of a line."""
     depth, quote, at = 0, "", opening
     while at < len(text):
         character = text[at]
@@ -143,7 +166,11 @@ def closing_bracket(text: str, opening: int, quotes: str, *, words: bool = False
             if words and character == "\n":
                 return None
             at += character == "\\"
-            quote = "" if character == quote and not (words and text[at + 1 : at + 2].isalnum()) else quote
+            quote = (
+                ("")
+                if character == quote and not (words and text[at + 1 : at + 2].isalnum())
+                else quote
+            )
         elif character in quotes and not (words and text[at - 1].isalnum()):
             quote = character
         elif character in "([{":

@@ -1,12 +1,16 @@
-"""Text within a model's own tool calls that looks like their markup: where it is, and how the parsers read past it.
+"""Text within a model's own tool calls that looks like their markup: where it is, and how the
+parsers read past it.
 
-    inside_value(form, text)   does the text of an unfinished call end within an argument? Then a marker there is text
+    inside_value(form, text)   does the text of an unfinished call end within an argument? Then a
+                               marker there is text
     decided_end(markup, text)  up to where arguments have certainly ended: what a stream may show
-    careful(form, parse)       the parser of mlx-lm, given the values in such a way that it takes them whole
+    careful(form, parse)       the parser of mlx-lm, given the values in such a way that it takes
+                               them whole
 
-mlx-lm's parsers take the first end tag, bracket or marker, also one within a value, and drop what follows. Here an
-argument ends where its end tag is followed by what may follow an argument; tags within a value are counted, so that a
-value may hold a call of the same format. A call of which that leaves a part over is no call: never half of one.
+mlx-lm's parsers take the first end tag, bracket or marker, also one within a value, and drop what
+follows. Here an argument ends where its end tag is followed by what may follow an argument; tags
+within a value are counted, so that a value may hold a call of the same format. A call of which that
+leaves a part over is no call: never half of one.
 """
 
 import ast
@@ -37,7 +41,9 @@ class Markup:
     call: tuple[str, str] = ("", "")
 
 
-def _markup(begins: str, opened: str, closed: str, follows: str, call: str = "", *, may_end: bool = False) -> Markup:
+def _markup(
+    begins: str, opened: str, closed: str, follows: str, call: str = "", *, may_end: bool = False
+) -> Markup:
     following = re.compile(rf"\s*+(?:{opened}|{re.escape(follows)})", re.DOTALL)
     ends = (call, follows) if call else ("", "")
     return Markup(begins, re.compile(opened, re.DOTALL), closed, following, may_end, ends)
@@ -45,13 +51,25 @@ def _markup(begins: str, opened: str, closed: str, follows: str, call: str = "",
 
 _GLM = _markup("<arg_value>", "<arg_value>", "</arg_value>", "<arg_key>", may_end=True)
 MARKUP: Mapping[str, Markup] = {
-    "qwen3_coder": _markup("<parameter=", r"<parameter=[^<>\n]+>", "</parameter>", "</function>", "<function="),
-    "minimax_m2": _markup(
-        "<parameter name=", r"<parameter name=[^<>\n]+>", "</parameter>", "</invoke>", "<invoke name="
+    "qwen3_coder": _markup(
+        "<parameter=", r"<parameter=[^<>\n]+>", "</parameter>", "</function>", ("<function=")
     ),
-    "minicpm5": _markup("<param name=", r"<param\s+name\s*=[^<>\n]+>", "</param>", "</function>", may_end=True),
+    "minimax_m2": _markup(
+        "<parameter name=",
+        r"<parameter name=[^<>\n]+>",
+        "</parameter>",
+        "</invoke>",
+        ("<invoke name="),
+    ),
+    "minicpm5": _markup(
+        "<param name=", r"<param\s+name\s*=[^<>\n]+>", "</param>", "</function>", may_end=True
+    ),
     "muse_spark": _markup(
-        "<atem:parameter", r"<atem:parameter\b[^<>]*>", "</atem:parameter>", "</atem:invoke>", "<atem:invoke"
+        "<atem:parameter",
+        r"<atem:parameter\b[^<>]*>",
+        "</atem:parameter>",
+        "</atem:invoke>",
+        ("<atem:invoke"),
     ),
     "glm47": _GLM,
     "laguna": _GLM,
@@ -70,10 +88,18 @@ MARKUP: Mapping[str, Markup] = {
         "<|open|>call",
     ),
 }
-_QUOTES: Mapping[str, str] = {"json_tools": '"', "taught_tools": '"', "mistral": '"', "kimi_k2": '"', "pythonic": "\"'"}
-_DELIMITERS: Mapping[str, str] = {"function_gemma": "<escape>", "gemma4": '<|"|>'}  # around a text, at both ends alike
+_QUOTES: Mapping[str, str] = {
+    "json_tools": '"',
+    "taught_tools": '"',
+    "mistral": '"',
+    "kimi_k2": '"',
+    "pythonic": ("\"'"),
+}
+# around a text, at both ends alike
+_DELIMITERS: Mapping[str, str] = {"function_gemma": "<escape>", "gemma4": '<|"|>'}
 _SHIELD = "\ue0f1"  # stands for "<" in a value; private use, so that no model writes it
-_ARGUMENT = r"""\w+=(?:"[^"]*"|'[^']*'|[^,"'()]+)"""  # in a pythonic call that is no Python: a bare word is a text
+# in a pythonic call that is no Python: a bare word is a text
+_ARGUMENT = r"""\w+=(?:"[^"]*"|'[^']*'|[^,"'()]+)"""
 _BARE_CALL = re.compile(rf"\s*\[[\w.]+\((?:{_ARGUMENT}(?:,\s*|(?=\))))*\)\]\s*", re.DOTALL)
 
 
@@ -91,7 +117,8 @@ def inside_value(form: str, text: str) -> bool:
 
 
 def _ends_in_quotes(text: str, quotes: str) -> bool:
-    """Whether a quotation is open at the end. One that holds the end of a line is broken: nothing is inside of it."""
+    """Whether a quotation is open at the end. One that holds the end of a line is broken:
+    nothing is inside of it."""
     at, opening = 0, re.compile(f"[{quotes}]")
     if '"' in text and quotes == '"' and not 0 <= text.find("{") < text.find('"'):
         return False  # no JSON
@@ -120,7 +147,9 @@ def _values(markup: Markup, text: str, *, final: bool) -> Iterator[tuple[int, in
 
 def _end_of_value(markup: Markup, text: str, start: int, *, final: bool) -> int | None:
     depth, otherwise = 0, None
-    for tag in re.compile(f"{markup.opened.pattern}|{re.escape(markup.closed)}", re.DOTALL).finditer(text, start):
+    for tag in re.compile(
+        f"{markup.opened.pattern}|{re.escape(markup.closed)}", re.DOTALL
+    ).finditer(text, start):
         if tag.group() != markup.closed:
             depth += 1
             continue
@@ -136,7 +165,9 @@ def _end_of_value(markup: Markup, text: str, start: int, *, final: bool) -> int 
 
 def decided_end(markup: Markup, text: str) -> int:
     """The place behind the last argument that has certainly ended; 0: there is none."""
-    ends = [end + len(markup.closed) for _, end in _values(markup, text, final=False) if end is not None]
+    ends = [
+        end + len(markup.closed) for _, end in _values(markup, text, final=False) if end is not None
+    ]
     return max(ends, default=0)
 
 
@@ -155,7 +186,11 @@ def certain_text(markup: Markup, text: str) -> str:
         if re.fullmatch(r"\s*(?:<[^<>]*)?", text[at:]):  # what follows may make it the end
             return text[:end]
     tail = text[text.rfind("<") :] if "<" in text[start:] else ""
-    begun = markup.closed.startswith(tail) or markup.begins.startswith(tail) or tail.startswith(markup.begins)
+    begun = (
+        markup.closed.startswith(tail)
+        or markup.begins.startswith(tail)
+        or tail.startswith(markup.begins)
+    )
     return text.removesuffix(tail) if tail and begun else text
 
 
@@ -167,7 +202,9 @@ def careful(parse: Parse) -> Parse:
     if (markup := MARKUP.get(form)) is not None:
         return lambda text, tools: _restored(parse(_shielded(markup, text), tools))
     if form == "kimi_k2":
-        return lambda text, tools: parse(_STRING.sub(lambda match: match[0].replace("<", "\\u003c"), text), tools)
+        return lambda text, tools: parse(
+            _STRING.sub(lambda match: match[0].replace("<", "\\u003c"), text), tools
+        )
     if form == "pythonic":
         return lambda text, tools: parse(_whole_pythonic(text), tools)
     if form == "function_gemma":
@@ -179,12 +216,16 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 
 def _shielded(markup: Markup, text: str) -> str:
-    """The text with every "<" of its values replaced. Raises ValueError: a value has no end, or a tag is left over."""
+    """The text with every "<" of its values replaced. Raises ValueError: a value has no end, or
+    a tag is left over."""
     pieces, at = [], 0
     for start, end in _values(markup, text, final=True):
         if end is None or _SHIELD in text:
             raise ValueError("a value of the call has no end")
-        pieces += [text[at:start], text[start:end].replace("<", _SHIELD).replace(f"{_SHIELD}![CDATA[", "<![CDATA[")]
+        pieces += [
+            text[at:start],
+            text[start:end].replace("<", _SHIELD).replace(f"{_SHIELD}![CDATA[", ("<![CDATA[")),
+        ]
         at = end
     pieces.append(text[at:])
     whole = "".join(pieces)
@@ -214,7 +255,8 @@ def _whole_pythonic(text: str) -> str:
 
 
 def _parse_function_gemma(parse: Parse, text: str, tools: Any) -> Any:
-    """Objects, lists, brackets in texts and several calls are Gemma 4's but for the marks around texts."""
+    """Objects, lists, brackets in texts and several calls are Gemma 4's but for the marks around
+    texts."""
     gemma4 = import_module(parse.__module__.replace("function_gemma", "gemma4"))
     marks = _DELIMITERS["function_gemma"], _DELIMITERS["gemma4"]
     if marks[1] not in text:

@@ -1,11 +1,16 @@
-"""The one reader of chat messages: what clients, rows and logs write → messages as every other part takes them.
+"""The one reader of chat messages: what clients, rows and logs write → messages as every other part
+takes them.
 
-Readers of requests and rows call `read_messages` for their errors; `Tokenizer.render_chat_text` calls it again, so that
-nothing reaches a chat template in another way. It is idempotent, and its result is plain JSON:
+Readers of requests and rows call `read_messages` for their errors; `Tokenizer.render_chat_text`
+calls it again, so that nothing reaches a chat template in another way. It is idempotent, and its
+result is plain JSON:
 
-    content       a string: text parts are joined, null is "", an assistant's `refusal` stands for missing content
-    tool_calls    [{"type", "function": {"name", "arguments"}, …}]; arguments stay as written, an object or text
-    role          "function" is "tool", an assistant's `function_call` is a tool call (OpenAI's older form)
+    content       a string: text parts are joined, null is "", an assistant's `refusal` stands for
+                  missing content
+    tool_calls    [{"type", "function": {"name", "arguments"}, …}]; arguments stay as written, an
+                  object or text
+    role          "function" is "tool", an assistant's `function_call` is a tool call (OpenAI's
+                  older form)
     name          a result of a tool has the name of the function whose call it answers
     reasoning     also under `reasoning_content` and `thinking`, the names that templates read
 
@@ -33,24 +38,30 @@ _SPEAKERS: dict[str, tuple[str, ...]] = {
 }
 ROLE_OF = {name: role for role, names in _SPEAKERS.items() for name in names}
 """Names of speakers in other programs' logs and rows (ShareGPT's, Gemini's) → roles."""
-CALLERS = ("function_call", "tool_call", "function-call")  # an assistant's turn whose text is the call, as JSON
+# an assistant's turn whose text is the call, as JSON
+CALLERS = ("function_call", "tool_call", "function-call")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-ANSWERS = (*REASONING, "tool_calls", "function_call", "refusal")  # what an assistant may write in place of content
+# what an assistant may write in place of content
+ANSWERS = (*REASONING, "tool_calls", "function_call", "refusal")
 
 # `role == "…"`, `["role"] != '…'`, `role in ("…", "…")`: what a chat template compares a role with
-ROLE_COMPARED = r"""\brole["']?\]?\s*(?:[!=]=\s*|(?:not\s+)?in\s*[\[(](?:\s*["'][^"']*["']\s*,)*\s*)"""
+ROLE_COMPARED = (
+    r"""\brole["']?\]?\s*(?:[!=]=\s*|(?:not\s+)?in\s*[\[(](?:\s*["'][^"']*["']\s*,)*\s*)"""
+)
 
 
 def read_messages(messages: Iterable[Any], where: str = "messages") -> list[dict[str, Any]]:
     """Return messages in the one form. `where` begins the place that an error names.
 
-    Raises RequestError: what is no message, content that is not text, a call without a name or with arguments that are
-    neither an object nor text.
+    Raises RequestError: what is no message, content that is not text, a call without a name or with
+    arguments that are neither an object nor text.
     """
     read = [_message(message, where, position) for position, message in enumerate(messages)]
     names: dict[str, str] = {}
     for message in read:
-        names |= {str(call.get("id")): call["function"]["name"] for call in message.get("tool_calls", ())}
+        names |= {
+            str(call.get("id")): call["function"]["name"] for call in message.get("tool_calls", ())
+        }
         name = names.get(str(message.get("tool_call_id")))
         if message["role"] == "tool" and name is not None:
             message.setdefault("name", name)  # Hermes' template wants it
@@ -58,7 +69,8 @@ def read_messages(messages: Iterable[Any], where: str = "messages") -> list[dict
 
 
 def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
-    """Return a row's definitions of tools in OpenAI's form: a list, or JSON text of one; [] for none.
+    """Return a row's definitions of tools in OpenAI's form: a list, or JSON text of one; [] for
+    none.
 
     Raises RequestError.
     """
@@ -72,21 +84,30 @@ def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a definition in OpenAI's form, without nulls. Its keys keep their order, in which templates print them."""
+    """Return a definition in OpenAI's form, without nulls. Its keys keep their order, in which
+    templates print them."""
     fields = {key: value for key, value in tool.items() if value is not None}
     if "function" not in fields and "name" in fields:
-        fields = {"type": "function", "function": {key: value for key, value in fields.items() if key != "type"}}
+        fields = {
+            "type": "function",
+            "function": {key: value for key, value in fields.items() if key != ("type")},
+        }
     if isinstance(fields.get("function"), Mapping):
-        fields["function"] = {key: value for key, value in fields["function"].items() if value is not None}
+        fields["function"] = {
+            key: value for key, value in fields["function"].items() if value is not None
+        }
     return fields
 
 
 def content_text(content: Any, where: str) -> str:
-    """Return a message's content as text: a string, or the joined texts of its parts. Raises RequestError."""
+    """Return a message's content as text: a string, or the joined texts of its parts. Raises
+    RequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise RequestError(f"{where}: must be a string or a list of parts, not {_kind(content)}", param=where)
+        raise RequestError(
+            f"{where}: must be a string or a list of parts, not {_kind(content)}", param=where
+        )
     return "".join(part_text(part, f"{where}.{index}") for index, part in enumerate(content))
 
 
@@ -103,34 +124,55 @@ def part_text(part: Any, where: str) -> str:
     return text
 
 
-def in_known_roles(messages: Sequence[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
-    """Return messages whose roles a chat template knows: `developer` becomes `system` where it does not name it.
+def in_known_roles(
+    messages: Sequence[dict[str, Any]], template: str | None
+) -> list[dict[str, Any]]:
+    """Return messages whose roles a chat template knows: `developer` becomes `system` where it does
+    not name it.
 
-    A template that meets another role may leave its message out without a word (Qwen3's does). None: a template that
-    cannot be read, because it is written in Python. Raises RequestError: an unknown role.
+    A template that meets another role may leave its message out without a word (Qwen3's does).
+    None: a template that cannot be read, because it is written in Python. Raises RequestError: an
+    unknown role.
     """
     if template is None:
         return list(messages)
     roles = {message["role"] for message in messages}
-    known = {*ROLES, *(role for role in roles if re.search(ROLE_COMPARED + rf"['\"]{re.escape(role)}['\"]", template))}
+    known = {
+        *ROLES,
+        *(
+            role
+            for role in roles
+            if re.search(ROLE_COMPARED + rf"['\"]{re.escape(role)}['\"]", template)
+        ),
+    }
     for position, message in enumerate(messages):
         if message["role"] not in known | {DEVELOPER}:
             raise RequestError(
-                f"messages.{position}.role: {message['role']!r} is not a role of this model's chat template; "
+                f"messages.{position}.role: {message['role']!r} is not a role of this model's chat"
+                " template; "
                 f"there are {', '.join((*ROLES, DEVELOPER))}",
                 param=f"messages.{position}.role",
             )
-    return [{**message, "role": "system"} if message["role"] not in known else message for message in messages]
+    return [
+        {**message, "role": ("system")} if message["role"] not in known else message
+        for message in messages
+    ]
 
 
 def _message(message: Any, where: str, position: int) -> dict[str, Any]:
     place = f"{where}.{position}"
     is_object = isinstance(message, Mapping)
-    fields = {str(key): value for key, value in message.items() if value is not None} if is_object else {}
+    fields = (
+        {str(key): value for key, value in message.items() if value is not None}
+        if is_object
+        else {}
+    )
     role = fields.pop("role", None)
     answered = role == "assistant" and any(fields.get(name) for name in ANSWERS)
     if not isinstance(role, str) or not role or not ("content" in message or answered):
-        reason = f'{where}: message {position} is not {{"role": …, "content": text}}: {message!r:.200}'
+        reason = (
+            f'{where}: message {position} is not {{"role": …, "content": text}}: {message!r:.200}'
+        )
         raise RequestError(reason, param=place)
     role = "tool" if role == FUNCTION else role
     if fields.get("audio") is not None:
@@ -139,7 +181,9 @@ def _message(message: Any, where: str, position: int) -> dict[str, Any]:
     content = _content(fields, role, place)
     reasoning = next((fields[name] for name in REASONING if name in fields), None)
     if isinstance(reasoning, str):
-        fields |= {"reasoning_content": reasoning} | ({} if "thinking" in fields else {"thinking": reasoning})
+        fields |= {"reasoning_content": reasoning} | (
+            {} if "thinking" in fields else {"thinking": reasoning}
+        )
     calls = _calls(fields, place)
     return {"role": role, "content": content, **fields} | ({"tool_calls": calls} if calls else {})
 
@@ -165,14 +209,23 @@ def _calls(fields: dict[str, Any], place: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:
-    fields = {key: value for key, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
+    fields = (
+        {key: value for key, value in call.items() if value is not None}
+        if isinstance(call, Mapping)
+        else {}
+    )
     function = fields.get("function")
     if isinstance(fields.get("custom"), Mapping):  # OpenAI's custom tool: its input is a text
         custom = fields.pop("custom")
         written = json.dumps({CUSTOM_ARGUMENT: custom.get("input", "")}, ensure_ascii=False)
         fields["type"], function = "function", {"name": custom.get("name"), "arguments": written}
-    elif function is None and "name" in fields:  # the function's own fields, as many data sets have them
-        function = {name: fields.pop(name) for name in ("name", "arguments", "parameters") if name in fields}
+    # the function's own fields, as many data sets have them
+    elif function is None and "name" in fields:
+        function = {
+            name: fields.pop(name)
+            for name in ("name", "arguments", ("parameters"))
+            if name in fields
+        }
         if "arguments" not in function and "parameters" in function:
             function["arguments"] = function.pop("parameters")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

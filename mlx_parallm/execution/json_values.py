@@ -1,11 +1,13 @@
 """The arguments of tool calls as chat templates get them: values of JSON that print as JSON.
 
-Templates use arguments in many ways: `arguments | tojson` (Qwen, Llama), `arguments.items()` (Qwen3-Coder, GLM),
-`"…" + arguments` (DeepSeek), `{{ arguments }}` (Mistral, Kimi). `JSONObject` is a mapping for those that ask for one,
-and the client's own JSON text wherever it is printed or joined to text; what lies in it prints as JSON too. Numbers and
-repeated keys stay as they were written. Arguments that are no object are text, which `write_json` does not quote again.
+Templates use arguments in many ways: `arguments | tojson` (Qwen, Llama), `arguments.items()`
+(Qwen3-Coder, GLM), `"…" + arguments` (DeepSeek), `{{ arguments }}` (Mistral, Kimi). `JSONObject` is
+a mapping for those that ask for one, and the client's own JSON text wherever it is printed or
+joined to text; what lies in it prints as JSON too. Numbers and repeated keys stay as they were
+written. Arguments that are no object are text, which `write_json` does not quote again.
 
-JSON's true, false and null cannot be subclasses of Python's, so a template's tests have to know them: `TESTS`.
+JSON's true, false and null cannot be subclasses of Python's, so a template's tests have to know
+them: `TESTS`.
 """
 
 import json
@@ -27,7 +29,8 @@ class _Printed:
 
 
 class JSONObject(_Printed, dict[str, Any]):
-    """An object. It has the methods of its text too, where it has no key of that name (`arguments.strip()`)."""
+    """An object. It has the methods of its text too, where it has no key of that name
+    (`arguments.strip()`)."""
 
     def __init__(self, pairs: Sequence[tuple[str, Any]], text: str | None = None) -> None:
         """`pairs` may repeat keys; the last one counts. `text`: as the client has written it."""
@@ -109,11 +112,19 @@ def template_arguments(arguments: str | Mapping[str, Any]) -> JSONObject | JSONT
         return _object(list(arguments.items()))
     try:
         value = json.loads(
-            arguments, object_pairs_hook=_object, parse_float=_float, parse_int=_int, parse_constant=_refuse
+            arguments,
+            object_pairs_hook=_object,
+            parse_float=_float,
+            parse_int=_int,
+            parse_constant=_refuse,
         )
     except (ValueError, RecursionError):
         return JSONText(arguments)
-    return JSONObject(value._pairs, arguments) if isinstance(value, JSONObject) else JSONText(arguments)
+    return (
+        JSONObject(value._pairs, arguments)
+        if isinstance(value, JSONObject)
+        else JSONText(arguments)
+    )
 
 
 def holds_json_values(value: Any) -> bool:
@@ -134,13 +145,18 @@ def write_json(
     sort_keys: bool = False,
     _outer: str = "",
 ) -> str:
-    """Write a value as `json.dumps` does, with each number and each key of a call's arguments as it was written."""
+    """Write a value as `json.dumps` does, with each number and each key of a call's arguments as
+    it was written."""
     comma, colon = separators or ((", " if indent is None else ","), ": ")
     step = " " * indent if isinstance(indent, int) else indent
     inner = _outer + (step or "")
 
     def written(item: Any) -> str:
-        options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
+        options: dict[str, Any] = {
+            "ensure_ascii": ensure_ascii,
+            "indent": indent,
+            "separators": separators,
+        }
         return write_json(item, **options, sort_keys=sort_keys, _outer=inner)
 
     def joined(start: str, items: list[str], end: str) -> str:
@@ -151,7 +167,10 @@ def write_json(
     if isinstance(value, Mapping):
         pairs = value._pairs if isinstance(value, JSONObject) else tuple(value.items())
         pairs = tuple(sorted(pairs, key=lambda pair: pair[0])) if sort_keys else pairs
-        members = [json.dumps(key, ensure_ascii=ensure_ascii) + colon + written(item) for key, item in pairs]
+        members = [
+            json.dumps(key, ensure_ascii=ensure_ascii) + colon + written(item)
+            for key, item in pairs
+        ]
         return joined("{", members, "}")
     if isinstance(value, list | tuple):
         return joined("[", [written(item) for item in value], "]")

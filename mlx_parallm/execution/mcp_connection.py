@@ -1,6 +1,8 @@
-"""MCPServer: how to reach a server of the Model Context Protocol. MCPConnection: one that runs, and is kept running.
+"""MCPServer: how to reach a server of the Model Context Protocol. MCPConnection: one that runs, and
+is kept running.
 
-The SDK (extra `mcp`) is imported with the first start. MCP: https://modelcontextprotocol.io/specification.
+The SDK (extra `mcp`) is imported with the first start. MCP:
+https://modelcontextprotocol.io/specification.
 """
 
 import asyncio
@@ -29,18 +31,21 @@ KEPT_BYTES, SHOWN_LINES, SHOWN_CHARACTERS = 8192, 8, 800  # of what a server pri
 
 @dataclass(frozen=True)
 class MCPServer:
-    """How to reach one server. Raises ConfigError: not one of `command` and `url`, a bound that is not above 0."""
+    """How to reach one server. Raises ConfigError: not one of `command` and `url`, a bound that
+    is not above 0."""
 
     name: str
     command: Sequence[str] = ()
     url: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)  # over PATH, HOME, USER and such; nothing else is inherited
+    # over PATH, HOME, USER and such; nothing else is inherited
+    env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)  # of HTTP
     timeout_s: float = CALL_TIMEOUT_S  # of a call
     start_timeout_s: float = START_TIMEOUT_S
     max_concurrent: int = MAX_CONCURRENT  # calls at a time
-    restarts: int = RESTARTS  # starts in a row that may fail; then there is one a minute, and calls fail at once
+    # starts in a row that may fail; then there is one a minute, and calls fail at once
+    restarts: int = RESTARTS
     cache: bool = True  # of the tools that the server marks read-only
     tools: Sequence[str] = ()  # only these; none named: all
 
@@ -48,9 +53,18 @@ class MCPServer:
         if bool(self.command) == bool(self.url):
             raise ConfigError(f"MCP server {self.name!r}: set either command or url")
         if self.url and not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"MCP server {self.name!r}: url begins with http:// or https://, not {self.url!r}")
-        if min(self.timeout_s, self.start_timeout_s) <= 0 or self.max_concurrent < 1 or self.restarts < 0:
-            raise ConfigError(f"MCP server {self.name!r}: timeout_s, start_timeout_s and max_concurrent are above 0")
+            raise ConfigError(
+                f"MCP server {self.name!r}: url begins with http:// or https://, not {self.url!r}"
+            )
+        if (
+            min(self.timeout_s, self.start_timeout_s) <= 0
+            or self.max_concurrent < 1
+            or self.restarts < 0
+        ):
+            raise ConfigError(
+                f"MCP server {self.name!r}: timeout_s, start_timeout_s and max_concurrent are"
+                " above 0"
+            )
 
 
 class MCPConnection:
@@ -76,9 +90,11 @@ class MCPConnection:
         return self.server.cache and name in self._read_only
 
     async def ensure(self) -> Any:
-        """Return the session; start the server where there is none. All who wait share one start, and its failure.
+        """Return the session; start the server where there is none. All who wait share one start,
+        and its failure.
 
-        Raises ToolFailedError: it cannot be started. ConfigError: it lacks a tool, or the SDK is not installed.
+        Raises ToolFailedError: it cannot be started. ConfigError: it lacks a tool, or the SDK is
+        not installed.
         """
         if self._session is not None:
             return self._session
@@ -90,26 +106,38 @@ class MCPConnection:
     def _started(self, start: "asyncio.Task[Any]") -> None:
         self._starting = None
         if not start.cancelled():
-            start.exception()  # who waited has it; it is no "exception was never retrieved" where nobody waits any more
+            # who waited has it; it is no "exception was never retrieved" where nobody waits any
+            # more
+            start.exception()
 
     async def _start(self) -> Any:
         if self._stopped:
             raise ToolFailedError(f"{self._what} was stopped")
         if self._failed_starts > self.server.restarts and time.monotonic() < self._retry_at:
-            raise ToolFailedError(f"{self._why} ({self._failed_starts} times in a row; it is tried once a minute)")
+            raise ToolFailedError(
+                f"{self._why} ({self._failed_starts} times in a row; it is tried once a minute)"
+            )
         self._import_sdk()
         self.starts += 1
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._end, self._answered, self._printed = asyncio.Event(), 0, PrintedOutput()
         self._holder = asyncio.create_task(self._hold(ready, self._end))
         try:
-            self._session = await asyncio.wait_for(asyncio.shield(ready), self.server.start_timeout_s)
+            self._session = await asyncio.wait_for(
+                asyncio.shield(ready), self.server.start_timeout_s
+            )
         except (Exception, asyncio.CancelledError) as error:
-            self._failed_starts, self._retry_at = self._failed_starts + 1, time.monotonic() + RETRY_PAUSE_S
+            self._failed_starts, self._retry_at = (
+                self._failed_starts + 1,
+                time.monotonic() + RETRY_PAUSE_S,
+            )
             self._let_go()
             if isinstance(error, asyncio.CancelledError | ConfigError):
                 raise
-            late = f"no answer within {self.server.start_timeout_s:g} s (start_timeout_s) to {self._stage}"
+            late = (
+                f"no answer within {self.server.start_timeout_s:g} s (start_timeout_s) to"
+                f" {self._stage}"
+            )
             why = late if isinstance(error, TimeoutError) else words(error)
             self._why = f"{self._what} cannot be started: {why}{self._printed.in_words()}"
             raise ToolFailedError(self._why) from error
@@ -117,18 +145,22 @@ class MCPConnection:
         return self._session
 
     def _import_sdk(self) -> None:
-        """Import the SDK, which takes a second, before a start is timed. Raises ConfigError: it is not installed."""
+        """Import the SDK, which takes a second, before a start is timed. Raises ConfigError: it
+        is not installed."""
         try:
             import httpx2  # noqa: F401
             from mcp import Client, StdioServerParameters  # noqa: F401
             from mcp.client.streamable_http import streamable_http_client  # noqa: F401
         except ImportError as error:  # no SDK, or one of before 2.0, to which many servers bind it
             raise ConfigError(f"{self._what}: {error}: {install('mcp')}") from error
-        logging.getLogger("mcp.client").setLevel(logging.CRITICAL)  # its tracebacks: results and errors have the words
+        # its tracebacks: results and errors have the words
+        logging.getLogger("mcp.client").setLevel(logging.CRITICAL)
 
     @property
     def _what(self) -> str:
-        return f"MCP server {self.server.name!r} ({self.server.url or ' '.join(self.server.command)})"
+        return (
+            f"MCP server {self.server.name!r} ({self.server.url or ' '.join(self.server.command)})"
+        )
 
     async def _hold(self, ready: "asyncio.Future[Any]", end: asyncio.Event) -> None:
         """Open the session, list the tools, keep it open until `end`."""
@@ -159,7 +191,9 @@ class MCPConnection:
             async with AsyncExitStack() as stack:
                 writer = await printed.listen(stack)
                 try:
-                    streams = await stack.enter_async_context(stdio_client(parameters, errlog=writer))
+                    streams = await stack.enter_async_context(
+                        stdio_client(parameters, errlog=writer)
+                    )
                 finally:
                     writer.close()  # the process has its own
                 yield streams
@@ -178,11 +212,16 @@ class MCPConnection:
                 command, *arguments = self.server.command
                 transport = process(
                     StdioServerParameters(
-                        command=command, args=arguments, env=dict(self.server.env), cwd=self.server.cwd
+                        command=command,
+                        args=arguments,
+                        env=dict(self.server.env),
+                        cwd=self.server.cwd,
                     )
                 )
             self._stage = "initialize"
-            yield await stack.enter_async_context(Client(transport, cache=None, message_handler=printed.take_message))
+            yield await stack.enter_async_context(
+                Client(transport, cache=None, message_handler=printed.take_message)
+            )
 
     async def _list(self, session: Any) -> None:
         self._stage, found, cursor = "tools/list", {}, None
@@ -193,18 +232,32 @@ class MCPConnection:
             if not cursor:
                 break
         if missing := set(self.server.tools) - set(found):
-            raise ConfigError(f"{self._what} has no tool {sorted(missing)[0]!r}; it has: {', '.join(found)}")
+            raise ConfigError(
+                f"{self._what} has no tool {sorted(missing)[0]!r}; it has: {', '.join(found)}"
+            )
         chosen = [found[name] for name in self.server.tools or found]
         self.definitions = {
-            tool.name: {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            tool.name: {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            }
             for tool in chosen
         }
-        self._read_only = {tool.name for tool in chosen if tool.annotations and tool.annotations.read_only_hint}
+        self._read_only = {
+            tool.name for tool in chosen if tool.annotations and tool.annotations.read_only_hint
+        }
 
-    async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float | None = None) -> ToolResult:
-        """Call a tool within `timeout_s` (default: the server's), the wait for a slot included; a restart has
-        `start_timeout_s` of its own."""
-        at_first, answered, seconds = self._session, self._answered, timeout_s or self.server.timeout_s
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], timeout_s: float | None = None
+    ) -> ToolResult:
+        """Call a tool within `timeout_s` (default: the server's), the wait for a slot included;
+        a restart has `start_timeout_s` of its own."""
+        at_first, answered, seconds = (
+            self._session,
+            self._answered,
+            timeout_s or self.server.timeout_s,
+        )
         try:
             async with asyncio.timeout(seconds) as limit, self._slots:
                 if self._session is None:
@@ -225,7 +278,9 @@ class MCPConnection:
         except Exception as error:  # noqa: BLE001 - boundary: a server may answer anything
             return await self._failed(name, error, at_first)
         self._answered += 1
-        text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in answer.content)
+        text = "\n".join(
+            block.text if block.type == ("text") else f"[{block.type}]" for block in answer.content
+        )
         if not text and answer.structured_content is not None:
             text = as_json(answer.structured_content)
         return ToolResult(text, answer.structured_content, "tool" if answer.is_error else None)
@@ -239,7 +294,9 @@ class MCPConnection:
         if session is not None and session is self._session:
             self._let_go()
         await printed.ended()
-        return ToolResult(f"{self._what} failed: {words(error)}{printed.in_words()}", error="server")
+        return ToolResult(
+            f"{self._what} failed: {words(error)}{printed.in_words()}", error=("server")
+        )
 
     async def stop(self) -> None:
         """End the server, and wait for its end; it does not start again."""
@@ -253,7 +310,8 @@ class MCPConnection:
                 holder.cancel()
 
     def _let_go(self) -> None:
-        """Close the session, and wait for nothing: the SDK ends the process. A start that is not over is cancelled."""
+        """Close the session, and wait for nothing: the SDK ends the process. A start that is not
+        over is cancelled."""
         is_open, self._session = self._session is not None, None
         self._end.set()
         holder, self._holder = self._holder, None
@@ -268,8 +326,8 @@ class MCPConnection:
 
 
 class PrintedOutput(asyncio.Protocol):
-    """Keep the end of what a server printed, for the error that says why it failed: its stderr, what on its stdout is
-    no JSON-RPC, and the last HTTP answer if that was an error."""
+    """Keep the end of what a server printed, for the error that says why it failed: its stderr,
+    what on its stdout is no JSON-RPC, and the last HTTP answer if that was an error."""
 
     def __init__(self) -> None:
         self._stderr, self._stdout, self._http = bytearray(), list[str](), ""
@@ -277,9 +335,12 @@ class PrintedOutput(asyncio.Protocol):
         self._ended.set()
 
     async def listen(self, stack: AsyncExitStack) -> Any:
-        """Return a file for the process to write its stderr to; the caller closes it once the process has it."""
+        """Return a file for the process to write its stderr to; the caller closes it once the
+        process has it."""
         reading, writing = os.pipe()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, os.fdopen(reading, "rb", 0))
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: self, os.fdopen(reading, "rb", 0)
+        )
         self._ended.clear()
 
         async def close() -> None:
@@ -304,7 +365,8 @@ class PrintedOutput(asyncio.Protocol):
             await asyncio.wait_for(self._ended.wait(), LAST_WORDS_S)
 
     async def take_message(self, message: Any) -> None:
-        """Take a message handler's message: notifications mean nothing here, an error is a line that is no JSON-RPC."""
+        """Take a message handler's message: notifications mean nothing here, an error is a line
+        that is no JSON-RPC."""
         if isinstance(message, Exception):
             errors: list[Any] = getattr(message, "errors", list)()
             line = str(errors[0].get("input", "")) if errors else words(message)
@@ -322,7 +384,10 @@ class PrintedOutput(asyncio.Protocol):
 
     def in_words(self) -> str:
         """Return what was printed, to be added to an error; nothing where there is none."""
-        stderr, stdout = _end_of(self._stderr.decode(errors="replace")), _end_of("\n".join(self._stdout))
+        stderr, stdout = (
+            _end_of(self._stderr.decode(errors="replace")),
+            _end_of("\n".join(self._stdout)),
+        )
         return (
             (f"; the end of its stderr: {stderr}" if stderr else "")
             + (f"; on its stdout was no JSON-RPC: {stdout}" if stdout else "")

@@ -23,8 +23,8 @@ class OpenAIEndpoint:
     Args:
         base_url: URL with the version, e.g. "http://127.0.0.1:8000/v1".
         timeout_s: longest time from sending a request to the last byte of its answer.
-        retries: further tries after 429, 502, 503, 504 or a lost connection. The pause is the server's Retry-After, or
-            doubles from half a second.
+        retries: further tries after 429, 502, 503, 504 or a lost connection. The pause is the
+            server's Retry-After, or doubles from half a second.
         max_in_flight: requests at once; others wait.
     """
 
@@ -40,29 +40,43 @@ class OpenAIEndpoint:
         """Raises EndpointError: `base_url` is not a URL."""
         self.base_url = base_url.rstrip("/")
         if not self.base_url.startswith(("http://", "https://")):
-            raise EndpointError(f"{base_url!r} is not a URL: expected e.g. http://127.0.0.1:8000/v1")
+            raise EndpointError(
+                f"{base_url!r} is not a URL: expected e.g. http://127.0.0.1:8000/v1"
+            )
         self._retries, self._timeout_s = retries, timeout_s
         self._slots = asyncio.Semaphore(max_in_flight)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=max_in_flight, max_keepalive_connections=max_in_flight)
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(timeout_s, pool=None), headers=headers, limits=limits)
+        limits = httpx.Limits(
+            max_connections=max_in_flight, max_keepalive_connections=max_in_flight
+        )
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout_s, pool=None), headers=headers, limits=limits
+        )
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer's JSON, e.g. of `post("/chat/completions", {"model": …, "messages": […]})`.
+        """Return the answer's JSON, e.g. of `post("/chat/completions", {"model": …, "messages":
+        […]})`.
 
         Raises EndpointError: refused, or still unavailable after the last try.
         """
         return await self._answer("POST", path, body, retries=self._retries)
 
     async def models(self) -> list[str]:
-        """Return the ids of the endpoint's models. One try only: a check that the endpoint is there."""
+        """Return the ids of the endpoint's models. One try only: a check that the endpoint is
+        there."""
         reply = await self._answer("GET", "/models", None, retries=0)
-        return [str(entry["id"]) for entry in reply.get("data", []) if isinstance(entry, Mapping) and "id" in entry]
+        return [
+            str(entry["id"])
+            for entry in reply.get("data", [])
+            if isinstance(entry, Mapping) and "id" in entry
+        ]
 
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def _answer(self, method: str, path: str, body: Mapping[str, Any] | None, *, retries: int) -> dict[str, Any]:
+    async def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, retries: int
+    ) -> dict[str, Any]:
         async with self._slots:
             for attempt in range(retries + 1):
                 reply = await self._try(method, path, body, FIRST_PAUSE_S * 2**attempt)
@@ -87,13 +101,17 @@ class OpenAIEndpoint:
         except (TimeoutError, httpx.TimeoutException) as error:
             raise EndpointError(f"{where}: no answer within {self._timeout_s:g} s") from error
         except httpx.TransportError as error:
-            problem = EndpointError(f"{where} cannot be reached: {str(error) or type(error).__name__}")
+            problem = EndpointError(
+                f"{where} cannot be reached: {str(error) or type(error).__name__}"
+            )
             return problem, min(usual_pause_s, LONGEST_PAUSE_S)
         except (httpx.InvalidURL, ValueError) as error:
             raise EndpointError(f"{where}: {error}") from error
         if reply.is_success:
             return reply
-        problem = EndpointError(f"{where}: HTTP {reply.status_code}: {_message(reply)}", status=reply.status_code)
+        problem = EndpointError(
+            f"{where}: HTTP {reply.status_code}: {_message(reply)}", status=reply.status_code
+        )
         if reply.status_code not in RETRIED:
             raise problem
         requested = _retry_after_s(reply.headers.get("Retry-After", ""))
@@ -105,7 +123,9 @@ class OpenAIEndpoint:
         except ValueError:
             value = reply.text
         if not isinstance(value, dict):
-            raise EndpointError(f"{self.base_url}{path} answered {str(value)[:80]!r}: is this an OpenAI endpoint?")
+            raise EndpointError(
+                f"{self.base_url}{path} answered {str(value)[:80]!r}: is this an OpenAI endpoint?"
+            )
         return value
 
 

@@ -1,9 +1,13 @@
-"""Tools for a chat template that has no place for them: instructions in the system message, a history in plain text.
+"""Tools for a chat template that has no place for them: instructions in the system message, a
+history in plain text.
 
-    assistant's tool_calls → <tool_call>\\n{"name": …, "arguments": …}\\n</tool_call> at the end of its content
-    role tool              → a user's message with <tool_response>\\n…\\n</tool_response>; several make one message
+    assistant's tool_calls → <tool_call>\\n{"name": …, "arguments": …}\\n</tool_call> at the end of
+    its content
+    role tool              → a user's message with <tool_response>\\n…\\n</tool_response>; several
+                           make one message
 
-What the model is taught here is what its answer is read as (`server/protocol/answer_grammar.py`, GENERIC).
+What the model is taught here is what its answer is read as (`server/protocol/answer_grammar.py`,
+GENERIC).
 """
 
 import json
@@ -26,19 +30,24 @@ TAUGHT_FORMAT = OwnFormat(MARKERS, read_taught_call)
 
 
 def with_taught_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, in_system: bool = True
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    in_system: bool = True,
 ) -> list[dict[str, Any]]:
     """Return messages (`read_messages`) without tool calls and results.
 
     Args:
         tools: OpenAI's definitions; [] = only the history.
-        in_system: False puts the instructions at the start of the first user message, for templates without a system
-            role.
+        in_system: False puts the instructions at the start of the first user message, for templates
+            without a system role.
     """
     plain = _plain_history(messages)
     if not tools:
         return plain
-    definitions = [{"description": "", "parameters": {}} | dict(tool.get("function", tool)) for tool in tools]
+    definitions = [
+        {"description": "", "parameters": {}} | dict(tool.get("function", tool)) for tool in tools
+    ]
     if in_system or not any(message["role"] == "user" for message in plain):
         return [dict(message) for message in with_instructions(plain, definitions, HOW_TO_CALL)]
     first = next(index for index, message in enumerate(plain) if message["role"] == "user")
@@ -51,7 +60,11 @@ def _plain_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     after_result = False
     for message in messages:
         role, content = message["role"], message["content"]
-        fields = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        fields = {
+            key: value
+            for key, value in message.items()
+            if key not in ("tool_calls", ("tool_call_id"))
+        }
         if role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
             fields.pop("name", None)

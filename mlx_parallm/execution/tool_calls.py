@@ -2,13 +2,15 @@
 
     "own"       text between the model's own markers (mlx-lm's parser for its chat template)
     "xml"       <invoke name="search"><parameter name="query">MLX</parameter></invoke>
-    "json"      ```json {"tool": "search", "arguments": {"query": "MLX"}} ```, a list of them, or only JSON
+    "json"      ```json {"tool": "search", "arguments": {"query": "MLX"}} ```, a list of them, or
+                only JSON
     "use_tool"  USE_TOOL[search](MLX)
     "tool_line" TOOL: search(query="MLX"), on a line of its own (action_grammar.py)
     "function"  search(query="MLX"), for the names in `tools`
 
-A model may write anything: a text that begins as a call and cannot be read is a `MalformedCall` beside the calls, never
-an exception. Formats are tried in this order; a format does not see text that an earlier one has read.
+A model may write anything: a text that begins as a call and cannot be read is a `MalformedCall`
+beside the calls, never an exception. Formats are tried in this order; a format does not see text
+that an earlier one has read.
 """
 
 import html
@@ -40,24 +42,32 @@ from mlx_parallm.types import ChatTokenizer
 Format = Literal["own", "xml", "json", "use_tool", "tool_line", "function"]
 Call = tuple[str, dict[str, Any]]
 Place = tuple[int, int, Callable[[], list[Call]]]
-"""Start, end, and a function that reads the calls there: [] = there is no call; raises UnreadableError."""
+"""Start, end, and a function that reads the calls there: [] = there is no call; raises
+UnreadableError."""
 Tools = Mapping[str, Mapping[str, Any]]  # definitions by name
 ToolLike = str | Mapping[str, Any] | Callable[..., Any]
 
 FORMATS: tuple[Format, ...] = get_args(Format)
 HOW_TO_CALL: Mapping[str, str] = {
     "json": 'To call one, write\n```json\n{"tool": "NAME", "arguments": {...}}\n```',
-    "xml": 'To call one, write\n<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>',
+    "xml": (
+        'To call one, write\n<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>'
+    ),
     "use_tool": "To call one, write USE_TOOL[NAME](KEY=VALUE)",
     "tool_line": HOW_TO_ACT,
     "function": "To call one, write NAME(KEY=VALUE)",
 }
-MOST_WORK = 10_000_000  # characters that are read to tell whether the marks of a text stand in arguments
-RAW_INPUT = "input"  # the argument that holds the text of a USE_TOOL call whose arguments are plain words
+# characters that are read to tell whether the marks of a text stand in arguments
+MOST_WORK = 10_000_000
+# the argument that holds the text of a USE_TOOL call whose arguments are plain words
+RAW_INPUT = "input"
 NAME_KEYS, ARGUMENT_KEYS = ("tool", "name"), ("arguments", "args", "parameters")
 
-# A run of white space is taken whole (`*+`): tried in parts, a long one would hold up all threads for minutes.
-_FENCE = re.compile(r"```[ \t]*+(?:json|tool_call|tool)?(\s*+[{\[].*?)```", re.DOTALL | re.IGNORECASE)
+# A run of white space is taken whole (`*+`): tried in parts, a long one would hold up all threads
+# for minutes.
+_FENCE = re.compile(
+    r"```[ \t]*+(?:json|tool_call|tool)?(\s*+[{\[].*?)```", re.DOTALL | re.IGNORECASE
+)
 _NAMES_A_TOOL = re.compile(r'"(?:tool|name)"\s*:')
 _INVOKE = re.compile(r"<invoke\b([^>]*?)(?:/>|>(.*?)</invoke\s*>)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter\b([^>]*)>(.*?)</parameter\s*>", re.DOTALL)
@@ -68,7 +78,8 @@ _USE_TOOL = re.compile(r"USE_TOOL\[\s*+([^\[\]\n]*+)\s*+\]\s*+\(")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. `text[start_pos:end_pos] == raw_text`; calls of one block share the block's place."""
+    """One call. `text[start_pos:end_pos] == raw_text`; calls of one block share the block's
+    place."""
 
     name: str
     arguments: Mapping[str, Any]  # JSON values
@@ -92,7 +103,9 @@ class ParsedCalls(tuple[ToolCall, ...]):
 
     malformed: tuple[MalformedCall, ...]
 
-    def __new__(cls, calls: Iterable[ToolCall] = (), malformed: Iterable[MalformedCall] = ()) -> "ParsedCalls":
+    def __new__(
+        cls, calls: Iterable[ToolCall] = (), malformed: Iterable[MalformedCall] = ()
+    ) -> "ParsedCalls":
         parsed = super().__new__(cls, calls)
         parsed.malformed = tuple(malformed)
         return parsed
@@ -102,8 +115,8 @@ class ParsedCalls(tuple[ToolCall, ...]):
 class OwnFormat:
     """The format that the model was trained on (`Tokenizer.tool_markers`, `.parse_tool_call`).
 
-    `markers`: (start, end); end is "" if a call ends at the next start or with the text. `parse(text, tools)` reads the
-    text between them; it may raise anything.
+    `markers`: (start, end); end is "" if a call ends at the next start or with the text.
+    `parse(text, tools)` reads the text between them; it may raise anything.
     """
 
     markers: tuple[str, str]
@@ -120,18 +133,26 @@ def parse_tool_calls(
     """Return the calls in `text`.
 
     Args:
-        tools: the tools that may be called. A call of another one is returned too (the caller answers it), but
-            "function" needs the names, and positional arguments need the parameters.
+        tools: the tools that may be called. A call of another one is returned too (the caller
+            answers it), but "function" needs the names, and positional arguments need the
+            parameters.
         formats: "auto" = all; "function" needs `tools`, "own" needs `own`.
 
-    Raises ConfigError: an unknown format, or an entry of `tools` that is no tool. No `text` raises anything.
+    Raises ConfigError: an unknown format, or an entry of `tools` that is no tool. No `text` raises
+    anything.
     """
     definitions = {definition["name"]: definition for definition in map(tool_definition, tools)}
     calls: list[ToolCall] = []
     malformed: list[MalformedCall] = []
     for form in _chosen(formats, own, definitions):
-        taken = [(c.start_pos, c.end_pos) for c in calls] + [(m.start_pos, m.end_pos) for m in malformed]
-        places = _own_places(text, own, definitions) if own and form == "own" else _PLACES[form](text, definitions)
+        taken = [(c.start_pos, c.end_pos) for c in calls] + [
+            (m.start_pos, m.end_pos) for m in malformed
+        ]
+        places = (
+            _own_places(text, own, definitions)
+            if own and form == ("own")
+            else _PLACES[form](text, definitions)
+        )
         for start, end, read in places:
             if any(start < other_end and other_start < end for other_start, other_end in taken):
                 continue
@@ -144,9 +165,11 @@ def parse_tool_calls(
     return ParsedCalls(calls, malformed)
 
 
-def read_calls(parse: Callable[[str, Any], Any], text: str, tools: Any) -> list[tuple[str, dict[str, Any], str | None]]:
-    """Return (name, arguments, id or None) of the calls in a model's own format; [] without a call, or if any part of
-    the text cannot be read."""
+def read_calls(
+    parse: Callable[[str, Any], Any], text: str, tools: Any
+) -> list[tuple[str, dict[str, Any], str | None]]:
+    """Return (name, arguments, id or None) of the calls in a model's own format; [] without a
+    call, or if any part of the text cannot be read."""
     try:
         parsed = careful(parse)(text, tools)
         return [_own_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
@@ -169,7 +192,11 @@ def _own_call(call: Any) -> tuple[str, dict[str, Any], str | None]:
 def _chosen(formats: Any, own: OwnFormat | None, tools: Tools) -> list[Format]:
     """Raises ConfigError."""
     if formats == "auto":
-        return [form for form in FORMATS if not ((form == "own" and own is None) or (form == "function" and not tools))]
+        return [
+            form
+            for form in FORMATS
+            if not ((form == "own" and own is None) or (form == "function" and not tools))
+        ]
     requested = (formats,) if isinstance(formats, str) else tuple(formats)
     for form in requested:
         if form not in FORMATS:
@@ -195,9 +222,11 @@ def _own_places(text: str, own: OwnFormat, tools: Tools) -> Iterator[Place]:
         at = text.find(start_marker, end)
 
 
-def _end_of_own(text: str, inside: int, marks: re.Pattern[str], form: str, work: list[int]) -> re.Match[str] | None:
-    """The first mark that stands in no argument. A broken call, which never ends, does at its first. `work`: how many
-    characters were read to tell, of all calls."""
+def _end_of_own(
+    text: str, inside: int, marks: re.Pattern[str], form: str, work: list[int]
+) -> re.Match[str] | None:
+    """The first mark that stands in no argument. A broken call, which never ends, does at its
+    first. `work`: how many characters were read to tell, of all calls."""
 
     def is_inside(end: int) -> bool:
         work[0] += end - inside
@@ -216,7 +245,11 @@ def _xml_places(text: str, tools: Tools) -> Iterator[Place]:
     while (start := text.find("<invoke", at)) >= 0:
         match = _INVOKE.match(text, start)
         at = match.end() if match else len(text)
-        yield start, at, partial(_xml_call, match, tools) if match else partial(_unclosed, "<invoke>")
+        yield (
+            start,
+            at,
+            partial(_xml_call, match, tools) if match else partial(_unclosed, ("<invoke>")),
+        )
 
 
 def _json_places(text: str, tools: Tools) -> Iterator[Place]:
@@ -236,9 +269,14 @@ def _use_tool_places(text: str, tools: Tools) -> Iterator[Place]:
         parameters = _parameters(tools, name)
         # In plain words an apostrophe is no quotation mark; in a list of arguments it is.
         plain = closing_bracket(text, inside - 1, "\"'", words=True)
-        if plain is not None and _USE_TOOL.search(text, inside, plain):  # a mark here, its pair in the next call
+        # a mark here, its pair in the next call
+        if plain is not None and _USE_TOOL.search(text, inside, plain):
             plain = None
-        ends = [end for quotes in ("\"'", "") if (end := closing_bracket(text, inside - 1, quotes)) is not None]
+        ends = [
+            end
+            for quotes in ("\"'", (""))
+            if (end := closing_bracket(text, inside - 1, quotes)) is not None
+        ]
         if plain is None and not ends:
             yield match.start(), len(text), partial(_unclosed, "the parenthesis")
             return
@@ -264,7 +302,9 @@ def _line_call(action: Action) -> list[Call]:
 
 
 def _function_places(text: str, tools: Tools) -> Iterator[Place]:
-    names = "|".join(re.escape(name) for name in sorted(tools, key=len, reverse=True)) or r"[^\W\d]\w*"
+    names = (
+        "|".join(re.escape(name) for name in sorted(tools, key=len, reverse=True)) or r"[^\W\d]\w*"
+    )
     pattern, at = re.compile(rf"(?<![\w.])({names})\s*\("), 0
     while (match := pattern.search(text, at)) is not None:
         end = closing_bracket(text, match.end() - 1, "\"'")
@@ -315,9 +355,11 @@ def _xml_call(match: re.Match[str], tools: Tools) -> list[Call]:
 
 
 def _xml_parameters(body: str) -> tuple[list[re.Match[str]], str]:
-    """Return the <parameter> elements of a call, and the first text between or after them ("": none).
+    """Return the <parameter> elements of a call, and the first text between or after them ("":
+    none).
 
-    It stops at the first text that is no parameter: a search behind an unclosed one would read to the end each time.
+    It stops at the first text that is no parameter: a search behind an unclosed one would read to
+    the end each time.
     """
     parameters, at = list[re.Match[str]](), _end_of_space(body, 0)
     while at < len(body):
@@ -395,8 +437,8 @@ def tool_definition(tool: ToolLike) -> dict[str, Any]:
     """Return {"name", "description", "parameters": JSON schema}.
 
     Args:
-        tool: a name, such a dictionary (or OpenAI's {"type": "function", "function": …}), or a function, whose
-            annotations make the schema.
+        tool: a name, such a dictionary (or OpenAI's {"type": "function", "function": …}), or a
+            function, whose annotations make the schema.
 
     Raises ConfigError.
     """
@@ -408,13 +450,21 @@ def tool_definition(tool: ToolLike) -> dict[str, Any]:
     elif callable(tool):
         entry = _definition_of(tool)
     else:
-        raise ConfigError(f"a tool is a name, a dictionary with a name, or a function; got {tool!r}")
+        raise ConfigError(
+            f"a tool is a name, a dictionary with a name, or a function; got {tool!r}"
+        )
     if not isinstance(entry.get("name"), str) or not entry["name"].strip():
         raise ConfigError(f"a tool needs a name; got {tool!r}")
     schema = entry.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
-        raise ConfigError(f"tool {entry['name']!r}: 'parameters' is not the JSON schema of an object: {schema!r}")
-    first = {"name": entry["name"], "description": entry.get("description") or "", "parameters": schema}
+        raise ConfigError(
+            f"tool {entry['name']!r}: 'parameters' is not the JSON schema of an object: {schema!r}"
+        )
+    first = {
+        "name": entry["name"],
+        "description": entry.get("description") or "",
+        "parameters": schema,
+    }
     return first | {key: value for key, value in entry.items() if key not in first}
 
 
@@ -426,7 +476,11 @@ def _definition_of(function: Callable[..., Any]) -> dict[str, Any]:
         raise ConfigError(f"tool {name!r}: its parameters have no JSON schema: {error}") from error
     if schema.get("type") != "object":
         raise ConfigError(f"tool {name!r}: its parameters must be callable by name")
-    return {"name": name, "description": (inspect.getdoc(function) or "").split("\n\n")[0], "parameters": schema}
+    return {
+        "name": name,
+        "description": (inspect.getdoc(function) or "").split("\n\n")[0],
+        "parameters": schema,
+    }
 
 
 def openai_tools(definitions: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -447,9 +501,9 @@ def prompt_with_tools(
     tokenizer: ChatTokenizer | None,
     formats: Format | Literal["auto"] | Sequence[Format] = "auto",
 ) -> tuple[Any, list[dict[str, Any]] | None]:
-    """Return a prompt with the tools, and the `tools` of the chat template if that takes them and "own" is among the
-    `formats`; else the prompt has instructions. With a chat template a text becomes a user's message. Token ids stay as
-    they are."""
+    """Return a prompt with the tools, and the `tools` of the chat template if that takes them
+    and "own" is among the `formats`; else the prompt has instructions. With a chat template a
+    text becomes a user's message. Token ids stay as they are."""
     if not isinstance(prompt, str) and not all(isinstance(message, Mapping) for message in prompt):
         return prompt, None
     if tokenizer is not None and tokenizer.has_chat_template and isinstance(prompt, str):
@@ -463,14 +517,21 @@ def prompt_with_tools(
 def how_to_call(formats: Format | Literal["auto"] | Sequence[Format] = "auto") -> str:
     """Return the instruction of the first of the formats that can be taught; JSON's for "auto"."""
     requested = (formats,) if isinstance(formats, str) else formats
-    return next((HOW_TO_CALL[form] for form in requested if form in HOW_TO_CALL), HOW_TO_CALL["json"])
+    return next(
+        (HOW_TO_CALL[form] for form in requested if form in HOW_TO_CALL), HOW_TO_CALL[("json")]
+    )
 
 
-def with_instructions(prompt: Any, definitions: Iterable[Mapping[str, Any]], how: str = HOW_TO_CALL["json"]) -> Any:
-    """Return a text or messages with instructions about the tools at the start, for templates without tools; `how` says
-    how a call is written."""
+def with_instructions(
+    prompt: Any, definitions: Iterable[Mapping[str, Any]], how: str = HOW_TO_CALL["json"]
+) -> Any:
+    """Return a text or messages with instructions about the tools at the start, for templates
+    without tools; `how` says how a call is written."""
     listed = "\n".join(
-        f"- {tool['name']}: {tool['description']} Arguments: {json.dumps(tool['parameters'], ensure_ascii=False)}"
+        (
+            f"- {tool['name']}: {tool['description']} Arguments:"
+            f" {json.dumps(tool['parameters'], ensure_ascii=False)}"
+        )
         for tool in definitions
     )
     instructions = f"You can use these tools:\n{listed}\n{how}"

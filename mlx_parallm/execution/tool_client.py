@@ -1,13 +1,15 @@
-"""Tools behind one interface: Python functions, and the servers of the Model Context Protocol (MCP).
+"""Tools behind one interface: Python functions, and the servers of the Model Context Protocol
+(MCP).
 
     ToolClient.call(name, arguments)  →  ToolResult        blocks; `acall` awaits
       ├── a function of the process, on a thread of its call
-      └── MCPServer (mcp_connection.py): a command (stdio) or a URL (streamable HTTP), started with the first call,
-          restarted when it ended
+      └── MCPServer (mcp_connection.py): a command (stdio) or a URL (streamable HTTP),
+          started with the first call, restarted when it ended
 
-A call never raises for what a tool or a server does: an unknown tool, a failure, a time-out, a server that ended and a
-result that is too large are a `ToolResult` with `error`. It takes at most the `timeout_s` of its server, and
-`start_timeout_s` more if that has to be started; a function at most `function_timeout_s`.
+A call never raises for what a tool or a server does: an unknown tool, a failure, a time-out, a
+server that ended and a result that is too large are a `ToolResult` with `error`. It takes at most
+the `timeout_s` of its server, and `start_timeout_s` more if that has to be started; a function at
+most `function_timeout_s`.
 """
 
 import asyncio
@@ -38,7 +40,8 @@ CACHED_CHARACTERS = 32_000_000
 class ToolClient:
     """Tools by name. Close it, or use it as a context manager: then no server's process is left.
 
-    Raises ConfigError: a name twice, a server that cannot be started, or does not have one of its `tools`.
+    Raises ConfigError: a name twice, a server that cannot be started, or does not have one of its
+    `tools`.
     """
 
     def __init__(
@@ -48,7 +51,8 @@ class ToolClient:
         *,
         function_timeout_s: float = FUNCTION_TIMEOUT_S,
     ) -> None:
-        """`function_timeout_s`: longest call of a function. Its thread cannot be killed: it is left behind."""
+        """`function_timeout_s`: longest call of a function. Its thread cannot be killed: it is
+        left behind."""
         self._loop = LoopThread("tools", "the tool client")
         self._lock = threading.Lock()
         self._functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
@@ -56,22 +60,31 @@ class ToolClient:
         self._left_behind: list[threading.Thread] = []
         self._connections = {server.name: MCPConnection(server) for server in servers}
         if len(self._connections) < len(servers):
-            raise ConfigError(f"two MCP servers have one name: {', '.join(server.name for server in servers)}")
+            raise ConfigError(
+                f"two MCP servers have one name: {', '.join(server.name for server in servers)}"
+            )
         self._cache: OrderedDict[tuple[str, str], ToolResult] = OrderedDict()
         self._cached_characters = 0
-        self._under_way: dict[tuple[str, str, float | None], asyncio.Task[ToolResult]] = {}  # of read-only tools
+        # of read-only tools
+        self._under_way: dict[tuple[str, str, float | None], asyncio.Task[ToolResult]] = {}
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._resolving: asyncio.Task[dict[str, MCPConnection]] | None = None
         self._served: dict[str, MCPConnection] | None = None
         for function in functions:
             self.register_tool(tool_definition(function)["name"], function)
-        self._finalizer = weakref.finalize(self, _end, self._loop, list(self._connections.values()))  # at exit, too
+        # at exit, too
+        self._finalizer = weakref.finalize(self, _end, self._loop, list(self._connections.values()))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def register_tool(self, name: str, function: Callable[..., Any]) -> None:
@@ -81,7 +94,8 @@ class ToolClient:
         self._functions[name] = (function, {**tool_definition(function), "name": name})
 
     def definitions(self) -> list[dict[str, Any]]:
-        """Return name, description and parameters of every tool; starts the servers. Raises ConfigError."""
+        """Return name, description and parameters of every tool; starts the servers. Raises
+        ConfigError."""
         served = self._loop.run(self._tools_of_servers()) if self._connections else {}
         own = [definition for _, definition in self._functions.values()]
         return own + [connection.definitions[name] for name, connection in served.items()]
@@ -97,8 +111,8 @@ class ToolClient:
         """Call a tool and wait.
 
         Args:
-            timeout_s: of this call, in the place of its server's `timeout_s` or `function_timeout_s`; the thread of a
-                function may go on.
+            timeout_s: of this call, in the place of its server's `timeout_s` or
+                `function_timeout_s`; the thread of a function may go on.
             cached: false: the tool is called even where an earlier result is kept.
         """
         return self._loop.run(self._call(name, dict(arguments or {}), timeout_s, cached=cached))
@@ -108,8 +122,9 @@ class ToolClient:
         return await self._loop.arun(self._call(name, dict(arguments or {})))
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the start: "calls", "errors", "timeouts", "restarts", "cache_hits", "seconds" (summed
-        over the calls), and "errors/KIND" of each kind of failure."""
+        """Return counts since the start: "calls", "errors", "timeouts", "restarts",
+        "cache_hits", "seconds" (summed over the calls), and "errors/KIND" of each kind of
+        failure."""
         with self._lock:
             counts, seconds = Counter(self._counts), self._seconds
         kinds = {f"errors/{kind}": float(counts[kind]) for kind in FAILURES}
@@ -129,7 +144,8 @@ class ToolClient:
         self._finalizer()
 
     async def _tools_of_servers(self) -> dict[str, MCPConnection]:
-        """Start every server once; all who wait share one attempt, and its failure. Raises ConfigError."""
+        """Start every server once; all who wait share one attempt, and its failure. Raises
+        ConfigError."""
         if self._served is not None:
             return self._served
         if self._resolving is None:
@@ -144,20 +160,29 @@ class ToolClient:
 
     async def _resolve(self) -> dict[str, MCPConnection]:
         try:
-            await asyncio.gather(*(connection.ensure() for connection in self._connections.values()))
+            await asyncio.gather(
+                *(connection.ensure() for connection in self._connections.values())
+            )
         except ToolFailedError as error:
             raise ConfigError(str(error)) from error
         served: dict[str, MCPConnection] = {}
         for connection in self._connections.values():
             for name in connection.definitions:
                 if name in served or name in self._functions:
-                    raise ConfigError(f"MCP server {connection.server.name!r}: there is a tool {name!r} already")
+                    raise ConfigError(
+                        f"MCP server {connection.server.name!r}: there is a tool {name!r} already"
+                    )
                 served[name] = connection
         self._served = served
         return served
 
     async def _call(
-        self, name: str, arguments: dict[str, Any], timeout_s: float | None = None, *, cached: bool = True
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        timeout_s: float | None = None,
+        *,
+        cached: bool = True,
     ) -> ToolResult:
         key = (name, repr(sorted(arguments.items())))
         if cached and (kept := self._cache.get(key)) is not None:
@@ -166,7 +191,10 @@ class ToolClient:
             return kept
         began, shared = time.perf_counter(), False
         if name in self._functions:
-            result = bounded(name, await self._call_function(name, arguments, timeout_s or self._function_timeout_s))
+            result = bounded(
+                name,
+                await self._call_function(name, arguments, timeout_s or self._function_timeout_s),
+            )
         else:
             try:
                 connection = (await self._tools_of_servers()).get(name)
@@ -185,10 +213,14 @@ class ToolClient:
         return result
 
     async def _shared_call(
-        self, connection: MCPConnection, key: tuple[str, str], arguments: Mapping[str, Any], timeout_s: float | None
+        self,
+        connection: MCPConnection,
+        key: tuple[str, str],
+        arguments: Mapping[str, Any],
+        timeout_s: float | None,
     ) -> ToolResult:
-        """Call a read-only tool, and keep its result. Who asks the same meanwhile waits for the same call: the episodes
-        of a group often do."""
+        """Call a read-only tool, and keep its result. Who asks the same meanwhile waits for the
+        same call: the episodes of a group often do."""
 
         async def call() -> ToolResult:
             result = bounded(key[0], await connection.call(key[0], arguments, timeout_s))
@@ -203,7 +235,9 @@ class ToolClient:
             task.add_done_callback(lambda _: self._under_way.pop(asked))
         return await asyncio.shield(task)
 
-    async def _call_function(self, name: str, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
+    async def _call_function(
+        self, name: str, arguments: dict[str, Any], timeout_s: float
+    ) -> ToolResult:
         function = self._functions[name][0]
         try:
             inspect.signature(function).bind(**arguments)
@@ -211,7 +245,10 @@ class ToolClient:
             return ToolResult(f"{name}: {error}", error="arguments")
         self._left_behind = [thread for thread in self._left_behind if thread.is_alive()]
         if len(self._left_behind) >= MOST_LEFT_BEHIND:
-            words = f"{name} is not called: {len(self._left_behind)} earlier calls of functions have not returned"
+            words = (
+                f"{name} is not called: {len(self._left_behind)} earlier calls of functions have"
+                " not returned"
+            )
             return ToolResult(words, error="timeout")
         thread, outcome = _on_a_thread(name, function, arguments)
         try:
@@ -254,13 +291,14 @@ MCPToolClient = ToolClient
 
 
 def _end(loop: LoopThread, connections: Sequence[MCPConnection]) -> None:
-    """End the servers, then the loop, whose end cancels all tasks: an SDK session that is cancelled while it ends its
-    server would leave that."""
+    """End the servers, then the loop, whose end cancels all tasks: an SDK session that is
+    cancelled while it ends its server would leave that."""
 
     async def stop() -> None:
         await asyncio.gather(*(connection.stop() for connection in connections))
 
-    if connections and not loop.is_current:  # a finalizer may run in the loop, and cannot wait for itself
+    # a finalizer may run in the loop, and cannot wait for itself
+    if connections and not loop.is_current:
         with suppress(EngineUnavailableError, TimeoutError):
             loop.submit(stop()).result(2 * STOP_TIMEOUT_S)
     loop.stop(stop, STOP_TIMEOUT_S)
@@ -274,8 +312,8 @@ def _size(key: tuple[str, str], result: ToolResult) -> int:
 def _on_a_thread(
     name: str, function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> "tuple[threading.Thread, asyncio.Future[tuple[Any, BaseException | None]]]":
-    """Call a function on a daemon thread of its own: one that never returns holds up no other call, and no exit. The
-    future has what it returned, and what it raised."""
+    """Call a function on a daemon thread of its own: one that never returns holds up no other
+    call, and no exit. The future has what it returned, and what it raised."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 

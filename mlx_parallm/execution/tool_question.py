@@ -1,4 +1,5 @@
-"""ToolQuestion: a call whose arguments are made of a row's columns. Rewards and labels by tools are built on it.
+"""ToolQuestion: a call whose arguments are made of a row's columns. Rewards and labels by tools are
+built on it.
 
 generate_labels   rows → rows with the tool's result as a column
 verify_labels     rows → the rows that the tool confirms
@@ -29,9 +30,11 @@ class ToolQuestion:
     """
     Args:
         tool: its name.
-        arguments: JSON values. In texts "{column}" is the row's value: of any type where it is the whole text. {{ and
+        arguments: JSON values. In texts "{column}" is the row's value: of any type where it is the
+        whole text. {{ and
             }} stand for braces.
-        result: which part of a structured result to take: "distance", or "shot.distance"; None: all of it.
+        result: which part of a structured result to take: "distance", or "shot.distance"; None: all
+        of it.
     """
 
     tool: str
@@ -43,7 +46,8 @@ class ToolQuestion:
         return {name: filled(value, row) for name, value in self.arguments.items()}
 
     def read(self, result: ToolResult) -> Any:
-        """Return the JSON value of a result. Raises ToolFailedError: the call failed, or the result lacks the part."""
+        """Return the JSON value of a result. Raises ToolFailedError: the call failed, or the
+        result lacks the part."""
         if result.error is not None:
             raise ToolFailedError(result.text)
         value = result.structured
@@ -61,7 +65,8 @@ class ToolQuestion:
 
 
 def filled(value: Any, row: Mapping[str, Any]) -> Any:
-    """Return a JSON value with the row's columns in the place of "{column}". Raises ConfigError: it lacks one."""
+    """Return a JSON value with the row's columns in the place of "{column}". Raises ConfigError:
+    it lacks one."""
     if isinstance(value, Mapping):
         return {name: filled(inner, row) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -71,7 +76,9 @@ def filled(value: Any, row: Mapping[str, Any]) -> Any:
 
     def column(name: str) -> Any:
         if name not in row:
-            raise ConfigError(f"there is no column {name!r}{did_you_mean(name, list(row))}: {', '.join(row)}")
+            raise ConfigError(
+                f"there is no column {name!r}{did_you_mean(name, list(row))}: {', '.join(row)}"
+            )
         return row[name]
 
     if (whole := _PLACE.fullmatch(value)) is not None and whole[1]:
@@ -89,17 +96,21 @@ def is_true(value: Any) -> bool | None:
 
 
 def agree(a: Any, b: Any) -> bool:
-    """Whether two values are the same number (to 1e-6), or the same text but for case and white space."""
+    """Whether two values are the same number (to 1e-6), or the same text but for case and white
+    space."""
     with suppress(TypeError, ValueError):
         return math.isclose(float(a), float(b), rel_tol=1e-6, abs_tol=1e-6)
     return " ".join(str(a).lower().split()) == " ".join(str(b).lower().split())
 
 
 def generate_labels(
-    client: ToolClient, rows: Iterable[Mapping[str, Any]], question: ToolQuestion, column: str = "answer"
+    client: ToolClient,
+    rows: Iterable[Mapping[str, Any]],
+    question: ToolQuestion,
+    column: str = ("answer"),
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Ask the tool about each row; return the rows with its answer as `column`, and the reasons why rows were left out:
-    a call that failed. Raises ConfigError: a row lacks a column."""
+    """Ask the tool about each row; return the rows with its answer as `column`, and the reasons
+    why rows were left out: a call that failed. Raises ConfigError: a row lacks a column."""
     labelled, failed = [], []
     for row, value, reason in _answers(client, rows, question):
         if reason is None:
@@ -110,16 +121,22 @@ def generate_labels(
 
 
 def verify_labels(
-    client: ToolClient, rows: Iterable[Mapping[str, Any]], question: ToolQuestion, equals: Any = None
+    client: ToolClient,
+    rows: Iterable[Mapping[str, Any]],
+    question: ToolQuestion,
+    equals: Any = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Ask the tool about each row; return those that it confirms, and why the others were left out.
 
     Args:
-        equals: the result has to agree with this, e.g. "{answer}"; None: the result has to mean yes.
+        equals: the result has to agree with this, e.g. "{answer}"; None: the result has to mean
+            yes.
     """
     confirmed, refused = [], []
     for row, value, reason in _answers(client, rows, question):
-        is_right = reason is None and (is_true(value) if equals is None else agree(value, filled(equals, row)))
+        is_right = reason is None and (
+            is_true(value) if equals is None else agree(value, filled(equals, row))
+        )
         if is_right:
             confirmed.append(row)
         else:

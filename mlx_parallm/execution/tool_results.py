@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 Failure = Literal["unknown_tool", "arguments", "tool", "timeout", "server", "too_large"]
 FAILURES: tuple[Failure, ...] = get_args(Failure)
 LONGEST_RESULT = 65_536  # characters of a text that the policy reads; the rest is cut
-LARGEST_RESULT = 1_000_000  # characters of a text, or of a structured result as JSON; a larger one is a failure
+# characters of a text, or of a structured result as JSON; a larger one is a failure
+LARGEST_RESULT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,24 @@ class ToolResult:
 
 def no_such_tool(name: str, known: Iterable[str]) -> ToolResult:
     """Return the result of a call of a tool that there is not."""
-    return ToolResult(f"there is no tool {name!r}; there are: {', '.join(known) or 'none'}", error="unknown_tool")
+    return ToolResult(
+        f"there is no tool {name!r}; there are: {', '.join(known) or 'none'}",
+        error=("unknown_tool"),
+    )
 
 
 def bounded(name: str, result: ToolResult) -> ToolResult:
-    """Return the result of tool `name` with a text of at most LONGEST_RESULT characters (and a note that it was cut).
-    More than LARGEST_RESULT characters of text or JSON are the failure "too_large"."""
-    size = max(len(result.text), len(as_json(result.structured)) if result.structured is not None else 0)
+    """Return the result of tool `name` with a text of at most LONGEST_RESULT characters (and a
+    note that it was cut). More than LARGEST_RESULT characters of text or JSON are the failure
+    "too_large"."""
+    size = max(
+        len(result.text), len(as_json(result.structured)) if result.structured is not None else 0
+    )
     if size > LARGEST_RESULT:
-        words = f"{name}: its result has {size:,} characters, at most {LARGEST_RESULT:,} are taken: ask for less"
+        words = (
+            f"{name}: its result has {size:,} characters, at most {LARGEST_RESULT:,} are taken:"
+            " ask for less"
+        )
         return ToolResult(words, error="too_large", seconds=result.seconds)
     if len(result.text) <= LONGEST_RESULT:
         return result
@@ -41,5 +51,6 @@ def bounded(name: str, result: ToolResult) -> ToolResult:
 
 
 def as_json(value: Any) -> str:
-    """Return JSON text; what JSON does not have is its `str`. Raises TypeError, ValueError: keys that are no text."""
+    """Return JSON text; what JSON does not have is its `str`. Raises TypeError, ValueError: keys
+    that are no text."""
     return json.dumps(value, ensure_ascii=False, default=str)

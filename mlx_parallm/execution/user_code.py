@@ -1,10 +1,12 @@
-"""The user's own functions and classes, named `python:file.py:name` or `python:package.module:name`. No MLX.
+"""The user's own functions and classes, named `python:file.py:name` or
+`python:package.module:name`. No MLX.
 
-`load` imports one, `check_call` checks its parameters before anything is built from it, and `user_code` is the boundary
-around every later call: an error of the user's code becomes one line with the function, its file and the line.
+`load` imports one, `check_call` checks its parameters before anything is built from it, and
+`user_code` is the boundary around every later call: an error of the user's code becomes one line
+with the function, its file and the line.
 
-A relative file is looked for beside the configuration file, then in the working directory (`absolute`, called when a
-configuration is read, so that a saved one does not depend on either).
+A relative file is looked for beside the configuration file, then in the working directory
+(`absolute`, called when a configuration is read, so that a saved one does not depend on either).
 """
 
 import difflib
@@ -28,8 +30,10 @@ from mlx_parallm.system.files import is_file, local_path
 PREFIX = "python:"
 FORM = '"python:file.py:name" or "python:package.module:name"'
 THIS_PROCESS = "this_process"
-"""The module of objects that a Python program handed over: they have no file that another process could load."""
-PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")  # with the separator: not mlx_parallm_rewards/
+"""The module of objects that a Python program handed over: they have no file that another
+process could load."""
+# with the separator: not mlx_parallm_rewards/
+PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -38,7 +42,8 @@ def is_reference(text: str) -> bool:
 
 
 def absolute(text: str, directories: Sequence[Path]) -> str:
-    """Return a path, or a reference with its path, made absolute by the first of `directories` that has the file."""
+    """Return a path, or a reference with its path, made absolute by the first of `directories`
+    that has the file."""
     prefix, path, name = "", text, ""
     if is_reference(text):
         prefix = PREFIX
@@ -52,8 +57,9 @@ def absolute(text: str, directories: Sequence[Path]) -> str:
 
 
 def reference_to(value: Any, name: str) -> str:
-    """Return a reference by which `load` finds this object in this process, under `name` as far as it can be one. A
-    later object of the same name takes its place, so `load` comes soon after."""
+    """Return a reference by which `load` finds this object in this process, under `name` as far
+    as it can be one. A later object of the same name takes its place, so `load` comes soon
+    after."""
     word = re.sub(r"\W+", "", name)
     word = word if word.isidentifier() else f"object{word}"
     setattr(sys.modules.setdefault(THIS_PROCESS, ModuleType(THIS_PROCESS)), word, value)
@@ -73,16 +79,29 @@ def load(reference: str, key: str) -> Any:
     where, _, name = reference.removeprefix(PREFIX).rpartition(":")
     if not is_reference(reference) or not where or not name.isidentifier():
         raise ConfigError(f"{key}: {reference!r} does not have the form {FORM}")
-    module = _run_file(Path(where), f"{key}: {reference}") if where.endswith(".py") else _import(where, key, reference)
+    module = (
+        _run_file(Path(where), (f"{key}: {reference}"))
+        if where.endswith(".py")
+        else _import(where, key, reference)
+    )
     if module is None or (where == THIS_PROCESS and not hasattr(module, name)):
         raise ConfigError(
-            f"{key}: {name} was an object of the Python program that began this run: only that program can evaluate, by"
-            " trainer.evaluate(), or go on, by trainer.train(resume_from_checkpoint=True); `mlx_parallm eval` needs"
+            f"{key}: {name} was an object of the Python program that began this run: only that"
+            " program can evaluate, by"
+            " trainer.evaluate(), or go on, by trainer.train(resume_from_checkpoint=True);"
+            " `mlx_parallm eval` needs"
             " [[evaluation.environments]] made of files"
         )
     if not hasattr(module, name):
-        public = [entry for entry, value in vars(module).items() if not entry.startswith("_") and callable(value)]
-        raise ConfigError(f"{key}: {reference}: there is no {name!r} in {module.__file__}{did_you_mean(name, public)}")
+        public = [
+            entry
+            for entry, value in vars(module).items()
+            if not entry.startswith("_") and callable(value)
+        ]
+        raise ConfigError(
+            f"{key}: {reference}: there is no {name!r} in"
+            f" {module.__file__}{did_you_mean(name, public)}"
+        )
     return getattr(module, name)
 
 
@@ -97,19 +116,25 @@ def is_async(function: Any) -> bool:
     """Return whether a call returns a coroutine; of an object, `__call__` may be async."""
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
 
 
 def load_function(reference: str, key: str) -> tuple[Callable[..., Any], inspect.Signature]:
     """Return a function or a callable object, and its signature. Raises ConfigError."""
     function = load(reference, key)
     if isinstance(function, type) or not callable(function):
-        kind = "a class" if isinstance(function, type) else f"{type(function).__name__} {function!r}"
+        kind = (
+            ("a class") if isinstance(function, type) else f"{type(function).__name__} {function!r}"
+        )
         raise ConfigError(f"{key}: {reference} is {kind}, not a function")
     try:
         return function, inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: the parameters of {reference} cannot be read: {error}") from error
+        raise ConfigError(
+            f"{key}: the parameters of {reference} cannot be read: {error}"
+        ) from error
 
 
 def load_function_of(arguments: Sequence[str], reference: str, key: str) -> Callable[..., Any]:
@@ -121,18 +146,23 @@ def load_function_of(arguments: Sequence[str], reference: str, key: str) -> Call
     return function
 
 
-def check_call(signature: inspect.Signature, arguments: Sequence[str], what: str, keywords: Sequence[str] = ()) -> None:
+def check_call(
+    signature: inspect.Signature, arguments: Sequence[str], what: str, keywords: Sequence[str] = ()
+) -> None:
     """Raises ConfigError: the function does not take these positional arguments and keywords."""
     try:
         signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
         called = ", ".join([*arguments, *(f"{name}=…" for name in keywords)])
-        raise ConfigError(f"{what} takes {signature}, but it is called with ({called}): {error}") from error
+        raise ConfigError(
+            f"{what} takes {signature}, but it is called with ({called}): {error}"
+        ) from error
 
 
 @contextmanager
 def user_code(what: str, error_type: type[ParallmError] = ConfigError) -> Iterator[None]:
-    """Turn an error of the user's code into `error_type`, one line with file and line. A ParallmError passes."""
+    """Turn an error of the user's code into `error_type`, one line with file and line. A
+    ParallmError passes."""
     try:
         yield
     except ParallmError:
@@ -143,7 +173,11 @@ def user_code(what: str, error_type: type[ParallmError] = ConfigError) -> Iterat
 
 def _run_file(path: Path, what: str) -> ModuleType:
     if not is_file(path):
-        looked = "" if path.is_absolute() else " (looked for beside the configuration and in the working directory)"
+        looked = (
+            ("")
+            if path.is_absolute()
+            else " (looked for beside the configuration and in the working directory)"
+        )
         raise ConfigError(f"{what}: there is no file {path}{looked}")
     path = path.resolve()
     name = f"user_code:{path}"  # one module for each file, also with several references to it
@@ -174,7 +208,8 @@ def _import(module: str, key: str, reference: str) -> ModuleType | None:
 
 
 def _search_in(directory: Path) -> None:
-    """Let user code import its neighbours. The directory comes last, so that its files hide no installed package."""
+    """Let user code import its neighbours. The directory comes last, so that its files hide no
+    installed package."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
 
@@ -184,13 +219,18 @@ def _fault(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     message = f"{type(error).__name__}: {text}".removesuffix(": ")
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)
+    ]
     # The deepest line of the user's files, not of a library that they call.
     return f"{frames[-1].filename}, line {frames[-1].lineno}: {message}" if frames else message
 
 
 def _is_theirs(filename: str) -> bool:
-    return not filename.startswith((PACKAGE, STANDARD_LIBRARY, "<")) and "site-packages" not in filename
+    return (
+        not filename.startswith((PACKAGE, STANDARD_LIBRARY, "<"))
+        and "site-packages" not in filename
+    )
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:

@@ -1,6 +1,8 @@
-"""Advantages: how much better each rollout of a group did than its siblings, or than the batch. No MLX.
+"""Advantages: how much better each rollout of a group did than its siblings, or than the batch. No
+MLX.
 
-rewards of a group → one number per rollout, or None when there is nothing to learn from it (all rewards equal)
+rewards of a group → one number per rollout, or None when there is nothing to learn from it (all
+rewards equal)
 
 A new kind: its line here, and its name in `ADVANTAGES` of config/algorithm.py (docs/extending.md).
 """
@@ -16,7 +18,8 @@ from mlx_parallm.types import Rollout, RolloutGroup
 
 STD_EPSILON = 1e-8
 LARGEST_SUMMED = 1e100  # squares and sums of larger rewards leave float64
-EQUAL_TOLERANCE = 1e-6  # of the largest reward (at least 1): rounding noise divided by its own size is noise amplified
+# of the largest reward (at least 1): rounding noise divided by its own size is noise amplified
+EQUAL_TOLERANCE = 1e-6
 
 AdvantageKind = Literal["std", "std_sample", "mean", "rloo", "none"]
 KINDS = get_args(AdvantageKind)
@@ -36,8 +39,10 @@ def group_advantages(
 
     None: all are equal up to rounding ("none": all are 0). Raises ValueError: another kind.
 
-    Worked: [1, 0, 0] has mean 1/3 and population std 0.471405 → std: [1.414214, -0.707107, -0.707107],
-    std_sample: [1.154701, -0.577350, -0.577350], mean: [0.666667, -0.333333, -0.333333], rloo: [1, -0.5, -0.5].
+    Worked: [1, 0, 0] has mean 1/3 and population std 0.471405 → std: [1.414214, -0.707107,
+    -0.707107],
+    std_sample: [1.154701, -0.577350, -0.577350], mean: [0.666667, -0.333333, -0.333333], rloo: [1,
+    -0.5, -0.5].
     """
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is no kind of advantage; there are {', '.join(KINDS)}")
@@ -60,15 +65,17 @@ def group_advantages(
 
 
 def raw_rewards(rewards: Sequence[float]) -> tuple[float, ...]:
-    """The rewards themselves. For algorithms whose baseline is the batch or a value network, which also learn from a
-    group of equal rewards."""
+    """The rewards themselves. For algorithms whose baseline is the batch or a value network,
+    which also learn from a group of equal rewards."""
     return tuple(rewards)
 
 
 def whiten(values: np.ndarray) -> np.ndarray:
-    """(x - mean) / sqrt(var + 1e-8) over all of them, sample variance, as verl and OpenRLHF do. [N] → [N] float64.
+    """(x - mean) / sqrt(var + 1e-8) over all of them, sample variance, as verl and OpenRLHF do. [N]
+    → [N] float64.
 
-    One value has no spread: it becomes 0. Worked: [1, 0, 0.5] → mean 0.5, variance 0.25 → [1, -1, 0].
+    One value has no spread: it becomes 0. Worked: [1, 0, 0.5] → mean 0.5, variance 0.25 → [1, -1,
+    0].
     """
     centred = np.asarray(values, np.float64) - np.mean(values, dtype=np.float64)
     variance = np.square(centred).sum() / max(centred.size - 1, 1)
@@ -76,7 +83,8 @@ def whiten(values: np.ndarray) -> np.ndarray:
 
 
 def to_go(values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """The sum from each token to its sequence's end; sequences of these lengths lie end to end. [N] → [N] float64.
+    """The sum from each token to its sequence's end; sequences of these lengths lie end to end. [N]
+    → [N] float64.
 
     Worked: [1, 2, 3, 4] of lengths 3 and 1 → [6, 5, 3, 4].
     """
@@ -85,8 +93,9 @@ def to_go(values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
-    """The reward that a completion loses for its length: 0 up to max_length - buffer tokens, rising linearly to 1 at
-    max_length, and 1 beyond (the soft punishment of DAPO, arXiv:2503.14476, eq. 13, with its sign turned).
+    """The reward that a completion loses for its length: 0 up to max_length - buffer tokens, rising
+    linearly to 1 at max_length, and 1 beyond (the soft punishment of DAPO, arXiv:2503.14476, eq.
+    13, with its sign turned).
 
     Worked, max_length 20, buffer 4: 16 → 0, 17 → 0.25, 20 → 1, 25 → 1.
     """
@@ -95,13 +104,15 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
 
 @dataclass(frozen=True)
 class Shaping:
-    """Changes to a group before its advantages are computed. `step.algorithms.make_shaping` builds it.
+    """Changes to a group before its advantages are computed. `step.algorithms.make_shaping` builds
+    it.
 
-    `overlong_buffer`: rewards lose `overlong_penalty` of the episode's sampled tokens; 0 = nothing. `mask_truncated`:
-    no token of a rollout that reached the length limit is trained on, but it counts in the group's mean, and as a
-    sequence of loss 0 in the means over sequences: a batch has as many sequences and updates with it as without (TRL).
-    `leave_out_marked`: rollouts marked `zero_advantage` are left out too, where the algorithm would learn from an
-    advantage of 0.
+    `overlong_buffer`: rewards lose `overlong_penalty` of the episode's sampled tokens; 0 = nothing.
+    `mask_truncated`: no token of a rollout that reached the length limit is trained on, but it
+    counts in the group's mean, and as a sequence of loss 0 in the means over sequences: a batch has
+    as many sequences and updates with it as without (TRL).
+    `leave_out_marked`: rollouts marked `zero_advantage` are left out too, where the algorithm would
+    learn from an advantage of 0.
     """
 
     overlong_length: int
@@ -114,7 +125,9 @@ class Shaping:
         if not self.overlong_buffer:
             return rollout.reward
         length = rollout.sampled_tokens
-        return rollout.reward - overlong_penalty(length, max_length=self.overlong_length, buffer=self.overlong_buffer)
+        return rollout.reward - overlong_penalty(
+            length, max_length=self.overlong_length, buffer=self.overlong_buffer
+        )
 
     def leaves_out(self, rollout: Rollout) -> bool:
         truncated = self.mask_truncated and rollout.stop_reason == "length"
@@ -127,16 +140,21 @@ PLAIN = Shaping(0, 0, mask_truncated=False, leave_out_marked=False)
 def token_advantages(
     group: RolloutGroup, estimate: Estimator, shaping: Shaping = PLAIN
 ) -> tuple[tuple[float, ...], ...] | None:
-    """Advantages [G][T] of every token of a group: the environment's own where it brings them, else `estimate`'s. Zero
-    for a rollout marked `zero_advantage` or left out, whose reward still counts in the group's mean.
+    """Advantages [G][T] of every token of a group: the environment's own where it brings them, else
+    `estimate`'s. Zero for a rollout marked `zero_advantage` or left out, whose reward still counts
+    in the group's mean.
 
-    None: there is nothing to learn from (`estimate` returned None, no rollout is left, or the environment's are all 0).
+    None: there is nothing to learn from (`estimate` returned None, no rollout is left, or the
+    environment's are all 0).
     """
     silent = [rollout.zero_advantage or shaping.leaves_out(rollout) for rollout in group.rollouts]
     if all(silent):
         return None
     values: Sequence[float | tuple[float, ...]] | None = group.advantages
-    if values is None and (values := estimate([shaping.reward(rollout) for rollout in group.rollouts])) is None:
+    if (
+        values is None
+        and (values := estimate([shaping.reward(rollout) for rollout in group.rollouts])) is None
+    ):
         return None
     rows = tuple(
         (0.0,) * len(rollout.tokens)
@@ -144,4 +162,8 @@ def token_advantages(
         else (tuple(value) if isinstance(value, Sequence) else (value,) * len(rollout.tokens))
         for value, rollout, is_silent in zip(values, group.rollouts, silent, strict=True)
     )
-    return rows if group.advantages is None or any(value != 0 for row in rows for value in row) else None
+    return (
+        rows
+        if group.advantages is None or any(value != 0 for row in rows for value in row)
+        else None
+    )

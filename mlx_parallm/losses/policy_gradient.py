@@ -1,11 +1,13 @@
 """Policy losses: one number a token, and `policy_loss`, which makes one number of them.
 
-The ratio is exp(logprobs - old_logprobs): the policy now against the one that the tokens are from. Where the trainer
-has not scored the step's tokens itself, that is the sampler's own `rollout_logprobs`, so that staleness, several
-updates a batch and the sampler's rounding are corrected by one number.
+The ratio is exp(logprobs - old_logprobs): the policy now against the one that the tokens are from.
+Where the trainer has not scored the step's tokens itself, that is the sampler's own
+`rollout_logprobs`, so that staleness, several updates a batch and the sampler's rounding are
+corrected by one number.
 
-Each loss is a function of `Terms`. Ratio level, aggregation, KL, entropy and sampler correction are options of all of
-them. A new loss is a function here, a line in `LOSSES`, and its settings in `config.algorithm.LOSS_SETTINGS`.
+Each loss is a function of `Terms`. Ratio level, aggregation, KL, entropy and sampler correction are
+options of all of them. A new loss is a function here, a line in `LOSSES`, and its settings in
+`config.algorithm.LOSS_SETTINGS`.
 """
 
 from collections.abc import Callable
@@ -28,7 +30,8 @@ KLEstimatorName = Literal["k1", "abs", "k2", "k3", "k3_ratio"]
 class LossOptions:
     """The keys of [rl_training] that policy losses read. `step.algorithms.loss_options` builds it.
 
-    Of the bounds and weights below `entropy_aggregation`, each loss reads its own; the others are NaN.
+    Of the bounds and weights below `entropy_aggregation`, each loss reads its own; the others are
+    NaN.
     """
 
     loss: str  # in LOSSES
@@ -76,11 +79,13 @@ class Terms:
     def ratio(self) -> mx.array:
         """ "token": exp(logprobs - old_logprobs), its logarithm kept within ±20.
 
-        "sequence" (GSPO, arXiv:2507.18071): the geometric mean s of a sequence's ratios, the same at all its tokens,
-        log s within ±10. "sequence_token" (GSPO-token): equal in value, but each token has its own gradient,
-        s · ∇logprobs; so the gradient is equal too where a sequence has one advantage, and right where it has several.
+        "sequence" (GSPO, arXiv:2507.18071): the geometric mean s of a sequence's ratios, the same
+        at all its tokens, log s within ±10. "sequence_token" (GSPO-token): equal in value, but each
+        token has its own gradient, s · ∇logprobs; so the gradient is equal too where a sequence has
+        one advantage, and right where it has several.
 
-        Worked: ratios 2 and 0.5 of one sequence → "token" [2, 0.5]; "sequence" exp((ln 2 - ln 2) / 2) = 1: [1, 1].
+        Worked: ratios 2 and 0.5 of one sequence → "token" [2, 0.5]; "sequence" exp((ln 2 - ln 2) /
+        2) = 1: [1, 1].
         """
         level = self.options.ratio_level
         if level == "token":
@@ -96,8 +101,9 @@ class Terms:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """`values` [B, T], minimised. `clipped` [B, T] bool: where the bound of this loss acts, None = it has none.
-    `penalty` [B, T] is added to them, but is not multiplied by a sampler correction."""
+    """`values` [B, T], minimised. `clipped` [B, T] bool: where the bound of this loss acts, None
+    = it has none. `penalty` [B, T] is added to them, but is not multiplied by a sampler
+    correction."""
 
     values: mx.array
     clipped: mx.array | None = None
@@ -105,23 +111,25 @@ class TokenLoss:
 
 
 def clip(terms: Terms) -> TokenLoss:
-    """PPO's clipped surrogate: -min(ratio · A, clip(ratio, 1 - clip_ratio, 1 + clip_ratio_high) · A).
+    """PPO's clipped surrogate: -min(ratio · A, clip(ratio, 1 - clip_ratio, 1 + clip_ratio_high) ·
+    A).
 
-    Schulman et al. 2017 (arXiv:1707.06347); clip_ratio_high > clip_ratio is DAPO's clip-higher (arXiv:2503.14476). For
-    A > 0 the gradient ends above 1 + clip_ratio_high, for A < 0 below 1 - clip_ratio; on the other side it stays, as
-    the way back.
+    Schulman et al. 2017 (arXiv:1707.06347); clip_ratio_high > clip_ratio is DAPO's clip-higher
+    (arXiv:2503.14476). For A > 0 the gradient ends above 1 + clip_ratio_high, for A < 0 below 1 -
+    clip_ratio; on the other side it stays, as the way back.
 
-    Worked, clip 0.2 / 0.28: ratio 1.5, A = 1 → -min(1.5, 1.28) = -1.28 (clipped); ratio 0.5, A = -1 →
-    -min(-0.5, -0.8) = 0.8 (clipped); ratio 2, A = -1 → -min(-2, -1.28) = 2 (not clipped).
+    Worked, clip 0.2 / 0.28: ratio 1.5, A = 1 → -min(1.5, 1.28) = -1.28 (clipped); ratio 0.5, A = -1
+    → -min(-0.5, -0.8) = 0.8 (clipped); ratio 2, A = -1 → -min(-2, -1.28) = 2 (not clipped).
     """
     return TokenLoss(*_surrogate(terms))
 
 
 def dual_clip(terms: Terms) -> TokenLoss:
-    """`clip`, and for A < 0 never more than -dual_clip · A: a bad token made far likelier no longer rules the step.
+    """`clip`, and for A < 0 never more than -dual_clip · A: a bad token made far likelier no longer
+    rules the step.
 
-    Ye et al. 2019 (arXiv:1912.09729), verl's default with c = 3.
-    Worked, clip 0.2 / 0.2, c = 3: ratio 5, A = -1 → min(3, 5) = 3 (clipped); ratio 2, A = -1 → 2 (not clipped).
+    Ye et al. 2019 (arXiv:1912.09729), verl's default with c = 3. Worked, clip 0.2 / 0.2, c = 3:
+    ratio 5, A = -1 → min(3, 5) = 3 (clipped); ratio 2, A = -1 → 2 (not clipped).
     """
     values, clipped = _surrogate(terms)
     ceiling = -terms.options.dual_clip * terms.advantages
@@ -133,7 +141,8 @@ def two_sided(terms: Terms) -> TokenLoss:
     """-min(min(ratio, ratio_delta) · A, clip(ratio) · A): `clip` with a bound for A < 0 too.
 
     INTELLECT-2 (arXiv:2505.07291); TRL's `delta`. ratio_delta has to be above 1 + clip_ratio_high.
-    Worked, clip 0.2 / 0.2, delta 4: ratio 5, A = -1 → -min(-4, -1.2) = 4 (clipped); ratio 2, A = -1 → 2.
+    Worked, clip 0.2 / 0.2, delta 4: ratio 5, A = -1 → -min(-4, -1.2) = 4 (clipped); ratio 2, A = -1
+    → 2.
     """
     ratio, advantages, delta = terms.ratio, terms.advantages, terms.options.ratio_delta
     inside = mx.clip(ratio, *terms.options.bounds)
@@ -143,42 +152,52 @@ def two_sided(terms: Terms) -> TokenLoss:
 
 
 def cispo(terms: Terms) -> TokenLoss:
-    """-sg(clip(ratio, 1 - clip_ratio, 1 + clip_ratio_high)) · A · logprobs: the weight is bounded, no token is dropped.
+    """-sg(clip(ratio, 1 - clip_ratio, 1 + clip_ratio_high)) · A · logprobs: the weight is bounded,
+    no token is dropped.
 
-    MiniMax-M1 (arXiv:2506.13585), ScaleRL (arXiv:2510.13786).
-    Worked, bounds [0, 5] as in TRL: ratio 8, logprob -0.5, A = 1 → -5 · -0.5 = 2.5 (bounded), gradient by logprobs -5.
+    MiniMax-M1 (arXiv:2506.13585), ScaleRL (arXiv:2510.13786). Worked, bounds [0, 5] as in TRL:
+    ratio 8, logprob -0.5, A = 1 → -5 · -0.5 = 2.5 (bounded), gradient by logprobs -5.
     """
     low, high = terms.options.bounds
     weight = mx.stop_gradient(mx.clip(terms.ratio, low, high))
-    return TokenLoss(-weight * terms.advantages * terms.logprobs, (terms.ratio < low) | (terms.ratio > high))
+    return TokenLoss(
+        -weight * terms.advantages * terms.logprobs, (terms.ratio < low) | (terms.ratio > high)
+    )
 
 
 def sapo(terms: Terms) -> TokenLoss:
-    """-(4 / τ) · sigmoid(τ · (ratio - 1)) · A with τ by the sign of A: a smooth gate in place of a clip.
+    """-(4 / τ) · sigmoid(τ · (ratio - 1)) · A with τ by the sign of A: a smooth gate in place of a
+    clip.
 
     SAPO (arXiv:2511.20347). Its gradient is that of -ratio · A at ratio 1, and fades on both sides.
     Worked: ratio 1, A = 1, τ = 1 → -4 · 0.5 = -2; ratio 3 → -4 · 0.880797 = -3.523188.
     """
-    tau = mx.where(terms.advantages > 0, terms.options.sapo_tau_positive, terms.options.sapo_tau_negative)
+    tau = mx.where(
+        terms.advantages > 0, terms.options.sapo_tau_positive, terms.options.sapo_tau_negative
+    )
     return TokenLoss(-(4.0 / tau) * mx.sigmoid(tau * (terms.ratio - 1.0)) * terms.advantages)
 
 
 def dppo(terms: Terms) -> TokenLoss:
-    """-ratio · A, dropped where the *probability* p has moved too far the way that A pushes it, and a pull back:
-    + dppo_kl · (logprobs - old_logprobs)². Dropped: A > 0 and p - p_old > dppo_high; A <= 0 and p - p_old < -dppo_low.
+    """-ratio · A, dropped where the *probability* p has moved too far the way that A pushes it, and
+    a pull back: + dppo_kl · (logprobs - old_logprobs)². Dropped: A > 0 and p - p_old > dppo_high; A
+    <= 0 and p - p_old < -dppo_low.
 
-    DPPO with total variation (arXiv:2602.04879), as prime-rl's default loss has it.
-    Worked, 0.2 / 0.2, dppo_kl 0: p 0.6, p_old 0.3, A = 1 → dropped: 0; p 0.4, p_old 0.3, A = 1 → -4/3.
+    DPPO with total variation (arXiv:2602.04879), as prime-rl's default loss has it. Worked, 0.2 /
+    0.2, dppo_kl 0: p 0.6, p_old 0.3, A = 1 → dropped: 0; p 0.4, p_old 0.3, A = 1 → -4/3.
     """
     options = terms.options
     moved = mx.exp(terms.logprobs) - mx.exp(terms.old_logprobs)
     dropped = mx.where(terms.advantages > 0, moved > options.dppo_high, moved < -options.dppo_low)
     values = mx.where(dropped, 0.0, -terms.ratio * terms.advantages)
-    return TokenLoss(values, dropped, options.dppo_kl * mx.square(terms.logprobs - terms.old_logprobs))
+    return TokenLoss(
+        values, dropped, options.dppo_kl * mx.square(terms.logprobs - terms.old_logprobs)
+    )
 
 
 def reinforce(terms: Terms) -> TokenLoss:
-    """-A · logprobs (Williams 1992). No ratio: right only for rollouts of the policy that is trained.
+    """-A · logprobs (Williams 1992). No ratio: right only for rollouts of the policy that is
+    trained.
 
     Worked: logprob -0.5, A = 2 → 1, gradient by logprobs -2.
     """
@@ -186,7 +205,8 @@ def reinforce(terms: Terms) -> TokenLoss:
 
 
 def importance_sampling(terms: Terms) -> TokenLoss:
-    """-ratio · A, not bounded; at ratio 1 the gradient is `reinforce`'s (Tinker's `importance_sampling`).
+    """-ratio · A, not bounded; at ratio 1 the gradient is `reinforce`'s (Tinker's
+    `importance_sampling`).
 
     Worked: ratio 2, A = 1 → -2, gradient by logprobs -2.
     """
@@ -208,23 +228,30 @@ LOSSES: dict[str, Callable[[Terms], TokenLoss]] = {
 
 
 def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """aggregate(weights · LOSSES[loss] + kl_beta · KL(policy || reference)) - entropy_weight · aggregate(entropy).
+    """aggregate(weights · LOSSES[loss] + kl_beta · KL(policy || reference)) - entropy_weight ·
+    aggregate(entropy).
 
-    `weights` (sampler correction) multiply the policy loss alone, as in TRL. The group enters through the advantages
-    alone. "k3_ratio" multiplies the KL by the loss's own ratio. The entropy has an aggregation of its own
-    (`entropy_aggregation`): with "token" it is the mean over tokens whatever the loss divides by, as in TRL.
+    `weights` (sampler correction) multiply the policy loss alone, as in TRL. The group enters
+    through the advantages alone. "k3_ratio" multiplies the KL by the loss's own ratio. The entropy
+    has an aggregation of its own (`entropy_aggregation`): with "token" it is the mean over tokens
+    whatever the loss divides by, as in TRL.
 
-    Worked: entropies [[1, 2], [6, -]] with weight 0.1 and the aggregation "sequence": -0.1 · (1.5 + 6) / 2 = -0.375
-    with entropy_aggregation "sequence", -0.1 · 9 / 3 = -0.3 with "token".
+    Worked: entropies [[1, 2], [6, -]] with weight 0.1 and the aggregation "sequence": -0.1 · (1.5 +
+    6) / 2 = -0.375 with entropy_aggregation "sequence", -0.1 · 9 / 3 = -0.3 with "token".
 
-    Metrics: policy_loss; ratio_mean where there is a ratio; clip_fraction, the share of tokens at which the loss's
-    bound acts, where it has one; `kl` and `entropy` (token means) where `ref_logprobs` and `entropy` are given. Raises
-    ValueError when the input of a weighted term is missing.
+    Metrics: policy_loss; ratio_mean where there is a ratio; clip_fraction, the share of tokens at
+    which the loss's bound acts, where it has one; `kl` and `entropy` (token means) where
+    `ref_logprobs` and `entropy` are given. Raises ValueError when the input of a weighted term is
+    missing.
     """
     terms = Terms(inputs, options)
     kl_in_loss = isinstance(inputs.kl_beta, mx.array) or inputs.kl_beta != 0
     token = LOSSES[options.loss](terms)
-    values = token.values if inputs.weights is None else token.values * masked(inputs.weights, inputs.mask)
+    values = (
+        token.values
+        if inputs.weights is None
+        else token.values * masked(inputs.weights, inputs.mask)
+    )
     metrics = {"policy_loss": aggregate(values, inputs, options.aggregation)}
     if inputs.old_logprobs is not None or inputs.rollout_logprobs is not None:
         metrics["ratio_mean"] = aggregate(terms.ratio, inputs)
@@ -233,7 +260,12 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     if token.penalty is not None:
         values = values + token.penalty
     if inputs.ref_logprobs is not None:
-        kl = token_kl(inputs, options.kl_estimator, lambda: terms.ratio, shared=options.ratio_level == "sequence")
+        kl = token_kl(
+            inputs,
+            options.kl_estimator,
+            lambda: terms.ratio,
+            shared=options.ratio_level == ("sequence"),
+        )
         metrics["kl"] = aggregate(kl, inputs)
         if kl_in_loss:
             values = values + inputs.kl_beta * kl
@@ -245,5 +277,7 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     if options.entropy_weight:
         if inputs.entropy is None:
             raise ValueError("entropy_weight > 0 needs entropy")
-        loss = loss - options.entropy_weight * aggregate(inputs.entropy, inputs, options.entropy_aggregation)
+        loss = loss - options.entropy_weight * aggregate(
+            inputs.entropy, inputs, options.entropy_aggregation
+        )
     return LossOutputs(loss, metrics)

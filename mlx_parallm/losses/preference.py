@@ -1,19 +1,22 @@
-"""Losses on rows of a file: preference pairs (DPO, ORPO, SimPO, CPO), labelled completions (KTO), examples (SFT).
+"""Losses on rows of a file: preference pairs (DPO, ORPO, SimPO, CPO), labelled completions (KTO),
+examples (SFT).
 
-Every one reads log-probabilities of the trained tokens (`mask`: the completion's) and no others. A pair is two
-neighbouring rows, 2i chosen and 2i + 1 rejected, in one micro-batch. With c, r the sums over a completion, c_ref, r_ref
-the reference's, c̄, r̄ the means over its tokens, and Δ = (c - c_ref) - (r - r_ref):
+Every one reads log-probabilities of the trained tokens (`mask`: the completion's) and no others. A
+pair is two neighbouring rows, 2i chosen and 2i + 1 rejected, in one micro-batch. With c, r the sums
+over a completion, c_ref, r_ref the reference's, c̄, r̄ the means over its tokens, and Δ = (c -
+c_ref) - (r - r_ref):
 
-Worked: c = -4 over 8 tokens, r = -6.5 over 10, c_ref = -4.6, r_ref = -6, so Δ = 0.6 + 0.5 = 1.1, c̄ = -0.5, r̄ = -0.65.
-β = 0.1: DPO -log σ(0.11) = 0.639659, hinge 1 - 0.11 = 0.89, IPO (0.075 + 0.05 - 5)² = 23.765625 on means and
-(1.1 - 5)² = 15.21 on sums; CPO -log σ(0.25) + 0.5 = 1.075939; ORPO 0.5 + 0.1 · 0.535646 = 0.553565; SimPO with β = 2,
-γ = 1: -log σ(2 · 0.15 - 1) = 1.103186. KTO with kl = 0.3: 1 - σ(0.1 · (0.6 - 0.3)) = 0.492501 for c as a desirable
-completion, 1 - σ(0.1 · (0.3 + 0.5)) = 0.480011 for r as an undesirable one.
+Worked: c = -4 over 8 tokens, r = -6.5 over 10, c_ref = -4.6, r_ref = -6, so Δ = 0.6 + 0.5 = 1.1, c̄
+= -0.5, r̄ = -0.65. β = 0.1: DPO -log σ(0.11) = 0.639659, hinge 1 - 0.11 = 0.89, IPO (0.075 + 0.05 -
+5)² = 23.765625 on means and (1.1 - 5)² = 15.21 on sums; CPO -log σ(0.25) + 0.5 = 1.075939; ORPO 0.5
++ 0.1 · 0.535646 = 0.553565; SimPO with β = 2, γ = 1: -log σ(2 · 0.15 - 1) = 1.103186. KTO with kl =
+0.3: 1 - σ(0.1 · (0.6 - 0.3)) = 0.492501 for c as a desirable completion, 1 - σ(0.1 · (0.3 + 0.5)) =
+0.480011 for r as an undesirable one.
 
-Of the ratios 0.6 and -0.5 with β = 0.1: apo_zero σ(-0.06) + σ(-0.05) = 0.972507, apo_down σ(0.06) + σ(-0.11) =
-0.987523, bco_pair 0.663597 + 0.668460 = 1.332057, nca_pair 1.359625, sppo_hard 4.4² + 4.5² = 39.61, sigmoid_norm
--log σ(0.1 · 0.125) = 0.686917, exo_pair with ε = 0.1: 0.451973, discopop with τ = 0.05: 0.870281, sft 4 / 8 = 0.5.
-MPO, 0.8 sigmoid + 0.2 bco_pair + 1 sft: 1.278138.
+Of the ratios 0.6 and -0.5 with β = 0.1: apo_zero σ(-0.06) + σ(-0.05) = 0.972507, apo_down σ(0.06) +
+σ(-0.11) = 0.987523, bco_pair 0.663597 + 0.668460 = 1.332057, nca_pair 1.359625, sppo_hard 4.4² +
+4.5² = 39.61, sigmoid_norm -log σ(0.1 · 0.125) = 0.686917, exo_pair with ε = 0.1: 0.451973, discopop
+with τ = 0.05: 0.870281, sft 4 / 8 = 0.5. MPO, 0.8 sigmoid + 0.2 bco_pair + 1 sft: 1.278138.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +28,14 @@ import mlx.core as mx
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
 
 HIGHEST_MEAN_LOGPROB = -1e-6
-"""ORPO: log(1 - e^x) has no value at x = 0; a completion of this mean log-probability is certain in float32."""
+"""ORPO: log(1 - e^x) has no value at x = 0; a completion of this mean log-probability is certain
+in float32."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """What DPO's losses read of P pairs. `chosen`, `rejected` [P]: the log-ratios c - c_ref and r - r_ref."""
+    """What DPO's losses read of P pairs. `chosen`, `rejected` [P]: the log-ratios c - c_ref and
+    r - r_ref."""
 
     inputs: LossInputs
     ratios: mx.array  # [2P]
@@ -72,7 +77,8 @@ def _robust(pairs: Pairs) -> mx.array:
 
 
 def _exo_pair(pairs: Pairs) -> mx.array:
-    """The reverse KL of the policy's preference σ(βΔ) and the labels', 1-ε and ε (arXiv:2402.00856, eq. 16)."""
+    """The reverse KL of the policy's preference σ(βΔ) and the labels', 1-ε and ε
+    (arXiv:2402.00856, eq. 16)."""
     h, smoothing = pairs.beta * pairs.margin, mx.array(pairs.label_smoothing)
     chosen = mx.sigmoid(h) * (-_minus_log_sigmoid(h) - mx.log1p(-smoothing))
     return chosen + mx.sigmoid(-h) * (-_minus_log_sigmoid(-h) - mx.log(smoothing))
@@ -81,7 +87,11 @@ def _exo_pair(pairs: Pairs) -> mx.array:
 def _nca_pair(pairs: Pairs) -> mx.array:
     """-log σ(β chosen) - ½ log σ(-β chosen) - ½ log σ(-β rejected) (arXiv:2402.05369)."""
     chosen, rejected = pairs.beta * pairs.chosen, pairs.beta * pairs.rejected
-    return _minus_log_sigmoid(chosen) + 0.5 * _minus_log_sigmoid(-chosen) + 0.5 * _minus_log_sigmoid(-rejected)
+    return (
+        _minus_log_sigmoid(chosen)
+        + 0.5 * _minus_log_sigmoid(-chosen)
+        + 0.5 * _minus_log_sigmoid(-rejected)
+    )
 
 
 def _sppo_hard(pairs: Pairs) -> mx.array:
@@ -91,8 +101,8 @@ def _sppo_hard(pairs: Pairs) -> mx.array:
 
 
 def _discopop(pairs: Pairs) -> mx.array:
-    """-log σ(h) · (1 - m) + e^-h · m, h = βΔ, m = σ(h / τ) (arXiv:2406.08414, eq. 5). e^-h · m is one exponential: a
-    large e^-h and an m of 0 would make a NaN."""
+    """-log σ(h) · (1 - m) + e^-h · m, h = βΔ, m = σ(h / τ) (arXiv:2406.08414, eq. 5). e^-h · m
+    is one exponential: a large e^-h and an m of 0 would make a NaN."""
     assert pairs.discopop_tau is not None
     h = pairs.beta * pairs.margin
     exponential = mx.exp(-h - _minus_log_sigmoid(h / pairs.discopop_tau))
@@ -100,7 +110,8 @@ def _discopop(pairs: Pairs) -> mx.array:
 
 
 def _sft(pairs: Pairs) -> mx.array:
-    """The chosen completions' negative log-likelihood, a mean over all their tokens of the mini-batch."""
+    """The chosen completions' negative log-likelihood, a mean over all their tokens of the
+    mini-batch."""
     inputs = pairs.inputs
     tokens = inputs.constants["chosen_tokens"]
     return -_pairs(_sums(inputs))[0] * (inputs.sequence_normalizer / 2) / tokens
@@ -116,11 +127,16 @@ PAIR_LOSSES: dict[str, Callable[[Pairs], mx.array]] = {
     "exo_pair": _exo_pair,
     "nca_pair": _nca_pair,
     "bco_pair": lambda pairs: (
-        _minus_log_sigmoid(pairs.beta * pairs.chosen) + _minus_log_sigmoid(-pairs.beta * pairs.rejected)
+        _minus_log_sigmoid(pairs.beta * pairs.chosen)
+        + _minus_log_sigmoid(-pairs.beta * pairs.rejected)
     ),
     "sppo_hard": _sppo_hard,
-    "apo_zero": lambda pairs: mx.sigmoid(-pairs.beta * pairs.chosen) + mx.sigmoid(pairs.beta * pairs.rejected),
-    "apo_down": lambda pairs: mx.sigmoid(pairs.beta * pairs.chosen) + mx.sigmoid(-pairs.beta * pairs.margin),
+    "apo_zero": lambda pairs: (
+        mx.sigmoid(-pairs.beta * pairs.chosen) + mx.sigmoid(pairs.beta * pairs.rejected)
+    ),
+    "apo_down": lambda pairs: (
+        mx.sigmoid(pairs.beta * pairs.chosen) + mx.sigmoid(-pairs.beta * pairs.margin)
+    ),
     "discopop": _discopop,
     "sft": _sft,
 }
@@ -136,15 +152,17 @@ def dpo_loss(
     loss_weights: Sequence[float] = (),
     discopop_tau: float | None = None,
 ) -> LossOutputs:
-    """DPO (arXiv:2305.18290): "sigmoid" -log σ(βΔ), with ε = `label_smoothing` cDPO's; "hinge" max(0, 1 - βΔ) (SLiC,
-    arXiv:2305.10425); "ipo" (arXiv:2310.12036) (Δ - 1/(2β))² with Δ of means over tokens as in TRL, "ipo_sum" of sums;
-    "bco_pair" (arXiv:2404.04656); "apo_zero", "apo_down" (arXiv:2408.06266); the others: `PAIR_LOSSES`. Several are
-    added up by `loss_weights` (default: 1 each), as in MPO (arXiv:2411.10442).
+    """DPO (arXiv:2305.18290): "sigmoid" -log σ(βΔ), with ε = `label_smoothing` cDPO's; "hinge"
+    max(0, 1 - βΔ) (SLiC, arXiv:2305.10425); "ipo" (arXiv:2310.12036) (Δ - 1/(2β))² with Δ of means
+    over tokens as in TRL, "ipo_sum" of sums; "bco_pair" (arXiv:2404.04656); "apo_zero", "apo_down"
+    (arXiv:2408.06266); the others: `PAIR_LOSSES`. Several are added up by `loss_weights` (default:
+    1 each), as in MPO (arXiv:2411.10442).
 
     Args:
         discopop_tau: τ, which "discopop" needs.
 
-    Raises ValueError: no `ref_logprobs`. KeyError: "sft", and `constants` lacks "chosen_tokens", their number.
+    Raises ValueError: no `ref_logprobs`. KeyError: "sft", and `constants` lacks "chosen_tokens",
+    their number.
     """
     kinds = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
     pairs = Pairs(inputs, _log_ratios(inputs), beta, label_smoothing, discopop_tau)
@@ -156,17 +174,21 @@ def dpo_loss(
 
 
 def orpo_loss(inputs: LossInputs, *, beta: float) -> LossOutputs:
-    """ORPO (arXiv:2403.07691): -c̄ - β log σ(log odds(c̄) - log odds(r̄)), odds(x) = e^x / (1 - e^x). No reference.
+    """ORPO (arXiv:2403.07691): -c̄ - β log σ(log odds(c̄) - log odds(r̄)), odds(x) = e^x / (1 -
+    e^x). No reference.
 
-    -c̄ is the chosen completion's own mean, as in the paper; the prompt's tokens are not in it (TRL has them in).
-    Metrics besides the usual ones: nll, log_odds.
+    -c̄ is the chosen completion's own mean, as in the paper; the prompt's tokens are not in it (TRL
+    has them in). Metrics besides the usual ones: nll, log_odds.
     """
     chosen, rejected = _pairs(_sums(inputs) / _lengths(inputs))
     log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
-    outputs = _of_pairs(beta * _minus_log_sigmoid(log_odds) - chosen, inputs, (beta * chosen, beta * rejected))
+    outputs = _of_pairs(
+        beta * _minus_log_sigmoid(log_odds) - chosen, inputs, (beta * chosen, beta * rejected)
+    )
     return LossOutputs(
         outputs.loss,
-        outputs.metrics | {"nll": _mean_of_pairs(-chosen, inputs), "log_odds": _mean_of_pairs(log_odds, inputs)},
+        outputs.metrics
+        | {"nll": _mean_of_pairs(-chosen, inputs), "log_odds": _mean_of_pairs(log_odds, inputs)},
     )
 
 
@@ -178,9 +200,11 @@ def simpo_loss(inputs: LossInputs, *, beta: float, gamma: float) -> LossOutputs:
 
 
 def cpo_loss(inputs: LossInputs, *, beta: float, nll_weight: float) -> LossOutputs:
-    """CPO (arXiv:2401.08417): -log σ(β (c - r)) - nll_weight · c̄. No reference. Metrics besides the usual ones: nll.
+    """CPO (arXiv:2401.08417): -log σ(β (c - r)) - nll_weight · c̄. No reference. Metrics besides
+    the usual ones: nll.
 
-    The likelihood term is a mean over tokens, as in TRL: a sum would weigh long completions more than the preference.
+    The likelihood term is a mean over tokens, as in TRL: a sum would weigh long completions more
+    than the preference.
     """
     chosen, rejected = _pairs(_sums(inputs))
     nll = _pairs(-_sums(inputs) / _lengths(inputs))[0]
@@ -190,13 +214,16 @@ def cpo_loss(inputs: LossInputs, *, beta: float, nll_weight: float) -> LossOutpu
 
 
 def kto_loss(inputs: LossInputs, *, beta: float) -> LossOutputs:
-    """KTO (arXiv:2402.01306): w · (1 - σ(±β (ratio - kl))), + for a desirable completion, ratio = Σ(logprobs - ref).
+    """KTO (arXiv:2402.01306): w · (1 - σ(±β (ratio - kl))), + for a desirable completion, ratio =
+    Σ(logprobs - ref).
 
-    With kl = 0 it is APO-zero of single rows (arXiv:2408.06266): w · (1 - σ(β ratio)) and w · σ(β ratio).
+    With kl = 0 it is APO-zero of single rows (arXiv:2408.06266): w · (1 - σ(β ratio)) and w · σ(β
+    ratio).
 
-    A row's advantage is its label and weight: +w desirable, -w undesirable. `constants`, of the whole mini-batch: "kl",
-    the estimate max(0, mean ratio of mismatched prompts and completions), not differentiated; "desirable" and
-    "undesirable", how many there are. rewards/accuracies: share of rows on their side of kl, at it ½.
+    A row's advantage is its label and weight: +w desirable, -w undesirable. `constants`, of the
+    whole mini-batch: "kl", the estimate max(0, mean ratio of mismatched prompts and completions),
+    not differentiated; "desirable" and "undesirable", how many there are. rewards/accuracies: share
+    of rows on their side of kl, at it ½.
 
     Raises ValueError: no `ref_logprobs`. KeyError: `constants` lacks one.
     """
@@ -210,7 +237,10 @@ def kto_loss(inputs: LossInputs, *, beta: float) -> LossOutputs:
     def mean(values: mx.array) -> mx.array:
         return values.sum() / inputs.sequence_normalizer
 
-    metrics = {"rewards/accuracies": mean(_wins(side * (ratios - kl))), "kto_kl": kl * mean(mx.ones_like(ratios))}
+    metrics = {
+        "rewards/accuracies": mean(_wins(side * (ratios - kl))),
+        "kto_kl": kl * mean(mx.ones_like(ratios)),
+    }
     for name, sign, count in (("chosen", 1, "desirable"), ("rejected", -1, "undesirable")):
         number = mx.maximum(inputs.constants[count], 1.0)
         metrics[f"rewards/{name}"] = mx.where(side == sign, beta * ratios, 0.0).sum() / number
@@ -228,8 +258,8 @@ def nll_loss(inputs: LossInputs) -> LossOutputs:
 
 
 def dft_loss(inputs: LossInputs) -> LossOutputs:
-    """Dynamic fine-tuning (arXiv:2508.05629): -p · logprobs, the probability p not differentiated, mean over the
-    mini-batch's trained tokens: unlikely tokens count less.
+    """Dynamic fine-tuning (arXiv:2508.05629): -p · logprobs, the probability p not differentiated,
+    mean over the mini-batch's trained tokens: unlikely tokens count less.
 
     Worked: log-probabilities -1, -2 and -6: (e^-1 + 2 e^-2 + 6 e^-6) / 3 = 0.217808.
     """
@@ -250,10 +280,13 @@ def _lengths(inputs: LossInputs) -> mx.array:
 
 
 def _log_ratios(inputs: LossInputs) -> mx.array:
-    """log π(y|x) - log π_ref(y|x), [B]. Token by token first: sums of hundreds of tokens would cancel to noise."""
+    """log π(y|x) - log π_ref(y|x), [B]. Token by token first: sums of hundreds of tokens would
+    cancel to noise."""
     if inputs.ref_logprobs is None:
         raise ValueError("this loss needs ref_logprobs")
-    return (masked(inputs.logprobs, inputs.mask) - masked(inputs.ref_logprobs, inputs.mask)).sum(axis=-1)
+    return (masked(inputs.logprobs, inputs.mask) - masked(inputs.ref_logprobs, inputs.mask)).sum(
+        axis=-1
+    )
 
 
 def _pairs(rows: mx.array) -> tuple[mx.array, mx.array]:
@@ -265,8 +298,11 @@ def _mean_of_pairs(values: mx.array, inputs: LossInputs) -> mx.array:
     return values.sum() / (inputs.sequence_normalizer / 2)
 
 
-def _of_pairs(values: mx.array, inputs: LossInputs, rewards: tuple[mx.array, mx.array]) -> LossOutputs:
-    """The mean of per-pair `values`, and the metrics that every loss of pairs has. A tie counts as half an accuracy."""
+def _of_pairs(
+    values: mx.array, inputs: LossInputs, rewards: tuple[mx.array, mx.array]
+) -> LossOutputs:
+    """The mean of per-pair `values`, and the metrics that every loss of pairs has. A tie counts
+    as half an accuracy."""
     (chosen, rejected), logps = rewards, _pairs(_sums(inputs))
     numbers = {
         "rewards/chosen": chosen,

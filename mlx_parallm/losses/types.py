@@ -1,8 +1,10 @@
-"""What a loss reads and what it returns. Losses are pure functions `LossInputs → LossOutputs`; a trainer builds the
-inputs of one micro-batch, adds up the outputs of a mini-batch, and knows nothing else about the algorithm.
+"""What a loss reads and what it returns. Losses are pure functions `LossInputs → LossOutputs`; a
+trainer builds the inputs of one micro-batch, adds up the outputs of a mini-batch, and knows nothing
+else about the algorithm.
 
-Everything a loss returns is *additive over micro-batches*: sums over this micro-batch's tokens divided by counts of the
-whole mini-batch. So the loss, its gradient and its metrics do not depend on how a mini-batch was cut or padded.
+Everything a loss returns is *additive over micro-batches*: sums over this micro-batch's tokens
+divided by counts of the whole mini-batch. So the loss, its gradient and its metrics do not depend
+on how a mini-batch was cut or padded.
 """
 
 from collections.abc import Mapping
@@ -17,13 +19,15 @@ Number = float | mx.array
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch. Values where `mask` is false are padding or given tokens: any number, inf and NaN included.
+    """One micro-batch. Values where `mask` is false are padding or given tokens: any number, inf
+    and NaN included.
 
-    Numbers are floats for a user's own loss. The losses here may get arrays [] in their place, which a compiled step
+    Numbers are floats for a user's own loss. The losses here may get arrays [] in their place,
+    which a compiled step
     reads (`models.cpu_kernels.as_data`): they must not look at their values.
 
-    `logprobs` is the trainer's, now; `rollout_logprobs` the behaviour policy's, when sampled; `ref_logprobs` the
-    reference's. All at the rollout's sampling temperature.
+    `logprobs` is the trainer's, now; `rollout_logprobs` the behaviour policy's, when sampled;
+    `ref_logprobs` the reference's. All at the rollout's sampling temperature.
     """
 
     logprobs: mx.array  # [B, T] float32, differentiated
@@ -34,24 +38,33 @@ class LossInputs:
     sequence_normalizer: Number  # sequences in the whole mini-batch
     ref_logprobs: mx.array | None = None  # [B, T] float32
     entropy: mx.array | None = None  # [B, T] float32, nats
-    old_logprobs: mx.array | None = None  # [B, T] float32, what the ratio is against; None: rollout_logprobs
-    weights: mx.array | None = None  # [B, T] float32, sampler correction: multiplies each token's policy loss
+    # [B, T] float32, what the ratio is against; None: rollout_logprobs
+    old_logprobs: mx.array | None = None
+    # [B, T] float32, sampler correction: multiplies each token's policy loss
+    weights: mx.array | None = None
     values: mx.array | None = None  # [B, T] float32, differentiated
     old_values: mx.array | None = None  # [B, T] float32, before the step's first update
     returns: mx.array | None = None  # [B, T] float32
     max_length: Number | None = None  # L of the aggregation "constant"
-    kl_beta: Number = 0.0  # today's weight of the KL to the reference in the loss; without one the float 0
-    constants: Mapping[str, Number] = field(default_factory=dict)  # of the batch, as far as its source knows some
+    # today's weight of the KL to the reference in the loss; without one the float 0
+    kl_beta: Number = 0.0
+    # of the batch, as far as its source knows some
+    constants: Mapping[str, Number] = field(default_factory=dict)
 
     @property
     def ratio_logprobs(self) -> mx.array:
-        """[B, T], what the ratio is against: `old_logprobs`, else `rollout_logprobs`; 0 where `mask` is false.
+        """[B, T], what the ratio is against: `old_logprobs`, else `rollout_logprobs`; 0 where
+        `mask` is false.
 
-        Raises ValueError where there are none: against itself a policy has the ratio 1, and no clip ever acts.
+        Raises ValueError where there are none: against itself a policy has the ratio 1, and no clip
+        ever acts.
         """
         old = self.rollout_logprobs if self.old_logprobs is None else self.old_logprobs
         if old is None:
-            raise ValueError("a ratio needs rollout_logprobs or old_logprobs: the policy against itself is always 1")
+            raise ValueError(
+                "a ratio needs rollout_logprobs or old_logprobs: the policy against itself is"
+                " always 1"
+            )
         return masked(old, self.mask)
 
 
@@ -64,21 +77,24 @@ class LossOutputs:
 
 
 def masked(values: mx.array, mask: mx.array) -> mx.array:
-    """`values` where `mask` is true, else 0. Selects, never multiplies: 0 · inf is NaN, forward and backward."""
+    """`values` where `mask` is true, else 0. Selects, never multiplies: 0 · inf is NaN, forward
+    and backward."""
     return mx.where(mask, values, 0.0)
 
 
 def aggregate(values: mx.array, inputs: LossInputs, aggregation: Aggregation = "token") -> mx.array:
     """This micro-batch's share of the mini-batch mean of per-token `values` [B, T].
 
-    "token": Σ values / tokens of the mini-batch (DAPO, arXiv:2503.14476). "sequence": the mean over sequences of each
-    sequence's token mean (GRPO, arXiv:2402.03300); a sequence without a true mask entry counts as 0.
+    "token": Σ values / tokens of the mini-batch (DAPO, arXiv:2503.14476). "sequence": the mean over
+    sequences of each sequence's token mean (GRPO, arXiv:2402.03300); a sequence without a true mask
+    entry counts as 0.
 
-    "sequence_sum": the mean over sequences of each one's sum (the policy gradient as it is derived). "constant": that
-    divided by `max_length`, a length that is the same for all (Dr. GRPO, arXiv:2503.20783); ValueError without it.
+    "sequence_sum": the mean over sequences of each one's sum (the policy gradient as it is
+    derived). "constant": that divided by `max_length`, a length that is the same for all (Dr. GRPO,
+    arXiv:2503.20783); ValueError without it.
 
-    Example: values [[1, 2], [6, -]] have the token mean 3, the sequence mean (1.5 + 6) / 2 = 3.75, the sequence sum
-    (3 + 6) / 2 = 4.5, and with max_length 4 the constant mean 4.5 / 4 = 1.125.
+    Example: values [[1, 2], [6, -]] have the token mean 3, the sequence mean (1.5 + 6) / 2 = 3.75,
+    the sequence sum (3 + 6) / 2 = 4.5, and with max_length 4 the constant mean 4.5 / 4 = 1.125.
     """
     chosen = masked(values, inputs.mask)
     if aggregation == "token":

@@ -1,8 +1,10 @@
-"""Where mlx-lm's attention layers compute: how a cache of its own layout serves mlx-lm's models unchanged.
+"""Where mlx-lm's attention layers compute: how a cache of its own layout serves mlx-lm's models
+unchanged.
 
-mlx-lm's attention layers give what `cache.update_and_fetch` returned to `scaled_dot_product_attention`. Where that is a
-`RoutedKeys`, the call goes to it; on a CPU, one of several queries goes to `cpu_attention.py`; every other call goes to
-mlx-lm as before. A layer that looks into its keys in between (a latent, an index, a softcap) raises there, which
+mlx-lm's attention layers give what `cache.update_and_fetch` returned to
+`scaled_dot_product_attention`. Where that is a `RoutedKeys`, the call goes to it; on a CPU, one of
+several queries goes to `cpu_attention.py`; every other call goes to mlx-lm as before. A layer that
+looks into its keys in between (a latent, an index, a softcap) raises there, which
 `engine/cache/batch.py` finds out at load.
 """
 
@@ -19,18 +21,24 @@ _NAME = "scaled_dot_product_attention"
 
 
 class RoutedKeys:
-    """What a layer's cache returns in the place of keys and values. Abstract: each cache has its own below it."""
+    """What a layer's cache returns in the place of keys and values. Abstract: each cache has its
+    own below it."""
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
-        """Attention of queries [n, heads, 1, D] over all that each row holds → [n, heads, 1, Dv]."""
+        """Attention of queries [n, heads, 1, D] over all that each row holds → [n, heads, 1,
+        Dv]."""
         raise NotImplementedError
 
 
 def route_attention(model: nn.Module) -> bool:
-    """Let calls of the model's attention layers come here; return whether there are any. Those of other models of the
-    same modules do too."""
-    modules = {sys.modules[kind.__module__] for layer in model.modules() for kind in type(layer).__mro__}
-    calling = [module for module in modules if module.__dict__.get(_NAME) in (mlx_lm_attention, _attention)]
+    """Let calls of the model's attention layers come here; return whether there are any. Those
+    of other models of the same modules do too."""
+    modules = {
+        sys.modules[kind.__module__] for layer in model.modules() for kind in type(layer).__mro__
+    }
+    calling = [
+        module for module in modules if module.__dict__.get(_NAME) in (mlx_lm_attention, _attention)
+    ]
     for module in calling:
         vars(module)[_NAME] = _attention
     return bool(calling)
@@ -45,7 +53,8 @@ def _attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Raises NotImplementedError: a `RoutedKeys` with a mask or sinks; the check at load then names the layer."""
+    """Raises NotImplementedError: a `RoutedKeys` with a mask or sinks; the check at load then
+    names the layer."""
     if not isinstance(keys, RoutedKeys):
         if sinks is None and isinstance(keys, mx.array) and takes(queries, keys, values, mask):
             return attention(queries, keys, values, scale, mask)

@@ -1,21 +1,28 @@
 """Loss and gradients of any mlx-lm architecture, a few transformer blocks at a time.
 
-Evaluating the graph of a whole training step starves the serving thread (docs/design.md); evaluating it block by block
-leaves gaps, keeps one activation per block instead of all (gradient checkpointing), and gives the same gradients.
+Evaluating the graph of a whole training step starves the serving thread (docs/design.md);
+evaluating it block by block leaves gaps, keeps one activation per block instead of all (gradient
+checkpointing), and gives the same gradients.
 
-    LayerStack        (layer_stack.py) the model's own forward, its blocks replaced by callables of ours
-    TokenBatch        (layout.py) the tokens, and the positions whose next token is scored: the head sees those only
-    Layout            (layout.py) rows as they are, with the prompts that they share computed once, or packed
+    LayerStack        (layer_stack.py) the model's own forward, its blocks replaced by callables of
+                      ours
+    TokenBatch        (layout.py) the tokens, and the positions whose next token is scored: the head
+                      sees those only
+    Layout            (layout.py) rows as they are, with the prompts that they share computed once,
+                      or packed
     BlockwiseModel    forward: embedding → blocks, evaluated in groups, group inputs kept → head
-                      backward: head → groups from last to first, each recomputed and differentiated alone → embedding
+                      backward: head → groups from last to first, each recomputed and differentiated
+                          alone → embedding
 
-The logits are a model's largest array: [scored tokens, vocabulary]. Where they would be large the head goes in pieces:
-once, where neither the head is trained nor the loss looks at the entropy (`scores_and_directions`), else a second time
-for the gradient (`BlockwiseModel._learn_rows_twice`); docs/benchmarks/memory.md has memory and times.
+The logits are a model's largest array: [scored tokens, vocabulary]. Where they would be large the
+head goes in pieces: once, where neither the head is trained nor the loss looks at the entropy
+(`scores_and_directions`), else a second time for the gradient (`BlockwiseModel._learn_rows_twice`);
+docs/benchmarks/memory.md has memory and times.
 
-A check at start finds the architectures that do more between their blocks than passing the hidden state on; those are
-differentiated as one graph. It computes two blocks of each kind: what it compares does not depend on the numbers in the
-weights, and each of its ten passes over all of them would take a minute at 14 B parameters on a CPU.
+A check at start finds the architectures that do more between their blocks than passing the hidden
+state on; those are differentiated as one graph. It computes two blocks of each kind: what it
+compares does not depend on the numbers in the weights, and each of its ten passes over all of them
+would take a minute at 14 B parameters on a CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +60,8 @@ from mlx_parallm.models.value_head import is_value_head, value_head_of
 
 WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
 HEAD_PIECE = 1 << 20  # logits of one piece of the head where it is not …
-FEWEST_HEAD_ROWS = 32  # … and the least number of scored tokens in one, for the speed of the product
+# … and the least number of scored tokens in one, for the speed of the product
+FEWEST_HEAD_ROWS = 32
 UNPACKED_HEAD = 2  # times as many where each piece unpacks the head's weights …
 TRAINED_HEAD = 4  # … and where each adds to their gradient
 
@@ -62,21 +70,27 @@ Head = Callable[[mx.array], mx.array]
 Scores = tuple[mx.array, ...]
 """(logprobs [N], entropy [N], with a value head values [N]) float32."""
 Objective = Callable[..., tuple[mx.array, tuple[mx.array, ...]]]
-"""Scores → (scalar loss, further arrays to be evaluated with it). All of these are different arrays."""
+"""Scores → (scalar loss, further arrays to be evaluated with it). All of these are different
+arrays."""
 
 
 class BlockwiseModel:
-    """Scores tokens and differentiates a loss over them, `blocks_per_eval` blocks at a time (0 = all at once).
+    """Scores tokens and differentiates a loss over them, `blocks_per_eval` blocks at a time (0 =
+    all at once).
 
     `between_blocks` is called after each evaluation: the place to give the serving thread a turn.
     `longest_eval_ms`: of all evaluations since it was last set to 0.
-    `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`: why prompts are not shared, and
-    sequences not packed; else "".
-    Gradients are lists in the order of `slots.names`. Every array that leaves a method is evaluated.
+    `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`: why prompts
+    are not shared, and sequences not packed; else "". Gradients are lists in the order of
+    `slots.names`. Every array that leaves a method is evaluated.
     """
 
     def __init__(
-        self, model: nn.Module, *, blocks_per_eval: int, between_blocks: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        *,
+        blocks_per_eval: int,
+        between_blocks: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.slots = ParameterSlots(model)
@@ -85,7 +99,8 @@ class BlockwiseModel:
         self._blocks_per_eval = blocks_per_eval
         self._stack: LayerStack | None = None
         self.fallback = self.unshared = self.unpacked = ""
-        self._carries = False  # blocks read what earlier ones returned, or embeddings that are trained
+        # blocks read what earlier ones returned, or embeddings that are trained
+        self._carries = False
         try:
             self._use(LayerStack(model))
             self._check()
@@ -116,8 +131,13 @@ class BlockwiseModel:
         self._stack = stack
         self._groups = [range(start, min(start + size, count)) for start in range(0, count, size)]
         prefixes = [f"{stack.path}.{index}." for index in range(count)]
-        owner = [next((i for i, p in enumerate(prefixes) if name.startswith(p)), None) for name in self.slots.names]
-        self._group_slots = [[s for s, block in enumerate(owner) if block in group] for group in self._groups]
+        owner = [
+            next((i for i, p in enumerate(prefixes) if name.startswith(p)), None)
+            for name in self.slots.names
+        ]
+        self._group_slots = [
+            [s for s, block in enumerate(owner) if block in group] for group in self._groups
+        ]
         self._outer_slots = [s for s, block in enumerate(owner) if block is None]
         self._below_slots = [s for s in self._outer_slots if not is_value_head(self.slots.names[s])]
         inside = {id(module) for block in stack.blocks for module in block.modules()}
@@ -129,7 +149,8 @@ class BlockwiseModel:
     # ------------------------------------------------------------------ scoring
 
     def score(self, batch: TokenBatch) -> Scores:
-        """Log-probabilities, entropies and (with a value head) values of the scored tokens, [N] float32 each."""
+        """Log-probabilities, entropies and (with a value head) values of the scored tokens, [N]
+        float32 each."""
         if self._stack is None:
             results = self._plain_scores(batch)
             self._evaluate(*results)
@@ -145,7 +166,8 @@ class BlockwiseModel:
         return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
     def _scores(self, rows: mx.array, batch: TokenBatch, chunk: slice) -> Scores:
-        """Score rows [n, D] that left the last block; `chunk`: which of the scored tokens they are."""
+        """Score rows [n, D] that left the last block; `chunk`: which of the scored tokens they
+        are."""
         return self._with_values(token_scores(self._head(rows), batch, chunk), rows)
 
     def _head(self, rows: mx.array) -> mx.array:
@@ -154,7 +176,9 @@ class BlockwiseModel:
 
     def _plain_scores(self, batch: TokenBatch) -> Scores:
         if value_head_of(self.model) is None:
-            return token_scores(_rows_at(self.model(batch.inputs), batch.positions), batch, slice(None))
+            return token_scores(
+                _rows_at(self.model(batch.inputs), batch.positions), batch, slice(None)
+            )
         logits, hidden = LayerStack(self.model).forward(batch.inputs)
         scores = token_scores(_rows_at(logits, batch.positions), batch, slice(None))
         return self._with_values(scores, _rows_at(hidden, batch.positions))
@@ -166,26 +190,39 @@ class BlockwiseModel:
     # ------------------------------------------------------------------ loss and gradients
 
     def loss_and_gradients(
-        self, batch: TokenBatch, objective: Objective, sums: list[mx.array] | None = None, *, fuse: bool = False
+        self,
+        batch: TokenBatch,
+        objective: Objective,
+        sums: list[mx.array] | None = None,
+        *,
+        fuse: bool = False,
     ) -> tuple[mx.array, tuple[mx.array, ...], list[mx.array]]:
-        """Loss, the objective's further arrays, and float32 gradients added to `sums` (of earlier micro-batches).
+        """Loss, the objective's further arrays, and float32 gradients added to `sums` (of earlier
+        micro-batches).
 
-        `fuse`: the objective may be part of a `fused` function. It evaluates no array, and reads numbers that change
-        from call to call by `as_data`.
+        `fuse`: the objective may be part of a `fused` function. It evaluates no array, and reads
+        numbers that change from call to call by `as_data`.
         """
-        gradients: list[mx.array | None] = list(sums) if sums is not None else [None] * len(self.slots)
+        gradients: list[mx.array | None] = (
+            list(sums) if sums is not None else [None] * len(self.slots)
+        )
         if self._stack is None:
             loss, extras = self._whole(batch, objective, gradients)
-        elif len(chunks := self._chunks(batch)) == 1 or (len(self._groups) == 1 and self._known_slopes(batch)):
+        elif len(chunks := self._chunks(batch)) == 1 or (
+            len(self._groups) == 1 and self._known_slopes(batch)
+        ):
             loss, extras = self._backward_at_once(batch, objective, gradients, chunks, fuse)
         else:
             loss, extras = self._backward_chunked(batch, objective, gradients, chunks)
         complete = [
-            g if g is not None else mx.zeros(p.shape) for g, p in zip(gradients, self.slots.read(), strict=True)
+            g if g is not None else mx.zeros(p.shape)
+            for g, p in zip(gradients, self.slots.read(), strict=True)
         ]
         return loss, extras, complete
 
-    def _whole(self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]) -> Any:
+    def _whole(
+        self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]
+    ) -> Any:
         def loss(parameters: list[mx.array]) -> tuple[mx.array, tuple[mx.array, ...]]:
             with self.slots.bound(parameters):
                 return objective(*self._plain_scores(batch))
@@ -195,13 +232,20 @@ class BlockwiseModel:
         return value, extras
 
     def _known_slopes(self, batch: TokenBatch) -> bool:
-        """True when a loss reaches a row through its token's log-probability only, and trains nothing of the head."""
+        """True when a loss reaches a row through its token's log-probability only, and trains
+        nothing of the head."""
         return not (self._outer_slots or batch.entropy_slope)
 
     def _backward_at_once(
-        self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None], chunks: list[slice], fuse: bool
+        self,
+        batch: TokenBatch,
+        objective: Objective,
+        gradients: list[mx.array | None],
+        chunks: list[slice],
+        fuse: bool,
     ) -> Any:
-        """Last group, head and loss are one graph: the last group's forward is not computed twice."""
+        """Last group, head and loss are one graph: the last group's forward is not computed
+        twice."""
         layout = self._layout(batch)
         passed = self._forward(batch, layout, keep_last_group=True)
         last = len(self._groups) - 1
@@ -213,17 +257,26 @@ class BlockwiseModel:
         ) -> tuple[mx.array, tuple[mx.array, ...]]:
             with self.slots.bound(parameters, slots):
                 carried = passed.carried | _refilled(reads, passed.carried, before)
-                rows = self._rows_at(self._run(last, hidden, layout, passed.calls, carried), layout.positions)
+                rows = self._rows_at(
+                    self._run(last, hidden, layout, passed.calls, carried), layout.positions
+                )
                 if len(chunks) == 1:
                     return objective(*self._scores(rows, batch, slice(None)))
                 return objective(*scores_in_pieces(self._head, rows, batch, chunks))
 
         below = self._trainable_below(last)
         hidden = passed.starts.pop()
-        arguments = hidden, _floating([passed.carried[output] for output in reads]), self.slots.read(slots)
+        arguments = (
+            hidden,
+            _floating([passed.carried[output] for output in reads]),
+            self.slots.read(slots),
+        )
         slopes = mx.value_and_grad(loss, argnums=(0, 1, 2) if below else 2)
-        # What is compiled is never kept: a trace goes with its function, in the thread that dropped it.
-        (value, extras), results = (self._fused(slopes, hidden.size) if fuse else slopes)(*arguments)
+        # What is compiled is never kept: a trace goes with its function, in the thread that dropped
+        # it.
+        (value, extras), results = (self._fused(slopes, hidden.size) if fuse else slopes)(
+            *arguments
+        )
         cotangent, of_reads, new = results if below else (None, [], results)
         self._add(gradients, slots, new, value, *extras, cotangent, *of_reads)
         if below:
@@ -232,7 +285,11 @@ class BlockwiseModel:
         return value, extras
 
     def _backward_chunked(
-        self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None], chunks: list[slice]
+        self,
+        batch: TokenBatch,
+        objective: Objective,
+        gradients: list[mx.array | None],
+        chunks: list[slice],
     ) -> Any:
         layout = self._layout(batch)
         passed = self._forward(batch, layout, keep_last_group=False)
@@ -246,9 +303,15 @@ class BlockwiseModel:
         return value, extras
 
     def _learn_rows_once(
-        self, rows: mx.array, batch: TokenBatch, objective: Objective, gradients: Any, chunks: list[slice]
+        self,
+        rows: mx.array,
+        batch: TokenBatch,
+        objective: Objective,
+        gradients: Any,
+        chunks: list[slice],
     ) -> tuple[mx.array, tuple[mx.array, ...], mx.array]:
-        """Loss, its further arrays and its slopes by the rows [N, D], from one pass over the head."""
+        """Loss, its further arrays and its slopes by the rows [N, D], from one pass over the
+        head."""
         pieces = []
         for chunk in chunks:
             pieces.append(scores_and_directions(self._head, rows[chunk], batch, chunk))
@@ -269,27 +332,37 @@ class BlockwiseModel:
     ) -> tuple[mx.array, tuple[mx.array, ...], mx.array]:
         """The same from two passes; adds the head's own gradients."""
         scores = self._score_pieces(rows, batch, chunks)
-        (value, extras), slopes = mx.value_and_grad(objective, argnums=tuple(range(len(scores))))(*scores)
+        (value, extras), slopes = mx.value_and_grad(objective, argnums=tuple(range(len(scores))))(
+            *scores
+        )
         self._evaluate(value, *extras, *slopes)
         outer, by_row = self._outer_slots, []
         for chunk in chunks:
 
-            def head(hidden: mx.array, *parameters: mx.array, chunk: slice = chunk) -> list[mx.array]:
+            def head(
+                hidden: mx.array, *parameters: mx.array, chunk: slice = chunk
+            ) -> list[mx.array]:
                 with self.slots.bound(parameters, outer):
                     return list(self._scores(hidden, batch, chunk))
 
             piece = rows[chunk]
             size = len(piece) * self._vocabulary
-            new = self._vjp(head, [piece, *self.slots.read(outer)], [slope[chunk] for slope in slopes], size)
+            new = self._vjp(
+                head, [piece, *self.slots.read(outer)], [slope[chunk] for slope in slopes], size
+            )
             self._add(gradients, outer, new[1:], new[0])
             by_row.append(new[0])
         return value, extras, mx.concatenate(by_row)
 
     def _backward_groups(
-        self, layout: Layout, passed: "_Passed", cotangent: mx.array | None, gradients: list[mx.array | None]
+        self,
+        layout: Layout,
+        passed: "_Passed",
+        cotangent: mx.array | None,
+        gradients: list[mx.array | None],
     ) -> None:
-        """Go from the last of the group inputs to the first, then the embedding. Empties them, to free the
-        activations."""
+        """Go from the last of the group inputs to the first, then the embedding. Empties them,
+        to free the activations."""
         while passed.starts and cotangent is not None:
             group, hidden = len(passed.starts) - 1, passed.starts.pop()
             slots, reads = self._group_slots[group], self._reads(group, passed)
@@ -306,14 +379,21 @@ class BlockwiseModel:
                 writes: list[BlockOutput] = writes,
             ) -> list[mx.array]:
                 with self.slots.bound(arrays[count:], slots):
-                    carried = passed.carried | _refilled(reads, passed.carried, list(arrays[:count]))
+                    carried = passed.carried | _refilled(
+                        reads, passed.carried, list(arrays[:count])
+                    )
                     out = self._run(group, hidden, layout, passed.calls, carried)
                     return [out, *_apart([carried[output] for output in writes])]
 
             parameters = self.slots.read(slots)
-            cotangents = [cotangent, *(slope for output in writes for slope in passed.slopes.pop(output))]
+            cotangents = [
+                cotangent,
+                *(slope for output in writes for slope in passed.slopes.pop(output)),
+            ]
             if self._trainable_below(group):
-                cotangent, *new = self._vjp(block, [hidden, *before, *parameters], cotangents, hidden.size)
+                cotangent, *new = self._vjp(
+                    block, [hidden, *before, *parameters], cotangents, hidden.size
+                )
                 self._pull_back(reads, passed, new[: len(before)])
                 self._add(gradients, slots, new[len(before) :], cotangent, *new[: len(before)])
             else:
@@ -331,7 +411,11 @@ class BlockwiseModel:
             self._backward_embedding(layout, passed, cotangent, gradients)
 
     def _backward_embedding(
-        self, layout: Layout, passed: "_Passed", cotangent: mx.array, gradients: list[mx.array | None]
+        self,
+        layout: Layout,
+        passed: "_Passed",
+        cotangent: mx.array,
+        gradients: list[mx.array | None],
     ) -> None:
         writes = list(passed.slopes)
 
@@ -347,15 +431,21 @@ class BlockwiseModel:
     def _reads(self, group: int, passed: "_Passed") -> list[BlockOutput]:
         """What a group's blocks read of what came before it, besides its input."""
         outputs = [a for index in self._groups[group] for a in outputs_in(passed.calls[index])]
-        return [output for output in dict.fromkeys(outputs) if output.block not in self._groups[group]]
+        return [
+            output for output in dict.fromkeys(outputs) if output.block not in self._groups[group]
+        ]
 
-    def _pull_back(self, reads: list[BlockOutput], passed: "_Passed", slopes: list[mx.array]) -> None:
+    def _pull_back(
+        self, reads: list[BlockOutput], passed: "_Passed", slopes: list[mx.array]
+    ) -> None:
         """Add slopes to those of what a group read."""
         left = iter(slopes)
         for output in reads:
             new = [next(left) for _ in _floating(passed.carried[output])]
             old = passed.slopes.get(output)
-            passed.slopes[output] = new if old is None else [a + b for a, b in zip(old, new, strict=True)]
+            passed.slopes[output] = (
+                new if old is None else [a + b for a, b in zip(old, new, strict=True)]
+            )
 
     # ------------------------------------------------------------------ parts
 
@@ -366,8 +456,9 @@ class BlockwiseModel:
         return PlainRows(batch.inputs, batch.positions)
 
     def _embed(self, layout: Layout) -> tuple[mx.array, list[Any], dict[BlockOutput, Any]]:
-        """The first block's input, the blocks' other arguments, and what of these is differentiated: arrays [B, T, …]
-        that depend on weights outside the blocks, perhaps. Each is an `BlockOutput` of block -1 in the arguments."""
+        """The first block's input, the blocks' other arguments, and what of these is
+        differentiated: arrays [B, T, …] that depend on weights outside the blocks, perhaps. Each
+        is an `BlockOutput` of block -1 in the arguments."""
         assert self._stack is not None
         hidden, calls = layout.embed(self._stack)
         lifted: dict[BlockOutput, Any] = {}
@@ -376,17 +467,25 @@ class BlockwiseModel:
         places: dict[int, BlockOutput] = {}
 
         def lift(value: Any) -> Any:
-            if not _floating(value) or not isinstance(value, mx.array) or value.shape[:2] != hidden.shape[-3:-1]:
+            if (
+                not _floating(value)
+                or not isinstance(value, mx.array)
+                or value.shape[:2] != hidden.shape[-3:-1]
+            ):
                 return value
             output = places.setdefault(id(value), BlockOutput(-1, len(places)))
             lifted[output] = value
             return output
 
-        calls = [BlockCall(tuple(map(lift, c.args)), {k: lift(v) for k, v in c.kwargs.items()}) for c in calls]
+        calls = [
+            BlockCall(tuple(map(lift, c.args)), {k: lift(v) for k, v in c.kwargs.items()})
+            for c in calls
+        ]
         return hidden, calls, lifted
 
     def _forward(self, batch: TokenBatch, layout: Layout, *, keep_last_group: bool) -> "_Passed":
-        """Embedding and blocks. `keep_last_group`: the last group is left to the caller; the rows mean nothing then."""
+        """Embedding and blocks. `keep_last_group`: the last group is left to the caller; the
+        rows mean nothing then."""
         hidden, calls, carried = self._embed(layout)
         self._evaluate(hidden, *arrays_in(calls), *arrays_in(list(carried.values())))
         passed = _Passed([hidden], calls, carried, hidden)
@@ -406,7 +505,12 @@ class BlockwiseModel:
         return mx.take(self._stack.flat(hidden), positions, axis=0)
 
     def _run(
-        self, group: int, hidden: mx.array, layout: Layout, calls: list[Any], carried: dict[BlockOutput, Any]
+        self,
+        group: int,
+        hidden: mx.array,
+        layout: Layout,
+        calls: list[Any],
+        carried: dict[BlockOutput, Any],
     ) -> mx.array:
         """Adds what the group's blocks return beside the hidden state to `carried`."""
         assert self._stack is not None
@@ -414,18 +518,25 @@ class BlockwiseModel:
             output = layout.run(self._stack.blocks[index], hidden, resolved(calls[index], carried))
             hidden = hidden_of(output)
             if isinstance(output, tuple):
-                carried |= {BlockOutput(index, place): value for place, value in enumerate(output) if place}
+                carried |= {
+                    BlockOutput(index, place): value for place, value in enumerate(output) if place
+                }
         return hidden
 
     def _trainable_below(self, group: int) -> bool:
         return bool(self._below_slots) or any(self._group_slots[:group])
 
     def _fused(self, function: Callable[..., Any], size: int) -> Callable[..., Any]:
-        """See `cpu_kernels.fused`. Not where weights are unpacked for the moment: all would be unpacked at once."""
+        """See `cpu_kernels.fused`. Not where weights are unpacked for the moment: all would be
+        unpacked at once."""
         return function if self._unpacks else fused(function, size)
 
     def _vjp(
-        self, function: Callable[..., Any], primals: list[mx.array], cotangents: list[mx.array], size: int
+        self,
+        function: Callable[..., Any],
+        primals: list[mx.array],
+        cotangents: list[mx.array],
+        size: int,
     ) -> list[mx.array]:
         """The slopes by `primals`."""
 
@@ -456,21 +567,30 @@ class BlockwiseModel:
     def _chunks(self, batch: TokenBatch) -> list[slice]:
         count = batch.positions.shape[0]
         size = head_rows(count, self._vocabulary, times=self._head_times)
-        return [slice(start, min(start + size, count)) for start in range(0, count, size)] or [slice(0, 0)]
+        return [slice(start, min(start + size, count)) for start in range(0, count, size)] or [
+            slice(0, 0)
+        ]
 
     # ------------------------------------------------------------------ the checks at start
 
     def _check(self) -> None:
-        """Raises ValueError where blocks cannot be taken apart: other glue between them, or other gradients."""
+        """Raises ValueError where blocks cannot be taken apart: other glue between them, or
+        other gradients."""
         assert self._stack is not None
         tokens = (mx.arange(16, dtype=mx.int32) % 7).reshape(2, 8)
         self._vocabulary = check_stack(self._stack, tokens)
-        self._carries = any(self._stack.returns) or bool(self._embed(PlainRows(tokens, mx.array([0])))[2])
+        self._carries = any(self._stack.returns) or bool(
+            self._embed(PlainRows(tokens, mx.array([0])))[2]
+        )
         with self._stack.only(self._stack.samples()):
-            self._check_gradients(TokenBatch(tokens, mx.arange(0, 16, 3), mx.array([1, 2, 3, 4, 5, 6], mx.int32)))
+            self._check_gradients(
+                TokenBatch(tokens, mx.arange(0, 16, 3), mx.array([1, 2, 3, 4, 5, 6], mx.int32))
+            )
 
     def _check_gradients(self, batch: TokenBatch) -> None:
-        def objective(logprobs: mx.array, *others: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+        def objective(
+            logprobs: mx.array, *others: mx.array
+        ) -> tuple[mx.array, tuple[mx.array, ...]]:
             return sum((0.1 * other for other in others), logprobs).sum(), ()
 
         value, _, gradients = self.loss_and_gradients(batch, objective)
@@ -478,12 +598,15 @@ class BlockwiseModel:
         whole, _ = self._whole(batch, objective, expected)
         worst = max((distance(g, e) for g, e in zip(gradients, expected, strict=True)), default=0.0)
         if max(worst, distance(value, whole)) > ROUNDED:
-            raise ValueError(f"block-by-block gradients of this architecture are off by {worst:.2g} (relative)")
+            raise ValueError(
+                f"block-by-block gradients of this architecture are off by {worst:.2g} (relative)"
+            )
 
 
 @dataclass
 class _Passed:
-    """What a forward leaves to the backward pass. `slopes`: of what later groups have read, by output."""
+    """What a forward leaves to the backward pass. `slopes`: of what later groups have read, by
+    output."""
 
     starts: list[mx.array]  # the groups' inputs
     calls: list[Any]  # the blocks' other arguments
@@ -497,7 +620,8 @@ def _floating(values: Any) -> list[mx.array]:
 
 
 def _apart(values: Any) -> list[mx.array]:
-    """Return new arrays: MLX takes one cotangent only for an array that a function returns twice, or just passes on."""
+    """Return new arrays: MLX takes one cotangent only for an array that a function returns
+    twice, or just passes on."""
     return [array + 0 for array in _floating(values)]
 
 
@@ -521,7 +645,8 @@ def _rows_at(hidden: mx.array, positions: mx.array) -> mx.array:
 
 
 def head_rows(count: int, vocabulary: int, *, times: int = 1) -> int:
-    """How many of `count` scored tokens one evaluation of the head takes. `times`: UNPACKED_HEAD, TRAINED_HEAD or 1."""
+    """How many of `count` scored tokens one evaluation of the head takes. `times`:
+    UNPACKED_HEAD, TRAINED_HEAD or 1."""
     if count * vocabulary <= WHOLE_HEAD:
         return max(count, 1)
     return max(FEWEST_HEAD_ROWS, HEAD_PIECE // vocabulary) * times
@@ -529,36 +654,50 @@ def head_rows(count: int, vocabulary: int, *, times: int = 1) -> int:
 
 def token_scores(logits: mx.array, batch: TokenBatch, chunk: slice) -> Scores:
     """Score logits [n, V]; `chunk`: which of the scored tokens they are for."""
-    temperature = batch.temperature if isinstance(batch.temperature, float) else batch.temperature[chunk]
-    return token_logprobs_and_entropy(logits, batch.targets[chunk], temperature, entropy_slope=batch.entropy_slope)
+    temperature = (
+        batch.temperature if isinstance(batch.temperature, float) else batch.temperature[chunk]
+    )
+    return token_logprobs_and_entropy(
+        logits, batch.targets[chunk], temperature, entropy_slope=batch.entropy_slope
+    )
 
 
 def scores_and_directions(head: Head, rows: mx.array, batch: TokenBatch, chunk: slice) -> mx.array:
-    """[n, D + 2] of rows [n, D]: the slope of each token's log-probability by its row; log-probability, entropy.
+    """[n, D + 2] of rows [n, D]: the slope of each token's log-probability by its row;
+    log-probability, entropy.
 
-    A loss that sees only log-probabilities reaches a row through one number, its slope by that token's, so one pass
-    over the logits gives scores and gradient: they need not be made again once the slopes are known. One array, so that
-    a piece is finished before the next begins.
+    A loss that sees only log-probabilities reaches a row through one number, its slope by that
+    token's, so one pass over the logits gives scores and gradient: they need not be made again once
+    the slopes are known. One array, so that a piece is finished before the next begins.
     """
     count = rows.shape[0]
     (logprobs, entropy), (directions,) = mx.vjp(
-        lambda rows: list(token_scores(head(rows), batch, chunk)), [rows], [mx.ones((count,)), mx.zeros((count,))]
+        lambda rows: list(token_scores(head(rows), batch, chunk)),
+        [rows],
+        [mx.ones((count,)), mx.zeros((count,))],
     )
-    return mx.concatenate([directions.astype(mx.float32), logprobs[:, None], entropy[:, None]], axis=1)
+    return mx.concatenate(
+        [directions.astype(mx.float32), logprobs[:, None], entropy[:, None]], axis=1
+    )
 
 
 def split_pieces(pieces: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """[N, D + 2] of `scores_and_directions` → directions [N, D], log-probabilities [N], entropies [N]."""
+    """[N, D + 2] of `scores_and_directions` → directions [N, D], log-probabilities [N],
+    entropies [N]."""
     return pieces[:, :-2], pieces[:, -2], pieces[:, -1]
 
 
-def scores_in_pieces(head: Head, rows: mx.array, batch: TokenBatch, chunks: Sequence[slice]) -> Scores:
-    """(logprobs, entropy) of rows [N, D] in a graph that is differentiated as a whole, a piece of the logits at a
-    time. The entropy has no slope."""
+def scores_in_pieces(
+    head: Head, rows: mx.array, batch: TokenBatch, chunks: Sequence[slice]
+) -> Scores:
+    """(logprobs, entropy) of rows [N, D] in a graph that is differentiated as a whole, a piece
+    of the logits at a time. The entropy has no slope."""
 
     @mx.custom_function
     def scored(rows: mx.array) -> mx.array:
-        return mx.concatenate([scores_and_directions(head, rows[chunk], batch, chunk) for chunk in chunks])
+        return mx.concatenate(
+            [scores_and_directions(head, rows[chunk], batch, chunk) for chunk in chunks]
+        )
 
     @scored.vjp
     def slopes(rows: mx.array, cotangent: mx.array, pieces: mx.array) -> mx.array:

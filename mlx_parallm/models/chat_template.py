@@ -1,7 +1,9 @@
-"""Chat templates in Jinja: transformers' sandbox, with arguments of tool calls that print as JSON (`json_values`).
+"""Chat templates in Jinja: transformers' sandbox, with arguments of tool calls that print as JSON
+(`json_values`).
 
-transformers itself renders plain dictionaries, which print as Python's. So its environment (filters, `generation`
-blocks, loop controls) is used here with a `tojson` and with tests that know JSON's values.
+transformers itself renders plain dictionaries, which print as Python's. So its environment
+(filters, `generation` blocks, loop controls) is used here with a `tojson` and with tests that know
+JSON's values.
 """
 
 import dataclasses
@@ -16,17 +18,28 @@ from pydantic import BaseModel
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.execution.json_values import TESTS, holds_json_values, template_arguments, write_json
+from mlx_parallm.execution.json_values import (
+    TESTS,
+    holds_json_values,
+    template_arguments,
+    write_json,
+)
 
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # put where a final message ends that is to be continued
 
 
 def render_template(
-    source: str, messages: Sequence[Mapping[str, Any]], /, *, continue_final_message: bool, **variables: Any
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    /,
+    *,
+    continue_final_message: bool,
+    **variables: Any,
 ) -> str:
     """Return the text that a template makes of messages (`read_messages`).
 
-    Raises RequestError: the template does not show the message to continue. Also what the template raises.
+    Raises RequestError: the template does not show the message to continue. Also what the template
+    raises.
     """
     chat = with_arguments(_plain(list(messages)), template_arguments)
     final = chat[-1]["content"].strip() if chat else ""
@@ -37,7 +50,9 @@ def render_template(
         return text
     end = text.rfind(CONTINUED.strip())
     if end < 0 or final not in text:
-        raise RequestError("the chat template does not show the message to continue", param="messages")
+        raise RequestError(
+            "the chat template does not show the message to continue", param=("messages")
+        )
     if text[end : end + len(CONTINUED)] == CONTINUED:
         return text[:end]
     return text[:end].rstrip()  # the template trims messages
@@ -50,7 +65,13 @@ def with_arguments(
     changed = []
     for message in messages:
         calls = [
-            {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}}
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": form(call["function"][("arguments")]),
+                },
+            }
             for call in message.get("tool_calls", ())
         ]
         changed.append({**message, "tool_calls": calls} if calls else dict(message))
@@ -58,11 +79,17 @@ def with_arguments(
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """`tojson` of chat templates: no characters are escaped for HTML."""
     write = write_json if holds_json_values(value) else json.dumps
-    return write(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return write(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 @lru_cache(maxsize=1)
@@ -79,9 +106,11 @@ def _compiled(source: str) -> Template:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value in JSON's own types: a template from a hub must not reach the methods of a caller's objects.
+    """Return the value in JSON's own types: a template from a hub must not reach the methods of a
+    caller's objects.
 
-    Other objects (pictures, arrays) become the name of their type: templates ask only whether they are there.
+    Other objects (pictures, arrays) become the name of their type: templates ask only whether they
+    are there.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value

@@ -1,11 +1,12 @@
-"""Attention on the CPU, up to three times as fast as MLX's there: of many queries in blocks, with its gradient, and of
-a decode step's rows.
+"""Attention on the CPU, up to three times as fast as MLX's there: of many queries in blocks, with
+its gradient, and of a decode step's rows.
 
-MLX writes the scores of all heads, [heads, L, T], to memory, reads them in every operation, and computes exp one at a
-time. Here a block of scores stays in the core's cache (of texts beyond 8,000 tokens it is larger: texts are not cut),
-exp is `exp2_minus`, and under a causal mask what a block does not see is not computed. The gradient computes a block's
-weights again from its log-sum-exp: FlashAttention's (Dao et al. 2022, arXiv 2205.14135, algorithm 4), in blocks of
-queries and heads. Figures: docs/benchmarks/kv.md.
+MLX writes the scores of all heads, [heads, L, T], to memory, reads them in every operation, and
+computes exp one at a time. Here a block of scores stays in the core's cache (of texts beyond 8,000
+tokens it is larger: texts are not cut), exp is `exp2_minus`, and under a causal mask what a block
+does not see is not computed. The gradient computes a block's weights again from its log-sum-exp:
+FlashAttention's (Dao et al. 2022, arXiv 2205.14135, algorithm 4), in blocks of queries and heads.
+Figures: docs/benchmarks/kv.md.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,16 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from mlx_parallm.models.attention_parts import LN_2, LOG2_E, Factor, Partial, attend_partly, finish, join, merge
+from mlx_parallm.models.attention_parts import (
+    LN_2,
+    LOG2_E,
+    Factor,
+    Partial,
+    attend_partly,
+    finish,
+    join,
+    merge,
+)
 from mlx_parallm.models.cpu_kernels import available, exp2_minus, on_cpu, row_maxima
 from mlx_parallm.system.blas import blas_status
 
@@ -22,13 +32,17 @@ Triple = tuple[mx.array, mx.array, mx.array]
 
 BLOCK = 1 << 18  # scores of a block: 1 MiB, half of a core's own cache
 LEAST_QUERIES, MOST_QUERIES = 16, 64  # of a block
-ALONE_FROM = 256  # positions that all queries of a block see: from so many on they are a part of their own
-FEWEST_SCORES = 4096  # of a head: 64 queries over as many positions; with fewer a gradient is slower than MLX's
-FEWEST_POSITIONS = 512  # of all rows of a decode step; with fewer MLX's attention, of fewer operations, is faster
+# positions that all queries of a block see: from so many on they are a part of their own
+ALONE_FROM = 256
+# of a head: 64 queries over as many positions; with fewer a gradient is slower than MLX's
+FEWEST_SCORES = 4096
+# of all rows of a decode step; with fewer MLX's attention, of fewer operations, is faster
+FEWEST_POSITIONS = 512
 
 
 class _Part(NamedTuple):
-    """Positions that a block reads, and who sees them: [·, 1, repeats · queries, T] bool; None: all."""
+    """Positions that a block reads, and who sees them: [·, 1, repeats · queries, T] bool; None:
+    all."""
 
     at: slice
     seen: mx.array | None
@@ -40,13 +54,14 @@ def has_fast_products() -> bool:
 
 
 def takes_rows(rows: int, positions: int) -> bool:
-    """Whether `attention_of_rows` is faster than MLX's for so many rows that read so many positions each."""
+    """Whether `attention_of_rows` is faster than MLX's for so many rows that read so many
+    positions each."""
     return rows * positions >= FEWEST_POSITIONS and has_fast_products()
 
 
 def takes(queries: mx.array, keys: mx.array, values: mx.array, mask: object) -> bool:
-    """Whether `attention` computes this faster than MLX: on a CPU with a fast BLAS, float32, not few scores, no mask or
-    a causal one or one of booleans that is the same for all heads."""
+    """Whether `attention` computes this faster than MLX: on a CPU with a fast BLAS, float32, not
+    few scores, no mask or a causal one or one of booleans that is the same for all heads."""
     if not has_fast_products():
         return False
     if any(x.dtype != mx.float32 for x in (queries, keys, values)):
@@ -58,14 +73,17 @@ def takes(queries: mx.array, keys: mx.array, values: mx.array, mask: object) -> 
     return mask is None or (mask == "causal" and keys.shape[2] >= queries.shape[2])
 
 
-def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask) -> mx.array:
-    """softmax(scale · queries · keysᵀ) · values → [B, heads, L, Dv] float32: `mx.fast.scaled_dot_product_attention`.
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask
+) -> mx.array:
+    """softmax(scale · queries · keysᵀ) · values → [B, heads, L, Dv] float32:
+    `mx.fast.scaled_dot_product_attention`.
 
     Args:
         queries: [B, heads, L, D] float32.
         keys, values: [B, H, T, D] and [B, H, T, Dv] float32; heads is a multiple of H.
-        mask: "causal": the last query sees all T positions; or True where a position is seen, to be broadcast to
-            [B, 1, L, T]; or None. A query that sees nothing gets zeros.
+        mask: "causal": the last query sees all T positions; or True where a position is seen, to be
+            broadcast to [B, 1, L, T]; or None. A query that sees nothing gets zeros.
 
     There is no second derivative, and no `mx.vmap` of it.
     """
@@ -75,7 +93,9 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
         return _forward(queries, keys, values, scale, mask)
 
     @function.vjp
-    def gradient(primals: Triple, slopes: tuple[mx.array, mx.array], outputs: tuple[mx.array, mx.array]) -> Triple:
+    def gradient(
+        primals: Triple, slopes: tuple[mx.array, mx.array], outputs: tuple[mx.array, mx.array]
+    ) -> Triple:
         return _backward(primals, slopes[0], outputs, scale, mask)
 
     return cast("tuple[mx.array, mx.array]", function(queries, keys, values))[0]
@@ -84,14 +104,17 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
 def attention_of_rows(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, bias: mx.array | None
 ) -> mx.array:
-    """`attention` of one query a row, [n, heads, 1, D] float32, for a decode step: it has no gradient.
+    """`attention` of one query a row, [n, heads, 1, D] float32, for a decode step: it has no
+    gradient.
 
     Args:
         keys, values: [n, H, T, D] and [n, H, T, Dv] float32.
-        bias: what is added to the scores, [n or 1, 1, 1, T] float32: 0, and `NOTHING` where a position is not seen.
+        bias: what is added to the scores, [n or 1, 1, 1, T] float32: 0, and `NOTHING` where a
+            position is not seen.
     """
     rows, heads, _, width = queries.shape
-    # One product a head: products of two rows, which read a group's keys once, leave MKL's faster path for vectors.
+    # One product a head: products of two rows, which read a group's keys once, leave MKL's faster
+    # path for vectors.
     grouped = (queries * (scale * LOG2_E)).reshape(rows, keys.shape[1], -1, 1, width)
     scores = (grouped @ keys[:, :, None].swapaxes(-1, -2)).reshape(rows, heads, 1, -1)
     if bias is not None:
@@ -101,9 +124,11 @@ def attention_of_rows(
     return weighted.reshape(rows, heads, 1, -1) / weights.sum(axis=-1, keepdims=True)
 
 
-def attend_by_heads(queries: mx.array, keys_t: Factor, values: Factor, mask: mx.array | None, factor: float) -> Partial:
-    """`attend_partly` of queries [H, rows, D] over keys [H, D, T] and values [H, T, Dv]; on a CPU of as many heads at a
-    time as stay in the core's cache."""
+def attend_by_heads(
+    queries: mx.array, keys_t: Factor, values: Factor, mask: mx.array | None, factor: float
+) -> Partial:
+    """`attend_partly` of queries [H, rows, D] over keys [H, D, T] and values [H, T, Dv]; on a
+    CPU of as many heads at a time as stay in the core's cache."""
     if not (isinstance(keys_t, mx.array) and isinstance(values, mx.array) and on_cpu()):
         return attend_partly(queries, keys_t, values, mask, factor)
     found: list[Partial] = []
@@ -125,7 +150,9 @@ def _forward(
         for block in pieces.queries:
             (x,) = _after(last, pieces.cut(grouped, rows, heads, block))
             parts = [
-                attend_partly(x, keys_t[rows, heads, :, at], values[rows, heads, at], seen, scale * LOG2_E)
+                attend_partly(
+                    x, keys_t[rows, heads, :, at], values[rows, heads, at], seen, scale * LOG2_E
+                )
                 for at, seen in pieces.parts(rows, block)
             ]
             state = parts[0] if len(parts) == 1 else merge(*parts)
@@ -135,7 +162,9 @@ def _forward(
     return outs.whole(), sums.whole()
 
 
-def _backward(primals: Triple, slope: mx.array, outputs: tuple[mx.array, mx.array], scale: float, mask: Mask) -> Triple:
+def _backward(
+    primals: Triple, slope: mx.array, outputs: tuple[mx.array, mx.array], scale: float, mask: Mask
+) -> Triple:
     """With weights P, the slope dO of the output O and δ = Σ dO · O of each query: dV = Pᵀ · dO,
     dS = P · (dO · Vᵀ - δ), dQ = scale · dS · K, dK = scale · dSᵀ · Q."""
     queries, keys, values = primals
@@ -150,13 +179,18 @@ def _backward(primals: Triple, slope: mx.array, outputs: tuple[mx.array, mx.arra
         sums = _KeySlopes()
         of_queries: list[mx.array] = []  # the last block's first
         for block in reversed(pieces.queries):
-            x, dout, lse, delta = (pieces.cut(array, rows, heads, block) for array in (*grouped, deltas))
+            x, dout, lse, delta = (
+                pieces.cut(array, rows, heads, block) for array in (*grouped, deltas)
+            )
             (x,) = _after(last, x)
             found = []
             parts = pieces.parts(rows, block)
             sums.begin(parts[-1].at.stop)
             for at, seen in parts:
-                scores, products = x @ k[:, :, at].swapaxes(-1, -2), dout @ v[:, :, at].swapaxes(-1, -2)
+                scores, products = (
+                    x @ k[:, :, at].swapaxes(-1, -2),
+                    dout @ v[:, :, at].swapaxes(-1, -2),
+                )
                 weights, dscores = _weights_and_slopes(scores, lse, products, delta, seen)
                 found.append(dscores @ k[:, :, at])
                 sums.add(at, dscores.swapaxes(-1, -2), x, weights.swapaxes(-1, -2), dout)
@@ -175,24 +209,30 @@ def _backward(primals: Triple, slope: mx.array, outputs: tuple[mx.array, mx.arra
 
 
 def _after(last: list[mx.array], x: mx.array) -> list[mx.array]:
-    """x, computed after `last`: blocks one after the other share the cache, in whatever order MLX would take them."""
+    """x, computed after `last`: blocks one after the other share the cache, in whatever order
+    MLX would take them."""
     return cast("list[mx.array]", mx.depends([x], last)) if last else [x]
 
 
 class _Pieces:
-    """How queries [B, heads, L, D] over keys [B, H, T, D] are cut: rows and heads into tiles, queries into blocks."""
+    """How queries [B, heads, L, D] over keys [B, H, T, D] are cut: rows and heads into tiles,
+    queries into blocks."""
 
     def __init__(self, queries: mx.array, keys: mx.array, mask: Mask) -> None:
         self._batch, self._heads, self._count, _ = queries.shape
         self._kv_heads, self._positions = keys.shape[1], keys.shape[2]
         self._repeats = self._heads // self._kv_heads
         a_query = self._repeats * self._positions  # scores
-        most = max(LEAST_QUERIES, min(MOST_QUERIES, BLOCK // a_query // LEAST_QUERIES * LEAST_QUERIES))
+        most = max(
+            LEAST_QUERIES, min(MOST_QUERIES, BLOCK // a_query // LEAST_QUERIES * LEAST_QUERIES)
+        )
         self.queries = _slices(self._count, most)
         scores = a_query * min(most, self._count)
         self._tile_heads = max(1, min(self._kv_heads, BLOCK // scores))
         whole = self._tile_heads == self._kv_heads
-        self._tile_rows = max(1, min(self._batch, BLOCK // (scores * self._kv_heads))) if whole else 1
+        self._tile_rows = (
+            max(1, min(self._batch, BLOCK // (scores * self._kv_heads))) if whole else 1
+        )
         self._causal = isinstance(mask, str)
         self._mask: mx.array | None = None
         if isinstance(mask, mx.array):
@@ -206,11 +246,17 @@ class _Pieces:
                 yield rows, heads
 
     def parts(self, rows: slice, block: slice) -> list[_Part]:
-        """From position 0 on, end to end. Of a causal mask the last part ends where the block sees no more."""
+        """From position 0 on, end to end. Of a causal mask the last part ends where the block
+        sees no more."""
         if self._causal:
-            before, stop = self._positions - self._count + block.start, self._positions - self._count + block.stop
+            before, stop = (
+                self._positions - self._count + block.start,
+                self._positions - self._count + block.stop,
+            )
             start = before if before >= ALONE_FROM else 0
-            seen = mx.tri(block.stop - block.start, stop - start, before - start, dtype=mx.bool_)[None, None]
+            seen = mx.tri(block.stop - block.start, stop - start, before - start, dtype=mx.bool_)[
+                None, None
+            ]
             parts = [_Part(slice(start, stop), self._repeated(seen))]
             return [_Part(slice(0, start), None), *parts] if start else parts
         if self._mask is None:
@@ -240,7 +286,8 @@ class _Pieces:
 
 
 class _Collector:
-    """Puts together what is found block by block, [b, h, repeats · queries, ·] each, to [B, heads, L, ·]."""
+    """Puts together what is found block by block, [b, h, repeats · queries, ·] each, to [B,
+    heads, L, ·]."""
 
     def __init__(self, pieces: _Pieces, repeats: int) -> None:
         self._pieces, self._repeats = pieces, repeats
@@ -252,14 +299,16 @@ class _Collector:
 
     def whole(self) -> mx.array:
         blocks = len(self._pieces.queries)
-        tiles = [_joined(self._found[i : i + blocks], 3) for i in range(0, len(self._found), blocks)]
+        tiles = [
+            _joined(self._found[i : i + blocks], 3) for i in range(0, len(self._found), blocks)
+        ]
         whole = self._pieces.tiled(tiles)
         return whole.reshape(whole.shape[0], -1, *whole.shape[3:])
 
 
 class _KeySlopes:
-    """Sums of dSᵀ · Q and Pᵀ · dO by position, over blocks from the last to the first: `first` are those of positions
-    that earlier blocks may see too."""
+    """Sums of dSᵀ · Q and Pᵀ · dO by position, over blocks from the last to the first: `first`
+    are those of positions that earlier blocks may see too."""
 
     def __init__(self) -> None:
         self.first: list[mx.array] = []
@@ -273,11 +322,15 @@ class _KeySlopes:
             self.first = [array[:, :, :stop] for array in self.first]
         self._parts = []
 
-    def add(self, at: slice, dscores_t: mx.array, x: mx.array, weights_t: mx.array, dout: mx.array) -> None:
+    def add(
+        self, at: slice, dscores_t: mx.array, x: mx.array, weights_t: mx.array, dout: mx.array
+    ) -> None:
         pairs = ((dscores_t, x), (weights_t, dout))
         if self.first:
             sums = zip(self.first, pairs, strict=True)
-            self._parts.append([mx.addmm(array[:, :, at], left, right) for array, (left, right) in sums])
+            self._parts.append(
+                [mx.addmm(array[:, :, at], left, right) for array, (left, right) in sums]
+            )
         else:
             self._parts.append([left @ right for left, right in pairs])
 

@@ -1,19 +1,23 @@
 """MLX on the CPU, made faster: exp, SwiGLU, rotary positions, and products with quantised weights.
 
-    exp_minus         exp(x - shift), for the sampler and the log-probabilities; MLX computes exp one element at a time
+    exp_minus         exp(x - shift), for the sampler and the log-probabilities; MLX computes exp
+                      one element at a time
     row_maxima        of the same; MLX compares one number at a time
     fused             a function of many numbers, such as a training step's gradient, for one call
     use_fast_swiglu   replaces the feed-forwards of a serving tree that a trial shows to be a SwiGLU
     use_fast_rope     replaces mlx's nn.RoPE: a step's angles are computed once, not in every layer
-    use_unpacking     multiplies quantised weights with several rows by unpacking the weights for the moment
+    use_unpacking     multiplies quantised weights with several rows by unpacking the weights for
+                      the moment
 
-The first five are MLX's own cheap operations, fused by `mx.compile`, which needs a C++ compiler; without one, and on
-GPUs, MLX's functions stay. The trainer's tree uses SwiGLU too, with a gradient of its own. docs/benchmarks/serving.md.
+The first five are MLX's own cheap operations, fused by `mx.compile`, which needs a C++ compiler;
+without one, and on GPUs, MLX's functions stay. The trainer's tree uses SwiGLU too, with a gradient
+of its own. docs/benchmarks/serving.md.
 
-MLX's CPU product with quantised weights works row by row; from a few rows on, unpacking the weights once and a BLAS
-product is faster (55 times for 512 rows, docs/benchmarks/memory.md). Plain differentiation would keep the unpacked
-weights until the backward pass: float32 of the whole model. So the gradient is written out and unpacks them again.
-Experts (`SwitchLinear`) are left as they are: their products gather weights by token.
+MLX's CPU product with quantised weights works row by row; from a few rows on, unpacking the weights
+once and a BLAS product is faster (55 times for 512 rows, docs/benchmarks/memory.md). Plain
+differentiation would keep the unpacked weights until the backward pass: float32 of the whole model.
+So the gradient is written out and unpacks them again. Experts (`SwitchLinear`) are left as they
+are: their products gather weights by token.
 """
 
 import math
@@ -33,11 +37,26 @@ log = get_logger(__name__)
 _ROUND = 12582912.0  # 1.5 · 2²³: adding it leaves a float32 rounded to an integer
 _ONE, _NAN = 0x3F800000, 0x7FC00000  # bits of 1.0 and of a NaN
 _UNIT = float(1 << 23)  # of the last bit of a number between 1 and 2
-_LOWEST, _LOWEST_POWER = -87.0, -100.0  # below them exp and 2^x are 0 here, above them normal numbers
+# below them exp and 2^x are 0 here, above them normal numbers
+_LOWEST, _LOWEST_POWER = -87.0, -100.0
 # (e^r - 1 - r) / r² on [-ln 2 / 2, ln 2 / 2]: Cephes' expf
-_EXP = (5.0000001201e-1, 1.6666665459e-1, 4.1665795894e-2, 8.3334519073e-3, 1.3981999507e-3, 1.9875691500e-4)
+_EXP = (
+    5.0000001201e-1,
+    1.6666665459e-1,
+    4.1665795894e-2,
+    8.3334519073e-3,
+    1.3981999507e-3,
+    1.9875691500e-4,
+)
 # (2^r - 1) / r on [0, 1]: interpolated at Chebyshev's nodes, error 5e-9
-_EXP2 = (6.9314717086e-01, 2.4022720418e-01, 5.5496023564e-02, 9.6521950553e-03, 1.2692166076e-03, 2.0817915021e-04)
+_EXP2 = (
+    6.9314717086e-01,
+    2.4022720418e-01,
+    5.5496023564e-02,
+    9.6521950553e-03,
+    1.2692166076e-03,
+    2.0817915021e-04,
+)
 # σ(x) = 1/2 + x · p(x²) / q(x²): Eigen's rational tanh of x / 2, where x is bounded
 _BOUND = 15.997623443603516
 _SHARE_P = (
@@ -49,19 +68,27 @@ _SHARE_P = (
     2.00018790482477e-13 / 4**6,
     -2.76076847742355e-16 / 4**7,
 )
-_SHARE_Q = (4.89352518554385e-03, 2.26843463243900e-03 / 4, 1.18534705686654e-04 / 4**2, 1.19825839466702e-06 / 4**3)
+_SHARE_Q = (
+    4.89352518554385e-03,
+    2.26843463243900e-03 / 4,
+    1.18534705686654e-04 / 4**2,
+    1.19825839466702e-06 / 4**3,
+)
 TRACES = 512  # of fused functions that a thread keeps, 36 KB each: one for each function and size
 FEWEST_TO_FUSE = 1 << 18  # numbers of a hidden state, or logits
 LEAST_TO_FOLD = 1 << 16  # numbers: of fewer, one reduction is faster than more operations
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _AGREES = 1e-5  # of the largest output
-_SCALES = (1.0, 1000.0)  # of the inputs tried: the small one shows another curve, the large one a clamp (step3p5)
+# of the inputs tried: the small one shows another curve, the large one a clamp (step3p5)
+_SCALES = (1.0, 1000.0)
 FEWEST_ROWS = 2  # one row is faster in MLX's product
-UNPACKED = 1 << 21  # weights that are unpacked at a time: 8 MiB of float32; MLX allocates some dozens of them ahead
+# weights that are unpacked at a time: 8 MiB of float32; MLX allocates some dozens of them ahead
+UNPACKED = 1 << 21
 
 
 def on_cpu() -> bool:
-    """True when MLX computes on the CPU: float32 is then 10 to 20 times faster than half precision."""
+    """True when MLX computes on the CPU: float32 is then 10 to 20 times faster than half
+    precision."""
     return mx.default_device().type == mx.DeviceType.cpu
 
 
@@ -79,9 +106,9 @@ def available() -> bool:
 
 
 class _Traces(threading.local):
-    """Of each thread its own. MLX keeps a thread's traces by the address of the Python function, and drops those of
-    the thread that called it last only: one called by two threads would leave its trace to whatever function gets its
-    address next."""
+    """Of each thread its own. MLX keeps a thread's traces by the address of the Python function,
+    and drops those of the thread that called it last only: one called by two threads would leave
+    its trace to whatever function gets its address next."""
 
     def __init__(self) -> None:
         self.of = lru_cache(maxsize=TRACES)(_compiled)
@@ -92,13 +119,13 @@ def _compiled(function: Callable[..., Any], size: int) -> Callable[..., Any]:
 
 
 def _fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
-    """The function as one loop over flat arrays of this size. MLX keeps a trace for every shape; here the sizes are as
-    many as there are texts, so the ones not used for longest are dropped.
+    """The function as one loop over flat arrays of this size. MLX keeps a trace for every shape;
+    here the sizes are as many as there are texts, so the ones not used for longest are dropped.
 
-    g++ computes four numbers at a time where nothing is broadcast, where no number is chosen (`mx.maximum`,
-    `mx.where`) and where MLX does not cut the chain, which it does after 11 operations. So bits are masked, polynomials
-    are trees, and bounds and differences are operations before. `reshape` keeps those apart where all of it is fused
-    with more (`fused`).
+    g++ computes four numbers at a time where nothing is broadcast, where no number is chosen
+    (`mx.maximum`, `mx.where`) and where MLX does not cut the chain, which it does after 11
+    operations. So bits are masked, polynomials are trees, and bounds and differences are operations
+    before. `reshape` keeps those apart where all of it is fused with more (`fused`).
     """
     return _traces.of(function, size)
 
@@ -107,25 +134,26 @@ _traces = _Traces()
 
 
 def fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
-    """The function of arrays, for one call: on a CPU, and where its arrays have so many numbers that it pays, its
-    operations one by one become loops of several. It must not evaluate an array.
+    """The function of arrays, for one call: on a CPU, and where its arrays have so many numbers
+    that it pays, its operations one by one become loops of several. It must not evaluate an array.
 
-    For a new architecture g++ makes some 30 loops, 0.4 s each, and keeps them in the directory for temporary files;
-    other threads that need a loop wait for it. Part of a loop are numbers that are no arrays, and arrays of one number
-    that are no arguments: those that change from call to call go through `as_data`, or each call would make new loops.
+    For a new architecture g++ makes some 30 loops, 0.4 s each, and keeps them in the directory for
+    temporary files; other threads that need a loop wait for it. Part of a loop are numbers that are
+    no arrays, and arrays of one number that are no arguments: those that change from call to call
+    go through `as_data`, or each call would make new loops.
     """
     return mx.compile(function) if size >= FEWEST_TO_FUSE and available() else function
 
 
 def as_data(number: float) -> mx.array:
-    """A number as an array [], float32, that a loop of a `fused` function reads. To be called inside that function:
-    MLX writes into a loop's code what has one element and is evaluated."""
+    """A number as an array [], float32, that a loop of a `fused` function reads. To be called
+    inside that function: MLX writes into a loop's code what has one element and is evaluated."""
     return mx.array([number, number])[0]
 
 
 def exp_minus(x: mx.array, shift: mx.array) -> mx.array:
-    """exp(x - shift) of float32, x ≤ shift; relative error 1.2e-7 (MLX's own: 4e-6), exactly 0 below exp(-87), NaN
-    stays NaN."""
+    """exp(x - shift) of float32, x ≤ shift; relative error 1.2e-7 (MLX's own: 4e-6), exactly 0
+    below exp(-87), NaN stays NaN."""
     x = x - shift
     if not available():
         return mx.exp(x)
@@ -153,8 +181,8 @@ def _times_power(x: mx.array, k: mx.array, bits: mx.array) -> mx.array:
 
 
 def exp2_minus(x: mx.array, shift: mx.array) -> mx.array:
-    """2^(x - shift) of float32, x ≤ shift; relative error 1.2e-7, exactly 0 below 2⁻¹⁰⁰, NaN stays NaN. An
-    x far above the shift gives any number."""
+    """2^(x - shift) of float32, x ≤ shift; relative error 1.2e-7, exactly 0 below 2⁻¹⁰⁰, NaN
+    stays NaN. An x far above the shift gives any number."""
     x = x - shift
     if not available():
         return mx.exp(x * math.log(2))
@@ -174,8 +202,8 @@ def _exp2(x: mx.array) -> mx.array:
 
 
 def row_maxima(x: mx.array) -> mx.array:
-    """`x.max(axis=-1, keepdims=True)`. MLX's reduction of rows goes one number at a time on the CPU, comparing two
-    halves many."""
+    """`x.max(axis=-1, keepdims=True)`. MLX's reduction of rows goes one number at a time on the
+    CPU, comparing two halves many."""
     while x.size >= LEAST_TO_FOLD and x.shape[-1] > 1 and on_cpu():
         half = (x.shape[-1] + 1) // 2
         x = mx.maximum(x[..., :half], x[..., -half:])
@@ -183,7 +211,8 @@ def row_maxima(x: mx.array) -> mx.array:
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) · up in float32. σ(gate) is kept for the gradient; there is no second derivative."""
+    """silu(gate) · up in float32. σ(gate) is kept for the gradient; there is no second
+    derivative."""
     return cast("tuple[mx.array, mx.array]", _swiglu_and_share(gate, up))[0]
 
 
@@ -205,7 +234,9 @@ def _gated(bounded: mx.array, gate: mx.array, up: mx.array) -> tuple[mx.array, m
 
 @_swiglu_and_share.vjp
 def _swiglu_slopes(
-    primals: tuple[mx.array, mx.array], cotangents: tuple[mx.array, mx.array], outputs: tuple[mx.array, mx.array]
+    primals: tuple[mx.array, mx.array],
+    cotangents: tuple[mx.array, mx.array],
+    outputs: tuple[mx.array, mx.array],
 ) -> tuple[mx.array, mx.array]:
     """d silu(x) / dx = σ(x) · (1 + x · (1 - σ(x)))."""
     (gate, up), (_, share) = primals, outputs
@@ -226,11 +257,13 @@ class FastMLP(nn.Module):
 
 
 def use_fast_swiglu(model: nn.Module) -> int:
-    """Replaces, in place, the feed-forwards that give what FastMLP gives; returns how many. Before the linear layers
-    are wrapped. Evaluates each one once, on a few random vectors."""
+    """Replaces, in place, the feed-forwards that give what FastMLP gives; returns how many.
+    Before the linear layers are wrapped. Evaluates each one once, on a few random vectors."""
     if not available():
         return 0
-    modules = [(path, module) for path, module in model.named_modules() if set(module) == set(_PROJECTIONS)]
+    modules = [
+        (path, module) for path, module in model.named_modules() if set(module) == set(_PROJECTIONS)
+    ]
     replaced = [(path, FastMLP(module)) for path, module in modules if _is_swiglu(module)]
     if replaced:
         model.update_modules(tree_unflatten(replaced))
@@ -238,8 +271,8 @@ def use_fast_swiglu(model: nn.Module) -> int:
 
 
 class FastRoPE(nn.Module):
-    """nn.RoPE. A decode step's `offset` is one array [B] for all layers: its cos and sin are computed by the first that
-    asks. Everything else (a prefill, other types) goes to `rope`."""
+    """nn.RoPE. A decode step's `offset` is one array [B] for all layers: its cos and sin are
+    computed by the first that asks. Everything else (a prefill, other types) goes to `rope`."""
 
     def __init__(self, rope: nn.RoPE, angles: "_Angles") -> None:
         super().__init__()
@@ -248,7 +281,9 @@ class FastRoPE(nn.Module):
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """x [B, H, T, D], at positions offset … offset + T - 1."""
-        one_position = isinstance(offset, mx.array) and offset.ndim == 1 and x.ndim == 4 and x.shape[2] == 1
+        one_position = (
+            isinstance(offset, mx.array) and offset.ndim == 1 and x.ndim == 4 and x.shape[2] == 1
+        )
         if not one_position or x.dtype != mx.float32 or x.shape[3] != self.rope.dims:
             return self.rope(x, offset=offset)
         return _rotated(x, *self._angles.of(offset))
@@ -259,7 +294,9 @@ class _Angles:
 
     def __init__(self, rope: nn.RoPE) -> None:
         half = rope.dims // 2
-        self._frequencies = rope.scale * mx.exp(mx.arange(0.0, -half, -1.0) * (math.log(rope.base) / half))
+        self._frequencies = rope.scale * mx.exp(
+            mx.arange(0.0, -half, -1.0) * (math.log(rope.base) / half)
+        )
         mx.eval(self._frequencies)  # another thread will use it
         self._positions: mx.array | None = None
         self._cos_sin: tuple[mx.array, mx.array] = (self._frequencies, self._frequencies)
@@ -287,9 +324,15 @@ def use_fast_rope(model: nn.Module) -> int:
     """Replaces, in place, the nn.RoPE modules that turn halves (not pairs); returns how many."""
     if not available():
         return 0
-    modules = [(path, rope) for path, rope in model.named_modules() if type(rope) is nn.RoPE and not rope.traditional]
+    modules = [
+        (path, rope)
+        for path, rope in model.named_modules()
+        if type(rope) is nn.RoPE and not rope.traditional
+    ]
     angles = {(rope.dims, rope.base, rope.scale): _Angles(rope) for _, rope in modules}
-    replaced = [(path, FastRoPE(rope, angles[rope.dims, rope.base, rope.scale])) for path, rope in modules]
+    replaced = [
+        (path, FastRoPE(rope, angles[rope.dims, rope.base, rope.scale])) for path, rope in modules
+    ]
     if replaced:
         model.update_modules(tree_unflatten(replaced))
     return len(replaced)
@@ -308,7 +351,9 @@ def _is_swiglu(mlp: nn.Module) -> bool:
 
 
 def _agree(exact: mx.array, fast: mx.array) -> bool:
-    return exact.shape == fast.shape and bool((mx.abs(exact - fast).max() <= _AGREES * mx.abs(exact).max()).item())
+    return exact.shape == fast.shape and bool(
+        (mx.abs(exact - fast).max() <= _AGREES * mx.abs(exact).max()).item()
+    )
 
 
 class UnpackingLinear(nn.QuantizedLinear):
@@ -329,12 +374,14 @@ class UnpackingEmbedding(nn.QuantizedEmbedding):
 
 
 def use_unpacking(model: nn.Module) -> int:
-    """Changes the quantised layers in place where MLX computes on a CPU; returns how many. Formats other than scale and
-    bias a group ("affine") stay as they are."""
+    """Changes the quantised layers in place where MLX computes on a CPU; returns how many.
+    Formats other than scale and bias a group ("affine") stay as they are."""
     if not on_cpu():
         return 0
     kinds = {nn.QuantizedLinear: UnpackingLinear, nn.QuantizedEmbedding: UnpackingEmbedding}
-    modules = [module for module in model.modules() if type(module) in kinds and module.mode == "affine"]
+    modules = [
+        module for module in model.modules() if type(module) in kinds and module.mode == ("affine")
+    ]
     for module in modules:
         module.__class__ = kinds[type(module)]  # the same object: whatever holds it sees the change
     return len(modules)
@@ -368,7 +415,11 @@ def _product(x: mx.array, layer: Any) -> mx.array:
         parts = []
         for part in _slices(groups, outputs * layer.group_size):
             columns = [rows @ plane for plane in _planes(layer, slice(None), part)]
-            parts.append(columns[0] if len(columns) == 1 else mx.stack(columns, axis=-1).reshape(len(rows), -1))
+            parts.append(
+                columns[0]
+                if len(columns) == 1
+                else mx.stack(columns, axis=-1).reshape(len(rows), -1)
+            )
         return _side_by_side(parts).reshape(x.shape).astype(x.dtype)
 
     y = product(x)
@@ -377,8 +428,8 @@ def _product(x: mx.array, layer: Any) -> mx.array:
 
 
 def _planes(layer: Any, outputs: slice, groups: slice) -> list[mx.array]:
-    """The weights of some outputs and groups of inputs, float32: in 4 bits the even columns and the odd ones, as they
-    lie in the two halves of a byte, [n, in / 2] each; else all, [n, in]."""
+    """The weights of some outputs and groups of inputs, float32: in 4 bits the even columns and
+    the odd ones, as they lie in the two halves of a byte, [n, in / 2] each; else all, [n, in]."""
     count = layer.scales.shape[1]
     scales = layer.scales[outputs][:, groups].astype(mx.float32)
     biases = layer.biases[outputs][:, groups].astype(mx.float32)
@@ -401,7 +452,8 @@ def _bytes(packed: mx.array, scales: mx.array, biases: mx.array) -> list[mx.arra
     return [packed.astype(mx.float32) * scales + biases]
 
 
-_UNPACK = {4: _halves, 8: _bytes}  # fused loops, ten times as fast as mx.dequantize, and the same bits
+# fused loops, ten times as fast as mx.dequantize, and the same bits
+_UNPACK = {4: _halves, 8: _bytes}
 
 
 def _columns(x: mx.array, bits: int) -> list[mx.array]:
@@ -409,7 +461,8 @@ def _columns(x: mx.array, bits: int) -> list[mx.array]:
     if bits != 4:
         return [x]
     pairs = x.reshape(len(x), -1, 2)
-    return [mx.contiguous(pairs[..., half]) for half in (0, 1)]  # else each slice's product copies its columns anew
+    # else each slice's product copies its columns anew
+    return [mx.contiguous(pairs[..., half]) for half in (0, 1)]
 
 
 def _sum_of_products(columns: list[mx.array], weights: list[mx.array]) -> mx.array:
@@ -420,7 +473,8 @@ def _sum_of_products(columns: list[mx.array], weights: list[mx.array]) -> mx.arr
 
 
 def _slices(count: int, size: int) -> list[slice]:
-    """Slice `count` things of `size` weights each, so that at most UNPACKED weights are unpacked at a time."""
+    """Slice `count` things of `size` weights each, so that at most UNPACKED weights are unpacked
+    at a time."""
     step = max(1, UNPACKED // size)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 

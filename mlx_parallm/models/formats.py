@@ -22,12 +22,27 @@ WEIGHTS = "model*.safetensors"
 _SHARD = re.compile(r"(model.*-)(\d+)-of-(\d+)\.safetensors")
 _ADAPTER_FILES = {"adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"}
 _PYTORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Formats of `quantization_config.quant_method` that mlx-lm does not read, or (GPTQ) takes for another's layout.
-_FOREIGN = {"gptq", "bitsandbytes", "aqlm", "hqq", "eetq", "exl2", "exl3", "quanto", "torchao", "vptq", "higgs", "spqr"}
+# Formats of `quantization_config.quant_method` that mlx-lm does not read, or (GPTQ) takes for
+# another's layout.
+_FOREIGN = {
+    "gptq",
+    "bitsandbytes",
+    "aqlm",
+    "hqq",
+    "eetq",
+    "exl2",
+    "exl3",
+    "quanto",
+    "torchao",
+    "vptq",
+    "higgs",
+    ("spqr"),
+}
 
 
 def directory_of(model: str) -> Path | None:
-    """The directory of a model on this machine, the package's own too; None for an id of the hub."""
+    """The directory of a model on this machine, the package's own too; None for an id of the
+    hub."""
     if model == BUILTIN_TINY:
         return Path(str(importlib.resources.files("mlx_parallm"))) / "models" / "tiny"
     return local_path(model) if is_directory(model) else None
@@ -55,26 +70,38 @@ def check_names(names: Collection[str], where: str) -> None:
         return
     if _ADAPTER_FILES & set(names):
         raise ModelError(
-            f"{where} is an adapter, not a model: set model.lora_path = {where!r}, and model.base_path to the model it"
+            f"{where} is an adapter, not a model: set model.lora_path = {where!r}, and"
+            " model.base_path to the model it"
             " was trained on"
         )
     if any(name.endswith(".gguf") for name in names):
         raise ModelError(
-            f"{where} holds GGUF, llama.cpp's format: name the file itself, model.base_path = 'DIR/FILE.gguf' (on a hub"
-            " after `hf download`), or better the checkpoint that it was made from (its model card names it)"
+            f"{where} holds GGUF, llama.cpp's format: name the file itself, model.base_path ="
+            " 'DIR/FILE.gguf' (on a hub"
+            " after `hf download`), or better the checkpoint that it was made from (its model"
+            " card names it)"
         )
     if "config.json" not in names:
-        raise ModelError(f"{where} has no config.json: not a Hugging Face model directory; {_download_hint(where)}")
+        raise ModelError(
+            f"{where} has no config.json: not a Hugging Face model directory;"
+            f" {_download_hint(where)}"
+        )
     if any(fnmatch(name, pattern) for name in names for pattern in _PYTORCH):
         raise ModelError(
-            f"{where} has PyTorch weights only (.bin), which mlx-lm does not read; convert it once (needs torch):"
-            f" `python -c \"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; d = '{where}';"
-            " M.from_pretrained(d).save_pretrained('converted'); T.from_pretrained(d).save_pretrained('converted')\"`,"
+            f"{where} has PyTorch weights only (.bin), which mlx-lm does not read; convert it once"
+            " (needs torch):"
+            ' `python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as'
+            f" T; d = '{where}';"
+            " M.from_pretrained(d).save_pretrained('converted');"
+            " T.from_pretrained(d).save_pretrained('converted')\"`,"
             " then model.base_path = 'converted'"
         )
     others = ", ".join(sorted(name for name in names if name.endswith(".safetensors"))[:3])
     raise ModelError(
-        f"No safetensors weights in {where}: expected model.safetensors or model-00001-of-0000N.safetensors"
+        (
+            f"No safetensors weights in {where}: expected model.safetensors or"
+            " model-00001-of-0000N.safetensors"
+        )
         + (f", found {others}" if others else f"; {_download_hint(where)}")
     )
 
@@ -87,36 +114,54 @@ def check_directory(path: Path) -> None:
         total = len(_named_shards(path))
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ModelError(
-            f"{path} lacks {len(missing)} of its {total} weight files ({shown}); {_download_hint(str(path))}"
+            f"{path} lacks {len(missing)} of its {total} weight files ({shown});"
+            f" {_download_hint(str(path))}"
         )
     for file in path.glob(WEIGHTS):
         try:
             (_, expected), size = _header(file) or ({}, 0), file.stat().st_size
         except OSError as error:  # no permission, a link into a cache or onto a disk that is gone
             reason = error.strerror or error
-            raise ModelError(f"{file} cannot be read: {reason}; {_download_hint(str(path))}") from error
+            raise ModelError(
+                f"{file} cannot be read: {reason}; {_download_hint(str(path))}"
+            ) from error
         if expected != size:
-            reason = f"{size:,} of {expected:,} bytes are there" if expected else "it has no safetensors header"
-            raise ModelError(f"{file} is damaged or its download is incomplete: {reason}; {_download_hint(str(path))}")
+            reason = (
+                (f"{size:,} of {expected:,} bytes are there")
+                if expected
+                else "it has no safetensors header"
+            )
+            raise ModelError(
+                f"{file} is damaged or its download is incomplete: {reason};"
+                f" {_download_hint(str(path))}"
+            )
 
 
 def check_quantization(config: Mapping[str, Any], where: str, *, quantize: bool) -> None:
-    """Raises ModelError: a quantisation that mlx-lm cannot read; ConfigError: `quantize` of a quantised checkpoint."""
+    """Raises ModelError: a quantisation that mlx-lm cannot read; ConfigError: `quantize` of a
+    quantised checkpoint."""
     settings = config.get("quantization") or config.get("quantization_config")
     settings = settings or (config.get("text_config") or {}).get("quantization_config")
     if not isinstance(settings, Mapping):
         return
     method, bits = str(settings.get("quant_method", "mlx")).lower(), settings.get("bits")
-    if method in _FOREIGN or (method == "awq" and (bits != 4 or settings.get("version", "gemm") != "gemm")):
+    if method in _FOREIGN or (
+        method == "awq" and (bits != 4 or settings.get("version", "gemm") != ("gemm"))
+    ):
         raise ModelError(
-            f"{where} is quantised by {method.upper()}{f' to {bits} bits' if bits else ''}, which mlx-lm does not read:"
-            " use the checkpoint that it was made from (with rl_training.lora.quantize_base = true for 4 bits), or"
+            f"{where} is quantised by {method.upper()}{f' to {bits} bits' if bits else ''}, which"
+            " mlx-lm does not read:"
+            " use the checkpoint that it was made from (with rl_training.lora.quantize_base ="
+            " true for 4 bits), or"
             " convert that one once: `mlx_lm.convert --hf-path OWNER/NAME -q --mlx-path converted`"
         )
     if quantize:
-        size = f"{bits} bits" + (f", groups of {settings['group_size']}" if "group_size" in settings else "")
+        size = f"{bits} bits" + (
+            (f", groups of {settings['group_size']}") if "group_size" in settings else ""
+        )
         raise ConfigError(
-            f"{where} is already quantised ({size if bits else method}): set rl_training.lora.quantize_base = false"
+            f"{where} is already quantised ({size if bits else method}): set"
+            " rl_training.lora.quantize_base = false"
         )
 
 
@@ -127,7 +172,9 @@ def _named_shards(path: Path) -> set[str]:
         try:
             return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} cannot be read: {error!r}; {_download_hint(str(path))}") from error
+            raise ModelError(
+                f"{index} cannot be read: {error!r}; {_download_hint(str(path))}"
+            ) from error
     shards = [match for file in path.glob(WEIGHTS) if (match := _SHARD.fullmatch(file.name))]
     return {
         f"{shard[1]}{number:0{len(shard[2])}d}-of-{shard[3]}.safetensors"
@@ -137,15 +184,18 @@ def _named_shards(path: Path) -> set[str]:
 
 
 def safetensors_header(file: Path) -> dict[str, Any] | None:
-    """Name → {dtype, shape, data_offsets}, and __metadata__; None where the file is no safetensors file
-    (https://github.com/huggingface/safetensors) or of another length than its header says. Raises OSError."""
+    """Name → {dtype, shape, data_offsets}, and __metadata__; None where the file is no
+    safetensors file (https://github.com/huggingface/safetensors) or of another length than its
+    header says. Raises OSError."""
     size = file.stat().st_size
     return None if (header := _header(file)) is None or header[1] != size else header[0]
 
 
 def numbers_in(header: Mapping[str, Any]) -> int:
     """How many numbers the tensors of a `safetensors_header` have."""
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return sum(
+        math.prod(tensor["shape"]) for name, tensor in header.items() if name != ("__metadata__")
+    )
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int] | None:
@@ -157,7 +207,9 @@ def _header(file: Path) -> tuple[dict[str, Any], int] | None:
                 return None
             header = json.loads(stream.read(length))
             tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-            ends = [tensor["data_offsets"][1] for tensor in tensors if math.prod(tensor["shape"]) >= 0]
+            ends = [
+                tensor["data_offsets"][1] for tensor in tensors if math.prod(tensor["shape"]) >= 0
+            ]
             return header, int(8 + length + max(ends, default=0))
         except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError):
             return None

@@ -1,4 +1,5 @@
-"""The Hugging Face hub: what is asked before a download, the download, and each of its failures in words.
+"""The Hugging Face hub: what is asked before a download, the download, and each of its failures in
+words.
 
     fetch_config    config.json alone: what the architecture is, before gigabytes are fetched
     download        the whole checkpoint, after its format and the disk's free space were looked at
@@ -10,7 +11,14 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_token,
+    hf_hub_download,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -30,7 +38,15 @@ from mlx_parallm.system.log import get_logger
 
 log = get_logger("hub")
 
-PATTERNS = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
+PATTERNS = [
+    "*.json",
+    "model*.safetensors",
+    "*.py",
+    "tokenizer.model",
+    "*.tiktoken",
+    "*.txt",
+    ("*.jinja"),
+]
 TIMEOUT_S = 15.0
 
 
@@ -49,13 +65,16 @@ def fetch_config(repo: str, revision: str | None) -> Path:
 
 
 def download(repo: str, revision: str | None, *, fetch: bool = True) -> Path:
-    """The local directory of the repository's model files; fetches what is not in the cache. Raises ModelError."""
+    """The local directory of the repository's model files; fetches what is not in the cache.
+    Raises ModelError."""
     try:
         info = _info(repo, revision) if fetch else None
         if info is not None:
             _check_files(repo, info)
             _check_disk(repo, info)
-        path = snapshot_download(repo, revision=revision, allow_patterns=PATTERNS, local_files_only=info is None)
+        path = snapshot_download(
+            repo, revision=revision, allow_patterns=PATTERNS, local_files_only=info is None
+        )
     except (TransportError, OSError, ValueError) as error:
         raise ModelError(_what_is_wrong(error, repo, revision)) from error
     return Path(path)
@@ -71,7 +90,11 @@ def _info(repo: str, revision: str | None) -> ModelInfo | None:
         reason = f"it answers {error.response.status_code}"
     except (TransportError, OSError) as error:
         reason = str(error) or type(error).__name__
-    log.warning("the hub cannot be reached: looking into the local cache", hub=constants.ENDPOINT, reason=reason)
+    log.warning(
+        "the hub cannot be reached: looking into the local cache",
+        hub=constants.ENDPOINT,
+        reason=reason,
+    )
     return None
 
 
@@ -88,7 +111,9 @@ def _check_files(repo: str, info: ModelInfo) -> None:
 
 
 def _check_disk(repo: str, info: ModelInfo) -> None:
-    wanted = {name: size for name, size in _sizes(info).items() if any(fnmatch(name, p) for p in PATTERNS)}
+    wanted = {
+        name: size for name, size in _sizes(info).items() if any(fnmatch(name, p) for p in PATTERNS)
+    }
     needed = sum(
         size
         for name, size in wanted.items()
@@ -98,8 +123,10 @@ def _check_disk(repo: str, info: ModelInfo) -> None:
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
     if needed > (free := shutil.disk_usage(existing).free):
         raise ModelError(
-            f"{repo!r} needs {needed / 1e9:.1f} GB more in {cache}, where {free / 1e9:.1f} GB are free: remove models"
-            " that are not used (`hf cache ls`, `hf cache rm`), or set HF_HOME to a directory on a larger disk"
+            f"{repo!r} needs {needed / 1e9:.1f} GB more in {cache}, where {free / 1e9:.1f} GB are"
+            " free: remove models"
+            " that are not used (`hf cache ls`, `hf cache rm`), or set HF_HOME to a directory on"
+            " a larger disk"
         )
 
 
@@ -109,15 +136,22 @@ def _what_is_wrong(error: Exception, repo: str, revision: str | None) -> str:
         case GatedRepoError():
             token = "your token is known to the hub but" if get_token() else "no token is set and"
             return (
-                f"{repo!r} is gated: {token} has no access; accept its terms at {page}, then `hf auth login` (or set"
+                f"{repo!r} is gated: {token} has no access; accept its terms at {page}, then `hf"
+                " auth login` (or set"
                 " HF_TOKEN)"
             )
         case RevisionNotFoundError():
-            return f"{repo!r} has no revision {revision!r} (model.revision): branches and tags are at {page}/tree/main"
+            return (
+                f"{repo!r} has no revision {revision!r} (model.revision): branches and tags are at"
+                f" {page}/tree/main"
+            )
         case RepositoryNotFoundError():
             return _unknown(repo)
         case RemoteEntryNotFoundError():
-            return f"{repo!r} has no config.json: not a language model's repository, see {page}/tree/main"
+            return (
+                f"{repo!r} has no config.json: not a language model's repository, see"
+                f" {page}/tree/main"
+            )
         case LocalEntryNotFoundError():
             part = "is only partly" if isinstance(error, IncompleteSnapshotError) else "is not"
             return f"{repo!r} {part} in the local cache and {_unreachable(repo)}"
@@ -130,13 +164,18 @@ def _what_is_wrong(error: Exception, repo: str, revision: str | None) -> str:
 
 def _refused(error: HfHubHTTPError, repo: str) -> str:
     status, message = error.response.status_code, error.response.headers.get("X-Error-Message", "")
-    if status == 401 and "credentials" not in message:  # the hub's answer to anonymous questions about what it lacks
+    # the hub's answer to anonymous questions about what it lacks
+    if status == 401 and "credentials" not in message:
         return _unknown(repo)
     if status == 401:
-        return f"the hub refuses your token (HF_TOKEN, or {constants.HF_TOKEN_PATH}): `hf auth login` with a valid one"
+        return (
+            f"the hub refuses your token (HF_TOKEN, or {constants.HF_TOKEN_PATH}): `hf auth login`"
+            " with a valid one"
+        )
     if status == 403:
         return (
-            f"your token may not read {repo!r}: give it read access to it at {constants.ENDPOINT}/settings/tokens, then"
+            f"your token may not read {repo!r}: give it read access to it at"
+            f" {constants.ENDPOINT}/settings/tokens, then"
             " `hf auth login`"
         )
     return f"{repo!r} cannot be downloaded: {_first_line(error)}"
@@ -144,7 +183,9 @@ def _refused(error: HfHubHTTPError, repo: str) -> str:
 
 def _unknown(repo: str) -> str:
     page = f"{constants.ENDPOINT}/{repo}"
-    return f"no model {repo!r} on the hub: check the name at {page}; if it is private, `hf auth login`"
+    return (
+        f"no model {repo!r} on the hub: check the name at {page}; if it is private, `hf auth login`"
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -152,8 +193,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _unreachable(repo: str) -> str:
-    how = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+    how = (
+        ("HF_HUB_OFFLINE is set")
+        if constants.HF_HUB_OFFLINE
+        else f"{constants.ENDPOINT} cannot be reached"
+    )
     return (
-        f"{how}: go online once, or fetch it on a machine that is (`hf download {repo} --local-dir DIR`) and set"
+        f"{how}: go online once, or fetch it on a machine that is (`hf download {repo} --local-dir"
+        " DIR`) and set"
         " model.base_path = 'DIR'"
     )

@@ -1,8 +1,10 @@
-"""The list of transformer blocks inside any mlx-lm model, and its forward with callables of ours in their places.
+"""The list of transformer blocks inside any mlx-lm model, and its forward with callables of ours in
+their places.
 
-Embedding, masks, norm and head stay the architecture's own code: nothing here knows one architecture from another.
-Most blocks take the hidden state as their first argument. Others take it by keyword, or behind another array (GPT-J,
-Talkie): `_HiddenArgument` reads the place from the block's signature, so that everyone here passes it first.
+Embedding, masks, norm and head stay the architecture's own code: nothing here knows one
+architecture from another. Most blocks take the hidden state as their first argument. Others take it
+by keyword, or behind another array (GPT-J, Talkie): `_HiddenArgument` reads the place from the
+block's signature, so that everyone here passes it first.
 """
 
 import inspect
@@ -31,7 +33,8 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """In a block's arguments: what block number `block` returned in place `place`, behind the hidden state."""
+    """In a block's arguments: what block number `block` returned in place `place`, behind the
+    hidden state."""
 
     block: int
     place: int
@@ -52,7 +55,8 @@ class _Stand:
 
 @dataclass(frozen=True)
 class _HiddenArgument:
-    """The place of the hidden state among a block's arguments: the position and name of the parameter."""
+    """The place of the hidden state among a block's arguments: the position and name of the
+    parameter."""
 
     position: int
     name: str
@@ -67,12 +71,15 @@ class _HiddenArgument:
         return cls(names.index(name), name)
 
     def as_called(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a callable with the block's own order of arguments for `call`, which takes the hidden state first."""
+        """Return a callable with the block's own order of arguments for `call`, which takes the
+        hidden state first."""
 
         def own_order(*args: Any, **kwargs: Any) -> Any:
             if self.name in kwargs:
                 return call(kwargs.pop(self.name), *args, **kwargs)
-            return call(args[self.position], *args[: self.position], *args[self.position + 1 :], **kwargs)
+            return call(
+                args[self.position], *args[: self.position], *args[self.position + 1 :], **kwargs
+            )
 
         return own_order
 
@@ -88,28 +95,45 @@ class _HiddenArgument:
 
 
 class LayerStack:
-    """The list of blocks inside a model. `path` is its dotted name. Raises ValueError where there is none."""
+    """The list of blocks inside a model. `path` is its dotted name. Raises ValueError where
+    there is none."""
 
     def __init__(self, model: nn.Module) -> None:
         wanted = list(getattr(model, "layers", None) or [])
         self.model = model
         for path, module in model.named_modules():
             for key, value in module.items():
-                if wanted and isinstance(value, list) and len(value) == len(wanted) and _same(value, wanted):
+                if (
+                    wanted
+                    and isinstance(value, list)
+                    and len(value) == len(wanted)
+                    and _same(value, wanted)
+                ):
                     self._owner, self._key = module, key
                     self._places = [_HiddenArgument.of(block) for block in wanted]
-                    self.blocks = [place.hidden_first(b) for place, b in zip(self._places, wanted, strict=True)]
+                    self.blocks = [
+                        place.hidden_first(b) for place, b in zip(self._places, wanted, strict=True)
+                    ]
                     self.path = f"{path}.{key}" if path else key
-                    self.returns = [0] * len(wanted)  # how much each block returns beside the hidden state
-                    self._empty: set[tuple[int, int]] = set()  # (block, place): None in each forward
-                    self._lead: tuple[int, ...] = ()  # axes of the hidden state in front of [B, T, D] (Gemma 3n)
+                    # how much each block returns beside the hidden state
+                    self.returns = [0] * len(wanted)
+                    # (block, place): None in each forward
+                    self._empty: set[tuple[int, int]] = set()
+                    # axes of the hidden state in front of [B, T, D] (Gemma 3n)
+                    self._lead: tuple[int, ...] = ()
                     return
         raise ValueError("the model has no list of layers")
 
     def note(self, outputs: Sequence[Any]) -> None:
-        """Learn from what the blocks return in the model's own forward: the hidden state's axes, and how much more."""
+        """Learn from what the blocks return in the model's own forward: the hidden state's axes,
+        and how much more."""
         self.returns = [len(output) - 1 if isinstance(output, tuple) else 0 for output in outputs]
-        self._empty = {(i, p) for i, n in enumerate(self.returns) for p in range(1, n + 1) if outputs[i][p] is None}
+        self._empty = {
+            (i, p)
+            for i, n in enumerate(self.returns)
+            for p in range(1, n + 1)
+            if outputs[i][p] is None
+        }
         self._lead = hidden_of(outputs[0]).shape[:-3]
 
     def flat(self, hidden: mx.array) -> mx.array:
@@ -119,18 +143,23 @@ class LayerStack:
 
     def unflat(self, rows: mx.array, shape: Sequence[int]) -> mx.array:
         """[N, W] of `flat` as a hidden state of that shape."""
-        return mx.moveaxis(rows.reshape(-1, *self._lead, shape[-1]), 0, len(self._lead)).reshape(shape)
+        return mx.moveaxis(rows.reshape(-1, *self._lead, shape[-1]), 0, len(self._lead)).reshape(
+            shape
+        )
 
     def returned(self, index: int, hidden: mx.array, other: Callable[[BlockOutput], Any]) -> Any:
-        """What stands for the block's output; `other(output)` for what it returns beside the hidden state."""
+        """What stands for the block's output; `other(output)` for what it returns beside the
+        hidden state."""
         if not (count := self.returns[index]):
             return hidden
         places = range(1, count + 1)
-        return hidden, *(None if (index, p) in self._empty else other(BlockOutput(index, p)) for p in places)
+        return hidden, *(
+            None if (index, p) in self._empty else other(BlockOutput(index, p)) for p in places
+        )
 
     def samples(self) -> set[int]:
-        """The first two blocks of each kind: blocks of one kind differ in the numbers of their arrays alone. All, where
-        blocks read what others returned."""
+        """The first two blocks of each kind: blocks of one kind differ in the numbers of their
+        arrays alone. All, where blocks read what others returned."""
         if any(self.returns):
             return set(range(len(self.blocks)))
         found: dict[Any, list[int]] = {}
@@ -158,22 +187,27 @@ class LayerStack:
         """`calls` take the hidden state first, and stand in the model's own forward."""
         original = self._owner[self._key]
         stands = zip(self.blocks, self._places, calls, strict=True)
-        self._owner[self._key] = [_Stand(block, place.as_called(call)) for block, place, call in stands]
+        self._owner[self._key] = [
+            _Stand(block, place.as_called(call)) for block, place, call in stands
+        ]
         try:
             yield
         finally:
             self._owner[self._key] = original
 
-    def walk(self, inputs: mx.array, visit: Callable[[int, mx.array, BlockCall], Any], cache: Any = None) -> Any:
-        """Runs the model's forward on [B, T] tokens; `visit(i, hidden, call)` stands for block i. `cache`: one entry a
-        block, as the model's own. Returns what the model does."""
+    def walk(
+        self, inputs: mx.array, visit: Callable[[int, mx.array, BlockCall], Any], cache: Any = None
+    ) -> Any:
+        """Runs the model's forward on [B, T] tokens; `visit(i, hidden, call)` stands for block
+        i. `cache`: one entry a block, as the model's own. Returns what the model does."""
 
         def stand(index: int) -> Callable[..., Any]:
             def call(hidden: mx.array, *args: Any, **kwargs: Any) -> Any:
                 output = visit(index, hidden, BlockCall(args, kwargs))
                 if index < len(self.blocks) - 1:
                     return output
-                last = hidden_of(output)[...]  # a new object: some models write into what left the last block
+                # a new object: some models write into what left the last block
+                last = hidden_of(output)[...]
                 return (last, *output[1:]) if isinstance(output, tuple) else last
 
             return call
@@ -182,7 +216,8 @@ class LayerStack:
             return self.model(inputs) if cache is None else self.model(inputs, cache=cache)
 
     def forward(self, inputs: mx.array) -> tuple[mx.array, Any]:
-        """The model's own forward: logits [B, T, V], and what left the last block (of most architectures [B, T, D])."""
+        """The model's own forward: logits [B, T, V], and what left the last block (of most
+        architectures [B, T, D])."""
         last: list[Any] = []
 
         def visit(index: int, hidden: mx.array, call: BlockCall) -> Any:
@@ -192,8 +227,8 @@ class LayerStack:
         return self.walk(inputs, visit), hidden_of(last[0])
 
     def hidden(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        """What the head would read: hidden states [B, T, D] of [B, T] tokens, behind the final norm. Raises ValueError:
-        the architecture has head and blocks in one module."""
+        """What the head would read: hidden states [B, T, D] of [B, T] tokens, behind the final
+        norm. Raises ValueError: the architecture has head and blocks in one module."""
         if self._owner is self.model:
             raise ValueError("this architecture shows no hidden states")
         found = self._owner(inputs, cache=cache)
@@ -202,8 +237,8 @@ class LayerStack:
         return found
 
     def embed(self, inputs: mx.array, cache: Any = None) -> tuple[mx.array, list[BlockCall]]:
-        """The first block's input [B, T, D], and what each block gets besides the hidden state: what earlier blocks
-        returned is an `BlockOutput` there."""
+        """The first block's input [B, T, D], and what each block gets besides the hidden state:
+        what earlier blocks returned is an `BlockOutput` there."""
         first: list[mx.array] = []
         calls: list[BlockCall] = []
 
@@ -223,7 +258,9 @@ class LayerStack:
         hidden = self.unflat(rows, (*self._lead, 1, rows.shape[0], width))
 
         def stand(index: int) -> Callable[..., Any]:
-            return lambda passed, *_, **__: self.returned(index, passed if index else hidden, lambda _: None)
+            return lambda passed, *_, **__: self.returned(
+                index, passed if index else hidden, lambda _: None
+            )
 
         with self._replaced([stand(index) for index in range(len(self.blocks))]):
             return self.model(mx.zeros((1, rows.shape[0]), mx.int32))[0]
@@ -238,13 +275,16 @@ def _kind(block: Any) -> Any:
     """Equal for blocks of the same modules with the same settings and shapes."""
     found = []
     for path, module in block.named_modules():
-        settings = [(key, _setting(value)) for key, value in [*vars(module).items(), *module.items()]]
+        settings = [
+            (key, _setting(value)) for key, value in [*vars(module).items(), *module.items()]
+        ]
         found.append((path, type(module), tuple(sorted(settings, key=lambda setting: setting[0]))))
     return tuple(sorted(found, key=lambda entry: entry[0]))
 
 
 def _setting(value: Any) -> Any:
-    """What is no plain value counts as itself: blocks that share it are of one kind, others are not."""
+    """What is no plain value counts as itself: blocks that share it are of one kind, others are
+    not."""
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, mx.array):
@@ -268,7 +308,11 @@ def arrays_in(calls: Any) -> list[mx.array]:
         return [calls]
     if isinstance(calls, BlockCall):
         return arrays_in([*calls.args, *calls.kwargs.values()])
-    return [array for call in calls for array in arrays_in(call)] if isinstance(calls, list | tuple) else []
+    return (
+        [array for call in calls for array in arrays_in(call)]
+        if isinstance(calls, list | tuple)
+        else []
+    )
 
 
 def outputs_in(call: Any) -> list[BlockOutput]:
@@ -285,14 +329,18 @@ def resolved(call: Any, carried: dict[BlockOutput, Any]) -> Any:
     def value(argument: Any) -> Any:
         return carried[argument] if isinstance(argument, BlockOutput) else argument
 
-    return BlockCall(tuple(map(value, call.args)), {key: value(a) for key, a in call.kwargs.items()})
+    return BlockCall(
+        tuple(map(value, call.args)), {key: value(a) for key, a in call.kwargs.items()}
+    )
 
 
 EXACT, ROUNDED = 1e-3, 0.02
-"""Bounds on relative differences that are only rounding, in float32 and below it (see `distance`)."""
+"""Bounds on relative differences that are only rounding, in float32 and below it (see
+`distance`)."""
 ROUNDED_ON_GPU = 0.05
-"""The same for two layouts of rows on a GPU, in any type: 0.004 to 0.006 in float32, whose products are TF32 there, and
-0.03 in bfloat16 (an H100, docs/benchmarks/cuda.md). Wrong graphs are at 0.1."""
+"""The same for two layouts of rows on a GPU, in any type: 0.004 to 0.006 in float32, whose
+products are TF32 there, and 0.03 in bfloat16 (an H100, docs/benchmarks/cuda.md). Wrong graphs
+are at 0.1."""
 
 _ARGUMENTS = (
     mx.array,
@@ -308,23 +356,33 @@ _ARGUMENTS = (
 
 
 def check_stack(stack: LayerStack, tokens: mx.array) -> int:
-    """The vocabulary. Raises ValueError: there is other glue between the blocks than one hidden state, or the head does
-    not look at each row alone, so that it cannot go in pieces."""
+    """The vocabulary. Raises ValueError: there is other glue between the blocks than one hidden
+    state, or the head does not look at each row alone, so that it cannot go in pieces."""
     entered: list[mx.array] = []
     passed: list[Any] = []
 
     def visit(index: int, hidden: mx.array, call: BlockCall) -> Any:
         if passed and hidden is not hidden_of(passed[-1]):
-            raise ValueError(f"the model does more before block {index} than passing the hidden state on")
+            raise ValueError(
+                f"the model does more before block {index} than passing the hidden state on"
+            )
         entered.append(hidden)
-        others = [type(a).__name__ for a in [*call.args, *call.kwargs.values()] if not isinstance(a, _ARGUMENTS)]
+        others = [
+            type(a).__name__
+            for a in [*call.args, *call.kwargs.values()]
+            if not isinstance(a, _ARGUMENTS)
+        ]
         if others:
-            raise ValueError(f"the model's blocks write into one {others[0]}, which later ones and the head read")
+            raise ValueError(
+                f"the model's blocks write into one {others[0]}, which later ones and the head read"
+            )
         passed.append(stack.blocks[index](hidden, *call.args, **call.kwargs))
         return passed[-1]
 
     stack.walk(tokens, visit)  # nothing of it is evaluated
-    if len(passed) != len(stack.blocks) or not all(isinstance(hidden_of(output), mx.array) for output in passed):
+    if len(passed) != len(stack.blocks) or not all(
+        isinstance(hidden_of(output), mx.array) for output in passed
+    ):
         raise ValueError("the model's blocks are not called once each with one hidden state")
     stack.note(passed)
     _check_arguments(stack, tokens)
@@ -336,22 +394,30 @@ def check_stack(stack: LayerStack, tokens: mx.array) -> int:
 
 
 def _check_arguments(stack: LayerStack, tokens: mx.array) -> None:
-    """Raises ValueError: what a block gets beside the hidden state, or the head, depends on what earlier blocks gave.
+    """Raises ValueError: what a block gets beside the hidden state, or the head, depends on what
+    earlier blocks gave.
 
-    In the blocks' places are sums that depend on all arguments and cost nothing: in the model's own forward, and one
-    after another with the arguments that the model makes where no block changes anything.
+    In the blocks' places are sums that depend on all arguments and cost nothing: in the model's own
+    forward, and one after another with the arguments that the model makes where no block changes
+    anything.
     """
 
     def fingerprint(array: mx.array) -> mx.array:
         """From 0 to 1, another one for other numbers."""
         values = mx.clip(mx.nan_to_num(array.astype(mx.float32)).reshape(-1), -1, 1)
-        part = (values * mx.cos(mx.arange(values.size))).sum() / mx.sqrt(mx.square(values).sum() + 1e-6)
+        part = (values * mx.cos(mx.arange(values.size))).sum() / mx.sqrt(
+            mx.square(values).sum() + 1e-6
+        )
         return mx.square(mx.sin(10 * part))
 
     def stand(index: int, hidden: mx.array, call: BlockCall) -> mx.array:
         change = sum(map(fingerprint, arrays_in(call)), mx.array(0.5))
         # In another direction at each block: a norm would take a mere factor back.
-        direction = mx.cos((index + 1.0) * mx.arange(hidden.shape[-1])) * 2 * mx.abs(hidden).astype(mx.float32).mean()
+        direction = (
+            mx.cos((index + 1.0) * mx.arange(hidden.shape[-1]))
+            * 2
+            * mx.abs(hidden).astype(mx.float32).mean()
+        )
         return ((hidden + change * direction) / (1 + change)).astype(hidden.dtype)
 
     passed: list[mx.array] = []
@@ -376,12 +442,16 @@ def _check_arguments(stack: LayerStack, tokens: mx.array) -> None:
         hidden = stand(index, hidden, resolved(call, carried))
         returned(index, hidden)
     one_by_one = stack.head(stack.flat(hidden))
-    if distance(hidden, passed[-1]) > EXACT or distance(one_by_one, logits.reshape(one_by_one.shape)) > ROUNDED:
+    if (
+        distance(hidden, passed[-1]) > EXACT
+        or distance(one_by_one, logits.reshape(one_by_one.shape)) > ROUNDED
+    ):
         raise ValueError("the model does more beside its blocks than passing the hidden state on")
 
 
 def distance(a: mx.array, b: mx.array | None) -> float:
-    """‖a - b‖ / ‖b‖; infinite without a number. float32 models reach 1e-6 here, bfloat16 1e-3, wrong graphs 0.1."""
+    """‖a - b‖ / ‖b‖; infinite without a number. float32 models reach 1e-6 here, bfloat16 1e-3,
+    wrong graphs 0.1."""
     assert b is not None
     size = scalar(mx.sqrt(total(mx.square(b))))
     off = scalar(mx.sqrt(total(mx.square(a - b))))

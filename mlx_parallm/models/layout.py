@@ -1,22 +1,27 @@
-"""How the tokens of a micro-batch go through the blocks: with little padding, and what rows share computed once.
+"""How the tokens of a micro-batch go through the blocks: with little padding, and what rows share
+computed once.
 
     PlainRows         [B, T], as they are
-    SharedPrompts     each distinct prompt once, [U, P]; then what follows it in each row, [B, C], whose attention sees
-                      the prompt's keys and values before its own: the prompt of a group of G completions is computed,
-                      and differentiated, once instead of G times
-    PackedSequences   unrelated sequences end to end in few rows, [R, W], under a block-diagonal causal mask
+    SharedPrompts     each distinct prompt once, [U, P]; then what follows it in each row, [B, C],
+                      whose attention sees the prompt's keys and values before its own: the prompt
+                      of a group of G completions is computed, and differentiated, once instead of G
+                      times
+    PackedSequences   unrelated sequences end to end in few rows, [R, W], under a block-diagonal
+                      causal mask
 
-A block sees the prompts as a forward into an empty cache and the rest as one into a cache that holds the prompt, so its
-positions, masks and projections stay the architecture's own code. Gradients flow through that cache. The mask of packed
-sequences reaches the blocks in the same way. W is the length of the longest sequence and not of the whole micro-batch:
-attention scores grow with its square.
+A block sees the prompts as a forward into an empty cache and the rest as one into a cache that
+holds the prompt, so its positions, masks and projections stay the architecture's own code.
+Gradients flow through that cache. The mask of packed sequences reaches the blocks in the same way.
+W is the length of the longest sequence and not of the whole micro-batch: attention scores grow with
+its square.
 
-A recurrent block keeps a state (and the last inputs of a convolution) instead of keys and values. It takes prompts of
-one length at a time, without their padding, and what it keeps at their end is where each row goes on; the gradient
-flows back through it. Such blocks are not packed, because a state knows no mask. Windows, and blocks that keep both a
-state and keys and values, are not rearranged: `shareable` says which. Nor are sequences packed where a token's place in
-its row counts for more than its distance from others (learned positions). `BlockwiseModel` also compares the layouts
-once, at start.
+A recurrent block keeps a state (and the last inputs of a convolution) instead of keys and values.
+It takes prompts of one length at a time, without their padding, and what it keeps at their end is
+where each row goes on; the gradient flows back through it. Such blocks are not packed, because a
+state knows no mask. Windows, and blocks that keep both a state and keys and values, are not
+rearranged: `shareable` says which. Nor are sequences packed where a token's place in its row counts
+for more than its distance from others (learned positions). `BlockwiseModel` also compares the
+layouts once, at start.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +34,14 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.cpu_kernels import on_cpu
-from mlx_parallm.models.layer_stack import EXACT, ROUNDED, ROUNDED_ON_GPU, BlockCall, LayerStack, distance
+from mlx_parallm.models.layer_stack import (
+    EXACT,
+    ROUNDED,
+    ROUNDED_ON_GPU,
+    BlockCall,
+    LayerStack,
+    distance,
+)
 from mlx_parallm.models.mlx_lm_api import ArraysCache, KVCache, make_prompt_cache
 
 
@@ -39,9 +51,11 @@ class SharedRows:
 
     prompts: np.ndarray  # [U, P] int32, right-padded
     lengths: np.ndarray  # [U] int32, of the prompts
-    rests: np.ndarray  # [B, C] int32, right-padded: what follows the prompt, up to the last scored position
+    # [B, C] int32, right-padded: what follows the prompt, up to the last scored position
+    rests: np.ndarray
     owner: np.ndarray  # [B] int32: the prompt of each row
-    positions: np.ndarray  # [N] int32: the scored positions, in prompts and rests, flattened and end to end
+    # [N] int32: the scored positions, in prompts and rests, flattened and end to end
+    positions: np.ndarray
 
     @property
     def tokens(self) -> int:
@@ -50,7 +64,8 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """A micro-batch's tokens with several sequences in a row, each up to its last scored position."""
+    """A micro-batch's tokens with several sequences in a row, each up to its last scored
+    position."""
 
     inputs: np.ndarray  # [R, W] int32, right-padded
     owner: np.ndarray  # [R, W] int32: the sequence that a token is of; -1 in padding
@@ -70,7 +85,8 @@ class TokenBatch:
     """Right-padded tokens, and which of them are scored."""
 
     inputs: mx.array  # [B, T] int32
-    positions: mx.array  # [N] int32, indices into the flattened [B · T]: where the scored token is predicted
+    # [N] int32, indices into the flattened [B · T]: where the scored token is predicted
+    positions: mx.array
     targets: mx.array  # [N] int32, the scored tokens
     temperature: float | mx.array = 1.0  # or [N] float32
     compact: CompactRows | None = None  # the same tokens with less padding, or each prompt once
@@ -78,19 +94,23 @@ class TokenBatch:
 
 
 def padded_length(length: int) -> int:
-    """The next bucket: multiples of 8 up to 64, of 16 up to 256, of 64 beyond. Few shapes, little padding."""
+    """The next bucket: multiples of 8 up to 64, of 16 up to 256, of 64 beyond. Few shapes,
+    little padding."""
     step = 8 if length <= 64 else 16 if length <= 256 else 64
     return -(-length // step) * step
 
 
 def share_prompts(inputs: np.ndarray, positions: np.ndarray) -> SharedRows:
-    """Takes rows apart where the first token is scored: up to there they are compared, and equal ones computed once.
+    """Takes rows apart where the first token is scored: up to there they are compared, and equal
+    ones computed once.
 
     Args:
         inputs: [B, T] int32, right-padded.
-        positions: [N] int32, indices into the flattened [B · T], ascending; at least one in each row.
+        positions: [N] int32, indices into the flattened [B · T], ascending; at least one in each
+            row.
 
-    Example: rows [7 8 1 2] and [7 8 3 4], scored from column 1 on, are the prompt [7 8] and the rests [1 2] and [3 4].
+    Example: rows [7 8 1 2] and [7 8 3 4], scored from column 1 on, are the prompt [7 8] and the
+    rests [1 2] and [3 4].
     """
     rows, columns = np.divmod(positions, inputs.shape[1])
     starts = np.searchsorted(rows, np.arange(len(inputs)))
@@ -109,13 +129,17 @@ def share_prompts(inputs: np.ndarray, positions: np.ndarray) -> SharedRows:
     prompts = np.zeros((len(first_rows), padded_length(int(lengths.max()))), np.int32)
     for number, row in enumerate(first_rows):
         prompts[number, : lengths[number]] = inputs[row, : lengths[number]]
-    rests = np.zeros((len(inputs), padded_length(max(1, int((ends - prompt_lengths).max())))), np.int32)
+    rests = np.zeros(
+        (len(inputs), padded_length(max(1, int((ends - prompt_lengths).max())))), np.int32
+    )
     for row, (start, end) in enumerate(zip(prompt_lengths, ends, strict=True)):
         rests[row, : end - start] = inputs[row, start:end]
     in_prompt = columns < prompt_lengths[rows]
     of_prompt = owner[rows] * prompts.shape[1] + columns
     of_rest = prompts.size + rows * rests.shape[1] + columns - prompt_lengths[rows]
-    return SharedRows(prompts, lengths, rests, owner, np.where(in_prompt, of_prompt, of_rest).astype(np.int32))
+    return SharedRows(
+        prompts, lengths, rests, owner, np.where(in_prompt, of_prompt, of_rest).astype(np.int32)
+    )
 
 
 def pack_rows(inputs: np.ndarray, positions: np.ndarray, counts: Sequence[int]) -> PackedRows:
@@ -123,27 +147,37 @@ def pack_rows(inputs: np.ndarray, positions: np.ndarray, counts: Sequence[int]) 
 
     Args:
         inputs: [B, T] int32, right-padded.
-        positions: [N] int32, indices into the flattened [B · T], ascending; at least one in each row.
+        positions: [N] int32, indices into the flattened [B · T], ascending; at least one in each
+            row.
         counts: [R] how many of the B sequences, in their order, go into each row.
 
-    Example: [1 2 3 0] and [4 5 0 0], scored in columns 1, 2 and 1, in one row are [1 2 3 4 5], scored in 1, 2 and 4.
+    Example: [1 2 3 0] and [4 5 0 0], scored in columns 1, 2 and 1, in one row are [1 2 3 4 5],
+    scored in 1, 2 and 4.
     """
     rows, columns = np.divmod(positions, inputs.shape[1])
-    lengths = columns[np.append(np.searchsorted(rows, np.arange(1, len(inputs))), len(rows)) - 1] + 1
+    lengths = (
+        columns[np.append(np.searchsorted(rows, np.arange(1, len(inputs))), len(rows)) - 1] + 1
+    )
     place = np.repeat(np.arange(len(counts)), counts)  # [B] the row of each sequence
     ends = np.cumsum(lengths)
     before = np.append(0, ends)[np.cumsum(counts) - counts]  # [R] tokens in all earlier rows
     starts = ends - lengths - before[place]
     width = padded_length(int((starts + lengths).max()))
-    packed, owner = np.zeros((len(counts), width), np.int32), np.full((len(counts), width), -1, np.int32)
+    packed, owner = (
+        np.zeros((len(counts), width), np.int32),
+        np.full((len(counts), width), -1, np.int32),
+    )
     for sequence, (row, start, length) in enumerate(zip(place, starts, lengths, strict=True)):
         packed[row, start : start + length] = inputs[sequence, :length]
         owner[row, start : start + length] = sequence
-    return PackedRows(packed, owner, (place[rows] * width + starts[rows] + columns).astype(np.int32))
+    return PackedRows(
+        packed, owner, (place[rows] * width + starts[rows] + columns).astype(np.int32)
+    )
 
 
 class Layout(Protocol):
-    """`embed`: the first block's input, and what each block gets besides; `run` puts it through one block.
+    """`embed`: the first block's input, and what each block gets besides; `run` puts it through one
+    block.
 
     `positions` [N]: the scored tokens in the flattened input.
     """
@@ -174,7 +208,9 @@ class SharedPrompts:
     def __init__(self, shared: SharedRows) -> None:
         self.positions = mx.array(shared.positions)
         self._prompts, self._rests = mx.array(shared.prompts), mx.array(shared.rests)
-        self._runs = [(length, len(list(same))) for length, same in groupby(shared.lengths.tolist())]
+        self._runs = [
+            (length, len(list(same))) for length, same in groupby(shared.lengths.tolist())
+        ]
         self._mask = mx.array(_rest_mask(shared))
         self._owners = mx.array(np.eye(len(shared.lengths), dtype=np.float32)[shared.owner])
         equal = len(set(shared.lengths.tolist())) == 1
@@ -182,7 +218,10 @@ class SharedPrompts:
 
     def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
         own = make_prompt_cache(stack.model)  # of some architectures fewer than there are blocks
-        before = [_Recurrent(len(cache.cache)) if isinstance(cache, ArraysCache) else _PromptCache() for cache in own]
+        before = [
+            _Recurrent(len(cache.cache)) if isinstance(cache, ArraysCache) else _PromptCache()
+            for cache in own
+        ]
         after = [
             _Recurrent(len(cache.cache))
             if isinstance(cache, _Recurrent)
@@ -193,7 +232,9 @@ class SharedPrompts:
         rests, rest_calls = stack.embed(self._rests, after)
         return _end_to_end(prompts, rests), list(zip(prompt_calls, rest_calls, strict=True))
 
-    def run(self, block: nn.Module, hidden: mx.array, call: tuple[BlockCall, BlockCall]) -> mx.array:
+    def run(
+        self, block: nn.Module, hidden: mx.array, call: tuple[BlockCall, BlockCall]
+    ) -> mx.array:
         prompt_call, rest_call = call
         size, width = self._prompts.size, hidden.shape[-1]
         prompts = hidden[:size].reshape(*self._prompts.shape, width)
@@ -202,7 +243,9 @@ class SharedPrompts:
             prompts = _through(block, prompts, prompt_call)
         else:
             prompts, ends = self._by_length(block, prompts, prompt_call, state)
-            _recurrent(rest_call).cache = [None if end is None else _spread(self._owners, end) for end in ends]
+            _recurrent(rest_call).cache = [
+                None if end is None else _spread(self._owners, end) for end in ends
+            ]
         rests = _through(block, hidden[size:].reshape(*self._rests.shape, width), rest_call)
         for cache in [*_caches(prompt_call), *_caches(rest_call)]:
             cache.forget()
@@ -211,8 +254,9 @@ class SharedPrompts:
     def _by_length(
         self, block: nn.Module, prompts: mx.array, call: BlockCall, state: "_Recurrent"
     ) -> tuple[mx.array, list[mx.array | None]]:
-        """Prompts [U, P, D] through a recurrent block, those of one length together, and what it keeps at their ends:
-        padding would go into its state. None: the block passes its input on (`LayerStack.only`)."""
+        """Prompts [U, P, D] through a recurrent block, those of one length together, and what it
+        keeps at their ends: padding would go into its state. None: the block passes its input on
+        (`LayerStack.only`)."""
         outputs, ends, start = [], [], 0
         for length, count in self._runs:
             state.forget()
@@ -221,7 +265,8 @@ class SharedPrompts:
             ends.append(state.cache)
             start += count
         return mx.concatenate(outputs), [
-            None if of_all[0] is None else mx.concatenate(list(of_all)) for of_all in zip(*ends, strict=True)
+            None if of_all[0] is None else mx.concatenate(list(of_all))
+            for of_all in zip(*ends, strict=True)
         ]
 
 
@@ -231,7 +276,9 @@ class PackedSequences:
     def __init__(self, packed: PackedRows) -> None:
         self.positions, self._inputs = mx.array(packed.positions), mx.array(packed.inputs)
         owner = mx.array(packed.owner)
-        self._mask = (owner[:, None, :, None] == owner[:, None, None, :]) & mx.tri(owner.shape[1], dtype=mx.bool_)
+        self._mask = (owner[:, None, :, None] == owner[:, None, None, :]) & mx.tri(
+            owner.shape[1], dtype=mx.bool_
+        )
 
     def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
         return stack.embed(self._inputs, [_MaskedCache(self._mask) for _ in stack.blocks])
@@ -273,7 +320,9 @@ class _MaskedCache:
     def __init__(self, mask: mx.array) -> None:
         self._mask = mask
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
         _refuse_window(window_size)
         return self._mask
 
@@ -282,9 +331,12 @@ class _MaskedCache:
 
 
 class _RestCache(_MaskedCache):
-    """A block's cache that holds each row's prompt. `offset`: the prompts' length, [B] where they differ."""
+    """A block's cache that holds each row's prompt. `offset`: the prompts' length, [B] where
+    they differ."""
 
-    def __init__(self, prompts: _PromptCache, owners: mx.array, mask: mx.array, offset: int | mx.array) -> None:
+    def __init__(
+        self, prompts: _PromptCache, owners: mx.array, mask: mx.array, offset: int | mx.array
+    ) -> None:
         super().__init__(mask)
         self._prompts, self._owners, self.offset = prompts, owners, offset
 
@@ -292,14 +344,17 @@ class _RestCache(_MaskedCache):
         if self._prompts.kept is None:
             raise ValueError("the blocks keep no keys and values of a prompt")
         before = [_spread(self._owners, array) for array in self._prompts.kept]
-        return mx.concatenate([before[0], keys], axis=2), mx.concatenate([before[1], values], axis=2)
+        return mx.concatenate([before[0], keys], axis=2), mx.concatenate(
+            [before[1], values], axis=2
+        )
 
     def forget(self) -> None:
         self._prompts.forget()
 
 
 class _Recurrent(ArraysCache):
-    """A recurrent block's cache of `size` arrays. Rows have no padding in front, and what comes behind is not read."""
+    """A recurrent block's cache of `size` arrays. Rows have no padding in front, and what comes
+    behind is not read."""
 
     cache: list[Any]
 
@@ -309,7 +364,11 @@ class _Recurrent(ArraysCache):
 
 
 def _caches(call: BlockCall) -> list[Any]:
-    return [a for a in [*call.args, *call.kwargs.values()] if isinstance(a, _PromptCache | _RestCache | _Recurrent)]
+    return [
+        a
+        for a in [*call.args, *call.kwargs.values()]
+        if isinstance(a, _PromptCache | _RestCache | _Recurrent)
+    ]
 
 
 def _recurrent(call: BlockCall) -> Any:
@@ -317,14 +376,15 @@ def _recurrent(call: BlockCall) -> Any:
 
 
 def _spread(owners: mx.array, array: mx.array) -> mx.array:
-    """[U, …] → [B, …]: a product with ones and zeros, whose gradient is a product too (a gather's would be added up
-    element by element)."""
+    """[U, …] → [B, …]: a product with ones and zeros, whose gradient is a product too (a
+    gather's would be added up element by element)."""
     flat = owners.astype(array.dtype) @ array.reshape(array.shape[0], -1)
     return flat.reshape(-1, *array.shape[1:])
 
 
 def shareable(model: nn.Module) -> str:
-    """ "" where each block keeps keys and values or a recurrent state; else what stands in the way of `SharedRows`."""
+    """ "" where each block keeps keys and values or a recurrent state; else what stands in the
+    way of `SharedRows`."""
     return _keeps_others(model, {KVCache, ArraysCache})
 
 
@@ -334,7 +394,9 @@ def packable(model: nn.Module) -> str:
 
 
 def _keeps_others(model: nn.Module, kinds: set[type]) -> str:
-    others = sorted({type(cache).__name__ for cache in make_prompt_cache(model) if type(cache) not in kinds})
+    others = sorted(
+        {type(cache).__name__ for cache in make_prompt_cache(model) if type(cache) not in kinds}
+    )
     return f"its blocks keep {', '.join(others)}" if others else ""
 
 
@@ -349,7 +411,8 @@ def _end_to_end(prompts: mx.array, rests: mx.array) -> mx.array:
 
 
 def _rest_mask(shared: SharedRows) -> np.ndarray:
-    """[B, 1, C, P + C] bool: the prompt without its padding, and the row's own tokens up to here."""
+    """[B, 1, C, P + C] bool: the prompt without its padding, and the row's own tokens up to
+    here."""
     (_, width), (rows, count) = shared.prompts.shape, shared.rests.shape
     prompt = np.arange(width) < shared.lengths[shared.owner][:, None]  # [B, P]
     prompt = np.broadcast_to(prompt[:, None], (rows, count, width))
@@ -365,8 +428,9 @@ def _refuse_window(size: int | None) -> None:
 def compare_layouts(
     model: nn.Module, stack: LayerStack, score: Callable[[TokenBatch], tuple[mx.array, ...]]
 ) -> tuple[str, str]:
-    """Return why prompts are not shared, and why sequences are not packed ("": they are). Compares three rows, two of
-    them with one prompt, in each layout. Gradients follow from the same operations."""
+    """Return why prompts are not shared, and why sequences are not packed ("": they are).
+    Compares three rows, two of them with one prompt, in each layout. Gradients follow from the
+    same operations."""
     if reason := shareable(model):
         return reason, packable(model)
     tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)

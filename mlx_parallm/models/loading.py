@@ -1,7 +1,7 @@
 """Finds and loads checkpoints through mlx-lm: a directory, a hub id, or the shipped `builtin:tiny`.
 
-Everything returned is evaluated, hidden arrays (rope frequencies) included: a pending array must not be handed to
-another thread (docs/design.md).
+Everything returned is evaluated, hidden arrays (rope frequencies) included: a pending array must
+not be handed to another thread (docs/design.md).
 """
 
 import copy
@@ -18,10 +18,21 @@ import mlx.nn as nn
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.cpu_kernels import on_cpu, use_unpacking
-from mlx_parallm.models.formats import check_directory, check_names, check_quantization, directory_of, is_gguf
+from mlx_parallm.models.formats import (
+    check_directory,
+    check_names,
+    check_quantization,
+    directory_of,
+    is_gguf,
+)
 from mlx_parallm.models.gguf.cache import converted
 from mlx_parallm.models.hub import download, fetch_config
-from mlx_parallm.models.mlx_lm_api import load_config, load_hf_model, load_hf_tokenizer, tool_parsers
+from mlx_parallm.models.mlx_lm_api import (
+    load_config,
+    load_hf_model,
+    load_hf_tokenizer,
+    tool_parsers,
+)
 from mlx_parallm.models.quantize import load_quantized
 from mlx_parallm.models.recurrent.layers import use_chunks
 from mlx_parallm.models.support import check_config
@@ -30,7 +41,8 @@ from mlx_parallm.system.files import is_directory, is_file, local_path
 from mlx_parallm.system.heap import give_back_freed_memory
 
 # Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
-TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")  # of a file that model.chat_template names
+# of a file that model.chat_template names
+TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")
 _MOST: dict[str, float] = {
     **{"vocab_size": 1 << 24, "hidden_size": 1 << 20, "rope_theta": 1e30},
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4096),
@@ -51,20 +63,26 @@ class LoadedModel:
 
 
 def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> dict[str, Any]:
-    """Refuses what config.json, which it returns, alone shows to be impossible; of a hub id only that file is fetched.
+    """Refuses what config.json, which it returns, alone shows to be impossible; of a hub id only
+    that file is fetched.
 
-    Raises ModelError: no such model, not a checkpoint, an architecture that cannot be served or (`train`) trained;
+    Raises ModelError: no such model, not a checkpoint, an architecture that cannot be served or
+    (`train`) trained;
     ConfigError: `quantize` of a checkpoint that is quantised.
     """
     directory = _local(config.base_path, config.dtype)
-    file = directory / "config.json" if directory else fetch_config(config.base_path, config.revision)
+    file = (
+        directory / "config.json" if directory else fetch_config(config.base_path, config.revision)
+    )
     model_config = read_config(file.parent)
     check_quantization(model_config, config.base_path, quantize=quantize)
     check_config(model_config, train=train)
     return model_config
 
 
-def resolve_model_path(base_path: str, revision: str | None = None, *, fetch: bool = True, dtype: str = "auto") -> Path:
+def resolve_model_path(
+    base_path: str, revision: str | None = None, *, fetch: bool = True, dtype: str = "auto"
+) -> Path:
     """Return the local directory of a model, complete; downloads a hub id, converts a GGUF file.
 
     Args:
@@ -73,22 +91,29 @@ def resolve_model_path(base_path: str, revision: str | None = None, *, fetch: bo
 
     Raises ModelError, ConfigError, CheckpointError.
     """
-    directory = _local(base_path, dtype, convert=fetch) or download(base_path, revision, fetch=fetch)
+    directory = _local(base_path, dtype, convert=fetch) or download(
+        base_path, revision, fetch=fetch
+    )
     check_directory(directory)
     return directory
 
 
 def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
-    """Loads and evaluates the base model; 4-bit quantises it first when asked. Raises ModelError, ConfigError."""
+    """Loads and evaluates the base model; 4-bit quantises it first when asked. Raises
+    ModelError, ConfigError."""
     path = resolve_model_path(config.base_path, config.revision, dtype=config.dtype)
     check_quantization(read_config(path), config.base_path, quantize=quantize)
     try:
         if quantize:
             model, model_config = load_quantized(
-                path, trust_remote_code=config.trust_remote_code, cache=config.quantized_cache_directory()
+                path,
+                trust_remote_code=config.trust_remote_code,
+                cache=config.quantized_cache_directory(),
             )
         else:
-            model, model_config = load_hf_model(path, lazy=True, trust_remote_code=config.trust_remote_code)
+            model, model_config = load_hf_model(
+                path, lazy=True, trust_remote_code=config.trust_remote_code
+            )
         _make_ready(model, config.dtype)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: {error}") from error
@@ -102,10 +127,11 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
 
 
 def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
-    """Wrap a model that mlx-lm has loaded. The result is a copy that shares the arrays of the right dtype.
+    """Wrap a model that mlx-lm has loaded. The result is a copy that shares the arrays of the right
+    dtype.
 
-    `path` is the directory that the tokenizer came from, if any: a checkpoint there gives the configuration, else the
-    model's own arguments do. Raises ModelError: it has none.
+    `path` is the directory that the tokenizer came from, if any: a checkpoint there gives the
+    configuration, else the model's own arguments do. Raises ModelError: it has none.
     """
     name = str(getattr(tokenizer, "name_or_path", ""))
     path = Path(name)
@@ -115,7 +141,8 @@ def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
         config = dataclasses.asdict(arguments)  # type: ignore[arg-type]
     else:
         raise ModelError(
-            f"{type(model).__name__} is no model of mlx-lm: it has no args, and its tokenizer no checkpoint"
+            f"{type(model).__name__} is no model of mlx-lm: it has no args, and its tokenizer"
+            " no checkpoint"
         )
     copied = copy.deepcopy(model)
     _make_ready(copied, "auto")
@@ -123,15 +150,23 @@ def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json, with the EOS ids of generation_config.json. Raises ModelError: also a number that no model has."""
+    """config.json, with the EOS ids of generation_config.json. Raises ModelError: also a number
+    that no model has."""
     try:
         config = dict(load_config(path))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path / 'config.json'} cannot be read: {error}") from error
     for part in (config, config.get("text_config")):
         for name, number in part.items() if isinstance(part, dict) else ():
-            if (most := _MOST.get(name)) and isinstance(number, int | float) and not 0 < number <= most:
-                raise ModelError(f"{path / 'config.json'}: {name} = {number}: expected more than 0, at most {most:g}")
+            if (
+                (most := _MOST.get(name))
+                and isinstance(number, int | float)
+                and not 0 < number <= most
+            ):
+                raise ModelError(
+                    f"{path / 'config.json'}: {name} = {number}: expected more than 0, at most"
+                    f" {most:g}"
+                )
     return config
 
 
@@ -144,14 +179,18 @@ def vocabulary_size(config: dict[str, Any]) -> int:
 
 
 def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
-    """A tokenizer of its own for one thread (fast tokenizers must not be shared between threads)."""
+    """A tokenizer of its own for one thread (fast tokenizers must not be shared between
+    threads)."""
     extra: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.chat_template is not None:
         extra["chat_template"] = _chat_template(config.chat_template)
     if config.tool_parser not in ("auto", "off"):
         parsers = [module.name for module in pkgutil.iter_modules(tool_parsers.__path__)]
         if config.tool_parser not in parsers:
-            raise ModelError(f"model.tool_parser = {config.tool_parser!r} is none of: auto, off, {', '.join(parsers)}")
+            raise ModelError(
+                f"model.tool_parser = {config.tool_parser!r} is none of: auto, off,"
+                f" {', '.join(parsers)}"
+            )
         extra["tool_parser_type"] = config.tool_parser
     eos = read_config(path).get("eos_token_id")
     try:
@@ -165,20 +204,30 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
 
 
 def _chat_template(given: str) -> str:
-    """The template that a setting holds or names. Raises ModelError: a file that is not there or cannot be read."""
+    """The template that a setting holds or names. Raises ModelError: a file that is not there or
+    cannot be read."""
     if is_file(given):
         try:
             return local_path(given).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"model.chat_template: {given} cannot be read: {error}") from error
     if "{" not in given and (is_directory(given) or Path(given).suffix in TEMPLATE_SUFFIXES):
-        raise ModelError(f"model.chat_template: there is no file {given}, and it is no template in Jinja")
+        raise ModelError(
+            f"model.chat_template: there is no file {given}, and it is no template in Jinja"
+        )
     return given
 
 
 def evaluate_module(module: nn.Module) -> None:
-    """Evaluates every array of every submodule, also those that `parameters()` leaves out (`_freqs`, …)."""
-    mx.eval([array for child in module.modules() for array in _arrays([*child.values(), *vars(child).values()])])
+    """Evaluates every array of every submodule, also those that `parameters()` leaves out
+    (`_freqs`, …)."""
+    mx.eval(
+        [
+            array
+            for child in module.modules()
+            for array in _arrays([*child.values(), *vars(child).values()])
+        ]
+    )
 
 
 def _arrays(values: Any) -> Iterator[mx.array]:
@@ -196,7 +245,8 @@ def _make_ready(model: nn.Module, dtype_name: str) -> None:
     dtype = _dtype(dtype_name)
     if dtype is not None:
         model.set_dtype(dtype)
-    if not hasattr(model, "_no_grad"):  # recurrent_gemma of mlx-lm 0.32.2 leaves out nn.Module's constructor
+    # recurrent_gemma of mlx-lm 0.32.2 leaves out nn.Module's constructor
+    if not hasattr(model, "_no_grad"):
         nn.Module.__init__(model)
     model.freeze()
     model.eval()
@@ -220,12 +270,15 @@ def _context_length(config: dict[str, Any]) -> int:
 
 
 def _local(base_path: str, dtype: str, *, convert: bool = True) -> Path | None:
-    """The directory that `base_path` names, made of a GGUF file; None for a hub id. Raises ModelError."""
+    """The directory that `base_path` names, made of a GGUF file; None for a hub id. Raises
+    ModelError."""
     if (directory := directory_of(base_path)) is not None:
         check_names([file.name for file in directory.iterdir()], str(directory))
         return directory
     if is_gguf(base_path):
         return converted(local_path(base_path), dtype, convert=convert)
     if is_file(base_path) or base_path.startswith((".", "/", "~")) or base_path.count("/") != 1:
-        raise ModelError(f"no model at {base_path!r}: neither a directory nor a hub id (owner/name)")
+        raise ModelError(
+            f"no model at {base_path!r}: neither a directory nor a hub id (owner/name)"
+        )
     return None

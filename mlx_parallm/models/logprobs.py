@@ -1,7 +1,8 @@
 """THE place where a token's log-probability is computed: engine, trainer and reference all call it.
 
-log p(token) = logits[token] / T - logsumexp(logits / T), in float32 whatever the model's dtype. bfloat16 here costs up
-to 0.1 nat (measured by others on a 32k vocabulary), which an importance ratio turns into noise.
+log p(token) = logits[token] / T - logsumexp(logits / T), in float32 whatever the model's dtype.
+bfloat16 here costs up to 0.1 nat (measured by others on a 32k vocabulary), which an importance
+ratio turns into noise.
 """
 
 from typing import cast
@@ -13,7 +14,10 @@ from mlx_parallm.models.sums import logsumexp, row_sums
 
 
 def token_logprobs(
-    logits: mx.array, tokens: mx.array, temperature: float | mx.array = 1.0, normalizer: mx.array | None = None
+    logits: mx.array,
+    tokens: mx.array,
+    temperature: float | mx.array = 1.0,
+    normalizer: mx.array | None = None,
 ) -> mx.array:
     """Log-probabilities of given tokens.
 
@@ -32,15 +36,22 @@ def token_logprobs(
 
 
 def token_logprobs_and_entropy(
-    logits: mx.array, tokens: mx.array, temperature: float | mx.array = 1.0, *, entropy_slope: bool = True
+    logits: mx.array,
+    tokens: mx.array,
+    temperature: float | mx.array = 1.0,
+    *,
+    entropy_slope: bool = True,
 ) -> tuple[mx.array, mx.array]:
-    """Log-probabilities of the tokens and the entropy (nats) of softmax(logits / temperature), both [...] float32.
+    """Log-probabilities of the tokens and the entropy (nats) of softmax(logits / temperature), both
+    [...] float32.
 
-    H = logsumexp(z) - sum(softmax(z) * z). The gradient by z is written out, with slopes a of log p and b of H: a at
-    the token, and -p · (a + b · (log p + H)) everywhere. So the logits' exp is computed once; there is no second
-    derivative. Without `entropy_slope` b is taken to be 0, which spares passes over the logits.
+    H = logsumexp(z) - sum(softmax(z) * z). The gradient by z is written out, with slopes a of log p
+    and b of H: a at the token, and -p · (a + b · (log p + H)) everywhere. So the logits' exp is
+    computed once; there is no second derivative. Without `entropy_slope` b is taken to be 0, which
+    spares passes over the logits.
 
-    Example: probabilities 1/8, 2/8, 5/8: log p of the last is -0.470, H = 0.900; d log p / dz = (-1/8, -2/8, 3/8).
+    Example: probabilities 1/8, 2/8, 5/8: log p of the last is -0.470, H = 0.900; d log p / dz =
+    (-1/8, -2/8, 3/8).
     """
     scaled = _scale(logits, temperature)
 
@@ -54,7 +65,9 @@ def token_logprobs_and_entropy(
         return _of_tokens(z, tokens) - normalizer, normalizer - mean, masses, total
 
     @scores.vjp
-    def gradient(z: mx.array, slopes: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:
+    def gradient(
+        z: mx.array, slopes: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+    ) -> mx.array:
         (a, b, *_), (logprobs, entropy, masses, total) = slopes, outputs
         if entropy_slope:
             shift = (entropy - (_of_tokens(z, tokens) - logprobs))[..., None]

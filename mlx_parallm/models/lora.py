@@ -6,8 +6,9 @@
     save_adapter          layers → disk in mlx-lm's format
     prepare_for_serving   server: wraps every linear layer (served_lora.py)
 
-The update is y = Wx + scale · (xA)B with scale = alpha / rank (Hu et al. 2021, arXiv:2106.09685), or alpha / √rank
-(rsLoRA: Kalajdzievski 2023, arXiv:2312.03732); dora.py adds a magnitude. Shapes are mlx-lm's: A [in, r], B [r, out].
+The update is y = Wx + scale · (xA)B with scale = alpha / rank (Hu et al. 2021, arXiv:2106.09685),
+or alpha / √rank (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732); dora.py adds a magnitude. Shapes
+are mlx-lm's: A [in, r], B [r, out].
 """
 
 import json
@@ -33,9 +34,11 @@ from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
 from mlx_parallm.system.files import is_directory, is_file, local_path
 
 ADAPTER_FILE = "adapters.safetensors"
-SPECIFICATION_FILE = "lora_weights.safetensors"  # the name that the specification prints; means ADAPTER_FILE beside it
+# the name that the specification prints; means ADAPTER_FILE beside it
+SPECIFICATION_FILE = "lora_weights.safetensors"
 MAX_RANK = 4096
-NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")  # beside an adapter, as vLLM reads them
+# beside an adapter, as vLLM reads them
+NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
 NPZ_FILE = "adapters.npz"  # mlx-lm's arrays as its first versions kept them
 
 
@@ -52,12 +55,13 @@ WEIGHT_READ_DIRECTLY = (
     *("prediction_coefs", "correction_coefs"),  # Gemma 3n
     *("self_attention_res_proj", "mlp_res_proj", "output_attn_res_proj"),  # Kimi K3
 )
-"""Layers whose `weight` mlx-lm's forward reads and rewrites itself (Gemma 3n's AltUp): a LoRALinear has none."""
+"""Layers whose `weight` mlx-lm's forward reads and rewrites itself (Gemma 3n's AltUp): a
+LoRALinear has none."""
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear layer by path that can have an adapter, quantised ones too; in the trainer's tree the base inside a
-    LoRALinear counts."""
+    """Every linear layer by path that can have an adapter, quantised ones too; in the trainer's
+    tree the base inside a LoRALinear counts."""
     layers: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if path.endswith(WEIGHT_READ_DIRECTLY):
@@ -79,13 +83,17 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
     return in_features, out_features
 
 
-def inject_lora(model: nn.Module, config: LoraConfig, dropout: AdapterDropout | None = None) -> list[str]:
-    """Freezes the model and puts a LoRALinear or DoRALinear around the targets. Uses this thread's MLX random state.
+def inject_lora(
+    model: nn.Module, config: LoraConfig, dropout: AdapterDropout | None = None
+) -> list[str]:
+    """Freezes the model and puts a LoRALinear or DoRALinear around the targets. Uses this thread's
+    MLX random state.
 
     Args:
         dropout: what switches the layers' dropout on; default: none has any.
 
-    Returns the paths of the adapted layers. Raises AdapterError when a target or a range of blocks matches nothing.
+    Returns the paths of the adapted layers. Raises AdapterError when a target or a range of blocks
+    matches nothing.
     """
     model.freeze()
     paths = _in_range(model, _target_paths(model, config.target_modules), config.layers)
@@ -93,42 +101,54 @@ def inject_lora(model: nn.Module, config: LoraConfig, dropout: AdapterDropout | 
 
     kind = DoRALinear if config.use_dora else LoRALinear
     adapted = [
-        (path, kind(layers[path], linear_shape(layers[path]), config.rank, config.scale, dropout)) for path in paths
+        (path, kind(layers[path], linear_shape(layers[path]), config.rank, config.scale, dropout))
+        for path in paths
     ]
     model.update_modules(tree_unflatten(adapted))
     return paths
 
 
 def load_into_trainer(model: nn.Module, layers: Mapping[str, LoraPair]) -> None:
-    """Puts stored arrays into the LoRALinear layers of the trainer's tree. Raises AdapterError when they do not fit."""
+    """Puts stored arrays into the LoRALinear layers of the trainer's tree. Raises AdapterError
+    when they do not fit."""
     targets = trainer_lora_layers(model)
     if set(targets) != set(layers):
         missing, extra = sorted(set(targets) - set(layers)), sorted(set(layers) - set(targets))
-        raise AdapterError(f"the adapter adapts other layers: missing {missing[:3]}, unexpected {extra[:3]}")
+        raise AdapterError(
+            f"the adapter adapts other layers: missing {missing[:3]}, unexpected {extra[:3]}"
+        )
     for path, layer in targets.items():
         pair = layers[path]
         if pair.a.shape != layer.lora_a.shape or pair.b.shape != layer.lora_b.shape:
             raise AdapterError(
-                f"{path}: the adapter has A {pair.a.shape} B {pair.b.shape}, the configuration asks for"
+                f"{path}: the adapter has A {pair.a.shape} B {pair.b.shape}, the configuration"
+                " asks for"
                 f" A {layer.lora_a.shape} B {layer.lora_b.shape}"
             )
         if (pair.magnitude is not None) != isinstance(layer, DoRALinear):
             kinds = ("LoRA", "DoRA") if pair.magnitude is None else ("DoRA", "LoRA")
-            raise AdapterError(f"the adapter is {kinds[0]}, the configuration asks for {kinds[1]} (lora.use_dora)")
+            raise AdapterError(
+                f"the adapter is {kinds[0]}, the configuration asks for {kinds[1]} (lora.use_dora)"
+            )
         factor = pair.scale / layer.scale
         layer.lora_a = pair.a.astype(mx.float32)
-        layer.lora_b = pair.b.astype(mx.float32) if factor == 1.0 else pair.b.astype(mx.float32) * factor
+        layer.lora_b = (
+            pair.b.astype(mx.float32) if factor == 1.0 else pair.b.astype(mx.float32) * factor
+        )
         if pair.magnitude is not None:
             layer.m = pair.magnitude.astype(mx.float32)
     mx.eval(model.trainable_parameters())
 
 
 def trainer_lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
-    return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
+    return {
+        path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)
+    }
 
 
 def adapter_layers(model: nn.Module) -> dict[str, LoraPair]:
-    """The trainer's adapter as it is now; shares the arrays. Gains of DoRA layers are not evaluated."""
+    """The trainer's adapter as it is now; shares the arrays. Gains of DoRA layers are not
+    evaluated."""
     layers = {}
     for path, layer in trainer_lora_layers(model).items():
         dora = (layer.m, layer.gain()) if isinstance(layer, DoRALinear) else (None, None)
@@ -141,8 +161,11 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {path: linear_shape(layer) for path, layer in linear_layers(model).items()}
 
 
-def check_adapter(shapes: Mapping[str, tuple[int, int]], layers: Mapping[str, LoraPair], source: str) -> None:
-    """Raises AdapterError naming the first layer that the model (`linear_shapes`) lacks or whose shape differs."""
+def check_adapter(
+    shapes: Mapping[str, tuple[int, int]], layers: Mapping[str, LoraPair], source: str
+) -> None:
+    """Raises AdapterError naming the first layer that the model (`linear_shapes`) lacks or whose
+    shape differs."""
     for path, pair in layers.items():
         if path not in shapes:
             raise AdapterError(f"{source}: the model has no linear layer {path!r}")
@@ -150,11 +173,15 @@ def check_adapter(shapes: Mapping[str, tuple[int, int]], layers: Mapping[str, Lo
         rank = pair.a.shape[-1:]
         if pair.a.shape != (in_features, *rank) or pair.b.shape != (*rank, out_features):
             raise AdapterError(
-                f"{source}: {path} is [{in_features} → {out_features}], the adapter's A is {pair.a.shape}"
+                f"{source}: {path} is [{in_features} → {out_features}], the adapter's A is"
+                f" {pair.a.shape}"
                 f" and B is {pair.b.shape}"
             )
         if pair.magnitude is not None and pair.magnitude.shape != (out_features,):
-            raise AdapterError(f"{source}: {path} has {out_features} outputs, its magnitude is {pair.magnitude.shape}")
+            raise AdapterError(
+                f"{source}: {path} has {out_features} outputs, its magnitude is"
+                f" {pair.magnitude.shape}"
+            )
 
 
 def find_adapter_file(path: str | Path) -> Path:
@@ -162,7 +189,13 @@ def find_adapter_file(path: str | Path) -> Path:
     source = local_path(path)
     if is_file(source):
         return source
-    directory = source if is_directory(source) else source.parent if source.name == SPECIFICATION_FILE else None
+    directory = (
+        source
+        if is_directory(source)
+        else source.parent
+        if source.name == SPECIFICATION_FILE
+        else None
+    )
     for name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, NPZ_FILE):
         if directory is not None and is_file(directory / name):
             return directory / name
@@ -170,21 +203,31 @@ def find_adapter_file(path: str | Path) -> Path:
     if directory is not None and is_file(directory / "adapter_model.bin"):
         hint = "; adapter_model.bin is PyTorch's pickle: save it with PEFT again, as safetensors"
     raise AdapterError(
-        f"no adapter at {source}: expected a file, or a directory with {ADAPTER_FILE} or {PEFT_FILE}{hint}"
+        f"no adapter at {source}: expected a file, or a directory with {ADAPTER_FILE} or"
+        f" {PEFT_FILE}{hint}"
     )
 
 
 def load_adapter(path: str | Path, *, as_stored: bool = False) -> AdapterFile:
-    """Reads an adapter in mlx-lm's or PEFT's format, in float32 unless `as_stored`. Raises AdapterError."""
+    """Reads an adapter in mlx-lm's or PEFT's format, in float32 unless `as_stored`. Raises
+    AdapterError."""
     file = find_adapter_file(path)
     config, tensors = _read(file)
     try:
-        layers = read_peft(tensors, config, file) if is_peft(tensors, config) else _from_mlx_lm(tensors, config, file)
+        layers = (
+            read_peft(tensors, config, file)
+            if is_peft(tensors, config)
+            else _from_mlx_lm(tensors, config, file)
+        )
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
-        raise AdapterError(f"{file.parent / ADAPTER_CONFIG} does not fit {file.name}: {error!r}") from error
+        raise AdapterError(
+            f"{file.parent / ADAPTER_CONFIG} does not fit {file.name}: {error!r}"
+        ) from error
     if not layers:
         raise AdapterError(f"{file} holds no LoRA tensors")
-    if (rank := max((pair.a.shape[-1] for pair in layers.values() if pair.a.ndim), default=0)) > MAX_RANK:
+    if (
+        rank := max((pair.a.shape[-1] for pair in layers.values() if pair.a.ndim), default=0)
+    ) > MAX_RANK:
         raise AdapterError(f"{file} has rank {rank}: the highest is {MAX_RANK}")
     if not as_stored:
         layers = {path: _wide(pair) for path, pair in layers.items()}
@@ -193,7 +236,8 @@ def load_adapter(path: str | Path, *, as_stored: bool = False) -> AdapterFile:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """The configuration beside the file, and the file's arrays, which are read when they are used."""
+    """The configuration beside the file, and the file's arrays, which are read when they are
+    used."""
     config_file = file.parent / ADAPTER_CONFIG
     if not config_file.is_file():  # a pipe would be read for ever
         raise AdapterError(f"{file} needs {ADAPTER_CONFIG} beside it (rank and scale stand there)")
@@ -207,14 +251,18 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
     for name in NEW_EMBEDDINGS:
         if (file.parent / name).exists():
             raise AdapterError(
-                f"{file.parent / name}: embeddings of added tokens are not supported: add them to the base model"
+                f"{file.parent / name}: embeddings of added tokens are not supported: add them"
+                " to the base model"
             )
     if not isinstance(tensors, dict):
         raise AdapterError(f"{file} holds one array: an adapter is a safetensors file")
     for key, tensor in tensors.items():
-        if not mx.issubdtype(tensor.dtype, mx.floating):  # of quantised ones: float8 is read as uint8, without scales
+        # of quantised ones: float8 is read as uint8, without scales
+        if not mx.issubdtype(tensor.dtype, mx.floating):
             kind = str(tensor.dtype).removeprefix("mlx.core.")
-            raise AdapterError(f"{file}: {key} is {kind}: an adapter's tensors are float32, float16 or bfloat16")
+            raise AdapterError(
+                f"{file}: {key} is {kind}: an adapter's tensors are float32, float16 or bfloat16"
+            )
     return config, tensors
 
 
@@ -225,16 +273,26 @@ def _evaluate(layers: Mapping[str, LoraPair], file: Path) -> None:
     except RuntimeError as error:
         raise AdapterError(f"{file} cannot be read: {error}") from error
     for path, pair in layers.items():
-        if not math.isfinite(pair.scale) or not all(mx.isfinite(array).all().item() for array in pair.arrays):
+        if not math.isfinite(pair.scale) or not all(
+            mx.isfinite(array).all().item() for array in pair.arrays
+        ):
             raise AdapterError(f"{file}: {path} holds a number that is not finite")
 
 
 def save_adapter(
-    directory: Path, layers: Mapping[str, LoraPair], *, num_layers: int, dropout: float = 0.0, base: str = ""
+    directory: Path,
+    layers: Mapping[str, LoraPair],
+    *,
+    num_layers: int,
+    dropout: float = 0.0,
+    base: str = (""),
 ) -> None:
-    """Writes `adapters.safetensors` and `adapter_config.json` in mlx-lm's format into an existing directory."""
+    """Writes `adapters.safetensors` and `adapter_config.json` in mlx-lm's format into an
+    existing directory."""
     config = adapter_config(layers, num_layers=num_layers, dropout=dropout, base=base)
-    mx.save_safetensors(str(directory / ADAPTER_FILE), adapter_tensors(layers), metadata={"format": "mlx"})
+    mx.save_safetensors(
+        str(directory / ADAPTER_FILE), adapter_tensors(layers), metadata={"format": ("mlx")}
+    )
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -242,7 +300,9 @@ def adapter_tensors(layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
     """The arrays under mlx-lm's names."""
     tensors = {f"{path}.lora_a": pair.a for path, pair in layers.items()}
     tensors |= {f"{path}.lora_b": pair.b for path, pair in layers.items()}
-    return tensors | {f"{path}.m": pair.magnitude for path, pair in layers.items() if pair.magnitude is not None}
+    return tensors | {
+        f"{path}.m": pair.magnitude for path, pair in layers.items() if pair.magnitude is not None
+    }
 
 
 def adapter_config(
@@ -252,43 +312,71 @@ def adapter_config(
 
     Raises AdapterError: its format has one rank, one scale and one kind for all layers.
     """
-    kinds = {(int(pair.a.shape[-1]), pair.scale, pair.magnitude is not None) for pair in layers.values()}
+    kinds = {
+        (int(pair.a.shape[-1]), pair.scale, pair.magnitude is not None) for pair in layers.values()
+    }
     if len(kinds) != 1:
-        shown = ", ".join(f"rank {rank} × {scale:g}{' DoRA' * dora}" for rank, scale, dora in sorted(kinds)[:3])
-        raise AdapterError(f"mlx-lm's format has one rank and scale for all layers, this adapter has several: {shown}")
+        shown = ", ".join(
+            f"rank {rank} × {scale:g}{' DoRA' * dora}" for rank, scale, dora in sorted(kinds)[:3]
+        )
+        raise AdapterError(
+            "mlx-lm's format has one rank and scale for all layers, this adapter has several:"
+            f" {shown}"
+        )
     [(rank, scale, dora)] = kinds
     return ({"model": base} if base else {}) | {
         "fine_tune_type": "dora" if dora else "lora",
         "num_layers": num_layers,
-        "lora_parameters": {"rank": rank, "scale": scale, "dropout": dropout, "keys": _layer_keys(layers)},
+        "lora_parameters": {
+            "rank": rank,
+            "scale": scale,
+            "dropout": dropout,
+            "keys": _layer_keys(layers),
+        },
     }
 
 
 def prepare_for_serving(model: nn.Module) -> LoraContext:
-    """Wraps every linear layer of the serving tree, once, in place; the engine sets the returned context per step."""
+    """Wraps every linear layer of the serving tree, once, in place; the engine sets the returned
+    context per step."""
     layers = linear_layers(model)
     context = LoraContext()
-    model.update_modules(tree_unflatten([(path, ServedLinear(layer, path, context)) for path, layer in layers.items()]))
+    model.update_modules(
+        tree_unflatten(
+            [(path, ServedLinear(layer, path, context)) for path, layer in layers.items()]
+        )
+    )
     return context
 
 
 def _target_paths(model: nn.Module, targets: tuple[str, ...] | str) -> list[str]:
     layers = linear_layers(model)
     if targets == "all-linear":
-        in_blocks = sorted(path for path in layers if ".layers." in f".{path}") or _in_blocks(model, layers)
+        in_blocks = sorted(path for path in layers if ".layers." in f".{path}") or _in_blocks(
+            model, layers
+        )
         if not in_blocks:
-            raise AdapterError('target_modules = "all-linear": the model has no linear layer in its blocks')
+            raise AdapterError(
+                'target_modules = "all-linear": the model has no linear layer in its blocks'
+            )
         return in_blocks
     assert not isinstance(targets, str)
     for target in targets:
         if any(_matches(path, target) for path in layers):
             continue
         if any(
-            _matches(p, target) for p, m in model.named_modules() if isinstance(m, SwitchLinear | QuantizedSwitchLinear)
+            _matches(p, target)
+            for p, m in model.named_modules()
+            if isinstance(m, SwitchLinear | QuantizedSwitchLinear)
         ):
-            raise AdapterError(f"target module {target!r} is a mixture-of-experts layer: adapt attention projections")
+            raise AdapterError(
+                f"target module {target!r} is a mixture-of-experts layer: adapt attention"
+                " projections"
+            )
         names = sorted({path.rsplit(".", 1)[-1] for path in layers})
-        raise AdapterError(f"target module {target!r} matches no linear layer; there are: {', '.join(names)}")
+        raise AdapterError(
+            f"target module {target!r} matches no linear layer; there are: {', '.join(names)}"
+        )
     return sorted(path for path in layers if any(_matches(path, target) for target in targets))
 
 
@@ -305,7 +393,9 @@ def _in_range(model: nn.Module, paths: list[str], layers: tuple[int, int] | str)
     if not 0 <= start < end <= count:
         raise AdapterError(f"layers = {layers!r}: the model has {count} blocks")
     wanted = tuple(f"{stack.path}.{index}." for index in range(start, end))
-    kept = [path for path in paths if path.startswith(wanted) or not path.startswith(f"{stack.path}.")]
+    kept = [
+        path for path in paths if path.startswith(wanted) or not path.startswith(f"{stack.path}.")
+    ]
     if not kept:
         raise AdapterError(f"layers = {layers!r}: none of the target modules is in these blocks")
     return kept
@@ -325,7 +415,8 @@ def _matches(path: str, target: str) -> bool:
 
 
 def _layer_keys(paths: Iterable[str]) -> list[str]:
-    """mlx-lm's `keys`: paths inside a block ("self_attn.q_proj"); a layer outside the blocks keeps its full path."""
+    """mlx-lm's `keys`: paths inside a block ("self_attn.q_proj"); a layer outside the blocks
+    keeps its full path."""
     keys = set()
     for path in paths:
         _, separator, rest = path.partition("layers.")
@@ -333,11 +424,16 @@ def _layer_keys(paths: Iterable[str]) -> list[str]:
     return sorted(keys)
 
 
-def _from_mlx_lm(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, LoraPair]:
+def _from_mlx_lm(
+    tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path
+) -> dict[str, LoraPair]:
     config_file, parameters = file.parent / ADAPTER_CONFIG, config.get("lora_parameters", {})
-    kind = config.get("fine_tune_type", "dora" if config.get("use_dora") else "lora")  # use_dora: before 0.20
+    # use_dora: before 0.20
+    kind = config.get("fine_tune_type", "dora" if config.get("use_dora") else "lora")
     if kind not in ("lora", "dora"):
-        raise AdapterError(f"{file}: fine_tune_type {kind!r} is not supported, only 'lora' and 'dora'")
+        raise AdapterError(
+            f"{file}: fine_tune_type {kind!r} is not supported, only 'lora' and 'dora'"
+        )
     scale, rank = parameters.get("scale"), parameters.get("rank")
     if not isinstance(scale, int | float) or isinstance(scale, bool):
         reason = "is missing" if scale is None else f"= {scale!r}: must be a number"
@@ -356,7 +452,10 @@ def _from_mlx_lm(tensors: Mapping[str, mx.array], config: Mapping[str, Any], fil
             raise AdapterError(f"{file}: {path} has {next(iter(found))} but no {missing[0]}")
         a, b = found["lora_a"], found["lora_b"]
         if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or not a.size:
-            raise AdapterError(f"{file}: {path}: lora_a {a.shape} and lora_b {b.shape} are not [in, r] and [r, out]")
+            raise AdapterError(
+                f"{file}: {path}: lora_a {a.shape} and lora_b {b.shape} are not [in, r] and [r,"
+                " out]"
+            )
         if rank is not None and rank != a.shape[1]:
             raise AdapterError(f"{file}: {path} has rank {a.shape[1]}, {ADAPTER_CONFIG} has {rank}")
         layers[path] = LoraPair(a, b, float(scale), found.get("m"))

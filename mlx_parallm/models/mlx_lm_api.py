@@ -1,4 +1,5 @@
-"""Every mlx-lm name in use outside model architectures, imported in one place: what to check when mlx-lm moves."""
+"""Every mlx-lm name in use outside model architectures, imported in one place: what to check
+when mlx-lm moves."""
 
 from mlx_parallm.system.files import file_limit_kept
 
@@ -6,7 +7,13 @@ with file_limit_kept():
     from mlx_lm import tool_parsers
     from mlx_lm.models.bailing_hybrid import recurrent_gla as chunked_simple_decay
     from mlx_lm.models.base import scaled_dot_product_attention as mlx_lm_attention
-    from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+    from mlx_lm.models.cache import (
+        ArraysCache,
+        CacheList,
+        KVCache,
+        RotatingKVCache,
+        make_prompt_cache,
+    )
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
     from mlx_lm.tokenizer_utils import TokenizerWrapper
     from mlx_lm.tokenizer_utils import load as load_hf_tokenizer

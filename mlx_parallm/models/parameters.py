@@ -1,7 +1,8 @@
 """The trainable arrays of a module tree as one flat, named list, and where each of them is bound.
 
-Functions that MLX differentiates bind tracers into the tree; `bound` puts the real arrays back. Binding a reference is
-all that ever happens to a slot: augmented or indexed assignment would change an array that the serving tree shares.
+Functions that MLX differentiates bind tracers into the tree; `bound` puts the real arrays back.
+Binding a reference is all that ever happens to a slot: augmented or indexed assignment would change
+an array that the serving tree shares.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,9 @@ class ParameterSlots:
     """Slots of a module's trainable parameters, in the order of `names` (dotted paths, sorted)."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.names: tuple[str, ...] = tuple(sorted(name for name, _ in tree_flatten(model.trainable_parameters())))
+        self.names: tuple[str, ...] = tuple(
+            sorted(name for name, _ in tree_flatten(model.trainable_parameters()))
+        )
         self._owners: list[tuple[Any, Any]] = [_owner(model, name) for name in self.names]
 
     def __len__(self) -> int:
@@ -33,7 +36,9 @@ class ParameterSlots:
             owner[key] = array
 
     @contextmanager
-    def bound(self, arrays: Sequence[mx.array], indices: Sequence[int] | None = None) -> Iterator[None]:
+    def bound(
+        self, arrays: Sequence[mx.array], indices: Sequence[int] | None = None
+    ) -> Iterator[None]:
         """Binds `arrays` for the length of the block."""
         before = self.read(indices)
         self.write(arrays, indices)
@@ -44,7 +49,8 @@ class ParameterSlots:
 
 
 def check_weights(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
-    """Raises ValueError: these are not all of the model's parameters, of their shapes and finite."""
+    """Raises ValueError: these are not all of the model's parameters, of their shapes and
+    finite."""
     expected = {name: value.shape for name, value in tree_flatten(model.parameters())}
     if odd := expected.keys() ^ weights.keys():
         raise ValueError(f"missing or unknown weights: {', '.join(sorted(odd))}")

@@ -1,11 +1,13 @@
-"""4-bit quantisation while a checkpoint is loaded, one layer at a time, and its result kept for the next start.
+"""4-bit quantisation while a checkpoint is loaded, one layer at a time, and its result kept for the
+next start.
 
-The checkpoint's tensors are lazy: a layer's weights are read when it is quantised and freed before the next one is, so
-memory peaks at the 4-bit model and one layer. Which layers, and how, is mlx-lm's own choice (`mlx_lm.convert -q`); the
-arrays are the same bits.
+The checkpoint's tensors are lazy: a layer's weights are read when it is quantised and freed before
+the next one is, so memory peaks at the 4-bit model and one layer. Which layers, and how, is
+mlx-lm's own choice (`mlx_lm.convert -q`); the arrays are the same bits.
 
-The cache is a directory of mlx-lm checkpoints, each named after what it was made from (files, sizes, times, versions).
-It is written under a temporary name and renamed; one that cannot be read is made again. It may be deleted at any time.
+The cache is a directory of mlx-lm checkpoints, each named after what it was made from (files,
+sizes, times, versions). It is written under a temporary name and renamed; one that cannot be read
+is made again. It may be deleted at any time.
 """
 
 import hashlib
@@ -38,12 +40,14 @@ DEFAULTS = {"group_size": GROUP_SIZE, "bits": BITS, "mode": "affine"}
 def load_quantized(
     path: Path, *, trust_remote_code: bool = False, cache: Path | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model in 4 bits and its configuration with mlx-lm's `quantization` entry; scales in the checkpoint's dtype.
+    """The model in 4 bits and its configuration with mlx-lm's `quantization` entry; scales in the
+    checkpoint's dtype.
 
     Args:
         cache: directory of quantised copies; None = none is read or kept.
 
-    Raises what mlx-lm raises on a checkpoint that it cannot load; ModelError when no layer can be quantised.
+    Raises what mlx-lm raises on a checkpoint that it cannot load; ModelError when no layer can be
+    quantised.
     """
     key = _key(path)
     entry = cache / _entry_name(path, key) if cache is not None else None
@@ -51,13 +55,15 @@ def load_quantized(
         return cached
     model, config = load_hf_model(path, lazy=True, trust_remote_code=trust_remote_code)
     config["quantization"] = quantize_layers(model)
-    if entry is not None and "model_file" not in config:  # that file's code does not go into the cache
+    # that file's code does not go into the cache
+    if entry is not None and "model_file" not in config:
         _keep(entry, key, model, config)
     return model, config
 
 
 def quantize_layers(model: nn.Module) -> dict[str, Any]:
-    """Quantises in place what mlx-lm would; each layer is evaluated, and its old weights freed, before the next.
+    """Quantises in place what mlx-lm would; each layer is evaluated, and its old weights freed,
+    before the next.
 
     Returns config.json's `quantization` entry. Raises ModelError if no layer allows it.
     """
@@ -92,13 +98,17 @@ def _key(path: Path) -> dict[str, Any]:
         "mlx_lm": version("mlx-lm"),
         "mlx": version("mlx"),
         **DEFAULTS,
-        "files": [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        "files": [
+            [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files
+        ],
     }
 
 
 def _entry_name(path: Path, key: Mapping[str, Any]) -> str:
     """A readable name: the hub's repository, or the directory."""
-    repository = next((part for part in path.parts if part.startswith("models--")), path.resolve().name)
+    repository = next(
+        (part for part in path.parts if part.startswith("models--")), path.resolve().name
+    )
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return f"{repository.removeprefix('models--')}-{BITS}bit-{digest}"
 
@@ -114,9 +124,15 @@ def _from_cache(entry: Path, key: Mapping[str, Any]) -> tuple[nn.Module, dict[st
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        log.warning("the kept 4-bit copy cannot be read and is made again", directory=str(entry), reason=str(error))
+        log.warning(
+            "the kept 4-bit copy cannot be read and is made again",
+            directory=str(entry),
+            reason=str(error),
+        )
         return None
-    log.info("4-bit weights from the cache", directory=str(entry), size_gb=round(_bytes(entry) / 1e9, 2))
+    log.info(
+        "4-bit weights from the cache", directory=str(entry), size_gb=round(_bytes(entry) / 1e9, 2)
+    )
     return model, dict(config)
 
 
@@ -137,15 +153,27 @@ def _keep(entry: Path, key: Mapping[str, Any], model: nn.Module, config: Mapping
         shutil.rmtree(entry, ignore_errors=True)
         temporary.rename(entry)
     except (OSError, RuntimeError) as error:  # MLX says "Unable to write" by RuntimeError
-        log.warning("the 4-bit copy cannot be kept for the next start", directory=str(entry), reason=str(error))
+        log.warning(
+            "the 4-bit copy cannot be kept for the next start",
+            directory=str(entry),
+            reason=str(error),
+        )
     else:
-        log.info("4-bit weights kept for the next start", directory=str(entry), size_gb=round(_bytes(entry) / 1e9, 2))
+        log.info(
+            "4-bit weights kept for the next start",
+            directory=str(entry),
+            size_gb=round(_bytes(entry) / 1e9, 2),
+        )
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    return {file.name: file.stat().st_size for file in sorted(directory.iterdir()) if file.name != SOURCE_FILE}
+    return {
+        file.name: file.stat().st_size
+        for file in sorted(directory.iterdir())
+        if file.name != SOURCE_FILE
+    }
 
 
 def _bytes(directory: Path) -> int:

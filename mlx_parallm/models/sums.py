@@ -1,9 +1,10 @@
 """Sums of many float32 numbers that are right to some 1e-6.
 
-MLX adds the numbers of a row on the CPU one after the other, and what is small beside the sum so far is rounded away:
-of 67 million squares a fifth is lost, of a softmax over 150,000 tokens 2e-4. Rows of `ROW` numbers first, then their
-sums, lose nothing that matters and cost the same (`logsumexp`: a fifth more than MLX's own). A product of two long
-vectors by `@` has the same fault. A GPU adds in a tree, which is exact enough: there MLX's own reductions stay.
+MLX adds the numbers of a row on the CPU one after the other, and what is small beside the sum so
+far is rounded away: of 67 million squares a fifth is lost, of a softmax over 150,000 tokens 2e-4.
+Rows of `ROW` numbers first, then their sums, lose nothing that matters and cost the same
+(`logsumexp`: a fifth more than MLX's own). A product of two long vectors by `@` has the same fault.
+A GPU adds in a tree, which is exact enough: there MLX's own reductions stay.
 """
 
 import math

@@ -1,11 +1,14 @@
 """Checks of a model by its config.json alone, before its weights are downloaded or read.
 
-    blueprint          the architecture at full size; its arrays are never evaluated, so it costs no memory
+    blueprint          the architecture at full size; its arrays are never evaluated, so it costs no
+                       memory
     check_config       raises ModelError naming the layer that cannot be trained on this device
-    layers_by_token    which layers of a model train slowly: their graph visits one token after another
+    layers_by_token    which layers of a model train slowly: their graph visits one token after
+                       another
 
-Differentiating the blueprint finds a layer whose forward is a kernel without a gradient: MLX raises while it builds the
-graph. Whether it can be served shows at load (`engine/cache/batch.py`). docs/models.md has both for all architectures.
+Differentiating the blueprint finds a layer whose forward is a kernel without a gradient: MLX raises
+while it builds the graph. Whether it can be served shows at load (`engine/cache/batch.py`).
+docs/models.md has both for all architectures.
 """
 
 import io
@@ -21,14 +24,23 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache, model_classes
 
-BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RuntimeError)
-GROWTH = 2.0  # of a block's graph from 64 to 256 tokens: 1 without a loop over tokens, nearly 4 with one
+BUILD_ERRORS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    RuntimeError,
+)
+# of a block's graph from 64 to 256 tokens: 1 without a loop over tokens, nearly 4 with one
+GROWTH = 2.0
 ARCHITECTURES = "the architectures and what each can do are listed in docs/models.md"
 
 
 def blueprint(config: Mapping[str, Any]) -> nn.Module:
-    """The architecture that a config.json describes. Raises ModelError: mlx-lm has none of that name, or cannot build
-    it; the loading would fail the same way."""
+    """The architecture that a config.json describes. Raises ModelError: mlx-lm has none of that
+    name, or cannot build it; the loading would fail the same way."""
     name = config.get("model_type")
     if not isinstance(name, str):
         raise ModelError("config.json has no model_type: not a language model's checkpoint")
@@ -36,22 +48,30 @@ def blueprint(config: Mapping[str, Any]) -> nn.Module:
         model_class, args_class = model_classes(dict(config))
     except ValueError as error:
         raise ModelError(
-            f"model_type {name!r} is unknown to mlx-lm {version('mlx-lm')}: try `pip install -U mlx-lm`;"
+            f"model_type {name!r} is unknown to mlx-lm {version('mlx-lm')}: try `pip install -U"
+            " mlx-lm`;"
             f" {ARCHITECTURES}"
         ) from error
-    except SystemExit as error:  # one of mlx-lm's modules (olmo) ends the process when its package is missing
-        raise ModelError(f"model_type {name!r} needs a package that is not installed: mlx-lm names it above") from error
+    # one of mlx-lm's modules (olmo) ends the process when its package is missing
+    except SystemExit as error:
+        raise ModelError(
+            f"model_type {name!r} needs a package that is not installed: mlx-lm names it above"
+        ) from error
     [(high, low)] = np.array(mx.random.state).tolist()
     try:
         return model_class(args_class.from_dict(dict(config)))
     except BUILD_ERRORS as error:
-        raise ModelError(f"model_type {name!r}: mlx-lm cannot build it from this config.json: {error!r}") from error
+        raise ModelError(
+            f"model_type {name!r}: mlx-lm cannot build it from this config.json: {error!r}"
+        ) from error
     finally:
-        mx.random.seed(high << 32 | low)  # as it was: what is drawn later does not depend on the lazy initial weights
+        # as it was: what is drawn later does not depend on the lazy initial weights
+        mx.random.seed(high << 32 | low)
 
 
 def check_config(config: Mapping[str, Any], *, train: bool) -> None:
-    """Raises ModelError when the architecture is unknown or cannot be built, or (`train`) differentiated."""
+    """Raises ModelError when the architecture is unknown or cannot be built, or (`train`)
+    differentiated."""
     if "model_file" in config:
         return  # code of the checkpoint, which is not here yet
     model = blueprint(config)
@@ -65,7 +85,8 @@ def check_config(config: Mapping[str, Any], *, train: bool) -> None:
 
 
 def layer_without_gradient(model: nn.Module) -> str:
-    """The first kind of block that MLX cannot differentiate on this device, and why; "" when there is none.
+    """The first kind of block that MLX cannot differentiate on this device, and why; "" when there
+    is none.
 
     Traces one block of each kind; evaluates nothing.
     """
@@ -81,7 +102,10 @@ def layer_without_gradient(model: nn.Module) -> str:
                 mx.vjp(lambda h: _first(block(h, *call.args, **call.kwargs)), [hidden], [hidden])
             except (ValueError, RuntimeError) as error:
                 if "vjp" in str(error).lower():
-                    reasons.append(f"layer {index} ({_layer_name(block)}) has no gradient on this device: {error}")
+                    reasons.append(
+                        f"layer {index} ({_layer_name(block)}) has no gradient on this device:"
+                        f" {error}"
+                    )
         return hidden
 
     was_training = model.training
@@ -96,9 +120,11 @@ def layer_without_gradient(model: nn.Module) -> str:
 
 
 def layers_by_token(model: nn.Module) -> list[str]:
-    """Name the first layer of each kind whose graph visits one token after another, as "layer 3 (attn: Class), …".
+    """Name the first layer of each kind whose graph visits one token after another, as "layer 3
+    (attn: Class), …".
 
-    Compares a block's graph of 64 tokens with that of 256, about four times as large then; evaluates nothing.
+    Compares a block's graph of 64 tokens with that of 256, about four times as large then;
+    evaluates nothing.
     """
     sizes: dict[int, list[int]] = {}
     kinds: dict[str, int] = {}
@@ -106,7 +132,9 @@ def layers_by_token(model: nn.Module) -> list[str]:
     def visit(index: int, hidden: Any, call: BlockCall) -> Any:
         block = stack.blocks[index]
         output = block(mx.zeros(hidden.shape, hidden.dtype), *call.args, **call.kwargs)
-        first = kinds.setdefault("/".join(type(module).__name__ for module in block.modules()), index)
+        first = kinds.setdefault(
+            "/".join(type(module).__name__ for module in block.modules()), index
+        )
         if first == index:
             drawn = io.StringIO()
             mx.export_to_dot(drawn, _first(output))
@@ -123,14 +151,19 @@ def layers_by_token(model: nn.Module) -> list[str]:
     finally:
         model.train(was_training)
     return [
-        f"layer {i} ({_layer_name(stack.blocks[i])})" for i, (short, long) in sizes.items() if long > GROWTH * short
+        f"layer {i} ({_layer_name(stack.blocks[i])})"
+        for i, (short, long) in sizes.items()
+        if long > GROWTH * short
     ]
 
 
 def _layer_name(block: Any) -> str:
-    """The class of the block's mixer (attention, state space, …): its first child that is neither norm nor MLP."""
+    """The class of the block's mixer (attention, state space, …): its first child that is
+    neither norm nor MLP."""
     for name, child in getattr(block, "children", dict)().items():
-        if isinstance(child, nn.Module) and not any(part in name for part in ("norm", "mlp", "feed_forward", "ln")):
+        if isinstance(child, nn.Module) and not any(
+            part in name for part in ("norm", "mlp", "feed_forward", ("ln"))
+        ):
             return f"{name}: {type(child).__name__}"
     return type(block).__name__
 

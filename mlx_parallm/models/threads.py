@@ -33,9 +33,11 @@ def mlx_thread() -> Iterator[None]:
 
 
 class MLXThread:
-    """A thread in which functions that use MLX run one after another, until `close`, which releases its streams.
+    """A thread in which functions that use MLX run one after another, until `close`, which releases
+    its streams.
 
-    A thread that has given its streams back cannot use MLX again (0.32.4), so those of a pool will not do.
+    A thread that has given its streams back cannot use MLX again (0.32.4), so those of a pool will
+    not do.
     """
 
     def __init__(self, name: str = "mlx") -> None:

@@ -1,9 +1,11 @@
-"""Which text a token stands for in its place. The one answer for texts, streams, stop strings and log-probabilities.
+"""Which text a token stands for in its place. The one answer for texts, streams, stop strings and
+log-probabilities.
 
-A token decoded alone loses what its place gives it: SentencePiece's ` world` its space, `<0xF0>` its byte, WordPiece's
-`##ing` its joint. So each token has two forms in bytes: inside a text (`TokenPieces.inner`), and as the first token of
-a text (`TokenPieces.first`), where SentencePiece and WordPiece show no space. A text is those bytes joined and read as
-UTF-8; bytes that are no character show as U+FFFD. Both forms are computed once a token, so a token costs O(1).
+A token decoded alone loses what its place gives it: SentencePiece's ` world` its space, `<0xF0>`
+its byte, WordPiece's `##ing` its joint. So each token has two forms in bytes: inside a text
+(`TokenPieces.inner`), and as the first token of a text (`TokenPieces.first`), where SentencePiece
+and WordPiece show no space. A text is those bytes joined and read as UTF-8; bytes that are no
+character show as U+FFFD. Both forms are computed once a token, so a token costs O(1).
 """
 
 import codecs
@@ -19,7 +21,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SLACK = 16
 """Bytes that a normaliser may have left out of a text between two tokens."""
 _MOST_ANCHORS = 4096
-"""Tokens that are tried as an anchor before the decoder counts as one that shows each token alone."""
+"""Tokens that are tried as an anchor before the decoder counts as one that shows each token
+alone."""
 
 
 class TokenPieces:
@@ -32,14 +35,20 @@ class TokenPieces:
         size: ids from here on stand for nothing (a model's vocabulary may be padded).
     """
 
-    def __init__(self, tokenizer: Any, decode: Decode, special_ids: Collection[int], size: int) -> None:
+    def __init__(
+        self, tokenizer: Any, decode: Decode, special_ids: Collection[int], size: int
+    ) -> None:
         self._tokenizer, self._decode, self._size = tokenizer, decode, size
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = "" if backend is None else str(backend.decoder)
-        self._added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+        self._added = {
+            number: str(token) for number, token in tokenizer.added_tokens_decoder.items()
+        }
         self._special_ids = special_ids
         self._byte_tokens = (
-            backend is None or "ByteFallback" in decoder or getattr(backend.model, "byte_fallback", False) is True
+            backend is None
+            or "ByteFallback" in decoder
+            or getattr(backend.model, "byte_fallback", False) is True
         )
         self.byte_of: dict[str, int] | None = None
         """GPT-2's alphabet (character → byte), where the vocabulary is written in it."""
@@ -58,9 +67,11 @@ class TokenPieces:
         return piece
 
     def first(self, token_id: int) -> bytes:
-        """Return what the token shows where a text begins with it: without the space that the decoder leaves out there.
+        """Return what the token shows where a text begins with it: without the space that the
+        decoder leaves out there.
 
-        One space at most: Metaspace's decoder leaves out all those of a first token, of which one is a dummy.
+        One space at most: Metaspace's decoder leaves out all those of a first token, of which one
+        is a dummy.
         """
         piece = self._first.get(token_id)
         if piece is None:
@@ -79,19 +90,25 @@ class TokenPieces:
         for token in set(shown).difference(known):
             self.inner(token)
         pieces = [known[token] for token in shown]
-        if opens_text and (begin := next((at for at, piece in enumerate(pieces) if piece), None)) is not None:
+        if (
+            opens_text
+            and (begin := next((at for at, piece in enumerate(pieces) if piece), None)) is not None
+        ):
             pieces[begin] = self.first(shown[begin])
         return b"".join(pieces).decode(errors="replace")
 
     def _read(self, token_id: int) -> bytes:
         if token_id in self._special_ids and token_id in self._added:
             return self._added[token_id].encode()
-        raw = self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < self._size else None
+        raw = (
+            self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < self._size else None
+        )
         if raw is None or isinstance(raw, bytes):
             return raw or b""
         if self.byte_of is not None:
             spelled = self._spelled(raw)
-            # An added word stands as it is written ("é"), unless it is one of the vocabulary too ("Ġx").
+            # An added word stands as it is written ("é"), unless it is one of the vocabulary too
+            # ("Ġx").
             if spelled is not None and (token_id not in self._added or _is_text(spelled)):
                 return spelled
             return raw.encode()
@@ -100,7 +117,8 @@ class TokenPieces:
         return self._between(token_id).encode()
 
     def _spelled(self, word: str) -> bytes | None:
-        """Return the bytes that a word in GPT-2's alphabet spells; None: it has other letters, or there is none."""
+        """Return the bytes that a word in GPT-2's alphabet spells; None: it has other letters,
+        or there is none."""
         if self.byte_of is None or not all(letter in self.byte_of for letter in word):
             return None
         return bytes(self.byte_of[letter] for letter in word)
@@ -117,7 +135,8 @@ class TokenPieces:
 
     @cached_property
     def _anchor(self) -> tuple[int, str, str] | None:
-        """A token that others can stand between, its text as the first one and as a later one. None: there is none."""
+        """A token that others can stand between, its text as the first one and as a later one.
+        None: there is none."""
         for token in range(min(self._size, _MOST_ANCHORS)):
             raw = None if token in self._added else self._tokenizer.convert_ids_to_tokens(token)
             if not isinstance(raw, str) or _BYTE_TOKEN.fullmatch(raw):
@@ -132,11 +151,14 @@ class Detokenizer:
     """Read tokens one after another: text is given out as soon as its characters are complete.
 
     Args:
-        opens_text: the first token begins a text; False: it stands in a text that has begun, after a prompt.
+        opens_text: the first token begins a text; False: it stands in a text that has begun, after
+            a prompt.
         hidden: tokens that do not show.
     """
 
-    def __init__(self, pieces: TokenPieces, *, opens_text: bool = True, hidden: Collection[int] = ()) -> None:
+    def __init__(
+        self, pieces: TokenPieces, *, opens_text: bool = True, hidden: Collection[int] = ()
+    ) -> None:
         self._pieces, self._hidden, self._opens_at_start = pieces, hidden, opens_text
         self._opens = opens_text
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
@@ -144,7 +166,8 @@ class Detokenizer:
         """Characters given out so far: where the next token's text begins."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes that this token has, or would have, in this place. A hidden one's too."""
+        """Return the bytes that this token has, or would have, in this place. A hidden one's
+        too."""
         return self._pieces.first(token_id) if self._opens else self._pieces.inner(token_id)
 
     def text_of(self, token_id: int) -> str:
@@ -171,7 +194,8 @@ class TextReader:
     """Follow the tokens of a text that is known, such as a prompt's, through that text.
 
     Args:
-        special_ids: tokens that do not show where the text does not have them, such as one put before it.
+        special_ids: tokens that do not show where the text does not have them, such as one put
+            before it.
     """
 
     def __init__(self, pieces: TokenPieces, text: str, special_ids: Collection[int]) -> None:
@@ -183,7 +207,8 @@ class TextReader:
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that this token has, or would have, in this place."""
         inner = self._pieces.inner(token_id)
-        forms = (inner, self._pieces.first(token_id), inner.removeprefix(b" "))  # the space may not be the text's
+        # the space may not be the text's
+        forms = (inner, self._pieces.first(token_id), inner.removeprefix(b" "))
         return next((form for form in forms if self._text.startswith(form, self._at)), inner)
 
     def text_of(self, token_id: int) -> str:
@@ -209,7 +234,11 @@ class TextReader:
 
 def byte_level_alphabet() -> dict[str, int]:
     """Return the inverse of GPT-2's printable alphabet of bytes: character → byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     hidden = [byte for byte in range(256) if byte not in printable]
     pairs = [(chr(byte), byte) for byte in printable]
     return dict(pairs + [(chr(256 + position), byte) for position, byte in enumerate(hidden)])

@@ -1,4 +1,5 @@
-"""A thin face over mlx-lm's tokenizer: ids in and out, chat rendering, incremental text. One instance per thread."""
+"""A thin face over mlx-lm's tokenizer: ids in and out, chat rendering, incremental text. One
+instance per thread."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -16,28 +17,35 @@ from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
 from mlx_parallm.models.token_text import Detokenizer, TextReader, TokenPieces
 
 CONTEXT = 4096
-"""Characters before a text that decide how it is tokenised in its place; more only where they hold no space."""
+"""Characters before a text that decide how it is tokenised in its place; more only where they
+hold no space."""
 ANCHORS = ("\n", ".", "a", "0", ")", "中", "<")
 """Texts that a text is tokenised behind, to see it as it stands inside another."""
 NOT_TEMPLATE_KWARGS = ("chat_template", "messages", "tools")
-"""Names that are no arguments of a template: a template of a client's could keep the server busy for ever."""
+"""Names that are no arguments of a template: a template of a client's could keep the server busy
+for ever."""
 
 
 class Tokenizer:
-    """Encodes, decodes and renders chats. Holds the model's reasoning and tool-call markers, for `server`:
+    """Encodes, decodes and renders chats. Holds the model's reasoning and tool-call markers, for
+    `server`:
 
-    `think_markers`, `tool_markers` = (start, end), the end "" where a format has none; None where none is known.
-    `structural_markers` stand around content and are no part of it. `parse_tool_call(text, tools)` reads what stands
-    between the tool markers: a call {"name", "arguments", "id"?} or a list of them; it may raise anything.
-    `tool_format` is the name of mlx-lm's parser, "" where there is none; `reads_tools` is False where calls are not to
-    be read.
+    `think_markers`, `tool_markers` = (start, end), the end "" where a format has none; None where
+    none is known. `structural_markers` stand around content and are no part of it.
+    `parse_tool_call(text, tools)` reads what stands between the tool markers: a call {"name",
+    "arguments", "id"?} or a list of them; it may raise anything. `tool_format` is the name of
+    mlx-lm's parser, "" where there is none; `reads_tools` is False where calls are not to be read.
     """
 
-    def __init__(self, wrapper: TokenizerWrapper, *, reads_tools: bool = True, splits_reasoning: bool = True) -> None:
+    def __init__(
+        self, wrapper: TokenizerWrapper, *, reads_tools: bool = True, splits_reasoning: bool = True
+    ) -> None:
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
         self._rust = _rust_decoder(self._hf)
-        marked = (token_id for token_id, token in self._hf.added_tokens_decoder.items() if token.special)
+        marked = (
+            token_id for token_id, token in self._hf.added_tokens_decoder.items() if token.special
+        )
         self.special_ids: frozenset[int] = frozenset([*self._hf.all_special_ids, *marked])
         self.eos_token_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
         self.eos_token_id: int | None = wrapper.eos_token_id
@@ -46,9 +54,14 @@ class Tokenizer:
         self.has_chat_template: bool = bool(wrapper.has_chat_template)
         self.vocab_size: int = len(self._hf)
         self._pieces = TokenPieces(self._hf, self._decode_alone, self.special_ids, self.vocab_size)
-        self.longest_token = max(len(token) for token in self._hf.get_vocab())  # in characters, or bytes shown as such
-        self.think_markers = _pair(wrapper.think_start, wrapper.think_end) if splits_reasoning else None
-        self.tool_markers = _pair(wrapper.tool_call_start, wrapper.tool_call_end) if reads_tools else None
+        # in characters, or bytes shown as such
+        self.longest_token = max(len(token) for token in self._hf.get_vocab())
+        self.think_markers = (
+            _pair(wrapper.think_start, wrapper.think_end) if splits_reasoning else None
+        )
+        self.tool_markers = (
+            _pair(wrapper.tool_call_start, wrapper.tool_call_end) if reads_tools else None
+        )
         self.structural_markers: tuple[str, ...] = tuple(wrapper.structural_markers)
         self.parse_tool_call: Callable[[str, Any], Any] | None = wrapper.tool_parser
         self.reads_tools = reads_tools
@@ -60,37 +73,44 @@ class Tokenizer:
         """False: the chat template would leave tools out without a word."""
         if not self.has_chat_template:
             return False
-        written_in_python = self._wrapper._chat_template is not None or self._hf.chat_template is None
+        written_in_python = (
+            self._wrapper._chat_template is not None or self._hf.chat_template is None
+        )
         return written_in_python or "tools" in str(self._hf.chat_template)
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template in Jinja, of several the default one; None: there is none, or it is written in Python."""
+        """The chat template in Jinja, of several the default one; None: there is none, or it is
+        written in Python."""
         template = None if self._wrapper._chat_template is not None else self._hf.chat_template
         if isinstance(template, dict):
             template = template.get("default")
         return None if template is None else str(template)
 
     def to_json(self) -> str | None:
-        """The tokenizer as a tokenizer.json, added tokens included; None where it is not one of Rust's."""
+        """The tokenizer as a tokenizer.json, added tokens included; None where it is not one of
+        Rust's."""
         backend = getattr(self._hf, "backend_tokenizer", None)
         return None if backend is None else str(backend.to_str())
 
     def hides(self, marker: str) -> bool:
-        """True when text without special tokens does not show the marker: it is one, or holds one."""
+        """True when text without special tokens does not show the marker: it is one, or holds
+        one."""
         return self.decode(self.encode(marker, add_special_tokens=False)) != marker
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        # verbose: transformers would print that a text beyond the model's context "will result in indexing errors".
-        # Who asks for ids compares their number with the context, and refuses it in words.
+        # verbose: transformers would print that a text beyond the model's context "will result in
+        # indexing errors". Who asks for ids compares their number with the context, and refuses it
+        # in words.
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def encode_after(self, prompt: str, text: str) -> list[int]:
-        """Token ids of a text that stands after a prompt: those that a model sees, or samples, there.
+        """Token ids of a text that stands after a prompt: those that a model sees, or samples,
+        there.
 
-        They are the ids of prompt and text as one, without the prompt's. Where the tokenizer joins the end of the
-        prompt with the beginning of the text ("wor" + "ld"), the prompt keeps its tokens, and the text has those of
-        `encode_within`. No special tokens are added.
+        They are the ids of prompt and text as one, without the prompt's. Where the tokenizer joins
+        the end of the prompt with the beginning of the text ("wor" + "ld"), the prompt keeps its
+        tokens, and the text has those of `encode_within`. No special tokens are added.
         """
         if not prompt:
             return self.encode(text, add_special_tokens=False)
@@ -101,19 +121,26 @@ class Tokenizer:
         return self.encode_within(text) if behind is None else behind
 
     def encode_within(self, text: str) -> list[int]:
-        """Token ids of a text inside another: SentencePiece's tokenizers do not put their space before it."""
+        """Token ids of a text inside another: SentencePiece's tokenizers do not put their space
+        before it."""
         alone = self.encode(text, add_special_tokens=False)
         if not self._adds_a_space or not text:
             return alone
-        candidates = [ids for anchor in ANCHORS if (ids := self._encode_behind(anchor, text)) is not None]
+        candidates = [
+            ids for anchor in ANCHORS if (ids := self._encode_behind(anchor, text)) is not None
+        ]
         exact = (
-            ids for ids in (alone, *candidates) if self.decode(ids, skip_special_tokens=False, opens_text=False) == text
+            ids
+            for ids in (alone, *candidates)
+            if self.decode(ids, skip_special_tokens=False, opens_text=False) == text
         )
         return next(exact, next(iter(candidates), alone))
 
     def _encode_behind(self, before: str, text: str) -> list[int] | None:
         """Token ids of the text behind another one; None: the tokenizer joins the two."""
-        first, both = (self.encode(whole, add_special_tokens=False) for whole in (before, before + text))
+        first, both = (
+            self.encode(whole, add_special_tokens=False) for whole in (before, before + text)
+        )
         return both[len(first) :] if both[: len(first)] == first else None
 
     @cached_property
@@ -127,13 +154,16 @@ class Tokenizer:
         end = self.token_text(min(self.eos_token_ids))
         return self.encode_after(end, "a") == self.encode("a", add_special_tokens=False)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, opens_text: bool = True) -> str:
+    def decode(
+        self, ids: Sequence[int], *, skip_special_tokens: bool = True, opens_text: bool = True
+    ) -> str:
         """The text of tokens. `opens_text` = False: they stand in a text that has begun."""
         hidden = self.special_ids if skip_special_tokens else ()
         return self._pieces.text(ids, opens_text=opens_text, hidden=hidden)
 
     def decode_parts(self, parts: Sequence[Sequence[int]]) -> list[str]:
-        """The texts of the parts of one sequence, each in its place, special tokens shown. Joined they are its text."""
+        """The texts of the parts of one sequence, each in its place, special tokens shown.
+        Joined they are its text."""
         detokenizer = self.detokenizer(skip_special_tokens=False)
         texts = ["".join(map(detokenizer.add, part)) for part in parts]
         return [*texts[:-1], texts[-1] + detokenizer.finish()] if texts else []
@@ -142,7 +172,11 @@ class Tokenizer:
         """As the tokenizer's own decoder shows them."""
         if self._rust is not None:
             return str(self._rust.decode(list(ids), skip_special_tokens=False))
-        return str(self._hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self._hf.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation; options as `render_chat_text`."""
@@ -158,18 +192,27 @@ class Tokenizer:
         teach_tools: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, for every part of the program; messages as `read_messages` takes them.
+        """The text of a conversation, for every part of the program; messages as `read_messages`
+        takes them.
 
-        Tools that the template has no place for are taught in words (`taught_tools`), and so is their history.
-        `teach_tools` False: the caller has seen to that, and reads calls in formats of its own.
-        Raises RequestError: no template, messages that it refuses or that cannot be read, half a character.
+        Tools that the template has no place for are taught in words (`taught_tools`), and so is
+        their history. `teach_tools` False: the caller has seen to that, and reads calls in formats
+        of its own. Raises RequestError: no template, messages that it refuses or that cannot be
+        read, half a character.
         """
         if not self.has_chat_template:
             raise RequestError(
-                "this model has no chat template: use /v1/completions, or set model.chat_template", param="messages"
+                "this model has no chat template: use /v1/completions, or set model.chat_template",
+                param=("messages"),
             )
-        if (taken := next((name for name in NOT_TEMPLATE_KWARGS if name in (template_kwargs or {})), None)) is not None:
-            reason = f"'chat_template_kwargs' cannot set {taken!r}: it is no argument of the template"
+        if (
+            taken := next(
+                (name for name in NOT_TEMPLATE_KWARGS if name in (template_kwargs or {})), None
+            )
+        ) is not None:
+            reason = (
+                f"'chat_template_kwargs' cannot set {taken!r}: it is no argument of the template"
+            )
             raise RequestError(reason, param="chat_template_kwargs")
         chat = in_known_roles(read_messages(messages), self._template_text(tools))
         options: dict[str, Any] = {
@@ -189,13 +232,14 @@ class Tokenizer:
 
     @property
     def _teaches_tools(self) -> bool:
-        """Whether tools are taught in words: the template takes none, or nobody knows how the model writes a call."""
+        """Whether tools are taught in words: the template takes none, or nobody knows how the
+        model writes a call."""
         knows_format = self.tool_markers is not None and self.parse_tool_call is not None
         return not self.template_takes_tools or (self.reads_tools and not knows_format)
 
     def _shows_results(self, chat: Sequence[Mapping[str, Any]], render: Callable[..., str]) -> bool:
-        """Whether a template without tools shows all that a conversation has of them: no calls, and results that it
-        prints like any message."""
+        """Whether a template without tools shows all that a conversation has of them: no calls,
+        and results that it prints like any message."""
         results = [message["content"].strip() for message in chat if message["role"] == "tool"]
         if any(message.get("tool_calls") for message in chat):
             return False
@@ -219,7 +263,9 @@ class Tokenizer:
         except ValueError as error:  # several templates, none of them the default
             raise RequestError(f"the model's chat template: {error}", param="messages") from error
 
-    def _render(self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]
+    ) -> str:
         source = self._template_text(tools)
         try:
             tools = None if tools is None else [dict(tool) for tool in tools]
@@ -234,9 +280,13 @@ class Tokenizer:
             reason = "'messages' hold a call's arguments that are nested too deeply"
             raise RequestError(reason, param="messages") from error
         except UnicodeEncodeError as error:
-            raise RequestError("'messages' is not valid Unicode: a lone surrogate", param="messages") from error
+            raise RequestError(
+                "'messages' is not valid Unicode: a lone surrogate", param="messages"
+            ) from error
         except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+            raise RequestError(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
         return text
 
     def _render_in_python(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -244,21 +294,28 @@ class Tokenizer:
         try:
             return str(render(with_arguments(messages, template_arguments)))
         except TypeError:  # DeepSeek's reads the arguments of earlier calls as JSON text
-            return str(render(with_arguments(messages, lambda arguments: str(template_arguments(arguments)))))
+            return str(
+                render(
+                    with_arguments(messages, lambda arguments: str(template_arguments(arguments)))
+                )
+            )
 
     def word_of(self, text: str) -> str:
-        """A text as the vocabulary of tokenizer.json writes it: in GPT-2's alphabet of bytes, or with ▁ for a space."""
+        """A text as the vocabulary of tokenizer.json writes it: in GPT-2's alphabet of bytes, or
+        with ▁ for a space."""
         if self._pieces.byte_of is None:
             return text.replace(" ", "▁")
         character_of = {byte: character for character, byte in self._pieces.byte_of.items()}
         return "".join(character_of[byte] for byte in text.encode())
 
     def token_text(self, token_id: int) -> str:
-        """What one token adds to a text that has begun, special tokens shown; half a character shows as U+FFFD."""
+        """What one token adds to a text that has begun, special tokens shown; half a character
+        shows as U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token adds to a text that has begun, exact also for half a character."""
+        """The bytes that one token adds to a text that has begun, exact also for half a
+        character."""
         return self._pieces.inner(token_id)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
@@ -272,15 +329,18 @@ class Tokenizer:
     def opens_text(self, prompt_ids: Sequence[int]) -> bool:
         """True: what follows this prompt begins a text, as the tokenizer sees it.
 
-        The prompt has no text, or ends with a special token behind which the tokenizer puts a space of its own (Llama
-        2's and Phi-3's do).
+        The prompt has no text, or ends with a special token behind which the tokenizer puts a space
+        of its own (Llama 2's and Phi-3's do).
         """
         if self.special_ids.issuperset(prompt_ids):
             return True
         return prompt_ids[-1] in self.special_ids and self._adds_a_space_behind_marks
 
-    def detokenizer(self, *, opens_text: bool = True, skip_special_tokens: bool = True) -> Detokenizer:
-        """Reads tokens one after another. `opens_text` = False: they stand in a text that has begun."""
+    def detokenizer(
+        self, *, opens_text: bool = True, skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """Reads tokens one after another. `opens_text` = False: they stand in a text that has
+        begun."""
         hidden = self.special_ids if skip_special_tokens else ()
         return Detokenizer(self._pieces, opens_text=opens_text, hidden=hidden)
 
@@ -294,9 +354,13 @@ def _pair(start: str | None, end: str | None) -> tuple[str, str] | None:
 
 
 def _rust_decoder(hf_tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` that transformers' decode comes down to: 2 µs in place of 5, twice a token. None: this
-    tokenizer decodes in a way of its own."""
+    """The `tokenizers.Tokenizer` that transformers' decode comes down to: 2 µs in place of 5,
+    twice a token. None: this tokenizer decodes in a way of its own."""
     kind, plain = type(hf_tokenizer), PreTrainedTokenizerFast
-    if not isinstance(hf_tokenizer, plain) or kind.decode is not plain.decode or kind._decode is not plain._decode:
+    if (
+        not isinstance(hf_tokenizer, plain)
+        or kind.decode is not plain.decode
+        or kind._decode is not plain._decode
+    ):
         return None
     return hf_tokenizer.backend_tokenizer

@@ -1,10 +1,12 @@
-"""PPO's value head: V(s) from the hidden state that leaves the last block. It hangs in the trainer's tree as
-`value_head` and nowhere else: it is not served, and neither adapter files nor saved weights have it.
+"""PPO's value head: V(s) from the hidden state that leaves the last block. It hangs in the
+trainer's tree as `value_head` and nowhere else: it is not served, and neither adapter files nor
+saved weights have it.
 
-V = mean(weight · h / rms(h)) + bias in float32. The norm takes the place of the model's own final norm, so that it is
-the same for every architecture; what that norm scales, `weight` can scale too. The mean, where others have a sum, makes
-an update of AdamW move V by about its learning rate at most, however wide the model is (arXiv:2203.03466, output
-layers). Both start at 0, so V = 0 at first.
+V = mean(weight · h / rms(h)) + bias in float32. The norm takes the place of the model's own final
+norm, so that it is the same for every architecture; what that norm scales, `weight` can scale too.
+The mean, where others have a sum, makes an update of AdamW move V by about its learning rate at
+most, however wide the model is (arXiv:2203.03466, output layers). Both start at 0, so V = 0 at
+first.
 """
 
 from collections.abc import Iterator
@@ -36,13 +38,19 @@ class ValueHead(nn.Module):
 
 
 def attach_value_head(model: nn.Module) -> None:
-    """Gives the tree a new value head, trainable. Raises ConfigError: the architecture shows no hidden state."""
+    """Gives the tree a new value head, trainable. Raises ConfigError: the architecture shows no
+    hidden state."""
     try:
-        hidden = LayerStack(model).forward(mx.zeros((1, 2), mx.int32))[1]  # only its shape is asked for
+        # only its shape is asked for
+        hidden = LayerStack(model).forward(mx.zeros((1, 2), mx.int32))[1]
     except (ValueError, TypeError, IndexError) as error:
-        raise ConfigError(f'rl_training.algorithm = "ppo" needs the hidden state of the last block: {error}') from error
+        raise ConfigError(
+            f'rl_training.algorithm = "ppo" needs the hidden state of the last block: {error}'
+        ) from error
     if not isinstance(hidden, mx.array) or hidden.ndim != 3 or hidden.shape[:2] != (1, 2):
-        raise ConfigError('rl_training.algorithm = "ppo": what leaves the last block is not one vector a token')
+        raise ConfigError(
+            'rl_training.algorithm = "ppo": what leaves the last block is not one vector a token'
+        )
     head = ValueHead(hidden.shape[-1])
     mx.eval(head.parameters())
     model[VALUE_HEAD] = head

@@ -1,7 +1,9 @@
-"""A reward is a function, plain or async, from the *whole group* of trajectories to scores, one mapping for each.
+"""A reward is a function, plain or async, from the *whole group* of trajectories to scores, one
+mapping for each.
 
-Because the group is seen at once, absolute, relative and Pareto rewards have the same shape. Environments make
-`Trajectory`s and call `score_group`; the number that is trained on is the score named "reward".
+Because the group is seen at once, absolute, relative and Pareto rewards have the same shape.
+Environments make `Trajectory`s and call `score_group`; the number that is trained on is the score
+named "reward".
 """
 
 import dataclasses
@@ -15,12 +17,15 @@ Scores = Sequence[Mapping[str, float]]
 GroupReward = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
 
 UNSCORED = "unscored"
-"""A score of this name marks a trajectory that nothing could score: it gets no advantage. Its "reward" should be the
-mean of the others, so that the group's mean stays what they make it."""
+"""A score of this name marks a trajectory that nothing could score: it gets no advantage. Its
+"reward" should be the mean of the others, so that the group's mean stays what they make it."""
 
 
-async def score_group(reward: GroupReward, trajectories: Sequence[Trajectory]) -> tuple[Rollout, ...]:
-    """Return the rollouts of the group with the scores of the reward, plain or async. Raises as `scored`."""
+async def score_group(
+    reward: GroupReward, trajectories: Sequence[Trajectory]
+) -> tuple[Rollout, ...]:
+    """Return the rollouts of the group with the scores of the reward, plain or async. Raises as
+    `scored`."""
     result = reward(trajectories)
     return scored(trajectories, await result if inspect.isawaitable(result) else result)
 
@@ -28,11 +33,13 @@ async def score_group(reward: GroupReward, trajectories: Sequence[Trajectory]) -
 def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollout, ...]:
     """Return the rollouts of the group with their scores filled in.
 
-    Raises RolloutRejectedError: the number of scores is not that of trajectories, there is no "reward", or a score is
-    beyond ±MAX_REWARD.
+    Raises RolloutRejectedError: the number of scores is not that of trajectories, there is no
+    "reward", or a score is beyond ±MAX_REWARD.
     """
     if len(scores_G) != len(trajectories):
-        raise RolloutRejectedError(f"the reward returned {len(scores_G)} scores for {len(trajectories)} trajectories")
+        raise RolloutRejectedError(
+            f"the reward returned {len(scores_G)} scores for {len(trajectories)} trajectories"
+        )
     for scores in scores_G:
         if not isinstance(scores, Mapping):
             raise RolloutRejectedError(
@@ -42,7 +49,9 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
             raise RolloutRejectedError(f'the scores {dict(scores)} have no "reward"')
         for name, value in scores.items():
             if not abs(value) <= MAX_REWARD:
-                raise RolloutRejectedError(f"score {name!r} is {value}, not a number of at most ±{MAX_REWARD:g}")
+                raise RolloutRejectedError(
+                    f"score {name!r} is {value}, not a number of at most ±{MAX_REWARD:g}"
+                )
     return tuple(
         dataclasses.replace(
             trajectory.rollout,

@@ -1,13 +1,17 @@
-"""builtin:tool_call: the calls that an answer makes are compared with the ones that are right. No MLX.
+"""builtin:tool_call: the calls that an answer makes are compared with the ones that are right. No
+MLX.
 
-A row has `tools`, the definitions that the model sees, and `calls`, the wanted calls with the values that are accepted
-for each parameter; "" among them: it may be left out. This is the form of the Berkeley Function Calling Leaderboard:
+A row has `tools`, the definitions that the model sees, and `calls`, the wanted calls with the
+values that are accepted for each parameter; "" among them: it may be left out. This is the form of
+the Berkeley Function Calling Leaderboard:
 
     [{"weather": {"city": ["Paris", "Paris, France"], "unit": ["celsius", ""]}}]
 
-An answer gets 1 only where BFCL's rules pass it (`ast_checker` of its package `bfcl_eval` 2026.3.23, Apache-2.0, for
-Python: types are exact, but an integer passes for a float; texts are compared in lower case without ` ,./-_*^`; calls
-may come in any order). Else it gets a part, so that a model has something to climb.
+An answer gets 1 only where BFCL's rules pass it (`ast_checker` of its package `bfcl_eval`
+2026.3.23, Apache-2.0, for
+Python: types are exact, but an integer passes for a float; texts are compared in lower case without
+` ,./-_*^`; calls may come in any order). Else it gets a part, so that a model has something to
+climb.
 """
 
 import re
@@ -27,7 +31,8 @@ TYPES: Mapping[str, type] = {
 }  # fmt: skip
 """Python's types by the names of JSON schema and of BFCL."""
 BEGUN, CALL, NAME, PARAMETERS, VALUES = 1, 2, 2, 2, 4
-"""Tenths for a call that begins but cannot be read, for one that can be, for the right function, parameters, values."""
+"""Tenths for a call that begins but cannot be read, for one that can be, for the right function,
+parameters, values."""
 IGNORED = re.compile(r"[ ,./\-_*^]")
 NAME_IN_TEXT = re.compile(r'"name"\s*:\s*"([^"]*)"')
 
@@ -42,10 +47,11 @@ class HasTokenizer(Protocol):
 
 
 def tool_call(*, column: str = "calls", threshold: float | None = None) -> "CallCheck":
-    """1 where the answer makes the calls of the row's `column` and no others, else a part of it: for each wanted call
-    0.2 for a call, 0.2 for its function, 0.2 for its parameters, 0.4 for their values, divided by the number of calls
-    that are wanted or made, whichever is larger. A call that begins and cannot be read gets 0.1, and 0.1 for its
-    function. Where no calls are wanted: 1 without a call, else 0.
+    """1 where the answer makes the calls of the row's `column` and no others, else a part of it:
+    for each wanted call 0.2 for a call, 0.2 for its function, 0.2 for its parameters, 0.4 for their
+    values, divided by the number of calls that are wanted or made, whichever is larger. A call that
+    begins and cannot be read gets 0.1, and 0.1 for its function. Where no calls are wanted: 1
+    without a call, else 0.
 
     Calls are read in the model's own format, or the one that is taught to models without one.
 
@@ -85,24 +91,37 @@ class CallCheck:
             made.append((name[1] if name else "", None))
         try:
             return score_calls(made, calls, schemas)
-        except (AttributeError, TypeError) as error:  # any answer can be compared with a row in the right form
-            message = f"tool_call: accepted values of the row's {self._column!r} are not in BFCL's form: {error}"
+        # any answer can be compared with a row in the right form
+        except (AttributeError, TypeError) as error:
+            message = (
+                f"tool_call: accepted values of the row's {self._column!r} are not in BFCL's form:"
+                f" {error}"
+            )
             raise RolloutRejectedError(message) from error
 
 
 def _read_schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
     """Return the parameters of each function. Raises RolloutRejectedError."""
     try:
-        return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in read_tools(tools)}
+        return {
+            tool["function"]["name"]: tool["function"].get("parameters") or {}
+            for tool in read_tools(tools)
+        }
     except (RequestError, KeyError, TypeError) as error:
-        raise RolloutRejectedError(f"tool_call: the row's tools cannot be read: {error!r}") from error
+        raise RolloutRejectedError(
+            f"tool_call: the row's tools cannot be read: {error!r}"
+        ) from error
 
 
-def _read_wanted(wanted: Any, schemas: Mapping[str, Any], column: str) -> list[tuple[str, Mapping[str, Sequence[Any]]]]:
+def _read_wanted(
+    wanted: Any, schemas: Mapping[str, Any], column: str
+) -> list[tuple[str, Mapping[str, Sequence[Any]]]]:
     """Return name and accepted values of each wanted call. Raises RolloutRejectedError."""
     try:
         calls = [(name, accepted) for entry in wanted for name, accepted in entry.items()]
-        well_formed = all(isinstance(values, list) for _, accepted in calls for values in accepted.values())
+        well_formed = all(
+            isinstance(values, list) for _, accepted in calls for values in accepted.values()
+        )
     except (AttributeError, TypeError):
         well_formed = False
     if not well_formed:
@@ -111,7 +130,9 @@ def _read_wanted(wanted: Any, schemas: Mapping[str, Any], column: str) -> list[t
             ' [{"weather": {"city": ["Paris"]}}]'
         )
     if missing := [name for name, _ in calls if name not in schemas]:
-        raise RolloutRejectedError(f"tool_call: {missing[0]!r} of the row's {column!r} is not among its tools")
+        raise RolloutRejectedError(
+            f"tool_call: {missing[0]!r} of the row's {column!r} is not among its tools"
+        )
     return calls
 
 
@@ -138,7 +159,9 @@ def score_calls(
     return total / max(len(wanted), len(made))
 
 
-def score_call(call: Call, name: str, accepted: Mapping[str, Sequence[Any]], schema: Mapping[str, Any]) -> float:
+def score_call(
+    call: Call, name: str, accepted: Mapping[str, Sequence[Any]], schema: Mapping[str, Any]
+) -> float:
     """Return the score of one call against one that is wanted, from 0 to 1."""
     made, arguments = call
     if arguments is None:
@@ -148,9 +171,13 @@ def score_call(call: Call, name: str, accepted: Mapping[str, Sequence[Any]], sch
     properties = schema.get("properties") or {}
     needed = {parameter for parameter, values in accepted.items() if "" not in values}
     needed |= set(schema.get("required") or ())
-    expected = [parameter for parameter in arguments if parameter in properties and parameter in accepted]
+    expected = [
+        parameter for parameter in arguments if parameter in properties and parameter in accepted
+    ]
     right = [
-        parameter for parameter in expected if accepts(arguments[parameter], accepted[parameter], properties[parameter])
+        parameter
+        for parameter in expected
+        if accepts(arguments[parameter], accepted[parameter], properties[parameter])
     ]
     parameters = len(needed | set(arguments))
     if parameters == 0:
@@ -165,12 +192,15 @@ def accepts(value: Any, accepted: Sequence[Any], schema: Mapping[str, Any]) -> b
     """Return whether a value has the type of its schema and is one of the accepted ones."""
     wanted = TYPES.get(str(schema.get("type")), _type_in(accepted))
     items = schema.get("items")
-    nested = TYPES.get(str(items.get("type"))) if wanted is list and isinstance(items, Mapping) else None
+    nested = (
+        TYPES.get(str(items.get("type"))) if wanted is list and isinstance(items, Mapping) else None
+    )
     if schema.get("type") in ("float", "number") and type(value) is int:
         value = float(value)
     if not _has_type(value, accepted, wanted, nested):
         return False
-    if _type_in(accepted) in (None, wanted):  # else a variable stands for the value, and is compared as it is
+    # else a variable stands for the value, and is compared as it is
+    if _type_in(accepted) in (None, wanted):
         if wanted is dict:
             return any(_dict_matches(value, one) for one in accepted if one != "")
         if wanted is list and nested is dict:
@@ -186,26 +216,36 @@ def _type_in(accepted: Sequence[Any]) -> type | None:
     return next((type(one) for one in accepted if one != ""), None)
 
 
-def _has_type(value: Any, accepted: Sequence[Any], wanted: type | None, nested: type | None) -> bool:
+def _has_type(
+    value: Any, accepted: Sequence[Any], wanted: type | None, nested: type | None
+) -> bool:
     kind: type = type(value)
     if kind is not wanted:
         return kind is _type_in(accepted)
     if nested is None:
         return True
-    return any(not isinstance(one, list) or all(_has_type(v, one, nested, None) for v in value) for one in accepted)
+    return any(
+        not isinstance(one, list) or all(_has_type(v, one, nested, None) for v in value)
+        for one in accepted
+    )
 
 
 def _dict_matches(value: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]]) -> bool:
     if any(key not in value and "" not in values for key, values in accepted.items()):
         return False
-    return all(key in accepted and _plain(one) in map(_plain, accepted[key]) for key, one in value.items())
+    return all(
+        key in accepted and _plain(one) in map(_plain, accepted[key]) for key, one in value.items()
+    )
 
 
 def _dicts_match(value: Sequence[Any], accepted: Sequence[Any]) -> bool:
     if len(value) != len(accepted):
         return False
     pairs = zip(value, accepted, strict=True)
-    return all(isinstance(one, dict) and wanted != "" and _dict_matches(one, wanted) for one, wanted in pairs)
+    return all(
+        isinstance(one, dict) and wanted != "" and _dict_matches(one, wanted)
+        for one, wanted in pairs
+    )
 
 
 def _plain(value: Any) -> Any:

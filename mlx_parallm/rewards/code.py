@@ -30,7 +30,8 @@ def _run(answer, tests):
     import sys
     with open("answer.py", "wb") as file:
         file.write((answer + "\\n" + tests).encode(errors="replace"))
-    # Two trees, so that no last line of the answer changes the tests; one program, for `exec` could be replaced.
+    # Two trees, so that no last line of the answer changes the tests. One program, because the
+    # answer could replace `exec`.
     only_tree, lines = 0x400, "\\n" * (answer.count("\\n") + 1)
     program = compile(answer, file.name, "exec", only_tree, True)
     program.body += compile(lines + tests, file.name, "exec", only_tree, True).body
@@ -42,17 +43,20 @@ def _run(answer, tests):
 
 __import__("os").write(1, b"\\n" + _word() + _run(%r, %r))
 """
-"""Runs an answer and its tests, then prints the word from stdin. Meanwhile the word is in no file, variable or frame's
-locals: only on the interpreter's stack. Both are in a file as well, so `inspect.getsource` and tracebacks show their
-lines."""
+"""Runs an answer and its tests, then prints the word from stdin. Meanwhile the word is in no file,
+variable or frame's
+locals: only on the interpreter's stack. Both are in a file as well, so `inspect.getsource` and
+tracebacks show their lines."""
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
-    """Return (language after the backquotes, in lower case; code) of every code block in a Markdown text."""
+    """Return (language after the backquotes, in lower case; code) of every code block in a
+    Markdown text."""
     blocks: list[tuple[str, str]] = []
     name, began = "", None
     lines = text.split("\n")
-    for number, line in enumerate(lines):  # one pass: a policy that has collapsed writes thousands of openings
+    # one pass: a policy that has collapsed writes thousands of openings
+    for number, line in enumerate(lines):
         fence = FENCE.match(line)
         if fence is None:
             continue
@@ -74,9 +78,10 @@ def code(
 ) -> Callable[..., Any]:
     """The share of tests that the last block of Python in an answer passes; 0 without a block.
 
-    A row's tests: a program that runs after the block and must not fail (assert statements), {"input", "output"} for
-    the block's stdin and stdout (except white space at the ends of lines), or a list of these. Without tests the score
-    is the share of all blocks, Python and bash, that end without an error; None without a block.
+    A row's tests: a program that runs after the block and must not fail (assert statements),
+    {"input", "output"} for the block's stdin and stdout (except white space at the ends of lines),
+    or a list of these. Without tests the score is the share of all blocks, Python and bash, that
+    end without an error; None without a block.
 
     Raises ConfigError: the sandbox lacks a protection of `require`.
     """
@@ -85,7 +90,10 @@ def code(
     async def part(**arguments: Any) -> Scores:
         texts = texts_of(arguments["completions"])
         rows = arguments.get(column) or [None] * len(texts)
-        jobs = (_share_passed(sandbox, text, tests, column) for text, tests in zip(texts, rows, strict=True))
+        jobs = (
+            _share_passed(sandbox, text, tests, column)
+            for text, tests in zip(texts, rows, strict=True)
+        )
         return to_binary(await asyncio.gather(*jobs), threshold)
 
     return with_column(part, column, optional=True)
@@ -94,12 +102,18 @@ def code(
 async def _share_passed(sandbox: Sandbox, text: str, tests: Any, column: str) -> float | None:
     blocks = [(LANGUAGES[name], block) for name, block in fenced(text) if name in LANGUAGES]
     if tests is None:
-        runs = await asyncio.gather(*(sandbox.arun(block, language=language) for language, block in blocks))
+        runs = await asyncio.gather(
+            *(sandbox.arun(block, language=language) for language, block in blocks)
+        )
         return sum(run.ok for run in runs) / len(runs) if runs else None
     cases = [tests] if isinstance(tests, str | Mapping) else tests
     for case in cases if isinstance(cases, Sequence) and cases else [cases]:
-        if not isinstance(case, str) and not (isinstance(case, Mapping) and {"input", "output"} <= set(case)):
-            raise RolloutRejectedError(f'column {column!r}: {case!r} is neither a test nor {{"input", "output"}}')
+        if not isinstance(case, str) and not (
+            isinstance(case, Mapping) and {"input", "output"} <= set(case)
+        ):
+            raise RolloutRejectedError(
+                f'column {column!r}: {case!r} is neither a test nor {{"input", "output"}}'
+            )
     python = [block for language, block in blocks if language == "python"]
     if not python:
         return 0.0
@@ -139,7 +153,8 @@ def _share_valid(text: str) -> float | None:
 
 
 def _compile(block: str) -> None:
-    compile(block, "<answer>", "exec", dont_inherit=True)  # ast.parse can crash on what is nested too deep
+    # ast.parse can crash on what is nested too deep
+    compile(block, "<answer>", "exec", dont_inherit=True)
 
 
 def _parses(parse: Callable[[str], Any], block: str) -> bool:

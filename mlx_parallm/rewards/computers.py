@@ -8,7 +8,14 @@ from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import did_you_mean, name_of, reference_to, user_code
 from mlx_parallm.rewards import threads
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress, is_reward_reference
-from mlx_parallm.rewards.methods import Method, Objective, Parts, RewardComputer, objectives_of, pareto_ranks
+from mlx_parallm.rewards.methods import (
+    Method,
+    Objective,
+    Parts,
+    RewardComputer,
+    objectives_of,
+    pareto_ranks,
+)
 from mlx_parallm.rewards.parts import SVRLRewardComputer
 from mlx_parallm.types import Trajectory
 
@@ -16,10 +23,10 @@ from mlx_parallm.types import Trajectory
 class WeightedRewardComputer(RewardComputer):
     """A weighted sum of parts.
 
-    A part is a function of one trajectory, which returns a number (soft), a bool (binary) or None (it does not apply);
-    or a reference as in a configuration's `rewards` ("builtin:math", "python:score.py:correct"), or a function with a
-    parameter `completions` (TRL's signature), which are called once for a group, with the metadata of its trajectories
-    as columns.
+    A part is a function of one trajectory, which returns a number (soft), a bool (binary) or None
+    (it does not apply); or a reference as in a configuration's `rewards` ("builtin:math",
+    "python:score.py:correct"), or a function with a parameter `completions` (TRL's signature),
+    which are called once for a group, with the metadata of its trajectories as columns.
     """
 
     def __init__(
@@ -39,21 +46,30 @@ class WeightedRewardComputer(RewardComputer):
             weights: default: the same for each, 1 in all.
             options: keyword arguments of references, by the name at the reference's end.
 
-        Raises ConfigError: no parts, or parts under both names; more or fewer names or weights than parts; a name
-        twice; a reference that cannot be resolved.
+        Raises ConfigError: no parts, or parts under both names; more or fewer names or weights than
+        parts; a name twice; a reference that cannot be resolved.
         """
         what = type(self).__name__
         if bool(objective_functions) == bool(objectives):
             raise ConfigError(f"{what}: pass its parts as objective_functions, or as objectives")
         parts = tuple(
-            reference_to(part, name_of(part)) if _is_trls(part) else part for part in objective_functions or objectives
+            reference_to(part, name_of(part)) if _is_trls(part) else part
+            for part in objective_functions or objectives
         )
         references = [part for part in parts if isinstance(part, str)]
         if wrong := [reference for reference in references if not is_reward_reference(reference)]:
-            raise ConfigError(f'{what}: {wrong[0]!r} is neither a function nor "builtin:NAME" or "python:file.py:name"')
-        self._by_reference = RewardFunctions(references, (), columns=None, key=what, options=options)
+            raise ConfigError(
+                f'{what}: {wrong[0]!r} is neither a function nor "builtin:NAME" or'
+                ' "python:file.py:name"'
+            )
+        self._by_reference = RewardFunctions(
+            references, (), columns=None, key=what, options=options
+        )
         loaded = iter(self._by_reference.names)
-        names = list(objective_names or [next(loaded) if isinstance(part, str) else name_of(part) for part in parts])
+        names = list(
+            objective_names
+            or [next(loaded) if isinstance(part, str) else name_of(part) for part in parts]
+        )
         shares = [1 / len(parts)] * len(parts) if weights is None else list(weights)
         for values, word in ((names, "objective_names"), (shares, "weights")):
             if len(values) != len(parts):
@@ -61,7 +77,9 @@ class WeightedRewardComputer(RewardComputer):
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"{what}: two parts have the name {twice[0]!r}: pass objective_names")
         super().__init__(dict(zip(names, shares, strict=True)), normalize=normalize)
-        self._functions = {name: part for name, part in zip(names, parts, strict=True) if not isinstance(part, str)}
+        self._functions = {
+            name: part for name, part in zip(names, parts, strict=True) if not isinstance(part, str)
+        }
 
     def compute_parts(self, trajectories: Sequence[Trajectory]) -> list[Parts]:
         groups: dict[str | int, list[int]] = {}
@@ -85,13 +103,15 @@ class WeightedRewardComputer(RewardComputer):
         scoring = self._by_reference.parts(first.prompt, first.metadata, group, TrainingProgress)
         parts, _ = threads.ASYNC_FUNCTIONS.run(scoring)
         return [
-            dict.fromkeys(names) if part is None else dict(zip(names, part.values(), strict=True)) for part in parts
+            dict.fromkeys(names) if part is None else dict(zip(names, part.values(), strict=True))
+            for part in parts
         ]
 
 
 class ParetoRewardComputer(WeightedRewardComputer):
-    """Several objectives, each to be maximised, or minimised where its weight is negative. The default method is
-    `pareto` (`methods.pareto_rewards`); `absolute` and `relative` use the weighted sum."""
+    """Several objectives, each to be maximised, or minimised where its weight is negative. The
+    default method is `pareto` (`methods.pareto_rewards`); `absolute` and `relative` use the
+    weighted sum."""
 
     default_method: ClassVar[Method] = "pareto"
 
@@ -103,7 +123,8 @@ class ParetoRewardComputer(WeightedRewardComputer):
 
 
 def _is_trls(part: Objective | str) -> bool:
-    """Return whether a part is a function with TRL's signature, which sees the completions of a group."""
+    """Return whether a part is a function with TRL's signature, which sees the completions of a
+    group."""
     if isinstance(part, str):
         return False
     try:
@@ -127,7 +148,8 @@ KINDS: Mapping[str, Callable[..., RewardComputer]] = {
 
 
 def create_reward_computer(kind: str, **options: Any) -> RewardComputer:
-    """Create a reward computer by its kind: "svrl", "pareto", or "weighted", which is also called "custom".
+    """Create a reward computer by its kind: "svrl", "pareto", or "weighted", which is also called
+    "custom".
 
     Raises ConfigError: an unknown kind, or as the computer's constructor.
     """

@@ -1,27 +1,33 @@
-"""Reward functions of a configuration, called with TRL's signature: `f(prompts, completions, **columns)`. No MLX.
+"""Reward functions of a configuration, called with TRL's signature: `f(prompts, completions,
+**columns)`. No MLX.
 
-`RewardFunctions` (one for each data set, made before a model is loaded) → `for_row` → the GroupReward of one task.
-An entry of `rewards` names one of these, and its `reward_options` are keyword arguments:
+`RewardFunctions` (one for each data set, made before a model is loaded) → `for_row` → the
+GroupReward of one task. An entry of `rewards` names one of these, and its `reward_options` are
+keyword arguments:
 
-    python:file.py:f         a function with TRL's signature; its options are arguments of every call
-    python:file.py:Computer  a class, or an object, with compute_rewards(trajectories, method); options of the class
+    python:file.py:f         a function with TRL's signature; its options are arguments of every
+                             call
+    python:file.py:Computer  a class, or an object, with compute_rewards(trajectories, method);
+                             options of the class
     builtin:NAME             a part of `parts.py`, or the computer "svrl"; options of its factory
 
 Functions are called as TRL 1.16 calls them (`GRPOTrainer._calculate_rewards`), once for each group:
 
     prompts, completions     strings, or lists of messages where the row's prompt is one
     completion_ids           the sampled tokens, EOS included
-    every column of the row  repeated for each completion, except prompt, completion and completion_ids; a value that
-                             the episode put into its metadata replaces the row's, or adds a column
+    every column of the row  repeated for each completion, except prompt, completion and
+                             completion_ids; a value that the episode put into its metadata replaces
+                             the row's, or adds a column
     trajectories             (not TRL's) the `Trajectory`s: turns, metadata of the environment
     tool_client              (not TRL's) the `ToolClient` of [tools], for rewards that call a tool
     trainer_state            global_step and max_steps
     log_metric(name, value)  its mean appears in metrics.jsonl as metrics/<name>/mean
     log_extra(column, list)  accepted, recorded nowhere
 
-Parameters that a function does not have are not passed. A score of None means that the function does not apply: it is
-left out of the weighted sum. Plain functions run one at a time on a thread of theirs, async ones together on another
-(`threads.py`), so neither blocks the environments. `methods.py` combines the scores.
+Parameters that a function does not have are not passed. A score of None means that the function
+does not apply: it is left out of the weighted sum. Plain functions run one at a time on a thread of
+theirs, async ones together on another (`threads.py`), so neither blocks the environments.
+`methods.py` combines the scores.
 """
 
 import asyncio
@@ -71,7 +77,8 @@ Score = float | str | None
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """What reward functions may know of the training: attributes of the same names as in TRL's `trainer_state`."""
+    """What reward functions may know of the training: attributes of the same names as in TRL's
+    `trainer_state`."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -89,20 +96,28 @@ class RewardFunction:
 
     @functools.cached_property
     def parameters(self) -> frozenset[str] | None:
-        """Names that may be passed; None: any. Options of the configuration replace columns of the same name."""
+        """Names that may be passed; None: any. Options of the configuration replace columns of
+        the same name."""
         parameters = self.signature.parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return None
-        return frozenset(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL)
+        return frozenset(
+            parameter.name
+            for parameter in parameters
+            if parameter.kind is not parameter.VAR_POSITIONAL
+        )
 
     @functools.cached_property
     def required(self) -> frozenset[str]:
         variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         parameters = self.signature.parameters.values()
-        return frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in variable)
+        return frozenset(
+            p.name for p in parameters if p.default is p.empty and p.kind not in variable
+        )
 
     def select(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of one call, with copies of the lists. Raises RolloutRejectedError: one is missing."""
+        """Return the arguments of one call, with copies of the lists. Raises
+        RolloutRejectedError: one is missing."""
         options = self.call.keywords if isinstance(self.call, functools.partial) else {}
         selected = {
             name: list(value) if isinstance(value, list) else value
@@ -136,12 +151,14 @@ class RewardFunctions:
             key: the configuration key that names the functions.
             options: keyword arguments by the functions' names.
 
-        Raises ConfigError: a reference that cannot be loaded or is no reward, wrong options, a parameter that is
-        neither TRL's nor a column, or a column with the name of the sampled completions.
+        Raises ConfigError: a reference that cannot be loaded or is no reward, wrong options, a
+        parameter that is neither TRL's nor a column, or a column with the name of the sampled
+        completions.
         """
         if "completions" in (columns or ()):
             raise ConfigError(
-                f"{key}: the data has a column 'completions', but reward functions get the sampled answers under that"
+                f"{key}: the data has a column 'completions', but reward functions get the sampled"
+                " answers under that"
                 " name: rename the column"
             )
         functions = load_rewards(references, options or {}, method, key)
@@ -150,21 +167,31 @@ class RewardFunctions:
         self._functions: list[RewardFunction] = []
         self._tool_client: ToolClient | None = None
         default_weights = [function.weight for function in functions]
-        for reference, function, weight in zip(references, functions, weights or default_weights, strict=True):
+        for reference, function, weight in zip(
+            references, functions, weights or default_weights, strict=True
+        ):
             _check_parameters(function, columns, f"{key}: {reference}")
             self._functions.append(replace(function, weight=weight))
 
     @classmethod
     def from_config(
-        cls, config: EnvironmentConfig, *, columns: Collection[str] | None, default: Sequence[str] = ()
+        cls,
+        config: EnvironmentConfig,
+        *,
+        columns: Collection[str] | None,
+        default: Sequence[str] = (),
     ) -> "RewardFunctions":
-        """Those of an [[environments]] entry; `default`: references where it names none. Raises ConfigError."""
+        """Those of an [[environments]] entry; `default`: references where it names none. Raises
+        ConfigError."""
         references = config.rewards or tuple(default)
         if not references:
-            raise ConfigError(f'environments: {config.name} needs rewards = ["python:file.py:function"]')
+            raise ConfigError(
+                f'environments: {config.name} needs rewards = ["python:file.py:function"]'
+            )
         if config.reward_weights and len(config.reward_weights) != len(references):
             raise ConfigError(
-                f"environments: {config.name} has {len(config.reward_weights)} reward_weights for the rewards"
+                f"environments: {config.name} has {len(config.reward_weights)} reward_weights for"
+                " the rewards"
                 f" {', '.join(references)}"
             )
         return cls(
@@ -191,21 +218,28 @@ class RewardFunctions:
                 attach(inference)
 
     def use_tools(self, client: ToolClient | None) -> None:
-        """Hand the tools of [tools], if there are any, to the functions that call some. Raises ConfigError: they are
-        missing."""
+        """Hand the tools of [tools], if there are any, to the functions that call some. Raises
+        ConfigError: they are missing."""
         self._tool_client = client
-        known = [] if client is None else [definition["name"] for definition in client.definitions()]
+        known = (
+            [] if client is None else [definition["name"] for definition in client.definitions()]
+        )
         for function in self._functions:
             needed = getattr(function.call, "needs_tool", None)
             if client is None and "tool_client" in function.required:
-                raise ConfigError(f"reward {function.name} calls a tool: set [[tools.mcp]] or tools.functions")
+                raise ConfigError(
+                    f"reward {function.name} calls a tool: set [[tools.mcp]] or tools.functions"
+                )
             if needed is not None and needed not in known:
                 raise ConfigError(
-                    f"reward {function.name}: there is no tool {needed!r}{did_you_mean(needed, known)};"
+                    f"reward {function.name}: there is no tool"
+                    f" {needed!r}{did_you_mean(needed, known)};"
                     f" [tools] has: {', '.join(known)}"
                 )
 
-    def for_row(self, prompt: Prompt, row: Mapping[str, Any], state: Callable[[], TrainingProgress]) -> GroupReward:
+    def for_row(
+        self, prompt: Prompt, row: Mapping[str, Any], state: Callable[[], TrainingProgress]
+    ) -> GroupReward:
         """Return the reward of one task. Every call reads `state`."""
         weights = self.weights
 
@@ -214,12 +248,19 @@ class RewardFunctions:
             rewards = combine(self._method, [parts or {} for parts in parts_G], weights)
             scored = [value for value in rewards if value is not None]
             if not scored and None in parts_G:
-                raise RolloutRejectedError(f"{', '.join(self.names)} left every completion unscored")
-            if not scored:  # they do not apply to this task: its reward is 0, and nothing is learned from it
+                raise RolloutRejectedError(
+                    f"{', '.join(self.names)} left every completion unscored"
+                )
+            # they do not apply to this task: its reward is 0, and nothing is learned from it
+            if not scored:
                 log.warning("no reward function applies to a group", functions=self.names)
             mean = math.fsum(scored) / max(len(scored), 1)
             return [
-                {f"rewards/{name}": score for name, score in (parts or {}).items() if score is not None}
+                {
+                    f"rewards/{name}": score
+                    for name, score in (parts or {}).items()
+                    if score is not None
+                }
                 | ({"reward": mean, UNSCORED: 1.0} if value is None else {"reward": value})
                 | metrics
                 for parts, value in zip(parts_G, rewards, strict=True)
@@ -234,7 +275,8 @@ class RewardFunctions:
         trajectories: Sequence[Trajectory],
         state: Callable[[], TrainingProgress],
     ) -> tuple[list[Parts | None], dict[str, float]]:
-        """For each trajectory the score of every function (None: one of them returned UNSCORED), and the metrics.
+        """For each trajectory the score of every function (None: one of them returned UNSCORED),
+        and the metrics.
 
         Raises RolloutRejectedError: a function that raised, or did not return a number for each.
         """
@@ -251,24 +293,44 @@ class RewardFunctions:
         scores = await asyncio.gather(*calls)
         parts_G: list[Parts | None] = []
         for column in zip(*scores, strict=True):
-            numbers = {name: s for name, s in zip(self.names, column, strict=True) if not isinstance(s, str)}
+            numbers = {
+                name: s
+                for name, s in zip(self.names, column, strict=True)
+                if not isinstance(s, str)
+            }
             parts_G.append(numbers if len(numbers) == len(column) else None)
-        return parts_G, {f"metrics/{name}": math.fsum(values) / len(values) for name, values in metrics.items()}
+        return parts_G, {
+            f"metrics/{name}": math.fsum(values) / len(values) for name, values in metrics.items()
+        }
 
 
 # ---------------------------------------------------------------------- one call
 
 
-def _arguments(prompt: Prompt, row: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+def _arguments(
+    prompt: Prompt, row: Mapping[str, Any], trajectories: Sequence[Trajectory]
+) -> dict[str, Any]:
     texts = [trajectory.text for trajectory in trajectories]
     messages = not isinstance(prompt, str)
-    names = dict.fromkeys([*row, *(name for trajectory in trajectories for name in trajectory.metadata)])
-    columns = {name: [copy.deepcopy(t.metadata.get(name, row.get(name))) for t in trajectories] for name in names}
+    names = dict.fromkeys(
+        [*row, *(name for trajectory in trajectories for name in trajectory.metadata)]
+    )
+    columns = {
+        name: [copy.deepcopy(t.metadata.get(name, row.get(name))) for t in trajectories]
+        for name in names
+    }
     return {name: values for name, values in columns.items() if name not in NOT_A_COLUMN} | {
         "prompts": [copy.deepcopy(prompt) for _ in trajectories],
-        "completions": [[{"role": "assistant", "content": text}] for text in texts] if messages else texts,
+        "completions": [[{"role": "assistant", "content": text}] for text in texts]
+        if messages
+        else texts,
         "completion_ids": [
-            [token for s in t.rollout.segments for token, sampled in zip(s.tokens, s.mask, strict=True) if sampled]
+            [
+                token
+                for s in t.rollout.segments
+                for token, sampled in zip(s.tokens, s.mask, strict=True)
+                if sampled
+            ]
             for t in trajectories
         ],
         "trajectories": list(trajectories),
@@ -284,11 +346,15 @@ async def _call(function: RewardFunction, arguments: Mapping[str, Any], size: in
             function.worker.leave_behind()
         raise
     if isinstance(result, str | Mapping) or not isinstance(result, Iterable):
-        raise RolloutRejectedError(f"{function.name} returned {type(result).__name__}, not a list of numbers")
+        raise RolloutRejectedError(
+            f"{function.name} returned {type(result).__name__}, not a list of numbers"
+        )
     with user_code(function.name, RolloutRejectedError):
         values = list(result)
     if len(values) != size:
-        raise RolloutRejectedError(f"{function.name} returned {len(values)} scores for {size} completions")
+        raise RolloutRejectedError(
+            f"{function.name} returned {len(values)} scores for {size} completions"
+        )
     return [
         value
         if value is None or (isinstance(value, str) and value == UNSCORED)
@@ -315,7 +381,8 @@ def _start(function: RewardFunction, arguments: Mapping[str, Any]) -> "Future[An
                 result = function.call(**arguments)
         except ParallmError as error:
             future.set_exception(error)
-        except (asyncio.CancelledError, KeyboardInterrupt) as error:  # no Exceptions, and the thread has to live on
+        # no Exceptions, and the thread has to live on
+        except (asyncio.CancelledError, KeyboardInterrupt) as error:
             future.set_exception(RolloutRejectedError(f"{function.name}: {type(error).__name__}"))
         else:
             future.set_result(result)
@@ -328,7 +395,8 @@ def _number(value: Any, what: str) -> float:
     """A float of at most ±MAX_REWARD from a number of any library. Raises RolloutRejectedError."""
     try:
         number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several values
+    # RuntimeError: a tensor of several values
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise RolloutRejectedError(f"{what}: {value!r} is not a finite number")
@@ -356,27 +424,35 @@ def is_reward_reference(text: str) -> bool:
 def load_rewards(
     references: Sequence[str], options: Mapping[str, Mapping[str, Any]], method: Method, key: str
 ) -> list[RewardFunction]:
-    """One for each reference. `options` by the name at a reference's end; the second of one name is "name#2".
+    """One for each reference. `options` by the name at a reference's end; the second of one name is
+    "name#2".
 
     A computer that stands alone applies `method` itself, one among others returns absolute scores.
 
-    Raises ConfigError: a reference that cannot be loaded, is no reward, or does not take its options; options for a
-    name that is none of the rewards.
+    Raises ConfigError: a reference that cannot be loaded, is no reward, or does not take its
+    options; options for a name that is none of the rewards.
     """
     names = _unique([reference.rpartition(":")[2] for reference in references])
     if unknown := [name for name in options if name not in names]:
         raise ConfigError(
-            f"{key}: reward_options has {unknown[0]!r}, which is none of the rewards{did_you_mean(unknown[0], names)}"
+            f"{key}: reward_options has {unknown[0]!r}, which is none of the"
+            f" rewards{did_you_mean(unknown[0], names)}"
         )
     functions = []
     for reference, option_name in zip(references, names, strict=True):
         what, builtin = f"{key}: {reference}", reference.startswith(BUILTIN)
-        loaded = (_load_builtin if builtin else _load_user)(reference, options.get(option_name, {}), key)
+        loaded = (_load_builtin if builtin else _load_user)(
+            reference, options.get(option_name, {}), key
+        )
         name = reference.removeprefix(BUILTIN) if builtin else name_of(loaded)
         weight = WEIGHTS.get(name, 1.0) if builtin else 1.0
         if hasattr(loaded, "compute_rewards"):
-            call = _computer_function(loaded, name, method if len(references) == 1 else "absolute", what)
-            functions.append(RewardFunction(name, call, weight, inspect.signature(call), threads.COMPUTERS))
+            call = _computer_function(
+                loaded, name, method if len(references) == 1 else "absolute", what
+            )
+            functions.append(
+                RewardFunction(name, call, weight, inspect.signature(call), threads.COMPUTERS)
+            )
         else:
             functions.append(RewardFunction(name, loaded, weight, _signature(loaded, what)))
     unique = _unique([function.name for function in functions])
@@ -384,13 +460,19 @@ def load_rewards(
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    return [name if (n := names[:i].count(name)) == 0 else f"{name}#{n + 1}" for i, name in enumerate(names)]
+    return [
+        name if (n := names[:i].count(name)) == 0 else f"{name}#{n + 1}"
+        for i, name in enumerate(names)
+    ]
 
 
 def _load_builtin(reference: str, options: Mapping[str, Any], key: str) -> Any:
     what, name = f"{key}: {reference}", reference.removeprefix(BUILTIN)
     if name not in BUILT_IN:
-        raise ConfigError(f"{what}: there is no built-in reward of this name{did_you_mean(name, sorted(BUILT_IN))}")
+        raise ConfigError(
+            f"{what}: there is no built-in reward of this"
+            f" name{did_you_mean(name, sorted(BUILT_IN))}"
+        )
     return _create(BUILT_IN[name], options, what)
 
 
@@ -400,18 +482,31 @@ def _load_user(reference: str, options: Mapping[str, Any], key: str) -> Any:
         if isinstance(value, type):
             return _create(value, options, what)
         if options:
-            raise ConfigError(f"{what} is an object already: reward_options can only be passed to a class")
+            raise ConfigError(
+                f"{what} is an object already: reward_options can only be passed to a class"
+            )
         return value
     function, signature = load_function(reference, key)
     if not options:
         return function
     if reserved := sorted(set(options) & set(ARGUMENTS)):
-        raise ConfigError(f"{what}: reward_options has {reserved[0]!r}, which every call of the function passes itself")
-    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        raise ConfigError(
+            f"{what}: reward_options has {reserved[0]!r}, which every call of the function"
+            " passes"
+            " itself"
+        )
+    accepts_all = any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+    )
     for name in options:
         if name not in signature.parameters and not accepts_all:
-            accepted = [parameter for parameter in signature.parameters if parameter not in ARGUMENTS]
-            raise ConfigError(f"{what} takes {signature}, which has no option {name!r}{did_you_mean(name, accepted)}")
+            accepted = [
+                parameter for parameter in signature.parameters if parameter not in ARGUMENTS
+            ]
+            raise ConfigError(
+                f"{what} takes {signature}, which has no option"
+                f" {name!r}{did_you_mean(name, accepted)}"
+            )
     return functools.partial(function, **options)
 
 
@@ -431,11 +526,18 @@ def _signature(function: Callable[..., Any], what: str) -> inspect.Signature:
 def _computer_function(computer: Any, name: str, method: Method, what: str) -> Callable[..., Any]:
     """The computer as a reward function; the parts of a `RewardComputer` become metrics."""
     compute, parts_of = computer.compute_rewards, getattr(computer, "compute_parts", None)
-    check_call(inspect.signature(compute), ("trajectories",), f"{what}.compute_rewards", keywords=("method",))
+    check_call(
+        inspect.signature(compute),
+        ("trajectories",),
+        f"{what}.compute_rewards",
+        keywords=(("method"),),
+    )
     if is_async(compute):
         raise ConfigError(f"{what}.compute_rewards is async; it has to be a plain method")
 
-    def compute_rewards(trajectories: Sequence[Trajectory], log_metric: Callable[[str, float], None]) -> Any:
+    def compute_rewards(
+        trajectories: Sequence[Trajectory], log_metric: Callable[[str, float], None]
+    ) -> Any:
         for parts in parts_of(trajectories) if parts_of is not None else ():
             for part, value in parts.items():
                 if value is not None:
@@ -446,19 +548,31 @@ def _computer_function(computer: Any, name: str, method: Method, what: str) -> C
 
 
 def _check_parameters(function: RewardFunction, columns: Collection[str] | None, what: str) -> None:
-    """Raises ConfigError: a parameter that is neither TRL's nor a column, or a function that sees no answers."""
+    """Raises ConfigError: a parameter that is neither TRL's nor a column, or a function that
+    sees no answers."""
     signature = function.signature
-    if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in signature.parameters.values()):
-        raise ConfigError(f"{what} takes {signature}: it is called by keyword, so there can be no / in it")
+    if any(
+        parameter.kind is parameter.POSITIONAL_ONLY for parameter in signature.parameters.values()
+    ):
+        raise ConfigError(
+            f"{what} takes {signature}: it is called by keyword, so there can be no / in it"
+        )
     available = {*ARGUMENTS, *(columns or ())} - {"prompt", "completion"}
     if columns is not None:
         for name in signature.parameters:
             if name in function.required and name not in available:
                 raise ConfigError(
-                    f"{what} takes {signature}, but {name!r} is not a column of the data, held-out rows included"
-                    f"{did_you_mean(name, sorted(available))}; available are {', '.join(sorted(available))}"
+                    f"{what} takes {signature}, but {name!r} is not a column of the data, held-out"
+                    " rows included"
+                    f"{did_you_mean(name, sorted(available))}; available are"
+                    f" {', '.join(sorted(available))}"
                 )
-    if function.parameters is not None and not function.parameters & {"completions", "completion_ids", "trajectories"}:
+    if function.parameters is not None and not function.parameters & {
+        "completions",
+        "completion_ids",
+        ("trajectories"),
+    }:
         raise ConfigError(
-            f"{what} takes {signature}: it sees no completions; expected (prompts, completions, **columns)"
+            f"{what} takes {signature}: it sees no completions; expected (prompts,"
+            " completions, **columns)"
         )

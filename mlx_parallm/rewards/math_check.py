@@ -1,7 +1,8 @@
 """`builtin:math`: compares answers with math-verify in a separate process.
 
-`math` → `MathWorker` → `math_worker.py`. The process is separate because sympy may never finish with a model's answer
-(9**9**9**9) and only killing the process stops that; math-verify's time-outs also need the main thread.
+`math` → `MathWorker` → `math_worker.py`. The process is separate because sympy may never finish
+with a model's answer (9**9**9**9) and only killing the process stops that; math-verify's time-outs
+also need the main thread.
 """
 
 import json
@@ -24,8 +25,9 @@ START_S = 120.0  # sympy takes seconds to import on a busy machine
 
 
 def math(*, column: str = "answer", timeout_s: float = 5.0) -> Callable[..., Any]:
-    """1 where the answer (its last \\boxed{…}, else its last expression) equals the reference, else 0; None where the
-    reference cannot be parsed as mathematics. A comparison that takes longer than `timeout_s` counts as different.
+    """1 where the answer (its last \\boxed{…}, else its last expression) equals the reference, else
+    0; None where the reference cannot be parsed as mathematics. A comparison that takes longer than
+    `timeout_s` counts as different.
 
     Raises ConfigError: math-verify is not installed.
     """

@@ -1,7 +1,7 @@
 """Script of `math_check.py`'s process: compares answers with math-verify.
 
-It reads lines of JSON [reference, answer] and writes a line for each: 1.0, 0.0, or null for a reference that cannot be
-parsed as mathematics.
+It reads lines of JSON [reference, answer] and writes a line for each: 1.0, 0.0, or null for a
+reference that cannot be parsed as mathematics.
 """
 
 import json
@@ -47,7 +47,8 @@ def score(reference: str, answer: str) -> float | None:
 
 
 def last_box(text: str) -> str:
-    """The last \\boxed{…}, alone (math-verify takes two of one line for a set); the whole text where it has none."""
+    """The last \\boxed{…}, alone (math-verify takes two of one line for a set); the whole text
+    where it has none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return text

@@ -4,7 +4,8 @@ absolute   the weighted sum of its parts: each trajectory on its own
 relative   the rank of that sum among the others, equal sums sharing their mean rank, as a z-score
 pareto     every part is a separate objective: 1 on the first front, less on each further one
 
-`combine` does it for one group; a `RewardComputer` for trajectories of many, from Python or named in `rewards`.
+`combine` does it for one group; a `RewardComputer` for trajectories of many, from Python or named
+in `rewards`.
 """
 
 import math
@@ -30,7 +31,9 @@ def average_ranks(values_N: Sequence[float]) -> list[float]:
     """Ranks from 1 (the smallest) to N; equal values share the mean of theirs."""
     if not values_N:
         return []
-    _, which, counts = np.unique(np.asarray(values_N, np.float64), return_inverse=True, return_counts=True)
+    _, which, counts = np.unique(
+        np.asarray(values_N, np.float64), return_inverse=True, return_counts=True
+    )
     mean_ranks = counts.cumsum() - (counts - 1) / 2
     return [float(rank) for rank in mean_ranks[which]]
 
@@ -44,11 +47,13 @@ def standardize(values_N: Sequence[float]) -> list[float]:
 
 
 def pareto_ranks(objectives_N_K: Sequence[Sequence[float]]) -> list[int]:
-    """The front of each point, 0 for those that none dominates. Larger is better in every objective.
+    """The front of each point, 0 for those that none dominates. Larger is better in every
+    objective.
 
-    A point dominates another if it is at least as good in all objectives and better in one; so equal points lie on one
-    front. Front n is what nothing dominates once the fronts before it are taken away (non-dominated sorting, Deb et al.
-    2002, NSGA-II). O(N² K) memory; a front costs O(N²).
+    A point dominates another if it is at least as good in all objectives and better in one; so
+    equal points lie on one front. Front n is what nothing dominates once the fronts before it are
+    taken away (non-dominated sorting, Deb et al. 2002, NSGA-II). O(N² K) memory; a front costs
+    O(N²).
     """
     if not objectives_N_K:
         return []
@@ -72,9 +77,14 @@ def pareto_rewards(objectives_N_K: Sequence[Sequence[float]]) -> list[float]:
 
 
 def objectives_of(parts_N: Sequence[Parts], weights: Mapping[str, float]) -> dict[int, list[float]]:
-    """Return the Pareto objectives by the position of their trajectory: its parts times their weights, so that a part
-    of negative weight is a cost, and one of weight 0 is none. Trajectories that lack one of them are left out."""
-    names = [name for name, weight in weights.items() if weight and any(_applies(parts, name) for parts in parts_N)]
+    """Return the Pareto objectives by the position of their trajectory: its parts times their
+    weights, so that a part of negative weight is a cost, and one of weight 0 is none.
+    Trajectories that lack one of them are left out."""
+    names = [
+        name
+        for name, weight in weights.items()
+        if weight and any(_applies(parts, name) for parts in parts_N)
+    ]
     return {
         position: [weights[name] * value for name, value in _applicable(parts, names)]
         for position, parts in enumerate(parts_N)
@@ -82,15 +92,23 @@ def objectives_of(parts_N: Sequence[Parts], weights: Mapping[str, float]) -> dic
     }
 
 
-def combine(method: Method, parts_N: Sequence[Parts], weights: Mapping[str, float]) -> list[float | None]:
+def combine(
+    method: Method, parts_N: Sequence[Parts], weights: Mapping[str, float]
+) -> list[float | None]:
     """Return one reward for each trajectory of a comparison; None: nothing could score it."""
     if method == "pareto":
         objectives = objectives_of(parts_N, weights)
         ranked, rewards = list(objectives), pareto_rewards(list(objectives.values()))
     else:
-        ranked = [position for position, parts in enumerate(parts_N) if any(_applies(parts, name) for name in weights)]
+        ranked = [
+            position
+            for position, parts in enumerate(parts_N)
+            if any(_applies(parts, name) for name in weights)
+        ]
         applicable = (_applicable(parts_N[position], weights) for position in ranked)
-        rewards = [math.fsum(weights[name] * value for name, value in parts) for parts in applicable]
+        rewards = [
+            math.fsum(weights[name] * value for name, value in parts) for parts in applicable
+        ]
         if method == "relative":
             rewards = standardize(average_ranks(rewards))
     by_position = dict(zip(ranked, rewards, strict=True))
@@ -101,20 +119,25 @@ def _applies(parts: Parts, name: str) -> bool:
     return parts.get(name) is not None
 
 
-def _applicable(parts: Parts, names: Sequence[str] | Mapping[str, float]) -> list[tuple[str, float]]:
+def _applicable(
+    parts: Parts, names: Sequence[str] | Mapping[str, float]
+) -> list[tuple[str, float]]:
     return [(name, value) for name in names if (value := parts.get(name)) is not None]
 
 
 class RewardComputer(ABC):
-    """Scores trajectories after they are collected. A subclass computes named parts, which have weights.
+    """Scores trajectories after they are collected. A subclass computes named parts, which have
+    weights.
 
-    Any object with `compute_rewards(trajectories, method)` that returns one number for each can stand in its place.
+    Any object with `compute_rewards(trajectories, method)` that returns one number for each can
+    stand in its place.
     """
 
     default_method: ClassVar[Method] = "absolute"
 
     def __init__(self, weights: Mapping[str, float], *, normalize: bool = False) -> None:
-        """`normalize`: the rewards of one call have mean 0 and standard deviation 1 (population) under any method.
+        """`normalize`: the rewards of one call have mean 0 and standard deviation 1 (population)
+        under any method.
 
         Raises ConfigError: a weight that is not a number, or beyond ±MAX_REWARD."""
         for name, weight in weights.items():
@@ -125,14 +148,18 @@ class RewardComputer(ABC):
 
     @abstractmethod
     def compute_parts(self, trajectories: Sequence[Trajectory]) -> list[Parts]:
-        """Return the parts of each trajectory by their names, unweighted; None where a part does not apply."""
+        """Return the parts of each trajectory by their names, unweighted; None where a part does
+        not apply."""
 
-    def compute_rewards(self, trajectories: Sequence[Trajectory], method: Method | None = None) -> list[float]:
-        """Return one number for each trajectory. One to which no part applies gets the mean of those it is compared
-        with. `relative` and `pareto` compare the trajectories of one prompt (`group_id`); those that are alone in
-        their group are compared with each other.
+    def compute_rewards(
+        self, trajectories: Sequence[Trajectory], method: Method | None = None
+    ) -> list[float]:
+        """Return one number for each trajectory. One to which no part applies gets the mean of
+        those it is compared with. `relative` and `pareto` compare the trajectories of one prompt
+        (`group_id`); those that are alone in their group are compared with each other.
 
-        Raises ConfigError: an unknown method. RolloutRejectedError: a part beyond ±MAX_REWARD, or none that applies.
+        Raises ConfigError: an unknown method. RolloutRejectedError: a part beyond ±MAX_REWARD, or
+        none that applies.
         """
         method = method or self.default_method
         if method not in METHODS:
@@ -143,13 +170,18 @@ class RewardComputer(ABC):
             scores = combine(method, [parts[n] for n in together], self.weights)
             applicable = [score for score in scores if score is not None]
             if not applicable:
-                raise RolloutRejectedError(f"{type(self).__name__}: no part applies to any trajectory of a group")
+                raise RolloutRejectedError(
+                    f"{type(self).__name__}: no part applies to any trajectory of a group"
+                )
             for n, score in zip(together, scores, strict=True):
                 rewards[n] = fmean(applicable) if score is None else score
         return standardize(rewards) if self.normalize else rewards
 
-    def compute_objective_statistics(self, trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
-        """Return mean, std (population), min and max of each part over the trajectories that it applies to."""
+    def compute_objective_statistics(
+        self, trajectories: Sequence[Trajectory]
+    ) -> dict[str, dict[str, float]]:
+        """Return mean, std (population), min and max of each part over the trajectories that it
+        applies to."""
         parts = self._checked_parts(trajectories)
         statistics = {}
         for name in self.weights:
@@ -164,7 +196,8 @@ class RewardComputer(ABC):
             for name, value in scores.items():
                 if value is not None and not abs(value) <= MAX_REWARD:
                     raise RolloutRejectedError(
-                        f"{type(self).__name__}: {name} is {value}, not a number of at most ±{MAX_REWARD:g}"
+                        f"{type(self).__name__}: {name} is {value}, not a number of at most"
+                        f" ±{MAX_REWARD:g}"
                     )
         return parts
 

@@ -1,4 +1,5 @@
-"""Helpers of the built-in parts: completions as text, the column that an option names, thresholds."""
+"""Helpers of the built-in parts: completions as text, the column that an option names,
+thresholds."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +18,26 @@ def texts_of(completions: Completions) -> list[str]:
 
 
 def to_binary(scores: Sequence[float | None], threshold: float | None = 0.5) -> Scores:
-    """1 from `threshold` on, else 0; None stays None. A threshold of None leaves the scores as they are."""
+    """1 from `threshold` on, else 0; None stays None. A threshold of None leaves the scores as
+    they are."""
     if threshold is None:
         return list(scores)
     return [None if score is None else float(score >= threshold) for score in scores]
 
 
-def with_column(function: Callable[..., Any], column: str, *others: str, optional: bool = False) -> Callable[..., Any]:
-    """Give `function(**arguments)` the signature (completions, *others, <column>), where an option names the column.
+def with_column(
+    function: Callable[..., Any], column: str, *others: str, optional: bool = False
+) -> Callable[..., Any]:
+    """Give `function(**arguments)` the signature (completions, *others, <column>), where an option
+    names the column.
 
     Raises ConfigError: the column's name cannot be a keyword.
     """
     names = ("completions", *others)
     if not column.isidentifier() or column in names:
-        raise ConfigError(f"column = {column!r}: it has to be a Python identifier, and not {' or '.join(names)}")
+        raise ConfigError(
+            f"column = {column!r}: it has to be a Python identifier, and not {' or '.join(names)}"
+        )
     default = None if optional else inspect.Parameter.empty
     parameters = [
         *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names),
@@ -41,7 +48,8 @@ def with_column(function: Callable[..., Any], column: str, *others: str, optiona
 
 
 def by_column(score: Callable[[str, Any], float | None], column: str) -> Callable[..., Scores]:
-    """Make a reward function that scores each text with its row's value of the column; None where that is None."""
+    """Make a reward function that scores each text with its row's value of the column; None
+    where that is None."""
 
     def part(**arguments: Any) -> Scores:
         pairs = zip(texts_of(arguments["completions"]), arguments[column], strict=True)

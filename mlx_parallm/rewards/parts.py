@@ -1,8 +1,10 @@
-"""Reward parts that are built in: `rewards = ["builtin:NAME"]`, `reward_options = { NAME = {…} }`. No MLX.
+"""Reward parts that are built in: `rewards = ["builtin:NAME"]`, `reward_options = { NAME = {…} }`.
+No MLX.
 
-Every entry of `PARTS` is a factory: its keywords are the part's options, and it returns a reward function with TRL's
-signature (`functions.py`). Scores are 0 to 1 unless the docstring says otherwise; None: the part does not apply.
-`threshold` makes a soft part binary. `docs/reward_parts.md` lists them all, and the reward computer "svrl".
+Every entry of `PARTS` is a factory: its keywords are the part's options, and it returns a reward
+function with TRL's signature (`functions.py`). Scores are 0 to 1 unless the docstring says
+otherwise; None: the part does not apply. `threshold` makes a soft part binary.
+`docs/reward_parts.md` lists them all, and the reward computer "svrl".
 """
 
 import json
@@ -33,17 +35,21 @@ FAILED_COST = 0.2
 EFFICIENCY = {"tokens": 0.4, "calls": 0.3, "steps": 0.3}
 
 
-def answer_match(*, column: str = "answer", pattern: str | None = None, exact: bool = False) -> Part:
-    """1 where the answer equals the reference, else 0. Case, runs of white space and punctuation around it are ignored,
-    with `exact` only white space around it. `pattern`: a regular expression whose last match is the answer, by its
-    first group where it has one.
+def answer_match(
+    *, column: str = "answer", pattern: str | None = None, exact: bool = False
+) -> Part:
+    """1 where the answer equals the reference, else 0. Case, runs of white space and punctuation
+    around it are ignored, with `exact` only white space around it. `pattern`: a regular expression
+    whose last match is the answer, by its first group where it has one.
 
     Raises ConfigError: the pattern is no regular expression.
     """
     find = None if pattern is None else _compile(pattern)
 
     def plain(text: str) -> str:
-        return text.strip() if exact else " ".join(text.casefold().split()).strip(" .,:;!?\"'`$*()[]")
+        return (
+            text.strip() if exact else " ".join(text.casefold().split()).strip(" .,:;!?\"'`$*()[]")
+        )
 
     def score(text: str, reference: Any) -> float:
         if find is not None:
@@ -57,7 +63,8 @@ def answer_match(*, column: str = "answer", pattern: str | None = None, exact: b
 
 
 def regex(*, pattern: str, whole: bool = False) -> Part:
-    """1 where the expression is found in the answer (`whole`: is all of it), else 0. Raises ConfigError."""
+    """1 where the expression is found in the answer (`whole`: is all of it), else 0. Raises
+    ConfigError."""
     find = _compile(pattern)
 
     def part(completions: Completions) -> Scores:
@@ -68,7 +75,8 @@ def regex(*, pattern: str, whole: bool = False) -> Part:
 
 
 def json_valid(*, schema: Mapping[str, Any] | str | None = None) -> Part:
-    """1 where the answer is JSON (its last ```json block, where it has one) and fits `schema`, else 0.
+    """1 where the answer is JSON (its last ```json block, where it has one) and fits `schema`, else
+    0.
     `schema`: a JSON schema, or the path of one.
 
     Raises ConfigError: a file that cannot be read, an invalid schema, jsonschema not installed.
@@ -78,7 +86,9 @@ def json_valid(*, schema: Mapping[str, Any] | str | None = None) -> Part:
     def score(text: str) -> float:
         blocks = [block for name, block in fenced(text) if name == "json"]
         try:
-            return float(is_valid(json.loads(blocks[-1] if blocks else text, parse_constant=_no_constant)))
+            return float(
+                is_valid(json.loads(blocks[-1] if blocks else text, parse_constant=_no_constant))
+            )
         except (ValueError, RecursionError):
             return 0.0
 
@@ -86,8 +96,8 @@ def json_valid(*, schema: Mapping[str, Any] | str | None = None) -> Part:
 
 
 def format_(*, tags: Sequence[str] = (), threshold: float | None = None) -> Part:
-    """With `tags`: 1 where the answer is these XML elements in this order and nothing else, each once, else 0. Without:
-    1, less 0.1 for each XML tag in it, at least 0.5."""
+    """With `tags`: 1 where the answer is these XML elements in this order and nothing else, each
+    once, else 0. Without: 1, less 0.1 for each XML tag in it, at least 0.5."""
     elements = [rf"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags]
     whole = re.compile(r"\s*" + r"\s*".join(elements) + r"\s*", re.DOTALL)
 
@@ -101,19 +111,23 @@ def format_(*, tags: Sequence[str] = (), threshold: float | None = None) -> Part
 
 
 def length(*, target: int, threshold: float | None = None) -> Part:
-    """1 for `target` sampled tokens, less by the distance in targets, at least 0. Raises ConfigError."""
+    """1 for `target` sampled tokens, less by the distance in targets, at least 0. Raises
+    ConfigError."""
     if target < 1:
         raise ConfigError(f"target = {target}: a number of tokens, 1 or more")
 
     def part(completion_ids: Sequence[Sequence[int]]) -> Scores:
-        return to_binary([max(0.0, 1 - abs(len(ids) - target) / target) for ids in completion_ids], threshold)
+        return to_binary(
+            [max(0.0, 1 - abs(len(ids) - target) / target) for ids in completion_ids], threshold
+        )
 
     return part
 
 
 def overlong(*, length: int, buffer: int) -> Part:
-    """0 up to `length - buffer` sampled tokens, then down in a line to -1 at `length`, -1 beyond: DAPO's soft overlong
-    punishment (arXiv 2503.14476, equation 13), like rl_training.overlong_buffer for all environments.
+    """0 up to `length - buffer` sampled tokens, then down in a line to -1 at `length`, -1 beyond:
+    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), like
+    rl_training.overlong_buffer for all environments.
 
     Raises ConfigError: not 0 < buffer <= length.
     """
@@ -121,52 +135,72 @@ def overlong(*, length: int, buffer: int) -> Part:
         raise ConfigError(f"buffer = {buffer}, length = {length}: expected 0 < buffer <= length")
 
     def part(completion_ids: Sequence[Sequence[int]]) -> Scores:
-        return [min(0.0, max(-1.0, (length - buffer - len(ids)) / buffer)) for ids in completion_ids]
+        return [
+            min(0.0, max(-1.0, (length - buffer - len(ids)) / buffer)) for ids in completion_ids
+        ]
 
     return part
 
 
 def tool_success(*, threshold: float | None = None) -> Part:
-    """ok / calls + 0.1 · appropriate / calls, at most 1, of the episode's tool calls: metadata["tool_calls"]. A call is
-    appropriate whose tool is in the row's column `tools`, a list of names. Without a call: 0.3 where the row names
-    tools, else None."""
+    """ok / calls + 0.1 · appropriate / calls, at most 1, of the episode's tool calls:
+    metadata["tool_calls"]. A call is appropriate whose tool is in the row's column `tools`, a
+    list of names. Without a call: 0.3 where the row names tools, else None."""
 
-    def part(trajectories: Sequence[Trajectory], tools: Sequence[Sequence[str] | None] | None = None) -> Scores:
+    def part(
+        trajectories: Sequence[Trajectory], tools: Sequence[Sequence[str] | None] | None = None
+    ) -> Scores:
         rows = tools or [None] * len(trajectories)
-        return to_binary([score(t, wanted or ()) for t, wanted in zip(trajectories, rows, strict=True)], threshold)
+        return to_binary(
+            [score(t, wanted or ()) for t, wanted in zip(trajectories, rows, strict=True)],
+            threshold,
+        )
 
     def score(trajectory: Trajectory, wanted: Sequence[str]) -> float | None:
         calls: Sequence[Mapping[str, Any]] = trajectory.metadata.get("tool_calls", ())
         if not calls:
             return NO_CALL if wanted else None
-        ok, appropriate = (sum(bool(c.get("ok")) for c in calls), sum(c["name"] in wanted for c in calls))
+        ok, appropriate = (
+            sum(bool(c.get("ok")) for c in calls),
+            sum(c["name"] in wanted for c in calls),
+        )
         return min(1.0, (ok + APPROPRIATE_BONUS * appropriate) / len(calls))
 
     return part
 
 
 def task_completion(*, threshold: float | None = None) -> Part:
-    """completed / created - 0.2 · failed / created, at least 0, of the episode's tasks: metadata["tasks"] =
-    {"created", "completed", "failed"}, numbers; None where none was created."""
+    """completed / created - 0.2 · failed / created, at least 0, of the episode's tasks:
+    metadata["tasks"] = {"created", "completed", "failed"}, numbers; None where none was created."""
 
     def score(trajectory: Trajectory) -> float | None:
         tasks: Mapping[str, int] = trajectory.metadata.get("tasks", {})
         created = tasks.get("created", 0)
         if not created:
             return None
-        return max(0.0, (tasks.get("completed", 0) - FAILED_COST * tasks.get("failed", 0)) / created)
+        return max(
+            0.0, (tasks.get("completed", 0) - FAILED_COST * tasks.get("failed", 0)) / created
+        )
 
     return _of_trajectory(score, threshold)
 
 
-def efficiency(*, tokens: int = 2000, calls: int = 10, steps: int = 15, threshold: float | None = None) -> Part:
-    """0.4 · (1 - sampled tokens / `tokens`) + 0.3 · (1 - tool calls / `calls`) + 0.3 · (1 - steps / `steps`), each term
-    at least 0; an episode without tool calls in its metadata is weighted by the other two. Raises ConfigError."""
+def efficiency(
+    *, tokens: int = 2000, calls: int = 10, steps: int = 15, threshold: float | None = None
+) -> Part:
+    """0.4 · (1 - sampled tokens / `tokens`) + 0.3 · (1 - tool calls / `calls`) + 0.3 · (1 -
+    steps / `steps`), each term at least 0; an episode without tool calls in its metadata is
+    weighted by the other two. Raises ConfigError."""
     if min(tokens, calls, steps) < 1:
-        raise ConfigError(f"tokens = {tokens}, calls = {calls}, steps = {steps}: expected 1 or more for each")
+        raise ConfigError(
+            f"tokens = {tokens}, calls = {calls}, steps = {steps}: expected 1 or more for each"
+        )
 
     def score(trajectory: Trajectory) -> float:
-        used = {"tokens": trajectory.rollout.sampled_tokens / tokens, "steps": trajectory.step_count / steps}
+        used = {
+            "tokens": trajectory.rollout.sampled_tokens / tokens,
+            "steps": trajectory.step_count / steps,
+        }
         if "tool_calls" in trajectory.metadata:
             used["calls"] = len(trajectory.metadata["tool_calls"]) / calls
         left = sum(EFFICIENCY[name] * max(0.0, 1 - share) for name, share in used.items())
@@ -217,9 +251,11 @@ def _no_constant(name: str) -> Any:
 class SVRLRewardComputer(RewardComputer):
     """Quality of the answer against the cost of its verification (`environments/kinds/svrl.py`):
 
-        task - verification_weight · spent / budget + efficiency_weight · max(0, (max_steps - steps) / max_steps)
+        task - verification_weight · spent / budget + efficiency_weight · max(0, (max_steps - steps)
+        / max_steps)
 
-    with the parts `task`, `cost` = spent / budget, and `efficiency`. `pareto` takes them as objectives, `cost` negated.
+    with the parts `task`, `cost` = spent / budget, and `efficiency`. `pareto` takes them as
+    objectives, `cost` negated.
     """
 
     def __init__(
@@ -242,23 +278,29 @@ class SVRLRewardComputer(RewardComputer):
         metadata = trajectory.metadata
         if missing := sorted({"spent", "budget", "max_steps"} - set(metadata)):
             raise RolloutRejectedError(
-                f"SVRLRewardComputer: the trajectory's metadata has no {', '.join(missing)}: is this SVRL?"
+                f"SVRLRewardComputer: the trajectory's metadata has no {', '.join(missing)}:"
+                " is this SVRL?"
             )
         return {
             "task": self._evaluate(trajectory),
             "cost": metadata["spent"] / metadata["budget"],
-            "efficiency": max(0.0, (metadata["max_steps"] - trajectory.step_count) / metadata["max_steps"]),
+            "efficiency": max(
+                0.0, (metadata["max_steps"] - trajectory.step_count) / metadata[("max_steps")]
+            ),
         }
 
 
 def final_answer_is_right(trajectory: Trajectory) -> float:
-    """1 where metadata["final_answer"] equals metadata["answer"], as a number or as text but for case and white space.
+    """1 where metadata["final_answer"] equals metadata["answer"], as a number or as text but for
+    case and white space.
 
     Raises RolloutRejectedError: the task has no "answer".
     """
     answer = trajectory.metadata.get("answer")
     if answer is None:
-        raise RolloutRejectedError('the task has no "answer" to compare with: pass a task_evaluator')
+        raise RolloutRejectedError(
+            'the task has no "answer" to compare with: pass a task_evaluator'
+        )
     final = trajectory.metadata.get("final_answer")
     return 0.0 if final is None else float(_equal(str(final), str(answer)))
 
@@ -291,7 +333,8 @@ PARTS: Mapping[str, Callable[..., Part]] = MappingProxyType(
     }
 )
 WEIGHTS: Mapping[str, float] = MappingProxyType(
-    dict.fromkeys(PARTS, 1.0) | {"code": 2.0, "tool_success": 2.0, "task_completion": 1.5, "efficiency": 0.5}
+    dict.fromkeys(PARTS, 1.0)
+    | {"code": 2.0, "tool_success": 2.0, "task_completion": 1.5, "efficiency": 0.5}
 )
 """Default weights of the parts."""
 BUILT_IN: Mapping[str, Callable[..., Any]] = MappingProxyType({**PARTS, "svrl": SVRLRewardComputer})

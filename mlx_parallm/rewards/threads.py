@@ -1,6 +1,7 @@
 """Threads for reward code, so that it never blocks the environments.
 
-They live as long as the process and are daemons: a reward that never returns must not hold up the end of a run.
+They live as long as the process and are daemons: a reward that never returns must not hold up the
+end of a run.
 """
 
 import threading
@@ -12,7 +13,8 @@ from mlx_parallm.system.loop_thread import LoopThread
 
 
 class Worker:
-    """Runs jobs one at a time on a thread without an event loop: a job may use asyncio.run, as under TRL."""
+    """Runs jobs one at a time on a thread without an event loop: a job may use asyncio.run, as
+    under TRL."""
 
     def __init__(self, name: str) -> None:
         self._name, self._lock = name, threading.Lock()
@@ -46,4 +48,5 @@ FUNCTIONS = Worker("rewards")
 COMPUTERS = Worker("reward computers")  # a separate thread: a computer may wait for functions
 
 
-ASYNC_FUNCTIONS = LoopThread("async rewards")  # one loop, so that a client that a user's module keeps stays on it
+# one loop, so that a client that a user's module keeps stays on it
+ASYNC_FUNCTIONS = LoopThread("async rewards")

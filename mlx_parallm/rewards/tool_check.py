@@ -22,16 +22,18 @@ def tool(
     pattern: str | None = None,
     threshold: float | None = None,
 ) -> "ToolCheck":
-    """What a tool says of each answer: the number that it returns, 1 or 0 for yes or no; with `equals` 1 where its
-    result agrees with that, else 0. An answer that the tool refuses (an error of the tool, wrong arguments) scores 0; a
-    call that fails otherwise (a time-out, a server that ended) leaves the answer unscored.
+    """What a tool says of each answer: the number that it returns, 1 or 0 for yes or no; with
+    `equals` 1 where its result agrees with that, else 0. An answer that the tool refuses (an error
+    of the tool, wrong arguments) scores 0; a call that fails otherwise (a time-out, a server that
+    ended) leaves the answer unscored.
 
     Args:
         name: of the tool. It need not be among the tools of the policy.
         arguments: with "{completion}" for the answer and "{column}" for the row's columns.
         result: which part of a structured result to take: "distance", "shot.distance".
         equals: a value or text with columns, e.g. "{completion}".
-        pattern: a regular expression whose last match, its first group where it has one, is "{completion}".
+        pattern: a regular expression whose last match, its first group where it has one, is
+            "{completion}".
 
     Raises ConfigError: the pattern is no regular expression.
     """
@@ -46,17 +48,30 @@ class ToolCheck:
     """The reward function of `builtin:tool`."""
 
     def __init__(
-        self, question: ToolQuestion, equals: Any, find: re.Pattern[str] | None, threshold: float | None
+        self,
+        question: ToolQuestion,
+        equals: Any,
+        find: re.Pattern[str] | None,
+        threshold: float | None,
     ) -> None:
         self.needs_tool = question.tool
-        self._question, self._equals, self._find, self._threshold = question, equals, find, threshold
+        self._question, self._equals, self._find, self._threshold = (
+            question,
+            equals,
+            find,
+            threshold,
+        )
 
-    async def __call__(self, completions: Completions, tool_client: ToolClient, **columns: Any) -> Scores:
+    async def __call__(
+        self, completions: Completions, tool_client: ToolClient, **columns: Any
+    ) -> Scores:
         """Raises RolloutRejectedError: a result that is no score."""
         texts = texts_of(completions)
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
         rows = ({name: values[n] for name, values in lists.items()} for n in range(len(texts)))
-        scores = await asyncio.gather(*(self._score(t, r, tool_client) for t, r in zip(texts, rows, strict=True)))
+        scores = await asyncio.gather(
+            *(self._score(t, r, tool_client) for t, r in zip(texts, rows, strict=True))
+        )
         return to_binary(scores, self._threshold)
 
     async def _score(self, text: str, row: Mapping[str, Any], client: ToolClient) -> float | None:
@@ -78,5 +93,7 @@ class ToolCheck:
         if (truth := is_true(value)) is not None:
             return float(truth)
         if not isinstance(value, int | float):
-            raise RolloutRejectedError(f"{self._question.tool} returned {str(value)[:80]!r}: no number, no yes or no")
+            raise RolloutRejectedError(
+                f"{self._question.tool} returned {str(value)[:80]!r}: no number, no yes or no"
+            )
         return float(value)

@@ -1,15 +1,18 @@
 """Checkpoints: complete, atomic, and the truth about what was consumed.
 
-    checkpoints/<run>/step_000100/         an adapter (mlx-lm's format) or full weights (Hugging Face layout)
+    checkpoints/<run>/step_000100/         an adapter (mlx-lm's format) or full weights (Hugging
+                                           Face layout)
                         optimizer.safetensors · trainer_state.json · SHA256SUMS, of all of them
-                     /step_000100_mb0003/  100 steps and 3 mini-batches of the next (a shutdown inside a step)
+                     /step_000100_mb0003/  100 steps and 3 mini-batches of the next (a shutdown
+                                           inside a step)
                      /latest → step_…      /final/  the same, at total_steps
                      /best → step_…        the one with the best score; kept however old it is
-    checkpoints/latest → <run>/latest      checkpoints/final → <run>/final   (of the run that saved last)
+    checkpoints/latest → <run>/latest    checkpoints/final → <run>/final    of the last to save
 
-`Checkpointer.save` writes a directory under a temporary name and renames it; a kill -9 or a full disk leaves the ones
-before it as they were. `find_checkpoint` says what `--resume` means. `Checkpointer.resume` puts everything back:
-weights, optimizer, random states, consumed groups to waiting, metrics lines cut. The rest is in `TrainerState`.
+`Checkpointer.save` writes a directory under a temporary name and renames it; a kill -9 or a full
+disk leaves the ones before it as they were. `find_checkpoint` says what `--resume` means.
+`Checkpointer.resume` puts everything back: weights, optimizer, random states, consumed groups to
+waiting, metrics lines cut. The rest is in `TrainerState`.
 """
 
 import math
@@ -29,10 +32,21 @@ from mlx_parallm.environments.base import Learner
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import load_adapter
-from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE, damaged_files, write_checksums
+from mlx_parallm.rl_training.checkpoints.checksums import (
+    CHECKSUMS_FILE,
+    damaged_files,
+    write_checksums,
+)
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
-from mlx_parallm.rl_training.run_directory import BEST, FINAL, LATEST, checkpoint_at, checkpoints, moment
+from mlx_parallm.rl_training.run_directory import (
+    BEST,
+    FINAL,
+    LATEST,
+    checkpoint_at,
+    checkpoints,
+    moment,
+)
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
 from mlx_parallm.system.files import GB, free_bytes, point, remove_leftovers, write_directory
@@ -40,8 +54,10 @@ from mlx_parallm.system.files import GB, free_bytes, point, remove_leftovers, wr
 OPTIMIZER_FILE = "optimizer.safetensors"
 LEARNERS = "learners"  # a directory of it for each learner beside the policy
 SUPERSEDED = "superseded_"
-SERVED_FILE = "served.safetensors"  # where the server answers with older weights: inside a step, or a publish is due
-STATE_BYTES = 64 << 10  # of a checkpoint's small files: configuration, random states, the last blocks of each file
+# where the server answers with older weights: inside a step, or a publish is due
+SERVED_FILE = "served.safetensors"
+# of a checkpoint's small files: configuration, random states, the last blocks of each file
+STATE_BYTES = 64 << 10
 SCORED_STEPS = 10
 HELDOUT = "heldout_score"  # of metrics.jsonl (data/heldout.py)
 
@@ -55,7 +71,8 @@ class ConsumedGroups(Protocol):
 
 
 class Judge(Protocol):
-    """Says which checkpoint is the best, where its own score does not: `evaluation.EvaluationLog`."""
+    """Says which checkpoint is the best, where its own score does not:
+    `evaluation.EvaluationLog`."""
 
     @property
     def decides(self) -> bool: ...
@@ -96,12 +113,14 @@ class Checkpointer:
         best: bool = False,
         served: Mapping[str, mx.array] | None = None,
     ) -> Path:
-        """Writes the checkpoint of `state`, points `latest` at it, removes the oldest beyond `keep` but for the best.
+        """Writes the checkpoint of `state`, points `latest` at it, removes the oldest beyond `keep`
+        but for the best.
 
-        `best`: this checkpoint is the best one, whatever the scores say. `best` is then a directory of its own, and the
-        scores no longer change it. `served`: the weights of `policy_version`, where the policy's are newer. Raises
-        CheckpointError (a full disk, a run directory that was removed, …): the earlier checkpoints are as they were,
-        and `latest` is one of them.
+        `best`: this checkpoint is the best one, whatever the scores say. `best` is then a directory
+        of its own, and the scores no longer change it. `served`: the weights of `policy_version`,
+        where the policy's are newer. Raises
+        CheckpointError (a full disk, a run directory that was removed, …): the earlier checkpoints
+        are as they were, and `latest` is one of them.
         """
         path = self.run_directory / state.checkpoint_name
         try:
@@ -110,7 +129,13 @@ class Checkpointer:
             raise CheckpointError(f"{path} cannot be written: {error}") from error
 
     def _save(
-        self, path: Path, state: TrainerState, *, final: bool, best: bool, served: Mapping[str, mx.array]
+        self,
+        path: Path,
+        state: TrainerState,
+        *,
+        final: bool,
+        best: bool,
+        served: Mapping[str, mx.array],
     ) -> Path:
         left = max((rollback["step"] for rollback in state.rollbacks), default=0)
         found = score(self.run_directory / METRICS_FILE, state.step, after=left)
@@ -121,7 +146,9 @@ class Checkpointer:
         point(self.run_directory / LATEST, path.name)
         self._point_beside(LATEST)
         if final:
-            write_directory(self.run_directory / FINAL, lambda directory: _link_all(path, directory))
+            write_directory(
+                self.run_directory / FINAL, lambda directory: _link_all(path, directory)
+            )
             self._point_beside(FINAL)
         if best:
             if not self._best_is_fixed:
@@ -129,13 +156,18 @@ class Checkpointer:
             write_directory(self.run_directory / BEST, lambda directory: _link_all(path, directory))
         kept = self.point_at_best()
         for old in checkpoints(self.run_directory)[: -self._keep]:
-            if old != kept and not (self._judge is not None and self._judge.awaited(moment(old)[0])):
+            if old != kept and not (
+                self._judge is not None and self._judge.awaited(moment(old)[0])
+            ):
                 shutil.rmtree(old, ignore_errors=True)
         return path
 
     def point_at_best(self) -> Path | None:
-        """Point `best` at the checkpoint with the highest score (of equal ones the newest); None where none has one."""
-        there = checkpoints(self.run_directory) if self._keep_best and not self._best_is_fixed else []
+        """Point `best` at the checkpoint with the highest score (of equal ones the newest); None
+        where none has one."""
+        there = (
+            checkpoints(self.run_directory) if self._keep_best and not self._best_is_fixed else []
+        )
         scores = {path: found for path in there if (found := self._score_of(path)) is not None}
         best = max(scores, key=lambda path: (scores[path], moment(path)), default=None)
         if best is not None:
@@ -156,17 +188,25 @@ class Checkpointer:
         if moment(checkpoint)[1]:
             return None
         if self._judge is not None and self._judge.decides:
-            return None if state.unpublished else self._judge.score(state.step, state.policy_version)
+            return (
+                None if state.unpublished else self._judge.score(state.step, state.policy_version)
+            )
         return state.score
 
     def _check_room(self, path: Path, served: Mapping[str, mx.array]) -> None:
         """Raise CheckpointError before the first byte is written if the disk has no room."""
         optimizer = sum(array.nbytes for array in self._optimizer.state().values())
-        needed = self._policy.saved_bytes() + optimizer + STATE_BYTES + sum(array.nbytes for array in served.values())
+        needed = (
+            self._policy.saved_bytes()
+            + optimizer
+            + STATE_BYTES
+            + sum(array.nbytes for array in served.values())
+        )
         if (free := free_bytes(self.run_directory)) < needed:
             kept = ", ".join(old.name for old in checkpoints(self.run_directory)) or "none"
             raise CheckpointError(
-                f"{path} needs {needed / GB:.2f} GB and {free / GB:.2f} GB are free: it was not begun. Free some space"
+                f"{path} needs {needed / GB:.2f} GB and {free / GB:.2f} GB are free: it was not"
+                " begun. Free some space"
                 f" and go on with --resume {self.run_directory} (checkpoints there: {kept})"
             )
 
@@ -184,7 +224,8 @@ class Checkpointer:
         write_checksums(directory)
 
     def _same(self, path: Path, state: TrainerState) -> bool:
-        """A checkpoint of this very moment lies there already: it was resumed from, or just written."""
+        """A checkpoint of this very moment lies there already: it was resumed from, or just
+        written."""
         try:
             there = TrainerState.read(path)
         except CheckpointError:
@@ -192,9 +233,11 @@ class Checkpointer:
         return there.same_moment(state)
 
     def _point_beside(self, name: str) -> None:
-        """checkpoints/latest and checkpoints/final, the paths that the specification prints, mean the newest run's.
+        """checkpoints/latest and checkpoints/final, the paths that the specification prints, mean
+        the newest run's.
 
-        A file or directory of that name stays, and so does a link that does not point into a run: it is the user's.
+        A file or directory of that name stays, and so does a link that does not point into a run:
+        it is the user's.
         """
         link = self.run_directory.parent / name
         is_ours = link.is_symlink() and link.readlink().parts[1:] == (name,)
@@ -206,9 +249,10 @@ class Checkpointer:
     def resume(self, checkpoint: Path, store: ConsumedGroups, metrics: MetricsFile) -> TrainerState:
         """Puts everything back to the checkpoint's moment. Make the RolloutBuffer only afterwards.
 
-        Later checkpoints of this run belong to a timeline that ends here: the newest is kept as `superseded_…`, the
-        others go. Raises CheckpointError, AdapterError: the checkpoint or metrics.jsonl is damaged, or of another
-        model; weights may be half-loaded then, and nothing on the disk has changed.
+        Later checkpoints of this run belong to a timeline that ends here: the newest is kept as
+        `superseded_…`, the others go. Raises CheckpointError, AdapterError: the checkpoint or
+        metrics.jsonl is damaged, or of another model; weights may be half-loaded then, and nothing
+        on the disk has changed.
         """
         state = TrainerState.read(checkpoint)
         check_files(checkpoint)
@@ -217,40 +261,57 @@ class Checkpointer:
         try:
             restore_random_state(state.random_state)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"{checkpoint / STATE_FILE} is damaged: random_state: {error!r}") from error
+            raise CheckpointError(
+                f"{checkpoint / STATE_FILE} is damaged: random_state: {error!r}"
+            ) from error
         for name, learner in self._learners.items():
             learner.load(checkpoint / LEARNERS / name, state.step)
         metrics.cut(state.step)  # first, for it may find a damaged line
-        store.restore(state.step, keep_drops_of=state.in_progress.step if state.in_progress else None)
-        later = [path for path in checkpoints(self.run_directory) if moment(path) > (state.step, state.mini_batches)]
+        store.restore(
+            state.step, keep_drops_of=state.in_progress.step if state.in_progress else None
+        )
+        later = [
+            path
+            for path in checkpoints(self.run_directory)
+            if moment(path) > (state.step, state.mini_batches)
+        ]
         if later:
             _set_aside(later, keep=checkpoint)
         if (self.run_directory / state.checkpoint_name).is_dir():
             point(self.run_directory / LATEST, state.checkpoint_name)
         if self.point_at_best() is None and not self._best_is_fixed:
             (self.run_directory / BEST).unlink(missing_ok=True)  # it was set aside
-        log.info("resumed", checkpoint=checkpoint.name, steps=state.step, mini_batches=state.mini_batches)
+        log.info(
+            "resumed", checkpoint=checkpoint.name, steps=state.step, mini_batches=state.mini_batches
+        )
         return state
 
     def served(self, checkpoint: Path, state: TrainerState) -> dict[str, mx.array]:
-        """Return the weights that the server answered with, where the checkpoint's are newer; else, or where an older
-        version wrote it, nothing. Raises CheckpointError."""
+        """Return the weights that the server answered with, where the checkpoint's are newer;
+        else, or where an older version wrote it, nothing. Raises CheckpointError."""
         file, trained = checkpoint / SERVED_FILE, self._policy.full_parameters()
         if not (state.unpublished and file.is_file()):
             return {}
         tensors = read_tensors(file)
         if tensors.keys() != trained.keys():
-            raise CheckpointError(f"{file}: its weights are not those of this model: {sorted(tensors)[:1]} …")
+            raise CheckpointError(
+                f"{file}: its weights are not those of this model: {sorted(tensors)[:1]} …"
+            )
         mx.eval(tensors)  # the file may be pruned before they are used
         return {name: tensors[name] for name in trained}
 
     def set_aside(self, name: str, *, forget: bool = True) -> None:
-        """The checkpoint of that name, if there is one, belongs to a timeline that a rollback left. It stays what a
-        resume finds until the next `save` takes its place; `superseded_…` keeps it. `forget`: not those before it."""
+        """The checkpoint of that name, if there is one, belongs to a timeline that a rollback
+        left. It stays what a resume finds until the next `save` takes its place; `superseded_…`
+        keeps it. `forget`: not those before it."""
         if (path := self.run_directory / name).is_dir():
-            for earlier in self.run_directory.glob(f"{SUPERSEDED}*" if forget else SUPERSEDED + name):
+            for earlier in self.run_directory.glob(
+                (f"{SUPERSEDED}*") if forget else SUPERSEDED + name
+            ):
                 shutil.rmtree(earlier, ignore_errors=True)
-            write_directory(path.with_name(SUPERSEDED + name), lambda directory: _link_all(path, directory))
+            write_directory(
+                path.with_name(SUPERSEDED + name), lambda directory: _link_all(path, directory)
+            )
 
 
 def check_files(checkpoint: Path) -> None:
@@ -260,10 +321,14 @@ def check_files(checkpoint: Path) -> None:
     """
     damaged = damaged_files(checkpoint)
     if damaged:
-        others = ", ".join(path.name for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name)
+        others = ", ".join(
+            path.name for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name
+        )
         raise CheckpointError(
-            f"{checkpoint}: damaged: {', '.join(damaged)}: the checksum is another than when it was written. Resume"
-            f" from another checkpoint (there: {others or 'none'}); if you changed it yourself, remove {CHECKSUMS_FILE}"
+            f"{checkpoint}: damaged: {', '.join(damaged)}: the checksum is another than when it"
+            " was written. Resume"
+            f" from another checkpoint (there: {others or 'none'}); if you changed it yourself,"
+            f" remove {CHECKSUMS_FILE}"
         )
 
 
@@ -271,8 +336,9 @@ def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Pa
     """The checkpoint that `--resume text` means; its parent is the run directory.
 
     A run directory (its `latest`), one of its steps (step_5000 is step_005000), the specification's
-    `checkpoints/latest` and `checkpoints/step_5000/` (of run `run_name`, else of the run that saved last), or "auto":
-    `latest` of `run_name`, or None for a fresh start. Raises CheckpointError: nothing there, with what there is.
+    `checkpoints/latest` and `checkpoints/step_5000/` (of run `run_name`, else of the run that saved
+    last), or "auto": `latest` of `run_name`, or None for a fresh start. Raises CheckpointError:
+    nothing there, with what there is.
     """
     if text == "auto":
         return checkpoint_at(checkpoint_dir / run_name) if run_name else None
@@ -281,23 +347,32 @@ def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Pa
     runs = [checkpoint_dir / run_name] if run_name else []
     if given.parent.resolve() == checkpoint_dir.resolve() or len(given.parts) == 1:
         newest_run = (checkpoint_dir / LATEST).resolve().parent
-        candidates += [run / name for run in [*runs, newest_run] for name in (given.name, _padded(given.name))]
+        candidates += [
+            run / name for run in [*runs, newest_run] for name in (given.name, _padded(given.name))
+        ]
         candidates += [checkpoint_dir / given.name]
     for candidate in candidates:
         if found := checkpoint_at(candidate):
             return found
     there = given if given.is_dir() else checkpoint_dir
-    names = ", ".join(sorted(path.name for path in there.iterdir())) if there.is_dir() else "it does not exist"
+    names = (
+        ", ".join(sorted(path.name for path in there.iterdir()))
+        if there.is_dir()
+        else ("it does not exist")
+    )
     raise CheckpointError(f"--resume {text}: no checkpoint there ({there}: {names or 'empty'})")
 
 
 def score(metrics: Path, step: int, *, after: int = 0) -> float | None:
     """Return the number that checkpoints are compared by; higher is better.
 
-    It is the newest `heldout_score` of the last `SCORED_STEPS` lines, else their mean reward; None where there are
-    fewer lines, or neither is in them. Lines up to step `after` tell of weights that a rollback left.
+    It is the newest `heldout_score` of the last `SCORED_STEPS` lines, else their mean reward; None
+    where there are fewer lines, or neither is in them. Lines up to step `after` tell of weights
+    that a rollback left.
     """
-    lines = [line for line in MetricsFile(metrics).last(SCORED_STEPS) if after < line["step"] <= step]
+    lines = [
+        line for line in MetricsFile(metrics).last(SCORED_STEPS) if after < line["step"] <= step
+    ]
     for line in reversed(lines):
         if line.get(HELDOUT) is not None:
             return float(line[HELDOUT])
@@ -306,9 +381,12 @@ def score(metrics: Path, step: int, *, after: int = 0) -> float | None:
 
 
 def _set_aside(later: list[Path], *, keep: Path) -> None:
-    """Renames the newest of `later` and removes the others, and what was set aside before but for `keep`."""
+    """Renames the newest of `later` and removes the others, and what was set aside before but
+    for `keep`."""
     *others, newest = later
-    earlier = [path for path in newest.parent.glob(f"{SUPERSEDED}*") if path.resolve() != keep.resolve()]
+    earlier = [
+        path for path in newest.parent.glob(f"{SUPERSEDED}*") if path.resolve() != keep.resolve()
+    ]
     for path in (*earlier, *others):
         shutil.rmtree(path, ignore_errors=True)
     newest.rename(newest.with_name(SUPERSEDED + newest.name))
@@ -359,7 +437,8 @@ class CheckpointVersions:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        # A checkpoint is complete from the start and never changes; a rollback may put another in its place.
+        # A checkpoint is complete from the start and never changes; a rollback may put another in
+        # its place.
         self._known: dict[tuple[Path, int], int | None] = {}
 
     def versions(self) -> list[int]:
@@ -377,7 +456,9 @@ class CheckpointVersions:
 
     def _paths(self) -> dict[int, Path]:
         present = {(file.parent, _changed(file)) for file in self._run.glob(f"step_*/{STATE_FILE}")}
-        self._known = {key: self._known[key] if key in self._known else _version(key[0]) for key in present}
+        self._known = {
+            key: self._known[key] if key in self._known else _version(key[0]) for key in present
+        }
         return {version: path for (path, _), version in self._known.items() if version is not None}
 
 

@@ -4,8 +4,8 @@
     stop                   at once: the event that a signal sets, too
     checkpoint, change     by the trainer's thread, between two steps (`perform`)
 
-A rollback has a service of its own (publish/rollback.py); its mark is written here.
-Each command is a line of the log and of `marks.jsonl`: `{"step", "time", "kind", "text"}`, `step` finished steps,
+A rollback has a service of its own (publish/rollback.py); its mark is written here. Each command is
+a line of the log and of `marks.jsonl`: `{"step", "time", "kind", "text"}`, `step` finished steps,
 `time` in Unix seconds. Nothing is cut from that file on a resume: what people did, they did.
 """
 
@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlx_parallm.config.load import Config, parse_config
-from mlx_parallm.errors import CheckpointError, ConfigError, ParallmError, RefusedError, RequestError
+from mlx_parallm.errors import (
+    CheckpointError,
+    ConfigError,
+    ParallmError,
+    RefusedError,
+    RequestError,
+)
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.system.log import get_logger
 
@@ -38,7 +44,8 @@ class CommandedRun(Protocol):
         """Save a checkpoint; return its name. Raises CheckpointError."""
 
     def change_settings(self, changes: Mapping[str, Sequence[float]]) -> None:
-        """Take new values, {key: [before, now]}; they are in a checkpoint when this returns. Raises CheckpointError."""
+        """Take new values, {key: [before, now]}; they are in a checkpoint when this returns.
+        Raises CheckpointError."""
 
 
 OnChange = Callable[[Mapping[str, float]], None]
@@ -84,17 +91,27 @@ class RunCommands:
     def fixed(self) -> str | None:
         """Return why settings cannot be changed; None: they can."""
         if self._config().rl_training.deterministic:
-            return "rl_training.deterministic is on: the run has to repeat bit for bit from its configuration"
-        return None if self._alone else "other processes train along, with the settings that they began with"
+            return (
+                "rl_training.deterministic is on: the run has to repeat bit for bit from its"
+                " configuration"
+            )
+        return (
+            None
+            if self._alone
+            else ("other processes train along, with the settings that they began with")
+        )
 
     def mark(self, kind: str, text: str) -> None:
         """Write a mark at the present step. Raises CheckpointError: a full disk."""
         with self._lock:
-            self._file.append({"step": self._step(), "time": time.time(), "kind": kind, "text": text})
+            self._file.append(
+                {"step": self._step(), "time": time.time(), "kind": kind, "text": text}
+            )
         log.info("command", kind=kind, text=text, step=self._step())
 
     def stop(self) -> None:
-        """Order the run to save a checkpoint and end. Raises RefusedError: the training has ended."""
+        """Order the run to save a checkpoint and end. Raises RefusedError: the training has
+        ended."""
         with self._lock:
             self._check_open()
         try:
@@ -103,7 +120,8 @@ class RunCommands:
             self._stop.set()  # on a full disk too
 
     def checkpoint(self) -> "Future[dict[str, Any]]":
-        """Order a checkpoint. Result: {"checkpoint": its name}. Raises RefusedError: the training has ended."""
+        """Order a checkpoint. Result: {"checkpoint": its name}. Raises RefusedError: the
+        training has ended."""
 
         def perform(run: CommandedRun, on_change: OnChange) -> dict[str, Any]:
             name = run.save_now()
@@ -115,8 +133,8 @@ class RunCommands:
     def change(self, values: Mapping[str, float]) -> "Future[dict[str, Any]]":
         """Order other settings from the next step on. Result: {key: [before, now]} of what differs.
 
-        Raises RefusedError: the run has to keep its settings, or the training has ended. RequestError: no such key, a
-        wrong value.
+        Raises RefusedError: the run has to keep its settings, or the training has ended.
+        RequestError: no such key, a wrong value.
         """
         if why := self.fixed():
             raise RefusedError(f"the settings stay: {why}", 409)
@@ -125,7 +143,9 @@ class RunCommands:
         def perform(run: CommandedRun, on_change: OnChange) -> dict[str, Any]:
             before = self.settings()
             self._check(values)
-            changes = {key: [before[key], value] for key, value in values.items() if value != before[key]}
+            changes = {
+                key: [before[key], value] for key, value in values.items() if value != before[key]
+            }
             if changes:
                 run.change_settings(changes)
                 on_change({key: now for key, (_, now) in changes.items()})
@@ -139,26 +159,41 @@ class RunCommands:
         """Raises RequestError."""
         for key in values:
             if key not in CHANGEABLE:
-                raise RequestError(f"only {', '.join(CHANGEABLE)} can change while the run goes on", param=key)
+                raise RequestError(
+                    f"only {', '.join(CHANGEABLE)} can change while the run goes on", param=key
+                )
         config = self._config()
         if (beta := values.get("kl_beta")) is not None:
             if config.rl_training.kl_target is not None:
-                raise RequestError("kl_target steers the KL: kl_beta is only where it began", param="kl_beta")
+                raise RequestError(
+                    "kl_target steers the KL: kl_beta is only where it began", param=("kl_beta")
+                )
             if beta == 0 and config.rl_training.kl_beta > 0:
-                why = "without KL the run would lose its reference: stop it, and resume it with kl_beta = 0"
+                why = (
+                    "without KL the run would lose its reference: stop it, and resume it with"
+                    " kl_beta = 0"
+                )
                 raise RequestError(why, param="kl_beta")
             if config.rl_training.kl_beta == 0 and beta > 0:
-                why = "with kl_beta = 0 the run has no reference: stop it, and resume it with another kl_beta"
+                why = (
+                    "with kl_beta = 0 the run has no reference: stop it, and resume it with"
+                    " another kl_beta"
+                )
                 raise RequestError(why, param="kl_beta")
         if "learning_rate" in values and config.rl_training.algorithm == "ppo":
-            why = "the value head's rate hangs on it: stop the run, and resume it with another learning_rate"
+            why = (
+                "the value head's rate hangs on it: stop the run, and resume it with another"
+                " learning_rate"
+            )
             raise RequestError(why, param="learning_rate")
         try:
             with_settings(config, values)
         except ConfigError as error:
             raise RequestError(str(error)) from error
 
-    def _order(self, perform: Callable[[CommandedRun, OnChange], dict[str, Any]]) -> "Future[dict[str, Any]]":
+    def _order(
+        self, perform: Callable[[CommandedRun, OnChange], dict[str, Any]]
+    ) -> "Future[dict[str, Any]]":
         waiting = _Waiting(perform, Future())
         waiting.result.set_running_or_notify_cancel()  # it is done even if its client has gone
         with self._lock:
@@ -173,7 +208,8 @@ class RunCommands:
     # ------------------------------------------------------------------ the trainer's thread
 
     def perform(self, run: CommandedRun, on_change: OnChange) -> None:
-        """Do what waits; `on_change` gets new settings that the run has taken. Raises CheckpointError: the disk."""
+        """Do what waits; `on_change` gets new settings that the run has taken. Raises
+        CheckpointError: the disk."""
         while True:
             with self._lock:
                 if not self._waiting:
@@ -187,7 +223,9 @@ class RunCommands:
                     raise
             finally:
                 if not waiting.result.done():
-                    waiting.result.set_exception(RefusedError("the training has ended in an error", 409))
+                    waiting.result.set_exception(
+                        RefusedError("the training has ended in an error", 409)
+                    )
 
     def close(self) -> None:
         """Refuse what waits, and everything from now on."""
@@ -195,7 +233,9 @@ class RunCommands:
             self._closed = True
             waiting, self._waiting = list(self._waiting), deque()
         for each in waiting:
-            each.result.set_exception(RefusedError("the training has ended before it was done", 409))
+            each.result.set_exception(
+                RefusedError("the training has ended before it was done", 409)
+            )
 
 
 def with_settings(config: Config, values: Mapping[str, float]) -> Config:
@@ -206,8 +246,8 @@ def with_settings(config: Config, values: Mapping[str, float]) -> Config:
 
 
 def restored_settings(config: Config, changes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the values that a resumed run goes on with, of keys whose value in `config` is the one before a change: a
-    configuration that says something else than both was changed on purpose.
+    """Return the values that a resumed run goes on with, of keys whose value in `config` is the one
+    before a change: a configuration that says something else than both was changed on purpose.
 
     Args:
         changes: `TrainerState.changes`.
@@ -221,15 +261,25 @@ def restored_settings(config: Config, changes: Sequence[Mapping[str, Any]]) -> d
     return {key: value for key, value in values.items() if value != now[key]}
 
 
-def overridden_settings(config: Config, changes: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return {key: [value of the run, value of `config`]} of what a resume changes on purpose. It is a change of its
-    own, so that a later resume from the file that the run began with keeps it, too. A kl_beta of 0 is not: the file
-    always says whether a run has a reference."""
+def overridden_settings(
+    config: Config, changes: Sequence[Mapping[str, Any]]
+) -> dict[str, list[float]]:
+    """Return {key: [value of the run, value of `config`]} of what a resume changes on purpose.
+    It is a change of its own, so that a later resume from the file that the run began with keeps
+    it, too. A kl_beta of 0 is not: the file always says whether a run has a reference."""
     newest = {key: now for change in changes for key, (_, now) in change["settings"].items()}
     resumed = _values(config) | restored_settings(config, changes)
-    return {key: [now, resumed[key]] for key, now in newest.items() if resumed[key] != now and resumed[key] > 0 < now}
+    return {
+        key: [now, resumed[key]]
+        for key, now in newest.items()
+        if resumed[key] != now and resumed[key] > 0 < now
+    }
 
 
 def _values(config: Config) -> dict[str, float]:
     training = config.rl_training
-    return {"learning_rate": training.learning_rate, "kl_beta": training.kl_beta, "temperature": training.temperature}
+    return {
+        "learning_rate": training.learning_rate,
+        "kl_beta": training.kl_beta,
+        "temperature": training.temperature,
+    }

@@ -1,5 +1,11 @@
 """The name of the training configuration that stays; the classes are in `config.training`."""
 
-from mlx_parallm.config.training import AtroposConfig, LoraConfig, PPOConfig, RLTrainingConfig, WeightUpdateConfig
+from mlx_parallm.config.training import (
+    AtroposConfig,
+    LoraConfig,
+    PPOConfig,
+    RLTrainingConfig,
+    WeightUpdateConfig,
+)
 
 __all__ = ["AtroposConfig", "LoraConfig", "PPOConfig", "RLTrainingConfig", "WeightUpdateConfig"]

@@ -1,26 +1,28 @@
-"""RunEvents: everything that happens in a training run, as one stream that displays, trackers and reports subscribe to.
+"""RunEvents: everything that happens in a training run, as one stream that displays, trackers and
+reports subscribe to.
 
-| event              | emitted                                              | carries                                |
-| ------------------ | ---------------------------------------------------- | -------------------------------------- |
-| RunStarted         | before the first step of this process                | RunInfo, metrics lines so far          |
-| Waiting            | at least twice a second while a step waits           | step, seconds so far                   |
-| BatchReady         | the groups of a step are there, before training      | the batch: groups, rewards, advantages |
-| WeightsPublished   | new weights serve: after a step, a retry, a rollback | step, version, PublishReport           |
-| RolledBack         | a rollback is in a checkpoint                        | finished steps, where to, new version  |
-| StepFinished       | trained, published, metrics line on the disk         | metrics line, batch, its tokens        |
-| SamplesWritten     | after a StepFinished whose samples were kept         | step, first, best and worst completion |
-| EvaluationFinished | a line was added to evaluations.jsonl                | that line                              |
-| CheckpointSaved    | a checkpoint is complete on the disk                 | step, path                             |
-| SpanEnded          | a timed part of a step is over                       | name, step, begin and end (Unix)       |
-| Noted              | something to read that is none of the above          | a sentence                             |
-| Warned             | something that needs attention; also in the log      | a sentence and its numbers             |
-| RunFinished        | after the last step of this process                  | "finished" or "stopped"                |
+    event               emitted                                               carries
+    RunStarted          before the first step of this process                 RunInfo, metrics
+    Waiting             at least twice a second while a step waits            step, seconds so far
+    BatchReady          the groups of a step are there, before training       the batch
+    WeightsPublished    new weights serve: after a step, a retry, a rollback  step, version, report
+    RolledBack          a rollback is in a checkpoint                         steps, target, version
+    StepFinished        trained, published, metrics line on the disk          metrics line, batch
+    SamplesWritten      after a StepFinished whose samples were kept          step and completions
+    EvaluationFinished  a line was added to evaluations.jsonl                 that line
+    CheckpointSaved     a checkpoint is complete on the disk                  step, path
+    SpanEnded           a timed part of a step is over                        name, step, Unix times
+    Noted               something to read that is none of the above           a sentence
+    Warned              something that needs attention; also in the log       a sentence, numbers
+    RunFinished         after the last step of this process                   finished or stopped
 
-Subscribers are called on the trainer's thread in the order in which they subscribed, so they must be quick: hand slow
-work to a thread, as `monitor.trackers` does. A subscriber that fails costs one warning and never the run. What may end
-a run (a full disk, a dead environment) is a check of `loop.RunControl` and not a subscriber.
+Subscribers are called on the trainer's thread in the order in which they subscribed, so they must
+be quick: hand slow work to a thread, as `monitor.trackers` does. A subscriber that fails costs one
+warning and never the run. What may end a run (a full disk, a dead environment) is a check of
+`loop.RunControl` and not a subscriber.
 
-The arrays of a batch are plain tuples of numbers: a subscriber may keep an event, or read it on another thread.
+The arrays of a batch are plain tuples of numbers: a subscriber may keep an event, or read it on
+another thread.
 """
 
 import time
@@ -64,7 +66,9 @@ class RunInfo:
 
     def next_checkpoint(self, step: int) -> int | None:
         """Return the next step that is saved after `step` is made; None: there is none."""
-        return _next(step, self.checkpoint_every, self.total_steps, at_end=bool(self.checkpoint_every))
+        return _next(
+            step, self.checkpoint_every, self.total_steps, at_end=bool(self.checkpoint_every)
+        )
 
     def next_evaluation(self, step: int) -> int | None:
         """Return the next step whose weights are evaluated; None: there is none."""
@@ -188,11 +192,17 @@ class RunEvents:
             self._failed.add(subscriber)
             name = getattr(subscriber, "__qualname__", repr(subscriber))
             problem = f"{type(error).__name__}: {error}"
-            log.warning("an event was not handled", subscriber=name, of=type(event).__name__, problem=problem)
+            log.warning(
+                "an event was not handled",
+                subscriber=name,
+                of=type(event).__name__,
+                problem=problem,
+            )
 
 
 def _next(step: int, every: int, last: int, *, at_end: bool) -> int | None:
-    """Return the next multiple of `every` (0 = none), or the last step `at_end`, whichever comes first."""
+    """Return the next multiple of `every` (0 = none), or the last step `at_end`, whichever comes
+    first."""
     regular = (step // every + 1) * every if every else last + 1
     due = min(regular, last) if at_end else regular
     return due if step < due <= last else None

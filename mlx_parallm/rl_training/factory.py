@@ -1,8 +1,8 @@
-"""Assemble the trainer and the rollout buffer of a run. Train, dry run, replay, library, contracts and the other ranks
-all use this.
+"""Assemble the trainer and the rollout buffer of a run. Train, dry run, replay, library, contracts
+and the other ranks all use this.
 
-    loaded base ──► build_policy ──► Trainer, which owns the optimizer ◄── Algorithm ◄── [rl_training]
-                    └──────────────── build_trainer: all of it ────────────────┘
+    loaded base ──► build_policy ──► Trainer, the optimizer's owner ◄── Algorithm ◄── [rl_training]
+                    └──────────────── build_trainer: all of it ──────────────┘
     groups of the store ──► build_buffer ──► batches of that trainer
 """
 
@@ -81,7 +81,8 @@ def build_buffer(
     minimums: Callable[[], Mapping[str, Minimum]] = dict,
     misfit: Callable[[RolloutGroup], bool] | None = None,
 ) -> RolloutBuffer:
-    """Make the buffer that turns the groups of `store` into the batches of `trainer`. Arguments: `RolloutBuffer`."""
+    """Make the buffer that turns the groups of `store` into the batches of `trainer`. Arguments:
+    `RolloutBuffer`."""
     return RolloutBuffer(
         store,
         versions,

@@ -1,13 +1,16 @@
 """TrainingLoop: the order of a run's steps, and nothing else.
 
-    wait for a batch → [request the next one] → train → publish → metrics line → checkpoint → [request the next one]
+    wait for a batch → [request the next one] → train → publish → metrics line → checkpoint →
+    [request the next one]
 
-The groups of the next `max_staleness` steps are requested *before* training. With max_staleness = 0 the next step's
-groups are requested after the publish, so that the newest weights sample them; in deterministic mode they therefore
-start after publish, metrics line and checkpoint of the step before.
+The groups of the next `max_staleness` steps are requested *before* training. With max_staleness = 0
+the next step's groups are requested after the publish, so that the newest weights sample them; in
+deterministic mode they therefore start after publish, metrics line and checkpoint of the step
+before.
 
-A metrics line is on the disk before the checkpoint of its step: a resume cuts lines, it never misses one. On a stop
-request the loop finishes the micro-batch, saves, and returns. What happens is reported to `events.RunEvents`.
+A metrics line is on the disk before the checkpoint of its step: a resume cuts lines, it never
+misses one. On a stop request the loop finishes the micro-batch, saves, and returns. What happens is
+reported to `events.RunEvents`.
 """
 
 import time
@@ -71,7 +74,8 @@ class Parts:
     metrics: MetricsFile | None
     sources: Mapping[str, Source]
     rollbacks: Rollbacks | None = None
-    learners: Mapping[str, Learner] = field(default_factory=dict)  # by the name of their environment
+    # by the name of their environment
+    learners: Mapping[str, Learner] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,13 +84,14 @@ class RunControl:
 
     Args:
         should_stop: whether to save and return.
-        before_step, while_waiting: checks that raise to save and end the run: failed sources, a full disk. The second
-            is called at least every `wait_turn_s` while a step waits for its batch.
+        before_step, while_waiting: checks that raise to save and end the run: failed sources, a
+            full disk. The second is called at least every `wait_turn_s` while a step waits for its
+            batch.
         between_steps: what others have ordered; called as often, while no step is under way.
         training: a context around each training step.
         measure: further numbers for the metrics line of a step that was trained and published.
-        after_step: called with the line when it is on the disk; true: save a checkpoint, besides those of
-            checkpoint_interval. What it raises ends the run.
+        after_step: called with the line when it is on the disk; true: save a checkpoint, besides
+            those of checkpoint_interval. What it raises ends the run.
         served_tokens: the engine's counter of sampled tokens.
     """
 
@@ -125,7 +130,8 @@ class TrainingLoop:
         self._refused = parts.updater.refused
         self._gave_up = ""  # why the last step had fewer rollouts
         self._rollbacks = list(state.rollbacks) if state else []
-        self._rolled_back_to: str | None = _unreported(self._rollbacks, self._step)  # since the last line
+        # since the last line
+        self._rolled_back_to: str | None = _unreported(self._rollbacks, self._step)
         self._changes = list(state.changes) if state else []
         self._changed: dict[str, float] = {}  # settings, since the last line
         for change in self._changes:
@@ -139,8 +145,9 @@ class TrainingLoop:
         return self._step
 
     def run(self, until: int | None = None) -> Outcome:
-        """Train up to step `until` (default: total_steps) or a stop request, and save. May be called again for later
-        steps. Raises CheckpointError: the disk. EnvironmentFailedError: the sources."""
+        """Train up to step `until` (default: total_steps) or a stop request, and save. May be
+        called again for later steps. Raises CheckpointError: the disk. EnvironmentFailedError:
+        the sources."""
         self._last = until or self._config.total_steps
         while self._step < self._last:
             step = self._step + 1
@@ -149,7 +156,8 @@ class TrainingLoop:
             try:
                 with self._events.span("wait", step):
                     batch = self._batch(step, work)
-            except ParallmError:  # the sources have failed; the weights are sound, and between two steps
+            # the sources have failed; the weights are sound, and between two steps
+            except ParallmError:
                 if work is None:
                     self._save(None)
                 raise
@@ -173,7 +181,9 @@ class TrainingLoop:
         """Return the step's batch; None when a stop was requested before it was complete."""
         if work is not None:
             batch = self._parts.buffer.resume(step, work.group_ids)
-            return replace(batch, statistics=BatchStatistics(**work.statistics), gave_up=work.gave_up)
+            return replace(
+                batch, statistics=BatchStatistics(**work.statistics), gave_up=work.gave_up
+            )
         started, requested = time.perf_counter(), False
         self._control.before_step()
         while not self._control.should_stop():
@@ -185,16 +195,20 @@ class TrainingLoop:
                     self._parts.buffer.request(step)
                     self._request_ahead(step, self._config.max_staleness)
                 requested = True
-                batch_or_none = self._parts.buffer.collect(step, timeout_s=self._control.wait_turn_s)
+                batch_or_none = self._parts.buffer.collect(
+                    step, timeout_s=self._control.wait_turn_s
+                )
                 if batch_or_none is not None:
                     return batch_or_none
             self._control.while_waiting()
             self._events.emit(Waiting(step, time.perf_counter() - started))
-            self._parts.updater.publish_if_due(self._step)  # waits for the lock, so this loop does not spin
+            # waits for the lock, so this loop does not spin
+            self._parts.updater.publish_if_due(self._step)
         return None
 
     def _roll_back(self) -> bool:
-        """Perform a requested rollback between two steps; it is in a checkpoint before the request is answered."""
+        """Perform a requested rollback between two steps; it is in a checkpoint before the
+        request is answered."""
         done = self._parts.rollbacks.perform(self._step) if self._parts.rollbacks else None
         if done is None or self._parts.rollbacks is None:
             return False
@@ -209,22 +223,28 @@ class TrainingLoop:
         return True
 
     def _request_ahead(self, step: int, lead: int) -> None:
-        """Request the groups of `step` and later ones, up to `lead` steps beyond the step of the served weights."""
+        """Request the groups of `step` and later ones, up to `lead` steps beyond the step of the
+        served weights."""
         _, steps = self._parts.versions.newest
         last = min(steps + lead, self._last)
         if last >= step:
             self._parts.buffer.request(step, last)
 
     def _young_enough(self, step: int) -> bool:
-        """Whether groups sampled by the served weights are within max_staleness when `step` is trained."""
+        """Whether groups sampled by the served weights are within max_staleness when `step` is
+        trained."""
         _, steps = self._parts.versions.newest
         return step - 1 - steps <= self._config.max_staleness
 
     def _train(self, batch: TrainBatch, work: StepInProgress | None) -> StepResult:
-        if batch.gave_up and words_of(batch.gave_up) != self._gave_up:  # the report of the run counts them
+        # the report of the run counts them
+        if batch.gave_up and words_of(batch.gave_up) != self._gave_up:
             trained = len(batch.sequences)
             self._events.warn(
-                "step with fewer rollouts", step=batch.step, trained_sequences=trained, reason=batch.gave_up
+                "step with fewer rollouts",
+                step=batch.step,
+                trained_sequences=trained,
+                reason=batch.gave_up,
             )
         self._gave_up = words_of(batch.gave_up)
         position = StepPosition.from_json(work.position) if work else None
@@ -232,7 +252,9 @@ class TrainingLoop:
             batch = replace(batch, sequences=())
         with self._control.training():
             self._parts.trainer.lead(batch, position)
-            return self._parts.trainer.train_step(batch, position=position, should_stop=self._control.should_stop)
+            return self._parts.trainer.train_step(
+                batch, position=position, should_stop=self._control.should_stop
+            )
 
     def _finish_step(self, batch: TrainBatch, result: StepResult, time_rollout_s: float) -> None:
         self._step = batch.step
@@ -263,7 +285,8 @@ class TrainingLoop:
             self._save(None)
 
     def _learn_beside(self, batch: TrainBatch) -> dict[str, Any]:
-        """Let the environments' learners learn from their groups; the next ones are sampled by what they become."""
+        """Let the environments' learners learn from their groups; the next ones are sampled by
+        what they become."""
         numbers: dict[str, Any] = {}
         for name, learner in self._parts.learners.items():
             own = [group for group in batch.groups if group.environment == name]
@@ -271,7 +294,11 @@ class TrainingLoop:
         return numbers
 
     def _metrics(
-        self, batch: TrainBatch, result: StepResult, report: PublishReport | None, times: dict[str, Any]
+        self,
+        batch: TrainBatch,
+        result: StepResult,
+        report: PublishReport | None,
+        times: dict[str, Any],
     ) -> dict[str, Any]:
         now, served = time.perf_counter(), self._control.served_tokens()
         seconds, tokens = now - self._counters[0], served - self._counters[1]
@@ -311,7 +338,9 @@ class TrainingLoop:
         self._save(work if work and work.mini_batches else None)
         return "stopped"
 
-    def _save(self, work: StepInProgress | None, *, final: bool = False, anew: bool = False) -> None:
+    def _save(
+        self, work: StepInProgress | None, *, final: bool = False, anew: bool = False
+    ) -> None:
         state, checkpointer = self._state(work), self._parts.checkpointer
         if checkpointer is not None and (state.checkpoint_name != self._saved or final or anew):
             with self._events.span("checkpoint", self._step):
@@ -320,24 +349,28 @@ class TrainingLoop:
         self._saved = state.checkpoint_name
 
     def save_now(self) -> str:
-        """Save a checkpoint between two steps unless one has these weights; return its name. Raises CheckpointError."""
+        """Save a checkpoint between two steps unless one has these weights; return its name.
+        Raises CheckpointError."""
         if self._parts.checkpointer is None:
             raise CheckpointError("this run has no directory for checkpoints")
         self._save(None)
         return str(self._saved)
 
     def change_settings(self, changes: Mapping[str, Sequence[float]]) -> None:
-        """Train on with other values, {key: [before, now]}: they are in the next metrics line, and in a checkpoint when
-        this returns. Raises CheckpointError."""
+        """Train on with other values, {key: [before, now]}: they are in the next metrics line,
+        and in a checkpoint when this returns. Raises CheckpointError."""
         self._parts.trainer.change({key: now for key, (_, now) in changes.items()})
-        self._changes.append({"step": self._step, "settings": {key: list(each) for key, each in changes.items()}})
+        self._changes.append(
+            {"step": self._step, "settings": {key: list(each) for key, each in changes.items()}}
+        )
         self._changed |= {key: now for key, (_, now) in changes.items()}
         if self._parts.checkpointer is not None:
             self._parts.checkpointer.set_aside(self._state(None).checkpoint_name, forget=False)
         self._save(None, anew=True)
 
     def save(self, *, best: bool = False) -> Path:
-        """Save a checkpoint between two `run`s; with `best`, the link `best` points at it from now on.
+        """Save a checkpoint between two `run`s; with `best`, the link `best` points at it from now
+        on.
 
         Raises CheckpointError: it cannot be written, or the run has no directory.
         """
@@ -361,7 +394,9 @@ class TrainingLoop:
             unpublished=updater.state().dirty or bool(work and work.position["updates"]),
             in_progress=work,
             optimizer_updates=self._parts.trainer.optimizer.updates,
-            sources=self._sources_now() if work or self._sources_after_step is None else self._sources_after_step,
+            sources=self._sources_now()
+            if work or self._sources_after_step is None
+            else self._sources_after_step,
             metrics=self._line,
             rollbacks=self._rollbacks,
             changes=self._changes,

@@ -1,6 +1,7 @@
 """`metrics.jsonl`: one JSON object for each training step, in order. No MLX.
 
-A step's line is on the disk before the step's checkpoint, so a resume may find lines of later steps than its
+A step's line is on the disk before the step's checkpoint, so a resume may find lines of later steps
+than its
 checkpoint: `cut` removes them.
 """
 
@@ -19,49 +20,96 @@ from mlx_parallm.system.files import flush_to_disk, write_atomically
 METRICS_FILE = "metrics.jsonl"
 
 KEYS = (
-    *("step", "policy_version", "reward_mean", "reward_std", "loss", "kl", "entropy", "clip_fraction", "ratio_mean"),
+    *(
+        "step",
+        "policy_version",
+        "reward_mean",
+        "reward_std",
+        "loss",
+        "kl",
+        "entropy",
+        "clip_fraction",
+        ("ratio_mean"),
+    ),
     *("grad_norm", "update_norm", "weight_norm", "weights_moved", "learning_rate"),
-    *("staleness", "staleness_max", "logprob_diff_max", "logprob_diff_mean", "mismatch_kl", "mismatch_fresh"),
+    *(
+        "staleness",
+        "staleness_max",
+        "logprob_diff_max",
+        "logprob_diff_mean",
+        "mismatch_kl",
+        ("mismatch_fresh"),
+    ),
     *("sampler_weights_cut", "kl_coefficient", "tokens"),
     *("groups", "sequences", "groups_without_variance", "groups_all_wrong", "groups_all_right"),
     *("reward_max", "reward_p25", "reward_p75", "reward_std_in_groups", "groups_same_answer"),
-    *("truncated_fraction", "out_of_room_fraction", "eos_fraction", "completion_tokens_mean", "rollout_entropy"),
+    *(
+        "truncated_fraction",
+        "out_of_room_fraction",
+        "eos_fraction",
+        "completion_tokens_mean",
+        ("rollout_entropy"),
+    ),
     *("never_done_fraction", "never_done_turns"),
     *("dropped_misfit", "dropped_without_variance", "groups_without_logprobs", "extra_segments"),
-    *("dropped_stale", "skipped_steps", "optimizer_updates", "stopped_at_kl", "publish_timeouts", "gave_up"),
+    *(
+        "dropped_stale",
+        "skipped_steps",
+        "optimizer_updates",
+        "stopped_at_kl",
+        "publish_timeouts",
+        ("gave_up"),
+    ),
     *("publishes_refused", "publish_kl", "rolled_back_to"),
     *("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb"),
     *("reward_by_environment", "environments", "full_marks"),
 )
 """Every line has all of these keys (null = unknown); others may follow.
 
-`groups*`, `sequences`, `reward*`: all groups the step consumed, also those without variance. `reward_std_in_groups`:
-mean over groups of the sample standard deviation (n - 1), which TRL calls reward_std. `reward_p25`, `_p75`: quartiles
-of the sequences' rewards. `groups_all_wrong`,
-`_all_right`: share of the groups in which no reward is above 0, or none below 1. `groups_same_answer`: of those in
-which every answer is the same, token for token. `rewards/NAME/mean`, `/std` (n - 1): of a part of the reward.
+`groups*`, `sequences`, `reward*`: all groups the step consumed, also those without variance.
+`reward_std_in_groups`: mean over groups of the sample standard deviation (n - 1), which TRL calls
+reward_std. `reward_p25`, `_p75`: quartiles of the sequences' rewards. `groups_all_wrong`,
+`_all_right`: share of the groups in which no reward is above 0, or none below 1.
+`groups_same_answer`: of those in which every answer is the same, token for token.
+`rewards/NAME/mean`, `/std` (n - 1): of a part of the reward.
 `extra_segments`: sequences beyond one an episode, because the chat template rewrote history.
 `dropped_misfit`: groups of another tokenizer or model.
 `dropped_without_variance`: groups in whose place others were sampled.
 `environments`: `batch.EnvironmentNumbers` of each. `full_marks`: `full_marks.FullMarks` of each.
-`kl`: mean estimate of KL(policy || reference), null unless kl_beta > 0. `kl_coefficient`: its weight in this step.
-`logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the weights that the step starts from, before
-its first update; of all tokens that came with log-probabilities where none is of those weights (then the difference
-has what was learned since in it, and `mismatch_fresh` is false); null without log-probabilities. `mismatch_kl`: k3
-estimate of KL(engine || trainer) over the same tokens.
-`sampler_weights_cut`: share of the tokens whose sampler-correction weight was cut or dropped, null without correction.
-`skipped_steps`: mini-batches that were not finite. `stopped_at_kl`: the KL that ended the step's updates (PPO's
-target_kl). `update_norm`, `weight_norm`, `weights_moved`: `optimizer.Movement`, means over the step's updates.
-`eos_fraction`: share of the answers that ended by themselves, null where their senders do not report it.
-`out_of_room_fraction`: share of the sequences that max_token_length ended, for environments in this process.
-`never_done_fraction`: share of the sequences of several turns that no environment ended; `never_done_turns`: their
-mean number.
-`rollout_entropy`: mean of -logprobs of the sampled tokens that have one, also in steps with nothing to train on.
-`time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by the guard.
-`publish_kl`: `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`: the checkpoint or
-version that the weights went back to before this step."""
+`kl`: mean estimate of KL(policy || reference), null unless kl_beta > 0. `kl_coefficient`: its
+weight in this step.
+`logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the weights that the step
+starts from, before its first update; of all tokens that came with log-probabilities where none is
+of those weights (then the difference has what was learned since in it, and `mismatch_fresh` is
+false); null without log-probabilities. `mismatch_kl`: k3 estimate of KL(engine || trainer) over the
+same tokens.
+`sampler_weights_cut`: share of the tokens whose sampler-correction weight was cut or dropped, null
+without correction.
+`skipped_steps`: mini-batches that were not finite. `stopped_at_kl`: the KL that ended the step's
+updates (PPO's target_kl). `update_norm`, `weight_norm`, `weights_moved`: `optimizer.Movement`,
+means over the step's updates.
+`eos_fraction`: share of the answers that ended by themselves, null where their senders do not
+report it.
+`out_of_room_fraction`: share of the sequences that max_token_length ended, for environments in this
+process.
+`never_done_fraction`: share of the sequences of several turns that no environment ended;
+`never_done_turns`: their mean number.
+`rollout_entropy`: mean of -logprobs of the sampled tokens that have one, also in steps with nothing
+to train on.
+`time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by
+the guard.
+`publish_kl`: `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`:
+the checkpoint or version that the weights went back to before this step."""
 
-TIMES = ("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb", "eval/seconds")
+TIMES = (
+    "time_rollout_s",
+    "time_train_s",
+    "time_publish_s",
+    "publish_ms",
+    "serve_tok_s",
+    "memory_gb",
+    ("eval/seconds"),
+)
 """Keys that differ between two otherwise equal runs."""
 
 
@@ -88,7 +136,8 @@ class MetricsFile:
         self.path = path
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write one line; one that is only half written is removed. Raises CheckpointError: the disk is full."""
+        """Write one line; one that is only half written is removed. Raises CheckpointError: the
+        disk is full."""
         before = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -98,7 +147,9 @@ class MetricsFile:
         except OSError as error:
             if self.path.exists():
                 os.truncate(self.path, before)
-            raise CheckpointError(f"{self.path} cannot be written: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"{self.path} cannot be written: {error.strerror or error}"
+            ) from error
 
     def cut(self, step: int) -> None:
         """Remove the lines of later steps, and a last line that a kill left unfinished."""
@@ -114,17 +165,20 @@ class MetricsFile:
             return [self._line(text) for text in deque(file, maxlen=count) if text.endswith(b"\n")]
 
     def after(self, position: int, most: int = -1) -> tuple[list[dict[str, Any]], int]:
-        """Return the complete lines from this byte on, and the byte behind the last of them; `most`: only those in so
-        many bytes (-1: all). Raises CheckpointError: a damaged line."""
+        """Return the complete lines from this byte on, and the byte behind the last of them;
+        `most`: only those in so many bytes (-1: all). Raises CheckpointError: a damaged line."""
         if not self.path.exists():
             return [], 0
         with self.path.open("rb") as file:
             file.seek(position)
             complete, newline, _ = file.read(most).rpartition(b"\n")
-        return [self._line(text) for text in complete.splitlines()], position + len(complete) + len(newline)
+        return [self._line(text) for text in complete.splitlines()], position + len(complete) + len(
+            newline
+        )
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines, without an unfinished last one. Raises CheckpointError: a damaged line before the last."""
+        """Yield the lines, without an unfinished last one. Raises CheckpointError: a damaged
+        line before the last."""
         if not self.path.exists():
             return
         lines = self.path.read_bytes().splitlines()

@@ -1,21 +1,26 @@
 """RolloutBuffer: waiting groups of the store → the TrainBatch of a step. No MLX.
 
-    request(step)    allows the in-process source to start what the step still lacks (nothing, when groups come by HTTP)
-    collect(step)    takes whole groups until `rollout_batch_size` sequences are together; None = not yet
+    request(step)    allows the in-process source to start what the step still lacks (nothing, when
+                     groups come by HTTP)
+    collect(step)    takes whole groups until `rollout_batch_size` sequences are together; None =
+                     not yet
 
-On the way it drops, in the store and with the reason, groups that are too old, groups from outside whose
-log-probabilities are another model's (`group_fit.py`), groups that an older version stored with numbers that overflow,
-and groups whose rewards are all equal. In their place it asks for others (`dynamic_sampling`): as many as should
-fill the step at the share of useful groups that it has seen in it, at most as many as came so far, and never more than
-`max_oversampling` allows. Where the bound ends it, the step trains on what there is and says why. What it takes is
-marked `taken(step)`; a checkpoint older than that brings it back.
+On the way it drops, in the store and with the reason, groups that are too old, groups from outside
+whose log-probabilities are another model's (`group_fit.py`), groups that an older version stored
+with numbers that overflow, and groups whose rewards are all equal. In their place it asks for
+others (`dynamic_sampling`): as many as should fill the step at the share of useful groups that it
+has seen in it, at most as many as came so far, and never more than `max_oversampling` allows. Where
+the bound ends it, the step trains on what there is and says why. What it takes is marked
+`taken(step)`; a checkpoint older than that brings it back.
 
-Order: "fifo" oldest first · "uniform" at random by (seed, step) · "priority" largest mean |advantage| first. In
-deterministic mode it waits until everything asked for has arrived, and goes by the groups' own index.
+Order: "fifo" oldest first · "uniform" at random by (seed, step) · "priority" largest mean
+|advantage| first. In deterministic mode it waits until everything asked for has arrived, and goes
+by the groups' own index.
 
-An environment over HTTP may register with a minimum share of the batch: places are kept for it while it delivers. If it
-stops delivering, or if its groups cannot be trained on (`max_empty_rounds` of them), others take the places in that
-step, and the health line says so: a minimum never keeps a step from its batch for good.
+An environment over HTTP may register with a minimum share of the batch: places are kept for it
+while it delivers. If it stops delivering, or if its groups cannot be trained on (`max_empty_rounds`
+of them), others take the places in that step, and the health line says so: a minimum never keeps a
+step from its batch for good.
 """
 
 import math
@@ -40,7 +45,9 @@ from mlx_parallm.types import Rollout, RolloutGroup
 log = get_logger("train")
 
 UNTRAINABLE = "refill after refill brought no group of it that can be trained on"
-NO_VARIANCE = "no variance: all rewards of the group are equal, or none of its answers is trained on"
+NO_VARIANCE = (
+    "no variance: all rewards of the group are equal, or none of its answers is trained on"
+)
 TOO_OLD = "too old: sampled more than max_staleness steps ago"
 
 Advantages = tuple[tuple[float, ...], ...]
@@ -79,7 +86,8 @@ class RolloutBuffer:
 
     Args:
         estimate: rewards of a group → advantages, or None without variance.
-        group_sizes: of the in-process environments, one entry each; empty = groups come by HTTP only.
+        group_sizes: of the in-process environments, one entry each; empty = groups come by HTTP
+            only.
         request_groups: allows the in-process source n more groups; each brings exactly one.
         minimums: of the environments that deliver now, by name.
         misfit: whether a group from outside is of another model; asked before it enters a batch.
@@ -105,7 +113,8 @@ class RolloutBuffer:
         if group_sizes and not fillable_up_to(self._target, set(group_sizes))[-1]:
             sizes = ", ".join(map(str, sorted(set(group_sizes))))
             raise ConfigError(
-                f"rl_training.atropos.rollout_batch_size = {self._target} cannot be made of whole groups:"
+                f"rl_training.atropos.rollout_batch_size = {self._target} cannot be made of whole"
+                " groups:"
                 f" the environments' group sizes are {sizes}"
             )
         self._store, self._versions, self._estimate = store, versions, estimate
@@ -115,12 +124,18 @@ class RolloutBuffer:
         self._minimums: Mapping[str, Minimum] = {}
         self._sampling, self._max_staleness = config.buffer_sampling, config.max_staleness
         self._max_empty_rounds, self._deterministic = config.max_empty_rounds, config.deterministic
-        self._dynamic, self._max_oversampling = config.dynamic_sampling, config.max_oversampling or math.inf
+        self._dynamic, self._max_oversampling = (
+            config.dynamic_sampling,
+            config.max_oversampling or math.inf,
+        )
         self._seed, self._misfit, self._shaping = config.seed, misfit, shaping
-        self._held: dict[str, RolloutGroup] = {}  # waiting in the store, read already; in the store's order
-        self._computed: dict[str, Advantages | None] = {}  # of held groups, which each new arrival looks at again
+        # waiting in the store, read already; in the store's order
+        self._held: dict[str, RolloutGroup] = {}
+        # of held groups, which each new arrival looks at again
+        self._computed: dict[str, Advantages | None] = {}
         self._outstanding = 0  # in-process groups asked for and not seen yet
-        # What a former process left is no answer to our requests, and perhaps of weights that were lost with it.
+        # What a former process left is no answer to our requests, and perhaps of weights that were
+        # lost with it.
         self._restored = frozenset(store.known_ids())
         self._step = 0  # that is being collected
         self._begin()
@@ -137,10 +152,14 @@ class RolloutBuffer:
     # ------------------------------------------------------------------ demand
 
     def request(self, step: int, last: int | None = None) -> None:
-        """Asks for what `step` (to step `last`) lacks, beyond what waits (and is not too old for `step`) and what was
-        asked for already."""
+        """Asks for what `step` (to step `last`) lacks, beyond what waits (and is not too old for
+        `step`) and what was asked for already."""
         self._poll()
-        waiting = sum(len(g.rollouts) for g in self._held.values() if self._age(g, step) <= self._max_staleness)
+        waiting = sum(
+            len(g.rollouts)
+            for g in self._held.values()
+            if self._age(g, step) <= self._max_staleness
+        )
         wanted = self._target * ((last or step) - step + 1)
         self._ask(math.ceil((wanted - waiting) / self._mean_size - self._outstanding))
 
@@ -152,18 +171,25 @@ class RolloutBuffer:
     def health(self) -> str | None:
         """What keeps the step from its batch, in words; None when nothing does. From any thread."""
         usable, statistics = len(self._chosen) + len(self._held), self._statistics
-        arrivals = Arrivals(self._step, usable=usable, stale=statistics.stale, misfit=statistics.misfit)
+        arrivals = Arrivals(
+            self._step, usable=usable, stale=statistics.stale, misfit=statistics.misfit
+        )
         found = find_waiting(arrivals)
         if not found and self._lifted:
-            return f"step {self._step} is made without the minimum share of {', '.join(self._lifted)}: {UNTRAINABLE}"
+            return (
+                f"step {self._step} is made without the minimum share of"
+                f" {', '.join(self._lifted)}: {UNTRAINABLE}"
+            )
         return str(found[0]) if found else None
 
     # ------------------------------------------------------------------ the batch
 
     def collect(self, step: int, *, timeout_s: float) -> TrainBatch | None:
-        """The batch of `step`, or None after `timeout_s` (or a wake-up of the store) without enough groups.
+        """The batch of `step`, or None after `timeout_s` (or a wake-up of the store) without enough
+        groups.
 
-        Rounds of groups that cannot be trained on end with a smaller batch, perhaps an empty one, that says so.
+        Rounds of groups that cannot be trained on end with a smaller batch, perhaps an empty one,
+        that says so.
         """
         self._step = step
         self._poll()
@@ -181,23 +207,33 @@ class RolloutBuffer:
         return self._finish(step, gave_up) if gave_up or not missing else None
 
     def _give_up(self, missing: int) -> str:
-        """Asks for what is missing once everything asked for has come. Returns the reason after too many rounds."""
+        """Asks for what is missing once everything asked for has come. Returns the reason after
+        too many rounds."""
         reserved = self._reserved(missing)
         no_mix = f"no mix of the waiting groups' sizes fills the last {missing} places"
         if self._chosen and not reserved and self._waiting_sequences() >= 2 * self._target:
             return no_mix
         if reserved and self._empty_rounds >= self._max_empty_rounds:
             self._lifted, self._empty_rounds = [*self._lifted, *reserved], 0
-            log.warning("a minimum share is not kept", step=self._step, environments=list(reserved), reason=UNTRAINABLE)
+            log.warning(
+                "a minimum share is not kept",
+                step=self._step,
+                environments=list(reserved),
+                reason=UNTRAINABLE,
+            )
             return ""
         wanted = missing - sum(reserved.values())  # nobody can ask for groups that come over HTTP
-        bound = f"max_oversampling = {self._max_oversampling:g} ends the step {missing} sequences short"
+        bound = (
+            f"max_oversampling = {self._max_oversampling:g} ends the step {missing} sequences short"
+        )
         if self._request_groups is not None and wanted and self._left(missing) <= 0:
             return f"{bound}: {self._statistics.lost_in_words()}"
         if self._outstanding > 0 or self._request_groups is None:
             return ""
         if self._empty_rounds >= self._max_empty_rounds:
-            rounds = f"{self._empty_rounds} refills in a row brought no group with different rewards"
+            rounds = (
+                f"{self._empty_rounds} refills in a row brought no group with different rewards"
+            )
             return no_mix if self._held else f"{rounds}: {self._statistics.lost_in_words()}"
         if wanted and not (groups := self._refill(wanted, missing)):
             return f"{bound}: {self._statistics.lost_in_words()}"
@@ -207,23 +243,31 @@ class RolloutBuffer:
         return ""
 
     def _refill(self, wanted: int, missing: int) -> int:
-        """How many groups should fill `wanted` of the `missing` places, at the rate of this step; 0: the bound is near.
+        """How many groups should fill `wanted` of the `missing` places, at the rate of this step;
+        0: the bound is near.
 
-        A refill brings at most as many as came before it, for a rate of a few groups says little. Worked: 16 groups
-        wanted, 4 of the first 16 useful: 12 / ¼ = 48, so 16 more; 8 of those 32 useful: 8 / ¼ = 32 more.
+        A refill brings at most as many as came before it, for a rate of a few groups says little.
+        Worked: 16 groups wanted, 4 of the first 16 useful: 12 / ¼ = 48, so 16 more; 8 of those 32
+        useful: 8 / ¼ = 32 more.
         """
         useful = self._target - missing + self._waiting_sequences()
         sampled = useful + self._dropped
         most = max(wanted, sampled)
         sequences = min(most, wanted * sampled / useful) if useful else most
-        return int(min(math.ceil(sequences / self._mean_size), max(self._left(missing), 0.0) / self._mean_size))
+        return int(
+            min(
+                math.ceil(sequences / self._mean_size),
+                max(self._left(missing), 0.0) / self._mean_size,
+            )
+        )
 
     def _left(self, missing: int) -> float:
         """Sequences that may still be sampled for the step, which has so many open places."""
         return self._max_oversampling * self._target - (self._target - missing) - self._dropped
 
     def _reserved(self, room: int) -> dict[str, int]:
-        """Sequences among the last `room` that are kept for environments below their minimum: whole groups of each."""
+        """Sequences among the last `room` that are kept for environments below their minimum:
+        whole groups of each."""
         reserved: dict[str, int] = {}
         for name, minimum in self._minimums.items():
             lacking = min(minimum.sequences - self._taken[name], room - sum(reserved.values()))
@@ -232,8 +276,11 @@ class RolloutBuffer:
         return reserved
 
     def _has_place(self, group: RolloutGroup, room: int, fillable: Sequence[bool]) -> bool:
-        """Whether the rest can be filled when `group` takes its part of `room`, the places of others left to them."""
-        kept = sum(lacking for name, lacking in self._reserved(room).items() if name != group.environment)
+        """Whether the rest can be filled when `group` takes its part of `room`, the places of
+        others left to them."""
+        kept = sum(
+            lacking for name, lacking in self._reserved(room).items() if name != group.environment
+        )
         rest = room - len(group.rollouts) - kept
         return rest >= 0 and fillable[rest]
 
@@ -241,15 +288,21 @@ class RolloutBuffer:
         return sum(len(group.rollouts) for group in self._held.values())
 
     def choose_again(self) -> None:
-        """After a rollback: looks anew at the groups that were chosen for the step, which has not begun."""
+        """After a rollback: looks anew at the groups that were chosen for the step, which has
+        not begun."""
         self._held = {entry[0].group_id: entry[0] for entry in self._chosen} | self._held
         self._chosen, self._taken = [], Counter()
 
     def _poll(self) -> None:
-        """Reads groups that are new in the store; forgets those that somebody else dropped (/atropos/reset_data)."""
+        """Reads groups that are new in the store; forgets those that somebody else dropped
+        (/atropos/reset_data)."""
         waiting = self._store.waiting_ids()
-        self._held = {group_id: group for group_id, group in self._held.items() if group_id in waiting}
-        self._computed = {group_id: known for group_id, known in self._computed.items() if group_id in self._held}
+        self._held = {
+            group_id: group for group_id, group in self._held.items() if group_id in waiting
+        }
+        self._computed = {
+            group_id: known for group_id, known in self._computed.items() if group_id in self._held
+        }
         self._chosen = [entry for entry in self._chosen if entry[0].group_id in waiting]
         self._taken = Counter()
         for group, _, _ in self._chosen:
@@ -258,7 +311,11 @@ class RolloutBuffer:
         too_large: list[str] = []
         for group in self._store.waiting(max(4 * self._target - len(known), 1), exclude=known):
             self._held[group.group_id] = group
-            if group.index is not None and self._outstanding > 0 and group.group_id not in self._restored:
+            if (
+                group.index is not None
+                and self._outstanding > 0
+                and group.group_id not in self._restored
+            ):
                 self._outstanding -= 1
             if group.group_id in self._restored and is_too_large(group):
                 too_large.append(group.group_id)
@@ -270,7 +327,8 @@ class RolloutBuffer:
         self._minimums = self._read_minimums()
         room = self._target - sum(len(group.rollouts) for group, _, _ in self._chosen)
         fillable = fillable_up_to(
-            self._target, self._nominal_sizes | {len(group.rollouts) for group in self._held.values()}
+            self._target,
+            self._nominal_sizes | {len(group.rollouts) for group in self._held.values()},
         )
         stale: list[str] = []
         constant: list[str] = []
@@ -292,7 +350,9 @@ class RolloutBuffer:
             elif self._sampling != "fifo":
                 trainable.append((group, advantages, age))
                 sequences += len(group.rollouts)
-            elif self._has_place(group, room, fillable) and not self._drop_of_another_model(group, step):
+            elif self._has_place(group, room, fillable) and not self._drop_of_another_model(
+                group, step
+            ):
                 self._take(group, advantages, age)
                 room -= len(group.rollouts)
         self._discard(stale, step, TOO_OLD)
@@ -305,20 +365,29 @@ class RolloutBuffer:
             self._computed[group.group_id] = token_advantages(group, self._estimate, self._shaping)
         return self._computed[group.group_id]
 
-    def _choose_among(self, trainable: list[Chosen], room: int, fillable: Sequence[bool], step: int) -> None:
+    def _choose_among(
+        self, trainable: list[Chosen], room: int, fillable: Sequence[bool], step: int
+    ) -> None:
         """Chooses by another order than that of arrival."""
         if self._sampling == "uniform":
-            order = np.random.default_rng([self._seed & 0xFFFFFFFF, step]).permutation(len(trainable))
+            order = np.random.default_rng([self._seed & 0xFFFFFFFF, step]).permutation(
+                len(trainable)
+            )
             trainable = [trainable[i] for i in order]
         else:
             trainable = sorted(trainable, key=lambda entry: -_weight(entry[1]))
         for group, advantages, age in trainable:
-            if room and self._has_place(group, room, fillable) and not self._drop_of_another_model(group, step):
+            if (
+                room
+                and self._has_place(group, room, fillable)
+                and not self._drop_of_another_model(group, step)
+            ):
                 self._take(group, advantages, age)
                 room -= len(group.rollouts)
 
     def _drop_of_another_model(self, group: RolloutGroup, step: int) -> bool:
-        """True: the group came from outside and its log-probabilities are another model's (group_fit.py)."""
+        """True: the group came from outside and its log-probabilities are another model's
+        (group_fit.py)."""
         misfit = self._misfit is not None and group.index is None and self._misfit(group)
         if misfit:
             self._statistics.add_misfit()
@@ -341,7 +410,8 @@ class RolloutBuffer:
         if group_ids:
             self._store.drop(group_ids, step, reason)
         for group_id in group_ids:
-            self._empty_rounds += self._held.pop(group_id).environment in self._minimums  # no refill can be asked for
+            # no refill can be asked for
+            self._empty_rounds += self._held.pop(group_id).environment in self._minimums
 
     def _age(self, group: RolloutGroup, step: int) -> int:
         return self._versions.staleness(group.sampled_versions, step)
@@ -353,7 +423,9 @@ class RolloutBuffer:
         batch = TrainBatch(
             step=step,
             groups=tuple(group for group, _, _ in self._chosen),
-            sequences=self._sequences([(group, advantages) for group, advantages, _ in self._chosen], step),
+            sequences=self._sequences(
+                [(group, advantages) for group, advantages, _ in self._chosen], step
+            ),
             statistics=self._statistics.result(),
             gave_up=gave_up,
         )
@@ -361,15 +433,20 @@ class RolloutBuffer:
         return batch
 
     def resume(self, step: int, group_ids: Sequence[str]) -> TrainBatch:
-        """The batch of a step that was interrupted. Its statistics are in the checkpoint. Raises StoreError."""
+        """The batch of a step that was interrupted. Its statistics are in the checkpoint. Raises
+        StoreError."""
         groups = self._store.groups(group_ids)
         chosen = [(group, self._advantages(group)) for group in groups]
         self._store.take(list(group_ids), step)
         for group_id in group_ids:
             self._held.pop(group_id, None)
-        return TrainBatch(step, tuple(groups), self._sequences(chosen, step), StatisticsCollector().result())
+        return TrainBatch(
+            step, tuple(groups), self._sequences(chosen, step), StatisticsCollector().result()
+        )
 
-    def _sequences(self, chosen: list[tuple[RolloutGroup, Advantages | None]], step: int) -> tuple[TrainSequence, ...]:
+    def _sequences(
+        self, chosen: list[tuple[RolloutGroup, Advantages | None]], step: int
+    ) -> tuple[TrainSequence, ...]:
         sequences = []
         for group, advantages in chosen:
             known = group.group_id not in self._restored or self._deterministic
@@ -379,20 +456,23 @@ class RolloutBuffer:
                     # Environments that bring advantages of each token send one sequence an episode.
                     own = row if segment is rollout else (row[-1],) * len(segment.tokens)
                     fresh = known and self._is_fresh(segment, step)
-                    trained = replace(segment, mask=(0,) * len(segment.mask)) if left_out else segment
+                    trained = (
+                        replace(segment, mask=(0,) * len(segment.mask)) if left_out else segment
+                    )
                     sequences.append(TrainSequence(trained, own, fresh))
         return tuple(sequences)
 
     def _is_fresh(self, rollout: Rollout, step: int) -> bool:
-        """Whether the newest version sampled all of a sequence: keys and values that older weights left in the cache
-        change every later log-probability."""
+        """Whether the newest version sampled all of a sequence: keys and values that older
+        weights left in the cache change every later log-probability."""
         versions = set(rollout.policy_versions)  # a few, of thousands of tokens
         steps_known = all(v >= 0 and self._versions.steps(v) == step - 1 for v in versions)
         return steps_known and rollout.logprobs is not None
 
 
 def fillable_up_to(total: int, sizes: set[int]) -> list[bool]:
-    """Return for each number from 0 to `total` whether it is a sum of these sizes, each used any number of times."""
+    """Return for each number from 0 to `total` whether it is a sum of these sizes, each used any
+    number of times."""
     sums = [True] + [False] * total
     for value in range(1, total + 1):
         sums[value] = any(size <= value and sums[value - size] for size in sizes)

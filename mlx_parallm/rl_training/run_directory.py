@@ -1,5 +1,5 @@
-"""The directory of a run, `checkpoints/<run>/`, which one process has at a time; and how a path on a command line leads
-to it. No MLX."""
+"""The directory of a run, `checkpoints/<run>/`, which one process has at a time; and how a path
+on a command line leads to it. No MLX."""
 
 import fcntl
 import os
@@ -23,25 +23,30 @@ log = get_logger("train")
 CONFIG_FILE = "config.toml"
 STORE_FILE = "rollouts.sqlite"
 LOCK_FILE = ".lock"
-LATEST, FINAL, BEST = "latest", "final", "best"  # the newest checkpoint; the one at total_steps; the best so far
+# the newest checkpoint; the one at total_steps; the best so far
+LATEST, FINAL, BEST = "latest", "final", "best"
 USED_BY = (METRICS_FILE, STORE_FILE, LATEST)  # what says that a run has been here
 _CHECKPOINT = re.compile(r"step_(\d+)(?:_mb(\d+))?")
 
 
 def checkpoints(run: Path) -> list[Path]:
     """The step_* directories, oldest first."""
-    return sorted((path for path in run.glob("step_*") if _CHECKPOINT.fullmatch(path.name)), key=moment)
+    return sorted(
+        (path for path in run.glob(("step_*")) if _CHECKPOINT.fullmatch(path.name)), key=moment
+    )
 
 
 def moment(checkpoint: Path) -> tuple[int, int]:
-    """Returns (finished steps, mini-batches of the next) by the name of a step_* directory; (-1, 0): it is none."""
+    """Returns (finished steps, mini-batches of the next) by the name of a step_* directory; (-1,
+    0): it is none."""
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
 
 
 def checkpoint_at(path: Path) -> Path | None:
-    """Returns `path` itself, or the checkpoint that `latest` of a run directory points at. Where a kill has left that
-    link without a target, the newest complete step; None where there is none."""
+    """Returns `path` itself, or the checkpoint that `latest` of a run directory points at. Where
+    a kill has left that link without a target, the newest complete step; None where there is
+    none."""
     for found in (path, path / LATEST):
         if (found / STATE_FILE).is_file():
             return found.resolve()
@@ -50,13 +55,16 @@ def checkpoint_at(path: Path) -> Path | None:
 
 
 def find_run(path: Path) -> Path:
-    """The run directory at `path`, or the one that `path` is a step of. Raises ConfigError: it is neither."""
+    """The run directory at `path`, or the one that `path` is a step of. Raises ConfigError: it
+    is neither."""
     for place in (path, path.resolve().parent):
         if _is_run(place):
             return place.resolve()
     runs = sorted(place.name for place in path.iterdir() if _is_run(place)) if path.is_dir() else []
     hint = f"; runs in it: {', '.join(runs)}" if runs else ""
-    raise ConfigError(f"{path} is no run directory (no {METRICS_FILE}, {STORE_FILE} or {CONFIG_FILE}){hint}")
+    raise ConfigError(
+        f"{path} is no run directory (no {METRICS_FILE}, {STORE_FILE} or {CONFIG_FILE}){hint}"
+    )
 
 
 def _is_run(path: Path) -> bool:
@@ -64,7 +72,8 @@ def _is_run(path: Path) -> bool:
 
 
 class RunDirectory:
-    """Held by an advisory lock from `open` to `close`, which the end of the process releases too."""
+    """Held by an advisory lock from `open` to `close`, which the end of the process releases
+    too."""
 
     def __init__(self, path: Path, lock: int, *, made_here: bool) -> None:
         self.path = path
@@ -72,14 +81,17 @@ class RunDirectory:
         self._made_here = made_here
 
     @classmethod
-    def open(cls, config: Config, checkpoint: Path | None, *, reuse: bool = False) -> "RunDirectory":
+    def open(
+        cls, config: Config, checkpoint: Path | None, *, reuse: bool = False
+    ) -> "RunDirectory":
         """The directory of `checkpoint`, or a new one under `checkpoint_dir`.
 
         Args:
-            reuse: a directory of that name is taken over (`--resume auto`, and no checkpoint was made in it).
+            reuse: a directory of that name is taken over (`--resume auto`, and no checkpoint was
+                made in it).
 
-        Raises ConfigError: no name, or a run of that name is there already. CheckpointError: another process has it,
-        or it cannot be written.
+        Raises ConfigError: no name, or a run of that name is there already. CheckpointError:
+        another process has it, or it cannot be written.
         """
         training = config.rl_training
         if checkpoint is not None:
@@ -90,13 +102,15 @@ class RunDirectory:
             path = training.checkpoint_dir / training.run_name
             if not reuse and any((path / name).exists() for name in USED_BY):
                 raise ConfigError(
-                    f"{path} holds a run already: go on with --resume {path}, or choose another rl_training.run_name"
+                    f"{path} holds a run already: go on with --resume {path}, or choose"
+                    " another rl_training.run_name"
                 )
         return cls.hold(path)
 
     @classmethod
     def hold(cls, path: Path) -> "RunDirectory":
-        """This directory; made when it is not there. Raises CheckpointError: in use, or not writable."""
+        """This directory; made when it is not there. Raises CheckpointError: in use, or not
+        writable."""
         made_here = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -115,7 +129,8 @@ class RunDirectory:
 
     @staticmethod
     def in_use(path: Path) -> bool:
-        """Whether a process holds the directory now. Asks for a shared lock and gives it back at once."""
+        """Whether a process holds the directory now. Asks for a shared lock and gives it back at
+        once."""
         try:
             lock = os.open(path / LOCK_FILE, os.O_RDONLY)
         except OSError:
@@ -137,7 +152,8 @@ class RunDirectory:
         return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
     def write_config(self, config: Config) -> None:
-        """Writes the configuration, once it has proved to fit: a resume that fails must not replace the old one."""
+        """Writes the configuration, once it has proved to fit: a resume that fails must not
+        replace the old one."""
         named = config.rl_training.model_copy(update={"run_name": self.path.name})
         text = config.model_copy(update={"rl_training": named}).to_toml()
         write_atomically(self.path / CONFIG_FILE, text.encode())
@@ -152,11 +168,13 @@ class RunDirectory:
         os.close(self._lock)
 
 
-# ---------------------------------------------------------------------- which run a command line means
+# ---------------------------------------------------------------------- which run a command line
+# means
 
 
 def with_run_name(config: Config, source: str | None, resume: str | None) -> Config:
-    """Names the run after its configuration and the time; without the time for "auto", which must find it again."""
+    """Names the run after its configuration and the time; without the time for "auto", which
+    must find it again."""
     if config.rl_training.run_name is not None or source is None:
         return config
     stem = Path(source).name.removesuffix(".toml").removesuffix(".jsonl")
@@ -170,16 +188,21 @@ def directory_of(config: Config, resume: str | None) -> Path:
     if resume is None or resume == "auto":
         return config.rl_training.checkpoint_dir / str(config.rl_training.run_name)
     given = Path(resume).expanduser()
-    if (given / STORE_FILE).is_file():  # also a run that was killed before it wrote its configuration
+    # also a run that was killed before it wrote its configuration
+    if (given / STORE_FILE).is_file():
         return given.resolve()
     return saved_config(given).parent.resolve()
 
 
 def saved_config(resume: Path) -> Path:
-    """The resolved configuration of a run, from its directory or from one of its steps. Raises ConfigError."""
+    """The resolved configuration of a run, from its directory or from one of its steps. Raises
+    ConfigError."""
     if not resume.exists():
         found = ", ".join(map(str, _same_step(resume)))
-        raise ConfigError(f"--resume {resume}: no such directory" + (f"; that step is in {found}" if found else ""))
+        raise ConfigError(
+            f"--resume {resume}: no such directory"
+            + ((f"; that step is in {found}") if found else "")
+        )
     for directory in (resume, resume.resolve().parent):
         if (directory / CONFIG_FILE).is_file():
             return directory / CONFIG_FILE
@@ -187,22 +210,30 @@ def saved_config(resume: Path) -> Path:
 
 
 def _same_step(resume: Path) -> list[Path]:
-    """The directories of that name, or of that step (step_5000 is step_005000), in the runs beside it."""
+    """The directories of that name, or of that step (step_5000 is step_005000), in the runs
+    beside it."""
     word, _, number = resume.name.rpartition("_")
-    names = {resume.name, f"step_{int(number):06d}"} if word == "step" and number.isdecimal() else {resume.name}
+    names = (
+        {resume.name, (f"step_{int(number):06d}")}
+        if word == "step" and number.isdecimal()
+        else {resume.name}
+    )
     runs = sorted(path for path in resume.parent.glob("*/") if not path.is_symlink())
     return [run / name for run in runs for name in sorted(names) if (run / name).is_dir()]
 
 
 class DiskUse:
-    """Prunes a run's rollouts after each checkpoint, and ends the run in order before its disk is full.
+    """Prunes a run's rollouts after each checkpoint, and ends the run in order before its disk is
+    full.
 
     Args:
-        keep: how many of the newest checkpoints can ask for their rollouts again. An older one that is kept as the best
-            cannot: a resume from it samples again.
+        keep: how many of the newest checkpoints can ask for their rollouts again. An older one that
+            is kept as the best cannot: a resume from it samples again.
     """
 
-    def __init__(self, directory: RunDirectory, store: RolloutStore, config: RolloutsConfig, *, keep: int) -> None:
+    def __init__(
+        self, directory: RunDirectory, store: RolloutStore, config: RolloutsConfig, *, keep: int
+    ) -> None:
         self._directory, run = directory, directory.path
         self._run, self._store, self._config, self._keep = run, store, config, keep
         self._warned = False
@@ -211,10 +242,13 @@ class DiskUse:
         events.subscribe(CheckpointSaved, lambda event: self.prune())
 
     def check(self) -> None:
-        """Raises CheckpointError when less than the reserve is free, or the directory was removed: then the run has to
-        save and end. (The store would take groups that nobody finds again.)"""
+        """Raises CheckpointError when less than the reserve is free, or the directory was
+        removed: then the run has to save and end. (The store would take groups that nobody finds
+        again.)"""
         if not self._directory.is_there():
-            raise CheckpointError(f"training stops: {self._run} was removed or replaced while it trained")
+            raise CheckpointError(
+                f"training stops: {self._run} was removed or replaced while it trained"
+            )
         if fault := shortage(self._run, self._store.min_free_bytes):
             raise CheckpointError(f"training stops: {fault}, then go on with --resume {self._run}")
 
@@ -227,11 +261,18 @@ class DiskUse:
         always = -1 if keep == "all" else max(kept) - keep
         pruned = self._store.prune(min(kept), always_up_to_step=always, max_bytes=bound)
         if pruned:
-            log.info("consumed rollouts pruned", groups=pruned, file_gb=self._store.size_bytes() / GB)
-        elif bound and (used := self._store.database.size_bytes(used=True)) > bound and not self._warned:
+            log.info(
+                "consumed rollouts pruned", groups=pruned, file_gb=self._store.size_bytes() / GB
+            )
+        elif (
+            bound
+            and (used := self._store.database.size_bytes(used=True)) > bound
+            and not self._warned
+        ):
             self._warned = True
             log.warning(
-                "rollouts.sqlite is larger than rollouts.max_gb, but every group in it waits or may be needed by a"
+                "rollouts.sqlite is larger than rollouts.max_gb, but every group in it waits or"
+                " may be needed by a"
                 " resume: lower keep_checkpoints or checkpoint_interval to make it smaller",
                 gb=used / GB,
                 max_gb=self._config.max_gb,

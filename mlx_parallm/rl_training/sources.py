@@ -1,13 +1,16 @@
-"""RolloutSource: a place that the rollouts of a run come from. `Sources` starts, asks and ends all of them.
+"""RolloutSource: a place that the rollouts of a run come from. `Sources` starts, asks and ends all
+of them.
 
     InProcessEnvironments, RewardsById    here
-    DataSource                            rl_training/data/source.py: rows of a file in the place of rollouts
+    DataSource                            rl_training/data/source.py: rows of a file in the place of
+                                          rollouts
     EmbeddedQueue, ExternalAPI            faces/atropos/source.py
 
-A source writes scored groups into the store of the run, from which the `RolloutBuffer` makes batches. A kind of source
-is a function of the `SourceContext` that returns the source, or None where the configuration does not ask for it; the
-kinds of the core are listed in `daemon.training_run`, a leaf brings its own as a hook. Nothing here knows what the
-server makes of a source.
+A source writes scored groups into the store of the run, from which the `RolloutBuffer` makes
+batches. A kind of source is a function of the `SourceContext` that returns the source, or None
+where the configuration does not ask for it; the kinds of the core are listed in
+`daemon.training_run`, a leaf brings its own as a hook. Nothing here knows what the server makes of
+a source.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,8 +55,9 @@ class SourceContext:
     """Hold what a source may use of the run.
 
     `players`: play groups of the in-process environments in other processes, beside this one.
-    `current_step`, `policy_version`: asked from any thread at any time. `on_reward`: sources that want to know that a
-    reward came by id add a function here. `on_times`: takes the times of a group (`monitor.spans`), on any thread.
+    `current_step`, `policy_version`: asked from any thread at any time. `on_reward`: sources that
+    want to know that a reward came by id add a function here. `on_times`: takes the times of a
+    group (`monitor.spans`), on any thread.
     """
 
     config: Config
@@ -69,7 +73,8 @@ class SourceContext:
 
 
 class RolloutSource:
-    """The face of every source; a subclass replaces the methods that mean something for it. Main thread only."""
+    """The face of every source; a subclass replaces the methods that mean something for it. Main
+    thread only."""
 
     name = ""
     """In the store, and of its state in a checkpoint."""
@@ -129,7 +134,9 @@ class Sources:
             source.use_temperature(temperature)
 
     def minimums(self) -> dict[str, Minimum]:
-        return {name: minimum for source in self._sources for name, minimum in source.minimums().items()}
+        return {
+            name: minimum for source in self._sources for name, minimum in source.minimums().items()
+        }
 
     def health(self) -> list[str | None]:
         return [source.health() for source in self._sources]
@@ -161,11 +168,17 @@ class InProcessEnvironments(RolloutSource):
         return cls(context) if context.environments else None
 
     def start(self, served: Served, state: TrainerState | None) -> None:
-        config, store, vocab_size = self._context.config, self._context.store, self._context.vocab_size
+        config, store, vocab_size = (
+            self._context.config,
+            self._context.store,
+            self._context.vocab_size,
+        )
         training = config.rl_training
 
         def keep(group: RolloutGroup) -> bool:
-            check_group(group, vocab_size=vocab_size, max_token_length=training.atropos.max_token_length)
+            check_group(
+                group, vocab_size=vocab_size, max_token_length=training.atropos.max_token_length
+            )
             return store.add(group, source=self.name)
 
         def refuse(group: RolloutGroup, reason: str) -> None:
@@ -173,7 +186,9 @@ class InProcessEnvironments(RolloutSource):
 
         players = self._context.players()
         settings = RolloutConfig(
-            num_parallel=max(config.server.batch_size * (1 + len(players)), training.atropos.rollout_batch_size),
+            num_parallel=max(
+                config.server.batch_size * (1 + len(players)), training.atropos.rollout_batch_size
+            ),
             seed=training.seed,
             temperature=training.temperature,
             max_token_length=training.atropos.max_token_length,
@@ -198,8 +213,9 @@ class InProcessEnvironments(RolloutSource):
         manager.start()
 
     def _play_again(self, cursors: Mapping[str, int]) -> None:
-        """Forget groups that came after the checkpoint: they are sampled again, in the same company as the first time,
-        because the last bits of a log-probability depend on how many rows the engine had."""
+        """Forget groups that came after the checkpoint: they are sampled again, in the same
+        company as the first time, because the last bits of a log-probability depend on how many
+        rows the engine had."""
         store = self._context.store
         for source in self._context.environments:
             name, first = source.name, cursors[source.name]
@@ -228,7 +244,8 @@ class InProcessEnvironments(RolloutSource):
         try:
             self._manager.stop()
         except EnvironmentFailedError as error:
-            # An environment that blocks its thread must not turn a saved run into a failed one; it is a daemon.
+            # An environment that blocks its thread must not turn a saved run into a failed one; it
+            # is a daemon.
             log.warning(str(error))
 
     def state(self) -> dict[str, Any] | None:
@@ -236,7 +253,8 @@ class InProcessEnvironments(RolloutSource):
 
 
 class RewardsById(RolloutSource):
-    """Answers of this server that a client rewards afterwards, by their ids. `completions` is what the route calls."""
+    """Answers of this server that a client rewards afterwards, by their ids. `completions` is
+    what the route calls."""
 
     name = "rewards"
 
@@ -263,5 +281,8 @@ def policy_inference(config: Config, served: Served) -> InferenceModule:
     """Return the run's engine, for environments and rewards that generate themselves."""
     adapter = POLICY if config.rl_training.lora.enabled else None
     return InferenceModule.over(
-        served.client, served.tokenizer(), adapter, template_kwargs=config.model.chat_template_kwargs
+        served.client,
+        served.tokenizer(),
+        adapter,
+        template_kwargs=config.model.chat_template_kwargs,
     )

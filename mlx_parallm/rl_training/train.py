@@ -1,10 +1,11 @@
 """TrainingRun: builds the trainer's half of the process around a `PolicyServer` and runs the loop.
 
-    configuration, --resume → run directory → store → sources of rollouts, HTTP → model, trainer, weights → engine
-    → sources start → buffer → TrainingLoop → report
+    configuration, --resume → run directory → store → sources of rollouts, HTTP → model, trainer,
+    weights → engine → sources start → buffer → TrainingLoop → report
 
-`execute` returns when the run is finished or a stop was requested; `close` ends every thread that was started, also
-after a failure half way. The daemon chooses the serving half and the kinds of sources, and connects them to routes.
+`execute` returns when the run is finished or a stop was requested; `close` ends every thread that
+was started, also after a failure half way. The daemon chooses the serving half and the kinds of
+sources, and connects them to routes.
 """
 
 import threading
@@ -27,7 +28,12 @@ from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.checkpoint import Checkpointer, CheckpointVersions
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, what_to_resume
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.commands import RunCommands, overridden_settings, restored_settings, with_settings
+from mlx_parallm.rl_training.commands import (
+    RunCommands,
+    overridden_settings,
+    restored_settings,
+    with_settings,
+)
 from mlx_parallm.rl_training.data.heldout import HeldOut, describe
 from mlx_parallm.rl_training.data.source import DataSource, Fit
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by
@@ -51,7 +57,12 @@ from mlx_parallm.rl_training.loop import Batches, Parts, RunControl, TrainingLoo
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
-from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog, without_template
+from mlx_parallm.rl_training.monitor.samples import (
+    SAMPLES_FILE,
+    SAMPLES_PAGE,
+    SampleLog,
+    without_template,
+)
 from mlx_parallm.rl_training.monitor.spans import SpanLog
 from mlx_parallm.rl_training.monitor.tokens import TokenLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
@@ -59,7 +70,14 @@ from mlx_parallm.rl_training.plan.preflight import MemoryWatch
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory, moment
-from mlx_parallm.rl_training.sources import POLICY, RolloutSource, Served, SourceContext, SourceKind, Sources
+from mlx_parallm.rl_training.sources import (
+    POLICY,
+    RolloutSource,
+    Served,
+    SourceContext,
+    SourceKind,
+    Sources,
+)
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import check_kv_bits
@@ -170,8 +188,11 @@ class TrainingRun:
             self.environments = build_sources(
                 config.environments, seed=training.seed, progress=self._progress, tools=self.tools
             )
-            self._evaluated = evaluation_sources(config, self.environments, self._progress, self.tools)
-            self._algorithm = make_algorithm(training)  # the user's code is checked before a model is loaded
+            self._evaluated = evaluation_sources(
+                config, self.environments, self._progress, self.tools
+            )
+            # the user's code is checked before a model is loaded
+            self._algorithm = make_algorithm(training)
             self.serving = serve(config)
             failed.pop_all()
         self._end, self._ends_process = EndLimit(), False
@@ -188,7 +209,8 @@ class TrainingRun:
         self._rollbacks = RollbackService()
 
     def execute(self) -> None:
-        """Train to total_steps or to the stop; leave a checkpoint either way. The process should end after it."""
+        """Train to total_steps or to the stop; leave a checkpoint either way. The process should
+        end after it."""
         self._ends_process = True
         started = self.start()
         if started is not None:
@@ -199,7 +221,9 @@ class TrainingRun:
         config = self.config
         quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
         self._memory = MemoryWatch.checked(
-            config, check_model(config.model, train=True, quantize=quantize), processes=self._ranks.here
+            config,
+            check_model(config.model, train=True, quantize=quantize),
+            processes=self._ranks.here,
         )
         if config.rl_training.algorithm in DATA_ALGORITHMS:
             self.data = DataSource(config, self.serving.tokenizer())
@@ -212,24 +236,43 @@ class TrainingRun:
         self._run_log.open(directory.path)
         reserve = reserve_bytes(directory.path, config.rollouts.min_free_gb)
         store_file = directory.path / STORE_FILE
-        if self._checkpoint and self.data is None and not (store_file.is_file() and store_file.stat().st_size):
-            log.warning("accepted groups are lost: there is no file of rollouts, or it is empty", file=str(store_file))
+        if (
+            self._checkpoint
+            and self.data is None
+            and not (store_file.is_file() and store_file.stat().st_size)
+        ):
+            log.warning(
+                "accepted groups are lost: there is no file of rollouts, or it is empty",
+                file=str(store_file),
+            )
         store = RolloutStore(store_file, min_free_bytes=reserve)
         self._closing.callback(store.close)
-        self._disk = DiskUse(directory, store, config.rollouts, keep=config.rl_training.keep_checkpoints)
+        self._disk = DiskUse(
+            directory, store, config.rollouts, keep=config.rl_training.keep_checkpoints
+        )
         self._disk.check()
         self._closing.callback(self.serving.close)  # before the store, which requests write to
         step, _ = moment(self._checkpoint) if self._checkpoint else (0, 0)
-        self._spans = SpanLog(directory.path, step=step, most_bytes=round(config.logging.tokens_gb * GB / 16))
+        self._spans = SpanLog(
+            directory.path, step=step, most_bytes=round(config.logging.tokens_gb * GB / 16)
+        )
         sources = self._make_sources(directory, store)
         if self.tools is not None:
             self.serving.watch_tools(self.tools.client.metrics)
-        routers = [router for source in self.environments if (router := source.router()) is not None]
+        routers = [
+            router for source in self.environments if (router := source.router()) is not None
+        ]
         commands = RunCommands(
-            directory.path, self._stop, config=lambda: self.config, step=self._step, alone=self._ranks.size == 1
+            directory.path,
+            self._stop,
+            config=lambda: self.config,
+            step=self._step,
+            alone=self._ranks.size == 1,
         )
         self._closing.callback(commands.close)
-        self.serving.listen(sources, self._rollbacks, routers, run=directory.path, commands=commands)
+        self.serving.listen(
+            sources, self._rollbacks, routers, run=directory.path, commands=commands
+        )
         loaded = self.serving.load(quantize=quantize)
         parts, state = self._training_parts(loaded, initial, directory, store, sources)
         directory.write_config(config)
@@ -237,7 +280,9 @@ class TrainingRun:
             return None
         self._began = True
         if state is not None and (overridden := overridden_settings(config, state.changes)):
-            state = replace(state, changes=[*state.changes, {"step": state.step, "settings": overridden}])
+            state = replace(
+                state, changes=[*state.changes, {"step": state.step, "settings": overridden}]
+            )
         started = StartedRun(directory, store, sources, parts, state, commands)
         if state is not None and (values := restored_settings(config, state.changes)):
             parts.trainer.change(values)
@@ -245,27 +290,34 @@ class TrainingRun:
         return started
 
     def _keep_settings(self, started: StartedRun, values: Mapping[str, float]) -> None:
-        """Settings that the trainer has changed: the configuration, and where answers are sampled."""
+        """Settings that the trainer has changed: the configuration, and where answers are
+        sampled."""
         self.config = with_settings(self.config, values)
         started.directory.write_config(self.config)
         if "temperature" in values:
             started.sources.use_temperature(values["temperature"])
 
     def evaluate(self, started: StartedRun) -> dict[str, float]:
-        """Measure the weights as they are now on what is held out, as keys of a metrics line; not while they train."""
+        """Measure the weights as they are now on what is held out, as keys of a metrics line;
+        not while they train."""
         if self._heldout is not None:
             return self._heldout.numbers()
         return self._evaluating(started).now(self._step())
 
     def close(self) -> None:
-        """Ends what was started: sources, HTTP, engine, store. A start that failed leaves no directory."""
+        """Ends what was started: sources, HTTP, engine, store. A start that failed leaves no
+        directory."""
         self._closing.close()
 
     # ------------------------------------------------------------------ building
 
     def _open_tools(self, config: Config) -> EpisodeTools | None:
         """Start the servers of [tools], where there is an environment. Raises ConfigError."""
-        tools = open_tools(config.tools) if config.environments or config.evaluation.environments else None
+        tools = (
+            open_tools(config.tools)
+            if config.environments or config.evaluation.environments
+            else None
+        )
         if tools is not None:
             self._closing.callback(tools.client.close)
         return tools
@@ -304,9 +356,15 @@ class TrainingRun:
             ranks=self._ranks,
         )
         policy = trainer.policy
-        learners = {source.name: source.learner for source in self.environments if source.learner is not None}
+        learners = {
+            source.name: source.learner
+            for source in self.environments
+            if source.learner is not None
+        }
         metrics = MetricsFile(directory.path / METRICS_FILE)
-        self._evaluation_log = EvaluationLog(directory.path, best_by(self.config), self._run_log.redactor.value)
+        self._evaluation_log = EvaluationLog(
+            directory.path, best_by(self.config), self._run_log.redactor.value
+        )
         checkpointer = Checkpointer(
             directory.path,
             policy,
@@ -318,13 +376,20 @@ class TrainingRun:
         )
         state = checkpointer.resume(self._checkpoint, store, metrics) if self._checkpoint else None
         self._evaluation_log.cut(state.step if state else 0)
-        if self._start_over:  # a run that was killed before its first checkpoint: its groups are there, its steps not
+        # a run that was killed before its first checkpoint: its groups are there, its steps not
+        if self._start_over:
             store.restore(0)
             metrics.cut(0)
         numbers = VersionNumbers(store)
         served = checkpointer.served(self._checkpoint, state) if self._checkpoint and state else {}
-        versions = state.restored_versions(numbers, served_known=bool(served)) if state else VersionSteps()
-        with policy.serving(served, self._checkpoint) if served and self._checkpoint else nullcontext():
+        versions = (
+            state.restored_versions(numbers, served_known=bool(served)) if state else VersionSteps()
+        )
+        with (
+            policy.serving(served, self._checkpoint)
+            if served and self._checkpoint
+            else nullcontext()
+        ):
             weights = self.weights = open_serving(
                 self.serving,
                 loaded,
@@ -341,21 +406,29 @@ class TrainingRun:
             versions,
             training,
             numbers=numbers,
-            drained=lambda: drained(self._ranks.clients_engine(self.serving.client), self._stop.is_set),
+            drained=lambda: drained(
+                self._ranks.clients_engine(self.serving.client), self._stop.is_set
+            ),
             events=self.events,
         )
         if served and state:
-            updater.resume(served, due=state.publish_is_due(training.weight_updates.update_every_n_steps))
+            updater.resume(
+                served, due=state.publish_is_due(training.weight_updates.update_every_n_steps)
+            )
         rollbacks = Rollbacks(self._rollbacks, directory.path, trainer, updater)
         self._closing.callback(store.wake)
         self._closing.callback(sources.stop)
         sources.start(self.serving, state)
         batches = self._batches(trainer, store, versions, sources)
         states = sources.keeping_state()
-        parts = Parts(trainer, batches, versions, updater, checkpointer, metrics, states, rollbacks, learners)
+        parts = Parts(
+            trainer, batches, versions, updater, checkpointer, metrics, states, rollbacks, learners
+        )
         return parts, state
 
-    def _batches(self, trainer: Trainer, store: RolloutStore, versions: VersionSteps, sources: Sources) -> Batches:
+    def _batches(
+        self, trainer: Trainer, store: RolloutStore, versions: VersionSteps, sources: Sources
+    ) -> Batches:
         """Return what the loop takes its batches from."""
         if self.data is not None:
             self._heldout = self.data.heldout(trainer)
@@ -399,7 +472,10 @@ class TrainingRun:
         if self._disk is not None:
             self._disk.subscribe(events)
         evaluations = self._evaluating(started)
-        events.subscribe(EvaluationFinished, lambda event: parts.checkpointer and parts.checkpointer.point_at_best())
+        events.subscribe(
+            EvaluationFinished,
+            lambda event: parts.checkpointer and parts.checkpointer.point_at_best(),
+        )
         events.subscribe(RunFinished, lambda event: self._report(metrics, directory, event.outcome))
         lines = list(metrics.read())
         events.emit(RunStarted(self._run_info(directory, state), lines))
@@ -410,11 +486,17 @@ class TrainingRun:
             while_waiting=lambda: self.check(started.sources),
             training=self.serving.turns.training,
             measure=lambda step: self._measure(step, evaluations),
-            after_step=lambda line: evaluations.wants_checkpoint(line["step"]) or self._wants_checkpoint(),
-            served_tokens=lambda: self.serving.client.stats().generation_tokens + self._ranks.served_tokens(),
+            after_step=lambda line: (
+                evaluations.wants_checkpoint(line["step"]) or self._wants_checkpoint()
+            ),
+            served_tokens=lambda: (
+                self.serving.client.stats().generation_tokens + self._ranks.served_tokens()
+            ),
         )
         evaluations.begin(state, lines)
-        self._loop = TrainingLoop(parts, self.config.rl_training, control=control, events=events, state=state)
+        self._loop = TrainingLoop(
+            parts, self.config.rl_training, control=control, events=events, state=state
+        )
         try:
             outcome = self._loop.run()
         finally:
@@ -435,24 +517,37 @@ class TrainingRun:
     def _measure(self, step: int, evaluations: Evaluations) -> dict[str, Any]:
         """Return what a metrics line has beside the trainer's numbers."""
         rows = self._heldout.measure(step) if self._heldout else {}
-        return {**rows, **evaluations.measure(step), **(self.tools.new_counts() if self.tools else {})}
+        return {
+            **rows,
+            **evaluations.measure(step),
+            **(self.tools.new_counts() if self.tools else {}),
+        }
 
     def _end_soon(self) -> None:
-        """The last checkpoint is written: what is left may not take long, where the process has nothing else to do."""
+        """The last checkpoint is written: what is left may not take long, where the process has
+        nothing else to do."""
         if not self._ends_process:
             return
-        event, why = "ended at once", "the end took too long: does a reward function or environment not return?"
+        event, why = (
+            "ended at once",
+            ("the end took too long: does a reward function or environment not return?"),
+        )
         seconds = END_S + self.config.server.drain_timeout_s
         self._end.start(seconds, lambda: log.warning(event, reason=why, seconds=seconds))
 
     def _display(self, started: StartedRun, tokenizer: Tokenizer) -> None:
         def health() -> list[str | None]:
-            if CLIENTS in self.serving.client.stats().holders:  # then nothing else is the reason for waiting
-                return ["paused by a client: POST /resume, or Resume on the dashboard, goes on", self._memory.health()]
+            # then nothing else is the reason for waiting
+            if CLIENTS in self.serving.client.stats().holders:
+                return [
+                    "paused by a client: POST /resume, or Resume on the dashboard, goes on",
+                    self._memory.health(),
+                ]
             return [*started.sources.health(), started.parts.buffer.health(), self._memory.health()]
 
         readable = without_template(tokenizer, self.config.model.chat_template_kwargs)
-        pages = self.serving.page_urls(with_key=self._console.is_terminal)  # a file's readers are not known
+        # a file's readers are not known
+        pages = self.serving.page_urls(with_key=self._console.is_terminal)
         display = TrainingDisplay(self._console, sources=health, readable=readable, pages=pages)
         self._closing.callback(display.stop)
         display.subscribe(self.events)
@@ -465,7 +560,9 @@ class TrainingRun:
         self._closing.callback(trackers.close)
         return trackers
 
-    def _subscribe_samples(self, directory: RunDirectory, state: TrainerState | None, tokenizer: Tokenizer) -> None:
+    def _subscribe_samples(
+        self, directory: RunDirectory, state: TrainerState | None, tokenizer: Tokenizer
+    ) -> None:
         hide = self._run_log.redactor.text
         sample_log = SampleLog(
             directory.path / SAMPLES_FILE,
@@ -485,7 +582,8 @@ class TrainingRun:
             self._disk.check()
 
     def check(self, sources: Sources) -> None:
-        """Raise the error that ended a source, the server or another rank, or that the disk is nearly full."""
+        """Raise the error that ended a source, the server or another rank, or that the disk is
+        nearly full."""
         self._ranks.check(self._stop)
         self.serving.check()
         self._check_disk()
@@ -513,11 +611,17 @@ class TrainingRun:
         return evaluations
 
     def _report(self, metrics: MetricsFile, directory: RunDirectory, outcome: Outcome) -> None:
-        lines, evaluations, finished = list(metrics.read()), self._evaluation_log.done(), outcome == "finished"
+        lines, evaluations, finished = (
+            list(metrics.read()),
+            self._evaluation_log.done(),
+            outcome == ("finished"),
+        )
         curve = None
         if any(line["reward_mean"] is not None for line in lines):
             try:
-                curve = report.write_reward_curve(lines, directory.path / "reward.png", title=directory.path.name)
+                curve = report.write_reward_curve(
+                    lines, directory.path / "reward.png", title=directory.path.name
+                )
             except OSError as error:
                 log.warning("the reward curve cannot be written", error=str(error))
         if finished and not report.has_trained(lines):
@@ -527,29 +631,48 @@ class TrainingRun:
             commands = report.next_commands(directory.path, self.config.model.base_path, lora=lora)
         else:
             commands = [f"{report.our_command()} train --resume {directory.path}"]
-        found = report.compare(evaluations[0], evaluations[-1]) if finished and len(evaluations) > 1 else []
+        found = (
+            report.compare(evaluations[0], evaluations[-1])
+            if finished and len(evaluations) > 1
+            else []
+        )
         samples = directory.path / SAMPLES_PAGE
         self._memory.tell(self._console)
         problems = report.problems_of(lines, directory.path)
         for problem in problems:
             log.warning(problem, **{FILE_ONLY: True})  # the report shows them
-        first = f"after step {evaluations[0]['step']}" if found and evaluations[0]["step"] else report.BEFORE
+        first = (
+            (f"after step {evaluations[0]['step']}")
+            if found and evaluations[0]["step"]
+            else report.BEFORE
+        )
         shown = samples if samples.is_file() else None
         successes = report.successes_of(lines)
-        report.print_report(self._console, found, commands, curve, shown, problems, successes, first=first)
+        report.print_report(
+            self._console, found, commands, curve, shown, problems, successes, first=first
+        )
 
     def _run_info(self, directory: RunDirectory, state: TrainerState | None) -> RunInfo:
-        evaluation, rows = self.config.evaluation, self._heldout is not None and self._heldout.measures
+        evaluation, rows = (
+            self.config.evaluation,
+            self._heldout is not None and self._heldout.measures,
+        )
         return RunInfo(
             run_name=directory.path.name,
             model=self.config.model.base_path,
             base_url=self.serving.url,
             total_steps=self.config.rl_training.total_steps,
-            example_prompt=self.data.example_prompt if self.data is not None else _example_prompt(self.environments),
+            example_prompt=self.data.example_prompt
+            if self.data is not None
+            else _example_prompt(self.environments),
             start_step=state.step if state else 0,
             needs_key=self.serving.needs_key,
             checkpoint_every=self.config.rl_training.checkpoint_interval,
-            evaluate_every=evaluation.every if evaluation.problems else self.config.data.eval_every if rows else 0,
+            evaluate_every=evaluation.every
+            if evaluation.problems
+            else self.config.data.eval_every
+            if rows
+            else 0,
             evaluates_at_end=(evaluation.problems > 0 and evaluation.at_end) or rows,
         )
 
@@ -571,10 +694,15 @@ def open_serving(
     archive: VersionArchive | None = None,
     adapter_roots: Sequence[Path] = (),
 ) -> SharedWeights:
-    """Let the server answer with what is being trained, as `version`. Arguments: `SharedWeights`, `daemon.Serving`."""
+    """Let the server answer with what is being trained, as `version`. Arguments:
+    `SharedWeights`, `daemon.Serving`."""
     if policy.lora:
         weights = SharedWeights(
-            loaded.model, policy=POLICY, version=version, keep_versions=keep_versions, archive=archive
+            loaded.model,
+            policy=POLICY,
+            version=version,
+            keep_versions=keep_versions,
+            archive=archive,
         )
         adapters = {POLICY: policy.adapter()}
     else:

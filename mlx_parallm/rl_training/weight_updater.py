@@ -1,12 +1,15 @@
-"""WeightUpdater: the one point where training reaches the server. Policy → `SharedWeights.publish_*` every n steps.
+"""WeightUpdater: the one point where training reaches the server. Policy →
+`SharedWeights.publish_*` every n steps.
 
-If the weight lock cannot be taken within `lock_timeout_ms`, the old weights keep serving; the publish stays due and is
-tried again after the next step, and while the trainer waits for rollouts (with `max_staleness = 0` they can only come
-afterwards).
-Weights that no update has changed since the last publish are not published: a version is a difference.
+If the weight lock cannot be taken within `lock_timeout_ms`, the old weights keep serving; the
+publish stays due and is tried again after the next step, and while the trainer waits for rollouts
+(with `max_staleness = 0` they can only come afterwards). Weights that no update has changed since
+the last publish are not published: a version is a difference.
 
-Weights that the guard refuses are taken back, with their optimizer, to those of the served version, which goes on
-serving: left as they are they would be refused after every later step too, and their rollouts would grow stale.
+Weights that the guard refuses are taken back, with their optimizer, to those of the served version,
+which goes on
+serving: left as they are they would be refused after every later step too, and their rollouts would
+grow stale.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,11 +40,15 @@ from mlx_parallm.weights import PublishReport, SharedWeights
 log = get_logger("train")
 
 
-def publish(weights: SharedWeights, policy: TrainedPolicy, version: int, timeout_s: float | None) -> PublishReport:
+def publish(
+    weights: SharedWeights, policy: TrainedPolicy, version: int, timeout_s: float | None
+) -> PublishReport:
     """Serve what is trained as `version`. Raises PublishTimeoutError: nothing has changed."""
     if policy.lora:
         return weights.publish_adapter(policy.adapter(), version=version, timeout_s=timeout_s)
-    return weights.publish_parameters(policy.full_parameters(), version=version, timeout_s=timeout_s)
+    return weights.publish_parameters(
+        policy.full_parameters(), version=version, timeout_s=timeout_s
+    )
 
 
 @contextmanager
@@ -58,18 +65,21 @@ def drained(client: EngineClient, should_stop: Callable[[], bool]) -> Iterator[N
 
 @dataclass(frozen=True)
 class UpdaterState:
-    """Hold whether there are trained weights that are not served, and whether their publish is overdue."""
+    """Hold whether there are trained weights that are not served, and whether their publish is
+    overdue."""
 
     dirty: bool = False
     due: bool = False
 
 
 class WeightUpdater:
-    """One thread's, the trainer's. `timeouts` counts locks that could not be taken, `refused` updates taken back.
+    """One thread's, the trainer's. `timeouts` counts locks that could not be taken, `refused`
+    updates taken back.
 
     Args:
         numbers: of the versions; default: counted up by one.
-        drained: with `in_flight = "drain"`: a context in which no request runs (admission stops, running ones end).
+        drained: with `in_flight = "drain"`: a context in which no request runs (admission stops,
+            running ones end).
         events: gets every publish, also one that was tried again; the drain is not in its time.
     """
 
@@ -85,7 +95,12 @@ class WeightUpdater:
         events: RunEvents | None = None,
     ) -> None:
         updates, policy = config.weight_updates, trainer.policy
-        self._weights, self._policy, self._versions, self._config = weights, policy, versions, updates
+        self._weights, self._policy, self._versions, self._config = (
+            weights,
+            policy,
+            versions,
+            updates,
+        )
         self._guard = PublishGuard(policy, trainer.logprobs, updates.max_publish_kl)
         self.states = TrainingStates(trainer, versions, updates.kept_versions(lora=policy.lora))
         self._trainer = trainer
@@ -99,11 +114,13 @@ class WeightUpdater:
         self.publish_kl: float | None = None  # of the last step that was to be published
 
     def resume(self, served: Mapping[str, mx.array], *, due: bool) -> None:
-        """Note, before `begin`, that these are served, and the trained weights are newer. `due`: to be published."""
+        """Note, before `begin`, that these are served, and the trained weights are newer. `due`:
+        to be published."""
         self._resumed = list(served.values()), due
 
     def begin(self) -> None:
-        """Note that the trained weights are the served ones: before the first step, and after each publish."""
+        """Note that the trained weights are the served ones: before the first step, and after
+        each publish."""
         if self._resumed is None:
             self._guard.published()
             self.states.keep()
@@ -154,14 +171,17 @@ class WeightUpdater:
             report = self._publish(self._config.lock_timeout_ms / 1e3)
         except PublishTimeoutError as error:
             self.timeouts += 1
-            self._events.warn("weights not published, the old ones keep serving", step=step, reason=str(error))
+            self._events.warn(
+                "weights not published, the old ones keep serving", step=step, reason=str(error)
+            )
             return None
         self._versions.record(report.version, step)
         self._published(report, step)
         return report
 
     def go_back(self, state: TrainingState, step: int) -> PublishReport:
-        """Publishes what was put back of `state` after `step` steps, as a version of its own. Waits for the lock."""
+        """Publishes what was put back of `state` after `step` steps, as a version of its own.
+        Waits for the lock."""
         report = self._publish(None)
         self._versions.go_back(state.table, state.steps, version=report.version, steps=step)
         self._published(report, step)
@@ -174,10 +194,13 @@ class WeightUpdater:
             self.refused += 1
             if state is None:
                 raise CheckpointError(
-                    f"step {step} is not published: {verdict.reason}. Go back with --resume to a checkpoint before it,"
+                    f"step {step} is not published: {verdict.reason}. Go back with --resume to a"
+                    " checkpoint before it,"
                     " and lower rl_training.learning_rate"
                 )
-            self._events.warn("update taken back, the old weights keep serving", step=step, reason=verdict.reason)
+            self._events.warn(
+                "update taken back, the old weights keep serving", step=step, reason=verdict.reason
+            )
             self.states.put_back(state)
         if verdict.reason or not verdict.moved:
             unserved = bool(verdict.reason) and state is not None and state.version == NOT_SERVED
@@ -185,7 +208,9 @@ class WeightUpdater:
 
     def _publish(self, timeout_s: float | None) -> PublishReport:
         """Raises PublishTimeoutError."""
-        number = self._numbers.reserve(self._weights.version, digest(self._policy) if self._repeats else None)
+        number = self._numbers.reserve(
+            self._weights.version, digest(self._policy) if self._repeats else None
+        )
         with self._drained():
             report = publish(self._weights, self._policy, number, timeout_s)
             self._numbers.used()

@@ -1,7 +1,9 @@
-"""Check a group before it may be trained on. Every source uses these checks; the first fault is the reason.
+"""Check a group before it may be trained on. Every source uses these checks; the first fault is the
+reason.
 
-The reasons are sentences: they are kept beside the group, sent in the HTTP 422 and shown in the health line.
-Whether its log-probabilities fit this model is asked later: `rl_training/group_fit.py`, from the rollout buffer.
+The reasons are sentences: they are kept beside the group, sent in the HTTP 422 and shown in the
+health line. Whether its log-probabilities fit this model is asked later:
+`rl_training/group_fit.py`, from the rollout buffer.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,10 @@ from mlx_parallm.types import MAX_REWARD, Rollout, RolloutGroup
 LOGPROB_TOLERANCE = 1e-3  # float32 log-softmax may come out a hair above 0
 LEAST_LOGPROB = -1e9  # far below what logits / temperature in float32 gives
 
-TOO_LARGE = f"a score, an advantage or a log-probability is beyond what can be computed with (scores: ±{MAX_REWARD:g})"
+TOO_LARGE = (
+    "a score, an advantage or a log-probability is beyond what can be computed with (scores:"
+    f" ±{MAX_REWARD:g})"
+)
 """Why a group that an older version accepted is dropped."""
 
 OTHER_MODEL = "other tokenizer or model: its log-probabilities are far from this model's"
@@ -31,23 +36,29 @@ def check_group(
     missing_logprobs: MissingLogprobs = "reject",
     newest_version: int | None = None,
 ) -> None:
-    """Raises RolloutRejectedError with the first fault, in words; returns when the group can be trained on.
+    """Raises RolloutRejectedError with the first fault, in words; returns when the group can be
+    trained on.
 
-    `vocab_size` is the number of ids of the model's embedding, `max_token_length` the longest whole sequence;
-    `missing_logprobs` says whether rollouts without any log-probabilities can be trained on; `newest_version` is the
-    policy's that is served: what claims a later one, of groups from outside, would never count as stale.
+    `vocab_size` is the number of ids of the model's embedding, `max_token_length` the longest whole
+    sequence; `missing_logprobs` says whether rollouts without any log-probabilities can be trained
+    on; `newest_version` is the policy's that is served: what claims a later one, of groups from
+    outside, would never count as stale.
     """
     if not group.group_id:
         raise RolloutRejectedError("the group has no id")
     for name in (group.group_id, group.environment):
         if any("\ud800" <= character <= "\udfff" for character in name):
-            raise RolloutRejectedError(f"the name {name!r} holds half a character (a lone surrogate)")
+            raise RolloutRejectedError(
+                f"the name {name!r} holds half a character (a lone surrogate)"
+            )
     if not group.rollouts:
         raise RolloutRejectedError("the group has no rollouts")
     if missing_logprobs == "reject" and any(r.logprobs is None for r in group.rollouts):
         raise RolloutRejectedError(
-            "no inference_logprobs: the environment must collect through atroposlib's ManagedServer (server_type vllm)"
-            ' or return them itself; rl_training.atropos.missing_logprobs = "recompute" trains without them'
+            "no inference_logprobs: the environment must collect through atroposlib's"
+            " ManagedServer (server_type vllm)"
+            ' or return them itself; rl_training.atropos.missing_logprobs = "recompute" trains'
+            " without them"
         )
     for number, rollout in enumerate(group.rollouts):
         try:
@@ -60,12 +71,15 @@ def check_group(
             raise RolloutRejectedError(f"rollout {number}: {error}") from None
     newest = max(group.sampled_versions, default=0)
     if newest_version is not None and newest > newest_version:
-        raise RolloutRejectedError(f"policy version {newest} has not been served yet: the newest is {newest_version}")
+        raise RolloutRejectedError(
+            f"policy version {newest} has not been served yet: the newest is {newest_version}"
+        )
     _check_advantages(group)
 
 
 def is_too_large(group: RolloutGroup) -> bool:
-    """Whether numbers of a stored group would overflow: it was accepted before there was a bound."""
+    """Whether numbers of a stored group would overflow: it was accepted before there was a
+    bound."""
     try:
         for rollout in group.rollouts:
             _check_scores(rollout)
@@ -91,31 +105,49 @@ def _check_lengths(rollout: Rollout, max_token_length: int) -> None:
         if len(column) != length:
             raise RolloutRejectedError(f"{len(column)} {name} for {length} tokens")
     if length > max_token_length:
-        raise RolloutRejectedError(f"{length} tokens are more than max_token_length = {max_token_length}")
+        raise RolloutRejectedError(
+            f"{length} tokens are more than max_token_length = {max_token_length}"
+        )
 
 
 def _check_tokens(rollout: Rollout, vocab_size: int) -> None:
     for position, token in enumerate(rollout.tokens):
         if not 0 <= token < vocab_size:
-            raise RolloutRejectedError(f"token {position} has id {token}, outside the vocabulary of {vocab_size}")
+            raise RolloutRejectedError(
+                f"token {position} has id {token}, outside the vocabulary of {vocab_size}"
+            )
     if set(rollout.mask) - {0, 1}:
         raise RolloutRejectedError("the mask holds values other than 0 and 1")
     if 1 not in rollout.mask:
-        raise RolloutRejectedError("no token was sampled by the policy: there is nothing to train on")
+        raise RolloutRejectedError(
+            "no token was sampled by the policy: there is nothing to train on"
+        )
     if rollout.mask[0] == 1:
-        raise RolloutRejectedError("token 0 counts as sampled, but nothing precedes it: its prompt is missing")
-    oldest = min(version for version, sampled in zip(rollout.policy_versions, rollout.mask, strict=True) if sampled)
+        raise RolloutRejectedError(
+            "token 0 counts as sampled, but nothing precedes it: its prompt is missing"
+        )
+    oldest = min(
+        version
+        for version, sampled in zip(rollout.policy_versions, rollout.mask, strict=True)
+        if sampled
+    )
     if oldest < 0:
         raise RolloutRejectedError(f"policy version {oldest} of a sampled token is negative")
 
 
 def _check_logprobs(rollout: Rollout) -> None:
-    for position, (value, sampled) in enumerate(zip(rollout.logprobs or (), rollout.mask, strict=False)):
+    for position, (value, sampled) in enumerate(
+        zip(rollout.logprobs or (), rollout.mask, strict=False)
+    ):
         if not isfinite(value) or value < LEAST_LOGPROB:
             raise RolloutRejectedError(f"the logprob of token {position} is {value}")
         if sampled and value > LOGPROB_TOLERANCE:
-            raise RolloutRejectedError(f"the logprob of token {position} is {value:.4g}, more than 0")
-    if rollout.processed_logprobs is not None and not all(map(isfinite, rollout.processed_logprobs)):
+            raise RolloutRejectedError(
+                f"the logprob of token {position} is {value:.4g}, more than 0"
+            )
+    if rollout.processed_logprobs is not None and not all(
+        map(isfinite, rollout.processed_logprobs)
+    ):
         raise RolloutRejectedError("a processed logprob is not finite")
     if not isfinite(rollout.temperature) or rollout.temperature < 0:
         raise RolloutRejectedError(f"temperature {rollout.temperature} is not a number >= 0")
@@ -126,17 +158,25 @@ def _check_scores(rollout: Rollout) -> None:
         raise RolloutRejectedError(f"no score named 'reward' among {sorted(rollout.scores)}")
     for name, score in rollout.scores.items():
         if not abs(score) <= MAX_REWARD:
-            raise RolloutRejectedError(f"the score {name!r} is {score:g}, not a number of at most ±{MAX_REWARD:g}")
+            raise RolloutRejectedError(
+                f"the score {name!r} is {score:g}, not a number of at most ±{MAX_REWARD:g}"
+            )
 
 
 def _check_advantages(group: RolloutGroup) -> None:
     if group.advantages is None:
         return
     if len(group.advantages) != len(group.rollouts):
-        raise RolloutRejectedError(f"{len(group.advantages)} advantages for {len(group.rollouts)} rollouts")
+        raise RolloutRejectedError(
+            f"{len(group.advantages)} advantages for {len(group.rollouts)} rollouts"
+        )
     for number, (entry, rollout) in enumerate(zip(group.advantages, group.rollouts, strict=True)):
         row = entry if isinstance(entry, tuple) else (entry,)
         if isinstance(entry, tuple) and len(entry) != len(rollout.tokens):
-            raise RolloutRejectedError(f"rollout {number}: {len(entry)} advantages for {len(rollout.tokens)} tokens")
+            raise RolloutRejectedError(
+                f"rollout {number}: {len(entry)} advantages for {len(rollout.tokens)} tokens"
+            )
         if not all(abs(value) <= MAX_REWARD for value in row):
-            raise RolloutRejectedError(f"rollout {number}: an advantage is not a number of at most ±{MAX_REWARD:g}")
+            raise RolloutRejectedError(
+                f"rollout {number}: an advantage is not a number of at most ±{MAX_REWARD:g}"
+            )

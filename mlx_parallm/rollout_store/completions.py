@@ -1,10 +1,13 @@
-"""The server's last answers, kept so that rewards can follow them by id; the way of a rewarded group into the store.
+"""The server's last answers, kept so that rewards can follow them by id; the way of a rewarded
+group into the store.
 
-    server/generation.py → keep → (bounded in bytes and time) → reward, by POST /v1/rewards → RolloutStore
+    server/generation.py → keep → (bounded in bytes and time) → reward, by POST /v1/rewards →
+    RolloutStore
 
-What is kept of an answer is what training needs: prompt ids, sampled ids, log-probabilities and policy versions of
-every choice, packed as `payload.py` packs a stored group. It lives in memory: a restart forgets it. An id that was
-rewarded is known for longer, because the group in the store bears it.
+What is kept of an answer is what training needs: prompt ids, sampled ids, log-probabilities and
+policy versions of every choice, packed as `payload.py` packs a stored group. It lives in memory: a
+restart forgets it. An id that was rewarded is known for longer, because the group in the store
+bears it.
 """
 
 import threading
@@ -41,7 +44,8 @@ class KeptCompletions:
     """Thread-safe.
 
     Args:
-        policy_adapter: the adapter that is being trained; None = the base is. Answers of others cannot be rewarded.
+        policy_adapter: the adapter that is being trained; None = the base is. Answers of others
+            cannot be rewarded.
         max_bytes: packed size of all that is kept; 0 = nothing is.
         max_age_s: how long a reward may be in coming.
         batch_size, max_token_length, vocab_size: what a group must fit to be trained on.
@@ -65,7 +69,11 @@ class KeptCompletions:
         self._on_reward = on_reward
         self._policy_adapter = policy_adapter
         self._max_bytes, self._max_age_s = max_bytes, max_age_s
-        self._batch_size, self._max_token_length, self._vocab_size = batch_size, max_token_length, vocab_size
+        self._batch_size, self._max_token_length, self._vocab_size = (
+            batch_size,
+            max_token_length,
+            vocab_size,
+        )
         self._clock = clock
         self._lock = threading.Lock()
         self._kept: dict[str, _KeptAnswer] = {}  # oldest first
@@ -77,18 +85,32 @@ class KeptCompletions:
     def enabled(self) -> bool:
         return self._max_bytes > 0
 
-    def keep(self, response_id: str, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
-        """Keeps an answer under the id that its client has seen. `choices`: [prompts][n]; nothing when it is off."""
+    def keep(
+        self, response_id: str, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]
+    ) -> None:
+        """Keeps an answer under the id that its client has seen. `choices`: [prompts][n];
+        nothing when it is off."""
         if not self.enabled:
             return
         if any(request.adapter != self._policy_adapter for request in requests):
             answer, refusal = (
                 None,
-                (409, "was not sampled from the policy that is being trained, but from another model"),
+                (
+                    409,
+                    (
+                        "was not sampled from the policy that is being trained, but from another"
+                        " model"
+                    ),
+                ),
             )
         else:
-            groups = (_unscored(request, parts) for request, parts in zip(requests, choices, strict=True))
-            answer, refusal = _KeptAnswer(self._clock(), tuple(map(encode_group, groups))), (410, "is kept no longer")
+            groups = (
+                _unscored(request, parts) for request, parts in zip(requests, choices, strict=True)
+            )
+            answer, refusal = (
+                _KeptAnswer(self._clock(), tuple(map(encode_group, groups))),
+                (410, ("is kept no longer")),
+            )
         with self._lock:
             self._forget(response_id, refusal)
             if answer is None or answer.size > self._max_bytes:
@@ -98,15 +120,19 @@ class KeptCompletions:
             self._size += answer.size
             self._forget_old()
 
-    def reward(self, ids: Sequence[str], rewards: Sequence[float | None], environment: str) -> tuple[RolloutGroup, ...]:
-        """Makes a scored group of each distinct prompt of these answers; on the disk when this returns.
+    def reward(
+        self, ids: Sequence[str], rewards: Sequence[float | None], environment: str
+    ) -> tuple[RolloutGroup, ...]:
+        """Makes a scored group of each distinct prompt of these answers; on the disk when this
+        returns.
 
-        `rewards`: one for each choice, in the order of `ids` and then of the choices' indices; None leaves it out.
+        `rewards`: one for each choice, in the order of `ids` and then of the choices' indices; None
+        leaves it out.
 
-        Raises RequestError: rewards that do not fit the choices; RefusedError: an answer that is unknown (404),
-        rewarded already, aborted or not the policy's (409), no longer kept (410), not to be trained on (400);
-        StoreError.
-        Whatever is raised, nothing is used up: the same ids may be sent again.
+        Raises RequestError: rewards that do not fit the choices; RefusedError: an answer that is
+        unknown (404), rewarded already, aborted or not the policy's (409), no longer kept (410),
+        not to be trained on (400); StoreError. Whatever is raised, nothing is used up: the same ids
+        may be sent again.
         """
         with self._lock:
             answers = [self._find(response_id) for response_id in ids]
@@ -136,19 +162,25 @@ class KeptCompletions:
         if response_id in self._gone:
             status, reason = self._gone[response_id]
             if status == 410:
-                reason += f" (server.kept_completions_s = {self._max_age_s:g}, _bytes = {self._max_bytes})"
+                reason += (
+                    f" (server.kept_completions_s = {self._max_age_s:g}, _bytes ="
+                    f" {self._max_bytes})"
+                )
             raise RefusedError(f"{response_id!r} {reason}", status, "id")
         prefix = f"{response_id}-"  # and the prompt's position: the start of an id is no id
         if any(name.removeprefix(prefix).isdecimal() for name in self._store.known_ids(prefix)):
             raise RefusedError(f"{response_id!r} has its rewards already", 409, "id")
-        raise RefusedError(f"no completion {response_id!r} was answered since the server started", 404, "id")
+        raise RefusedError(
+            f"no completion {response_id!r} was answered since the server started", 404, ("id")
+        )
 
     def _check(self, group: RolloutGroup) -> None:
         try:
             check_group(group, vocab_size=self._vocab_size, max_token_length=self._max_token_length)
             if len(group.rollouts) > self._batch_size:
                 raise RolloutRejectedError(
-                    f"{len(group.rollouts)} choices in one group, but a batch has {self._batch_size}"
+                    f"{len(group.rollouts)} choices in one group, but a batch has"
+                    f" {self._batch_size}"
                     " (rollout_batch_size) and groups are never split"
                 )
         except RolloutRejectedError as error:
@@ -201,16 +233,22 @@ def _rollout(request: Request, parts: Choice) -> Rollout:
 def _scored(
     unscored: Sequence[RolloutGroup], rewards: Sequence[float | None], environment: str
 ) -> tuple[RolloutGroup, ...]:
-    """One group a distinct prompt, under the id of its first choice's engine request. Raises RequestError."""
+    """One group a distinct prompt, under the id of its first choice's engine request. Raises
+    RequestError."""
     choices = [(group.group_id, rollout) for group in unscored for rollout in group.rollouts]
     if len(rewards) != len(choices):
-        raise RequestError(f"{len(rewards)} rewards for {len(choices)} choices (null leaves one out)", param="rewards")
+        raise RequestError(
+            f"{len(rewards)} rewards for {len(choices)} choices (null leaves one out)",
+            param=("rewards"),
+        )
     by_prompt: dict[tuple[int, ...], list[tuple[str, int, Rollout]]] = {}
     for number, ((group_id, rollout), reward) in enumerate(zip(choices, rewards, strict=True)):
         if reward is None:
             continue
         if rollout.stop_reason == "abort":
-            raise RefusedError(f"choice {number} was aborted before its end: its reward must be null", 409, "id")
+            raise RefusedError(
+                f"choice {number} was aborted before its end: its reward must be null", 409, ("id")
+            )
         scored = replace(rollout, scores={"reward": reward})
         prompt = rollout.tokens[: len(rollout.tokens) - sum(rollout.mask)]
         by_prompt.setdefault(prompt, []).append((group_id, number, scored))
@@ -219,7 +257,8 @@ def _scored(
     for entries in by_prompt.values():
         if len(entries) == 1:
             raise RequestError(
-                f"choice {entries[0][1]} is the only one of its prompt with a reward: a group compares two or more"
+                f"choice {entries[0][1]} is the only one of its prompt with a reward: a group"
+                " compares two or more"
                 " answers to the same prompt (n > 1, or several ids whose prompts are equal)",
                 param="rewards",
             )

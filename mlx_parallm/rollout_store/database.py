@@ -1,9 +1,10 @@
-"""A SQLite file that loses nothing: schema, pragmas, transactions, and errors in words. `store.RolloutStore` has one
-with the schema GROUPS; a part may have one with a `Schema` of its own.
+"""A SQLite file that loses nothing: schema, pragmas, transactions, and errors in words.
+`store.RolloutStore` has one with the schema GROUPS; a part may have one with a `Schema` of its own.
 
-One connection, one lock: SQLite has a single writer anyway. A commit is on the disk when it returns (WAL,
-synchronous=FULL; on macOS F_FULLFSYNC, because a drive there may keep writes in its cache). Payloads are in a table of
-their own: marking a group does not write its tokens again, and pruning deletes the tokens and leaves the row.
+One connection, one lock: SQLite has a single writer anyway. A commit is on the disk when it returns
+(WAL, synchronous=FULL; on macOS F_FULLFSYNC, because a drive there may keep writes in its cache).
+Payloads are in a table of their own: marking a group does not write its tokens again, and pruning
+deletes the tokens and leaves the row.
 """
 
 import contextlib
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from mlx_parallm.errors import StoreError
 
-LOG_LIMIT = 16 << 20  # bytes that the write-ahead log shrinks to once it has been folded into the file
+# bytes that the write-ahead log shrinks to once it has been folded into the file
+LOG_LIMIT = 16 << 20
 SPARE_PAGES = 1024  # free pages that stay in the file: the next groups need them
 VACUUM_PAGES = 512
 
@@ -35,7 +37,8 @@ CREATE TABLE groups (
     bytes INTEGER
 );
 CREATE INDEX groups_by_state ON groups (state, sequence);
-CREATE INDEX consumed_payloads ON groups (step, sequence, bytes) WHERE bytes IS NOT NULL AND state != 'waiting';
+CREATE INDEX consumed_payloads ON groups (step, sequence, bytes)
+    WHERE bytes IS NOT NULL AND state != 'waiting';
 CREATE TABLE payloads (sequence INTEGER PRIMARY KEY, payload BLOB NOT NULL);
 """
 _NEW = f"""
@@ -68,8 +71,8 @@ CREATE TEMP VIEW payloads AS SELECT sequence, payload FROM main.groups;
 
 @dataclass(frozen=True)
 class Schema:
-    """What is in a file. `name`: for messages; `upgrades`: SQL from an older version to this one; `views`: SQL that
-    lets a reader see an older version as this one."""
+    """What is in a file. `name`: for messages; `upgrades`: SQL from an older version to this
+    one; `views`: SQL that lets a reader see an older version as this one."""
 
     name: str
     version: int
@@ -82,14 +85,23 @@ GROUPS = Schema("rollout", 2, _NEW, upgrades={1: _FROM_1}, views={1: _VIEW_OF_1}
 
 
 class Database:
-    """Any thread. Raises StoreError and nothing of sqlite3's. `changed` is told after each commit, and at `close`."""
+    """Any thread. Raises StoreError and nothing of sqlite3's. `changed` is told after each
+    commit, and at `close`."""
 
-    def __init__(self, path: Path, *, lock_timeout_s: float, read_only: bool, schema: Schema = GROUPS) -> None:
+    def __init__(
+        self, path: Path, *, lock_timeout_s: float, read_only: bool, schema: Schema = GROUPS
+    ) -> None:
         """Opens the file; makes it, or brings an older schema up to date, unless `read_only`.
 
-        Raises StoreError: not a database, a newer schema, locked, not writable (or not there, read-only).
+        Raises StoreError: not a database, a newer schema, locked, not writable (or not there,
+        read-only).
         """
-        self.path, self._schema, self._read_only, self._lock_timeout_s = path, schema, read_only, lock_timeout_s
+        self.path, self._schema, self._read_only, self._lock_timeout_s = (
+            path,
+            schema,
+            read_only,
+            lock_timeout_s,
+        )
         self.changed = threading.Condition()
         self.connection: sqlite3.Connection | None = None
         try:
@@ -112,7 +124,8 @@ class Database:
                 yield connection
                 connection.execute("COMMIT")
             finally:
-                if connection.in_transaction:  # something failed; a full disk may have rolled back already
+                # something failed; a full disk may have rolled back already
+                if connection.in_transaction:
                     with contextlib.suppress(sqlite3.Error):
                         connection.execute("ROLLBACK")
             self.changed.notify_all()
@@ -131,14 +144,17 @@ class Database:
                 raise self._explained(doing, error) from error
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """Removes groups and their rows, as if they had never come: a deterministic run makes them again."""
+        """Removes groups and their rows, as if they had never come: a deterministic run makes
+        them again."""
         with self.transaction() as connection:
             delete_groups(connection, group_ids)
 
     def size_bytes(self, *, used: bool = False) -> int:
         """Bytes of the file without its write-ahead log; `used`: without its free pages too."""
         with self.reading() as connection:
-            pages, free, size = (pragma(connection, name) for name in ("page_count", "freelist_count", "page_size"))
+            pages, free, size = (
+                pragma(connection, name) for name in ("page_count", "freelist_count", ("page_size"))
+            )
         return (pages - free if used else pages) * size
 
     def give_back(self) -> bool:
@@ -151,7 +167,8 @@ class Database:
         return surplus > VACUUM_PAGES
 
     def close(self) -> None:
-        """Folds the log into the file and wakes who waits. Idempotent; later calls raise StoreError."""
+        """Folds the log into the file and wakes who waits. Idempotent; later calls raise
+        StoreError."""
         with self.changed:
             self._discard()
             self.changed.notify_all()
@@ -160,7 +177,9 @@ class Database:
         self._unwritten = _unwritten_since(self.path) if self._read_only else None
         # autocommit: every transaction is explicit; the condition's lock serialises the threads
         self.connection = sqlite3.connect(
-            reading_uri(self.path) if self._read_only else f"{self.path.resolve().as_uri()}?mode=rwc",
+            reading_uri(self.path)
+            if self._read_only
+            else (f"{self.path.resolve().as_uri()}?mode=rwc"),
             uri=True,
             timeout=self._lock_timeout_s,
             isolation_level=None,
@@ -172,7 +191,10 @@ class Database:
         version, schema = pragma(connection, "user_version"), self._schema
         if version > schema.version or (read_only and version == 0):
             raise StoreError(
-                f"{self.path}: schema {version} is a newer mlx_parallm's; this one reads up to {schema.version}"
+                (
+                    f"{self.path}: schema {version} is a newer mlx_parallm's; this one reads up to"
+                    f" {schema.version}"
+                )
                 if version
                 else f"{self.path}: there is no {schema.name} database in it"
             )
@@ -180,7 +202,8 @@ class Database:
             connection.executescript(schema.views.get(version, ""))
             return
         incremental = 2
-        connection.execute(f"PRAGMA auto_vacuum = {incremental}")  # counts for a new file, and for VACUUM
+        # counts for a new file, and for VACUUM
+        connection.execute(f"PRAGMA auto_vacuum = {incremental}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA fullfsync = 1")
@@ -188,13 +211,16 @@ class Database:
         connection.execute(f"PRAGMA journal_size_limit = {LOG_LIMIT}")
         if version < schema.version:
             statements = schema.upgrades[version] if version else schema.create
-            connection.executescript(f"BEGIN IMMEDIATE; {statements} PRAGMA user_version = {schema.version}; COMMIT;")
+            connection.executescript(
+                f"BEGIN IMMEDIATE; {statements} PRAGMA user_version = {schema.version}; COMMIT;"
+            )
         if pragma(connection, "auto_vacuum") != incremental:
             connection.execute("VACUUM")
 
     def _discard(self) -> None:
         if self.connection is not None:
-            with contextlib.suppress(sqlite3.Error):  # a full disk: the log stays beside the file and loses nothing
+            # a full disk: the log stays beside the file and loses nothing
+            with contextlib.suppress(sqlite3.Error):
                 self.connection.close()
         self.connection = None
 
@@ -202,29 +228,39 @@ class Database:
         text = str(error)
         advice = ""
         if "full" in text or "disk I/O" in text:
-            advice = " (is the disk full? free some space: it was not accepted and may be sent again)"
+            advice = (
+                " (is the disk full? free some space: it was not accepted and may be sent again)"
+            )
         elif "locked" in text:
             advice = " (another process holds it: is a second daemon using this run directory?)"
         elif "not a database" in text:
             advice = " (move the file away to start a new one)"
-        return StoreError(f"{self.path}: the {self._schema.name} database cannot be {doing}: {text}{advice}")
+        return StoreError(
+            f"{self.path}: the {self._schema.name} database cannot be {doing}: {text}{advice}"
+        )
 
 
 def delete_groups(connection: sqlite3.Connection, group_ids: Iterable[str]) -> None:
     """In a transaction of the caller's: remove groups and their rows."""
-    ids, own = [(group_id,) for group_id in group_ids], "(SELECT sequence FROM groups WHERE group_id = ?)"
+    ids, own = (
+        [(group_id,) for group_id in group_ids],
+        ("(SELECT sequence FROM groups WHERE group_id = ?)"),
+    )
     connection.executemany(f"DELETE FROM payloads WHERE sequence = {own}", ids)
     connection.executemany("DELETE FROM groups WHERE group_id = ?", ids)
 
 
 def reading_uri(path: Path) -> str:
-    """The address with which a reader opens a file. Where no log lies beside it nobody writes: the reader does without
-    one, and leaves nothing behind. With a log it would make the log's files, and cannot remove them."""
-    return f"{path.resolve().as_uri()}?mode=ro{'' if _unwritten_since(path) is None else '&immutable=1'}"
+    """The address with which a reader opens a file. Where no log lies beside it nobody writes:
+    the reader does without one, and leaves nothing behind. With a log it would make the log's
+    files, and cannot remove them."""
+    immutable = "" if _unwritten_since(path) is None else "&immutable=1"
+    return f"{path.resolve().as_uri()}?mode=ro{immutable}"
 
 
 def _unwritten_since(path: Path) -> int | None:
-    """The time of the last change, of a file that nobody writes: no log lies beside it. None: somebody may."""
+    """The time of the last change, of a file that nobody writes: no log lies beside it. None:
+    somebody may."""
     return None if path.with_name(f"{path.name}-wal").exists() else path.stat().st_mtime_ns
 
 

@@ -1,11 +1,13 @@
-"""How a `RolloutGroup` lies in the database: packed columns behind a JSON header, compressed; nothing is rounded.
+"""How a `RolloutGroup` lies in the database: packed columns behind a JSON header, compressed;
+nothing is rounded.
 
-`store.py` is the only user. Layout before zlib: 4 bytes header length (little-endian) · header (JSON) · columns.
-The header holds everything that is not per token, and for each column its `array` type code and length. Columns come
-in a fixed order: for each rollout tokens, mask, logprobs (when there are any), policy_versions, processed_logprobs
-(when there are any), then the same of its earlier segments; then the advantages, row by row. Log-probabilities are
-float32 values in Python floats: a column whose values survive float32 is stored in 4 bytes a token, any other in 8.
-All platforms of MLX are little-endian.
+`store.py` is the only user. Layout before zlib: 4 bytes header length (little-endian) · header
+(JSON) · columns. The header holds everything that is not per token, and for each column its `array`
+type code and length. Columns come in a fixed order: for each rollout tokens, mask, logprobs (when
+there are any), policy_versions, processed_logprobs (when there are any), then the same of its
+earlier segments; then the advantages, row by row. Log-probabilities are float32 values in Python
+floats: a column whose values survive float32 is stored in 4 bytes a token, any other in 8. All
+platforms of MLX are little-endian.
 """
 
 import dataclasses
@@ -21,14 +23,15 @@ from mlx_parallm.types import Rollout, RolloutGroup
 _LENGTH_BYTES = 4
 MAX_REJECT_BYTES = 1 << 20  # compressed; a larger reject keeps its reason only
 MAX_REJECT_VALUES = 1 << 20  # numbers, or characters of a text
-_COMPRESSION_LEVEL = 1  # tokens shrink to a quarter at any level; the trainer's cores have better things to do
+# tokens shrink to a quarter at any level; the trainer's cores have better things to do
+_COMPRESSION_LEVEL = 1
 
 
 def encode_group(group: RolloutGroup) -> bytes:
     """Packs a group. `decode_group` gives it back equal, each float to the last bit.
 
-    Raises RolloutRejectedError when `metadata` or `scores` hold something that JSON does not know, or an integer does
-    not fit 64 bits.
+    Raises RolloutRejectedError when `metadata` or `scores` hold something that JSON does not know,
+    or an integer does not fit 64 bits.
     """
     columns = _ColumnWriter()
     for rollout in group.rollouts:
@@ -40,7 +43,9 @@ def encode_group(group: RolloutGroup) -> bytes:
             columns.integers(segment.policy_versions)
             if segment.processed_logprobs is not None:
                 columns.floats(segment.processed_logprobs)
-    per_token = bool(group.advantages) and isinstance(cast(tuple[Any, ...], group.advantages)[0], tuple)
+    per_token = bool(group.advantages) and isinstance(
+        cast(tuple[Any, ...], group.advantages)[0], tuple
+    )
     if per_token:
         for row in cast(tuple[tuple[float, ...], ...], group.advantages):
             columns.floats(row)
@@ -49,7 +54,9 @@ def encode_group(group: RolloutGroup) -> bytes:
         "environment": group.environment,
         "index": group.index,
         "metadata": dict(group.metadata),
-        "advantages": len(group.advantages) if group.advantages is not None and per_token else group.advantages,
+        "advantages": len(group.advantages)
+        if group.advantages is not None and per_token
+        else group.advantages,
         "rollouts": [_rollout_header(rollout) for rollout in group.rollouts],
         "columns": columns.description,
     }
@@ -57,11 +64,14 @@ def encode_group(group: RolloutGroup) -> bytes:
         text = json.dumps(header, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise RolloutRejectedError(f"group {group.group_id} cannot be stored: {error}") from error
-    return zlib.compress(len(text).to_bytes(_LENGTH_BYTES, "little") + text + columns.data, _COMPRESSION_LEVEL)
+    return zlib.compress(
+        len(text).to_bytes(_LENGTH_BYTES, "little") + text + columns.data, _COMPRESSION_LEVEL
+    )
 
 
 def decode_group(payload: bytes) -> RolloutGroup:
-    """The group that `encode_group` packed. Raises ValueError, KeyError or zlib.error when the bytes are damaged."""
+    """The group that `encode_group` packed. Raises ValueError, KeyError or zlib.error when the
+    bytes are damaged."""
     raw = zlib.decompress(payload)
     start = _LENGTH_BYTES + int.from_bytes(raw[:_LENGTH_BYTES], "little")
     header = json.loads(raw[_LENGTH_BYTES:start])
@@ -83,7 +93,8 @@ def decode_group(payload: bytes) -> RolloutGroup:
 
 
 def encode_reject(payload: Any) -> bytes | None:
-    """Returns JSON values, a RolloutGroup, or anything with a repr as compressed JSON; None: large or deep."""
+    """Returns JSON values, a RolloutGroup, or anything with a repr as compressed JSON; None:
+    large or deep."""
     if _is_large(payload):
         return None
     try:
@@ -94,14 +105,17 @@ def encode_reject(payload: Any) -> bytes | None:
 
 
 def _is_large(payload: Any) -> bool:
-    """Counts before anything is written as text: millions of numbers would hold up every other thread."""
+    """Counts before anything is written as text: millions of numbers would hold up every other
+    thread."""
     values, unseen = 0, [payload] if isinstance(payload, str | list | dict) else []
     while unseen:
         value = unseen.pop()
         values += len(value)
         if values > MAX_REJECT_VALUES:
             return True
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        inner = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
         unseen += [entry for entry in inner if isinstance(entry, str | list | dict)]
     return False
 

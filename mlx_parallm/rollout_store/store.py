@@ -1,12 +1,15 @@
-"""The durable queue of scored groups and the accounting of them: one SQLite file a run, `rollouts.sqlite`.
+"""The durable queue of scored groups and the accounting of them: one SQLite file a run,
+`rollouts.sqlite`.
 
-Who writes: `environments.RolloutManager` (in process), the `/atropos` routes through `queue.py`, and
-`faces.atropos.client`. Who reads: `rl_training.rollout_buffer`, which marks what it consumes. A group is on the
-disk (`database.py` says how) before `add` returns, so an acknowledgement after it is a promise.
+Who writes: `environments.RolloutManager` (in process), the `/atropos` routes through `queue.py`,
+and `faces.atropos.client`. Who reads: `rl_training.rollout_buffer`, which marks what it consumes. A
+group is on the disk (`database.py` says how) before `add` returns, so an acknowledgement after it
+is a promise.
 
-A group is `waiting`, then `taken` by a step or `dropped` with a reason. What cannot be trained on is in `rejects`.
-The checkpoint is the truth about what was consumed: `restore(step)` puts every group that a later step took or dropped
-back to waiting. `prune` deletes payloads (the tokens) of groups that no checkpoint can need; their rows stay for ever.
+A group is `waiting`, then `taken` by a step or `dropped` with a reason. What cannot be trained on
+is in `rejects`. The checkpoint is the truth about what was consumed: `restore(step)` puts every
+group that a later step took or dropped back to waiting. `prune` deletes payloads (the tokens) of
+groups that no checkpoint can need; their rows stay for ever.
 """
 
 import json
@@ -27,7 +30,8 @@ from mlx_parallm.system.files import shortage
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import RolloutGroup
 
-KEPT_REJECTS = 200  # newest rejects whose payload is kept; an environment gone wrong must not fill the disk
+# newest rejects whose payload is kept; an environment gone wrong must not fill the disk
+KEPT_REJECTS = 200
 KEPT_REASONS = 100_000  # newest rejects that are remembered at all; older ones are only counted
 MAX_NAME_BYTES = 2048  # id, environment and source of a group: their rows are never deleted
 MAX_REASON = 1000  # characters; it may quote what was sent
@@ -38,7 +42,10 @@ PRUNED = "the tokens were pruned (rollouts.keep, rollouts.max_gb)"
 _STATE = "CASE WHEN state = 'dropped' AND reason = '{}' THEN 'quarantined' ELSE state END".format(
     OTHER_MODEL.replace("'", "''")
 )
-_RECORD = f"sequence, group_id, environment, source, {_STATE}, step, reason, received, first_version, last_version"
+_RECORD = (
+    f"sequence, group_id, environment, source, {_STATE}, step, reason, received, first_version,"
+    " last_version"
+)
 """A `GroupRecord` without its group, behind its place in the order of arrival."""
 
 log = get_logger("rollouts")
@@ -65,7 +72,8 @@ class WaitingSource:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """One entry of the quarantine. `payload` is None when it was too large or is too old to be kept."""
+    """One entry of the quarantine. `payload` is None when it was too large or is too old to be
+    kept."""
 
     source: str
     reason: str
@@ -75,7 +83,8 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class AccountLine:
-    """Groups of one environment, source and state whose oldest token is of one policy version (None: not known)."""
+    """Groups of one environment, source and state whose oldest token is of one policy version
+    (None: not known)."""
 
     environment: str
     source: str
@@ -90,8 +99,8 @@ class AccountLine:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """A row with its group. The group is None where its tokens are pruned or damaged, and `lost` says which. Versions
-    are None in runs of older formats."""
+    """A row with its group. The group is None where its tokens are pruned or damaged, and `lost`
+    says which. Versions are None in runs of older formats."""
 
     group_id: str
     environment: str
@@ -107,15 +116,22 @@ class GroupRecord:
 
 
 class _Arrival:
-    """A group on its way to the disk. Whoever has the lock writes all that have come by then, in one commit."""
+    """A group on its way to the disk. Whoever has the lock writes all that have come by then, in
+    one commit."""
 
     def __init__(self, group: RolloutGroup, source: str) -> None:
-        try:  # here, where only its own sender is told: in the commit it would take all others down with it
+        # here, where only its own sender is told: in the commit it would take all others down with
+        # it
+        try:
             names = len(f"{group.group_id}{group.environment}{source}".encode())
         except UnicodeEncodeError as error:
-            raise RolloutRejectedError("the group's id or environment holds half a character") from error
+            raise RolloutRejectedError(
+                "the group's id or environment holds half a character"
+            ) from error
         if names > MAX_NAME_BYTES:
-            raise RolloutRejectedError(f"the group's id and environment have {names} bytes, more than {MAX_NAME_BYTES}")
+            raise RolloutRejectedError(
+                f"the group's id and environment have {names} bytes, more than {MAX_NAME_BYTES}"
+            )
         versions = group.sampled_versions
         payload = encode_group(group)
         self.row = (
@@ -129,16 +145,24 @@ class _Arrival:
 
 
 class RolloutStore:
-    """Scored groups on disk; every method may be called from any thread. Raises StoreError and nothing of sqlite3's."""
+    """Scored groups on disk; every method may be called from any thread. Raises StoreError and
+    nothing of sqlite3's."""
 
     def __init__(
-        self, path: Path, *, lock_timeout_s: float = 5.0, min_free_bytes: int = 0, read_only: bool = False
+        self,
+        path: Path,
+        *,
+        lock_timeout_s: float = 5.0,
+        min_free_bytes: int = 0,
+        read_only: bool = False,
     ) -> None:
         """Opens or makes the database; one of an older schema is brought up to date.
 
         Args:
-            min_free_bytes: `add` refuses groups while less is free on the disk (`disk.reserve_bytes`).
-            read_only: another process may be using it; it must be there, and only reading methods work.
+            min_free_bytes: `add` refuses groups while less is free on the disk
+                (`disk.reserve_bytes`).
+            read_only: another process may be using it; it must be there, and only reading methods
+                work.
 
         Raises StoreError: not a database, a newer schema, locked, not writable.
         """
@@ -152,9 +176,11 @@ class RolloutStore:
         self._wanted: list[int] = []  # `at_least` of every thread that is in `wait_for_groups`
 
     def add(self, group: RolloutGroup, *, source: str) -> bool:
-        """Stores a checked group; on the disk when this returns. False: a group of that id is known already.
+        """Stores a checked group; on the disk when this returns. False: a group of that id is known
+        already.
 
-        Groups that come while another is being written share one commit. Raises StoreError: not kept, send it again.
+        Groups that come while another is being written share one commit. Raises StoreError: not
+        kept, send it again.
         """
         return self.add_all([group], source=source)[0]
 
@@ -186,11 +212,18 @@ class RolloutStore:
             arrival.is_new = is_new
 
     def replace(
-        self, gone: Collection[str], groups: Sequence[RolloutGroup], *, source: str, taken_by: int | None = None
+        self,
+        gone: Collection[str],
+        groups: Sequence[RolloutGroup],
+        *,
+        source: str,
+        taken_by: int | None = None,
     ) -> None:
-        """Puts groups in the place of others, in one commit: as `forget`, `add_all` and `take` do it one by one.
+        """Puts groups in the place of others, in one commit: as `forget`, `add_all` and `take` do
+        it one by one.
 
-        `taken_by`: the step that has trained on the new ones; None = they wait. Raises StoreError: nothing changed.
+        `taken_by`: the step that has trained on the new ones; None = they wait. Raises StoreError:
+        nothing changed.
         """
         arrivals = [_Arrival(group, source) for group in groups]
         if arrivals:
@@ -208,7 +241,8 @@ class RolloutStore:
             raise StoreError(f"{self.path}: no group is accepted: {fault}; it may be sent again")
 
     def reject(self, payload: Any, *, source: str, reason: str) -> None:
-        """Keeps in quarantine what cannot be trained on: JSON values, a RolloutGroup, or anything with a repr."""
+        """Keeps in quarantine what cannot be trained on: JSON values, a RolloutGroup, or
+        anything with a repr."""
         kept = encode_reject(payload)
         in_words = reason[:MAX_REASON].encode(errors="backslashreplace").decode()
         with self._transaction() as connection:
@@ -217,19 +251,22 @@ class RolloutStore:
                 (source[:MAX_REASON], in_words, time.time(), kept),
             )
             newest = cursor.lastrowid or 0
-            connection.execute("UPDATE rejects SET payload = NULL WHERE id = ?", (newest - KEPT_REJECTS,))
+            connection.execute(
+                "UPDATE rejects SET payload = NULL WHERE id = ?", (newest - KEPT_REJECTS,)
+            )
             connection.execute("DELETE FROM rejects WHERE id = ?", (newest - KEPT_REASONS,))
 
     def take(self, group_ids: Collection[str], step: int) -> None:
-        """Marks groups as consumed by `step`. Raises StoreError, with nothing marked, when one is unknown."""
+        """Marks groups as consumed by `step`. Raises StoreError, with nothing marked, when one
+        is unknown."""
         with self._transaction() as connection:
             for group_id in group_ids:
                 if not _mark(connection, group_id, "taken", step, None):
                     raise StoreError(f"{self.path}: no group {group_id!r} to mark as taken")
 
     def drop(self, group_ids: Collection[str], step: int, reason: str) -> None:
-        """Marks groups as consumed by `step` without training, and why (no variance, too stale, …). One that is
-        unknown is left out: there is nothing to mark."""
+        """Marks groups as consumed by `step` without training, and why (no variance, too stale,
+        …). One that is unknown is left out: there is nothing to mark."""
         with self._transaction() as connection:
             for group_id in group_ids:
                 _mark(connection, group_id, "dropped", step, reason)
@@ -246,8 +283,9 @@ class RolloutStore:
     def restore(self, consumed_up_to_step: int, *, keep_drops_of: int | None = None) -> int:
         """Lets groups wait again that steps after the checkpoint took or dropped; returns how many.
 
-        Two kinds stay as they are: groups that step `keep_drops_of` dropped (the checkpoint holds that step half-done,
-        with its statistics), and groups that are pruned, which logs a warning since no checkpoint should need them.
+        Two kinds stay as they are: groups that step `keep_drops_of` dropped (the checkpoint holds
+        that step half-done, with its statistics), and groups that are pruned, which logs a warning
+        since no checkpoint should need them.
         """
         consumed = "state != 'waiting' AND step > ? AND NOT (state = 'dropped' AND step = ?)"
         values = (consumed_up_to_step, -1 if keep_drops_of is None else keep_drops_of)
@@ -257,13 +295,20 @@ class RolloutStore:
                 " AND bytes IS NOT NULL",
                 values,
             ).rowcount
-            (gone,) = connection.execute(f"SELECT COUNT(*) FROM groups WHERE {consumed}", values).fetchone()
+            (gone,) = connection.execute(
+                f"SELECT COUNT(*) FROM groups WHERE {consumed}", values
+            ).fetchone()
         if gone:
-            log.warning("rollouts of later steps are pruned: they are not trained on again", groups=gone)
+            log.warning(
+                "rollouts of later steps are pruned: they are not trained on again", groups=gone
+            )
         return restored
 
-    def prune(self, up_to_step: int, *, always_up_to_step: int, max_bytes: int, seconds: float = 1.0) -> int:
-        """Deletes payloads of consumed groups, oldest step first, and shrinks the file; returns how many.
+    def prune(
+        self, up_to_step: int, *, always_up_to_step: int, max_bytes: int, seconds: float = 1.0
+    ) -> int:
+        """Deletes payloads of consumed groups, oldest step first, and shrinks the file; returns how
+        many.
 
         Args:
             up_to_step: the last step that no checkpoint can bring back.
@@ -277,7 +322,8 @@ class RolloutStore:
         with self._reading() as connection:
             rows = connection.execute(
                 "SELECT sequence, step, bytes FROM groups INDEXED BY consumed_payloads"
-                " WHERE bytes IS NOT NULL AND state != 'waiting' AND step <= ? ORDER BY step, sequence",
+                " WHERE bytes IS NOT NULL AND state != 'waiting' AND step <= ? ORDER BY step,"
+                " sequence",
                 (up_to_step,),
             )
             for sequence, step, size in rows:
@@ -296,13 +342,20 @@ class RolloutStore:
             pass
         return pruned
 
-    def waiting(self, limit: int | None = None, *, exclude: Collection[str] = ()) -> list[RolloutGroup]:
-        """Waiting groups, oldest first, without those whose id the caller holds already (`exclude`)."""
+    def waiting(
+        self, limit: int | None = None, *, exclude: Collection[str] = ()
+    ) -> list[RolloutGroup]:
+        """Waiting groups, oldest first, without those whose id the caller holds already
+        (`exclude`)."""
         with self._reading() as connection:
-            rows = connection.execute("SELECT sequence, group_id FROM groups WHERE state = 'waiting' ORDER BY sequence")
+            rows = connection.execute(
+                "SELECT sequence, group_id FROM groups WHERE state = 'waiting' ORDER BY sequence"
+            )
             wanted = [sequence for sequence, group_id in rows if group_id not in exclude][:limit]
             payloads = [
-                connection.execute("SELECT payload FROM payloads WHERE sequence = ?", (sequence,)).fetchone()[0]
+                connection.execute(
+                    "SELECT payload FROM payloads WHERE sequence = ?", (sequence,)
+                ).fetchone()[0]
                 for sequence in wanted
             ]
         return [self._decoded(payload) for payload in payloads]
@@ -314,15 +367,24 @@ class RolloutStore:
             return {group_id for (group_id,) in rows}
 
     def groups(self, group_ids: Iterable[str]) -> list[RolloutGroup]:
-        """These groups whatever their state, in the order asked for. Raises StoreError: one is unknown or pruned."""
+        """These groups whatever their state, in the order asked for. Raises StoreError: one is
+        unknown or pruned."""
         payloads = []
         with self._reading() as connection:
             for group_id in group_ids:
                 row = connection.execute(
-                    "SELECT payload FROM groups LEFT JOIN payloads USING (sequence) WHERE group_id = ?", (group_id,)
+                    (
+                        "SELECT payload FROM groups LEFT JOIN payloads USING (sequence) WHERE"
+                        " group_id = ?"
+                    ),
+                    (group_id,),
                 ).fetchone()
                 if row is None or row[0] is None:
-                    fault = f"the tokens of group {group_id!r} are pruned" if row else f"no group {group_id!r}"
+                    fault = (
+                        (f"the tokens of group {group_id!r} are pruned")
+                        if row
+                        else f"no group {group_id!r}"
+                    )
                     raise StoreError(f"{self.path}: {fault}")
                 payloads.append(row[0])
         return [self._decoded(payload) for payload in payloads]
@@ -331,12 +393,14 @@ class RolloutStore:
         """Ids of all groups, whatever their state, that begin with `prefix`."""
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT group_id FROM groups WHERE substr(group_id, 1, ?) = ?", (len(prefix), prefix)
+                "SELECT group_id FROM groups WHERE substr(group_id, 1, ?) = ?",
+                (len(prefix), prefix),
             )
             return {group_id for (group_id,) in rows}
 
     def wait_for_groups(self, timeout_s: float, *, at_least: int = 1) -> bool:
-        """Blocks until `at_least` groups wait (True); False when the time is up, or after `wake` or `close`."""
+        """Blocks until `at_least` groups wait (True); False when the time is up, or after `wake`
+        or `close`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             wakes = self._wakes
@@ -354,13 +418,16 @@ class RolloutStore:
                 self._wanted.remove(at_least)
 
     def starved(self) -> bool:
-        """True while a thread waits for more groups than wait here: those that are here do not add up to its batch."""
+        """True while a thread waits for more groups than wait here: those that are here do not
+        add up to its batch."""
         with self._changed:
             return bool(self._wanted) and self._waiting_groups() < max(self._wanted)
 
     def _waiting_groups(self) -> int:
         with self._reading() as connection:
-            (count,) = connection.execute("SELECT COUNT(*) FROM groups WHERE state = 'waiting'").fetchone()
+            (count,) = connection.execute(
+                "SELECT COUNT(*) FROM groups WHERE state = 'waiting'"
+            ).fetchone()
         return count
 
     def wake(self) -> None:
@@ -372,14 +439,20 @@ class RolloutStore:
     def counts(self) -> StoreCounts:
         """Groups in each state."""
         with self._reading() as connection:
-            groups = dict(connection.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall())
+            groups = dict(
+                connection.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall()
+            )
             (rejected,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM rejects").fetchone()
-        return StoreCounts(groups.get("waiting", 0), groups.get("taken", 0), groups.get("dropped", 0), rejected)
+        return StoreCounts(
+            groups.get("waiting", 0), groups.get("taken", 0), groups.get("dropped", 0), rejected
+        )
 
     def waiting_sequences(self) -> int:
         """Sequences of all waiting groups."""
         with self._reading() as connection:
-            (total,) = connection.execute("SELECT TOTAL(rollouts) FROM groups WHERE state = 'waiting'").fetchone()
+            (total,) = connection.execute(
+                "SELECT TOTAL(rollouts) FROM groups WHERE state = 'waiting'"
+            ).fetchone()
         return int(total)
 
     def waiting_by_source(self) -> dict[str, WaitingSource]:
@@ -395,24 +468,33 @@ class RolloutStore:
         """Unix time at which the newest group came, accepted or not; None: none ever came."""
         with self._reading() as connection:
             (newest,) = connection.execute(
-                "SELECT MAX(received) FROM (SELECT received FROM groups UNION ALL SELECT received FROM rejects)"
+                "SELECT MAX(received) FROM (SELECT received FROM groups UNION ALL SELECT"
+                " received FROM rejects)"
             ).fetchone()
         return newest
 
     def drop_reasons(self) -> dict[str, int]:
         """How many groups were dropped, for each reason."""
         with self._reading() as connection:
-            rows = connection.execute("SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY reason")
+            rows = connection.execute(
+                "SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY reason"
+            )
             return dict(rows.fetchall())
 
     def rejects(self, limit: int = 20) -> list[Reject]:
         """The newest entries of the quarantine, newest first."""
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT source, reason, received, payload FROM rejects ORDER BY id DESC LIMIT ?", (limit,)
+                "SELECT source, reason, received, payload FROM rejects ORDER BY id DESC LIMIT ?",
+                (limit,),
             ).fetchall()
         return [
-            Reject(source, reason, received, None if payload is None else json.loads(zlib.decompress(payload)))
+            Reject(
+                source,
+                reason,
+                received,
+                None if payload is None else json.loads(zlib.decompress(payload)),
+            )
             for source, reason, received, payload in rows
         ]
 
@@ -420,7 +502,8 @@ class RolloutStore:
         """Count every group of the run, ordered by environment, source, state and version."""
         with self._reading() as connection:
             rows = connection.execute(
-                f"SELECT environment, source, {_STATE}, first_version, COUNT(*), SUM(rollouts), SUM(bytes IS NULL),"
+                f"SELECT environment, source, {_STATE}, first_version, COUNT(*), SUM(rollouts),"
+                " SUM(bytes IS NULL),"
                 " MIN(received), MAX(received) FROM groups GROUP BY 1, 2, 3, 4 ORDER BY 1, 2, 3, 4"
             ).fetchall()
         return [AccountLine(*row) for row in rows]
@@ -429,7 +512,8 @@ class RolloutStore:
         """(source, reason) → how many, the most frequent first."""
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT source, reason, COUNT(*) FROM rejects GROUP BY 1, 2 ORDER BY 3 DESC, MAX(id) DESC"
+                "SELECT source, reason, COUNT(*) FROM rejects GROUP BY 1, 2 ORDER BY 3 DESC,"
+                " MAX(id) DESC"
             ).fetchall()
         return {(source, reason): count for source, reason, count in rows}
 
@@ -437,12 +521,14 @@ class RolloutStore:
         """Ids of the groups that a step was trained on, in the order in which they came."""
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT group_id FROM groups WHERE state = 'taken' AND step = ? ORDER BY sequence", (step,)
+                "SELECT group_id FROM groups WHERE state = 'taken' AND step = ? ORDER BY sequence",
+                (step,),
             ).fetchall()
         return [group_id for (group_id,) in rows]
 
     def find(self, group_id: str) -> GroupRecord:
-        """The group of that id, or the only one whose id begins so. Raises StoreError: none, or several."""
+        """The group of that id, or the only one whose id begins so. Raises StoreError: none, or
+        several."""
         with self._reading() as connection:
             rows = connection.execute(
                 f"SELECT {_RECORD} FROM groups WHERE substr(group_id, 1, ?) = ?"
@@ -453,7 +539,10 @@ class RolloutStore:
             raise StoreError(f"no group {group_id!r} in {self.path}")
         if rows[0][1] != group_id and len(rows) > 1:
             some = ", ".join(row[1] for row in rows[:SHOWN_CANDIDATES])
-            raise StoreError(f"several groups begin with {group_id!r}: {some}" + ", …" * (len(rows) > SHOWN_CANDIDATES))
+            raise StoreError(
+                f"several groups begin with {group_id!r}: {some}"
+                + ", …" * (len(rows) > SHOWN_CANDIDATES)
+            )
         return self._record(*rows[0])
 
     def records(
@@ -469,15 +558,27 @@ class RolloutStore:
 
         Args:
             state: waiting, taken, dropped or quarantined.
-            first_step, last_step: of the step that took or dropped a group; one that waits has none.
+            first_step, last_step: of the step that took or dropped a group; one that waits has
+                none.
             older_than: the id of a group: only those that came before it.
         """
-        conditions = {"environment = ?": environment, f"{_STATE} = ?": state, "step >= ?": first_step}
+        conditions = {
+            "environment = ?": environment,
+            f"{_STATE} = ?": state,
+            "step >= ?": first_step,
+        }
         conditions["sequence < (SELECT sequence FROM groups WHERE group_id = ?)"] = older_than
-        wanted = {sql: value for sql, value in {**conditions, "step <= ?": last_step}.items() if value is not None}
+        wanted = {
+            sql: value
+            for sql, value in {**conditions, "step <= ?": last_step}.items()
+            if value is not None
+        }
         with self._reading() as connection:
             rows = connection.execute(
-                f"SELECT {_RECORD} FROM groups WHERE {' AND '.join([*wanted, 'TRUE'])} ORDER BY sequence DESC",
+                (
+                    f"SELECT {_RECORD} FROM groups WHERE {' AND '.join([*wanted, 'TRUE'])} ORDER"
+                    " BY sequence DESC"
+                ),
                 tuple(wanted.values()),
             ).fetchall()
         for row in rows:
@@ -485,7 +586,9 @@ class RolloutStore:
 
     def _record(self, sequence: int, *values: Any) -> GroupRecord:
         with self._reading() as connection:
-            row = connection.execute("SELECT payload FROM payloads WHERE sequence = ?", (sequence,)).fetchone()
+            row = connection.execute(
+                "SELECT payload FROM payloads WHERE sequence = ?", (sequence,)
+            ).fetchone()
         record = GroupRecord(*values)
         if row is None:
             return replace(record, lost=PRUNED)
@@ -501,7 +604,9 @@ class RolloutStore:
     def remember(self, key: str, value: Any) -> None:
         """Keeps a small JSON value across restarts (the environments that registered)."""
         with self._transaction() as connection:
-            connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, json.dumps(value)))
+            connection.execute(
+                "INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, json.dumps(value))
+            )
 
     def recall(self, key: str) -> Any:
         """The value of `remember`, or None."""
@@ -510,7 +615,8 @@ class RolloutStore:
         return None if row is None else json.loads(row[0])
 
     def close(self) -> None:
-        """Folds the log into the file and wakes who waits. Idempotent; later calls raise StoreError."""
+        """Folds the log into the file and wakes who waits. Idempotent; later calls raise
+        StoreError."""
         self.database.close()
 
     def _decoded(self, payload: bytes) -> RolloutGroup:
@@ -520,7 +626,9 @@ class RolloutStore:
             raise StoreError(f"{self.path}: a stored group is damaged: {error}") from error
 
 
-def _mark(connection: sqlite3.Connection, group_id: str, state: str, step: int, reason: str | None) -> bool:
+def _mark(
+    connection: sqlite3.Connection, group_id: str, state: str, step: int, reason: str | None
+) -> bool:
     """False: there is no such group."""
     values = (state, step, reason, group_id)
     sql = "UPDATE groups SET state = ?, step = ?, reason = ? WHERE group_id = ?"
@@ -529,7 +637,8 @@ def _mark(connection: sqlite3.Connection, group_id: str, state: str, step: int, 
 
 def _insert(connection: sqlite3.Connection, arrival: _Arrival) -> bool:
     cursor = connection.execute(
-        "INSERT INTO groups (group_id, source, environment, rollouts, received, first_version, last_version, bytes)"
+        "INSERT INTO groups (group_id, source, environment, rollouts, received, first_version,"
+        " last_version, bytes)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (group_id) DO NOTHING",
         arrival.row,
     )

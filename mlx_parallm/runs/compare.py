@@ -1,9 +1,12 @@
-"""`mlx_parallm compare`: two training runs or more, side by side. Reads only, also while they go on. No MLX.
+"""`mlx_parallm compare`: two training runs or more, side by side. Reads only, also while they go
+on. No MLX.
 
-    run directories → ComparedRun → one table (settings that differ, training, held-out problems), curves on common
-    axes, and how the held-out answers of each further run differ from the first one's
+    run directories → ComparedRun → one table (settings that differ, training, held-out problems),
+    curves on common axes, and how the held-out answers of each further run differ from the first
+    one's
 
-The difference of two evaluations is that of `mlx_parallm eval --compare`: paired by problem, with its interval.
+The difference of two evaluations is that of `mlx_parallm eval --compare`: paired by problem, with
+its interval.
 """
 
 import json
@@ -46,7 +49,8 @@ Metrics = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """`settings`: the resolved configuration, flat; None where it cannot be read, which `fault` explains."""
+    """`settings`: the resolved configuration, flat; None where it cannot be read, which `fault`
+    explains."""
 
     letter: str
     record: Record
@@ -59,9 +63,11 @@ class ComparedRun:
         return self.record.path.name
 
     def values(self, key: str) -> list[tuple[int, float]]:
-        """Return (step, value) of each step that has the number; "headline": what the run is judged by."""
+        """Return (step, value) of each step that has the number; "headline": what the run is
+        judged by."""
         found = (
-            (int(line["step"]), headline(line)[1] if key == "headline" else line.get(key)) for line in self.record.lines
+            (int(line["step"]), headline(line)[1] if key == ("headline") else line.get(key))
+            for line in self.record.lines
         )
         return [(step, float(value)) for step, value in found if isinstance(value, int | float)]
 
@@ -71,7 +77,8 @@ class ComparedRun:
 
 
 def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
-    """Raises ConfigError: no run directory, one that is named twice, too many. CheckpointError: a damaged file."""
+    """Raises ConfigError: no run directory, one that is named twice, too many. CheckpointError:
+    a damaged file."""
     if len(paths) > MOST:
         raise ConfigError(f"{len(paths)} runs: at most {MOST} can be compared at once")
     records = [read_record(path) for path in paths]
@@ -91,7 +98,8 @@ def _read(letter: str, record: Record) -> ComparedRun:
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `section.key` and value; an entry of a list of tables is called by its name, else by its number."""
+    """Yield `section.key` and value; an entry of a list of tables is called by its name, else by
+    its number."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _flat(inner, f"{key}.{name}" if key else str(name))
@@ -109,16 +117,29 @@ def differing(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """Return the settings whose values are not the same in all runs that have a configuration."""
     known = [run.settings for run in runs if run.settings is not None]
     keys = dict.fromkeys(key for settings in known for key in settings if key not in OF_THE_RUN)
-    different = [key for key in keys if any(_shown(settings, key) != _shown(known[0], key) for settings in known)]
-    lacking = tuple(f"{key}." for key in different if any(settings.get(key) == THERE for settings in known))
+    different = [
+        key
+        for key in keys
+        if any(_shown(settings, key) != _shown(known[0], key) for settings in known)
+    ]
+    lacking = tuple(
+        f"{key}." for key in different if any(settings.get(key) == THERE for settings in known)
+    )
     different = [key for key in different if not key.startswith(lacking)]
-    return {key: [UNKNOWN if run.settings is None else _shown(run.settings, key) for run in runs] for key in different}
+    return {
+        key: [UNKNOWN if run.settings is None else _shown(run.settings, key) for run in runs]
+        for key in different
+    }
 
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:
     if settings.get(key) is None:
         return UNKNOWN
-    return settings[key] if isinstance(settings[key], str) else json.dumps(settings[key], ensure_ascii=False)
+    return (
+        settings[key]
+        if isinstance(settings[key], str)
+        else json.dumps(settings[key], ensure_ascii=False)
+    )
 
 
 # ---------------------------------------------------------------------- the table
@@ -129,7 +150,11 @@ def draw(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
         yield Text(f"{run.letter}  ", style="bold").append(str(run.record.path), style="not bold")
     yield _table(runs)
     yield Text(
-        "\ncurves: the same axes for all runs with that number; the scale is beside them, from ▁ to █", style="bold"
+        (
+            "\ncurves: the same axes for all runs with that number; the scale is beside them,"
+            " from ▁ to █"
+        ),
+        style=("bold"),
     )
     yield from _curves(runs)
     yield from _differences(runs)
@@ -145,7 +170,14 @@ def _table(runs: Sequence[ComparedRun]) -> Table:
         table.add_column(run.letter, overflow="fold")
     settings = differing(runs)
     known = sum(run.settings is not None for run in runs) > 1
-    _section(table, "settings that differ" if settings else "no setting differs" if known else "settings are not known")
+    _section(
+        table,
+        ("settings that differ")
+        if settings
+        else "no setting differs"
+        if known
+        else "settings are not known",
+    )
     for key, values in settings.items():
         table.add_row(Text(key), *map(Text, values))
     _section(table, "training")
@@ -155,11 +187,23 @@ def _table(runs: Sequence[ComparedRun]) -> Table:
     _section(table, "held out, at the last evaluation [95% interval]")
     last = [run.evaluations[-1] if run.evaluations else None for run in runs]
     table.add_row("step", *(UNKNOWN if line is None else str(line["step"]) for line in last))
-    for environment in dict.fromkeys(name for line in last if line for name in line["environments"]):
-        numbers = [(line or {}).get("environments", {}).get(environment, {}).get("numbers", {}) for line in last]
-        for metric in dict.fromkeys(key.removesuffix("_low") for own in numbers for key in own if key.endswith("_low")):
-            if metric != "reward" or any(own.get("reward") != own.get("accuracy") for own in numbers):
-                table.add_row(Text(f"{environment} {metric}"), *(_with_interval(own, metric) for own in numbers))
+    for environment in dict.fromkeys(
+        name for line in last if line for name in line[("environments")]
+    ):
+        numbers = [
+            (line or {}).get("environments", {}).get(environment, {}).get("numbers", {})
+            for line in last
+        ]
+        for metric in dict.fromkeys(
+            key.removesuffix("_low") for own in numbers for key in own if key.endswith("_low")
+        ):
+            if metric != "reward" or any(
+                own.get("reward") != own.get("accuracy") for own in numbers
+            ):
+                table.add_row(
+                    Text(f"{environment} {metric}"),
+                    *(_with_interval(own, metric) for own in numbers),
+                )
     return table
 
 
@@ -186,7 +230,8 @@ def _judged_by(runs: Sequence[ComparedRun]) -> str:
 
 
 def _best(run: ComparedRun) -> str:
-    """Return the highest mean of as many steps as `began_and_now` takes together: a single step may be lucky."""
+    """Return the highest mean of as many steps as `began_and_now` takes together: a single step
+    may be lucky."""
     points = run.values("headline")
     if not points:
         return UNKNOWN
@@ -207,7 +252,8 @@ def _began_to_now(points: Sequence[tuple[int, float]], decimals: int) -> str:
 
 
 def _fixed(value: float, decimals: int) -> str:
-    """Return the number with so many decimals; one that would read as 0 in powers of ten: 0.00003 → "3.0e-05"."""
+    """Return the number with so many decimals; one that would read as 0 in powers of ten:
+    0.00003 → "3.0e-05"."""
     text = f"{value:.{decimals}f}"
     return f"{value:.1e}" if value and float(text) == 0 else text
 
@@ -218,7 +264,11 @@ def _total(run: ComparedRun, *keys: str) -> float:
 
 def _wall_time(run: ComparedRun) -> str:
     seconds = _total(run, "time_rollout_s", "time_train_s", "time_publish_s")
-    return f"{seconds:,.0f} s ({seconds / len(run.record.lines):.3g} a step)" if run.record.lines else UNKNOWN
+    return (
+        (f"{seconds:,.0f} s ({seconds / len(run.record.lines):.3g} a step)")
+        if run.record.lines
+        else UNKNOWN
+    )
 
 
 ROWS: Mapping[str, Callable[[ComparedRun], str]] = {
@@ -250,7 +300,11 @@ def _curves(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
     for label, series in drawn:
         every = [point for _, points in series for point in points]
         values = [value for _, value in every]
-        ends = (min(values, default=0.0), max(values, default=0.0)) if label in dict(CURVES) else scale_of(values)
+        ends = (
+            (min(values, default=0.0), max(values, default=0.0))
+            if label in dict(CURVES)
+            else scale_of(values)
+        )
         if every:
             _add_curves(grid, label, series, every, ends, width)
     yield grid
@@ -273,21 +327,32 @@ def _add_curves(
     names = [label, scale] if len(series) > 1 else [f"{label}, {scale}"]
     for number, (run, points) in enumerate(series):
         values = [value for _, value in points]
-        began, now = (_fixed(end, 3) for end in began_and_now(values)[:2]) if values else ("", UNKNOWN)
+        began, now = (
+            (_fixed(end, 3) for end in began_and_now(values)[:2]) if values else ("", UNKNOWN)
+        )
         name = names[number] if number < len(names) else ""
         # A line through two points would be flat and then jump: the steps are said instead.
         few = Text(", ".join(f"step {step}: {value:.3f}" for step, value in points), style="dim")
-        line = few if label == HELD_OUT and len(points) <= FEW_POINTS else curve(points, every, ends, width)
+        line = (
+            few
+            if label == HELD_OUT and len(points) <= FEW_POINTS
+            else curve(points, every, ends, width)
+        )
         grid.add_row(Text(name), run.letter, began, line, now)
 
 
 def curve(
-    points: Sequence[tuple[int, float]], every: Sequence[tuple[int, float]], ends: tuple[float, float], width: int
+    points: Sequence[tuple[int, float]],
+    every: Sequence[tuple[int, float]],
+    ends: tuple[float, float],
+    width: int,
 ) -> str:
-    """Draw (step, value) as block characters between the `ends`, ▁ and █, in the steps of `every` point.
+    """Draw (step, value) as block characters between the `ends`, ▁ and █, in the steps of `every`
+    point.
 
-    A character is the mean of its steps, or the one before where the run has none there: one for each step, at most
-    `width`. [(1, 0), (3, 1)] of [(1, 0), (3, 1), (4, 1)] from 0 to 1 in 4 characters: "▁▁█ ".
+    A character is the mean of its steps, or the one before where the run has none there: one for
+    each step, at most `width`. [(1, 0), (3, 1)] of [(1, 0), (3, 1), (4, 1)] from 0 to 1 in 4
+    characters: "▁▁█ ".
     """
     first, last = min(step for step, _ in every), max(step for step, _ in every)
     low, high = ends
@@ -304,9 +369,12 @@ def curve(
 
 
 def write_png(runs: Sequence[ComparedRun], path: Path) -> None:
-    """Draw the curves of all runs over each other. Raises ConfigError: nothing to draw; the file cannot be written."""
+    """Draw the curves of all runs over each other. Raises ConfigError: nothing to draw; the file
+    cannot be written."""
     series = {
-        f"{run.letter}: {run.name}": [{**line, "reward_mean": headline(line)[1]} for line in run.record.lines]
+        f"{run.letter}: {run.name}": [
+            {**line, "reward_mean": headline(line)[1]} for line in run.record.lines
+        ]
         for run in runs
     }
     judged = dict(zip(series, (run.headline for run in runs), strict=True))
@@ -329,9 +397,16 @@ def _differences(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
         comparisons = report.compare(first.evaluations[-1], run.evaluations[-1])
         yield Text("")
         if not comparisons:
-            yield Text(f"{first.letter} and {run.letter} answered no held-out problem in common: not comparable")
+            yield Text(
+                f"{first.letter} and {run.letter} answered no held-out problem in common: not"
+                " comparable"
+            )
             continue
-        steps = ", ".join(f"{one.letter} after step {one.evaluations[-1]['step']}" for one in (first, run))
+        steps = ", ".join(
+            f"{one.letter} after step {one.evaluations[-1]['step']}" for one in (first, run)
+        )
         letters = (first.letter, run.letter, f"{run.letter} - {first.letter}")
-        yield report.accuracy_table(comparisons, f"held-out problems that both answered ({steps})", letters)
+        yield report.accuracy_table(
+            comparisons, f"held-out problems that both answered ({steps})", letters
+        )
         yield Text(report.verdict(comparisons, first.letter, run.letter))

@@ -1,8 +1,10 @@
-"""`mlx_parallm eval`: answers held-out problems with a model on this machine or over any OpenAI endpoint.
+"""`mlx_parallm eval`: answers held-out problems with a model on this machine or over any OpenAI
+endpoint.
 
     evaluate_here, evaluate_endpoint → Result → show, write;  compare: two written results
 
-Problems, episodes and numbers are those of a training run's [evaluation] (environments/evaluate.py).
+Problems, episodes and numbers are those of a training run's [evaluation]
+(environments/evaluate.py).
 """
 
 import asyncio
@@ -71,7 +73,9 @@ class Result:
             "seconds": self.seconds,
             "completion_tokens": self.completion_tokens,
             "score": overall_score(self.evaluations),
-            "environments": {evaluation.environment: evaluation.to_json() for evaluation in self.evaluations},
+            "environments": {
+                evaluation.environment: evaluation.to_json() for evaluation in self.evaluations
+            },
         }
 
 
@@ -84,7 +88,8 @@ class CalledCompletion(Completion):
 
 @dataclass(frozen=True)
 class EndpointPolicy:
-    """`TurnPolicy` of an endpoint: it gets prompts as text or messages, and records tokens where it returns their ids.
+    """`TurnPolicy` of an endpoint: it gets prompts as text or messages, and records tokens where it
+    returns their ids.
 
     `client` is the module through which code inside the episodes asks the same model.
     """
@@ -104,7 +109,9 @@ class EndpointPolicy:
     def open_group(self, turn: TurnRequest, n: int) -> None:
         """Not every endpoint takes `n`."""
 
-    def with_tools(self, prompt: Prompt, tools: EpisodeTools) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
+    def with_tools(
+        self, prompt: Prompt, tools: EpisodeTools
+    ) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
         if isinstance(prompt, str):
             return with_instructions(prompt, tools.definitions, tools.how_to_call), {}, {}
         return prompt, {}, {"tools": tools}
@@ -112,21 +119,35 @@ class EndpointPolicy:
     def tool_calls(self, completion: Completion, tools: EpisodeTools) -> ParsedCalls:
         if isinstance(completion, CalledCompletion):
             return completion.calls
-        if tools.formats == "auto" or not (formats := [form for form in tools.formats if form != "own"]):
+        if tools.formats == "auto" or not (
+            formats := [form for form in tools.formats if form != ("own")]
+        ):
             return parse_tool_calls(completion.text, tools.definitions)
         return parse_tool_calls(completion.text, tools.definitions, formats)
 
     def after_calls(
-        self, prompt: Prompt, completion: Completion, notes: Sequence[Mapping[str, Any]], tools: EpisodeTools
+        self,
+        prompt: Prompt,
+        completion: Completion,
+        notes: Sequence[Mapping[str, Any]],
+        tools: EpisodeTools,
     ) -> Prompt:
         if isinstance(prompt, str):
-            return f"{prompt}{completion.text}\n" + "".join(f"RESULT: {note['text']}\n" for note in notes)
+            return f"{prompt}{completion.text}\n" + "".join(
+                f"RESULT: {note['text']}\n" for note in notes
+            )
         answer: dict[str, Any] = {"role": "assistant", "content": completion.text}
-        if any(call.raw_text for call in self.tool_calls(completion, tools)):  # they stand in the text
-            return (*prompt, answer, {"role": "user", "content": "\n".join(note["text"] for note in notes)})
+        # they stand in the text
+        if any(call.raw_text for call in self.tool_calls(completion, tools)):
+            return (
+                *prompt,
+                answer,
+                {"role": "user", "content": "\n".join(note["text"] for note in notes)},
+            )
         ids = [f"call_{len(prompt)}_{number}" for number in range(len(notes))]
         answer["tool_calls"] = [
-            {"id": name, "type": "function", "function": _function(note)} for name, note in zip(ids, notes, strict=True)
+            {"id": name, "type": "function", "function": _function(note)}
+            for name, note in zip(ids, notes, strict=True)
         ]
         results = [
             {"role": "tool", "tool_call_id": name, "content": note["text"]}
@@ -134,7 +155,9 @@ class EndpointPolicy:
         ]
         return (*prompt, answer, *results)
 
-    async def sample(self, turn: TurnRequest, sequences: list[SequenceRecorder], last: LastTurn | None) -> Completion:
+    async def sample(
+        self, turn: TurnRequest, sequences: list[SequenceRecorder], last: LastTurn | None
+    ) -> Completion:
         """Raises EndpointError."""
         template_kwargs = {**self.template_kwargs, **turn.config.chat_template_kwargs}
         optional = {
@@ -178,7 +201,9 @@ class EndpointPolicy:
         sequences: list[SequenceRecorder],
     ) -> Completion:
         """The endpoint takes the calls out of the text, and returns no tokens of such an answer."""
-        [(text, calls)] = await self.backend.generate_with_tools([prompt], definitions, "auto", params)
+        [(text, calls)] = await self.backend.generate_with_tools(
+            [prompt], definitions, "auto", params
+        )
         sequences.append(SequenceRecorder(()))
         return CalledCompletion(
             index=0,
@@ -194,7 +219,8 @@ class EndpointPolicy:
 
 
 def _function(note: Mapping[str, Any]) -> dict[str, str]:
-    """Return a call as OpenAI's API has it; a malformed one has no name and arguments that were no object."""
+    """Return a call as OpenAI's API has it; a malformed one has no name and arguments that were
+    no object."""
     arguments = note["arguments"] if isinstance(note["arguments"], dict) else {}
     return {"name": note["name"] or "unreadable", "arguments": json.dumps(arguments)}
 
@@ -214,11 +240,16 @@ def evaluate_here(config: Config, max_in_flight: int) -> Result:
             adapter=inference.adapter,
             template_kwargs=config.model.chat_template_kwargs,
         )
-        limit, first = "rl_training.atropos.max_token_length", [each.tasks[:PROMPTS] for each in problems]
+        limit, first = (
+            "rl_training.atropos.max_token_length",
+            [each.tasks[:PROMPTS] for each in problems],
+        )
         check_room([each.source for each in problems], policy, limit, first)
         started = time.monotonic()
         evaluations = asyncio.run(_answer(config, problems, policy, inference, max_in_flight))
-    name = config.model.base_path + (f" + {config.model.lora_path}" if config.model.lora_path else "")
+    name = config.model.base_path + (
+        (f" + {config.model.lora_path}") if config.model.lora_path else ""
+    )
     return Result(name, config, evaluations, time.monotonic() - started)
 
 
@@ -229,13 +260,19 @@ def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight
     """
     key = config.resolve_api_key()
 
-    async def answer(inference: InferenceModule, problems: list[ProblemSet]) -> tuple[list[Evaluation], int]:
+    async def answer(
+        inference: InferenceModule, problems: list[ProblemSet]
+    ) -> tuple[list[Evaluation], int]:
         backend = OpenAIBackend(
-            name, url, lambda base: OpenAIEndpoint(base, key, retries=RETRIES, max_in_flight=max_in_flight)
+            name,
+            url,
+            lambda base: OpenAIEndpoint(base, key, retries=RETRIES, max_in_flight=max_in_flight),
         )
         policy = EndpointPolicy(backend, inference, config.model.chat_template_kwargs)
         try:
-            return await _answer(config, problems, policy, inference, max_in_flight), backend.completion_tokens
+            return await _answer(
+                config, problems, policy, inference, max_in_flight
+            ), backend.completion_tokens
         finally:
             await backend.aclose()
 
@@ -267,7 +304,9 @@ def _problems(config: Config) -> Iterator[list[ProblemSet]]:
     """Yield the problems, with the tools of their episodes as long as the context lasts."""
     count = config.evaluation.problems
     if not count:
-        raise ConfigError("evaluation.problems is 0: set with --problems how many of each environment to answer")
+        raise ConfigError(
+            "evaluation.problems is 0: set with --problems how many of each environment to answer"
+        )
     tools = open_tools(config.tools)
     try:
         problems = draw_problems(build_evaluated(config, tools=tools), count)
@@ -289,11 +328,17 @@ async def _answer(
     for environment in problems:
         environment.source.attach(inference)
     settings = config.evaluation
-    answers = sum(len(environment.tasks) for environment in problems) * (settings.greedy + settings.samples)
+    answers = sum(len(environment.tasks) for environment in problems) * (
+        settings.greedy + settings.samples
+    )
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("answering", total=answers)
         evaluations = await evaluate(
-            policy, problems, settings, max_in_flight=max_in_flight, answered=lambda: progress.advance(task)
+            policy,
+            problems,
+            settings,
+            max_in_flight=max_in_flight,
+            answered=lambda: progress.advance(task),
         )
     if all(evaluation.failed for evaluation in evaluations):
         raise EnvironmentFailedError(f"every answer failed: {evaluations[0].first_error}")
@@ -310,14 +355,19 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         table.add_column(name, justify="left" if name in ("environment", "metric") else "right")
     for environment, part in result["environments"].items():
         numbers = part["numbers"]
-        shown = [metric for metric in numbers if f"{metric}_low" in numbers] or ["every answer failed"]
+        shown = [metric for metric in numbers if f"{metric}_low" in numbers] or [
+            ("every answer failed")
+        ]
         for metric in shown:
             value, low, high = (numbers.get(f"{metric}{end}") for end in ("", "_low", "_high"))
             cells = ("–", "–") if value is None else (f"{value:.3f}", f"{low:.3f} to {high:.3f}")
             counts = (str(numbers["problems"]), str(numbers["errors"]))
             table.add_row(Text(environment), Text(metric), *cells, *counts)
     console.print(table)
-    console.print("intervals: Wilson's for shares of right answers, else a bootstrap over the problems", style="dim")
+    console.print(
+        "intervals: Wilson's for shares of right answers, else a bootstrap over the problems",
+        style=("dim"),
+    )
 
 
 def write(result: Result, output: Path) -> None:
@@ -332,16 +382,29 @@ def write(result: Result, output: Path) -> None:
     rows = list(_rows(result.evaluations))
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(output / SAMPLES_FILE, lines.encode("utf-8", "replace"))
-    note = f"The first {ON_PAGE} of {len(rows)} answers." if len(rows) > ON_PAGE else f"All {len(rows)} answers."
-    write_page(output / SAMPLES_PAGE, f"Evaluation of {result.model}", map(_shown, rows[:ON_PAGE]), note=note)
-    write_atomically(output / RESULTS_FILE, (json.dumps(result.to_json(), indent=1) + "\n").encode())
+    note = (
+        (f"The first {ON_PAGE} of {len(rows)} answers.")
+        if len(rows) > ON_PAGE
+        else f"All {len(rows)} answers."
+    )
+    write_page(
+        output / SAMPLES_PAGE,
+        f"Evaluation of {result.model}",
+        map(_shown, rows[:ON_PAGE]),
+        note=note,
+    )
+    write_atomically(
+        output / RESULTS_FILE, (json.dumps(result.to_json(), indent=1) + "\n").encode()
+    )
 
 
 def _rows(evaluations: Sequence[Evaluation]) -> Iterator[dict[str, Any]]:
     """Yield every answer as a line of samples.jsonl."""
     for evaluation in evaluations:
         for number, problem in enumerate(evaluation.problems, 1):
-            ways = ["greedy"] * (problem.greedy is not None) + [f"sample {i + 1}" for i in range(len(problem.sampled))]
+            ways = ["greedy"] * (problem.greedy is not None) + [
+                f"sample {i + 1}" for i in range(len(problem.sampled))
+            ]
             for which, answer in zip(ways, problem.answers, strict=True):
                 yield {
                     "environment": evaluation.environment,
@@ -362,22 +425,35 @@ def _shown(row: Mapping[str, Any]) -> Shown:
     expected = "" if row["expected"] is None else f"expected: {row['expected']}"
     notes = tuple(note for note in (expected, row["stop_reason"], row["error"]) if note)
     heading = f"{row['environment']}, problem {row['number']}"
-    return Shown(heading, row["which"], row["reward"], notes, row["prompt"], row["completion"], row["scores"])
+    return Shown(
+        heading,
+        row["which"],
+        row["reward"],
+        notes,
+        row["prompt"],
+        row["completion"],
+        row[("scores")],
+    )
 
 
 # ---------------------------------------------------------------------- comparison
 
 
 def compare(a: Path, b: Path, console: Console) -> None:
-    """Print how B differs from A over the problems that both answered. Raises ConfigError: no results, none shared."""
+    """Print how B differs from A over the problems that both answered. Raises ConfigError: no
+    results, none shared."""
     first, second = _load(a), _load(b)
     comparisons = report.compare(first, second)
     if not comparisons:
-        raise ConfigError(f"{a} and {b} share no problem: were they made with the same environments?")
+        raise ConfigError(
+            f"{a} and {b} share no problem: were they made with the same environments?"
+        )
     title = f"A: {first['model']} ({a})\nB: {second['model']} ({b})"
     console.print(report.accuracy_table(comparisons, title, ("A", "B", "B - A")))
     console.print(Text(report.verdict(comparisons, "A", "B")))
-    console.print("interval: paired bootstrap over the problems; p: exact McNemar test", style="dim")
+    console.print(
+        "interval: paired bootstrap over the problems; p: exact McNemar test", style=("dim")
+    )
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -385,7 +461,9 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--compare {path}: {file} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(
+            f"--compare {path}: {file} cannot be read: {error.strerror or error}"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"--compare {path}: {file} is not JSON: {error}") from error
     if not isinstance(result, dict) or not {"model", "environments"} <= set(result):

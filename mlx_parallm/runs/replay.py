@@ -1,9 +1,13 @@
-"""`mlx_parallm replay`: trains again on the rollouts of a run, without generating: other settings, same data.
+"""`mlx_parallm replay`: trains again on the rollouts of a run, without generating: other settings,
+same data.
 
-    run directory ─► its configuration, the checkpoint it starts from, its rollout store (reads only)
-        each variant: model → trainer → steps on the groups that the run's steps took → a directory of its own → table
+    run directory ─► its configuration, the checkpoint it starts from, its rollout store (reads
+    only)
+        each variant: model → trainer → steps on the groups that the run's steps took → a directory
+        of its own → table
 
-What a variant would have sampled is not known: after its first update it learns from another policy's answers.
+What a variant would have sampled is not known: after its first update it learns from another
+policy's answers.
 """
 
 import math
@@ -27,7 +31,13 @@ from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.factory import build_buffer, build_trainer
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory, find_run
+from mlx_parallm.rl_training.run_directory import (
+    CONFIG_FILE,
+    FINAL,
+    STORE_FILE,
+    RunDirectory,
+    find_run,
+)
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.policy import read_tensors
@@ -37,11 +47,22 @@ from mlx_parallm.system.terminal import Console
 from mlx_parallm.types import RolloutGroup
 
 CAVEAT = (
-    "The rollouts are the run's: from its second update on a variant learns from answers that it would not have given."
-    " Losses, gradients, clipping and speed can be compared; what it would have earned, only a run of its own shows."
+    "The rollouts are the run's: from its second update on a variant learns from answers that it"
+    " would not have given."
+    " Losses, gradients, clipping and speed can be compared; what it would have earned, only a"
+    " run of its own shows."
 )
 SHOWN = (
-    *("loss", "policy_loss", "kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm", "update_norm"),
+    *(
+        "loss",
+        "policy_loss",
+        "kl",
+        "entropy",
+        "clip_fraction",
+        "ratio_mean",
+        "grad_norm",
+        ("update_norm"),
+    ),
     *("weights_moved", "tokens", "optimizer_updates", "skipped_steps", "time_train_s"),
 )
 """Metrics of the table, as far as they are known; means over the replayed steps."""
@@ -82,7 +103,8 @@ def replay(
         steps: at most so many.
         progress: called with a line after each step.
 
-    Raises ConfigError: no run, another model, data or environment, nothing to replay, tokens that are not kept.
+    Raises ConfigError: no run, another model, data or environment, nothing to replay, tokens that
+    are not kept.
     CheckpointError: no such step, or one that does not fit the variant. ModelError: as training.
     """
     run = find_run(path)
@@ -93,9 +115,15 @@ def replay(
     if not (run / STORE_FILE).is_file():
         raise ConfigError(f"{run} has no {STORE_FILE}: there are no rollouts to replay")
     with closing(RolloutStore(run / STORE_FILE, read_only=True)) as store:
-        lines = [line for line in MetricsFile(run / METRICS_FILE).read() if line["step"] > first][:steps]
+        lines = [line for line in MetricsFile(run / METRICS_FILE).read() if line["step"] > first][
+            :steps
+        ]
         if not lines:
-            raise ConfigError(f"{run}: no recorded step after step {first}: nothing to replay (--from an earlier one)")
+            raise ConfigError(
+                f"{run}: no recorded step after step {first}: nothing to replay (--from an"
+                " earlier"
+                " one)"
+            )
         taken = {line["step"]: _kept(store, run, line["step"]) for line in lines}
         quantize = saved.rl_training.lora.enabled and saved.rl_training.lora.quantize_base
         check_model(saved.model, train=True, quantize=quantize)
@@ -111,7 +139,12 @@ class _Player:
     """One variant: its own policy, optimizer and algorithm, from the checkpoint on."""
 
     def __init__(
-        self, loaded: LoadedModel, config: Config, checkpoint: Path | None, saved: Config, store: RolloutStore
+        self,
+        loaded: LoadedModel,
+        config: Config,
+        checkpoint: Path | None,
+        saved: Config,
+        store: RolloutStore,
     ) -> None:
         self._config, training = config, config.rl_training
         initial = None if checkpoint else initial_adapter(config)
@@ -132,9 +165,14 @@ class _Player:
         self._buffer = build_buffer(_Stored(store), versions, self._trainer, training)
 
     def play(
-        self, run: Path, lines: Sequence[Line], taken: Mapping[int, Sequence[str]], progress: Callable[[str], object]
+        self,
+        run: Path,
+        lines: Sequence[Line],
+        taken: Mapping[int, Sequence[str]],
+        progress: Callable[[str], object],
     ) -> tuple[Path, list[Line]]:
-        """Trains a step for each line; leaves config.toml, metrics.jsonl and the result as `final`."""
+        """Trains a step for each line; leaves config.toml, metrics.jsonl and the result as
+        `final`."""
         directory = RunDirectory.hold(_free_name(run))
         with closing(directory):
             directory.write_config(self._config)
@@ -152,7 +190,11 @@ class _Player:
             key: line[key] for key in line if key.startswith("rewards/")
         }
         carried.pop("parts", None)
-        numbers = {"step": line["step"], "policy_version": line["policy_version"], "time_train_s": result.seconds}
+        numbers = {
+            "step": line["step"],
+            "policy_version": line["policy_version"],
+            "time_train_s": result.seconds,
+        }
         return complete({**carried, **result.metrics, **numbers})
 
     def _batch(self, step: int, group_ids: Sequence[str]) -> TrainBatch:
@@ -168,7 +210,9 @@ class _Stored:
     def __init__(self, store: RolloutStore) -> None:
         self._store = store
 
-    def waiting(self, limit: int | None = None, *, exclude: Collection[str] = ()) -> list[RolloutGroup]:
+    def waiting(
+        self, limit: int | None = None, *, exclude: Collection[str] = ()
+    ) -> list[RolloutGroup]:
         return []
 
     def groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]:
@@ -191,9 +235,13 @@ class _Stored:
 
 
 def _variant(run: Path, overrides: Sequence[str], saved: Config) -> Config:
-    """Raises ConfigError: a key that the stored tokens depend on, an algorithm that learns from no rollouts."""
+    """Raises ConfigError: a key that the stored tokens depend on, an algorithm that learns from
+    no rollouts."""
     config = load_config(run / CONFIG_FILE, list(overrides), saved=True)
-    sections = {"model": config.model != saved.model, "environments": config.environments != saved.environments}
+    sections = {
+        "model": config.model != saved.model,
+        "environments": config.environments != saved.environments,
+    }
     for section, differs in sections.items():
         if differs:
             raise ConfigError(
@@ -201,9 +249,14 @@ def _variant(run: Path, overrides: Sequence[str], saved: Config) -> Config:
                 f" {saved.model.base_path} and its environments. What may is rl_training.*"
             )
     if config.rl_training.lora.quantize_base != saved.rl_training.lora.quantize_base:
-        raise ConfigError("rl_training.lora.quantize_base may not change: the rollouts are of the base as it was")
+        raise ConfigError(
+            "rl_training.lora.quantize_base may not change: the rollouts are of the base as it was"
+        )
     if make_algorithm(config.rl_training).on_data:
-        raise ConfigError(f"rl_training.algorithm = {config.rl_training.algorithm} learns from rows, not from rollouts")
+        raise ConfigError(
+            f"rl_training.algorithm = {config.rl_training.algorithm} learns from rows, not from"
+            " rollouts"
+        )
     return config
 
 
@@ -229,7 +282,8 @@ def _kept(store: RolloutStore, run: Path, step: int) -> list[str]:
         store.groups(group_ids)
     except StoreError as error:
         raise ConfigError(
-            f"the rollouts of step {step} are not kept any more ({error}). Start later with --from; [rollouts] keep and"
+            f"the rollouts of step {step} are not kept any more ({error}). Start later with"
+            " --from; [rollouts] keep and"
             f" max_gb say how many a run keeps, and mlx_parallm rollouts {run} what is there"
         ) from error
     return group_ids
@@ -237,7 +291,9 @@ def _kept(store: RolloutStore, run: Path, step: int) -> list[str]:
 
 def _free_name(run: Path) -> Path:
     number = 1
-    while (path := run.with_name(f"{run.name}-replay{'' if number == 1 else f'-{number}'}")).exists():
+    while (
+        path := run.with_name(f"{run.name}-replay{'' if number == 1 else f'-{number}'}")
+    ).exists():
         number += 1
     return path
 
@@ -252,7 +308,8 @@ def show(found: Replay, console: Console) -> None:
         table.add_column(name, justify="right", overflow="fold")
     columns = [found.run, *(variant.lines for variant in found.variants)]
     extra = {key for lines in columns for key in lines[0]} - {*SHOWN} - {*complete({})}
-    evaluated = {key for key in extra if key.startswith(PREFIX)}  # a replay samples nothing, held-out answers neither
+    # a replay samples nothing, held-out answers neither
+    evaluated = {key for key in extra if key.startswith(PREFIX)}
     for key in (*SHOWN, *sorted(extra - evaluated)):
         means = [_mean(lines, key) for lines in columns]
         if any(mean is not None for mean in means):
@@ -264,5 +321,9 @@ def show(found: Replay, console: Console) -> None:
 
 
 def _mean(lines: Sequence[Line], key: str) -> float | None:
-    values = [line[key] for line in lines if isinstance(line.get(key), int | float) and line[key] is not None]
+    values = [
+        line[key]
+        for line in lines
+        if isinstance(line.get(key), int | float) and line[key] is not None
+    ]
     return math.fsum(values) / len(values) if values else None

@@ -1,11 +1,13 @@
-"""`mlx_parallm rollouts`: the answers of a run, and what became of them. Reads only. `rollouts_text.py` prints.
+"""`mlx_parallm rollouts`: the answers of a run, and what became of them. Reads only.
+`rollouts_text.py` prints.
 
     rows      single answers: newest, worst or best first, filtered
     show      one group, or one answer of it, as a whole
     counts    groups by environment and state, by policy version; why groups were dropped or refused
     rejects   the quarantine with its reasons
 
-Advantages are in no file: they are computed with the trainer's function and the run's configuration.
+Advantages are in no file: they are computed with the trainer's function and the run's
+configuration.
 """
 
 import math
@@ -25,7 +27,13 @@ from mlx_parallm.errors import ConfigError, ModelError, StoreError
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advantages
 from mlx_parallm.rl_training.monitor.samples import Readable, without_template
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory, find_run
+from mlx_parallm.rl_training.run_directory import (
+    CONFIG_FILE,
+    FINAL,
+    STORE_FILE,
+    RunDirectory,
+    find_run,
+)
 from mlx_parallm.rollout_store.store import GroupRecord, RolloutStore
 from mlx_parallm.types import BETWEEN, Rollout, RolloutGroup
 
@@ -37,7 +45,8 @@ Range = tuple[float | None, float | None]
 """First and last value, both included; None = no bound."""
 EVERY: Range = (None, None)
 Advantage = float | tuple[float, float] | None
-"""Of one answer: one number for all of its tokens, or the lowest and the highest. None: it is not known."""
+"""Of one answer: one number for all of its tokens, or the lowest and the highest. None: it is
+not known."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,8 @@ class Answers:
     def __init__(self, path: Path) -> None:
         self.run, self._store = _open(path)
         self._config, self._texts = _config(self.run), _Texts(self.run)
-        self._advantages_of: tuple[str, tuple[Advantage, ...] | None] = ("", None)  # of the last group
+        # of the last group
+        self._advantages_of: tuple[str, tuple[Advantage, ...] | None] = ("", None)
         self._lost = Counter[str]()
         self._fault: str | None = None
 
@@ -94,27 +104,47 @@ class Answers:
 
     @property
     def notes(self) -> list[str]:
-        notes = [f"not shown: {count} groups, because {reason}" for reason, count in self._lost.items()]
+        notes = [
+            f"not shown: {count} groups, because {reason}" for reason, count in self._lost.items()
+        ]
         if not self._texts.known:
-            notes.append("no text is shown: the tokenizer of the run's model is not on this machine")
+            notes.append(
+                "no text is shown: the tokenizer of the run's model is not on this machine"
+            )
         if self._trained_by_clients:
-            notes.append("rewards are inferred: an answer's advantage less the lowest one of its group")
+            notes.append(
+                "rewards are inferred: an answer's advantage less the lowest one of its group"
+            )
         if self._fault:
             notes.append(f"advantages are not known: {self._fault}")
         elif self._changed_later:
-            notes.append("advantages are those within a group; the trainer changes them over the batch of a step")
+            notes.append(
+                "advantages are those within a group; the trainer changes them over the batch"
+                " of"
+                " a step"
+            )
         return notes
 
     def rows(self, wanted: Wanted) -> Iterator[dict[str, Any]]:
-        """Yield a row for each answer. Raises ConfigError: no such environment; no tokenizer to search texts with."""
+        """Yield a row for each answer. Raises ConfigError: no such environment; no tokenizer to
+        search texts with."""
         self._lost.clear()
         known = {line.environment for line in self._store.accounts()}
         if wanted.environment is not None and wanted.environment not in known:
-            raise ConfigError(f"no environment {wanted.environment!r}; there are {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"no environment {wanted.environment!r}; there are {', '.join(sorted(known))}"
+            )
         if wanted.text is not None and not self._texts.known:
-            raise ConfigError("answers cannot be searched: the tokenizer of the run's model is not on this machine")
+            raise ConfigError(
+                "answers cannot be searched: the tokenizer of the run's model is not on this"
+                " machine"
+            )
         found = (answer for answer in self._newest(wanted) if self._fits(answer, wanted))
-        chosen = found if wanted.order == "newest" else self._sorted(found, best=wanted.order == "best")
+        chosen = (
+            found
+            if wanted.order == ("newest")
+            else self._sorted(found, best=wanted.order == "best")
+        )
         return map(self._row, islice(chosen, wanted.limit))
 
     def show(self, wanted: str) -> dict[str, Any]:
@@ -123,8 +153,8 @@ class Answers:
         Args:
             wanted: the group's id or the beginning of it; with `#n` only its n-th answer, from 0.
 
-        Texts are None when the run's tokenizer is not on this machine, and `rollouts` when the group's tokens are lost.
-        Raises StoreError: none or several such groups; no such answer.
+        Texts are None when the run's tokenizer is not on this machine, and `rollouts` when the
+        group's tokens are lost. Raises StoreError: none or several such groups; no such answer.
         """
         try:
             record, number = self._store.find(wanted), None
@@ -133,16 +163,26 @@ class Answers:
             if not separator or not digits.isdecimal():
                 raise
             record, number = self._store.find(group_id), int(digits)
-        result = {"run": self.run.name} | _record_values(record) | {"why": self._why(record), "lost": record.lost}
+        result = (
+            {"run": self.run.name}
+            | _record_values(record)
+            | {"why": self._why(record), "lost": record.lost}
+        )
         group = record.group
         if group is None:
             return result | {"rollouts": None}
         if number is not None and number >= len(group.rollouts):
-            raise StoreError(f"group {group.group_id} has rollouts 0 to {len(group.rollouts) - 1}, no {number}")
+            raise StoreError(
+                f"group {group.group_id} has rollouts 0 to {len(group.rollouts) - 1}, no {number}"
+            )
         chosen = range(len(group.rollouts)) if number is None else [number]
         answers = [_Answer(record, group, number) for number in chosen]
         rollouts = [self._row(answer) | self._texts.whole(answer.rollout) for answer in answers]
-        return result | {"index": group.index, "metadata": dict(group.metadata), "rollouts": rollouts}
+        return result | {
+            "index": group.index,
+            "metadata": dict(group.metadata),
+            "rollouts": rollouts,
+        }
 
     def counts(self) -> dict[str, Any]:
         """Count the groups of the run."""
@@ -158,7 +198,11 @@ class Answers:
                 | dict.fromkeys((*STATES, "sequences", "pruned"), 0)
                 | {"received_first": line.received_first, "received_last": line.received_last},
             )
-            for name, number in ((line.state, line.groups), ("sequences", line.sequences), ("pruned", line.pruned)):
+            for name, number in (
+                (line.state, line.groups),
+                ("sequences", line.sequences),
+                ("pruned", line.pruned),
+            ):
                 entry[name] += number
             entry["received_first"] = min(entry["received_first"], line.received_first)
             entry["received_last"] = max(entry["received_last"], line.received_last)
@@ -170,14 +214,19 @@ class Answers:
             "environments": list(environments.values()),
             "versions": [
                 {"version": version} | {state: versions[version][state] for state in STATES}
-                for version in sorted(versions, key=lambda version: -1 if version is None else version)
+                for version in sorted(
+                    versions, key=lambda version: -1 if version is None else version
+                )
             ],
             "dropped": self._store.drop_reasons(),
-            "rejected": [{"source": s, "reason": reason, "groups": n} for (s, reason), n in refused.items()],
+            "rejected": [
+                {"source": s, "reason": reason, "groups": n} for (s, reason), n in refused.items()
+            ],
         }
 
     def rejects(self, limit: int) -> list[dict[str, Any]]:
-        """Return the newest entries of the quarantine, newest first; `payload` is what was sent, where it was kept."""
+        """Return the newest entries of the quarantine, newest first; `payload` is what was sent,
+        where it was kept."""
         entries = [asdict(entry) for entry in self._store.rejects(limit)]
         return [entry | {"payload": _json_value(entry["payload"])} for entry in entries]
 
@@ -196,7 +245,10 @@ class Answers:
             if record.group is None:
                 self._lost[str(record.lost)] += 1
                 continue
-            yield from (_Answer(record, record.group, number) for number in range(len(record.group.rollouts)))
+            yield from (
+                _Answer(record, record.group, number)
+                for number in range(len(record.group.rollouts))
+            )
 
     def _fits(self, answer: _Answer, wanted: Wanted) -> bool:
         lowest, highest = wanted.rewards
@@ -209,7 +261,11 @@ class Answers:
         """Keep the ids of all of them in memory, and the tokens of one."""
         last = -math.inf if best else math.inf
         keys = [
-            (last if math.isnan(answer.reward) else answer.reward, answer.record.group_id, answer.number)
+            (
+                last if math.isnan(answer.reward) else answer.reward,
+                answer.record.group_id,
+                answer.number,
+            )
             for answer in answers
         ]
         keys.sort(key=itemgetter(0), reverse=best)
@@ -248,14 +304,27 @@ class Answers:
         if record.state != "waiting":
             return f"dropped by step {record.step}: {record.reason}"
         keeps = self._config is not None and not self._config.rl_training.dynamic_sampling
-        constant = record.group is not None and self._advantages(record) is None and not self._fault and not keeps
+        constant = (
+            record.group is not None
+            and self._advantages(record) is None
+            and not self._fault
+            and not keeps
+        )
         if self._trained_by_clients:
             return "sampled; no step has trained on it yet"
         if self._left_over:
             why = "left over: the run made its last step without it"
             return f"{why}, and nothing could be learned from it (no variance)" if constant else why
-        waits = "waits for a step" if self._running else "waits: the run is stopped; --resume takes it to a step"
-        return f"{waits}, which will drop it: nothing can be learned from it (no variance)" if constant else waits
+        waits = (
+            ("waits for a step")
+            if self._running
+            else "waits: the run is stopped; --resume takes it to a step"
+        )
+        return (
+            (f"{waits}, which will drop it: nothing can be learned from it (no variance)")
+            if constant
+            else waits
+        )
 
     @property
     def _trained_by_clients(self) -> bool:
@@ -275,22 +344,30 @@ class Answers:
         shaping = self._learning[1]
         if rollout.zero_advantage:
             return "; not trained on: its environment marked it (zero_advantage)"
-        return "; not trained on: it was cut off (mask_truncated)" if shaping.leaves_out(rollout) else ""
+        return (
+            ("; not trained on: it was cut off (mask_truncated)")
+            if shaping.leaves_out(rollout)
+            else ""
+        )
 
     # ------------------------------------------------------------------ advantages
 
     @cached_property
     def _learning(self) -> tuple[Estimator, Shaping]:
-        """What the trainer computes advantages with; without the configuration, what is in no need of it."""
+        """What the trainer computes advantages with; without the configuration, what is in no
+        need of it."""
         try:
             training = load_config(self.run / CONFIG_FILE, saved=True).rl_training
-            if is_reference(training.loss or ""):  # advantages need no loss: perhaps only another program has it
+            # advantages need no loss: perhaps only another program has it
+            if is_reference(training.loss or ""):
                 training = training.model_copy(update={"loss": "reinforce"})
-            from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping  # here: it loads MLX
+            # here: it loads MLX
+            from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
 
             algorithm = make_algorithm(training)
             return algorithm.advantages, make_shaping(training, algorithm)
-        except ConfigError as error:  # no configuration, or a function of the user's that is not here any more
+        # no configuration, or a function of the user's that is not here any more
+        except ConfigError as error:
             self._fault = str(error)
             return lambda rewards: None, PLAIN
 
@@ -303,7 +380,8 @@ class Answers:
         return training.algorithm == "ppo" or training.advantage_whiten or kl_in_reward
 
     def _advantages(self, record: GroupRecord) -> tuple[Advantage, ...] | None:
-        """Return one for each answer; None: there is nothing to learn from the group, or it was dropped."""
+        """Return one for each answer; None: there is nothing to learn from the group, or it was
+        dropped."""
         if record.group is None or record.state not in ("waiting", "taken"):
             return None
         if self._trained_by_clients and record.group.advantages is None:
@@ -337,21 +415,25 @@ def newest_version(rollout: Rollout) -> int | None:
 
 
 class _Texts:
-    """The texts of rollouts, with the tokenizer of the run's model if it is on this machine; downloads nothing."""
+    """The texts of rollouts, with the tokenizer of the run's model if it is on this machine;
+    downloads nothing."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
 
     @cached_property
     def _tokenizer(self) -> Any:
-        from mlx_parallm.models.loading import load_tokenizer, resolve_model_path  # here: it loads MLX
+        # here: it loads MLX
+        from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 
         config = _config(self._run)
         try:
             if config is None:
                 return None
             model = config.model
-            path = resolve_model_path(model.base_path, model.revision, fetch=False, dtype=model.dtype)
+            path = resolve_model_path(
+                model.base_path, model.revision, fetch=False, dtype=model.dtype
+            )
             return load_tokenizer(path, model)
         except (ConfigError, ModelError):
             return None
@@ -363,11 +445,13 @@ class _Texts:
     @cached_property
     def _readable(self) -> Readable:
         config = _config(self._run)
-        return without_template(self._tokenizer, config.model.chat_template_kwargs if config else {})
+        return without_template(
+            self._tokenizer, config.model.chat_template_kwargs if config else {}
+        )
 
     def of(self, rollout: Rollout) -> tuple[str, str]:
-        """Return prompt and answer as people read them, without the chat template. Between two turns, what the
-        environment said stands in ⟦ ⟧."""
+        """Return prompt and answer as people read them, without the chat template. Between two
+        turns, what the environment said stands in ⟦ ⟧."""
         prompt, *turns = _turns(rollout)
         asked, *texts = self._decode([prompt[1], *(tokens for _, tokens in turns)])
         shown = zip(turns, texts, strict=True)
@@ -375,14 +459,17 @@ class _Texts:
         return self._readable(asked), self._readable(answer)
 
     def whole(self, rollout: Rollout) -> dict[str, Any]:
-        """Return the turns of the conversation and the tokens of each segment, special tokens shown."""
+        """Return the turns of the conversation and the tokens of each segment, special tokens
+        shown."""
         decode: Any = self._decode if self.known else lambda parts: [None] * len(parts)
         prompt, *turns = _turns(rollout)
         roles = ["prompt", *("model" if own else "environment" for own, _ in turns)]
         texts = decode([prompt[1], *(part for _, part in turns)])
         return {
             "zero_advantage": rollout.zero_advantage,
-            "conversation": [{"role": role, "text": text} for role, text in zip(roles, texts, strict=True)],
+            "conversation": [
+                {"role": role, "text": text} for role, text in zip(roles, texts, strict=True)
+            ],
             "segments": [
                 {
                     "tokens": segment.tokens,
@@ -390,7 +477,9 @@ class _Texts:
                     "logprobs": segment.logprobs,
                     "policy_versions": segment.policy_versions,
                     "text": decode([segment.tokens])[0],
-                    "token_texts": self._tokenizer.token_texts(segment.tokens) if self.known else None,
+                    "token_texts": self._tokenizer.token_texts(segment.tokens)
+                    if self.known
+                    else None,
                 }
                 for segment in rollout.segments
             ],
@@ -403,15 +492,25 @@ class _Texts:
 
 
 def _turns(rollout: Rollout) -> list[tuple[bool, list[int]]]:
-    """(whether the policy sampled it, tokens) of the prompt, perhaps empty, and of each turn after it. Of a further
-    segment only what it does not share with the one before it."""
+    """(whether the policy sampled it, tokens) of the prompt, perhaps empty, and of each turn
+    after it. Of a further segment only what it does not share with the one before it."""
     turns: list[tuple[bool, list[int]]] = []
     before: Sequence[int] = ()
     for segment in rollout.segments:
-        new = next((i for i, pair in enumerate(zip(before, segment.tokens, strict=False)) if len({*pair}) > 1), None)
+        new = next(
+            (
+                i
+                for i, pair in enumerate(zip(before, segment.tokens, strict=False))
+                if len({*pair}) > 1
+            ),
+            None,
+        )
         new = min(len(before), len(segment.tokens)) if new is None else new
         marked = list(zip(segment.mask, segment.tokens, strict=True))[new:]
-        turns += [(bool(own), [token for _, token in part]) for own, part in groupby(marked, key=itemgetter(0))]
+        turns += [
+            (bool(own), [token for _, token in part])
+            for own, part in groupby(marked, key=itemgetter(0))
+        ]
         before = segment.tokens
     return turns if turns and not turns[0][0] else [(False, []), *turns]
 
@@ -443,9 +542,14 @@ def _open(path: Path) -> tuple[Path, RolloutStore]:
     run = find_run(path)
     config = _config(run)
     if config is not None and config.rl_training.algorithm in DATA_ALGORITHMS:
-        raise StoreError(f"{run}: {config.rl_training.algorithm} learns from rows of a file: there are no rollouts")
+        raise StoreError(
+            f"{run}: {config.rl_training.algorithm} learns from rows of a file: there are no"
+            " rollouts"
+        )
     if not (run / STORE_FILE).is_file():
-        raise StoreError(f"{run}: no {STORE_FILE}: nothing has arrived yet, or a run in Python, which keeps none")
+        raise StoreError(
+            f"{run}: no {STORE_FILE}: nothing has arrived yet, or a run in Python, which keeps none"
+        )
     return run, RolloutStore(run / STORE_FILE, read_only=True)
 
 

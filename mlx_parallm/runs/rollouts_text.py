@@ -41,7 +41,10 @@ def draw_rows(rows: Iterable[Json], answers: Answers) -> Iterator[RenderableType
     for note in answers.notes:
         yield Text(note, style="yellow")
     if not nothing:
-        yield Text("--show ID: one of them as a whole; --help: filters, --worst, --best, --counts", style="dim")
+        yield Text(
+            "--show ID: one of them as a whole; --help: filters, --worst, --best, --counts",
+            style=("dim"),
+        )
 
 
 def draw_group(values: Json) -> Iterator[RenderableType]:
@@ -49,7 +52,8 @@ def draw_group(values: Json) -> Iterator[RenderableType]:
     versions = "?" if first is None else str(first) if first == last else f"{first} to {last}"
     yield Text(f"{values['group_id']}: {values['why']}", style="bold")
     yield Text(
-        f"environment {values['environment']}, source {values['source']}, received {_time(values['received'])},"
+        f"environment {values['environment']}, source {values['source']}, received"
+        f" {_time(values['received'])},"
         f" policy version {versions}"
     )
     if values["rollouts"] is None:
@@ -68,7 +72,9 @@ def draw_group(values: Json) -> Iterator[RenderableType]:
         rows += [(turn["role"], turn["text"]) for turn in rollout["conversation"][one_prompt:]]
         yield from (_labelled(label, text) for label, text in rows if text)
     if len(values["rollouts"]) > 1:
-        yield Text(f"\n--show '{values['group_id']}#0': its first answer, token by token", style="dim")
+        yield Text(
+            f"\n--show '{values['group_id']}#0': its first answer, token by token", style=("dim")
+        )
         return
     segments = values["rollouts"][0]["segments"]
     for number, segment in enumerate(segments, 1):
@@ -90,15 +96,22 @@ def draw_counts(values: Json) -> Iterator[RenderableType]:
         )
         yield Text("")
         yield _table(
-            (*names, "last received"), [[*(e[name] for name in names), _time(e["received_last"])] for e in entries]
+            (*names, "last received"),
+            [[*(e[name] for name in names), _time(e["received_last"])] for e in entries],
         )
-        rows = [["?" if e["version"] is None else e["version"], *(e[state] for state in states)] for e in versions]
+        rows = [
+            [("?") if e["version"] is None else e["version"], *(e[state] for state in states)]
+            for e in versions
+        ]
         yield Text("")
         yield _table(("policy version", *states), rows[-SHOWN:])
         if len(rows) > SHOWN:
             yield Text(f"and {len(rows) - SHOWN} older versions (--json)", style="dim")
     yield from _reasons("dropped: why", list(values["dropped"].items()))
-    yield from _reasons("rejected: why", [(f"{e['source']}: {e['reason']}", e["groups"]) for e in values["rejected"]])
+    yield from _reasons(
+        "rejected: why",
+        [(f"{e['source']}: {e['reason']}", e["groups"]) for e in values[("rejected")]],
+    )
 
 
 def draw_rejects(entries: Sequence[Json]) -> Iterator[RenderableType]:
@@ -115,11 +128,15 @@ def draw_rejects(entries: Sequence[Json]) -> Iterator[RenderableType]:
 
 def _totals(values: Json) -> Text:
     counts = ", ".join(f"{number} {state}" for state, number in values["groups"].items() if number)
-    return Text(f"{values['run']}: groups: {counts or 'none'}; {values['size_bytes'] / 1e6:.1f} MB", style="bold")
+    return Text(
+        f"{values['run']}: groups: {counts or 'none'}; {values['size_bytes'] / 1e6:.1f} MB",
+        style=("bold"),
+    )
 
 
 def _facts(row: Json, *, ended: bool = False) -> Text:
-    """Return the numbers of an answer on one line; `ended`: also how long it is and what ended it."""
+    """Return the numbers of an answer on one line; `ended`: also how long it is and what ended
+    it."""
     reward = "–" if row["reward"] is None else f"{row['reward']:.4g}"
     facts = [f"reward {reward}", f"advantage {_advantage(row['advantage'])}"]
     if not ended:
@@ -159,9 +176,22 @@ def _tokens(segment: Json) -> Table:
     rows = []
     texts = segment["token_texts"] or [""] * len(segment["tokens"])
     for position, (token, mask) in enumerate(zip(segment["tokens"], segment["mask"], strict=True)):
-        logprob = "" if segment["logprobs"] is None or not mask else f"{segment['logprobs'][position]:.4f}"
+        logprob = (
+            ("")
+            if segment["logprobs"] is None or not mask
+            else f"{segment['logprobs'][position]:.4f}"
+        )
         text = repr(texts[position])[1:-1] if texts[position] else ""
-        rows.append([position, token, text, mask, logprob, segment["policy_versions"][position] if mask else ""])
+        rows.append(
+            [
+                position,
+                token,
+                text,
+                mask,
+                logprob,
+                segment["policy_versions"][position] if mask else (""),
+            ]
+        )
     return _table(("", "token", "text", "mask", "logprob", "version"), rows)
 
 
@@ -179,7 +209,9 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     for number, column in enumerate(columns):
         numeric = any(isinstance(row[number], int) for row in rows)
         free_text = column in ("environment", "source", "reason", "text") or column.endswith("why")
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=not free_text, overflow="fold")
+        table.add_column(
+            column, justify=("right") if numeric else "left", no_wrap=not free_text, overflow="fold"
+        )
     for row in rows:
         table.add_row(*(Text(str(value)) for value in row))
     return table

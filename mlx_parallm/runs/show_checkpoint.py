@@ -22,7 +22,8 @@ METRICS = ("reward_mean", "loss", "kl", "grad_norm", "learning_rate", "heldout_s
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Describe a step_* directory, a link to one, the newest of a run directory, or an adapter in PEFT's files.
+    """Describe a step_* directory, a link to one, the newest of a run directory, or an adapter in
+    PEFT's files.
 
     `problems`: what is damaged.
 
@@ -33,7 +34,11 @@ def describe(path: Path) -> dict[str, Any]:
         return _peft(checkpoint)
     problems: list[str] = []
     headers = dict(_headers(checkpoint, problems))
-    found: dict[str, Any] = {"path": str(checkpoint), "links": list(_links(checkpoint)), "problems": problems}
+    found: dict[str, Any] = {
+        "path": str(checkpoint),
+        "links": list(_links(checkpoint)),
+        "problems": problems,
+    }
     found |= _state(checkpoint, problems)
     found |= _weights(checkpoint, headers, problems)
     if not (checkpoint / OPTIMIZER_FILE).is_file():
@@ -55,9 +60,16 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     yield "state", "complete" if found["complete"] else "damaged: " + "; ".join(found["problems"])
     if found["step"] is not None:
-        partial = f" and {found['mini_batches']} mini-batches of the next" if found["mini_batches"] else ""
+        partial = (
+            (f" and {found['mini_batches']} mini-batches of the next")
+            if found["mini_batches"]
+            else ""
+        )
         served = "not served yet" if found["unpublished"] else "served"
-        yield "step", f"{found['step']}{partial}, policy version {found['policy_version']} ({served})"
+        yield (
+            "step",
+            (f"{found['step']}{partial}, policy version {found['policy_version']} ({served})"),
+        )
     yield "trained", f"{found['kind']}, {found['parameters']:,} numbers"
     if found["adapter"]:
         yield "adapter", ", ".join(f"{key} {value}" for key, value in found["adapter"].items())
@@ -84,16 +96,26 @@ def _find(path: Path) -> Path:
 
 
 def _peft(directory: Path) -> dict[str, Any]:
-    """Describe an adapter in PEFT's files: it has weights and settings, and nothing that a run continues from."""
+    """Describe an adapter in PEFT's files: it has weights and settings, and nothing that a run
+    continues from."""
     problems: list[str] = []
     header = dict(_headers(directory, problems)).get(PEFT_FILE, {})
     kind, settings = "adapter", dict[str, Any]()
     try:
         config = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         modules = config["target_modules"]
-        last = modules if isinstance(modules, str) else " ".join(sorted({name.rpartition(".")[2] for name in modules}))
+        last = (
+            modules
+            if isinstance(modules, str)
+            else " ".join(sorted({name.rpartition(".")[2] for name in modules}))
+        )
         base = config.get("base_model_name_or_path") or "unknown"
-        settings = {"rank": config["r"], "alpha": config["lora_alpha"], "modules": last, "base": base}
+        settings = {
+            "rank": config["r"],
+            "alpha": config["lora_alpha"],
+            "modules": last,
+            "base": base,
+        }
         kind = "DoRA" if config.get("use_dora") else "LoRA"
         check_peft(config, directory / ADAPTER_CONFIG)
     except AdapterError as error:
@@ -105,8 +127,18 @@ def _peft(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(
         ("step", "mini_batches", "policy_version", "unpublished", "score", "optimizer", "checksums")
     )
-    found |= {"path": str(directory), "links": [], "problems": problems, "metrics": {}, "complete": not problems}
-    found |= {"kind": f"{kind} in PEFT's format", "adapter": settings, "parameters": numbers_in(header)}
+    found |= {
+        "path": str(directory),
+        "links": [],
+        "problems": problems,
+        "metrics": {},
+        "complete": not problems,
+    }
+    found |= {
+        "kind": f"{kind} in PEFT's format",
+        "adapter": settings,
+        "parameters": numbers_in(header),
+    }
     return found | {"files": files, "bytes": sum(files.values())}
 
 
@@ -124,7 +156,8 @@ def _headers(checkpoint: Path, problems: list[str]) -> Iterator[tuple[str, dict[
 
 
 def _checksums(checkpoint: Path, problems: list[str]) -> str:
-    """Say whether all bytes are those that were written; add the changed files that `problems` does not name yet."""
+    """Say whether all bytes are those that were written; add the changed files that `problems`
+    does not name yet."""
     try:
         damaged = damaged_files(checkpoint)
     except CheckpointError as error:
@@ -133,13 +166,17 @@ def _checksums(checkpoint: Path, problems: list[str]) -> str:
     if damaged is None:
         return "there are none: an older version wrote it, or somebody removed them"
     problems += [
-        f"{name} is not what was written (SHA-256)" for name in damaged if not any(name in text for text in problems)
+        f"{name} is not what was written (SHA-256)"
+        for name in damaged
+        if not any(name in text for text in problems)
     ]
     return f"another one: {', '.join(damaged)}" if damaged else "every file is as it was written"
 
 
 def _state(checkpoint: Path, problems: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = dict.fromkeys(("step", "mini_batches", "policy_version", "unpublished", "score"))
+    found: dict[str, Any] = dict.fromkeys(
+        ("step", "mini_batches", "policy_version", "unpublished", ("score"))
+    )
     found |= {"optimizer_updates": None, "metrics": {}}
     try:
         state = TrainerState.read(checkpoint)
@@ -159,7 +196,9 @@ def _state(checkpoint: Path, problems: list[str]) -> dict[str, Any]:
     }
 
 
-def _weights(checkpoint: Path, headers: Mapping[str, dict[str, Any]], problems: list[str]) -> dict[str, Any]:
+def _weights(
+    checkpoint: Path, headers: Mapping[str, dict[str, Any]], problems: list[str]
+) -> dict[str, Any]:
     """Return the kind of weights, how many numbers they have, and an adapter's settings."""
     if ADAPTER_FILE in headers or (checkpoint / ADAPTER_CONFIG).exists():
         if ADAPTER_FILE not in headers:
@@ -188,13 +227,18 @@ def _optimizer(header: Mapping[str, Any] | None, updates: int | None) -> dict[st
         return {"name": None, "updates": updates, "bytes": 0}
     metadata = header.get("__metadata__") or {}  # MLX writes null where there is none
     name = metadata.get("optimizer", "adamw")  # the only one before it was written down
-    size = sum(e[1] - e[0] for e in (t["data_offsets"] for key, t in header.items() if key != "__metadata__"))
+    size = sum(
+        e[1] - e[0]
+        for e in (t["data_offsets"] for key, t in header.items() if key != ("__metadata__"))
+    )
     return {"name": name, "updates": updates, "bytes": size}
 
 
 def _links(checkpoint: Path) -> Iterator[str]:
     for name in (LATEST, BEST):
-        if (checkpoint.parent / name).resolve() == checkpoint and (checkpoint.parent / name).is_symlink():
+        if (checkpoint.parent / name).resolve() == checkpoint and (
+            checkpoint.parent / name
+        ).is_symlink():
             yield name
     if checkpoint.name == FINAL:
         yield FINAL

@@ -1,10 +1,11 @@
-"""The HTTP application: `create_app(deps, routers)` puts the layers around the routes. Nothing is global: each call
-makes a new app with its own metrics.
+"""The HTTP application: `create_app(deps, routers)` puts the layers around the routes. Nothing is
+global: each call makes a new app with its own metrics.
 
-    uvicorn → (CORS) → request context → auth → body limit → gate → api/*.py → generation.py → EngineClient
+    uvicorn → (CORS) → request context → auth → body limit → gate → api/*.py → generation.py →
+    EngineClient
 
-ROUTERS lists the server's own route families. A part outside of the server brings an `AddedRouter` of its own; key,
-limits, metrics and the OpenAPI document apply to it too.
+ROUTERS lists the server's own route families. A part outside of the server brings an `AddedRouter`
+of its own; key, limits, metrics and the OpenAPI document apply to it too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +32,20 @@ from mlx_parallm.server.api import (
 )
 from mlx_parallm.server.auth import AuthMiddleware, PublicPaths
 from mlx_parallm.server.context import ServerContext, ServerDeps
-from mlx_parallm.server.errors import ERROR_CONTENT, ERROR_SCHEMA, HEALTH, TIMED_OUT, install_error_handlers
+from mlx_parallm.server.errors import (
+    ERROR_CONTENT,
+    ERROR_SCHEMA,
+    HEALTH,
+    TIMED_OUT,
+    install_error_handlers,
+)
 from mlx_parallm.server.messages import routes as messages
 from mlx_parallm.server.messages.errors import AnthropicErrors
-from mlx_parallm.server.middleware import BodyLimitMiddleware, GateMiddleware, RequestContextMiddleware
+from mlx_parallm.server.middleware import (
+    BodyLimitMiddleware,
+    GateMiddleware,
+    RequestContextMiddleware,
+)
 from mlx_parallm.server.responses import routes as responses
 from mlx_parallm.server.schema_check import HEADER as UNENFORCED_HEADER
 from mlx_parallm.server.sse import EVENT_STREAM
@@ -75,11 +86,13 @@ class AddedRouter:
     """A router from outside of the server, and what its clients need of the layers around it.
 
     Attributes:
-        basic_auth: below the router's prefix the key may come as the password of Basic authentication, for clients that
-            can only put it into the URL (`http://name:KEY@host/prefix`).
-        while_loading: path → the body of a 200 while the model loads, where a client would take the 503 badly.
-        public: paths whose GET holds no data, such as a page's own files: they need neither key nor model. One that
-            ends with a slash means everything below it.
+        basic_auth: below the router's prefix the key may come as the password of Basic
+            authentication, for clients that can only put it into the URL
+            (`http://name:KEY@host/prefix`).
+        while_loading: path → the body of a 200 while the model loads, where a client would take the
+            503 badly.
+        public: paths whose GET holds no data, such as a page's own files: they need neither key nor
+            model. One that ends with a slash means everything below it.
         page: the path that a person opens in a browser; the run prints it.
         close: ends what is behind the routes, once no request runs.
     """
@@ -93,7 +106,10 @@ class AddedRouter:
 
     def __post_init__(self) -> None:
         if self.basic_auth and not self.router.prefix:
-            raise ValueError("AddedRouter(basic_auth=True) needs a router with a prefix: Basic would open every route")
+            raise ValueError(
+                "AddedRouter(basic_auth=True) needs a router with a prefix: Basic would open"
+                " every route"
+            )
 
 
 def create_app(
@@ -107,7 +123,8 @@ def create_app(
     """An app that can be served at once: until `deps.state.ready(…)` everything answers 503.
 
     Args:
-        base: the routes of a model's server; a service without a model has others, and `needs_model=False`.
+        base: the routes of a model's server; a service without a model has others, and
+            `needs_model=False`.
         origin_regex: web pages of these origins may read answers too, beside `server.cors_origins`.
     """
     app = FastAPI(title=title, version=mlx_parallm.__version__)
@@ -131,9 +148,14 @@ def create_app(
         basic_prefixes=basic_prefixes,
         public=public,
     )
-    app.add_middleware(RequestContextMiddleware, metrics=deps.state.metrics, timeout_s=deps.config.request_timeout_s)
+    app.add_middleware(
+        RequestContextMiddleware,
+        metrics=deps.state.metrics,
+        timeout_s=deps.config.request_timeout_s,
+    )
     app.add_middleware(AnthropicErrors)
-    if origins or origin_regex:  # outside of the key: a browser's preflight request cannot carry one
+    # outside of the key: a browser's preflight request cannot carry one
+    if origins or origin_regex:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -148,9 +170,9 @@ def create_app(
 def _install_openapi(app: FastAPI) -> None:
     """Declares what each operation may answer besides 200.
 
-    FastAPI declares a 422 in a shape that this server never sends. Which statuses an operation can have follows from
-    its input (a body, parameters) and its tag; a route adds its own, or another shape, by `responses=`. The document is
-    made at its first request, when all routes are there.
+    FastAPI declares a 422 in a shape that this server never sends. Which statuses an operation can
+    have follows from its input (a body, parameters) and its tag; a route adds its own, or another
+    shape, by `responses=`. The document is made at its first request, when all routes are there.
     """
 
     def openapi() -> dict[str, Any]:
@@ -184,7 +206,9 @@ def _declare(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> N
     if body and GENERATING.intersection(operation.get("tags", [])):
         statuses.add(429)
     for status_code in sorted(statuses):
-        responses.setdefault(str(status_code), {"description": MEANINGS[status_code], "content": ERROR_CONTENT})
+        responses.setdefault(
+            str(status_code), {"description": MEANINGS[status_code], "content": ERROR_CONTENT}
+        )
     if "stream" in _body_properties(body, schemas):
         responses["200"].setdefault("content", {})[EVENT_STREAM] = {}
 

@@ -1,15 +1,17 @@
 """Who may talk to the server. With an API key: whoever has it. Without one: this machine only.
 
-A server without a key on loopback could be driven by any web page through DNS rebinding, so then only requests whose
-Host (and Origin, where a browser sends one) is a loopback name are answered. `check_bind` refuses a public address
-without a key.
+A server without a key on loopback could be driven by any web page through DNS rebinding, so then
+only requests whose Host (and Origin, where a browser sends one) is a loopback name are answered.
+`check_bind` refuses a public address without a key.
 
-A page of another port of this machine is another origin too. Browsers send some of its requests without asking first
-(`no-cors`: a form, an image, a POST without a body), so a request that changes something must prove that its page was
-let in: it comes from the page of this very server, from `server.cors_origins`, or it is JSON, which a browser sends
-only after a preflight request. The same holds where a browser adds the key by itself (Basic authentication).
+A page of another port of this machine is another origin too. Browsers send some of its requests
+without asking first (`no-cors`: a form, an image, a POST without a body), so a request that changes
+something must prove that its page was let in: it comes from the page of this very server, from
+`server.cors_origins`, or it is JSON, which a browser sends only after a preflight request. The same
+holds where a browser adds the key by itself (Basic authentication).
 
-Which paths need no key: those that an `AddedRouter` calls public (`create_app` gathers them), and `HEALTH`.
+Which paths need no key: those that an `AddedRouter` calls public (`create_app` gathers them), and
+`HEALTH`.
 """
 
 import base64
@@ -33,37 +35,44 @@ _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(?P<authority>[^\s/?#]+)")
 
 
 def check_bind(host: str, api_key: str | None) -> None:
-    """Raises ConfigError when `host` can be reached from other machines and there is no key, or a short one."""
+    """Raises ConfigError when `host` can be reached from other machines and there is no key, or
+    a short one."""
     if is_loopback_name(host):
         return
     if api_key is not None and len(api_key) < SHORTEST_KEY:
         raise ConfigError(
-            f"server.host = {host!r} can be reached from other machines, and an API key of {len(api_key)} characters"
+            f"server.host = {host!r} can be reached from other machines, and an API key of"
+            f" {len(api_key)} characters"
             f" is soon guessed: take {SHORTEST_KEY} or more (`openssl rand -hex 16` makes one)"
         )
     if api_key is None:
         raise ConfigError(
-            f"server.host = {host!r} can be reached from other machines, so it needs an API key: set "
+            f"server.host = {host!r} can be reached from other machines, so it needs an API key:"
+            " set "
             "MLX_PARALLM_API_KEY or server.api_key_file, or bind 127.0.0.1"
         )
 
 
 def check_origins(origins: Sequence[str], api_key: str | None) -> None:
-    """Raises ConfigError: server.cors_origins holds something else than an origin, or "*" without a key."""
+    """Raises ConfigError: server.cors_origins holds something else than an origin, or "*"
+    without a key."""
     for origin in origins:
         if origin == ANY_ORIGIN and api_key is None:
             raise ConfigError(
-                'server.cors_origins = ["*"] lets every web page in, so it needs an API key: set MLX_PARALLM_API_KEY '
+                'server.cors_origins = ["*"] lets every web page in, so it needs an API key: set'
+                " MLX_PARALLM_API_KEY "
                 "or server.api_key_file, or name the origins"
             )
         if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
-                f'server.cors_origins: {origin!r} is not an origin like "https://app.example.org" (no path, no slash)'
+                f"server.cors_origins: {origin!r} is not an origin like"
+                ' "https://app.example.org" (no path, no slash)'
             )
 
 
 def is_loopback_name(host: str) -> bool:
-    """True for localhost and loopback addresses, any case, IPv6 with or without brackets, trailing dot allowed."""
+    """True for localhost and loopback addresses, any case, IPv6 with or without brackets,
+    trailing dot allowed."""
     name = host.lower().removesuffix(".")
     if name == "localhost":
         return True
@@ -99,15 +108,17 @@ class PublicPaths:
 
     def allows(self, scope: Scope) -> bool:
         path: str = scope["path"]
-        return scope["method"] in ("GET", "HEAD") and (path in self._exact or path.startswith(self._below))
+        return scope["method"] in ("GET", "HEAD") and (
+            path in self._exact or path.startswith(self._below)
+        )
 
 
 class AuthMiddleware:
     """Answers 401 (key missing or wrong) or 403 (foreign Host or Origin, when there is no key).
 
-    Without a key the pages of `origins` are let in beside this machine's, and requests to the names in `hosts`. The key
-    comes as a Bearer token, in x-api-key or in api-key; below `basic_prefixes` also as the password of Basic
-    authentication. It guards everything but `public`.
+    Without a key the pages of `origins` are let in beside this machine's, and requests to the names
+    in `hosts`. The key comes as a Bearer token, in x-api-key or in api-key; below `basic_prefixes`
+    also as the password of Basic authentication. It guards everything but `public`.
     """
 
     def __init__(
@@ -135,12 +146,18 @@ class AuthMiddleware:
             if reason is not None:
                 await error_response(reason, 403, code="foreign_request")(scope, receive, send)
                 return
-        elif self._basic_prefixes and _is_basic(scope) and (reason := _unasked(scope, self._origins)) is not None:
+        elif (
+            self._basic_prefixes
+            and _is_basic(scope)
+            and (reason := _unasked(scope, self._origins)) is not None
+        ):
             await error_response(reason, 403, code="foreign_request")(scope, receive, send)
             return
         elif not self._public.allows(scope) and not self._has_key(scope, self._key):
             headers = {"WWW-Authenticate": "Bearer"}
-            response = error_response("missing or wrong API key", 401, code="invalid_api_key", headers=headers)
+            response = error_response(
+                "missing or wrong API key", 401, code="invalid_api_key", headers=headers
+            )
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -158,7 +175,9 @@ class AuthMiddleware:
         scheme, _, value = credentials[0].partition(b" ")
         if scheme.lower() == b"bearer":
             return hmac.compare_digest(value.strip(), key)
-        if scheme.lower() == b"basic" and any(f"{path}/".startswith(f"{prefix}/") for prefix in self._basic_prefixes):
+        if scheme.lower() == b"basic" and any(
+            f"{path}/".startswith(f"{prefix}/") for prefix in self._basic_prefixes
+        ):
             return hmac.compare_digest(_basic_password(value.strip()), key)
         return False
 
@@ -175,14 +194,21 @@ def _foreign(scope: Scope, allowed: Collection[str], allowed_hosts: Collection[s
     foreign = next((host for host in hosts if not _is_ours(host, allowed_hosts)), None)
     if not hosts or foreign is not None:
         return (
-            "without an API key this server answers only requests to a loopback Host (e.g. 127.0.0.1 or localhost)"
-            + (f", not {foreign!r}: add its name to server.allowed_hosts, or set an API key" if foreign else "")
+            "without an API key this server answers only requests to a loopback Host (e.g."
+            " 127.0.0.1 or localhost)"
+        ) + (
+            (f", not {foreign!r}: add its name to server.allowed_hosts, or set an API key")
+            if foreign
+            else ""
         )
     origins = [origin.decode("latin-1") for origin in _header(scope, b"origin")]
-    foreign = next((each for each in origins if each not in allowed and not _is_own_page(each, hosts)), None)
+    foreign = next(
+        (each for each in origins if each not in allowed and not _is_own_page(each, hosts)), None
+    )
     if foreign is not None:
         return (
-            f"without an API key this server answers only pages of this machine (a loopback Origin), not {foreign!r}: "
+            "without an API key this server answers only pages of this machine (a loopback"
+            f" Origin), not {foreign!r}: "
             "add it to server.cors_origins, or set an API key"
         )
     if not origins and _CROSS_SITE in _sites(scope):  # an image or a link: no Origin is sent
@@ -191,35 +217,45 @@ def _foreign(scope: Scope, allowed: Collection[str], allowed_hosts: Collection[s
 
 
 def _unasked(scope: Scope, allowed: Collection[str]) -> str | None:
-    """Why a request is refused that a page of another origin may have sent without a preflight request."""
+    """Why a request is refused that a page of another origin may have sent without a preflight
+    request."""
     origins = [origin.decode("latin-1") for origin in _header(scope, b"origin")]
     hosts = [host.decode("latin-1") for host in _header(scope, b"host")]
     same = all(origin in allowed or _authority(origin) in hosts for origin in origins)
-    if not origins:  # only a browser sends Sec-Fetch-Site; with a link somebody opens the page himself
+    # only a browser sends Sec-Fetch-Site; with a link somebody opens the page himself
+    if not origins:
         sites = _sites(scope)
         same = sites.isdisjoint({_CROSS_SITE, _SAME_SITE})
-        same = same or (_reads(scope) and _CROSS_SITE not in sites and b"navigate" in _header(scope, b"sec-fetch-mode"))
+        same = same or (
+            _reads(scope)
+            and _CROSS_SITE not in sites
+            and b"navigate" in _header(scope, b"sec-fetch-mode")
+        )
     elif _reads(scope):  # the page does not see the answer
         return None
     if same or _is_json(scope):
         return None
     return (
-        "a page of another origin cannot do this: only the page of this server may, and pages of server.cors_origins;"
+        "a page of another origin cannot do this: only the page of this server may, and pages of"
+        " server.cors_origins;"
         " pages that this server lets in send Content-Type: application/json"
     )
 
 
 def refuse_pages(request: Request) -> None:
-    """A dependency of routes whose GET changes something. Raises RefusedError: a page of another origin has sent it,
-    or somebody has followed its link."""
+    """A dependency of routes whose GET changes something. Raises RefusedError: a page of another
+    origin has sent it, or somebody has followed its link."""
     if not _sites(request.scope).isdisjoint({_CROSS_SITE, _SAME_SITE}):
         raise RefusedError("a page of another origin cannot do this", 403)
 
 
 def _is_json(scope: Scope) -> bool:
-    """Of `text/plain; a=json` only the first part counts: a browser sends such a body without a preflight request."""
+    """Of `text/plain; a=json` only the first part counts: a browser sends such a body without a
+    preflight request."""
     kinds = [value.partition(b";")[0].strip().lower() for value in _header(scope, b"content-type")]
-    return bool(kinds) and all(kind == b"application/json" or kind.endswith(b"+json") for kind in kinds)
+    return bool(kinds) and all(
+        kind == b"application/json" or kind.endswith(b"+json") for kind in kinds
+    )
 
 
 def _is_basic(scope: Scope) -> bool:
@@ -246,7 +282,9 @@ def _is_own_page(origin: str, hosts: Collection[str]) -> bool:
 
 def _is_ours(authority: str, allowed: Collection[str]) -> bool:
     match = _AUTHORITY.fullmatch(authority)
-    return match is not None and (is_loopback_name(match["host"]) or match["host"].lower() in allowed)
+    return match is not None and (
+        is_loopback_name(match["host"]) or match["host"].lower() in allowed
+    )
 
 
 def _header(scope: Scope, name: bytes) -> list[bytes]:

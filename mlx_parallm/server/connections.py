@@ -1,9 +1,10 @@
 """The bounds of connections: how many there are, and how long one may take to send its request.
 
-uvicorn closes what is idle after an answer. It has no bound of connections of its own that closes any (its
-`limit_concurrency` answers requests with 503), and a connection that has sent nothing, or half a header, stays for
-ever: without a key, each holds one of the process's files until the trainer can open none. Unfinished bodies are
-`middleware.BodyLimitMiddleware`'s.
+uvicorn closes what is idle after an answer. It has no bound of connections of its own that closes
+any (its `limit_concurrency` answers requests with 503), and a connection that has sent nothing, or
+half a header, stays for
+ever: without a key, each holds one of the process's files until the trainer can open none.
+Unfinished bodies are `middleware.BodyLimitMiddleware`'s.
 """
 
 import asyncio
@@ -15,9 +16,11 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 FIRST_REQUEST_SECONDS = 30.0  # from the connection to the end of its first request's header
-NEXT_REQUEST_SECONDS = 120.0  # the same after an answer; above uvicorn's keep-alive, which closes what sends nothing
+# the same after an answer; above uvicorn's keep-alive, which closes what sends nothing
+NEXT_REQUEST_SECONDS = 120.0
 REPEATED_WARNING_SECONDS = 60.0
-CONNECTIONS_PER_REQUEST = 4  # of server.max_concurrent_requests: clients keep connections open between requests
+# of server.max_concurrent_requests: clients keep connections open between requests
+CONNECTIONS_PER_REQUEST = 4
 FEWEST_CONNECTIONS = 64
 RESERVED_FILES = 512  # for the model, the rollouts, the metrics, checkpoints and sandboxes
 _log = logging.getLogger("uvicorn.error")
@@ -32,13 +35,15 @@ def connection_limit(max_concurrent_requests: int, files: int) -> int:
 class ConnectionGuard:
     """Knows the open connections. In the HTTP thread only.
 
-    One too many takes the place of the oldest that waits for its first request, or else for its next one; where all are
-    busy it is refused. So an attacker who opens connections without end keeps nobody else out.
+    One too many takes the place of the oldest that waits for its first request, or else for its
+    next one; where all are busy it is refused. So an attacker who opens connections without end
+    keeps nobody else out.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        self._open: dict[Any, tuple[object, float]] = {}  # oldest first: what the connection is at, and since when
+        # oldest first: what the connection is at, and since when
+        self._open: dict[Any, tuple[object, float]] = {}
 
     def opened(self, connection: Any) -> None:
         self._open[connection] = (_progress(connection), self._clock())
@@ -46,7 +51,11 @@ class ConnectionGuard:
             return
         _log.warning("there are too many connections: those that wait for a request are closed")
         silent = (each for each in self._open if each.cycle is None and each is not connection)
-        idle = (each for each in self._open if _is_idle(each) and not each.transport.get_write_buffer_size())
+        idle = (
+            each
+            for each in self._open
+            if _is_idle(each) and not each.transport.get_write_buffer_size()
+        )
         self._drop(next(silent, None) or next(idle, connection))
 
     def closed(self, connection: Any) -> None:
@@ -69,7 +78,8 @@ class ConnectionGuard:
 
 
 def _is_idle(connection: Any) -> bool:
-    """No request is being answered: half a header, or a body that nobody reads any more, counts as idle."""
+    """No request is being answered: half a header, or a body that nobody reads any more, counts
+    as idle."""
     return connection.cycle is None or connection.cycle.response_complete
 
 
@@ -79,7 +89,8 @@ def _progress(connection: Any) -> object:
 
 
 def guarded_protocol(guard: ConnectionGuard) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol, each connection of which tells `guard` when it opens and closes."""
+    """Return uvicorn's protocol, each connection of which tells `guard` when it opens and
+    closes."""
 
     class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[valid-type,misc]  # one of two classes, found at import
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -94,12 +105,14 @@ def guarded_protocol(guard: ConnectionGuard) -> type[asyncio.Protocol]:
 
 
 class SparseWarnings(logging.Filter):
-    """Lets a warning of the same words through once a minute: whoever can connect can cause uvicorn's."""
+    """Lets a warning of the same words through once a minute: whoever can connect can cause
+    uvicorn's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._quiet: dict[str, tuple[float, int]] = {}  # words → until when, and how many were held back
+        # words → until when, and how many were held back
+        self._quiet: dict[str, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno != logging.WARNING:
@@ -116,7 +129,8 @@ class SparseWarnings(logging.Filter):
 
 
 def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """asyncio repeats a failed accept two thousand times, each with a traceback: one line says it."""
+    """asyncio repeats a failed accept two thousand times, each with a traceback: one line says
+    it."""
     if "accept" in context["message"]:
         _log.warning("no connection can be accepted: %s", context.get("exception"))
     else:

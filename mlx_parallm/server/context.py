@@ -1,7 +1,8 @@
-"""The parts that routes share. The daemon makes a `ServerState`, puts it into `ServerDeps` and hands these to
-`create_app`, which builds the one `ServerContext`; once the model is loaded the daemon calls `state.ready(…)`.
+"""The parts that routes share. The daemon makes a `ServerState`, puts it into `ServerDeps` and
+hands these to `create_app`, which builds the one `ServerContext`; once the model is loaded the
+daemon calls `state.ready(…)`.
 
-    daemon ── ServerState ──► ServerDeps ──► create_app ──► ServerContext ──► every route (`Context` parameter)
+    daemon ── ServerState ──► ServerDeps ──► create_app ──► ServerContext ──► every route
 """
 
 import threading
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedParts:
-    """The parts that exist once the model is loaded. The tokenizer belongs to the server's thread alone."""
+    """The parts that exist once the model is loaded. The tokenizer belongs to the server's
+    thread alone."""
 
     engine: "EngineClient"
     tokenizer: "Tokenizer"
@@ -60,7 +62,12 @@ class ServerState:
         self._quiet = threading.Event()
         self._quiet.set()
 
-    def ready(self, engine: "EngineClient", tokenizer: "Tokenizer", adapters: "AdapterLoader | None" = None) -> None:
+    def ready(
+        self,
+        engine: "EngineClient",
+        tokenizer: "Tokenizer",
+        adapters: "AdapterLoader | None" = None,
+    ) -> None:
         """Lets every route answer from now on; call it once."""
         self.metrics.watch_engine(engine.stats, engine.rank_stats)
         self._parts = LoadedParts(engine, tokenizer, adapters)
@@ -70,7 +77,8 @@ class ServerState:
         self.failure = reason
 
     def drain(self, timeout_s: float) -> None:
-        """Answers new requests with 503; returns once the running ones have ended, or after `timeout_s`."""
+        """Answers new requests with 503; returns once the running ones have ended, or after
+        `timeout_s`."""
         self.draining = True
         self._quiet.wait(timeout_s)
 
@@ -95,7 +103,8 @@ class ServerState:
 
     @property
     def unavailable(self) -> tuple[str, str] | None:
-        """Why no request is let in: ("loading" | "failed" | "draining", a sentence); None when requests are."""
+        """Why no request is let in: ("loading" | "failed" | "draining", a sentence); None when
+        requests are."""
         if self.draining:
             return "draining", "the server is shutting down"
         if self._parts is not None or not self._needs_model:
@@ -106,7 +115,8 @@ class ServerState:
 
 
 class RollbackRequest(Protocol):
-    """A requested rollback. `result`: its numbers, once it is done; the error, when it was refused."""
+    """A requested rollback. `result`: its numbers, once it is done; the error, when it was
+    refused."""
 
     @property
     def target(self) -> object: ...
@@ -115,10 +125,12 @@ class RollbackRequest(Protocol):
 
 
 class RollbackAPI(Protocol):
-    """Takes requests to roll the trained weights back. The trainer's side implements it, the daemon connects it."""
+    """Takes requests to roll the trained weights back. The trainer's side implements it, the
+    daemon connects it."""
 
     def request(self, *, version: int | None, checkpoint: str | None) -> RollbackRequest:
-        """Requests one target. Raises RefusedError: another request waits, or the training has ended."""
+        """Requests one target. Raises RefusedError: another request waits, or the training has
+        ended."""
 
     def last(self) -> RollbackRequest | None:
         """The last request; None = there was none."""
@@ -133,12 +145,14 @@ class ServerDeps:
     api_key: str | None = None  # resolved from the configuration, its file or the environment
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_body_bytes: int = MAX_BODY_BYTES
-    completions: "KeptCompletions | None" = None  # for /v1/rewards; None = this server trains nothing
+    # for /v1/rewards; None = this server trains nothing
+    completions: "KeptCompletions | None" = None
     rollbacks: RollbackAPI | None = None  # for /v1/training/rollback; None = the same
 
 
 class RunningRequests:
-    """The names by which clients know running generations: the id in the answer, X-Request-ID, their own `request_id`.
+    """The names by which clients know running generations: the id in the answer, X-Request-ID,
+    their own `request_id`.
 
     For /abort_requests. The server's thread only.
     """
@@ -148,10 +162,15 @@ class RunningRequests:
 
     @contextmanager
     def holding(self, requests: Iterable[Request], client_id: str | None = None) -> Iterator[None]:
-        """Around the generation of one HTTP request's engine requests; `client_id`: a name that its body gave."""
-        header = structlog.contextvars.get_contextvars().get("request_id")  # X-Request-ID, see RequestContextMiddleware
+        """Around the generation of one HTTP request's engine requests; `client_id`: a name that
+        its body gave."""
+        # X-Request-ID, see RequestContextMiddleware
+        header = structlog.contextvars.get_contextvars().get("request_id")
         shared = {name for name in (client_id, header) if name is not None}
-        names = {r.request_id: frozenset({*shared, r.request_id, r.request_id.rpartition("-")[0]}) for r in requests}
+        names = {
+            r.request_id: frozenset({*shared, r.request_id, r.request_id.rpartition("-")[0]})
+            for r in requests
+        }
         self._names |= names
         try:
             yield
@@ -161,20 +180,28 @@ class RunningRequests:
 
     def find(self, names: Collection[str] | None) -> list[str]:
         """Engine request ids of everything that runs, or of what goes by one of `names`."""
-        return [key for key, aliases in self._names.items() if names is None or not aliases.isdisjoint(names)]
+        return [
+            key
+            for key, aliases in self._names.items()
+            if names is None or not aliases.isdisjoint(names)
+        ]
 
 
 class AlternativesHeld:
-    """The log-probabilities of other tokens in answers that are being made. The server's thread only."""
+    """The log-probabilities of other tokens in answers that are being made. The server's thread
+    only."""
 
     def __init__(self) -> None:
         self._numbers = 0
 
     @contextmanager
     def holding(self, numbers: int) -> Iterator[None]:
-        """Raises ServerBusyError: with these there would be MOST_ALTERNATIVES_AT_ONCE. One answer alone may be made."""
+        """Raises ServerBusyError: with these there would be MOST_ALTERNATIVES_AT_ONCE. One
+        answer alone may be made."""
         if numbers and self._numbers and self._numbers + numbers > MOST_ALTERNATIVES_AT_ONCE:
-            raise ServerBusyError(f"answers with {self._numbers} log-probabilities of other tokens run; try again")
+            raise ServerBusyError(
+                f"answers with {self._numbers} log-probabilities of other tokens run; try again"
+            )
         self._numbers += numbers
         try:
             yield
@@ -209,8 +236,8 @@ class ServerContext:
 
     @property
     def _waiting(self) -> int:
-        """Choices of HTTP requests that have no row: those that the engine says, as far as they may be ours and not
-        those of in-process rollouts, or those that it has not seen yet."""
+        """Choices of HTTP requests that have no row: those that the engine says, as far as they
+        may be ours and not those of in-process rollouts, or those that it has not seen yet."""
         return max(self._choices - self._places, min(self.engine.stats().waiting, self._choices))
 
     @property
@@ -220,14 +247,17 @@ class ServerContext:
 
     @contextmanager
     def admitted(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Holds one of `max_concurrent_requests` places for an HTTP request of these engine requests. Raises
-        ServerBusyError when all are taken, or as many choices wait as may, or answers are large enough already;
+        """Holds one of `max_concurrent_requests` places for an HTTP request of these engine
+        requests. Raises ServerBusyError when all are taken, or as many choices wait as may, or
+        answers are large enough already;
         RequestError: this answer would be too large."""
         config = self.deps.config
         numbers = check_alternatives(requests, self.engine.max_model_len)
         if self._admitted >= config.max_concurrent_requests:
             limit = config.max_concurrent_requests
-            raise ServerBusyError(f"the server is busy: {limit} requests are running or waiting; try again")
+            raise ServerBusyError(
+                f"the server is busy: {limit} requests are running or waiting; try again"
+            )
         most, waiting = config.max_waiting_requests, self._waiting
         would_wait = waiting > 0 or self._choices >= self._places
         if most is not None and would_wait and waiting >= most:

@@ -1,7 +1,9 @@
-"""Errors as the OpenAI API shows them: `{"error": {message, type, param, code}}`, whatever went wrong.
+"""Errors as the OpenAI API shows them: `{"error": {message, type, param, code}}`, whatever went
+wrong.
 
-`error_response` builds one; `install_error_handlers` adds the handlers of a FastAPI application: our own error tree,
-failed validation, unknown routes and methods. The outermost middleware answers errors that nobody foresaw.
+`error_response` builds one; `install_error_handlers` adds the handlers of a FastAPI application:
+our own error tree, failed validation, unknown routes and methods. The outermost middleware answers
+errors that nobody foresaw.
 """
 
 from collections.abc import Mapping
@@ -43,7 +45,9 @@ ERROR_SCHEMA = {  # components.schemas.Error of the OpenAPI document
         }
     },
 }
-ERROR_CONTENT: dict[str, Any] = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+ERROR_CONTENT: dict[str, Any] = {
+    "application/json": {"schema": {"$ref": ("#/components/schemas/Error")}}
+}
 
 
 class ErrorDetail(TypedDict):
@@ -85,8 +89,18 @@ def error_body(
     message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> dict[str, dict[str, Any]]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    message, param = _shown(message, LONGEST_MESSAGE), None if param is None else _shown(param, LONGEST_PARAM)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
+    message, param = (
+        _shown(message, LONGEST_MESSAGE),
+        None if param is None else _shown(param, LONGEST_PARAM),
+    )
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": param,
+            "code": code or _CODES.get(status),
+        }
+    }
 
 
 def _shown(text: str, longest: int) -> str:
@@ -164,20 +178,38 @@ def request_error(errors: Any) -> RequestError:
     field, first = entries[0]
     kind = first["type"]
     if kind == "json_invalid":
-        return RequestError(f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+        return RequestError(
+            f"the body is not valid JSON: {first['ctx']['error']}", code=("invalid_json")
+        )
     if not field:
-        return RequestError("the body must be a JSON object, sent with Content-Type: application/json")
+        return RequestError(
+            "the body must be a JSON object, sent with Content-Type: application/json"
+        )
     name = field if len(entries) == 1 else field.split(".")[0]
     if kind == "extra_forbidden":
-        return RequestError(f"unrecognized request argument: {field!r}", param=field, code="unknown_parameter")
+        return RequestError(
+            f"unrecognized request argument: {field!r}", param=field, code=("unknown_parameter")
+        )
     if kind == "missing":
-        return RequestError(f"missing required argument: {field!r}", param=field, code="missing_required_parameter")
-    reasons = dict.fromkeys(entry["msg"].removeprefix("Value error, ") for key, entry in entries if _under(key, name))
-    return RequestError(f"invalid value for {name!r}: " + " or: ".join(list(reasons)[:4]), param=name)
+        return RequestError(
+            f"missing required argument: {field!r}",
+            param=field,
+            code=("missing_required_parameter"),
+        )
+    reasons = dict.fromkeys(
+        entry["msg"].removeprefix("Value error, ") for key, entry in entries if _under(key, name)
+    )
+    return RequestError(
+        f"invalid value for {name!r}: " + " or: ".join(list(reasons)[:4]), param=name
+    )
 
 
 def _located(entry: Any) -> tuple[str, Any]:
-    location = entry["loc"][1:] if entry["loc"] and entry["loc"][0] in ("body", "query", "path") else entry["loc"]
+    location = (
+        entry["loc"][1:]
+        if entry["loc"] and entry["loc"][0] in ("body", "query", ("path"))
+        else entry["loc"]
+    )
     return ".".join(str(part) for part in location), entry
 
 

@@ -1,9 +1,12 @@
-"""From a route to the engine and back: prompts to token ids, admission, running requests, the answer whole or streamed.
+"""From a route to the engine and back: prompts to token ids, admission, running requests, the
+answer whole or streamed.
 
     route → build_requests → respond(…, ResponseBuilder) → run → ResponseBuilder.whole → JSON
-                                                         → stream → ResponseBuilder.chunks → EventStream
+                                                         → stream → ResponseBuilder.chunks →
+                                                         EventStream
 
-Encoding happens here, at the edge, exactly once; token ids that a client sends are used as they are.
+Encoding happens here, at the edge, exactly once; token ids that a client sends are used as they
+are.
 """
 
 import asyncio
@@ -25,12 +28,25 @@ from mlx_parallm.errors import GenerationFailedError, InvalidAnswerError, Reques
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import ClientDisconnectedError
-from mlx_parallm.server.protocol.answers import TokenReader, last_version, usage, usage_of, version_spans
+from mlx_parallm.server.protocol.answers import (
+    TokenReader,
+    last_version,
+    usage,
+    usage_of,
+    version_spans,
+)
 from mlx_parallm.server.protocol.fields import QueueFields, StreamOptions
 from mlx_parallm.server.protocol.openai import ChatBody, Conversation
 from mlx_parallm.server.schema_check import NO_CHECK, AnswerCheck
 from mlx_parallm.server.sse import AnswerResponse, EventStream, StreamForm, merged, until_hangup
-from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
+from mlx_parallm.types import (
+    Completion,
+    CompletionDelta,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    ServedModel,
+)
 
 if TYPE_CHECKING:
     from mlx_parallm.models.tokenizer import Tokenizer
@@ -68,7 +84,8 @@ def resolve_model(context: ServerContext, name: str | None) -> ServedModel:
 
 
 def encode_prompts(context: ServerContext, prompt: Any) -> list[EncodedPrompt]:
-    """The completions route's `prompt` (str, list of str, ids, list of ids). Raises RequestError."""
+    """The completions route's `prompt` (str, list of str, ids, list of ids). Raises
+    RequestError."""
     if isinstance(prompt, str):
         entries: list[Any] = [prompt]
     elif prompt and isinstance(prompt[0], int):
@@ -82,7 +99,8 @@ def encode_prompts(context: ServerContext, prompt: Any) -> list[EncodedPrompt]:
 
 
 def encode_prompt(context: ServerContext, prompt: str | Sequence[int]) -> EncodedPrompt:
-    """One prompt as text or ids (the engine checks their range). Raises RequestError: no token, not Unicode."""
+    """One prompt as text or ids (the engine checks their range). Raises RequestError: no token,
+    not Unicode."""
     if isinstance(prompt, str):
         check_text(prompt, "prompt")
         check_size(context, prompt, "prompt")
@@ -94,9 +112,14 @@ def encode_prompt(context: ServerContext, prompt: str | Sequence[int]) -> Encode
 
 
 def render_conversation(context: ServerContext, conversation: Conversation) -> tuple[int, ...]:
-    """Token ids of a chat. Raises RequestError: no template, content that is not text, a template that refuses."""
-    if (count := len(conversation.messages)) > (room := context.engine.max_model_len):  # each is a token at least
-        reason = f"This model's maximum context length is {room} tokens, but 'messages' holds {count} messages."
+    """Token ids of a chat. Raises RequestError: no template, content that is not text, a
+    template that refuses."""
+    # each is a token at least
+    if (count := len(conversation.messages)) > (room := context.engine.max_model_len):
+        reason = (
+            f"This model's maximum context length is {room} tokens, but 'messages' holds {count}"
+            " messages."
+        )
         raise RequestError(reason, param="messages", code="context_length_exceeded")
     messages = conversation.template_messages()
     contents = [message["content"] for message in messages]
@@ -115,15 +138,22 @@ def render_conversation(context: ServerContext, conversation: Conversation) -> t
 def check_count(prompts: int, n: int) -> None:
     """Raises RequestError when one request asks for more than MAX_CHOICES completions."""
     if prompts * n > MAX_CHOICES:
-        raise RequestError(f"{prompts} prompts × n = {n}: a request may ask for {MAX_CHOICES} completions", param="n")
+        raise RequestError(
+            f"{prompts} prompts × n = {n}: a request may ask for {MAX_CHOICES} completions",
+            param=("n"),
+        )
 
 
 def check_size(context: ServerContext, text: str, param: str) -> None:
-    """Refuses a text that cannot fit before the tokenizer spends seconds on it. Raises RequestError."""
+    """Refuses a text that cannot fit before the tokenizer spends seconds on it. Raises
+    RequestError."""
     room = context.engine.max_model_len
     if len(text) > room * context.tokenizer.longest_token:
         raise RequestError(
-            f"This model's maximum context length is {room} tokens, but {param!r} has {len(text)} characters.",
+            (
+                f"This model's maximum context length is {room} tokens, but {param!r} has"
+                f" {len(text)} characters."
+            ),
             param=param,
             code="context_length_exceeded",
         )
@@ -134,7 +164,9 @@ def check_text(text: str, param: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"{param!r} is not valid Unicode: a lone surrogate", param=param) from error
+        raise RequestError(
+            f"{param!r} is not valid Unicode: a lone surrogate", param=param
+        ) from error
 
 
 def build_requests(
@@ -146,7 +178,8 @@ def build_requests(
     *,
     stream: bool = False,
 ) -> list[Request]:
-    """One engine request a prompt; n choices of a prompt are one request. Raises RequestError: too many."""
+    """One engine request a prompt; n choices of a prompt are one request. Raises RequestError:
+    too many."""
     check_count(len(prompts), params.n)
     return [
         Request(
@@ -157,14 +190,16 @@ def build_requests(
             stream,
             cache_salt=body.cache_salt,
             priority=body.priority,
-            opens_text=prompt.opens_text and params.structure is None,  # a grammar's text is what it has matched
+            # a grammar's text is what it has matched
+            opens_text=prompt.opens_text and params.structure is None,
         )
         for position, prompt in enumerate(prompts)
     ]
 
 
 def in_mode(context: ServerContext, part: Part) -> Part:
-    """Sets `logprobs` as `server.logprobs_mode` says: "processed" are those of the distribution that was drawn from."""
+    """Sets `logprobs` as `server.logprobs_mode` says: "processed" are those of the distribution
+    that was drawn from."""
     if context.deps.config.logprobs_mode == "raw" or part.processed_logprobs is None:
         return part
     return replace(part, logprobs=part.processed_logprobs)
@@ -176,12 +211,15 @@ class AnswerForm(StreamForm, Protocol):
     def whole(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """The answer that the client sees."""
 
-    def events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+    def events(
+        self, chunks: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """The stream's events. Closing it must close `chunks`."""
 
 
 class AnswerObserver(Protocol):
-    """Follows one answer. What stands before a route (a dependency) sets it as `request.state.observer`."""
+    """Follows one answer. What stands before a route (a dependency) sets it as
+    `request.state.observer`."""
 
     def begun(self, body: ChatBody) -> None:
         """Takes what is asked, before it runs."""
@@ -190,12 +228,15 @@ class AnswerObserver(Protocol):
         """Takes the end of an answer that nobody gets."""
 
     def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
-        """Takes what the engine sampled, whole, before the client sees the end. `choices`: [prompts][n]."""
+        """Takes what the engine sampled, whole, before the client sees the end. `choices`:
+        [prompts][n]."""
 
     async def whole(self, answer: Mapping[str, Any]) -> None:
         """Takes an answer that is not streamed, before it is sent."""
 
-    def events(self, events: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+    def events(
+        self, events: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Passes a stream's chunks on. Closing it must close `events`."""
 
 
@@ -218,9 +259,13 @@ async def run(
     Raises RequestError, EngineUnavailableError, ClientDisconnectedError, GenerationFailedError.
     """
     with context.admitted(requests):
-        outputs = await until_hangup(http_request.receive, _checked_outputs(context, requests, client_id, check))
+        outputs = await until_hangup(
+            http_request.receive, _checked_outputs(context, requests, client_id, check)
+        )
     _keep(context, requests, _choices_of(outputs), client_id, observer_of(http_request))
-    return [replace(o, completions=tuple(in_mode(context, c) for c in o.completions)) for o in outputs]
+    return [
+        replace(o, completions=tuple(in_mode(context, c) for c in o.completions)) for o in outputs
+    ]
 
 
 async def _checked_outputs(
@@ -234,7 +279,8 @@ async def _checked_outputs(
             (position, completion.index)
             for position, output in enumerate(outputs)
             for completion in output.completions
-            if requests[position].params.temperature > 0 and check.fault(completion, completion.text) is not None
+            if requests[position].params.temperature > 0
+            and check.fault(completion, completion.text) is not None
         ]
         if not faulty:
             break
@@ -245,7 +291,9 @@ async def _checked_outputs(
         for (position, index), output in zip(faulty, sampled, strict=True):
             outputs[position] = _with_choice(outputs[position], index, output.completions[0])
     for position, output in enumerate(outputs):
-        outputs[position] = replace(output, completions=tuple(map(check.settle, output.completions)))
+        outputs[position] = replace(
+            output, completions=tuple(map(check.settle, output.completions))
+        )
         for completion in output.completions:
             if completion.finish_reason == "error":
                 raise GenerationFailedError(completion.error or "the generation failed")
@@ -253,9 +301,12 @@ async def _checked_outputs(
 
 
 def _again(request: Request, index: int, attempt: int) -> Request:
-    """The request for another text in the place of choice `index`; its seed follows from the request's."""
+    """The request for another text in the place of choice `index`; its seed follows from the
+    request's."""
     params = request.params
-    seed = None if params.seed is None else random_stream(random_stream(params.seed, index), attempt)
+    seed = (
+        None if params.seed is None else random_stream(random_stream(params.seed, index), attempt)
+    )
     return replace(
         request,
         request_id=f"{request.request_id}.{index}.{attempt}",
@@ -268,7 +319,9 @@ def _with_choice(output: RequestOutput, index: int, sampled: Completion) -> Requ
     """The output with another text in the place of choice `index`."""
     completions = list(output.completions)
     rejected = output.rejected_tokens + len(completions[index].token_ids)
-    completions[index] = replace(sampled, index=index, cached_tokens=completions[index].cached_tokens)
+    completions[index] = replace(
+        sampled, index=index, cached_tokens=completions[index].cached_tokens
+    )
     return replace(output, completions=tuple(completions), rejected_tokens=rejected)
 
 
@@ -283,7 +336,8 @@ async def stream(
     observer: AnswerObserver | None = None,
     check: AnswerCheck = NO_CHECK,
 ) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
-    """Deltas of all requests as they come, with the request's position. Closing it aborts what still runs.
+    """Deltas of all requests as they come, with the request's position. Closing it aborts what
+    still runs.
 
     What may have to be sampled again comes in one delta a choice, once it has been checked.
     """
@@ -300,7 +354,9 @@ async def stream(
     texts: dict[tuple[int, int], str] = defaultdict(str)
     with context.admitted(requests), context.running.holding(requests, client_id):
         submitted: float | None = time.perf_counter()
-        parts: list[list[list[CompletionDelta]]] = [[[] for _ in range(request.params.n)] for request in requests]
+        parts: list[list[list[CompletionDelta]]] = [
+            [[] for _ in range(request.params.n)] for request in requests
+        ]
         unfinished = sum(request.params.n for request in requests)
         streams = [context.engine.stream(request) for request in requests]
         deltas = merged(cast("list[AsyncGenerator[CompletionDelta, None]]", streams))
@@ -323,7 +379,8 @@ async def stream(
 
 
 def _settled(check: AnswerCheck, delta: CompletionDelta, text: str) -> CompletionDelta:
-    """A delta of a stream that cannot be sampled again; `text` is all of its choice. Raises InvalidAnswerError."""
+    """A delta of a stream that cannot be sampled again; `text` is all of its choice. Raises
+    InvalidAnswerError."""
     fault = None if delta.finish_reason is None else check.fault(delta, text)
     if fault is None:
         return delta
@@ -366,7 +423,8 @@ def _keep(
 
 
 class ResponseBuilder(ABC):
-    """Builds one HTTP answer. `head`: the fields with which the answer, or each of its chunks, begins."""
+    """Builds one HTTP answer. `head`: the fields with which the answer, or each of its chunks,
+    begins."""
 
     def __init__(self, context: ServerContext, model: ServedModel, head: dict[str, Any]) -> None:
         self.context, self.model, self.head = context, model, head
@@ -383,7 +441,8 @@ class ResponseBuilder(ABC):
     def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
         """The stream's chunks for a delta; the last one has one choice, the delta's.
 
-        `index`: the choice's position in the answer (choices of a second prompt come after all of the first's).
+        `index`: the choice's position in the answer (choices of a second prompt come after all of
+        the first's).
         """
 
 
@@ -408,7 +467,12 @@ async def respond(
         return check.with_header(await stream_response.prefetch(http_request.receive))
     try:
         outputs = await run(answer.context, http_request, requests, client_id, check)
-    except (ClientDisconnectedError, GenerationFailedError, InvalidAnswerError, asyncio.CancelledError):
+    except (
+        ClientDisconnectedError,
+        GenerationFailedError,
+        InvalidAnswerError,
+        asyncio.CancelledError,
+    ):
         if observer is not None:
             await observer.aborted()
         raise
@@ -434,7 +498,8 @@ async def _events(
     wanted: StreamOptions,
     sampled: AsyncGenerator[tuple[int, CompletionDelta], None],
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Chunks; a choice's last one has the policy versions of its tokens. Closing it aborts the requests."""
+    """Chunks; a choice's last one has the policy versions of its tokens. Closing it aborts the
+    requests."""
     versions: dict[int, list[int]] = defaultdict(list)  # by choice
     prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
     generated = cached = rejected = 0
@@ -448,10 +513,19 @@ async def _events(
             chunks = answer.chunks(index, delta)
             if delta.finish_reason is not None:
                 spans = version_spans(tuple(versions[index]))
-                chunks[-1]["choices"][0] |= {"stop_reason": delta.stop_reason, "weight_versions": spans}
+                chunks[-1]["choices"][0] |= {
+                    "stop_reason": delta.stop_reason,
+                    "weight_versions": spans,
+                }
                 chunks[-1]["choices"][0] |= schema_error(delta)
-                chunks[-1]["policy_version"] = (versions[index] or [answer.model.policy_version])[-1]
-            so_far = {"usage": usage(prompt_tokens, generated, cached, rejected)} if wanted.usage_so_far else {}
+                chunks[-1]["policy_version"] = (versions[index] or [answer.model.policy_version])[
+                    -1
+                ]
+            so_far = (
+                {"usage": usage(prompt_tokens, generated, cached, rejected)}
+                if wanted.usage_so_far
+                else {}
+            )
             for chunk in chunks:
                 yield answer.head | chunk | so_far
     if wanted.include_usage:

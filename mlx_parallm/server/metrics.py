@@ -1,9 +1,17 @@
-"""Prometheus metrics of one server. Engine counters are read from `engine.stats()` when a scrape asks for them, so
-generation pays nothing; HTTP times and publishes are observed as they happen. Each app has its own registry."""
+"""Prometheus metrics of one server. Engine counters are read from `engine.stats()` when a scrape
+asks for them, so generation pays nothing; HTTP times and publishes are observed as they happen.
+Each app has its own registry."""
 
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -11,7 +19,23 @@ from mlx_parallm.types import EngineStats
 
 PREFIX = "mlx_parallm"
 _PUBLISH_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
-_REQUEST_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+_REQUEST_BUCKETS = (
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+)
 _COUNTERS = {
     "prompt_tokens": "Tokens of all admitted prompts",
     "prefill_tokens": "Prompt tokens really computed (n choices of one prompt count once)",
@@ -46,7 +70,8 @@ _TOOL_COUNTERS = {
 
 
 class ServerMetrics:
-    """Histograms of this process's server. Thread-safe; `observe_publish` is called by the trainer's thread."""
+    """Histograms of this process's server. Thread-safe; `observe_publish` is called by the
+    trainer's thread."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -65,7 +90,10 @@ class ServerMetrics:
         )
         self._publish = Histogram(
             f"{PREFIX}_weight_publish_seconds",
-            "Time of one publish of new weights: evaluation, lock wait, rebinding; without a drain before it",
+            (
+                "Time of one publish of new weights: evaluation, lock wait, rebinding; without a"
+                " drain before it"
+            ),
             buckets=_PUBLISH_BUCKETS,
             registry=self.registry,
         )
@@ -96,8 +124,11 @@ class ServerMetrics:
         """Called by the weight updater after each publish, retried ones too."""
         self._publish.observe(seconds)
 
-    def watch_engine(self, stats: Callable[[], EngineStats], ranks: Callable[[], Mapping[int, EngineStats]]) -> None:
-        """Adds the engine's counters; once. `ranks`: those of each rank, where `stats` are their sums."""
+    def watch_engine(
+        self, stats: Callable[[], EngineStats], ranks: Callable[[], Mapping[int, EngineStats]]
+    ) -> None:
+        """Adds the engine's counters; once. `ranks`: those of each rank, where `stats` are their
+        sums."""
         self.registry.register(_EngineCollector(stats, ranks))
 
     def watch_tools(self, counts: Callable[[], Mapping[str, float]]) -> None:
@@ -110,7 +141,9 @@ class ServerMetrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats], ranks: Callable[[], Mapping[int, EngineStats]]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats], ranks: Callable[[], Mapping[int, EngineStats]]
+    ) -> None:
         self._stats, self._ranks = stats, ranks
 
     def describe(self) -> list[Metric]:
@@ -123,18 +156,34 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(f"{PREFIX}_engine_steps", "Engine steps", value=stats.steps)
         for name, meaning in _MEMORY.items():
             yield GaugeMetricFamily(f"{PREFIX}_{name}", meaning, value=getattr(stats, name))
-        seconds = CounterMetricFamily(f"{PREFIX}_step_seconds", "Time of all engine steps, by part", labels=["part"])
+        seconds = CounterMetricFamily(
+            f"{PREFIX}_step_seconds", "Time of all engine steps, by part", labels=[("part")]
+        )
         for part, spent in stats.step_seconds.items():
             seconds.add_metric([part], spent)
         yield seconds
-        yield InfoMetricFamily(f"{PREFIX}_engine", "How it was started", value={"kv_layout": stats.kv_layout})
-        yield GaugeMetricFamily(f"{PREFIX}_requests_running", "Sequences being generated", value=stats.running)
-        yield GaugeMetricFamily(f"{PREFIX}_requests_waiting", "Sequences waiting for a slot", value=stats.waiting)
-        yield GaugeMetricFamily(f"{PREFIX}_policy_version", "Version of the served policy", value=stats.policy_version)
-        yield GaugeMetricFamily(f"{PREFIX}_engine_alive", "1 while the engine thread runs", value=int(stats.alive))
+        yield InfoMetricFamily(
+            f"{PREFIX}_engine", "How it was started", value={"kv_layout": stats.kv_layout}
+        )
+        yield GaugeMetricFamily(
+            f"{PREFIX}_requests_running", "Sequences being generated", value=stats.running
+        )
+        yield GaugeMetricFamily(
+            f"{PREFIX}_requests_waiting", "Sequences waiting for a slot", value=stats.waiting
+        )
+        yield GaugeMetricFamily(
+            f"{PREFIX}_policy_version", "Version of the served policy", value=stats.policy_version
+        )
+        yield GaugeMetricFamily(
+            f"{PREFIX}_engine_alive", "1 while the engine thread runs", value=int(stats.alive)
+        )
         if ranks := self._ranks():
             for name, family in _OF_A_RANK.items():
-                metric = family(f"{PREFIX}_rank_{name}", f"{name.replace('_', ' ')}, of each rank", labels=["rank"])
+                metric = family(
+                    f"{PREFIX}_rank_{name}",
+                    f"{name.replace('_', ' ')}, of each rank",
+                    labels=[("rank")],
+                )
                 for rank, own in ranks.items():
                     metric.add_metric([str(rank)], getattr(own, name))
                 yield metric
@@ -151,7 +200,9 @@ class _ToolsCollector(Collector):
         counts = self._counts()
         for name, meaning in _TOOL_COUNTERS.items():
             yield CounterMetricFamily(f"{PREFIX}_tool_{name}", meaning, value=counts[name])
-        errors = CounterMetricFamily(f"{PREFIX}_tool_errors", "Calls of tools that failed, by kind", labels=["kind"])
+        errors = CounterMetricFamily(
+            f"{PREFIX}_tool_errors", "Calls of tools that failed, by kind", labels=[("kind")]
+        )
         for name, value in counts.items():
             if name.startswith("errors/"):
                 errors.add_metric([name.removeprefix("errors/")], value)

@@ -1,6 +1,8 @@
-"""The layers around the routes, outermost first: request context → auth (auth.py) → body limit → gate.
+"""The layers around the routes, outermost first: request context → auth (auth.py) → body limit →
+gate.
 
-Plain ASGI callables: Starlette's BaseHTTPMiddleware would hide the client's hang-up from the handlers.
+Plain ASGI callables: Starlette's BaseHTTPMiddleware would hide the client's hang-up from the
+handlers.
 """
 
 import asyncio
@@ -23,7 +25,8 @@ from mlx_parallm.server.sse import EVENT_STREAM, FORM, last_words
 from mlx_parallm.system.log import get_logger
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-BODY_SECONDS = 30.0  # without a byte of the body; and what a body may take beside its share of the slowest rate
+# without a byte of the body; and what a body may take beside its share of the slowest rate
+BODY_SECONDS = 30.0
 SLOWEST_BYTES_PER_SECOND = 64 << 10
 SMALL_BODY_BYTES = 64 << 10
 UNFINISHED_BODIES = 8
@@ -33,7 +36,8 @@ _log = get_logger("server")
 class RequestContextMiddleware:
     """Adds the request id (echoed or made, bound to the log), the access log and the time limit.
 
-    An unforeseen error becomes a 500 without a traceback; the traceback is in the log, other requests go on.
+    An unforeseen error becomes a 500 without a traceback; the traceback is in the log, other
+    requests go on.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, timeout_s: float) -> None:
@@ -46,8 +50,11 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = _named(scope, b"x-request-id") or uuid.uuid4().hex.encode()
-        session = _named(scope, b"x-session-id")  # the client's name for its conversation; for the log
-        bound = {"request_id": request_id.decode()} | ({"session_id": session.decode()} if session else {})
+        # the client's name for its conversation; for the log
+        session = _named(scope, b"x-session-id")
+        bound = {"request_id": request_id.decode()} | (
+            {"session_id": session.decode()} if session else {}
+        )
         answer = _Sender(send, request_id)
         started = time.perf_counter()
         limit = asyncio.timeout(self._timeout_s or None)
@@ -55,11 +62,15 @@ class RequestContextMiddleware:
             try:
                 async with limit:
                     await self._app(scope, receive, answer.send)
-            except asyncio.CancelledError:  # the drain's time is over; nothing is outside this layer but uvicorn
+            # the drain's time is over; nothing is outside this layer but uvicorn
+            except asyncio.CancelledError:
                 await answer.cut_short(scope, receive, "the server is shutting down", 503)
             except Exception:  # noqa: BLE001  the HTTP boundary: one request's bug must not reach another's
                 if limit.expired():
-                    message = f"the answer was not ready within server.request_timeout_s = {self._timeout_s:g} s"
+                    message = (
+                        "the answer was not ready within server.request_timeout_s ="
+                        f" {self._timeout_s:g} s"
+                    )
                     await answer.cut_short(scope, receive, message, TIMED_OUT)
                 else:
                     _log.exception("request failed", method=scope["method"], path=scope["path"])
@@ -97,7 +108,8 @@ class _Sender:
         await self._send(message)
 
     async def cut_short(self, scope: Scope, receive: Receive, message: str, status: int) -> None:
-        """A proper error when nothing is out yet; a last event in a stream; else the connection breaks off."""
+        """A proper error when nothing is out yet; a last event in a stream; else the connection
+        breaks off."""
         if self.status == 0:
             await error_response(message, status)(scope, receive, self.send)
         elif self._streams and not self._ended:
@@ -106,8 +118,9 @@ class _Sender:
 
 
 class BodyLimitMiddleware:
-    """413 for a body over the limit, whether it says so (Content-Length) or not (chunked); 408 for one that comes too
-    slowly; 503 where unfinished bodies take UNFINISHED_BODIES times the limit together (small ones are let in)."""
+    """413 for a body over the limit, whether it says so (Content-Length) or not (chunked); 408
+    for one that comes too slowly; 503 where unfinished bodies take UNFINISHED_BODIES times the
+    limit together (small ones are let in)."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -118,7 +131,9 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
+        announced = next(
+            (value for key, value in scope[("headers")] if key == b"content-length"), b"0"
+        )
         too_long = announced.isdigit() and int(announced) > self._max_bytes
         received = held = 0
         finished = False
@@ -130,7 +145,9 @@ class BodyLimitMiddleware:
                 raise HTTPException(413, self._message())
             if finished:
                 return await receive()
-            message = await _in_time(receive, begun + BODY_SECONDS + received / SLOWEST_BYTES_PER_SECOND)
+            message = await _in_time(
+                receive, begun + BODY_SECONDS + received / SLOWEST_BYTES_PER_SECOND
+            )
             if message["type"] == "http.request":
                 size = len(message.get("body", b""))
                 received += size
@@ -139,8 +156,13 @@ class BodyLimitMiddleware:
                 finished = not message.get("more_body", False)
                 if received > self._max_bytes:
                     raise HTTPException(413, self._message())
-                if received > SMALL_BODY_BYTES and self._unfinished > UNFINISHED_BODIES * self._max_bytes:
-                    raise HTTPException(503, "too many request bodies are on their way", {"Retry-After": "1"})
+                if (
+                    received > SMALL_BODY_BYTES
+                    and self._unfinished > UNFINISHED_BODIES * self._max_bytes
+                ):
+                    raise HTTPException(
+                        503, "too many request bodies are on their way", {"Retry-After": ("1")}
+                    )
             if finished:
                 self._unfinished -= held
                 held = 0
@@ -156,23 +178,35 @@ class BodyLimitMiddleware:
 
 
 async def _in_time(receive: Receive, deadline: float) -> Message:
-    """The next part of a body. Raises HTTPException 408: nothing came for BODY_SECONDS, or not until `deadline`."""
+    """The next part of a body. Raises HTTPException 408: nothing came for BODY_SECONDS, or not
+    until `deadline`."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout_at(min(deadline, loop.time() + BODY_SECONDS)):
             return await receive()
     except TimeoutError:
-        message = f"the request's body came too slowly: nothing for {BODY_SECONDS:g} s, or less than 64 KiB a second"
+        message = (
+            f"the request's body came too slowly: nothing for {BODY_SECONDS:g} s, or less than 64"
+            " KiB a second"
+        )
         raise HTTPException(408, message, {"Connection": "close"}) from None
 
 
 class GateMiddleware:
-    """503 from every route but /health until the engine and the tokenizer are there, and once the server drains.
+    """503 from every route but /health until the engine and the tokenizer are there, and once the
+    server drains.
 
-    `while_loading`: path → the body of a 200 that is sent instead while the model loads. `public`: always let in.
+    `while_loading`: path → the body of a 200 that is sent instead while the model loads. `public`:
+    always let in.
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState, while_loading: Mapping[str, Any], public: PublicPaths) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        state: ServerState,
+        while_loading: Mapping[str, Any],
+        public: PublicPaths,
+    ) -> None:
         self._app = app
         self._state = state
         self._while_loading = while_loading

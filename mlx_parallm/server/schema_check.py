@@ -1,10 +1,15 @@
-"""The check of finished answers: what a choice that ended by itself must be, and what happens to one that is not.
+"""The check of finished answers: what a choice that ended by itself must be, and what happens to
+one that is not.
 
-    answer_check(context, params) → AnswerCheck ─ with_header ─► X-Unenforced-Schema-Keywords: uniqueItems, not
-                                                ─ fault(completion) ─► generation.py: sampled again, then an error,
-                                                  or "schema_error": "/tags: … non-unique elements" in the choice
+    answer_check(context, params) → AnswerCheck ─ with_header ─► X-Unenforced-Schema-Keywords:
+    uniqueItems, not
+                                                ─ fault(completion) ─► generation.py: sampled again,
+                                                then an error,
+                                                  or "schema_error": "/tags: … non-unique elements"
+                                                  in the choice
 
-A choice that was cut off, by a limit or by the client's own stop string, is not checked: it is incomplete anyway.
+A choice that was cut off, by a limit or by the client's own stop string, is not checked: it is
+incomplete anyway.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -34,8 +39,10 @@ class AnswerCheck:
     """How one request's answers are checked.
 
     Args:
-        unenforced: keywords that the grammar does not hold; () = it holds all that this server knows of.
-        content: what the content must match, unless there are calls; `called`: the arguments of calls, by function.
+        unenforced: keywords that the grammar does not hold; () = it holds all that this server
+            knows of.
+        content: what the content must match, unless there are calls; `called`: the arguments of
+            calls, by function.
         must_call: an answer without a call is a fault.
         read: a text's parts.
         retries: how often an invalid choice is sampled again.
@@ -56,7 +63,8 @@ class AnswerCheck:
 
     @property
     def holds_streams_back(self) -> bool:
-        """Whether a stream waits until its choices have been checked, because they may have to be sampled again."""
+        """Whether a stream waits until its choices have been checked, because they may have to
+        be sampled again."""
         return bool(self.retries and self.unenforced) and self.unenforced != (STRICT,)
 
     def fault(self, part: Completion | CompletionDelta, text: str) -> str | None:
@@ -68,14 +76,20 @@ class AnswerCheck:
             return None
         if part.finish_reason == "error":
             return part.error if part.error == DEAD_END else None
-        if part.finish_reason != "stop" or not (part.stop_reason is None or part.stop_reason in self.ends):
+        if part.finish_reason != "stop" or not (
+            part.stop_reason is None or part.stop_reason in self.ends
+        ):
             return None
         parts = self.read(text, "stop")
         calls = [call["function"] for call in parts.whole_calls()]
         if self.must_call and not calls:
             return "the answer calls no function"
         pairs = [(self.called.get(call["name"]), call["arguments"]) for call in calls]
-        checked = ((s.source, text) for s, text in pairs or [(self.content, parts.content)] if s is not None)
+        checked = (
+            (s.source, text)
+            for s, text in pairs or [(self.content, parts.content)]
+            if s is not None
+        )
         return next(filter(None, (violation(source, text) for source, text in checked)), None)
 
     def settle(self, completion: Completion) -> Completion:
@@ -89,10 +103,17 @@ class AnswerCheck:
 
     def error(self, fault: str, text: str) -> InvalidAnswerError:
         tries = "" if self.retries == 0 else f" after {self.retries + 1} tries"
-        lacking = f" (the grammar does not hold {', '.join(self.unenforced)})" if self.unenforced else ""
+        lacking = (
+            (f" (the grammar does not hold {', '.join(self.unenforced)})")
+            if self.unenforced
+            else ""
+        )
         shown = text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
         return InvalidAnswerError(
-            f"the model's answer does not match what it must match{tries}: {fault}{lacking}. It was: {shown!r}",
+            (
+                f"the model's answer does not match what it must match{tries}: {fault}{lacking}."
+                f" It was: {shown!r}"
+            ),
             param=self.param,
             code="json_validate_failed",
         )
@@ -100,7 +121,9 @@ class AnswerCheck:
     def with_header(self, response: Response) -> Response:
         if self.unenforced:
             names = ", ".join(self.unenforced).encode("ascii", "backslashreplace").decode()
-            response.headers[HEADER] = "".join(c if c.isprintable() else "?" for c in names)[:LONGEST_HEADER]
+            response.headers[HEADER] = "".join(c if c.isprintable() else "?" for c in names)[
+                :LONGEST_HEADER
+            ]
         return response
 
 
@@ -116,7 +139,8 @@ async def answer_check(
     must_call: bool = False,
     read: Callable[[str, FinishReason], AnswerParts] = _as_content,
 ) -> AnswerCheck:
-    """Build the check of a request's answers. Raises RequestError: no grammar follows the structure, or no schema."""
+    """Build the check of a request's answers. Raises RequestError: no grammar follows the
+    structure, or no schema."""
     structure, schemas = params.structure, dict(called or {})
     if structure is None and not schemas:
         return NO_CHECK
@@ -135,7 +159,8 @@ async def answer_check(
         called=schemas,
         must_call=must_call,
         read=read,
-        retries=config.structured_output_retries if params.temperature > 0 else 0,  # a greedy answer is the same again
+        # a greedy answer is the same again
+        retries=config.structured_output_retries if params.temperature > 0 else 0,
         marks=config.invalid_structured_output == "mark" or structure is None,
         ends=context.tokenizer.eos_token_ids,
     )
@@ -145,4 +170,6 @@ def _check_schema(structure: Structure) -> None:
     try:
         validator(structure.source)
     except ValueError as error:
-        raise RequestError(f"{structure.param}: {error}", param=structure.param, code="invalid_grammar") from error
+        raise RequestError(
+            f"{structure.param}: {error}", param=structure.param, code="invalid_grammar"
+        ) from error

@@ -1,7 +1,8 @@
 """Server-sent events, and watching for a client that hangs up.
 
-`until_hangup` runs work while it listens on the ASGI `receive` channel: neither Starlette nor uvicorn cancels a handler
-whose client is gone. `EventStream` is a response that sends an async iterator of JSON objects as SSE.
+`until_hangup` runs work while it listens on the ASGI `receive` channel: neither Starlette nor
+uvicorn cancels a handler whose client is gone. `EventStream` is a response that sends an async
+iterator of JSON objects as SSE.
 """
 
 import asyncio
@@ -32,7 +33,8 @@ class StreamForm(Protocol):
 
 
 def as_json(data: Any) -> bytes:
-    """Compact JSON in UTF-8. A half of a surrogate pair, which a model may write, stays an escape."""
+    """Compact JSON in UTF-8. A half of a surrogate pair, which a model may write, stays an
+    escape."""
     try:
         return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -57,7 +59,8 @@ def last_words(error: dict[str, Any], form: StreamForm | None) -> bytes:
 
 
 async def until_hangup(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancels it and raises ClientDisconnectedError as soon as the client is gone.
+    """The result of `work`; cancels it and raises ClientDisconnectedError as soon as the client is
+    gone.
 
     The request's body must have been read. Cancelling this call cancels the work.
     """
@@ -81,29 +84,39 @@ async def _hung_up(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends `events` as SSE and, without a form, `[DONE]` after them; closes the generator whatever happens.
+    """Sends `events` as SSE and, without a form, `[DONE]` after them; closes the generator whatever
+    happens.
 
-    `prefetch` waits for the first event, so that a request that cannot run still gets its proper status. An error
-    after the headers becomes a last event `{"error": …}`.
+    `prefetch` waits for the first event, so that a request that cannot run still gets its proper
+    status. An error after the headers becomes a last event `{"error": …}`.
     """
 
     media_type = EVENT_STREAM
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], form: StreamForm | None = None) -> None:
+    def __init__(
+        self, events: AsyncGenerator[dict[str, Any], None], form: StreamForm | None = None
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._form = events, form
         self._first: dict[str, Any] | None = None
 
     async def prefetch(self, receive: Receive) -> "EventStream":
-        """Returns itself; raises what the first event's making raises, or ClientDisconnectedError."""
+        """Returns itself; raises what the first event's making raises, or
+        ClientDisconnectedError."""
         self._first = await until_hangup(receive, self._next())
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[FORM] = self._form
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
             await until_hangup(receive, self._send_all(send))
         except ClientDisconnectedError:
             _log.debug("client hung up")
@@ -121,7 +134,9 @@ class EventStream(Response):
             last = last_words(_error_event(error), self._form)
         except Exception:  # noqa: BLE001  the headers are out: all that is left is to say so in the stream
             _log.exception("stream failed")
-            last = last_words(error_body("the server had an error while processing the request", 500), self._form)
+            last = last_words(
+                error_body("the server had an error while processing the request", 500), self._form
+            )
         await send(_body(last, more=False))
 
     async def _next(self) -> dict[str, Any] | None:
@@ -138,7 +153,8 @@ def _error_event(error: ParallmError) -> dict[str, Any]:
 
 
 async def merged(streams: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of several generators as they come, each with its generator's position. The first error ends all."""
+    """Items of several generators as they come, each with its generator's position. The first
+    error ends all."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for item in only:
@@ -154,7 +170,9 @@ async def merged(streams: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple
         finally:
             queue.put_nowait(None)
 
-    pumps = [asyncio.ensure_future(pump(position, stream)) for position, stream in enumerate(streams)]
+    pumps = [
+        asyncio.ensure_future(pump(position, stream)) for position, stream in enumerate(streams)
+    ]
     try:
         ended = 0
         while ended < len(pumps):

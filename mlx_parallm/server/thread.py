@@ -1,7 +1,7 @@
 """The HTTP thread: uvicorn with an asyncio loop of its own, on a socket that main has bound.
 
-Bound in main, because uvicorn in a thread answers a taken port with a silent SystemExit; without uvicorn's signal
-handlers, because the daemon takes signals itself.
+Bound in main, because uvicorn in a thread answers a taken port with a silent SystemExit; without
+uvicorn's signal handlers, because the daemon takes signals itself.
 """
 
 import asyncio
@@ -14,11 +14,16 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from mlx_parallm.errors import ConfigError, ParallmError
-from mlx_parallm.server.connections import ConnectionGuard, SparseWarnings, guarded_protocol, on_loop_error
+from mlx_parallm.server.connections import (
+    ConnectionGuard,
+    SparseWarnings,
+    guarded_protocol,
+    on_loop_error,
+)
 
 BACKLOG = 2048
-# Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): whoever closes first while the other sends
-# makes a request fail.
+# Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): whoever closes first while
+# the other sends makes a request fail.
 KEEP_ALIVE_SECONDS = 75
 STARTUP_SECONDS = 30.0
 TICKS_PER_SWEEP = 10  # uvicorn ticks ten times a second
@@ -39,7 +44,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise ConfigError(f"server.host = {host!r} is not an address of this machine: {error.strerror}") from error
+        raise ConfigError(
+            f"server.host = {host!r} is not an address of this machine: {error.strerror}"
+        ) from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -55,17 +62,21 @@ def bind_socket(host: str, port: int) -> socket.socket:
 def _bind_problem(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"port {port} on {host} is already in use: stop the process that has it, or choose another with "
+            f"port {port} on {host} is already in use: stop the process that has it, or choose"
+            " another with "
             "--port or server.port (0 takes a free one)"
         )
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"port {port} on {host} needs privileges: choose one above 1023 with --port or server.port"
+        return (
+            f"port {port} on {host} needs privileges: choose one above 1023 with --port or"
+            " server.port"
+        )
     return f"cannot listen on {host}:{port}: {error.strerror}"
 
 
 class ServerThread:
-    """Serves `app` on `listener` from `start` to `stop`, in a thread of its own, with so many connections at most
-    (`connections.connection_limit`). Single use."""
+    """Serves `app` on `listener` from `start` to `stop`, in a thread of its own, with so many
+    connections at most (`connections.connection_limit`). Single use."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, max_connections: int) -> None:
         guard = ConnectionGuard(max_connections)
@@ -97,7 +108,8 @@ class ServerThread:
             raise ServerThreadError("the HTTP server did not start")
 
     def stop(self, drain_timeout: float) -> None:
-        """Accepts nothing more, lets running requests end for `drain_timeout` seconds, cancels the rest, joins."""
+        """Accepts nothing more, lets running requests end for `drain_timeout` seconds, cancels
+        the rest, joins."""
         self._server.config.timeout_graceful_shutdown = drain_timeout  # type: ignore[assignment]  # wait_for's seconds
         self._server.should_exit = True
         self._thread.join(drain_timeout + JOIN_MARGIN_SECONDS)
@@ -113,7 +125,8 @@ class ServerThread:
 
 
 class _Server(uvicorn.Server):
-    """Says when it is up, and waits for cancelled handlers, so that each aborts its generation before the loop ends."""
+    """Says when it is up, and waits for cancelled handlers, so that each aborts its generation
+    before the loop ends."""
 
     def __init__(self, config: uvicorn.Config, guard: ConnectionGuard) -> None:
         super().__init__(config)

@@ -1,8 +1,9 @@
 """Loads a fast BLAS for MLX on Linux CPU, before MLX is imported. Imports no MLX.
 
-MLX's Linux CPU wheel links the reference BLAS (one thread, no SIMD). The dynamic linker resolves `cblas_sgemm` in the
-global scope first, so a library loaded with RTLD_GLOBAL before the first `import mlx.core` takes its place:
-10 to 60 times faster matrix products. macOS (Accelerate, Metal) and CUDA need none of this.
+MLX's Linux CPU wheel links the reference BLAS (one thread, no SIMD). The dynamic linker resolves
+`cblas_sgemm` in the global scope first, so a library loaded with RTLD_GLOBAL before the first
+`import mlx.core` takes its place: 10 to 60 times faster matrix products. macOS (Accelerate, Metal)
+and CUDA need none of this.
 """
 
 import ctypes
@@ -16,17 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FIX = (
-    "`pip install 'mlx-parallm[cpu]'` brings MKL (x86-64); or install a system OpenBLAS (Debian: libopenblas0-pthread)"
+    "`pip install 'mlx-parallm[cpu]'` brings MKL (x86-64); or install a system OpenBLAS"
+    " (Debian: libopenblas0-pthread)"
 )
 
-CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")  # MLX's CUDA backends, one for each major version of CUDA
+# MLX's CUDA backends, one for each major version of CUDA
+CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
 THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _THREAD_SETTERS = {"mkl": "MKL_Set_Num_Threads", "openblas": "openblas_set_num_threads"}
 
 
 @dataclass(frozen=True)
 class BlasStatus:
-    """The BLAS of MLX. `name`: "mkl", "openblas", "reference", "native" (macOS, CUDA), "late" (MLX came first)."""
+    """The BLAS of MLX. `name`: "mkl", "openblas", "reference", "native" (macOS, CUDA), "late"
+    (MLX came first)."""
 
     name: str
     path: str | None = None
@@ -42,22 +46,29 @@ def blas_status() -> BlasStatus:
 
 
 def preload_fast_blas() -> BlasStatus:
-    """Load MKL or a system OpenBLAS with global symbol visibility. Idempotent; does nothing off Linux CPU."""
+    """Load MKL or a system OpenBLAS with global symbol visibility. Idempotent; does nothing off
+    Linux CPU."""
     if not _status:
         _status.append(_preload())
     return _status[0]
 
 
 def share_blas_between(threads: int, cores: int) -> int | None:
-    """Gives each of `threads` computing threads its share of the cores; returns it, None where nothing was set.
+    """Gives each of `threads` computing threads its share of the cores; returns it, None where
+    nothing was set.
 
-    The BLAS' own threads spin while they wait for work. With an engine and a trainer on two cores, two BLAS threads
-    took 1.13 to 1.19 times the wall time and 1.8 times the CPU time of one (docs/benchmarks/quickstart.md). Whoever
-    sets MKL_NUM_THREADS, OMP_NUM_THREADS or OPENBLAS_NUM_THREADS decides instead.
+    The BLAS' own threads spin while they wait for work. With an engine and a trainer on two cores,
+    two BLAS threads took 1.13 to 1.19 times the wall time and 1.8 times the CPU time of one
+    (docs/benchmarks/quickstart.md). Whoever sets MKL_NUM_THREADS, OMP_NUM_THREADS or
+    OPENBLAS_NUM_THREADS decides instead.
     """
     status = blas_status()
     setter = _THREAD_SETTERS.get(status.name)
-    if setter is None or status.path is None or any(name in os.environ for name in THREAD_VARIABLES):
+    if (
+        setter is None
+        or status.path is None
+        or any(name in os.environ for name in THREAD_VARIABLES)
+    ):
         return None
     share = max(1, cores // threads)
     getattr(ctypes.CDLL(status.path), setter)(share)
@@ -65,7 +76,8 @@ def share_blas_between(threads: int, cores: int) -> int | None:
 
 
 def request_bitwise_reproducible_blas() -> None:
-    """Asks MKL for results that do not depend on batch size or threads. Must run before the first matrix product."""
+    """Asks MKL for results that do not depend on batch size or threads. Must run before the
+    first matrix product."""
     os.environ["MKL_CBWR"] = "AUTO,STRICT"
 
 
@@ -73,7 +85,10 @@ def _preload() -> BlasStatus:
     if sys.platform != "linux" or has_cuda_backend():
         return BlasStatus("native")
     if "mlx.core" in sys.modules:
-        return BlasStatus("late", advice="`import mlx_parallm` before `import mlx.core`: the reference BLAS is in use")
+        return BlasStatus(
+            "late",
+            advice=("`import mlx_parallm` before `import mlx.core`: the reference BLAS is in use"),
+        )
     for name, path in _candidates():
         try:
             library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
@@ -99,8 +114,19 @@ def _candidates() -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if platform.machine() == "x86_64":
         roots = dict.fromkeys([sysconfig.get_path("data"), sys.prefix])
-        found += [("mkl", str(p)) for root in roots for p in sorted(Path(root, "lib").glob("libmkl_rt.so*"))]
-    directories = [f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"]
+        found += [
+            ("mkl", str(p))
+            for root in roots
+            for p in sorted(Path(root, "lib").glob("libmkl_rt.so*"))
+        ]
+    directories = [
+        f"/usr/lib/{platform.machine()}-linux-gnu",
+        "/usr/lib64",
+        "/usr/lib",
+        ("/usr/local/lib"),
+    ]
     names = ["openblas-pthread/libopenblas.so.0", "libopenblas.so.0", "libopenblas.so"]
-    found += [("openblas", str(Path(d, n))) for d in directories for n in names if Path(d, n).exists()]
+    found += [
+        ("openblas", str(Path(d, n))) for d in directories for n in names if Path(d, n).exists()
+    ]
     return found

@@ -1,7 +1,7 @@
 """Files and directories that are complete or absent, also after a kill -9 or a power cut.
 
-And the free space of a run's disk: below the reserve nothing is begun, so that nothing ends half-written. And how many
-files the process may have open.
+And the free space of a run's disk: below the reserve nothing is begun, so that nothing ends
+half-written. And how many files the process may have open.
 """
 
 import contextlib
@@ -26,11 +26,13 @@ RESERVE_SHARE = 0.05  # of a small disk
 TEMPORARY = ".tmp-"  # in the names of unfinished files; the next save removes leftovers
 LONGEST_ID = 7  # digits of a process id; longer numbers in a name are dates
 OPEN_FILES = (65_536, 10_240)  # wanted; macOS refuses what is above a limit of its own
-RENAME_SWAP, RENAME_EXCHANGE, AT_FDCWD = 2, 2, -100  # <sys/stdio.h> of macOS, <linux/fs.h>, <fcntl.h>
+# <sys/stdio.h> of macOS, <linux/fs.h>, <fcntl.h>
+RENAME_SWAP, RENAME_EXCHANGE, AT_FDCWD = 2, 2, -100
 
 
 def local_path(text: str | Path) -> Path:
-    """Return the path that a text may be, with its home directory where there is one (`~nobody` has none)."""
+    """Return the path that a text may be, with its home directory where there is one (`~nobody`
+    has none)."""
     path = Path(text)
     with contextlib.suppress(RuntimeError):
         return path.expanduser()
@@ -38,7 +40,8 @@ def local_path(text: str | Path) -> Path:
 
 
 def is_file(text: str | Path) -> bool:
-    """Return whether a text is the path of a file. Free text is none, be it as long as no name can be."""
+    """Return whether a text is the path of a file. Free text is none, be it as long as no name
+    can be."""
     try:
         return local_path(text).is_file()
     except (OSError, ValueError):  # a name of over 255 bytes; a null character
@@ -54,7 +57,8 @@ def is_directory(text: str | Path) -> bool:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name and rename it. Raises CheckpointError; `path` is then untouched."""
+    """Write a file under a temporary name and rename it. Raises CheckpointError; `path` is then
+    untouched."""
     temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -69,10 +73,12 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make a directory: `fill` writes into a temporary one, which is flushed to the disk and renamed.
+    """Make a directory: `fill` writes into a temporary one, which is flushed to the disk and
+    renamed.
 
-    An existing `path` is replaced, in one step if the system can: there is always a complete one of that name.
-    Raises CheckpointError: an existing `path` is then untouched, and nothing is left half-written.
+    An existing `path` is replaced, in one step if the system can: there is always a complete one of
+    that name. Raises CheckpointError: an existing `path` is then untouched, and nothing is left
+    half-written.
     """
     temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
     old = path.with_name(f"{path.name}{TEMPORARY}old")
@@ -99,7 +105,8 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchange two directories. Return False if one is missing, or the system or the file system cannot."""
+    """Exchange two directories. Return False if one is missing, or the system or the file system
+    cannot."""
     libc, (a, b) = ctypes.CDLL(None), (os.fsencode(one), os.fsencode(other))
     if renamex := getattr(libc, "renamex_np", None):  # macOS
         return bool(renamex(a, b, RENAME_SWAP) == 0)
@@ -108,7 +115,8 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def point(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to its neighbour `target`, in one rename. Raises CheckpointError."""
+    """Make `link` a symbolic link to its neighbour `target`, in one rename. Raises
+    CheckpointError."""
     temporary = link.with_name(f"{link.name}{TEMPORARY}{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
@@ -130,14 +138,16 @@ def sync(path: Path) -> None:
 
 
 def flush_to_disk(descriptor: int) -> None:
-    """Flush so that a power cut loses nothing: on macOS fsync leaves data in the drive's cache. Raises OSError."""
+    """Flush so that a power cut loses nothing: on macOS fsync leaves data in the drive's cache.
+    Raises OSError."""
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is not None:
         try:
             fcntl.fcntl(descriptor, full)
             return
         except OSError as error:
-            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):  # a network drive has fsync only
+            # a network drive has fsync only
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
                 raise
     os.fsync(descriptor)
 
@@ -149,7 +159,8 @@ def sha256_of(file: Path) -> str:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the unfinished files of a killed process, and restore a directory that it was replacing."""
+    """Remove the unfinished files of a killed process, and restore a directory that it was
+    replacing."""
     for path in directory.glob(f"*{TEMPORARY}*"):
         original = path.with_name(path.name.partition(TEMPORARY)[0])
         if path.name.endswith(f"{TEMPORARY}old") and not original.exists():
@@ -161,7 +172,8 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def remove_of_the_dead(directory: Path, prefix: str) -> None:
-    """Remove the unfinished entries PREFIX + id of a process, where that process is gone or this one."""
+    """Remove the unfinished entries PREFIX + id of a process, where that process is gone or this
+    one."""
     for path in directory.glob(f"{glob.escape(prefix)}*"):
         owner = path.name.removeprefix(prefix)
         if (
@@ -173,13 +185,15 @@ def remove_of_the_dead(directory: Path, prefix: str) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the bytes that this user may still write on the disk of an existing directory. Raises OSError."""
+    """Return the bytes that this user may still write on the disk of an existing directory.
+    Raises OSError."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
 def reserve_bytes(directory: Path, reserve_gb: float | None) -> int:
-    """Return `rollouts.min_free_gb` in bytes; None = 1 GB, or 5 % of a disk under 20 GB. 0 = no reserve.
+    """Return `rollouts.min_free_gb` in bytes; None = 1 GB, or 5 % of a disk under 20 GB. 0 = no
+    reserve.
 
     Raises OSError.
     """
@@ -190,7 +204,8 @@ def reserve_bytes(directory: Path, reserve_gb: float | None) -> int:
 
 
 def shortage(directory: Path, reserve: int) -> str | None:
-    """Say what is wrong with the free space; None while `reserve` bytes are free, or when `reserve` is 0."""
+    """Say what is wrong with the free space; None while `reserve` bytes are free, or when
+    `reserve` is 0."""
     try:
         free = free_bytes(directory) if reserve else 0
     except OSError as error:
@@ -198,15 +213,16 @@ def shortage(directory: Path, reserve: int) -> str | None:
     if free >= reserve:
         return None
     return (
-        f"{free / GB:.2f} GB are free on the disk of {directory}, less than the {reserve / GB:.2f} GB that stay free"
+        f"{free / GB:.2f} GB are free on the disk of {directory}, less than the {reserve / GB:.2f}"
+        " GB that stay free"
         " (rollouts.min_free_gb): free some space"
     )
 
 
 @contextlib.contextmanager
 def file_limit_kept() -> Iterator[None]:
-    """Around an import of mlx_lm, which sets the limit of open files to (2048, 4096): below the user's own, from where
-    only root could raise it again, or above it, which is an error."""
+    """Around an import of mlx_lm, which sets the limit of open files to (2048, 4096): below the
+    user's own, from where only root could raise it again, or above it, which is an error."""
     setrlimit = resource.setrlimit
     resource.setrlimit = lambda *_: None
     try:
@@ -216,7 +232,8 @@ def file_limit_kept() -> Iterator[None]:
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as the user's hard limit allows, 65,536 at most. Return how many."""
+    """Let this process open as many files as the user's hard limit allows, 65,536 at most.
+    Return how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in OPEN_FILES:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -1,4 +1,5 @@
-"""Hardware of this machine. MLX is imported inside functions only: `detect` needs none, `mlx_device` does."""
+"""Hardware of this machine. MLX is imported inside functions only: `detect` needs none,
+`mlx_device` does."""
 
 import os
 import platform
@@ -12,15 +13,19 @@ import psutil
 from mlx_parallm.system.blas import has_cuda_backend
 
 GIB, MIB = 2**30, 2**20
-KV_CACHE_SHARE = 2  # of the memory that is free once the model is loaded: the rest is for activations, and the trainer
+# of the memory that is free once the model is loaded: the rest is for activations, and the trainer
+KV_CACHE_SHARE = 2
 PREFIX_CACHE_SHARE = 20  # of all memory
-WIRED_SHARE = 0.9  # of what Metal keeps in memory: a larger model leaves too little for the cache (mlx-lm's number)
-RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of mlx.launch; of mpirun (Open MPI, MPICH)
+# of what Metal keeps in memory: a larger model leaves too little for the cache (mlx-lm's number)
+WIRED_SHARE = 0.9
+# of mlx.launch; of mpirun (Open MPI, MPICH)
+RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """`memory_bytes` is the machine's memory, `available_bytes` is free now; on Metal the GPU shares both."""
+    """`memory_bytes` is the machine's memory, `available_bytes` is free now; on Metal the GPU
+    shares both."""
 
     backend: Literal["cpu", "metal", "cuda"]
     processor: str
@@ -36,7 +41,8 @@ def detect() -> Hardware:
 
 
 def usable_cores() -> int:
-    """Return the number of cores for this process (containers often allow fewer than the machine has)."""
+    """Return the number of cores for this process (containers often allow fewer than the machine
+    has)."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -49,12 +55,20 @@ def launched_rank() -> int | None:
 
 
 def memory_present() -> tuple[int, int]:
-    """Return (free, total) bytes of the memory that holds the model: the GPU's or the machine's. Loads MLX."""
+    """Return (free, total) bytes of the memory that holds the model: the GPU's or the machine's.
+    Loads MLX."""
     import mlx.core as mx
 
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     info: Mapping[str, Any] = mx.device_info() if on_gpu else {}
-    whole = next((int(info[key]) for key in ("max_recommended_working_set_size", "total_memory") if key in info), 0)
+    whole = next(
+        (
+            int(info[key])
+            for key in ("max_recommended_working_set_size", ("total_memory"))
+            if key in info
+        ),
+        0,
+    )
     machine = psutil.virtual_memory()
     if not whole:
         return machine.available, machine.total
@@ -63,20 +77,22 @@ def memory_present() -> tuple[int, int]:
 
 
 def prefix_cache_bytes(configured: int | None, *, deterministic: bool, processes: int = 1) -> int:
-    """`server.prefix_cache_bytes`; where it is None, 1/PREFIX_CACHE_SHARE of all memory, which `processes` share. Loads
-    MLX.
+    """`server.prefix_cache_bytes`; where it is None, 1/PREFIX_CACHE_SHARE of all memory, which
+    `processes` share. Loads MLX.
 
-    In deterministic mode None means no cache: a decode step gives keys and values other last bits, and a resumed run
-    does not find what the run before it had kept.
+    In deterministic mode None means no cache: a decode step gives keys and values other last bits,
+    and a resumed run does not find what the run before it had kept.
     """
     if configured is not None:
         return configured
     return 0 if deterministic else memory_present()[1] // (PREFIX_CACHE_SHARE * processes)
 
 
-def kv_cache_bytes(configured: int | None, *, deterministic: bool, processes: int = 1) -> int | None:
-    """`server.kv_cache_bytes`; where it is None, 1/KV_CACHE_SHARE of the memory that is free now, which `processes`
-    share. Loads MLX.
+def kv_cache_bytes(
+    configured: int | None, *, deterministic: bool, processes: int = 1
+) -> int | None:
+    """`server.kv_cache_bytes`; where it is None, 1/KV_CACHE_SHARE of the memory that is free now,
+    which `processes` share. Loads MLX.
 
     In deterministic mode None means no bound, because free memory differs between runs.
     """
@@ -86,9 +102,11 @@ def kv_cache_bytes(configured: int | None, *, deterministic: bool, processes: in
 
 
 def async_scheduling(configured: bool | None, *, deterministic: bool) -> bool:
-    """`server.async_scheduling`; where it is None, whether the device computes beside Python. Loads MLX.
+    """`server.async_scheduling`; where it is None, whether the device computes beside Python. Loads
+    MLX.
 
-    In deterministic mode None means off: which version draws a token would depend on when it was started.
+    In deterministic mode None means off: which version draws a token would depend on when it was
+    started.
     """
     import mlx.core as mx
 
@@ -98,8 +116,9 @@ def async_scheduling(configured: bool | None, *, deterministic: bool) -> bool:
 
 
 def wire_memory(model_bytes: int) -> str | None:
-    """Lets Metal keep all that it may in memory, as mlx-lm does while it generates: macOS may page weights out
-    otherwise, and each step waits for them. Does nothing on other backends and before macOS 15. Loads MLX.
+    """Lets Metal keep all that it may in memory, as mlx-lm does while it generates: macOS may page
+    weights out otherwise, and each step waits for them. Does nothing on other backends and before
+    macOS 15. Loads MLX.
 
     Returns advice for a model that takes more than `WIRED_SHARE` of that, else None.
     """
@@ -112,11 +131,17 @@ def wire_memory(model_bytes: int) -> str | None:
     mx.set_wired_limit(most)
     if model_bytes <= WIRED_SHARE * most:
         return None
-    found = f"the model takes {model_bytes / GIB:.1f} GiB of the {most / GIB:.1f} GiB that Metal keeps in memory: "
+    found = (
+        f"the model takes {model_bytes / GIB:.1f} GiB of the {most / GIB:.1f} GiB that Metal keeps"
+        " in memory: "
+    )
     wanted = int(model_bytes / WIRED_SHARE)
     if wanted > WIRED_SHARE * whole:
         return found + "it will be slow on this machine; a quantized or a smaller one fits"
-    return found + f"`sudo sysctl iogpu.wired_limit_mb={-(-wanted // MIB)}` raises that until the next start of macOS"
+    return found + (
+        f"`sudo sysctl iogpu.wired_limit_mb={-(-wanted // MIB)}` raises that until the next start"
+        " of macOS"
+    )
 
 
 def mlx_device() -> str:

@@ -1,11 +1,14 @@
-"""Names of a package that are imported at their first use (PEP 562). Imports nothing itself until then."""
+"""Names of a package that are imported at their first use (PEP 562). Imports nothing itself
+until then."""
 
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of `package`.
 
     Args:

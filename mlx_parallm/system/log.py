@@ -1,8 +1,10 @@
-"""Logging with structlog: a line for each event on stderr, as text or JSON; `logging` of libraries takes the same way.
+"""Logging with structlog: a line for each event on stderr, as text or JSON; `logging` of libraries
+takes the same way.
 
-The daemon calls `configure_logging` once; `get_logger` works anywhere. Fields bound with `structlog.contextvars` (the
-server binds `request_id`) appear on every line of that task. A `RunLog` gets every line as JSON too. Both hide secrets
-(`redaction`), and neither hands a control character of a value to a terminal.
+The daemon calls `configure_logging` once; `get_logger` works anywhere. Fields bound with
+`structlog.contextvars` (the server binds `request_id`) appear on every line of that task. A
+`RunLog` gets every line as JSON too. Both hide secrets (`redaction`), and neither hands a control
+character of a value to a terminal.
 """
 
 import io
@@ -25,13 +27,19 @@ import structlog
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.system.terminal import escaped
 
-LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 RUN_LOG_FILE = "run.log"
 MAX_BYTES, KEPT_FILES = 16 << 20, 3  # of run.log: at most 64 MiB with run.log.1 … .3
 HELD_LINES = 1000
 PAUSED, RESUMED, CONFIGURED = "paused", "resumed", "configuration written"
 """Events that `explain` reads: a client has paused the engine, lets it go on; a process begins."""
-FILE_ONLY = "_file_only"  # a field: this line is for the run log and not for the terminal, which shows it otherwise
+# a field: this line is for the run log and not for the terminal, which shows it otherwise
+FILE_ONLY = "_file_only"
 
 
 class _StandardError:
@@ -46,13 +54,16 @@ class _StandardError:
 
 class _File(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Print nothing: a full disk must not flood the terminal with tracebacks. metrics.jsonl ends the run."""
+        """Print nothing: a full disk must not flood the terminal with tracebacks. metrics.jsonl
+        ends the run."""
 
 
 class RunLog:
-    """`run.log`: every line of the process as a JSON object, in files of bounded size. Any thread may write.
+    """`run.log`: every line of the process as a JSON object, in files of bounded size. Any thread
+    may write.
 
-    Lines before `open` are kept for it. As a context manager it records the exception that ends the block.
+    Lines before `open` are kept for it. As a context manager it records the exception that ends the
+    block.
     """
 
     def __init__(self, redactor: Redactor | None = None, *, max_bytes: int = MAX_BYTES) -> None:
@@ -64,7 +75,12 @@ class RunLog:
     def open(self, directory: Path) -> None:
         """Append to `directory`/run.log; without a right to open it, nothing is written."""
         try:
-            file = _File(directory / RUN_LOG_FILE, maxBytes=self._max_bytes, backupCount=KEPT_FILES, encoding="utf-8")
+            file = _File(
+                directory / RUN_LOG_FILE,
+                maxBytes=self._max_bytes,
+                backupCount=KEPT_FILES,
+                encoding=("utf-8"),
+            )
         except OSError:
             return
         with self._lock:
@@ -73,20 +89,30 @@ class RunLog:
                 self._emit(file, self._held.popleft())
 
     def write(self, level: str, event: str, **fields: Any) -> None:
-        now = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        now = (
+            datetime.fromtimestamp(time.time(), UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", ("Z"))
+        )
         line = {"timestamp": now, "level": level, "event": event} | fields
-        text = jsonlib.dumps(self.redactor.value(line), default=lambda value: self.redactor.text(repr(value)))
+        text = jsonlib.dumps(
+            self.redactor.value(line), default=lambda value: self.redactor.text(repr(value))
+        )
         with self._lock:
             if self._file is None:
                 self._held.append(text)
             else:
                 self._emit(self._file, text)
 
-    def processor(self, _: Any, level: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    def processor(
+        self, _: Any, level: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
         """Write a copy of the event and return the event, as a structlog processor."""
         copy = structlog.processors.format_exc_info(None, level, dict(event))
         fields = {
-            key: value for key, value in copy.items() if not key.startswith("_") and key not in ("level", "event")
+            key: value
+            for key, value in copy.items()
+            if not key.startswith("_") and key not in ("level", ("event"))
         }
         self.write(str(copy.get("level", level)), str(copy.get("event", "")), **fields)
         return event
@@ -94,7 +120,9 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if error is not None:
             self.write("error", f"ended by {type(error).__name__}: {error}")
         with self._lock:
@@ -114,10 +142,11 @@ def configure_logging(
     run_log: RunLog | None = None,
     libraries: bool = True,
 ) -> None:
-    """Send events of at least `level` (debug, info, warning, error) to stderr, as JSON objects or aligned text.
+    """Send events of at least `level` (debug, info, warning, error) to stderr, as JSON objects or
+    aligned text.
 
-    Third-party `logging` records pass from "warning" on ("debug" shows all of them); with `libraries` false they go
-    where the program has sent them. May be called again.
+    Third-party `logging` records pass from "warning" on ("debug" shows all of them); with
+    `libraries` false they go where the program has sent them. May be called again.
     """
     threshold = LEVELS[level]
     shared: list[Any] = [
@@ -134,7 +163,9 @@ def configure_logging(
         if json
         else [_console_renderer(colors)]
     )
-    renderer.insert(0, lambda _, __, event: {key: _hidden(hide, key, value) for key, value in event.items()})
+    renderer.insert(
+        0, lambda _, __, event: {key: _hidden(hide, key, value) for key, value in event.items()}
+    )
     renderer.append(lambda _, __, text: hide.text(text))  # tracebacks
     structlog.configure(
         processors=[*shared, *renderer],
@@ -157,7 +188,8 @@ def configure_logging(
 
 
 def _console_renderer(colors: bool) -> structlog.dev.ConsoleRenderer:
-    """Return structlog's renderer, which escapes what a value and a traceback hold; its own colours stay."""
+    """Return structlog's renderer, which escapes what a value and a traceback hold; its own
+    colours stay."""
     renderer = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_traceback)
     for formatter in (column.formatter for column in renderer.columns):
         if isinstance(formatter, structlog.dev.KeyValueColumnFormatter):

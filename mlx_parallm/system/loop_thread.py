@@ -15,8 +15,8 @@ T = TypeVar("T")
 class LoopThread:
     """Runs coroutines that any thread submits. The thread starts with the first one.
 
-    It is a daemon: code that blocks it does not hold up the end of the process. `owner` is what an error names after
-    `stop`.
+    It is a daemon: code that blocks it does not hold up the end of the process. `owner` is what an
+    error names after `stop`.
     """
 
     def __init__(self, name: str, owner: str = "") -> None:
@@ -43,7 +43,8 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine; an interrupted wait cancels it. Raises EngineUnavailableError: it was stopped."""
+        """Wait for a coroutine; an interrupted wait cancels it. Raises EngineUnavailableError:
+        it was stopped."""
         future = self.submit(work)
         try:
             return future.result()
@@ -64,8 +65,13 @@ class LoopThread:
                 raise EngineUnavailableError(self._closed) from error
             raise
 
-    def stop(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None, timeout_s: float | None = None) -> bool:
-        """Cancel everything, run `last` in the loop, and wait for the thread's end. May be called again.
+    def stop(
+        self,
+        last: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        timeout_s: float | None = None,
+    ) -> bool:
+        """Cancel everything, run `last` in the loop, and wait for the thread's end. May be called
+        again.
 
         Returns False: code that blocks the thread outlasts `timeout_s`.
         """

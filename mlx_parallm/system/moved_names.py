@@ -1,6 +1,8 @@
-"""Promised module names that lie in a group of folders now: `import mlx_parallm.primitives` finds the module there.
+"""Promised module names that lie in a group of folders now: `import mlx_parallm.primitives` finds
+the module there.
 
-Both names are one module object, so a class has one identity. Imports nothing but the standard library.
+Both names are one module object, so a class has one identity. Imports nothing but the standard
+library.
 """
 
 import importlib
@@ -18,7 +20,8 @@ MOVED = {
     "mlx_parallm.tools": "mlx_parallm.deploy",
     "mlx_parallm.trl": "mlx_parallm.faces.trl",
 }
-"""The promised name (docs/stability.md), and the module that it means. Names below it move along."""
+"""The promised name (docs/stability.md), and the module that it means. Names below it move
+along."""
 
 
 class _AliasLoader(InspectLoader):
@@ -69,4 +72,5 @@ def _new_name(name: str) -> str | None:
 def keep_moved_names() -> None:
     """Make the names of `MOVED` importable. A second call changes nothing."""
     if not any(isinstance(finder, _MovedNames) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _MovedNames())  # first: a moved package's __path__ finds its modules a second time
+        # first: a moved package's __path__ finds its modules a second time
+        sys.meta_path.insert(0, _MovedNames())

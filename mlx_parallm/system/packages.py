@@ -1,9 +1,9 @@
 """Optional packages: which extra brings each, and one line for one that is missing. Imports no MLX.
 
-`pip install mlx-parallm` on Linux brings MLX without a backend: the CPU's and CUDA's put their files into the same
-place, so the machine's owner has to choose one. A command that computes calls `require_mlx` before it starts, and
-whatever needs another optional package calls `require` before its work begins. `missing` turns an ImportError that came
-all the same into that line.
+`pip install mlx-parallm` on Linux brings MLX without a backend: the CPU's and CUDA's put their
+files into the same place, so the machine's owner has to choose one. A command that computes calls
+`require_mlx` before it starts, and whatever needs another optional package calls `require` before
+its work begins. `missing` turns an ImportError that came all the same into that line.
 """
 
 import importlib.metadata
@@ -59,17 +59,27 @@ def require(what: str, *modules: str) -> None:
 def needs(what: str, module: str) -> str:
     """Return the line that names the package of a module and how to install it."""
     root = module.partition(".")[0]
-    extra = next((extra for extra, modules in EXTRAS.items() if {module, root} & set(modules)), None)
+    extra = next(
+        (extra for extra, modules in EXTRAS.items() if {module, root} & set(modules)), None
+    )
     package = DISTRIBUTIONS.get(module, root.replace("_", "-"))
-    return f"{what} needs the package {package}: {install(extra) if extra else f'pip install {package}'}"
+    return (
+        f"{what} needs the package {package}:"
+        f" {install(extra) if extra else f'pip install {package}'}"
+    )
 
 
 def missing(error: ImportError) -> str | None:
-    """Return the line for an import that failed because a package is not installed; None: the fault is another one."""
+    """Return the line for an import that failed because a package is not installed; None: the
+    fault is another one."""
     root = (error.name or "").partition(".")[0]
     if root == "mlx" or "libmlx" in str(error):
         return mlx_backend_advice() or f"MLX cannot be loaded ({error}): {BACKENDS}"
-    if isinstance(error, ModuleNotFoundError) and root not in ("", "mlx_parallm") and not is_installed(root):
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and root not in ("", "mlx_parallm")
+        and not is_installed(root)
+    ):
         return needs("this", error.name if error.name in DISTRIBUTIONS else root)
     return None
 
@@ -81,19 +91,28 @@ def require_mlx() -> None:
 
 
 def mlx_backend_advice() -> str | None:
-    """Return what to install so that MLX can be loaded; None: it can. Loads no MLX into this process.
+    """Return what to install so that MLX can be loaded; None: it can. Loads no MLX into this
+    process.
 
-    A wheel's backend is a library beside MLX's modules. Where it is not there a build from source may still have MLX in
-    one piece, which another process tries.
+    A wheel's backend is a library beside MLX's modules. Where it is not there a build from source
+    may still have MLX in one piece, which another process tries.
     """
     found = importlib.util.find_spec("mlx")
     places = [Path(place) for place in found.submodule_search_locations or ()] if found else []
     if not places:
         return f"MLX is not installed: {BACKENDS if sys.platform == 'linux' else 'pip install mlx'}"
-    if sys.platform != "linux" or any(next(place.glob("lib*/libmlx.so*"), None) for place in places):
+    if sys.platform != "linux" or any(
+        next(place.glob("lib*/libmlx.so*"), None) for place in places
+    ):
         return None
-    tried = subprocess.run([sys.executable, "-c", "import mlx.core"], capture_output=True, check=False)
-    return f"MLX has no backend here (its libmlx.so is not installed): {BACKENDS}" if tried.returncode else None
+    tried = subprocess.run(
+        [sys.executable, "-c", "import mlx.core"], capture_output=True, check=False
+    )
+    return (
+        (f"MLX has no backend here (its libmlx.so is not installed): {BACKENDS}")
+        if tried.returncode
+        else None
+    )
 
 
 def extras() -> dict[str, bool]:

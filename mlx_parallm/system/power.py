@@ -19,9 +19,13 @@ def kept_awake(platform: str = sys.platform) -> Iterator[None]:
         return
     quiet = subprocess.DEVNULL
     try:
-        holder = subprocess.Popen(["caffeinate", "-i", "-w", str(os.getpid())], stdin=quiet, stdout=quiet, stderr=quiet)
+        holder = subprocess.Popen(
+            ["caffeinate", "-i", "-w", str(os.getpid())], stdin=quiet, stdout=quiet, stderr=quiet
+        )
     except OSError as error:
-        log.warning("this machine may sleep during training: caffeinate cannot be run", error=str(error))
+        log.warning(
+            "this machine may sleep during training: caffeinate cannot be run", error=str(error)
+        )
         yield
         return
     try:

@@ -1,8 +1,10 @@
-"""Finds and hides secrets: in log lines, saved configurations, data for trackers, traces of agents. No MLX.
+"""Finds and hides secrets: in log lines, saved configurations, data for trackers, traces of agents.
+No MLX.
 
-A secret is recognised by its value (the API key, environment variables named *_TOKEN, *_API_KEY, …), by its place
-(`http://user:KEY@host`, `Bearer KEY`, `?token=KEY`, a random value after `token =`), by its form (`hf_…`, `AKIA…`, a
-private key's block), or by the name of its key. secret_forms.py has the table of places and forms.
+A secret is recognised by its value (the API key, environment variables named *_TOKEN, *_API_KEY,
+…), by its place (`http://user:KEY@host`, `Bearer KEY`, `?token=KEY`, a random value after `token
+=`), by its form (`hf_…`, `AKIA…`, a private key's block), or by the name of its key.
+secret_forms.py has the table of places and forms.
 """
 
 import os
@@ -14,7 +16,9 @@ from typing import Any
 from mlx_parallm.system.secret_forms import RUN, SECRET_FORMS, SecretForm
 
 REDACTED = "**********"
-SHORTEST = 6  # characters of a value that is hidden wherever it occurs; a shorter one would blank out ordinary words
+# characters of a value that is hidden wherever it occurs; a shorter one would blank out ordinary
+# words
+SHORTEST = 6
 _NAMES = re.compile(
     r"(?:^|[_.-]|(?<=[a-z]))(?:[Tt]oken|TOKEN|(?:[Aa]pi|API|[Aa]ccess|ACCESS|[Ss]ecret|SECRET|[Pp]rivate|PRIVATE"
     r"|[Ss]igning|SIGNING|[Ee]ncryption|ENCRYPTION|[Aa]ccount|ACCOUNT)[_-]?(?:[Kk]ey|KEY)|[Ss]ecret|SECRET"
@@ -23,7 +27,19 @@ _NAMES = re.compile(
 )
 _NAMED_PAIR = ("name", "key")  # keys of an object whose "value" is what is named so
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")  # names a secret, and is none
-_OF_A_VOCABULARY = ("end", "eos", "bos", "pad", "unk", "mask", "sep", "cls", "stop", "start", "image")
+_OF_A_VOCABULARY = (
+    "end",
+    "eos",
+    "bos",
+    "pad",
+    "unk",
+    "mask",
+    "sep",
+    "cls",
+    "stop",
+    "start",
+    ("image"),
+)
 NOT_SECRETS = frozenset(f"{kind}_token" for kind in _OF_A_VOCABULARY)
 """Keys that are named like a secret: tokens of a vocabulary."""
 
@@ -48,7 +64,8 @@ def is_secret_name(name: str) -> bool:
 
 
 def names_a_secret(value: Mapping[Any, Any]) -> bool:
-    """Whether an object says in "name" or "key" that its "value" is a secret, as the variables of a container do."""
+    """Whether an object says in "name" or "key" that its "value" is a secret, as the variables
+    of a container do."""
     names = (value.get(key) for key in _NAMED_PAIR) if "value" in value else ()
     return any(isinstance(name, str) and is_secret_name(name) for name in names)
 
@@ -64,21 +81,32 @@ def _matches(form: SecretForm, text: str) -> Iterator[FoundSecret]:
 class Redactor:
     """Hides `secrets` and texts that look like one. `forms`: how these look."""
 
-    def __init__(self, secrets: Iterable[str | None] = (), forms: Sequence[SecretForm] = SECRET_FORMS) -> None:
-        longest_first = sorted({s for s in secrets if s and len(s) >= SHORTEST}, key=len, reverse=True)
-        self._values = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    def __init__(
+        self, secrets: Iterable[str | None] = (), forms: Sequence[SecretForm] = SECRET_FORMS
+    ) -> None:
+        longest_first = sorted(
+            {s for s in secrets if s and len(s) >= SHORTEST}, key=len, reverse=True
+        )
+        self._values = (
+            re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        )
         self._forms = forms
 
     def find(self, text: str) -> list[FoundSecret]:
-        """Return the secrets of a text in order. They do not overlap: of two that do, the parts are one of the kind
-        that stands first in the list of forms."""
-        found = [FoundSecret(*match.span(), "known") for match in self._values.finditer(text)] if self._values else []
+        """Return the secrets of a text in order. They do not overlap: of two that do, the parts
+        are one of the kind that stands first in the list of forms."""
+        found = (
+            [FoundSecret(*match.span(), "known") for match in self._values.finditer(text)]
+            if self._values
+            else []
+        )
         lowered = text.lower()
         runs = "\n".join(RUN.findall(text))
         lowered_runs = runs.lower()
         for form in self._forms:
             searched = lowered_runs if form.in_run else lowered
-            for hint in form.hints:  # not any(): most texts have none of them, and this is twice as fast
+            # not any(): most texts have none of them, and this is twice as fast
+            for hint in form.hints:
                 if hint in searched:
                     break
             else:
@@ -87,7 +115,8 @@ class Redactor:
             if not form.in_run or form.pattern.search(runs):
                 found += _matches(form, text)
         merged: list[FoundSecret] = []
-        for secret in sorted(found, key=lambda secret: secret.start):  # stable: the first form of two equal starts
+        # stable: the first form of two equal starts
+        for secret in sorted(found, key=lambda secret: secret.start):
             if merged and secret.start < merged[-1].end:
                 last = merged[-1]
                 merged[-1] = FoundSecret(last.start, max(last.end, secret.end), last.kind)
@@ -101,18 +130,22 @@ class Redactor:
         return text
 
     def value(self, value: Any) -> Any:
-        """Do the same for every string in nested mappings and lists; a value under a secret's name is hidden whole."""
+        """Do the same for every string in nested mappings and lists; a value under a secret's
+        name is hidden whole."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
             named = names_a_secret(value)
             return {
-                str(key): REDACTED if named and key == "value" and item else self.named(str(key), item)
+                str(key): REDACTED
+                if named and key == "value" and item
+                else self.named(str(key), item)
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
             return [self.value(item) for item in value]
-        if isinstance(value, BaseException):  # its repr would escape quotes, and a secret would not match
+        # its repr would escape quotes, and a secret would not match
+        if isinstance(value, BaseException):
             return self.text(f"{type(value).__name__}: {value}")
         return value
 

@@ -1,9 +1,11 @@
-"""How secrets look: a table of forms, one line for each issuer's keys and for each place where a secret stands.
+"""How secrets look: a table of forms, one line for each issuer's keys and for each place where a
+secret stands.
 
-The formats are those that the issuers document (and that public scanners list). `detect-secrets`, the only scanner that
-is a Python library, was tried and left out: its last release is of May 2024, it reads a text line by line, and it knows
-SendGrid, Twilio, Discord and Telegram of the kinds below that agents' logs hold, but not DigitalOcean, Shopify,
-Databricks, Notion, Groq, xAI, Replicate or Vault.
+The formats are those that the issuers document (and that public scanners list). `detect-secrets`,
+the only scanner that is a Python library, was tried and left out: its last release is of May 2024,
+it reads a text line by line, and it knows SendGrid, Twilio, Discord and Telegram of the kinds below
+that agents' logs hold, but not DigitalOcean, Shopify, Databricks, Notion, Groq, xAI, Replicate or
+Vault.
 """
 
 import base64
@@ -17,9 +19,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SecretForm:
-    """How a kind of secret looks. `hints`: one of these texts stands in every match, in any case, so that most texts
-    need no search. The secret is the pattern's group "secret", or the whole match. `check`: it is one only if so.
-    `in_run`: every match has LONG_RUN signs of `RUN` in a row, so the search needs only the runs of a text, a tenth."""
+    """How a kind of secret looks. `hints`: one of these texts stands in every match, in any case,
+    so that most texts need no search. The secret is the pattern's group "secret", or the whole
+    match. `check`: it is one only if so.
+    `in_run`: every match has LONG_RUN signs of `RUN` in a row, so the search needs only the runs of
+    a text, a tenth."""
 
     kind: str
     hints: tuple[str, ...]
@@ -33,12 +37,15 @@ RUN = re.compile(
     rf"(?:\\[nrt])?[A-Za-z0-9_.+/=:-]{{{LONG_RUN},}}"
 )  # a line break in JSON within JSON is no part of a key
 _CHARACTER_CLASSES = re.compile(r"[a-z]+|[A-Z]+|[0-9]+|[^A-Za-z0-9]+")
-_LEAST_CHANGES = 0.3  # of the character class, for each character: random base64 has 0.6, hexadecimal 0.45, names 0.15
-_LONG, _LEAST_ENTROPY = 32, 3.5  # characters, and bits a character, of a long value whose classes change less often
+# of the character class, for each character: random base64 has 0.6, hexadecimal 0.45, names 0.15
+_LEAST_CHANGES = 0.3
+# characters, and bits a character, of a long value whose classes change less often
+_LONG, _LEAST_ENTROPY = 32, 3.5
 
 
 def looks_random(text: str) -> bool:
-    """Whether letters and digits change as often as in a random text, or a long one uses many characters evenly."""
+    """Whether letters and digits change as often as in a random text, or a long one uses many
+    characters evenly."""
     letters = sum(map(str.isalpha, text))
     if letters < 3 or (len(text) < _LONG and not any(map(str.isdigit, text))):
         return False
@@ -46,7 +53,12 @@ def looks_random(text: str) -> bool:
     if changes >= _LEAST_CHANGES:
         return True
     words = max(map(len, re.findall(r"[a-z]+", text)), default=0)
-    return len(text) >= _LONG and words <= 6 and changes >= _LEAST_CHANGES / 2 and _entropy(text) >= _LEAST_ENTROPY
+    return (
+        len(text) >= _LONG
+        and words <= 6
+        and changes >= _LEAST_CHANGES / 2
+        and _entropy(text) >= _LEAST_ENTROPY
+    )
 
 
 def _entropy(text: str) -> float:
@@ -68,7 +80,8 @@ LONG_WORD = 12  # letters of a password that is one word
 
 
 def is_password(text: str) -> bool:
-    """Whether a value that is named a password may be one: no placeholder, no name of a variable, no type."""
+    """Whether a value that is named a password may be one: no placeholder, no name of a
+    variable, no type."""
     if len(text) < 4 or _NO_PASSWORD.fullmatch(text) or _IDENTIFIER.fullmatch(text):
         return False
     return bool(_ODD.search(text)) or len(text) >= LONG_WORD
@@ -83,14 +96,20 @@ def _is_basic(text: str) -> bool:
 
 
 def form(
-    kind: str, hints: str, pattern: str, flags: int = 0, *, check: Callable[[str], bool] | None = None
+    kind: str,
+    hints: str,
+    pattern: str,
+    flags: int = 0,
+    *,
+    check: Callable[[str], bool] | None = None,
 ) -> SecretForm:
     return SecretForm(kind, tuple(hints.split()), re.compile(pattern, flags), check)
 
 
 _ANY_CASE = re.IGNORECASE
 _START, _END = r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))", r"(?![A-Za-z0-9])"
-_NAME = (  # of something that holds a secret: the last part of an option's, a variable's, a key's name
+# of something that holds a secret: the last part of an option's, a variable's, a key's name
+_NAME = (
     r"(?:pass(?:word|wd|phrase|code)?|pwd|secret|token|credentials?|(?:api|access|secret|private|signing|encryption"
     r"|account|auth|subscription|storage|master|session|client|service)[_-]?key|(?:client|app|webhook|jwt|signing)"
     r"[_-]?secret)"
@@ -101,14 +120,28 @@ _VALUE = r"[^\s\"'\\,;{}()<>$\[\]|&`]{4,512}"  # without quotes
 
 
 def _prefixed(kind: str, *patterns: str) -> SecretForm:
-    """Keys that begin with a text of their own: the part of each pattern before the first sign of a regex."""
+    """Keys that begin with a text of their own: the part of each pattern before the first sign
+    of a regex."""
     hints = {re.split(r"[\[(\\?{|]", pattern)[0].lower() for pattern in patterns}
-    assert all(len(hint) >= 3 for hint in hints), f"{kind}: a pattern begins with three plain characters"
-    return SecretForm(kind, tuple(sorted(hints)), re.compile(rf"{_START}(?:{'|'.join(patterns)}){_END}"), None, True)
+    assert all(len(hint) >= 3 for hint in hints), (
+        f"{kind}: a pattern begins with three plain characters"
+    )
+    return SecretForm(
+        kind,
+        tuple(sorted(hints)),
+        re.compile(rf"{_START}(?:{'|'.join(patterns)}){_END}"),
+        None,
+        True,
+    )
 
 
 def _issued(
-    kind: str, hints: str, pattern: str, flags: int = 0, *, check: Callable[[str], bool] | None = None
+    kind: str,
+    hints: str,
+    pattern: str,
+    flags: int = 0,
+    *,
+    check: Callable[[str], bool] | None = None,
 ) -> SecretForm:
     return SecretForm(
         kind,
@@ -122,7 +155,11 @@ def _issued(
 _ISSUERS: tuple[SecretForm, ...] = (
     _prefixed("huggingface", "hf_[A-Za-z0-9]{12,}", "api_org_[A-Za-z0-9]{20,}"),
     _prefixed("anthropic", "sk-ant-[A-Za-z0-9_-]{12,}"),
-    _issued("openai", "sk-", r"\bsk-(?:[A-Za-z0-9_]{12,}[A-Za-z0-9_-]*|(?=[A-Za-z_-]{0,64}\d)[A-Za-z0-9_-]{16,})"),
+    _issued(
+        "openai",
+        "sk-",
+        r"\bsk-(?:[A-Za-z0-9_]{12,}[A-Za-z0-9_-]*|(?=[A-Za-z_-]{0,64}\d)[A-Za-z0-9_-]{16,})",
+    ),
     _prefixed("tinker", r"tml-[A-Za-z0-9_-]{12,}"),
     _prefixed("groq", "gsk_[A-Za-z0-9]{20,}"),
     _prefixed("xai", "xai-[A-Za-z0-9_-]{20,}"),
@@ -141,7 +178,9 @@ _ISSUERS: tuple[SecretForm, ...] = (
     _prefixed("databricks", r"dapi[a-f0-9]{32}(?:-\d+)?", r"dose[a-f0-9]{32}"),
     _issued("aws", "akia asia abia acca", r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b"),
     _issued(
-        "github", "ghp_ gho_ ghu_ ghs_ ghr_ _pat_", r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,})"
+        "github",
+        "ghp_ gho_ ghu_ ghs_ ghr_ _pat_",
+        r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,})",
     ),
     _issued(
         "gitlab",
@@ -159,7 +198,11 @@ _ISSUERS: tuple[SecretForm, ...] = (
         "aiza ya29. gocspx- 1//0",
         r"\bAIza[A-Za-z0-9_-]{35}|\bya29\.[A-Za-z0-9_-]{20,}|\bGOCSPX-[A-Za-z0-9_-]{20,}|\b1//0[A-Za-z0-9_-]{35,}",
     ),
-    _issued("stripe", "_live_ _test_ whsec_", r"\b(?:[spr]k_(?:live|test)_[A-Za-z0-9]{16,}|whsec_[A-Za-z0-9+/=]{20,})"),
+    _issued(
+        "stripe",
+        "_live_ _test_ whsec_",
+        r"\b(?:[spr]k_(?:live|test)_[A-Za-z0-9]{16,}|whsec_[A-Za-z0-9+/=]{20,})",
+    ),
     _issued("sendgrid", "sg.", r"\bSG\.[A-Za-z0-9_-]{16,32}\.[A-Za-z0-9_-]{32,64}"),
     _issued("twilio", "sk ac", r"\b(?:SK|AC)[0-9a-f]{32}\b"),
     _issued(
@@ -168,8 +211,15 @@ _ISSUERS: tuple[SecretForm, ...] = (
         r"discord(?:app)?\.com/api/(?:v\d+/)?webhooks/\d{5,}/(?P<secret>[A-Za-z0-9_-]{30,})"
         r"|\b[MNO][A-Za-z0-9_-]{23,27}\.[A-Za-z0-9_-]{6}\.[A-Za-z0-9_-]{27,40}",
     ),
-    _issued("telegram", ":", r"(?<![\w.:-])(?:bot)?\d{8,10}:[A-Za-z0-9_-]{34,36}(?![\w-])", check=looks_random),
-    _prefixed("digitalocean", "dop_v1_[a-f0-9]{32,}", "doo_v1_[a-f0-9]{32,}", "dor_v1_[a-f0-9]{32,}"),
+    _issued(
+        "telegram",
+        ":",
+        r"(?<![\w.:-])(?:bot)?\d{8,10}:[A-Za-z0-9_-]{34,36}(?![\w-])",
+        check=looks_random,
+    ),
+    _prefixed(
+        "digitalocean", "dop_v1_[a-f0-9]{32,}", "doo_v1_[a-f0-9]{32,}", ("dor_v1_[a-f0-9]{32,}")
+    ),
     _issued("shopify", "shp", r"\bshp(?:at|ca|pa|ss)_[a-fA-F0-9]{32,}"),
     _prefixed("notion", "secret_[A-Za-z0-9]{43}", "ntn_[A-Za-z0-9]{30,}"),
     _issued("vault", "hvs. hvb. hvr.", r"\bhv[sbr]\.[A-Za-z0-9_-]{20,}"),
@@ -182,7 +232,12 @@ _ISSUERS: tuple[SecretForm, ...] = (
     _prefixed("postman", "PMAK-[a-f0-9]{24}-[a-f0-9]{34}"),
     _prefixed("figma", "figd_[A-Za-z0-9_-]{20,}"),
     _issued("airtable", "pat", r"\bpat[A-Za-z0-9]{14}\.[a-f0-9]{64}\b"),
-    _prefixed("atlassian", "ATATT3[A-Za-z0-9_=-]{20,}", "ATCTT3[A-Za-z0-9_=-]{20,}", "ATBB[A-Za-z0-9_=-]{24,}"),
+    _prefixed(
+        "atlassian",
+        "ATATT3[A-Za-z0-9_=-]{20,}",
+        "ATCTT3[A-Za-z0-9_=-]{20,}",
+        ("ATBB[A-Za-z0-9_=-]{24,}"),
+    ),
     _issued("doppler", "dp.", r"\bdp\.(?:pt|st|ct|sa|scim|audit)\.[A-Za-z0-9_.-]{20,}"),
     _prefixed("planetscale", r"pscale_[a-z]{2,5}_[A-Za-z0-9_.=-]{20,}"),
     _prefixed("sentry", "sntrys_[A-Za-z0-9+/=_-]{20,}", "sntryu_[a-f0-9]{64}"),
@@ -190,7 +245,11 @@ _ISSUERS: tuple[SecretForm, ...] = (
     _prefixed("grafana", "glsa_[A-Za-z0-9_]{30,}", "glc_[A-Za-z0-9+/=]{32,}"),
     _issued("mailgun", "key-", r"\bkey-[a-f0-9]{32}\b"),
     _issued("mailchimp", "-us", r"\b[a-f0-9]{32}-us\d{1,2}\b"),
-    _issued("square", "sq0 eaaa", r"\b(?:sq0(?:atp|csp|idp)-[A-Za-z0-9_-]{20,}|EAAA[A-Za-z0-9+=_-]{56,})"),
+    _issued(
+        "square",
+        "sq0 eaaa",
+        r"\b(?:sq0(?:atp|csp|idp)-[A-Za-z0-9_-]{20,}|EAAA[A-Za-z0-9+=_-]{56,})",
+    ),
     _issued("facebook", "eaa", r"\bEAA[A-Za-z0-9]{40,}"),
     _issued("terraform", ".atlasv1.", r"\b[A-Za-z0-9]{14}\.atlasv1\.[A-Za-z0-9_=-]{50,}"),
     _prefixed("age", "AGE-SECRET-KEY-1[A-Z0-9]{50,}"),
@@ -202,7 +261,12 @@ _ISSUERS: tuple[SecretForm, ...] = (
     _prefixed("neon", "napi_[A-Za-z0-9]{40,}"),
     _prefixed("netlify", "nfp_[A-Za-z0-9]{30,}"),
     _prefixed("heroku", "HRKU-[A-Za-z0-9_-]{30,}"),
-    _prefixed("flyio", "fm1_[A-Za-z0-9+/=_-]{40,}", "fm2_[A-Za-z0-9+/=_-]{40,}", "fo1_[A-Za-z0-9_-]{40,}"),
+    _prefixed(
+        "flyio",
+        "fm1_[A-Za-z0-9+/=_-]{40,}",
+        "fm2_[A-Za-z0-9+/=_-]{40,}",
+        ("fo1_[A-Za-z0-9_-]{40,}"),
+    ),
     _prefixed("resend", r"re_[A-Za-z0-9]{8}_[A-Za-z0-9]{20,}"),
     _prefixed("brevo", "xkeysib-[a-f0-9]{64}-[A-Za-z0-9]{16}"),
     _issued("hubspot", "pat-", r"\bpat-[a-z]{2}\d-[0-9a-f]{8}-[0-9a-f-]{27}"),
@@ -238,8 +302,19 @@ _PLACES: tuple[SecretForm, ...] = (
         r"(?P<secret>(?:sha\d+=)?[A-Fa-f0-9]{32,}|[A-Za-z0-9+/%]{40,}={0,2})",
         _ANY_CASE,
     ),
-    form("bearer", "bearer", r"\bbearer\s+(?P<secret>(?=\S{0,200}\d|\S{20})[^\s'\",$<>{}\\]{6,})", _ANY_CASE),
-    form("basic", "basic", r"\bbasic\s+(?P<secret>[A-Za-z0-9+/]{8,}={0,2})", _ANY_CASE, check=_is_basic),
+    form(
+        "bearer",
+        "bearer",
+        r"\bbearer\s+(?P<secret>(?=\S{0,200}\d|\S{20})[^\s'\",$<>{}\\]{6,})",
+        _ANY_CASE,
+    ),
+    form(
+        "basic",
+        "basic",
+        r"\bbasic\s+(?P<secret>[A-Za-z0-9+/]{8,}={0,2})",
+        _ANY_CASE,
+        check=_is_basic,
+    ),
     form(
         "authorization",
         "authorization",
@@ -331,14 +406,19 @@ _PLACES: tuple[SecretForm, ...] = (
 SECRET_FORMS: tuple[SecretForm, ...] = (*_PLACES[:2], *_ISSUERS, *_PLACES[2:])
 
 
-# ---------------------------------------------------------------------- personal data, where it is asked for
+# ---------------------------------------------------------------------- personal data, where it is
+# asked for
 
 
 def is_card(text: str) -> bool:
     """Luhn's sum of a payment card's number."""
     digits = [int(digit) for digit in text if digit.isdigit()]
     doubled = [digit * 2 - 9 * (digit > 4) for digit in digits[-2::-2]]
-    return 13 <= len(digits) <= 19 and len(set(digits)) > 1 and (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0
+    return (
+        13 <= len(digits) <= 19
+        and len(set(digits)) > 1
+        and (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0
+    )
 
 
 def is_iban(text: str) -> bool:
@@ -354,15 +434,21 @@ def _is_phone(text: str) -> bool:
 
 PERSONAL_FORMS: tuple[SecretForm, ...] = (
     form(
-        "email", "@", r"(?<![\w.+-])[A-Za-z0-9][\w.+-]{0,63}@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,24}(?![\w-])"
+        "email",
+        "@",
+        r"(?<![\w.+-])[A-Za-z0-9][\w.+-]{0,63}@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,24}(?![\w-])",
     ),
     SecretForm(
         "iban",
         (),
-        re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?(?![A-Za-z0-9])"),
+        re.compile(
+            r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?(?![A-Za-z0-9])"
+        ),
         is_iban,
     ),
-    SecretForm("card", (), re.compile(r"(?<![\w.-])[2-6]\d{3}(?:[ -]?\d{2,6}){2,4}(?![\w-]|\.\d)"), is_card),
+    SecretForm(
+        "card", (), re.compile(r"(?<![\w.-])[2-6]\d{3}(?:[ -]?\d{2,6}){2,4}(?![\w-]|\.\d)"), is_card
+    ),
     SecretForm(
         "phone",
         (),

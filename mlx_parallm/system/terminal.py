@@ -1,8 +1,9 @@
-"""What others wrote, made safe for a terminal: model text, names of environments, ids of groups. No MLX.
+"""What others wrote, made safe for a terminal: model text, names of environments, ids of groups. No
+MLX.
 
-A control character in them is shown as an escape (`\\x1b`) and never reaches the terminal, which would obey it. Every
-console of the package is this module's `Console`, and `log.py` escapes each value of a line, so that no caller has to
-think of it.
+A control character in them is shown as an escape (`\\x1b`) and never reaches the terminal, which
+would obey it. Every console of the package is this module's `Console`, and `log.py` escapes each
+value of a line, so that no caller has to think of it.
 """
 
 import re
@@ -16,8 +17,11 @@ from rich.text import Text
 PLAIN_WIDTH = 1000
 """Width of what is printed where there is no terminal."""
 _LINES = "\n\t"
-# ASCII's and Latin-1's control characters, marks that change the direction of text, other line ends, half characters
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# ASCII's and Latin-1's control characters, marks that change the direction of text, other line
+# ends, half characters
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def escaped(text: str, *, lines: bool = False) -> str:
@@ -39,9 +43,12 @@ def end_of(text: str, most: int) -> str:
 
 
 class Console(rich.console.Console):
-    """Escape every text that is printed, wherever it stands: in a table, a panel, a live display."""
+    """Escape every text that is printed, wherever it stands: in a table, a panel, a live
+    display."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         if isinstance(renderable, str):
             renderable = escaped(renderable, lines=True)
         elif isinstance(renderable, Text):

@@ -1,9 +1,10 @@
 """Priority of the engine and the trainer on one device (`rl_training.serve_priority`). No MLX.
 
-Both submit work at any time. While the other one has work, the one with the lower priority rests after each piece (a
-decode step, an evaluation of a few blocks) for the time that the piece took. So the other one has the device alone
-about half of the time, no rest is longer than the last piece, and nothing can hang. With "balanced" the trainer, whose
-pieces are longer, rests half as long (docs/benchmarks/sharing.md).
+Both submit work at any time. While the other one has work, the one with the lower priority rests
+after each piece (a decode step, an evaluation of a few blocks) for the time that the piece took. So
+the other one has the device alone about half of the time, no rest is longer than the last piece,
+and nothing can hang. With "balanced" the trainer, whose pieces are longer, rests half as long
+(docs/benchmarks/sharing.md).
 """
 
 import threading
@@ -19,7 +20,8 @@ TRAINER_RESTS = {"balanced": 0.5, "serve": 1.0, "train": 0.0}
 
 
 class Turns:
-    """The engine thread calls `step` and `engine_idle`, the trainer `training` and `after_evaluation`."""
+    """The engine thread calls `step` and `engine_idle`, the trainer `training` and
+    `after_evaluation`."""
 
     def __init__(self, priority: Priority = "balanced") -> None:
         self._priority = priority

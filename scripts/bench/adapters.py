@@ -1,8 +1,9 @@
-"""What adapters cost a decode step: the step without any, divided by the step with them, in alternating rounds.
+"""What adapters cost a decode step: the step without any, divided by the step with them, in
+alternating rounds.
 
-The benchmarks' 29 M model, all linear layers adapted, mlx-lm's cache, 32 rows. "served" is what the server does
-(models/adapters/served.py); beside it the ways that were not taken: a product of the whole batch per adapter, and all
-adapters side by side with a mask.
+The benchmarks' 29 M model, all linear layers adapted, mlx-lm's cache, 32 rows. "served" is what the
+server does (models/adapters/served.py); beside it the ways that were not taken: a product of the
+whole batch per adapter, and all adapters side by side with a mask.
 
     .venv/bin/python scripts/bench/adapters.py --rank 8 --rank 16
 """
@@ -61,7 +62,11 @@ def made_adapters(shapes: dict[str, tuple[int, int]], rank: int) -> list[Adapter
     slots = []
     for index in range(ADAPTERS):
         layers = {
-            path: LoraPair(0.02 * mx.random.normal((inputs, rank)), 0.02 * mx.random.normal((rank, outputs)), 2.0)
+            path: LoraPair(
+                0.02 * mx.random.normal((inputs, rank)),
+                0.02 * mx.random.normal((rank, outputs)),
+                2.0,
+            )
             for path, (inputs, outputs) in shapes.items()
         }
         weights = AdapterWeights(str(index), 0, layers)
@@ -92,7 +97,9 @@ def measure(rank: int, rounds: int) -> None:
     context = prepare_for_serving(served)
     layers = {path: [slot.weights.layers[path] for slot in slots] for path in shapes}
     modules = dict(twins.named_modules())
-    twins.update_modules(tree_unflatten([(path, Twin(modules[path], pairs)) for path, pairs in layers.items()]))
+    twins.update_modules(
+        tree_unflatten([(path, Twin(modules[path], pairs)) for path, pairs in layers.items()])
+    )
     mixed = [slots[row % ADAPTERS] for row in range(ROWS)]
     owners = mx.array([row % ADAPTERS for row in range(ROWS)])
     Twin.masks = [(owners == index)[:, None, None] for index in range(ADAPTERS)]
@@ -126,13 +133,22 @@ def measure(rank: int, rounds: int) -> None:
                 run()
     print(f"rank {rank}, {ROWS} rows, {rounds} rounds")
     for name, own in times.items():
-        ratio = statistics.median(base / each for base, each in zip(times["no adapter"], own, strict=True))
-        print(f"  {name:32} {statistics.median(own):7.1f} ms   ratio {ratio:.2f}   best {min(own):.1f} ms")
+        ratio = statistics.median(
+            base / each for base, each in zip(times["no adapter"], own, strict=True)
+        )
+        print(
+            f"  {name:32} {statistics.median(own):7.1f} ms   ratio {ratio:.2f}   best"
+            f" {min(own):.1f} ms"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rank", type=int, action="append", help="may be given several times (8, 16)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rank", type=int, action="append", help=("may be given several times (8, 16)")
+    )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     for rank in arguments.rank or [8, 16]:

@@ -1,11 +1,12 @@
-"""Does every algorithm learn, with an adapter, over a quantised base, with all weights? One reasoning-gym task.
+"""Does every algorithm learn, with an adapter, over a quantised base, with all weights? One
+reasoning-gym task.
 
     python scripts/bench/algorithms.py --seeds 0 1 --figure docs/benchmarks/algorithms.png
     python scripts/bench/algorithms.py --only "GRPO, QLoRA" PPO
 
-Runs the real `mlx_parallm_train` for each variant and seed, a client asking all the while, then serves what it learned
-and answers held-out problems greedily through the API (`learning.py`). Every run is reported; exit code 1 when fewer
-than 90 % of them gained 0.20.
+Runs the real `mlx_parallm_train` for each variant and seed, a client asking all the while, then
+serves what it learned and answers held-out problems greedily through the API (`learning.py`). Every
+run is reported; exit code 1 when fewer than 90 % of them gained 0.20.
 """
 
 import argparse
@@ -46,7 +47,9 @@ def main() -> int:
     results: dict[str, list[Result]] = {name: [] for name in args.only}
     for seed, name in itertools.product(args.seeds, args.only):
         console.print(f"{name}:", end=" ")
-        results[name].append(measure(str(CONFIG), seed, args.problems, [*VARIANTS[name], *args.set]))
+        results[name].append(
+            measure(str(CONFIG), seed, args.problems, [*VARIANTS[name], *args.set])
+        )
     gains = {name: [gain(row) for row in rows] for name, rows in results.items()}
     console.print(table(results, gains))
     flat = [value for values in gains.values() for value in values]
@@ -65,12 +68,24 @@ def gain(result: Result) -> float:
 def table(results: dict[str, list[Result]], gains: dict[str, list[float]]) -> Table:
     drawn = Table(title="greedy accuracy on held-out problems of chain_sum")
     drawn.add_column("variant")
-    for column in ("seed", "before → after", "gain", "reward first 5 → last 10", "seconds", "requests", "failed"):
+    for column in (
+        "seed",
+        "before → after",
+        "gain",
+        "reward first 5 → last 10",
+        "seconds",
+        "requests",
+        ("failed"),
+    ):
         drawn.add_column(column, justify="right")
     for name, rows in results.items():
         for row, gained in zip(rows, gains[name], strict=True):
             [(before, after)] = row.accuracy.values()
-            cells = [f"{before:.2f} → {after:.2f}", f"{gained:+.2f}", f"{row.first:.2f} → {row.last:.2f}"]
+            cells = [
+                f"{before:.2f} → {after:.2f}",
+                f"{gained:+.2f}",
+                (f"{row.first:.2f} → {row.last:.2f}"),
+            ]
             cells += [f"{row.seconds:.0f}", str(row.asked.sent), str(len(row.asked.failed))]
             drawn.add_row(name, str(row.seed), *cells)
     return drawn
@@ -91,8 +106,14 @@ def draw(results: dict[str, list[Result]], file: Path) -> None:
                 for end in range(1, len(row.rewards) + 1)
                 if (part := row.rewards[max(0, end - WINDOW) : end])
             ]
-            axes.plot(range(1, len(smooth) + 1), smooth, color=color, label=None if number else name)
-    axes.set(xlabel="step", ylabel="mean reward of the rollouts", title=f"chain_sum: mean of {WINDOW} steps")
+            axes.plot(
+                range(1, len(smooth) + 1), smooth, color=color, label=None if number else name
+            )
+    axes.set(
+        xlabel="step",
+        ylabel="mean reward of the rollouts",
+        title=(f"chain_sum: mean of {WINDOW} steps"),
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, ncols=2)

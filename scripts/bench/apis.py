@@ -1,10 +1,12 @@
-"""Tokens a second of /v1/responses and /v1/messages over /v1/chat/completions, the same work through each in turns.
+"""Tokens a second of /v1/responses and /v1/messages over /v1/chat/completions, the same work
+through each in turns.
 
     .venv/bin/python -m scripts.bench.apis            # about 3 minutes
 
-A random 29 M parameter Qwen3 answers 16 clients at once, whole and streamed, 64 tokens each time. Server and clients
-are one process, so what a client reads costs the server too. In every round each API runs once, in another order each
-time; the ratio of a round is within the round. Round 0 warms up and is not counted.
+A random 29 M parameter Qwen3 answers 16 clients at once, whole and streamed, 64 tokens each time.
+Server and clients are one process, so what a client reads costs the server too. In every round each
+API runs once, in another order each time; the ratio of a round is within the round. Round 0 warms
+up and is not counted.
 """
 
 import argparse
@@ -44,7 +46,11 @@ def messages(text: str) -> Body:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": TOKENS}
 
 
-APIS: dict[str, Callable[[str], Body]] = {"chat/completions": chat, "responses": responses, "messages": messages}
+APIS: dict[str, Callable[[str], Body]] = {
+    "chat/completions": chat,
+    "responses": responses,
+    "messages": messages,
+}
 
 
 async def rate(url: str, api: str, texts: list[str], streamed: bool) -> float:
@@ -70,7 +76,9 @@ async def rate(url: str, api: str, texts: list[str], streamed: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
     configure_logging(level="error")
@@ -85,7 +93,10 @@ def main() -> None:
                     order = sorted(APIS, key=lambda _: source.random())
                     for api in order:
                         texts = [
-                            " ".join("".join(source.choices(string.ascii_lowercase, k=5)) for _ in range(WORDS))
+                            " ".join(
+                                "".join(source.choices(string.ascii_lowercase, k=5))
+                                for _ in range(WORDS)
+                            )
                             for _ in range(CLIENTS * ANSWERS)
                         ]
                         measured = asyncio.run(rate(url, api, texts, streamed))
@@ -96,7 +107,8 @@ def main() -> None:
                     ratios = [value / other for value, other in zip(values, base, strict=True)]
                     print(
                         f"{'streamed' if streamed else 'whole':9}{api:18}{statistics.median(values):8.0f} tok/s"
-                        f"   {statistics.median(ratios):.3f} of chat ({min(ratios):.3f} to {max(ratios):.3f})",
+                        f"   {statistics.median(ratios):.3f} of chat ({min(ratios):.3f} to"
+                        f" {max(ratios):.3f})",
                         flush=True,
                     )
                     lowest = min(lowest, statistics.median(ratios))

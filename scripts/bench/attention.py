@@ -1,6 +1,8 @@
-"""Attention of several queries on a CPU, in blocks (models/cpu_attention.py) against MLX's own, in turns.
+"""Attention of several queries on a CPU, in blocks (models/cpu_attention.py) against MLX's own, in
+turns.
 
-.venv/bin/python -m scripts.bench.attention           # both tables of docs/benchmarks/kv.md, about 2 minutes
+.venv/bin/python -m scripts.bench.attention           # both tables of docs/benchmarks/kv.md, about
+                                                      2 minutes
 .venv/bin/python -m scripts.bench.attention --small   # without the longest texts, half a minute
 """
 
@@ -25,7 +27,8 @@ from mlx_parallm.types import Request, SamplingParams
 from scripts.bench.kv import CONTEXT, make_engine
 from scripts.bench.models import bench_prompts, save_bench_model
 
-SHAPES = ((64, 64, 64), (16, 128, 128), (8, 512, 512), (1, 2048, 2048), (1, 512, 8192))  # rows, queries, positions
+# rows, queries, positions
+SHAPES = ((64, 64, 64), (16, 128, 128), (8, 512, 512), (1, 2048, 2048), (1, 512, 8192))
 PROMPTS = ((1, 64), (8, 64), (1, 400), (1, 3700), (1, 8000))  # how many, tokens
 HEADS, KV_HEADS, WIDTH = 8, 4, 64
 
@@ -42,7 +45,10 @@ def least(functions: list[Callable[[], Any]], rounds: int) -> list[float]:
 
 
 def layer(rows: int, queries: int, positions: int, console: Console) -> None:
-    shapes = [(rows, heads, n, WIDTH) for heads, n in ((HEADS, queries), (KV_HEADS, positions), (KV_HEADS, positions))]
+    shapes = [
+        (rows, heads, n, WIDTH)
+        for heads, n in ((HEADS, queries), (KV_HEADS, positions), (KV_HEADS, positions))
+    ]
     arrays = [mx.random.normal(shape) for shape in shapes]
     slope = mx.random.normal(shapes[0])
     mx.eval(arrays, slope)
@@ -57,7 +63,8 @@ def layer(rows: int, queries: int, positions: int, console: Console) -> None:
     forward = least([lambda way=way: way(*arrays) for way in ways], 6)
     gradient = least([lambda way=way: mx.vjp(way, arrays, [slope])[1] for way in ways], 4)
     console.print(
-        f"{rows} x {queries} x {positions}: MLX {forward[0]:.1f} ms, in blocks {forward[1]:.1f}, ratio"
+        f"{rows} x {queries} x {positions}: MLX {forward[0]:.1f} ms, in blocks {forward[1]:.1f},"
+        " ratio"
         f" {forward[0] / forward[1]:.2f}; with gradient {gradient[0]:.1f}, {gradient[1]:.1f},"
         f" {gradient[0] / gradient[1]:.2f}"
     )
@@ -66,7 +73,9 @@ def layer(rows: int, queries: int, positions: int, console: Console) -> None:
 def first_tokens(prompts: list[tuple[int, int]], console: Console) -> None:
     takes = routing.takes
     with tempfile.TemporaryDirectory() as directory:
-        path = save_bench_model(Path(directory) / "model", endless=True, max_position_embeddings=CONTEXT)
+        path = save_bench_model(
+            Path(directory) / "model", endless=True, max_position_embeddings=CONTEXT
+        )
         engine = make_engine(path, "auto")
         for count, length in prompts:
 
@@ -78,15 +87,20 @@ def first_tokens(prompts: list[tuple[int, int]], console: Console) -> None:
                 while engine.has_work:
                     engine.step()
 
-            plain, blocks = least([lambda: run(False), lambda: run(True)], 6 if length < 1000 else 1)
+            plain, blocks = least(
+                [lambda: run(False), lambda: run(True)], 6 if length < 1000 else 1
+            )
             console.print(
-                f"{count} x {length} tokens to the first: MLX {plain:.0f} ms, in blocks {blocks:.0f},"
+                f"{count} x {length} tokens to the first: MLX {plain:.0f} ms, in blocks"
+                f" {blocks:.0f},"
                 f" ratio {plain / blocks:.2f}"
             )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--small", action="store_true")
     small = parser.parse_args().small
     configure_logging(level="error")

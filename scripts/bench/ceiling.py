@@ -1,7 +1,8 @@
-"""The ceiling of serving: mlx-lm's own forward and cache, no engine, no server. What `serving.py` is divided by.
+"""The ceiling of serving: mlx-lm's own forward and cache, no engine, no server. What `serving.py`
+is divided by.
 
-The same prompts in one prefill (head on the last position only), then decode steps with `mx.random.categorical` and
-the token's float32 log-probability, one host sync a step.
+The same prompts in one prefill (head on the last position only), then decode steps with
+`mx.random.categorical` and the token's float32 log-probability, one host sync a step.
 
     .venv/bin/python scripts/bench/ceiling.py --batch 8 --batch 32
 """
@@ -40,8 +41,15 @@ def _sample(logits: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, action="append", help="batch size; may be given several times (8, 32)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        action="append",
+        help=("batch size; may be given several times (8, 32)"),
+    )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     model = bench_model()

@@ -1,12 +1,17 @@
-"""What the dashboard costs, and how soon it draws: needs Chromium (scripts/setup_browser) and an idle machine.
+"""What the dashboard costs, and how soon it draws: needs Chromium (scripts/setup_browser) and an
+idle machine.
 
     python scripts/bench/dashboard.py            # all
-    python scripts/bench/dashboard.py first      # a run of 10,000 steps: seconds to the first chart, the largest answer
-    python scripts/bench/dashboard.py cost       # the quickstart with three tabs open and with none, in turns
-    python scripts/bench/dashboard.py processor  # processor-seconds that three tabs cost a minute (Linux)
+    python scripts/bench/dashboard.py first      # a run of 10,000 steps: seconds to the first
+                                                 chart, the largest answer
+    python scripts/bench/dashboard.py cost       # the quickstart with three tabs open and with
+                                                 none, in turns
+    python scripts/bench/dashboard.py processor  # processor-seconds that three tabs cost a minute
+                                                 (Linux)
 
-`cost` is one run: pages are opened and closed in turns of 20 steps, and the same process is compared with itself.
-`processor` adds a line to metrics.jsonl every 0.6 s, as the quickstart does, and has no model.
+`cost` is one run: pages are opened and closed in turns of 20 steps, and the same process is
+compared with itself. `processor` adds a line to metrics.jsonl every 0.6 s, as the quickstart does,
+and has no model.
 """
 
 import argparse
@@ -42,7 +47,9 @@ def make_run(path: Path, steps: int) -> Path:
     """A run directory of so many steps."""
     run = path / f"of-{steps}"
     run.mkdir()
-    (run / "config.toml").write_text(f'[model]\nbase_path = "builtin:tiny"\n[rl_training]\ntotal_steps = {STEPS}\n')
+    (run / "config.toml").write_text(
+        f'[model]\nbase_path = "builtin:tiny"\n[rl_training]\ntotal_steps = {STEPS}\n'
+    )
     with (run / METRICS_FILE).open("w") as file:
         file.writelines(metrics_line(step) for step in range(1, steps + 1))
     return run
@@ -52,20 +59,32 @@ def metrics_line(step: int) -> str:
     """With the numbers of a real line: 100 keys."""
     numbers = {f"rewards/part{n}/mean": step / (n + STEPS) for n in range(20)}
     line = dict.fromkeys(complete({}), 0.123456789012) | numbers
-    line |= {"step": step, "reward_mean": step / STEPS, "groups": 8, "gave_up": None, "rolled_back_to": None}
+    line |= {
+        "step": step,
+        "reward_mean": step / STEPS,
+        "groups": 8,
+        "gave_up": None,
+        "rolled_back_to": None,
+    }
     return json.dumps(line | {"reward_by_environment": {"sums": 0.5}, "environments": {}}) + "\n"
 
 
 def first(browser: Any, scratch: Path) -> bool:
-    """Print seconds from opening a freshly started server's page to its first chart, and the largest answer."""
+    """Print seconds from opening a freshly started server's page to its first chart, and the
+    largest answer."""
     run, seconds, sizes = make_run(scratch, STEPS), [], list[int]()
     for _ in range(3):
         port = free_port()
-        with subprocess.Popen(command("dashboard", str(run), "--port", str(port)), stdout=subprocess.PIPE) as server:
+        with subprocess.Popen(
+            command("dashboard", str(run), "--port", str(port)), stdout=subprocess.PIPE
+        ) as server:
             assert server.stdout is not None
             url = server.stdout.readline().decode().strip()
             page = browser.new_page()
-            page.on("response", lambda answer: sizes.append(int(answer.headers.get("content-length", 0))))
+            page.on(
+                "response",
+                lambda answer: sizes.append(int(answer.headers.get("content-length", 0))),
+            )
             began = time.perf_counter()
             page.goto(url)
             page.wait_for_selector(".chart canvas", timeout=60_000)
@@ -73,14 +92,21 @@ def first(browser: Any, scratch: Path) -> bool:
             page.wait_for_selector(".health .verdict", timeout=60_000)
             page.close()
             server.terminate()
-    print(f"{STEPS} steps, {(run / METRICS_FILE).stat().st_size / 1e6:.0f} MB: first chart after {min(seconds):.2f} s")
+    print(
+        f"{STEPS} steps, {(run / METRICS_FILE).stat().st_size / 1e6:.0f} MB: first chart after"
+        f" {min(seconds):.2f} s"
+    )
     each = ", ".join(f"{one:.2f}" for one in seconds)
-    print(f"  (three times: {each}; wanted < {FIRST_S}); largest answer {max(sizes)} bytes (<= {LARGEST_BYTES})")
+    print(
+        f"  (three times: {each}; wanted < {FIRST_S}); largest answer {max(sizes)} bytes (<="
+        f" {LARGEST_BYTES})"
+    )
     return min(seconds) < FIRST_S and max(sizes) <= LARGEST_BYTES
 
 
 def cost(browser: Any, scratch: Path) -> bool:
-    """Print tokens per second, served and trained, with TABS visible tabs as a share of those with none."""
+    """Print tokens per second, served and trained, with TABS visible tabs as a share of those
+    with none."""
     port, run = free_port(), scratch / "checkpoints" / "cost"
     settings = {
         "server.port": port,
@@ -90,11 +116,14 @@ def cost(browser: Any, scratch: Path) -> bool:
         "evaluation.problems": 0,
     }
     flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    with subprocess.Popen(command("train", "--config", "quickstart", *flags), stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command("train", "--config", "quickstart", *flags), stdout=subprocess.DEVNULL
+    ) as process:
         rates = {False: list[tuple[float, float]](), True: list[tuple[float, float]]()}
         wait_for(run, 20, process)
         for turn in range(2 * TURNS):
-            tabs = turn % 4 in (1, 2)  # none, some, some, none: what changes while it learns is in both
+            # none, some, some, none: what changes while it learns is in both
+            tabs = turn % 4 in (1, 2)
             window = browser.new_context()  # tabs of one browser
             for _ in range(TABS if tabs else 0):
                 page = window.new_page()
@@ -103,25 +132,37 @@ def cost(browser: Any, scratch: Path) -> bool:
             begin = len(list(MetricsFile(run / METRICS_FILE).read())) + OPENING
             wait_for(run, begin + TURN, process)
             lines = list(MetricsFile(run / METRICS_FILE).read())[begin : begin + TURN]
-            waited = sum(line["time_rollout_s"] + line["time_train_s"] + line["time_publish_s"] for line in lines)
+            waited = sum(
+                line["time_rollout_s"] + line["time_train_s"] + line["time_publish_s"]
+                for line in lines
+            )
             served = statistics.median(line["serve_tok_s"] for line in lines)
             rates[tabs].append((served, sum(line["tokens"] for line in lines) / waited))
             window.close()
         process.terminate()
     shares = []
     for name, place in (("served", 0), ("trained", 1)):
-        none, some = (statistics.median(rate[place] for rate in rates[tabs]) for tabs in (False, True))
+        none, some = (
+            statistics.median(rate[place] for rate in rates[tabs]) for tabs in (False, True)
+        )
         pairs = [b[place] / a[place] for a, b in zip(rates[False], rates[True], strict=True)]
         shares.append(some / none)
         logs = [math.log(pair) for pair in pairs]
         error = statistics.stdev(logs) / math.sqrt(len(logs))
-        print(f"{name}: {none:.0f} tokens/s with no tab, {some:.0f} with {TABS}: {some / none:.3f}", end=" ")
-        print(f"(mean of {len(pairs)} pairs {math.exp(statistics.mean(logs)):.3f} ± {error:.3f}; wanted >= {COST})")
+        print(
+            f"{name}: {none:.0f} tokens/s with no tab, {some:.0f} with {TABS}: {some / none:.3f}",
+            end=(" "),
+        )
+        print(
+            f"(mean of {len(pairs)} pairs {math.exp(statistics.mean(logs)):.3f} ± {error:.3f};"
+            f" wanted >= {COST})"
+        )
     return min(shares) >= COST
 
 
 def processor(browser: Any, scratch: Path) -> bool:
-    """Print the seconds of a processor that each kind of process takes a minute, with no tab and with TABS."""
+    """Print the seconds of a processor that each kind of process takes a minute, with no tab and
+    with TABS."""
     spent = {tabs: _spent(browser, scratch / str(tabs), tabs) for tabs in (0, TABS)}
     for kind in sorted(spent[TABS]):
         none, some = (spent[tabs].get(kind, 0.0) for tabs in (0, TABS))
@@ -134,7 +175,9 @@ def processor(browser: Any, scratch: Path) -> bool:
 def _spent(browser: Any, scratch: Path, tabs: int) -> Counter[str]:
     scratch.mkdir()
     run, port = make_run(scratch, 80), free_port()
-    with subprocess.Popen(command("dashboard", str(run), "--port", str(port)), stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(
+        command("dashboard", str(run), "--port", str(port)), stdout=subprocess.PIPE
+    ) as server:
         assert server.stdout is not None
         url, window = server.stdout.readline().decode().strip(), browser.new_context()
         for _ in range(tabs):
@@ -152,11 +195,18 @@ def _spent(browser: Any, scratch: Path, tabs: int) -> Counter[str]:
         after, minutes = processor_seconds(), (time.monotonic() - began) / 60
         window.close()
         server.terminate()
-    return Counter({kind: (after[kind] - before[kind]) / minutes for kind in after if after[kind] > before[kind]})
+    return Counter(
+        {
+            kind: (after[kind] - before[kind]) / minutes
+            for kind in after
+            if after[kind] > before[kind]
+        }
+    )
 
 
 def processor_seconds() -> Counter[str]:
-    """Return what the processes below this one have taken so far, by kind: Chromium's, playwright's, the server."""
+    """Return what the processes below this one have taken so far, by kind: Chromium's,
+    playwright's, the server."""
     parents, seconds = dict[int, int](), dict[int, float]()
     for place in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -164,7 +214,10 @@ def processor_seconds() -> Counter[str]:
         except OSError:
             continue  # it has ended
         pid = int(place.parent.name)
-        parents[pid], seconds[pid] = int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        parents[pid], seconds[pid] = (
+            int(fields[1]),
+            (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+        )
     kinds, own = Counter[str](), os.getpid()
     for pid, spent in seconds.items():
         above = pid
@@ -184,7 +237,9 @@ def _kind(pid: int) -> str:
         return "server"
     if "playwright" in line and "--type=" not in line and "--headless" not in line:
         return "playwright"
-    found = re.search(r"--utility-sub-type=\w+\.mojom\.(\w+)", line) or re.search(r"--type=([\w-]+)", line)
+    found = re.search(r"--utility-sub-type=\w+\.mojom\.(\w+)", line) or re.search(
+        r"--type=([\w-]+)", line
+    )
     return f"Chromium's {found[1] if found else 'browser'}"
 
 

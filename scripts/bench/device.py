@@ -1,13 +1,14 @@
-"""What this machine's device does, in one command of some minutes: paste what it prints into an issue, or into
-docs/benchmarks.
+"""What this machine's device does, in one command of some minutes: paste what it prints into an
+issue, or into docs/benchmarks.
 
     .venv/bin/python -m scripts.bench.device [--size small|large]
 
-A random Qwen3 (small: 29 M parameters, float32; large: 1.2 B, bfloat16, the default on a GPU) is served and trained by
-the daemon's own parts in one process. Decode and prefill stand beside mlx-lm's own forward and cache on the same
-weights, without a server or an engine, and beside what memory bandwidth allows (a step reads every weight once); both
-sides run in turns. Then decode with the next step started before one is read (server.async_scheduling) beside decode
-without, a publish under load, a GRPO step, and the peak memory of both beside the preflight's formula.
+A random Qwen3 (small: 29 M parameters, float32; large: 1.2 B, bfloat16, the default on a GPU) is
+served and trained by the daemon's own parts in one process. Decode and prefill stand beside
+mlx-lm's own forward and cache on the same weights, without a server or an engine, and beside what
+memory bandwidth allows (a step reads every weight once); both sides run in turns. Then decode with
+the next step started before one is read (server.async_scheduling) beside decode without, a publish
+under load, a GRPO step, and the peak memory of both beside the preflight's formula.
 """
 
 import argparse
@@ -65,12 +66,18 @@ def main() -> None:
     parser.add_argument("--size", choices=["small", "large"], default="large" if gpu else "small")
     args = parser.parse_args()
     configure_logging(level="error")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm", "mlx-parallm"))
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm", ("mlx-parallm"))
+    )
     say(f"{platform.platform()}, {mlx_device()}, Python {platform.python_version()}, {versions}")
     with tempfile.TemporaryDirectory() as directory, mlx_thread():
         shape = LARGE if args.size == "large" else {}
         path = save_bench_model(Path(directory) / "model", endless=True, **shape)
-        training: dict[str, Any] = {"batch_size": ROWS, "lora": {"rank": 16}, "atropos": {"rollout_batch_size": ROWS}}
+        training: dict[str, Any] = {
+            "batch_size": ROWS,
+            "lora": {"rank": 16},
+            "atropos": {"rollout_batch_size": ROWS},
+        }
         model = {"base_path": str(path), "dtype": "bfloat16" if args.size == "large" else "float32"}
         tree = {
             "model": model,
@@ -115,14 +122,23 @@ class Served:
 def forward_rates(served: Served, plain: Any) -> None:
     size = sum(array.nbytes for _, array in tree_flatten(plain.parameters()))
     rate = bandwidth()
-    say(f"weights {size / MIB:.0f} MiB; memory {rate / 1e9:.1f} GB/s (a product of 256 MiB with a vector)")
+    say(
+        f"weights {size / MIB:.0f} MiB; memory {rate / 1e9:.1f} GB/s (a product of 256 MiB"
+        " with a"
+        " vector)"
+    )
     bound = rate / size
     for clients in CLIENTS:
         prompts = bench_prompts(clients, PROMPT)
-        pairs = in_turns(lambda p=prompts: served.decode(p), lambda p=prompts: ceiling_rate(plain, p, OUTPUT))
+        pairs = in_turns(
+            lambda p=prompts: served.decode(p), lambda p=prompts: ceiling_rate(plain, p, OUTPUT)
+        )
         ours, theirs = map(statistics.median, zip(*pairs, strict=True))
         least = f"; bound {bound:.0f}, {ours / bound:.2f} of it" if clients == 1 else ""
-        say(f"decode, {clients} at once: {ours:.0f} tok/s, mlx-lm alone {theirs:.0f}: {ratio(pairs)}{least}")
+        say(
+            f"decode, {clients} at once: {ours:.0f} tok/s, mlx-lm alone {theirs:.0f}:"
+            f" {ratio(pairs)}{least}"
+        )
     pairs = in_turns(served.prefill, lambda: plain_prefill(plain))
     ours, theirs = map(statistics.median, zip(*pairs, strict=True))
     say(f"prefill of {LONG} tokens: {ours:.0f} tok/s, mlx-lm alone {theirs:.0f}: {ratio(pairs)}")
@@ -154,10 +170,18 @@ def step(trainer: Trainer, config: Config, path: Path) -> None:
     peak = mx.get_peak_memory()
     tokens = sum(len(sequence.rollout.tokens) for sequence in batch.sequences)
     median = statistics.median(seconds[1:])
-    say(f"GRPO step of {len(batch.sequences)} answers, {tokens} tokens: {median:.2f} s, {tokens / median:.0f} tok/s")
+    say(
+        f"GRPO step of {len(batch.sequences)} answers, {tokens} tokens: {median:.2f} s,"
+        f" {tokens / median:.0f} tok/s"
+    )
     model_config = json.loads((path / "config.json").read_text())
-    formula = predict_memory(config, ModelShape.of(model_config, config), Lengths(PROMPT, OUTPUT)).of_mlx
-    say(f"memory at its peak {peak / GIB:.2f} GiB; the preflight says {formula / GIB:.2f}: {formula / peak:.2f}")
+    formula = predict_memory(
+        config, ModelShape.of(model_config, config), Lengths(PROMPT, OUTPUT)
+    ).of_mlx
+    say(
+        f"memory at its peak {peak / GIB:.2f} GiB; the preflight says {formula / GIB:.2f}:"
+        f" {formula / peak:.2f}"
+    )
 
 
 def in_turns(ours: Any, theirs: Any) -> list[tuple[float, float]]:
@@ -206,8 +230,14 @@ def publishes(served: Served, trainer: Trainer, weights: SharedWeights) -> str:
         reports.append(weights.publish_adapter(trainer.policy.adapter()))
         time.sleep(0.05)  # a trainer computes between two publishes
     load.join()
-    held, total = (statistics.median(getattr(each, name) for each in reports) for name in ("lock_held_ms", "total_ms"))
-    return f"publish under load, {len(reports)} times: {total:.2f} ms, of which the lock is held {held:.2f} ms"
+    held, total = (
+        statistics.median(getattr(each, name) for each in reports)
+        for name in ("lock_held_ms", ("total_ms"))
+    )
+    return (
+        f"publish under load, {len(reports)} times: {total:.2f} ms, of which the lock is held"
+        f" {held:.2f} ms"
+    )
 
 
 def say(line: str) -> None:

@@ -4,8 +4,9 @@
     python scripts/bench/diagnoses.py --healthy RUN_DIR RUN_DIR    and these runs, where nothing may be named
     python scripts/bench/diagnoses.py --seeds 0 1 2                and quickstart with these seeds, run here
 
-Makes the runs of tests/integration/provocations.py (stalls of --stalled-after seconds; 60 is what users have) and
-explains each from its directory alone. Prints a table; exit code 1 when one was not named, or a healthy one was.
+Makes the runs of tests/integration/provocations.py (stalls of --stalled-after seconds; 60 is what
+users have) and explains each from its directory alone. Prints a table; exit code 1 when one was not
+named, or a healthy one was.
 """
 
 import argparse
@@ -33,7 +34,9 @@ console = Console(width=150)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--healthy", type=Path, nargs="+", default=[], help="directories of runs that learned")
+    parser.add_argument(
+        "--healthy", type=Path, nargs="+", default=[], help=("directories of runs that learned")
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[], help="quickstart runs to make")
     parser.add_argument("--stalled-after", type=float, default=USUAL_STALL_S)
     args = parser.parse_args()
@@ -48,20 +51,30 @@ def main() -> int:
 def provoked(directory: Path, stalled_after_s: float) -> int:
     command = [sys.executable, "-m", "tests.integration.provocations", str(directory)]
     command += ["--stalled-after", str(stalled_after_s)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
+    )
     table = Table(title="provoked runs")
     for column in ("provoked by", "expected", "named", "steps", "numbers", "s", ""):
         table.add_column(column, overflow="fold")
     wrong = 0
     for result in map(json.loads, done.stdout.splitlines()):
         expected = PROVOCATIONS[result["name"]].diagnosis
-        health.STALLED_AFTER_S = stalled_after_s if PROVOCATIONS[result["name"]].stalls else USUAL_STALL_S
+        health.STALLED_AFTER_S = (
+            stalled_after_s if PROVOCATIONS[result["name"]].stalls else USUAL_STALL_S
+        )
         explanation = explain(Path(result["run"]))
         found = {finding.diagnosis.name: finding for finding in explanation.findings}
         right = expected in found if expected else not found
         wrong += not right
         numbers = _numbers(found[expected]) if expected in found else ""
-        cells = [result["name"], expected or "nothing", ", ".join(found), str(explanation.steps), numbers]
+        cells = [
+            result["name"],
+            expected or "nothing",
+            ", ".join(found),
+            str(explanation.steps),
+            numbers,
+        ]
         table.add_row(*cells, f"{result['seconds']:.1f}", "ok" if right else "[red]WRONG[/]")
     console.print(table)
     return wrong
@@ -87,8 +100,19 @@ def healthy(runs: list[Path]) -> int:
 def quickstart(seed: int, directory: Path) -> Path:
     name = f"quickstart-{seed}"
     settings = {"checkpoint_dir": directory, "run_name": name, "seed": seed}
-    flags = [part for key, value in settings.items() for part in ("--set", f"rl_training.{key}={value}")]
-    command = [str(BIN / "mlx_parallm_train"), "--config", "quickstart", "--set", "server.port=0", *flags]
+    flags = [
+        part
+        for key, value in settings.items()
+        for part in ("--set", (f"rl_training.{key}={value}"))
+    ]
+    command = [
+        str(BIN / "mlx_parallm_train"),
+        "--config",
+        "quickstart",
+        "--set",
+        "server.port=0",
+        *flags,
+    ]
     command += ["--set", "evaluation.problems=0"]
     subprocess.run(command, stderr=subprocess.DEVNULL, check=True)
     return directory / name

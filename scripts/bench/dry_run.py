@@ -1,14 +1,18 @@
-"""What `mlx_parallm_train --dry-run` predicts against the run that follows: peak memory, seconds a step, disk.
+"""What `mlx_parallm_train --dry-run` predicts against the run that follows: peak memory, seconds a
+step, disk.
 
-    python -m scripts.bench.dry_run                the shipped model; 29 M random parameters with a data set
+    python -m scripts.bench.dry_run                the shipped model; 29 M random parameters with a
+                                                   data set
     python -m scripts.bench.dry_run --case bench   (quickstart, bench, memory) one of them
-    python -m scripts.bench.dry_run --case memory  the preflight's formula against short runs of many kinds
+    python -m scripts.bench.dry_run --case memory  the preflight's formula against short runs of
+                                                   many kinds
 
-The formula's figures are those that each run prints at its end: what the preflight says for the longest sequences that
-the run saw. Of the 14 B shape: scripts/bench/step_14b.py.
-Memory is the peak resident set of the process on a CPU (both sides: the dry run's word, the run's rusage), MLX's own
-peak on a GPU. A run's seconds are waiting + training + publishing of its steps but the first, from metrics.jsonl. Disk
-is the size of the run directory, hard links counted once. Ratios are predicted / measured.
+The formula's figures are those that each run prints at its end: what the preflight says for the
+longest sequences that the run saw. Of the 14 B shape: scripts/bench/step_14b.py. Memory is the peak
+resident set of the process on a CPU (both sides: the dry run's word, the run's rusage), MLX's own
+peak on a GPU. A run's seconds are waiting + training + publishing of its steps but the first, from
+metrics.jsonl. Disk is the size of the run directory, hard links counted once. Ratios are predicted
+/ measured.
 """
 
 import argparse
@@ -29,16 +33,23 @@ from scripts.bench.models import save_bench_model
 
 BIN = Path(sys.executable).parent
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-SCORE = "def early_letters(completions, **columns):\n    return [mean(text) for text in completions]\n\n\n"
+SCORE = (
+    "def early_letters(completions, **columns):\n    return [mean(text) for text in"
+    " completions]\n\n\n"
+)
 SCORE += "def mean(text):\n    return sum(c in 'abcdefghijklm' for c in text) / max(1, len(text))\n"
 LORA = "rl_training.token_budget=1024"
 CASES = {
     "quickstart": "",
     "LoRA, micro-batches of 512 tokens": "rl_training.token_budget=512",
     "LoRA, 2,048 tokens": "rl_training.token_budget=2048",
-    "LoRA, 2,048 tokens, all blocks at once": "rl_training.token_budget=2048 rl_training.blocks_per_eval=0",
+    "LoRA, 2,048 tokens, all blocks at once": (
+        "rl_training.token_budget=2048 rl_training.blocks_per_eval=0"
+    ),
     "QLoRA": f"{LORA} rl_training.lora.quantize_base=true model.quantized_cache=off",
-    "QLoRA, bfloat16": f"{LORA} rl_training.lora.quantize_base=true model.quantized_cache=off model.dtype=bfloat16",
+    "QLoRA, bfloat16": (
+        f"{LORA} rl_training.lora.quantize_base=true model.quantized_cache=off model.dtype=bfloat16"
+    ),
     "all weights": f"{LORA} rl_training.lora.enabled=false",
     "PPO, LoRA": f"{LORA} rl_training.algorithm=ppo",
     "DPO, LoRA": LORA,
@@ -84,16 +95,30 @@ def main() -> None:
 
 
 def measure_memory(scratch: Path) -> None:
-    """A line for each of `CASES`: predicted / measured, of MLX's arrays and of the whole process."""
+    """A line for each of `CASES`: predicted / measured, of MLX's arrays and of the whole
+    process."""
     console.print("memory by formula / measured = ratio: MLX's arrays; the process")
     files = {"quickstart": "quickstart", "DPO, LoRA": str(pairs_config(scratch))}
     config = str(bench_config(scratch))
     for number, (name, own) in enumerate(CASES.items()):
-        settings = [*own.split(), "rl_training.total_steps=3", "evaluation.problems=0", "server.port=0"]
-        settings += [f"rl_training.checkpoint_dir={scratch / str(number)}", "rl_training.run_name=run"]
+        settings = [
+            *own.split(),
+            "rl_training.total_steps=3",
+            "evaluation.problems=0",
+            ("server.port=0"),
+        ]
+        settings += [
+            f"rl_training.checkpoint_dir={scratch / str(number)}",
+            ("rl_training.run_name=run"),
+        ]
         command = [str(BIN / "mlx_parallm_train"), "--config", files.get(name, config)]
-        output, resident = finished([*command, *(part for setting in settings for part in ("--set", setting))])
-        sizes = re.findall(r"([\d.]+) (\wiB)", next(line for line in output.splitlines() if line.startswith("memory:")))
+        output, resident = finished(
+            [*command, *(part for setting in settings for part in ("--set", setting))]
+        )
+        sizes = re.findall(
+            r"([\d.]+) (\wiB)",
+            next(line for line in output.splitlines() if line.startswith("memory:")),
+        )
         predicted = [float(number) * UNITS[unit] for number, unit in sizes][1]
         lines = (scratch / str(number) / "run" / "metrics.jsonl").read_text().splitlines()
         arrays = max(json.loads(line)["memory_gb"] for line in lines) * 1e9
@@ -104,8 +129,16 @@ def measure_memory(scratch: Path) -> None:
 
 
 def measure(name: str, flags: list[str], directory: Path, table: Table) -> None:
-    settings = ["server.port=0", f"rl_training.checkpoint_dir={directory}", "rl_training.run_name=run"]
-    command = [str(BIN / "mlx_parallm_train"), *flags, *(part for s in settings for part in ("--set", s))]
+    settings = [
+        "server.port=0",
+        f"rl_training.checkpoint_dir={directory}",
+        ("rl_training.run_name=run"),
+    ]
+    command = [
+        str(BIN / "mlx_parallm_train"),
+        *flags,
+        *(part for s in settings for part in ("--set", s)),
+    ]
     text = dry_run(command)
     if directory.exists():
         raise SystemExit(f"the dry run left {directory}")
@@ -114,7 +147,11 @@ def measure(name: str, flags: list[str], directory: Path, table: Table) -> None:
     predicted = predicted_numbers(text)
     real = run(command, directory / "run")
     cells = [f"{formula / 2**20:,.0f} MiB = {formula / real.memory:.2f}"]
-    for field, scale, unit in (("memory", 2**20, "MiB"), ("seconds", 1, "s"), ("disk", 2**20, "MiB")):
+    for field, scale, unit in (
+        ("memory", 2**20, "MiB"),
+        ("seconds", 1, "s"),
+        ("disk", 2**20, ("MiB")),
+    ):
         before, after = getattr(predicted, field) / scale, getattr(real, field) / scale
         cells.append(f"{before:,.2f} / {after:,.2f} {unit} = {before / after:.2f}")
     table.add_row(name, *cells)
@@ -122,14 +159,20 @@ def measure(name: str, flags: list[str], directory: Path, table: Table) -> None:
 
 def dry_run(command: list[str]) -> str:
     """Return what the command prints with --dry-run. Raises SystemExit: it failed."""
-    text = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
+    text = subprocess.run(
+        [*command, "--dry-run"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": ("200")},
+    )
     if text.returncode != 0:
         raise SystemExit(f"{text.stdout}{text.stderr}\nexit code {text.returncode}")
     return text.stdout
 
 
 def predicted_numbers(text: str) -> Numbers:
-    """Read the prediction from the tables of a dry run, which shows a step of more than a minute in whole minutes."""
+    """Read the prediction from the tables of a dry run, which shows a step of more than a minute
+    in whole minutes."""
     shown = re.search(r"a step\s+│ ([\d.]+) (s|min) \(", text)
     assert shown is not None, text
     seconds = float(shown[1]) * {"s": 1, "min": 60}[shown[2]]
@@ -159,9 +202,13 @@ def wait_for(process: "subprocess.Popen[bytes]") -> int:
 def run(command: list[str], directory: Path) -> Numbers:
     _, resident = finished(command)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    times = [sum(line[key] for key in ("time_rollout_s", "time_train_s", "time_publish_s")) for line in lines[1:]]
+    times = [
+        sum(line[key] for key in ("time_rollout_s", "time_train_s", "time_publish_s"))
+        for line in lines[1:]
+    ]
     files = {
-        s.st_ino: s.st_size for s in (f.stat() for f in directory.rglob("*") if f.is_file() and not f.is_symlink())
+        s.st_ino: s.st_size
+        for s in (f.stat() for f in directory.rglob("*") if f.is_file() and not f.is_symlink())
     }
     own = max(line["memory_gb"] for line in lines) * 1e9
     return Numbers(own if on_gpu() else resident, sum(times) / len(times), sum(files.values()))
@@ -182,7 +229,10 @@ def size(pattern: str, text: str) -> float:
 def bench_config(scratch: Path) -> Path:
     """A random model, 200 prompts and a reward that tells random text apart."""
     model = save_bench_model(scratch / "model")
-    rows = [json.dumps({"prompt": f"Write about number {n} and its neighbours {n - 1}, {n + 1}."}) for n in range(200)]
+    rows = [
+        json.dumps({"prompt": f"Write about number {n} and its neighbours {n - 1}, {n + 1}."})
+        for n in range(200)
+    ]
     (scratch / "rows.jsonl").write_text("\n".join(rows) + "\n")
     (scratch / "score.py").write_text(SCORE)
     file = scratch / "bench.toml"
@@ -211,7 +261,10 @@ max_tokens = 64
 
 def pairs_config(scratch: Path) -> Path:
     """The same model and DPO on pairs of equal lengths."""
-    rows = [{"prompt": f"About {n:03}:", "chosen": " yes" * 32, "rejected": " no." * 32} for n in range(200)]
+    rows = [
+        {"prompt": f"About {n:03}:", "chosen": " yes" * 32, "rejected": " no." * 32}
+        for n in range(200)
+    ]
     (scratch / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = scratch / "pairs.toml"
     file.write_text(f'''

@@ -1,14 +1,18 @@
-"""What 4-bit experts cost on this CPU, and what unpacking their weights would bring (docs/models.md).
+"""What 4-bit experts cost on this CPU, and what unpacking their weights would bring
+(docs/models.md).
 
-    .venv/bin/python -m scripts.bench.experts [--tokens 512] [--experts 32] [--chosen 4] [--hidden 512] [--inner 256]
+    .venv/bin/python -m scripts.bench.experts [--tokens 512] [--experts 32] [--chosen 4] [--hidden
+    512] [--inner 256]
 
-One mixture of mlx-lm's (`SwitchGLU`), a forward and a backward pass by its input, milliseconds, the best of three:
+One mixture of mlx-lm's (`SwitchGLU`), a forward and a backward pass by its input, milliseconds, the
+best of three:
 
     4 bits         as it is served and trained: MLX's `gather_qmm`
     float32        the same weights in float32: `gather_mm`
     unpacked       4 bits, all experts' weights unpacked for each product, then `gather_mm`
-    grouped        float32 weights, tokens of one expert in one product: what a loop over experts could reach; it
-                   has to know how many tokens each expert has before it can build the graph
+    grouped        float32 weights, tokens of one expert in one product: what a loop over experts
+                   could reach; it has to know how many tokens each expert has before it can build
+                   the graph
     dense          a dense layer of the same products, 4 bits unpacked (`models/cpu_kernels.py`)
 """
 
@@ -43,7 +47,9 @@ class Unpacked(nn.Module):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         own = self.layer
         weights = mx.dequantize(own.weight, own.scales, own.biases, own.group_size, own.bits)
-        return mx.gather_mm(x, weights.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
+        return mx.gather_mm(
+            x, weights.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices
+        )
 
 
 class Grouped(nn.Module):
@@ -53,7 +59,9 @@ class Grouped(nn.Module):
         super().__init__()
         self.switch = switch
         flat = np.array(indices).reshape(-1)
-        self._rows = [np.flatnonzero(flat == expert) for expert in range(switch.up_proj.num_experts)]
+        self._rows = [
+            np.flatnonzero(flat == expert) for expert in range(switch.up_proj.num_experts)
+        ]
         self._back = mx.array(np.argsort(np.concatenate(self._rows)))
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
@@ -61,7 +69,10 @@ class Grouped(nn.Module):
         for expert, rows in enumerate(self._rows):
             if len(rows):
                 own = x[mx.array(rows // indices.shape[-1])]
-                up, gate = own @ switch.up_proj.weight[expert].T, own @ switch.gate_proj.weight[expert].T
+                up, gate = (
+                    own @ switch.up_proj.weight[expert].T,
+                    own @ switch.gate_proj.weight[expert].T,
+                )
                 parts.append(switch.activation(up, gate) @ switch.down_proj.weight[expert].T)
         return mx.concatenate(parts)[self._back].reshape(*indices.shape, -1)
 
@@ -69,7 +80,10 @@ class Grouped(nn.Module):
 class Dense(nn.Module):
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.up, self.gate = nn.Linear(hidden, inner, bias=False), nn.Linear(hidden, inner, bias=False)
+        self.up, self.gate = (
+            nn.Linear(hidden, inner, bias=False),
+            nn.Linear(hidden, inner, bias=False),
+        )
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -78,12 +92,20 @@ class Dense(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for name, value in (("tokens", 512), ("experts", 32), ("chosen", 4), ("hidden", 512), ("inner", 256)):
+    for name, value in (
+        ("tokens", 512),
+        ("experts", 32),
+        ("chosen", 4),
+        ("hidden", 512),
+        ("inner", 256),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
     mx.random.seed(0)
     whole = SwitchGLU(args.hidden, args.inner, args.experts)
-    indices = mx.argsort(mx.random.uniform(shape=(args.tokens, args.experts)), axis=-1)[:, : args.chosen]
+    indices = mx.argsort(mx.random.uniform(shape=(args.tokens, args.experts)), axis=-1)[
+        :, : args.chosen
+    ]
     packed = copy.deepcopy(whole)
     nn.quantize(packed, group_size=64, bits=4)
     unpacked = copy.deepcopy(packed)
@@ -104,7 +126,10 @@ def main() -> None:
     }
     np.testing.assert_allclose(ways["grouped"](x), ways["float32"](x), atol=1e-4)
     np.testing.assert_allclose(ways["unpacked"](x), ways["4 bits"](x), atol=1e-4)
-    shape = f"{args.tokens} tokens, {args.chosen} of {args.experts} experts, {args.hidden} × {args.inner}"
+    shape = (
+        f"{args.tokens} tokens, {args.chosen} of {args.experts} experts, {args.hidden} ×"
+        f" {args.inner}"
+    )
     table = Table("", "forward", "backward", "4 bits / this", title=shape)
     first = 0.0
     for name, way in ways.items():

@@ -28,7 +28,12 @@ assert mlx_parallm
 BIN = Path(sys.executable).parent
 KINDS = ("f32", "f16", "q8_0", "q4_k_m")
 WIDE = QWEN3 | {
-    **{"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8},
+    **{
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
     **{"head_dim": 128, "vocab_size": 151_936},
 }
 
@@ -43,19 +48,34 @@ def models(directory: Path) -> None:
 
 
 def run(*words: object) -> str:
-    result = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [str(word) for word in words], capture_output=True, text=True, check=False
+    )
     if result.returncode:
         raise SystemExit(f"{words}: {result.stderr}")
     return result.stdout
 
 
 def trained(directory: Path, steps: int, problems: int) -> None:
-    """Train the shipped model by the quickstart's configuration, then ask the same held-out problems of each file."""
-    train = ["--config", "quickstart", "--set", f"rl_training.checkpoint_dir={json.dumps(str(directory))}"]
+    """Train the shipped model by the quickstart's configuration, then ask the same held-out
+    problems of each file."""
+    train = [
+        "--config",
+        "quickstart",
+        "--set",
+        (f"rl_training.checkpoint_dir={json.dumps(str(directory))}"),
+    ]
     train += ["--set", 'rl_training.run_name="run"', "--set", f"rl_training.total_steps={steps}"]
     train += ["--set", "evaluation.problems=0", "--set", "server.port=0"]
     run(BIN / "mlx_parallm", "train", *train)
-    ask = [BIN / "mlx_parallm", "eval", "--config", directory / "run" / "config.toml", "--problems", problems]
+    ask = [
+        BIN / "mlx_parallm",
+        "eval",
+        "--config",
+        directory / "run" / "config.toml",
+        "--problems",
+        problems,
+    ]
     run(*ask, "--lora-path", directory / "run" / "final", "--output", directory / "here")
     print(f"| here | | | | | {score(directory / 'here'):.3f} |", flush=True)
     for kind in KINDS:
@@ -63,7 +83,15 @@ def trained(directory: Path, steps: int, problems: int) -> None:
         run(BIN / "mlx_parallm", "export", directory / "run", "--type", kind, "--to", out)
         checked = json.loads((out / "export.json").read_text())["verification"]
         with llama_server.running(out / f"run-{kind}.gguf") as server:
-            run(*ask, "--url", f"{server.url}/v1", "--concurrency", 1, "--output", directory / f"{kind}-eval")
+            run(
+                *ask,
+                "--url",
+                f"{server.url}/v1",
+                "--concurrency",
+                1,
+                "--output",
+                directory / f"{kind}-eval",
+            )
         cells = [*("/".join(map(str, checked[what])) for what in ("texts", "chats", "prompts"))]
         cells += [f"{checked['difference']:.2g}", f"{score(directory / f'{kind}-eval'):.3f}"]
         print(f"| {kind} | {' | '.join(cells)} |", flush=True)
@@ -80,20 +108,28 @@ def memory(directory: Path, layers: int) -> None:
         "import sys, mlx_parallm\nfrom pathlib import Path\nfrom tests.export.llama import write\n"
         "def peak():\n    lines = Path('/proc/self/status').read_text().splitlines()\n"
         "    return next(int(line.split()[1]) for line in lines if line.startswith('VmHWM'))\n"
-        "before = peak()\nwrite(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])\nprint(before, peak())\n"
+        "before = peak()\nwrite(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])\nprint(before,"
+        " peak())\n"
     )
     for kind in ("f32", "bf16", "q8_0", "q4_k_m"):
-        before, peak = map(int, run(sys.executable, "-c", program, model, directory / "m.gguf", kind).split())
+        before, peak = map(
+            int, run(sys.executable, "-c", program, model, directory / "m.gguf", kind).split()
+        )
         size = (directory / "m.gguf").stat().st_size
         bound = 3 * largest / 1e9 + 1.0
         print(
-            f"| {kind} | {size / 1e9:.2f} | {peak * 1024 / 1e9:.2f} | {before * 1024 / 1e9:.2f} | {bound:.2f} |",
+            (
+                f"| {kind} | {size / 1e9:.2f} | {peak * 1024 / 1e9:.2f} |"
+                f" {before * 1024 / 1e9:.2f} | {bound:.2f} |"
+            ),
             flush=True,
         )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=["models", "trained", "memory"])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--problems", type=int, default=100, help="held-out ones of each task")

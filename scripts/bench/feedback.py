@@ -1,10 +1,11 @@
-"""KTO and DPO on feedback about a model's own answers: the held-out gain over the base, by `mlx_parallm pipeline`.
+"""KTO and DPO on feedback about a model's own answers: the held-out gain over the base, by
+`mlx_parallm pipeline`.
 
     .venv/bin/python -m scripts.bench.feedback --seeds 0 1 2 --methods kto dpo
 
-`builtin:tiny` reverses 500 words, eight times each at temperature 1. A user gives a right answer a thumb up, a wrong
-one a thumb down. `kto` learns from the thumbs, `dpo` from a right and a wrong answer to one word. Two fifths of the
-words are held out; base and policy answer them greedily.
+`builtin:tiny` reverses 500 words, eight times each at temperature 1. A user gives a right answer a
+thumb up, a wrong one a thumb down. `kto` learns from the thumbs, `dpo` from a right and a wrong
+answer to one word. Two fifths of the words are held out; base and policy answer them greedily.
 """
 
 import argparse
@@ -48,11 +49,15 @@ def make_traces(seed: int) -> list[Trace]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=["kto", "dpo"])
     parser.add_argument("--epochs", default="3")
-    parser.add_argument("--set", action="append", default=[], help="a key of the training's configuration")
+    parser.add_argument(
+        "--set", action="append", default=[], help=("a key of the training's configuration")
+    )
     args = parser.parse_args()
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as name:
@@ -61,7 +66,14 @@ def main() -> None:
             write_lines(traces, directory / "traces.jsonl")
             (directory / "score.py").write_text(SCORE)
             for method in args.methods:
-                flags = ["--base-model", "builtin:tiny", "--method", method, "--reward", "score.py:correct"]
+                flags = [
+                    "--base-model",
+                    "builtin:tiny",
+                    "--method",
+                    method,
+                    "--reward",
+                    ("score.py:correct"),
+                ]
                 flags += [
                     "--epochs",
                     args.epochs,
@@ -76,16 +88,28 @@ def main() -> None:
                 ]
                 for setting in [f"rl_training.seed={seed}", *args.set]:
                     flags += ["--set", setting]
-                command = [sys.executable, "-m", "mlx_parallm", "pipeline", "--traces", "traces.jsonl", *flags]
-                done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+                command = [
+                    sys.executable,
+                    "-m",
+                    "mlx_parallm",
+                    "pipeline",
+                    "--traces",
+                    "traces.jsonl",
+                    *flags,
+                ]
+                done = subprocess.run(
+                    command, cwd=directory, capture_output=True, text=True, check=False
+                )
                 if done.returncode != 0:
                     sys.exit(f"{method}, seed {seed}: {done.stderr}{done.stdout}")
                 results = json.loads((directory / method / "pipeline_results.json").read_text())
                 here, there = results["evaluation"], results["exported"]
                 print(
                     f"seed {seed}, {method}: {here['before']:.3f} → {here['after']:.3f} (difference"
-                    f" {here['low']:+.3f} to {here['high']:+.3f}, p {here['p']:.4f}) on {here['problems']} words;"
-                    f" in llama.cpp {there.get('after', float('nan')):.3f}; {results['training']['steps']} steps of"
+                    f" {here['low']:+.3f} to {here['high']:+.3f}, p {here['p']:.4f}) on"
+                    f" {here['problems']} words;"
+                    f" in llama.cpp {there.get('after', float('nan')):.3f};"
+                    f" {results['training']['steps']} steps of"
                     f" {results['dataset_size']} rows, {results['seconds']['train']:.0f} s",
                     flush=True,
                 )

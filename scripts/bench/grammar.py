@@ -1,8 +1,10 @@
-"""What structured output costs a decode step: 32 rows with a grammar against 32 without, the same engine, in turns.
+"""What structured output costs a decode step: 32 rows with a grammar against 32 without, the same
+engine, in turns.
 
-The bench model's vocabulary of 8,192; every row writes a JSON array that is longer than the run, so both sides do the
-same number of steps. Three cases: one schema for all rows, a schema of its own for each row, half of the rows with one.
-Wall time is what a client feels (masks are made while the model computes); CPU time is all the work.
+The bench model's vocabulary of 8,192; every row writes a JSON array that is longer than the run, so
+both sides do the same number of steps. Three cases: one schema for all rows, a schema of its own
+for each row, half of the rows with one. Wall time is what a client feels (masks are made while the
+model computes); CPU time is all the work.
 
     .venv/bin/python -m scripts.bench.grammar
 """
@@ -64,7 +66,9 @@ def make_engine(directory: Path) -> Engine:
     return Engine(loaded.model, load_tokenizer(loaded.path, config), weights, lora, options)
 
 
-def step_ms(engine: Engine, structures: list[Structure | None], steps: int, prompts: list[list[int]]) -> np.ndarray:
+def step_ms(
+    engine: Engine, structures: list[Structure | None], steps: int, prompts: list[list[int]]
+) -> np.ndarray:
     """Milliseconds a decode step of wall and of CPU time, without the prefill: [2]."""
     for row, (structure, prompt) in enumerate(zip(structures, prompts, strict=True)):
         params = SamplingParams(max_tokens=steps, min_tokens=steps, seed=row, structure=structure)
@@ -89,7 +93,8 @@ def compile_ms(engine: Engine) -> tuple[float, float]:
 
 
 def masks_ms(engine: Engine) -> float:
-    """Milliseconds for the 32 masks of a step, each row with a schema of its own, and for taking the drawn tokens."""
+    """Milliseconds for the 32 masks of a step, each row with a schema of its own, and for taking
+    the drawn tokens."""
     matchers = [engine.grammars.matcher(schema(row), 0, ()) for row in range(ROWS)]
     draw, times = np.random.default_rng(0), []
     for _ in range(200):
@@ -105,7 +110,9 @@ def masks_ms(engine: Engine) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args()
@@ -114,21 +121,29 @@ def main() -> None:
         engine = make_engine(Path(directory))
     table, one = compile_ms(engine)
     print(
-        f"table of 8,192 tokens {table:.0f} ms, once; a schema {one:.2f} ms; masks of a step {masks_ms(engine):.2f} ms"
+        f"table of 8,192 tokens {table:.0f} ms, once; a schema {one:.2f} ms; masks of a step"
+        f" {masks_ms(engine):.2f} ms"
     )
-    rounds: dict[str, list[np.ndarray]] = {name: [] for name in CASES}  # [free or bound, wall or CPU] each
+    # [free or bound, wall or CPU] each
+    rounds: dict[str, list[np.ndarray]] = {name: [] for name in CASES}
     for structures in (FREE, *CASES.values()):
         step_ms(engine, structures, 4, prompts)
     for _ in range(arguments.rounds):
         for name, structures in CASES.items():
             free = step_ms(engine, FREE, arguments.steps, prompts)
-            rounds[name].append(np.stack([free, step_ms(engine, structures, arguments.steps, prompts)]))
+            rounds[name].append(
+                np.stack([free, step_ms(engine, structures, arguments.steps, prompts)])
+            )
     for name, pairs in rounds.items():
         ratios = np.array([bound / free for free, bound in pairs])
         (free, _), (bound, _) = np.median(pairs, axis=0)
         wall, cpu = np.median(ratios, axis=0)
         listed = ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios[:, 0]))
-        print(f"{name}: {free:.1f} ms a step without, {bound:.1f} with; ratio {wall:.3f} ({listed}), of CPU {cpu:.3f}")
+        print(
+            f"{name}: {free:.1f} ms a step without, {bound:.1f} with; ratio {wall:.3f}"
+            f" ({listed}),"
+            f" of CPU {cpu:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""The head in pieces against the naive one, and shared prompts against plain rows: memory, time, gradient.
+"""The head in pieces against the naive one, and shared prompts against plain rows: memory, time,
+gradient.
 
-    python scripts/bench/head.py             1,024 tokens × 32,768 vocabulary; a group of 8 with a prompt of 200 tokens
+    python scripts/bench/head.py             1,024 tokens × 32,768 vocabulary; a group of 8 with a
+                                             prompt of 200 tokens
     python scripts/bench/head.py --small     the same, quickly
 
-Memory is `mx.get_peak_memory` above what was active before; the whole gradient is compared, relative in its norm. The
-naive head is MLX's own value_and_grad of log-softmax over all logits. Times are the median of five, alternating.
+Memory is `mx.get_peak_memory` above what was active before; the whole gradient is compared,
+relative in its norm. The naive head is MLX's own value_and_grad of log-softmax over all logits.
+Times are the median of five, alternating.
 """
 
 import argparse
@@ -73,7 +76,10 @@ def heads(tokens: int, vocabulary: int) -> None:
     def pieces() -> list[mx.array]:
         return parts.loss_and_gradients(batch, objective)[2]
 
-    compare(f"head: {tokens:,} tokens × {vocabulary:,} vocabulary", {"naive": naive, "in pieces": pieces})
+    compare(
+        f"head: {tokens:,} tokens × {vocabulary:,} vocabulary",
+        {"naive": naive, "in pieces": pieces},
+    )
 
 
 def prompts(prompt: int, group: int, completion: int) -> None:
@@ -91,9 +97,14 @@ def prompts(prompt: int, group: int, completion: int) -> None:
     weights = mx.random.normal((len(positions),))
 
     def step(tokens: TokenBatch) -> Callable[[], list[mx.array]]:
-        return lambda: parts.loss_and_gradients(tokens, lambda lp, entropy: ((weights * lp).mean(), ()))[2]
+        return lambda: parts.loss_and_gradients(
+            tokens, lambda lp, entropy: ((weights * lp).mean(), ())
+        )[2]
 
-    title = f"prompt {prompt}, group {group}, completion {completion}: {inputs.size:,} tokens or {shared.tokens:,}"
+    title = (
+        f"prompt {prompt}, group {group}, completion {completion}: {inputs.size:,} tokens or"
+        f" {shared.tokens:,}"
+    )
     compare(title, {"rows": step(replace(batch, compact=None)), "prompt once": step(batch)})
 
 
@@ -138,7 +149,9 @@ def make_model(hidden: int, layers: int, vocabulary: int) -> nn.Module:
     inject_lora(model, LoraConfig(rank=16, alpha=32.0))
     for name, module in model.named_modules():
         if "lora_b" in module:
-            module.lora_b = 0.02 * mx.random.normal(module.lora_b.shape, key=mx.random.key(len(name)))
+            module.lora_b = 0.02 * mx.random.normal(
+                module.lora_b.shape, key=mx.random.key(len(name))
+            )
     model.train()
     mx.eval(model.parameters())
     return model
@@ -156,7 +169,14 @@ def compare(title: str, ways: dict[str, Callable[[], list[mx.array]]]) -> None:
     seconds = timed(ways)
     (first, expected), *_ = gradients.items()
     table = Table(title=title)
-    for column in ("", "peak extra MB", "of the first", "gradient's distance", "seconds", "times as fast"):
+    for column in (
+        "",
+        "peak extra MB",
+        "of the first",
+        "gradient's distance",
+        "seconds",
+        ("times as fast"),
+    ):
         table.add_column(column, justify="right")
     for name, found in gradients.items():
         off = sum(mx.square(a - b).sum().item() for a, b in zip(found, expected, strict=True))

@@ -1,9 +1,11 @@
-"""The hybrid system, measured: routing over a real MCP server, and joint training against each part alone.
+"""The hybrid system, measured: routing over a real MCP server, and joint training against each part
+alone.
 
-    python examples/hybrid/make_planner.py --output P/planner_0 --seed 0
-    python examples/hybrid/make_planner.py --output P/half_planner_0 --seed 0 --knows 0.4 --steps 300
-    python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0 --checkpoint-dir P/expert_0
-    python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0 --timesteps 5000 \\
+    python examples/hybrid/make_planner.py --output P/planner_0 --seed 0 python
+    examples/hybrid/make_planner.py --output P/half_planner_0 --seed 0 --knows 0.4 --steps 300
+    python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0 --checkpoint-dir
+    P/expert_0 python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0
+    --timesteps 5000 \\
         --checkpoint-dir P/half_expert_0
     (and the same of seeds 1 and 2)
     python scripts/bench/hybrid.py routing P --seeds 0 1 2
@@ -12,13 +14,15 @@
 
 A run is `mlx_parallm train` as a process. What it leaves is measured on held-out tasks, greedy:
 
-    route    the share of tasks whose first action is the right one with the right arguments: the planner alone
+    route    the share of tasks whose first action is the right one with the right arguments: the
+             planner alone
     hits     the share of 500 unseen targets that the expert hits: the expert alone
     solved   what both reach together
 
-Solved tasks are rewarded. `routing` begins with a planner that chooses by chance and a trained expert. `joint` begins
-with a planner that knows what is right in 0.4 of the tasks and chooses by chance in the others, and with an expert that
-has learned for 5,000 steps and hardly hits: beside it the planner sees seldom that a delegation pays.
+Solved tasks are rewarded. `routing` begins with a planner that chooses by chance and a trained
+expert. `joint` begins with a planner that knows what is right in 0.4 of the tasks and chooses by
+chance in the others, and with an expert that has learned for 5,000 steps and hardly hits: beside it
+the planner sees seldom that a delegation pays.
 """
 
 import argparse
@@ -53,7 +57,8 @@ MODES = ("planner", "experts", "alternate", "both")
 
 
 def mostly_targets(index: int, split: str = "train", seed: int = 0) -> dict[str, Any]:
-    """Return routing task `index` of a mixture with six targets in eight places, a product and a word."""
+    """Return routing task `index` of a mixture with six targets in eight places, a product and a
+    word."""
     kinds = ("physics", "math", "physics", "physics", "general", "physics", "physics", "physics")
     wanted, number = kinds[index % 8], 1000 * index
     while (task := routing_task(number, split, seed))["type"] != wanted:  # type: ignore[arg-type]
@@ -61,10 +66,23 @@ def mostly_targets(index: int, split: str = "train", seed: int = 0) -> dict[str,
     return task
 
 
-def configuration(planner: Path, expert: Path, run: Path, *, learn: str, steps: int, seed: int, live: bool) -> Any:
-    tools: Any = {"mcp": [{"command": SERVER}]} if live else {"functions": [f"{TOOLS}:{t}" for t in TOOL_NAMES]}
+def configuration(
+    planner: Path, expert: Path, run: Path, *, learn: str, steps: int, seed: int, live: bool
+) -> Any:
+    tools: Any = (
+        {"mcp": [{"command": SERVER}]}
+        if live
+        else {"functions": [f"{TOOLS}:{t}" for t in TOOL_NAMES]}
+    )
     tasks = "builtin:routing" if live else f"python:{Path(__file__).resolve()}:mostly_targets"
-    ppo = {"epochs": 10, "batch_size": 250, "learning_rate": 1e-3, "gamma": 0.9, "value_clip": 0.0, "target_kl": 0.05}
+    ppo = {
+        "epochs": 10,
+        "batch_size": 250,
+        "learning_rate": 1e-3,
+        "gamma": 0.9,
+        "value_clip": 0.0,
+        "target_kl": 0.05,
+    }
     return {
         "model": {"base_path": str(planner)},
         "tools": tools,
@@ -120,7 +138,10 @@ def train(config: dict[str, Any], run: Path) -> None:
     log = run.with_suffix(".log")
     with log.open("w") as out:
         subprocess.run(
-            [sys.executable, "-m", "mlx_parallm", "train", "--config", str(file)], stdout=out, stderr=out, check=True
+            [sys.executable, "-m", "mlx_parallm", "train", "--config", str(file)],
+            stdout=out,
+            stderr=out,
+            check=True,
         )
 
 
@@ -131,7 +152,10 @@ def trained_expert(run: Path, start: Path) -> Path:
 
 def right_first(task: dict[str, Any], text: str) -> bool:
     """Whether the first action is the right one, with the arguments of the task."""
-    action = next((a for a in parse_actions(text, {"math_solve": ["expression"]}) if a.kind != "think"), None)
+    action = next(
+        (a for a in parse_actions(text, {"math_solve": [("expression")]}) if a.kind != "think"),
+        None,
+    )
     if action is None or action.error is not None:
         return False
     goal = task["goal"]
@@ -139,17 +163,26 @@ def right_first(task: dict[str, Any], text: str) -> bool:
         if (action.kind, action.name) != ("tool", "math_solve"):
             return False
         try:
-            return float(math_solve(str(action.arguments.get("expression")))) == goal["expected_answer"]
+            return (
+                float(math_solve(str(action.arguments.get("expression"))))
+                == goal[("expected_answer")]
+            )
         except (ToolFailedError, ValueError):
             return False
     if task["type"] == "physics":
         right = {"target": goal["target"], "wind": goal["wind"]}
-        return (action.kind, action.name) == ("delegate", EXPERT) and {"wind": 0, **action.arguments} == right
+        return (action.kind, action.name) == ("delegate", EXPERT) and {
+            "wind": 0,
+            **action.arguments,
+        } == right
     return action.kind == "answer" and action.text == goal["expected_answer"]
 
 
-def measure(planner: Path, adapter: Path | None, expert: Path, *, live: bool, make: Any) -> dict[str, float]:
-    """Play held-out tasks: live ones greedily, others at temperature 1; the expert's most likely actions."""
+def measure(
+    planner: Path, adapter: Path | None, expert: Path, *, live: bool, make: Any
+) -> dict[str, float]:
+    """Play held-out tasks: live ones greedily, others at temperature 1; the expert's most likely
+    actions."""
     tasks = [make(index, "heldout") for index in range(HELDOUT)]
     registry = ExpertRegistry()
     registry.register(load_expert(expert), EXPERT)
@@ -163,16 +196,24 @@ def measure(planner: Path, adapter: Path | None, expert: Path, *, live: bool, ma
         sampling: dict[str, Any] = {"temperature": 0.0} if live else {"temperature": 1.0, "seed": 7}
         with InferenceModule(str(planner), adapter_path=adapter) as inference:
             while waiting := [n for n, episode in enumerate(episodes) if not episode.done]:
-                texts = list(inference.generate([talks[n] for n in waiting], max_new_tokens=32, **sampling))
+                texts = list(
+                    inference.generate([talks[n] for n in waiting], max_new_tokens=32, **sampling)
+                )
                 firsts = firsts or texts
                 for n, text in zip(waiting, texts, strict=True):
                     step = episodes[n].step_text(text)
-                    talks[n] += [{"role": "assistant", "content": text}, {"role": "user", "content": step.text}]
-    delegated = [e for e, t in zip(episodes, tasks, strict=True) if t["type"] == "physics" and e.delegations]
+                    talks[n] += [
+                        {"role": "assistant", "content": text},
+                        {"role": "user", "content": step.text},
+                    ]
+    delegated = [
+        e for e, t in zip(episodes, tasks, strict=True) if t["type"] == "physics" and e.delegations
+    ]
     return {
         "tasks": len(tasks),
         "solved": sum(episode.solved for episode in episodes) / len(tasks),
-        "route": sum(right_first(t, text) for t, text in zip(tasks, firsts, strict=True)) / len(tasks),
+        "route": sum(right_first(t, text) for t, text in zip(tasks, firsts, strict=True))
+        / len(tasks),
         "hits": hit_rates(load_expert(expert))[0],
         "delegated": len(delegated),
         "delegated_hits": sum(e.solved for e in delegated) / max(len(delegated), 1),
@@ -182,7 +223,11 @@ def measure(planner: Path, adapter: Path | None, expert: Path, *, live: bool, ma
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
     """Return the 95 % interval of a share (Wilson 1927)."""
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    half = (
+        z
+        * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+        / (1 + z * z / count)
+    )
     return middle - half, middle + half
 
 
@@ -204,23 +249,32 @@ def note(path: Path, **row: Any) -> None:
 
 def one(place: Path, name: str, seed: int, steps: int, learn: str, *, live: bool) -> None:
     run, half = place / "runs" / f"{name}_{learn}_{seed}", "" if live else "half_"
-    planner, expert = place / f"{half}planner_{seed}", place / f"{half}expert_{seed}" / "best.safetensors"
+    planner, expert = (
+        place / f"{half}planner_{seed}",
+        place / f"{half}expert_{seed}" / "best.safetensors",
+    )
     table = place / f"{name}.jsonl"
     kept = [(row["seed"], row["learn"]) for row in results(table)]
     make = routing_task if live else mostly_targets
     if (seed, "start") not in kept:
-        note(table, seed=seed, learn="start", **measure(planner, None, expert, live=live, make=make))
+        note(
+            table, seed=seed, learn="start", **measure(planner, None, expert, live=live, make=make)
+        )
     if (seed, learn) in kept:
         return
     train(configuration(planner, expert, run, learn=learn, steps=steps, seed=seed, live=live), run)
     curve = rewards(run)
     after = measure(planner, run / "final", trained_expert(run, expert), live=live, make=make)
     first, last = sum(curve[:5]) / 5, sum(curve[-5:]) / 5
-    note(table, seed=seed, learn=learn, steps=steps, first_rewards=first, last_rewards=last, **after)
+    note(
+        table, seed=seed, learn=learn, steps=steps, first_rewards=first, last_rewards=last, **after
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("routing", "joint", "figures"))
     parser.add_argument("place", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

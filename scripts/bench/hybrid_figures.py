@@ -16,7 +16,12 @@ from mlx_parallm.systems.orchestrator import Orchestrator
 from mlx_parallm.systems.orchestrator.tool_server import GRAVITY, physics_simulate
 
 EXPERT = "physics_controller"
-ROUTES = {"first_tool": "TOOL", "first_delegate": "DELEGATE", "first_answer": "ANSWER", "first_invalid": "refused"}
+ROUTES = {
+    "first_tool": "TOOL",
+    "first_delegate": "DELEGATE",
+    "first_answer": "ANSWER",
+    "first_invalid": ("refused"),
+}
 WIDTH, DPI = 8.0, 90
 
 
@@ -28,7 +33,10 @@ def draw(place: Path, output: Path) -> None:
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def smooth(values: list[float], width: int = 5) -> np.ndarray:
@@ -60,10 +68,16 @@ def joint(place: Path, file: Path) -> None:
     """Reward of planner and expert over the steps, by who learns; the mean of the seeds."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.0))
     for number, learn in enumerate(("planner", "experts", "alternate", "both")):
-        runs = [lines_of(run) for run in sorted((place / "runs").glob(f"joint_{learn}_?")) if (run / "final").exists()]
+        runs = [
+            lines_of(run)
+            for run in sorted((place / "runs").glob(f"joint_{learn}_?"))
+            if (run / "final").exists()
+        ]
         runs = [lines[: min(map(len, runs))] for lines in runs]
         for axes, key in ((left, "metrics/solved/mean"), (right, f"experts/{EXPERT}/return")):
-            curves = [[np.nan if line.get(key) is None else line[key] for line in lines] for lines in runs]
+            curves = [
+                [np.nan if line.get(key) is None else line[key] for line in lines] for lines in runs
+            ]
             steps = np.flatnonzero(np.isfinite(curves).any(axis=0)) if curves else np.array([])
             if steps.size:  # an expert that does not learn has no return
                 mean = np.nanmean(np.array(curves)[:, steps], axis=0)
@@ -86,23 +100,40 @@ def path_of(shot: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
 def shots(place: Path, file: Path) -> None:
     """The shots of delegations at three targets: the expert before and after joint training."""
     before = place / "half_expert_0" / "best.safetensors"
-    after = place / "runs" / "joint_both_0" / "final" / "learners" / "hybrid" / EXPERT / "expert.safetensors"
+    after = (
+        place
+        / "runs"
+        / "joint_both_0"
+        / "final"
+        / "learners"
+        / "hybrid"
+        / EXPERT
+        / "expert.safetensors"
+    )
     figure, rows = plt.subplots(2, 3, figsize=(WIDTH, 4.4), sharex=True, sharey=True)
     with ToolClient(functions=[physics_simulate]) as tools:
-        for axes_row, (name, path) in zip(rows, {"before": before, "after": after}.items(), strict=True):
+        for axes_row, (name, path) in zip(
+            rows, {"before": before, "after": after}.items(), strict=True
+        ):
             registry = ExpertRegistry()
             registry.register(load_expert(path), EXPERT)
             for axes, (target, wind) in zip(axes_row, ((70, 4), (120, 0), (180, -4)), strict=True):
                 orchestrator = Orchestrator(None, registry, tools)
                 goal = {"target": target, "wind": wind, "tolerance": 1.0}
                 orchestrator.reset({"prompt": "", "goal": goal})
-                result = orchestrator.step(f"DELEGATE: {EXPERT}(target={target}, wind={wind})").expert_result
+                result = orchestrator.step(
+                    f"DELEGATE: {EXPERT}(target={target}, wind={wind})"
+                ).expert_result
                 assert result is not None
                 for number, step in enumerate(result.trajectory, 1):
                     x, height = path_of(dict(step["arguments"]))
-                    axes.plot(x, height, color=plt.get_cmap("viridis")(1 - number / 10), linewidth=1)
+                    axes.plot(
+                        x, height, color=plt.get_cmap("viridis")(1 - number / 10), linewidth=1
+                    )
                 axes.plot([target], [0], "rx")
-                axes.set_title(f"{name}: {target} m, wind {wind}: {result.text.split(',')[0]}", fontsize=7)
+                axes.set_title(
+                    f"{name}: {target} m, wind {wind}: {result.text.split(',')[0]}", fontsize=7
+                )
     rows[1][1].set_xlabel("m; dark: later shots")
     save(figure, file)
 

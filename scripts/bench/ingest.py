@@ -1,11 +1,13 @@
-"""Scored groups a second that /atropos/scored_data takes while the engine serves, and what that costs the engine.
+"""Scored groups a second that /atropos/scored_data takes while the engine serves, and what that
+costs the engine.
 
     .venv/bin/python -m scripts.bench.ingest --rounds 3
 
-Groups are 8 sequences of 256 tokens, gzip as BaseEnv sends them, over four connections of a process of its own; each is
-on the disk (synchronous=FULL) before its answer. The load on the engine is eight completions at a time, from another
-process. Each round: the load alone, the load and groups at --rate, the load and groups as fast as they are taken,
-groups alone. Then one group's way through the server, stage by stage, on an idle machine.
+Groups are 8 sequences of 256 tokens, gzip as BaseEnv sends them, over four connections of a process
+of its own; each is on the disk (synchronous=FULL) before its answer. The load on the engine is
+eight completions at a time, from another process. Each round: the load alone, the load and groups
+at --rate, the load and groups as fast as they are taken, groups alone. Then one group's way through
+the server, stage by stage, on an idle machine.
 """
 
 import argparse
@@ -49,12 +51,14 @@ assert mlx_parallm.__version__
 GROUP, TOKENS, PROMPT = 8, 256, 64
 CONNECTIONS, CLIENTS = 4, 8
 SHAPES = 20
-"""Groups that are different all through; what is sent differs from the others of its shape in the scores."""
+"""Groups that are different all through; what is sent differs from the others of its shape in
+the scores."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What the senders of groups noted: groups answered "received", and milliseconds until each answer."""
+    """What the senders of groups noted: groups answered "received", and milliseconds until each
+    answer."""
 
     groups: int
     seconds: float
@@ -73,7 +77,8 @@ def unfinished_group(generator: random.Random) -> bytes:
         "tokens": tokens,
         "masks": [given + row[PROMPT:] for row in tokens],
         "inference_logprobs": [
-            [1.0] * PROMPT + [-generator.expovariate(1.0) for _ in range(TOKENS - PROMPT)] for _ in range(GROUP)
+            [1.0] * PROMPT + [-generator.expovariate(1.0) for _ in range(TOKENS - PROMPT)]
+            for _ in range(GROUP)
         ],
         "env_id": None,
     }
@@ -85,11 +90,16 @@ def bodies(seed: int, count: int) -> list[bytes]:
     generator = random.Random(seed)
     shapes = [unfinished_group(generator) for _ in range(SHAPES)]
     scores = [json.dumps([generator.random() for _ in range(GROUP)]).encode() for _ in range(count)]
-    return [gzip.compress(generator.choice(shapes) + b', "scores": ' + row + b"}", 1) for row in scores]
+    return [
+        gzip.compress(generator.choice(shapes) + b', "scores": ' + row + b"}", 1) for row in scores
+    ]
 
 
-def send_groups(url: str, seed: int, seconds: float, rate: float, ready: Event, results: Any) -> None:
-    """A process: CONNECTIONS threads that send one group after the other; `rate` groups a second, 0 = at once."""
+def send_groups(
+    url: str, seed: int, seconds: float, rate: float, ready: Event, results: Any
+) -> None:
+    """A process: CONNECTIONS threads that send one group after the other; `rate` groups a
+    second, 0 = at once."""
     prepared = bodies(seed, int(seconds * (rate or 400)))
     todo, lock, waits = iter(prepared), threading.Lock(), list[float]()
     deadline = 0.0
@@ -150,7 +160,9 @@ class Bench:
     @contextmanager
     def load(self) -> Iterator[None]:
         stop = self._context.Event()
-        process = self._context.Process(target=ask_until, args=(self._serving.url, stop), daemon=True)
+        process = self._context.Process(
+            target=ask_until, args=(self._serving.url, stop), daemon=True
+        )
         process.start()
         try:
             while self._serving.client.stats().running < CLIENTS:
@@ -165,7 +177,9 @@ class Bench:
         """Tokens a second over the window."""
         before, started = self._serving.client.stats().generation_tokens, time.perf_counter()
         time.sleep(self._seconds)
-        return (self._serving.client.stats().generation_tokens - before) / (time.perf_counter() - started)
+        return (self._serving.client.stats().generation_tokens - before) / (
+            time.perf_counter() - started
+        )
 
     def groups(self, rate: float) -> tuple[Taken, float]:
         """What was taken, and the engine's tokens a second meanwhile."""
@@ -186,12 +200,16 @@ def server(model: str, directory: Path) -> Iterator[tuple[Serving, RolloutStore]
     options = [f"model.base_path={model}", "server.port=0", "server.request_timeout_s=0"]
     serving = Serving(load_config(None, options))
     store = RolloutStore(directory / "rollouts.sqlite")
-    settings = AtroposSettings(1024, TOKENS, VOCAB, "checkpoints", 1, 100, None, None, 1.0, "reject")
+    settings = AtroposSettings(
+        1024, TOKENS, VOCAB, "checkpoints", 1, 100, None, None, 1.0, ("reject")
+    )
     queue = AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0)
     try:
         serving.listen(routers=[create_atropos_router(queue)])
         loaded = serving.load()
-        serving.open(loaded, SharedWeights(loaded.model, keep_versions=1), adapters={}, main_adapter=None)
+        serving.open(
+            loaded, SharedWeights(loaded.model, keep_versions=1), adapters={}, main_adapter=None
+        )
         yield serving, store
     finally:
         serving.close()
@@ -216,9 +234,13 @@ def stages(store: RolloutStore, times: int = 40) -> dict[str, float]:
     return {
         "gunzip": timed(lambda body: zlib.decompress(body, zlib.MAX_WBITS | 16), packed),
         "JSON": timed(json.loads, unpacked),
-        "wire → group": timed(lambda value: from_scored_data(value, policy_version=0, environment="bench"), values),
+        "wire → group": timed(
+            lambda value: from_scored_data(value, policy_version=0, environment="bench"), values
+        ),
         "  of that pydantic": timed(ScoredData.model_validate, values),
-        "checks": timed(lambda group: check_group(group, vocab_size=VOCAB, max_token_length=TOKENS), groups),
+        "checks": timed(
+            lambda group: check_group(group, vocab_size=VOCAB, max_token_length=TOKENS), groups
+        ),
         "store (packed, fsynced)": timed(lambda group: store.add(group, source="bench"), groups),
         "  of that packing": timed(encode_group, groups),
     }
@@ -239,23 +261,33 @@ def fsync_ms(directory: Path, size: int = 32 << 10, times: int = 40) -> float:
 def show(name: str, taken: list[Taken], shares: list[float]) -> None:
     waits = sorted(wait for one in taken for wait in one.waits_ms)
     rates = [one.rate for one in taken]
-    text = f"{name}: {statistics.median(rates):.0f} groups/s (rounds {', '.join(f'{rate:.0f}' for rate in rates)})"
-    text += f", answer after {statistics.median(waits):.1f} ms, p99 {waits[int(0.99 * len(waits))]:.1f}"
+    text = (
+        f"{name}: {statistics.median(rates):.0f} groups/s (rounds"
+        f" {', '.join(f'{rate:.0f}' for rate in rates)})"
+    )
+    text += (
+        f", answer after {statistics.median(waits):.1f} ms, p99 {waits[int(0.99 * len(waits))]:.1f}"
+    )
     if shares:
         listed = ", ".join(f"{share:.2f}" for share in shares)
-        text += f"; the engine keeps {statistics.median(shares):.2f} of its tokens/s (rounds {listed})"
+        text += (
+            f"; the engine keeps {statistics.median(shares):.2f} of its tokens/s (rounds {listed})"
+        )
     print(text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="default: the benchmarks' random model of 29 M parameters")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--rate", type=float, default=50)
     args = parser.parse_args()
     configure_logging(level="warning")
-    with tempfile.TemporaryDirectory(dir="checkpoints") as name, mlx_thread():  # on a disk, which /tmp may not be
+    # on a disk, which /tmp may not be
+    with tempfile.TemporaryDirectory(dir="checkpoints") as name, mlx_thread():
         directory = Path(name)
         model = args.model or str(save_bench_model(directory / "model", endless=True))
         with server(model, directory) as (serving, store):
@@ -273,7 +305,10 @@ def main() -> None:
                 shares = [tokens / whole for (_, tokens), whole in zip(runs, alone, strict=True)]
                 show(text, [taken for taken, _ in runs], shares)
             show("flat out, engine idle", [taken for taken, _ in idle], [])
-            print(f"write + fsync of 32 KiB here: {fsync_ms(directory):.2f} ms; one group, one thread:")
+            print(
+                f"write + fsync of 32 KiB here: {fsync_ms(directory):.2f} ms; one group, one"
+                " thread:"
+            )
             for stage, milliseconds in stages(store).items():
                 print(f"  {milliseconds:6.2f} ms  {stage}")
 

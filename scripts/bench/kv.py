@@ -1,16 +1,22 @@
 """What long and shared texts cost beside short ones: the tables of docs/benchmarks/kv.md.
 
-    .venv/bin/python -m scripts.bench.kv engine      # step times and bytes of the engine alone, about 3 minutes
-    .venv/bin/python -m scripts.bench.kv layouts     # short prompts by tokens and in the rectangle, in turns
-    .venv/bin/python -m scripts.bench.kv mixed       # the same as engine with 32 rows of 50 to 8,000 tokens
-    .venv/bin/python -m scripts.bench.kv servers     # against mlx_lm.server (setup_peers), about 10 minutes
-    .venv/bin/python -m scripts.bench.kv bits        # server.kv_bits: step times and bytes, about 3 minutes
+    .venv/bin/python -m scripts.bench.kv engine      # step times and bytes of the engine alone,
+                                                     about 3 minutes
+    .venv/bin/python -m scripts.bench.kv layouts     # short prompts by tokens and in the rectangle,
+                                                     in turns
+    .venv/bin/python -m scripts.bench.kv mixed       # the same as engine with 32 rows of 50 to
+                                                     8,000 tokens
+    .venv/bin/python -m scripts.bench.kv servers     # against mlx_lm.server (setup_peers), about 10
+                                                     minutes
+    .venv/bin/python -m scripts.bench.kv bits        # server.kv_bits: step times and bytes, about 3
+                                                     minutes
     .venv/bin/python -m scripts.bench.kv distance --model DIRECTORY    # server.kv_bits: KL, any model, 1 to 3 minutes
 
-The 29 M parameter benchmark model with a context of 16,384. `engine`: the median time of a decode step of one process,
-all rows running, each case and its base in turns; and what of it Python takes to build the step. `servers`: tokens a
-second over HTTP, each server in turns, the same requests and the same BLAS. `distance`: an engine continues a text with
-quantised keys and values, at temperature 1; mlx-lm's own forward in full precision scores what it has sampled.
+The 29 M parameter benchmark model with a context of 16,384. `engine`: the median time of a decode
+step of one process, all rows running, each case and its base in turns; and what of it Python takes
+to build the step. `servers`: tokens a second over HTTP, each server in turns, the same requests and
+the same BLAS. `distance`: an engine continues a text with quantised keys and values, at temperature
+1; mlx-lm's own forward in full precision scores what it has sampled.
 """
 
 import argparse
@@ -60,11 +66,18 @@ TEXT = Path("docs/serving.md")
 CONTEXTS, ANSWERS, ANSWER = (200, LONG), 16, 64  # tokens; of `distance`
 
 
-def make_engine(directory: str | Path, layout: str, kv_bits: int | None = None, dtype: str = "auto") -> Engine:
+def make_engine(
+    directory: str | Path, layout: str, kv_bits: int | None = None, dtype: str = "auto"
+) -> Engine:
     config = parse_config({"model": {"base_path": str(directory), "dtype": dtype}}).model
     loaded = load_model(config)
     weights = SharedWeights(loaded.model, keep_versions=1)
-    options = replace(engine_options(Config(), loaded), max_rows=64, prefix_cache_bytes=0, by_tokens=layout == "auto")
+    options = replace(
+        engine_options(Config(), loaded),
+        max_rows=64,
+        prefix_cache_bytes=0,
+        by_tokens=layout == ("auto"),
+    )
     options = replace(options, kv_bits=kv_bits)
     use_fast_swiglu(loaded.model)
     use_fast_rope(loaded.model)
@@ -92,7 +105,10 @@ def requests(case: str, turn: int) -> list[Request]:
 
 def mixed_lengths(count: int, turn: int) -> list[int]:
     generator, (shortest, longest) = random.Random(turn), MIXED
-    return [round(math.exp(generator.uniform(math.log(shortest), math.log(longest)))) for _ in range(count)]
+    return [
+        round(math.exp(generator.uniform(math.log(shortest), math.log(longest))))
+        for _ in range(count)
+    ]
 
 
 def measure(engine: Engine, case: str, turn: int) -> dict[str, float]:
@@ -142,21 +158,31 @@ def mixed_table(directory: Path, rounds: int, console: Console, layout: str) -> 
     engine = make_engine(directory, layout)
     for turn in range(rounds):
         result = measure(engine, "mixed", turn)
-        console.print(f"32 rows of 50 to 8,000 tokens: { ({key: round(value, 2) for key, value in result.items()}) }")
+        console.print(
+            "32 rows of 50 to 8,000 tokens:"
+            f" { ({key: round(value, 2) for key, value in result.items()}) }"
+        )
 
 
 def layout_table(directory: Path, rounds: int, console: Console, _: str) -> None:
-    """Steps of 8 and of 32 short rows, rectangle ÷ by tokens: wall and processor time, the one first and the other."""
+    """Steps of 8 and of 32 short rows, rectangle ÷ by tokens: wall and processor time, the one
+    first and the other."""
     engines = {layout: make_engine(directory, layout) for layout in ("rectangle", "auto")}
     for rows in (8, 32):
         for engine in engines.values():
             begin_short_rows(engine, rows, STEPS * 2 * (rounds + 1) + 20)
         for order in (list(engines), list(engines)[::-1]):
-            spent = [{layout: step_times(engines[layout]) for layout in order} for _ in range(rounds + 1)][1:]
+            spent = [
+                {layout: step_times(engines[layout]) for layout in order} for _ in range(rounds + 1)
+            ][1:]
             wall, processor = (
-                statistics.median(times["rectangle"][kind] / times["auto"][kind] for times in spent) for kind in (0, 1)
+                statistics.median(times["rectangle"][kind] / times["auto"][kind] for times in spent)
+                for kind in (0, 1)
             )
-            console.print(f"{rows} rows, {order[0]} first: rectangle ÷ by tokens {wall:.3f}, processor {processor:.3f}")
+            console.print(
+                f"{rows} rows, {order[0]} first: rectangle ÷ by tokens {wall:.3f}, processor"
+                f" {processor:.3f}"
+            )
         for engine in engines.values():
             for i in range(rows):
                 engine.abort(f"r{i}")
@@ -193,10 +219,22 @@ def engine_table(directory: Path, rounds: int, console: Console, layout: str) ->
             result = measure(engine, case, turn)
             if turn:
                 found[case].append(result)
-                console.print(f"{turn} {case}: { ({key: round(value, 2) for key, value in result.items()}) }")
-    table = Table("case", "step, ms", "of it Python", "MB held", "MB of the tokens as if alone", title="medians")
+                console.print(
+                    f"{turn} {case}: { ({key: round(value, 2) for key, value in result.items()}) }"
+                )
+    table = Table(
+        "case",
+        "step, ms",
+        "of it Python",
+        "MB held",
+        "MB of the tokens as if alone",
+        title=("medians"),
+    )
     for case in cases:
-        row = [statistics.median(r[key] for r in found[case]) for key in ("step", "python", "MB", "MB of tokens")]
+        row = [
+            statistics.median(r[key] for r in found[case])
+            for key in ("step", "python", "MB", ("MB of tokens"))
+        ]
         table.add_row(case, *(f"{value:.2f}" for value in row))
     console.print(table)
 
@@ -205,8 +243,14 @@ def engine_table(directory: Path, rounds: int, console: Console, layout: str) ->
 
     if engine.cache.nbytes:
         raise SystemExit("the cache was not given back")
-    console.print("16 short streams, without ÷ beside one of 3,700:", ratio("short", "short beside long", "step"))
-    console.print("group of 16, step of a long prompt ÷ of a short one:", ratio("group, long", "group, short", "step"))
+    console.print(
+        "16 short streams, without ÷ beside one of 3,700:",
+        ratio("short", "short beside long", ("step")),
+    )
+    console.print(
+        "group of 16, step of a long prompt ÷ of a short one:",
+        ratio("group, long", "group, short", ("step")),
+    )
     console.print("bytes of that group ÷ of one answer:", ratio("group, long", "one, long", "MB"))
 
 
@@ -222,11 +266,15 @@ def bits_table(directory: Path, rounds: int, console: Console) -> None:
                 found[bits] += [result] if turn else []
         for bits in BITS:
             step, held = (
-                statistics.median(x[key] / full[key] for x, full in zip(found[bits], found[None], strict=True))
+                statistics.median(
+                    x[key] / full[key] for x, full in zip(found[bits], found[None], strict=True)
+                )
                 for key in ("step", "MB")
             )
             milliseconds = statistics.median(result["step"] for result in found[bits])
-            console.print(f"{case} | {bits or 'full'} | {step:.2f} | {held:.2f} | {milliseconds:.1f}")
+            console.print(
+                f"{case} | {bits or 'full'} | {step:.2f} | {held:.2f} | {milliseconds:.1f}"
+            )
 
 
 def distance_table(model: str, dtype: str, console: Console) -> None:
@@ -234,18 +282,32 @@ def distance_table(model: str, dtype: str, console: Console) -> None:
     loaded = load_model(config)
     text = load_tokenizer(loaded.path, config).encode(TEXT.read_text(), add_special_tokens=False)
     engines = {bits: make_engine(model, "auto", bits, dtype) for bits in BITS}
-    console.print("nats a token: context | bits | tokens | mean log p | KL(sampler || full) | mean |Δ| | largest |Δ|")
+    console.print(
+        "nats a token: context | bits | tokens | mean log p | KL(sampler || full) | mean |Δ| |"
+        " largest |Δ|"
+    )
     for context in CONTEXTS:
         prompt = text[: min(context, loaded.max_model_len - ANSWER)]
         begun = make_prompt_cache(loaded.model)
         for start in range(0, len(prompt) - 1, 512):
-            mx.eval(loaded.model(mx.array([prompt[start : min(start + 512, len(prompt) - 1)]]), cache=begun))
+            mx.eval(
+                loaded.model(
+                    mx.array([prompt[start : min(start + 512, len(prompt) - 1)]]), cache=begun
+                )
+            )
         for bits, engine in engines.items():
-            params = SamplingParams(max_tokens=ANSWER, n=ANSWERS, temperature=1.0, ignore_eos=True, seed=0)
+            params = SamplingParams(
+                max_tokens=ANSWER, n=ANSWERS, temperature=1.0, ignore_eos=True, seed=0
+            )
             engine.add(Request("text", tuple(prompt), params))
             answers = finished(engine).completions
             sampled = np.array([answer.logprobs for answer in answers])
-            scored = np.stack([full_logprobs(loaded.model, begun, prompt[-1], answer.token_ids) for answer in answers])
+            scored = np.stack(
+                [
+                    full_logprobs(loaded.model, begun, prompt[-1], answer.token_ids)
+                    for answer in answers
+                ]
+            )
             difference, far = scored - sampled, np.abs(scored - sampled)
             kl = np.mean(np.expm1(difference) - difference)  # k3
             numbers = f"{sampled.mean():.2f} | {kl:.1e} | {far.mean():.1e} | {far.max():.1e}"
@@ -262,7 +324,8 @@ def finished(engine: Engine) -> RequestOutput:
 
 
 def full_logprobs(model: Any, begun: list[Any], last: int, answer: Sequence[int]) -> np.ndarray:
-    """Log-probabilities [tokens] by mlx-lm's own forward after `begun`, the prompt without its last token."""
+    """Log-probabilities [tokens] by mlx-lm's own forward after `begun`, the prompt without its
+    last token."""
     logits = model(mx.array([[last, *answer[:-1]]]), cache=copy.deepcopy(begun))[0]
     return np.array(token_logprobs(logits, mx.array(answer, dtype=mx.int32)), np.float64)
 
@@ -277,7 +340,9 @@ def our_server(directory: Path, layout: str) -> Iterator[str]:
     try:
         serving.listen()
         loaded = serving.load()
-        serving.open(loaded, SharedWeights(loaded.model, keep_versions=1), adapters={}, main_adapter=None)
+        serving.open(
+            loaded, SharedWeights(loaded.model, keep_versions=1), adapters={}, main_adapter=None
+        )
         yield serving.url
     finally:
         serving.close()
@@ -296,7 +361,8 @@ def group_bodies(turn: int) -> list[list[dict[str, Any]]]:
 def mixed_bodies(turn: int) -> list[list[dict[str, Any]]]:
     lengths = mixed_lengths(2 * ROWS, turn)
     return [
-        [{"prompt": text_of(n, f"{turn} {i}"), "max_tokens": 64, "temperature": 1.0}] for i, n in enumerate(lengths)
+        [{"prompt": text_of(n, f"{turn} {i}"), "max_tokens": 64, "temperature": 1.0}]
+        for i, n in enumerate(lengths)
     ]
 
 
@@ -311,31 +377,55 @@ def server_table(directory: Path, rounds: int, console: Console, layout: str) ->
             for turn in range(rounds + 1):
                 rates = []
                 for url, model in ((ours, "default"), (theirs, str(directory))):
-                    report = send(url, [[body | {"model": model} for body in client] for client in bodies(turn)])
+                    report = send(
+                        url,
+                        [[body | {"model": model} for body in client] for client in bodies(turn)],
+                    )
                     rates.append(report.rate)
-                    console.print(f"{turn} {name}: {report.rate:.1f} tok/s, {len(report.failures)} failed")
+                    console.print(
+                        f"{turn} {name}: {report.rate:.1f} tok/s, {len(report.failures)} failed"
+                    )
                 if turn:
                     ratios.append(rates[0] / rates[1])
-            console.print(f"{name}: ours ÷ mlx_lm.server, median {statistics.median(ratios):.2f} of {ratios}")
+            console.print(
+                f"{name}: ours ÷ mlx_lm.server, median {statistics.median(ratios):.2f} of {ratios}"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("engine", "layouts", "mixed", "servers", "bits", "distance"))
-    parser.add_argument("--model", default="builtin:tiny", help="of `distance`: what model.base_path takes")
-    parser.add_argument("--dtype", default="auto", help="of `distance`: the sampler's; auto is float32 on a CPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "table", choices=("engine", "layouts", "mixed", "servers", "bits", ("distance"))
+    )
+    parser.add_argument(
+        "--model", default="builtin:tiny", help=("of `distance`: what model.base_path takes")
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help=("of `distance`: the sampler's; auto is float32 on a CPU")
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layout", choices=("auto", "rectangle"), default="auto", help="server.kv_layout")
+    parser.add_argument(
+        "--layout", choices=("auto", "rectangle"), default="auto", help=("server.kv_layout")
+    )
     arguments = parser.parse_args()
     configure_logging(level="error")
     console = Console(width=120)
     if arguments.table == "distance":
         return distance_table(arguments.model, arguments.dtype, console)
     with tempfile.TemporaryDirectory() as directory:
-        path = save_bench_model(Path(directory) / "model", endless=True, max_position_embeddings=CONTEXT)
+        path = save_bench_model(
+            Path(directory) / "model", endless=True, max_position_embeddings=CONTEXT
+        )
         if arguments.table == "bits":
             return bits_table(path, arguments.rounds, console)
-        tables = {"engine": engine_table, "layouts": layout_table, "mixed": mixed_table, "servers": server_table}
+        tables = {
+            "engine": engine_table,
+            "layouts": layout_table,
+            "mixed": mixed_table,
+            "servers": server_table,
+        }
         tables[arguments.table](path, arguments.rounds, console, arguments.layout)
 
 

@@ -1,9 +1,11 @@
-"""Learned labels on runs of a scripted agent: AUC held out, calibration, asking about unsure runs against random ones.
+"""Learned labels on runs of a scripted agent: AUC held out, calibration, asking about unsure runs
+against random ones.
 
     .venv/bin/python -m scripts.bench.labels [--runs 1200] [--seeds 3]
 
-The agent has three tools (a calculator, a store of notes, a search) that really run and now and then fail. It retries,
-gives up, or guesses. Whether a run is good is checked afterwards by its answer. `TraceCollector` records the runs.
+The agent has three tools (a calculator, a store of notes, a search) that really run and now and
+then fail. It retries, gives up, or guesses. Whether a run is good is checked afterwards by its
+answer. `TraceCollector` records the runs.
 """
 
 import argparse
@@ -39,7 +41,9 @@ class Agent:
                 value = self._try("read_note", name)
             if value is None:
                 if self.random.random() < 0.5:
-                    return self.random.choice(("I could not find", "Sorry, nothing is known about")) + f" {name}."
+                    return self.random.choice(
+                        ("I could not find", "Sorry, nothing is known about")
+                    ) + (f" {name}.")
                 value = self.random.randrange(100)  # a guess, which does not say so
             added = self._try("calculate", f"{total}+{value}")
             total = added if added is not None else total
@@ -72,7 +76,10 @@ def make_runs(count: int, seed: int) -> list[tuple[Trace, bool]]:
         collector = TraceCollector(directory)
         with hook_into_agent(agent, collector, run_methods=("run",), tool_methods=("call_tool",)):
             for number in range(count):
-                agent.run(" ".join(source.sample(sorted(agent.notes), source.randint(1, 4))), session_id=f"s{number}")
+                agent.run(
+                    " ".join(source.sample(sorted(agent.notes), source.randint(1, 4))),
+                    session_id=(f"s{number}"),
+                )
         found = []
         for view in collector.load_traces():
             wanted = sum(agent.notes[name] for name in view.user_query.split())
@@ -87,7 +94,9 @@ def labelled(runs: Sequence[tuple[Trace, bool]]) -> list[Trace]:
     return [trace for trace, _ in runs]
 
 
-def curve(runs: list[tuple[Trace, bool]], test: list[tuple[Trace, bool]], asking: str, seed: int) -> dict[int, float]:
+def curve(
+    runs: list[tuple[Trace, bool]], test: list[tuple[Trace, bool]], asking: str, seed: int
+) -> dict[int, float]:
     """AUC on the test runs by the number of labels."""
     source, truth = random.Random(seed), {id(trace): good for trace, good in runs}
     pool = [Trace.model_validate(trace.to_json()) for trace, _ in runs]
@@ -102,10 +111,16 @@ def curve(runs: list[tuple[Trace, bool]], test: list[tuple[Trace, bool]], asking
         except ConfigError:  # fewer than 10 good or 10 bad ones
             labeler = None
         if labeler is not None:
-            found[len(known)] = float(roc_auc_score([good for _, good in test], labeler.probabilities(texts)))
+            found[len(known)] = float(
+                roc_auc_score([good for _, good in test], labeler.probabilities(texts))
+            )
         taken = set(map(id, known))
         rest = [trace for trace in pool if id(trace) not in taken]
-        order = labeler.unsure_first(rest) if asking == "unsure" and labeler else source.sample(rest, len(rest))
+        order = (
+            labeler.unsure_first(rest)
+            if asking == "unsure" and labeler
+            else source.sample(rest, len(rest))
+        )
         new = order[:BATCH]
         labelled([(trace, good_of[id(trace)]) for trace in new])
         known = [*known, *new]
@@ -113,7 +128,9 @@ def curve(runs: list[tuple[Trace, bool]], test: list[tuple[Trace, bool]], asking
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=1200)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
@@ -125,18 +142,30 @@ def main() -> None:
         truth, texts = [good for _, good in test], [trace for trace, _ in test]
         known = labelled([(Trace.model_validate(trace.to_json()), good) for trace, good in train])
         learned, labeler = fit_learned(known), AutoLabeler(known)
-        scores, chances = [learned.score(trajectory_of(trace)) for trace in texts], labeler.probabilities(texts)
+        scores, chances = (
+            [learned.score(trajectory_of(trace)) for trace in texts],
+            labeler.probabilities(texts),
+        )
         print(
-            f"seed {seed}: {len(runs)} runs, {share:.2f} good; {half} labels: AUC of the learned reward"
-            f" {roc_auc_score(truth, scores):.3f}, of the auto-labeler {roc_auc_score(truth, chances):.3f},"
-            f" Brier {brier_score_loss(truth, chances):.3f} (constant guess {share * (1 - share):.3f})",
+            f"seed {seed}: {len(runs)} runs, {share:.2f} good; {half} labels: AUC of the learned"
+            " reward"
+            f" {roc_auc_score(truth, scores):.3f}, of the auto-labeler"
+            f" {roc_auc_score(truth, chances):.3f},"
+            f" Brier {brier_score_loss(truth, chances):.3f} (constant guess"
+            f" {share * (1 - share):.3f})",
             flush=True,
         )
         random_, unsure = curve(train, test, "random", seed), curve(train, test, "unsure", seed)
         for count, wanted in random_.items():
             needed = next((n for n, auc in unsure.items() if auc >= wanted), None)
             if count in (48, 96, 144, 200):
-                print(f"  random, {count} labels: {wanted:.3f}; asking about unsure ones: {needed} labels", flush=True)
+                print(
+                    (
+                        f"  random, {count} labels: {wanted:.3f}; asking about unsure ones:"
+                        f" {needed} labels"
+                    ),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

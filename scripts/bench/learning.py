@@ -1,10 +1,12 @@
 """Does a shipped configuration learn, how fast, and does the server answer all the while?
 
-    python scripts/bench/learning.py --config train_configs/quickstart.toml --seeds 0 1 2 --problems 500
+    python scripts/bench/learning.py --config train_configs/quickstart.toml --seeds 0 1 2 --problems
+    500
 
-For each seed: runs the real `mlx_parallm_train` with a client that asks /v1/chat/completions (every second request
-streamed) from the first answer to the last step; then serves base and adapter with the real `mlx_parallm_serve` and
-answers held-out problems of every environment, greedily, through the API. Prints one line a seed and a table.
+For each seed: runs the real `mlx_parallm_train` with a client that asks /v1/chat/completions (every
+second request streamed) from the first answer to the last step; then serves base and adapter with
+the real `mlx_parallm_serve` and answers held-out problems of every environment, greedily, through
+the API. Prints one line a seed and a table.
 """
 
 import argparse
@@ -84,13 +86,19 @@ def main() -> None:
 def measure(config: str, seed: int, problems: int, overrides: list[str]) -> Result:
     with tempfile.TemporaryDirectory() as directory:
         port = free_port()
-        settings = [f"rl_training.seed={seed}", f"rl_training.checkpoint_dir={directory}", "rl_training.run_name=run"]
+        settings = [
+            f"rl_training.seed={seed}",
+            f"rl_training.checkpoint_dir={directory}",
+            ("rl_training.run_name=run"),
+        ]
         settings += [f"server.port={port}", *overrides]
         flags = [part for setting in settings for part in ("--set", setting)]
         run = Path(directory) / "run"
         started = time.time()
         with Path(directory, "log").open("w") as log:
-            process = subprocess.Popen([BIN / "mlx_parallm_train", "--config", config, *flags], stdout=log, stderr=log)
+            process = subprocess.Popen(
+                [BIN / "mlx_parallm_train", "--config", config, *flags], stdout=log, stderr=log
+            )
             asked = Asked()
             client = threading.Thread(target=ask_until_exit, args=(process, port, asked))
             client.start()
@@ -102,9 +110,14 @@ def measure(config: str, seed: int, problems: int, overrides: list[str]) -> Resu
         seconds = (run / "metrics.jsonl").stat().st_mtime - started
         rewards = [line["reward_mean"] for line in lines]
         first, last = sum(rewards[:5]) / 5, sum(rewards[-10:]) / 10
-        console.print(f"seed {seed}: reward {first:.3f} → {last:.3f} in {seconds:.1f} s, {len(lines)} steps")
+        console.print(
+            f"seed {seed}: reward {first:.3f} → {last:.3f} in {seconds:.1f} s, {len(lines)} steps"
+        )
         if asked.failed:
-            console.print(f"  {len(asked.failed)} of {asked.sent} requests failed, the first: {asked.failed[0]}")
+            console.print(
+                f"  {len(asked.failed)} of {asked.sent} requests failed, the first:"
+                f" {asked.failed[0]}"
+            )
         accuracy = held_out(load_config(config, settings), run / "final", problems)
         return Result(seed, first, last, seconds, len(lines), asked, accuracy, rewards)
 
@@ -138,7 +151,9 @@ def one_answer(client: openai.OpenAI, *, stream: bool) -> int:
         answer = client.chat.completions.create(model="default", messages=messages, max_tokens=12)
         return int(answer.model_extra["policy_version"])
     version = None
-    for chunk in client.chat.completions.create(model="default", messages=messages, max_tokens=12, stream=True):
+    for chunk in client.chat.completions.create(
+        model="default", messages=messages, max_tokens=12, stream=True
+    ):
         version = (chunk.model_extra or {}).get("policy_version", version)
     if version is None:
         raise openai.OpenAIError("a stream ended without a policy version")
@@ -148,7 +163,10 @@ def one_answer(client: openai.OpenAI, *, stream: bool) -> int:
 def held_out(config: Config, final: Path, problems: int) -> dict[str, tuple[float, float]]:
     """Greedy accuracy of the base and of what was trained, by environment, through real servers."""
     base = ["--model-path", config.model.base_path]
-    base += ["--set", f"rl_training.lora.quantize_base={str(config.rl_training.lora.quantize_base).lower()}"]
+    base += [
+        "--set",
+        (f"rl_training.lora.quantize_base={str(config.rl_training.lora.quantize_base).lower()}"),
+    ]
     if (final / "adapters.safetensors").exists():
         tuned, model = [*base, "--lora-path", f"tuned={final}"], "tuned"
     else:
@@ -161,7 +179,14 @@ def held_out(config: Config, final: Path, problems: int) -> dict[str, tuple[floa
 def answers(config: Config, flags: list[str], model: str, problems: int) -> dict[str, float]:
     sources = build_sources(config.environments, seed=config.rl_training.seed)
     port = free_port()
-    command = [BIN / "mlx_parallm_serve", *flags, "--port", str(port), "--set", "server.batch_size=64"]
+    command = [
+        BIN / "mlx_parallm_serve",
+        *flags,
+        "--port",
+        str(port),
+        "--set",
+        ("server.batch_size=64"),
+    ]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -182,7 +207,10 @@ def answers(config: Config, flags: list[str], model: str, problems: int) -> dict
 
 def solved(client: openai.OpenAI, model: str, task: Task, max_tokens: int) -> bool:
     answer = client.chat.completions.create(
-        model=model, messages=[dict(message) for message in task.messages], temperature=0, max_tokens=max_tokens
+        model=model,
+        messages=[dict(message) for message in task.messages],
+        temperature=0,
+        max_tokens=max_tokens,
     )
     text = answer.choices[0].message.content or ""
     nothing = Rollout((), (), (), (), 1.0, {})

@@ -1,9 +1,11 @@
-"""Serve a GGUF file by llama.cpp's server (xllamacpp, extra `export`) as its users start it, for the benchmarks.
+"""Serve a GGUF file by llama.cpp's server (xllamacpp, extra `export`) as its users start it, for
+the benchmarks.
 
     python scripts/bench/llama_server.py model.gguf --port 8000 --parallel 64 --context 256
 
-Imports nothing of this package: the peer is measured alone. `--context`: positions of each of the parallel sequences.
-All cores compute, keys and values are float16 and attention is fused: llama.cpp's defaults.
+Imports nothing of this package: the peer is measured alone. `--context`: positions of each of the
+parallel sequences. All cores compute, keys and values are float16 and attention is fused:
+llama.cpp's defaults.
 """
 
 import argparse
@@ -13,7 +15,9 @@ import threading
 import xllamacpp
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--parallel", type=int, required=True)

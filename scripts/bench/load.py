@@ -1,9 +1,11 @@
-"""The sender of the serving benchmarks, a process of its own: it counts what it sent, what came back and what failed.
+"""The sender of the serving benchmarks, a process of its own: it counts what it sent, what came
+back and what failed.
 
-Each client is one task that sends its requests one after the other; nothing is retried. stdin: a JSON list of request
-bodies per client; stdout: a `Report`. A body with `prompt` is a completion: only responses of 200 with the asked number
-of tokens count as received. A body with `messages` is a chat that is streamed: its tokens are those of the stream's
-`usage`, and an answer that ended before `max_tokens` is counted as short.
+Each client is one task that sends its requests one after the other; nothing is retried. stdin: a
+JSON list of request bodies per client; stdout: a `Report`. A body with `prompt` is a completion:
+only responses of 200 with the asked number of tokens count as received. A body with `messages` is a
+chat that is streamed: its tokens are those of the stream's `usage`, and an answer that ended before
+`max_tokens` is counted as short.
 
     python scripts/bench/load.py http://127.0.0.1:8000 < bodies.json
 """
@@ -22,9 +24,11 @@ import httpx
 
 @dataclass
 class Report:
-    """`seconds` from the first request to the last answer; `tokens` received; `failures`: the errors, one a request.
+    """`seconds` from the first request to the last answer; `tokens` received; `failures`: the
+    errors, one a request.
 
-    Streamed chats only: `first_token_s`, seconds from a request to its first text; `short`, answers that ended early.
+    Streamed chats only: `first_token_s`, seconds from a request to its first text; `short`, answers
+    that ended early.
     """
 
     seconds: float = 0.0
@@ -42,7 +46,9 @@ class Report:
 def send(url: str, clients: list[list[dict[str, Any]]]) -> Report:
     """Runs the sender in a process of its own. Raises CalledProcessError."""
     command = [sys.executable, str(Path(__file__)), url]
-    result = subprocess.run(command, input=json.dumps(clients), stdout=subprocess.PIPE, text=True, check=True)
+    result = subprocess.run(
+        command, input=json.dumps(clients), stdout=subprocess.PIPE, text=True, check=True
+    )
     return Report(**json.loads(result.stdout))
 
 
@@ -57,7 +63,9 @@ async def _send_all(url: str, clients: list[list[dict[str, Any]]]) -> Report:
     return report
 
 
-async def _one_client(http: httpx.AsyncClient, bodies: list[dict[str, Any]], report: Report) -> None:
+async def _one_client(
+    http: httpx.AsyncClient, bodies: list[dict[str, Any]], report: Report
+) -> None:
     for body in bodies:
         report.sent += 1
         try:
@@ -75,7 +83,8 @@ async def _one_client(http: httpx.AsyncClient, bodies: list[dict[str, Any]], rep
 
 
 async def _stream_chat(http: httpx.AsyncClient, body: dict[str, Any], report: Report) -> None:
-    """Add one streamed chat to the report. Raises HTTPError, ValueError: no text or no `usage` in the stream."""
+    """Add one streamed chat to the report. Raises HTTPError, ValueError: no text or no `usage`
+    in the stream."""
     started = time.perf_counter()
     first, received = None, None
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
@@ -86,7 +95,9 @@ async def _stream_chat(http: httpx.AsyncClient, body: dict[str, Any], report: Re
             if not line.startswith("data:") or data == "[DONE]":
                 continue
             chunk = json.loads(data)
-            if first is None and any(choice.get("delta", {}).get("content") for choice in chunk.get("choices", [])):
+            if first is None and any(
+                choice.get("delta", {}).get("content") for choice in chunk.get("choices", [])
+            ):
                 first = time.perf_counter() - started
             if chunk.get("usage"):
                 received = int(chunk["usage"]["completion_tokens"])

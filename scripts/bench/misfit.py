@@ -1,12 +1,14 @@
 """How far are a run's rollouts from its own later weights, and how far is a foreign vocabulary?
 
-    mlx_parallm_train --config train_configs/quickstart.toml --set rl_training.checkpoint_interval=16 \
+    mlx_parallm_train --config train_configs/quickstart.toml --set
+    rl_training.checkpoint_interval=16 \
         --set rl_training.keep_checkpoints=100
     python scripts/bench/misfit.py checkpoints/quickstart-…
 
-For each checkpoint: nats a token (`rl_training.misfit`) between it and the groups that were sampled so many steps
-before; and the same groups with their tokens shuffled over the vocabulary. What counts is the smaller of the shortest
-sequence's distance and the whole group's: `MISMATCH_NATS` lies between the largest of one and the least of the other.
+For each checkpoint: nats a token (`rl_training.misfit`) between it and the groups that were sampled
+so many steps before; and the same groups with their tokens shuffled over the vocabulary. What
+counts is the smaller of the shortest sequence's distance and the whole group's: `MISMATCH_NATS`
+lies between the largest of one and the least of the other.
 """
 
 import argparse
@@ -32,7 +34,9 @@ GROUPS = 24  # of each checkpoint and staleness
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     run = parser.parse_args().run
     config = load_config(run / "config.toml")
@@ -49,7 +53,15 @@ def main() -> None:
             for group in by_version[int(checkpoint.name[5:]) - staleness][:GROUPS]:
                 found["own", staleness].append(distances(check, group))
                 found["shuffled", staleness].append(distances(check, shuffled(group, shuffle)))
-    table = Table("tokens", "steps old", "groups", "shortest", "group", "smaller of both", title="nats a token")
+    table = Table(
+        "tokens",
+        "steps old",
+        "groups",
+        "shortest",
+        "group",
+        "smaller of both",
+        title=("nats a token"),
+    )
     for (kind, staleness), pairs in sorted(found.items()):
         columns = [*np.array(pairs).T, np.array(pairs).min(axis=1)]
         ranges = [f"{column.min():.2f} … {column.max():.2f}" for column in columns]

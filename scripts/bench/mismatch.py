@@ -1,14 +1,16 @@
 """How far apart are the engine's log-probabilities and the trainer's, on the same weights?
 
-    .venv/bin/python -m scripts.bench.mismatch [--models tiny,29M,132M] [--formats "float32; bfloat16, 4-bit"]
+    .venv/bin/python -m scripts.bench.mismatch [--models tiny,29M,132M] [--formats "float32;
+    bfloat16, 4-bit"]
 
-A real engine decodes 16 ragged prompts together under a random adapter, at temperature 0.8; the trainer scores what was
-sampled, block by block and packed, as in a training step. Nats a token. `rl_training.sampler_correction` = "auto" goes
-by the largest mean of a format (`MEASURED_MISMATCH`); the table is in docs/off_policy.md.
+A real engine decodes 16 ragged prompts together under a random adapter, at temperature 0.8; the
+trainer scores what was sampled, block by block and packed, as in a training step. Nats a token.
+`rl_training.sampler_correction` = "auto" goes by the largest mean of a format
+(`MEASURED_MISMATCH`); the table is in docs/off_policy.md.
 
-tiny is the shipped, trained model. The others are random; their logits are scaled so that the sampled tokens' mean
-log-probability is about that of a trained model: on flat distributions rounding hardly shows. Every measurement is a
-process of its own.
+tiny is the shipped, trained model. The others are random; their logits are scaled so that the
+sampled tokens' mean log-probability is about that of a trained model: on flat distributions
+rounding hardly shows. Every measurement is a process of its own.
 """
 
 import argparse
@@ -30,7 +32,11 @@ import numpy as np
 from mlx_parallm.cli.contracts import Subject, sampled, subject_of
 from mlx_parallm.config.load import load_config
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
-from mlx_parallm.rl_training.step.prepare import MISMATCH_BOUND, expected_mismatch, sampler_correction
+from mlx_parallm.rl_training.step.prepare import (
+    MISMATCH_BOUND,
+    expected_mismatch,
+    sampler_correction,
+)
 from mlx_parallm.rl_training.step.trainer import Trainer
 
 SEQUENCES = 16
@@ -50,19 +56,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--formats", default="; ".join(FORMATS), help="separated by semicolons")
-    parser.add_argument("--one", nargs=3, metavar=("PATH", "DTYPE", "QUANTIZE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--one", nargs=3, metavar=("PATH", "DTYPE", "QUANTIZE"), help=argparse.SUPPRESS
+    )
     args = parser.parse_args()
     if args.one:
-        sys.stdout.write(json.dumps(measure(args.one[0], args.one[1], quantize=args.one[2] == "True")) + "\n")
+        sys.stdout.write(
+            json.dumps(measure(args.one[0], args.one[1], quantize=args.one[2] == "True")) + ("\n")
+        )
         return
     console = Console(width=120)
-    columns = ("activations, weights", "model", "tokens", "mean log p", "mean |Δ|", "largest |Δ|", "table", "auto")
+    columns = (
+        "activations, weights",
+        "model",
+        "tokens",
+        "mean log p",
+        "mean |Δ|",
+        "largest |Δ|",
+        "table",
+        ("auto"),
+    )
     table = Table(*columns, title="|trainer - engine|, nats a token")
     with tempfile.TemporaryDirectory() as directory:
         for format_name in args.formats.split("; "):
             for name in args.models.split(","):
                 found = in_a_process(model(name, Path(directory)), *FORMATS[format_name])
-                cells = (f"{found['tokens']}", f"{found['logprob']:.2f}", f"{found['mean']:.1e}", f"{found['max']:.1e}")
+                cells = (
+                    f"{found['tokens']}",
+                    f"{found['logprob']:.2f}",
+                    f"{found['mean']:.1e}",
+                    (f"{found['max']:.1e}"),
+                )
                 row = (format_name, name, *cells, f"{found['table']:.1e}", found["auto"])
                 table.add_row(*row)
                 console.print(*row, sep=" | ")
@@ -95,16 +119,25 @@ def measure(path: str, dtype: str, *, quantize: bool) -> dict[str, Any]:
         "model.quantized_cache": '"off"',
         "rl_training.lora.quantize_base": str(quantize).lower(),
     }
-    with subject_of(load_config(None, [f"{key}={value}" for key, value in given.items()])) as subject:
+    with subject_of(
+        load_config(None, [f"{key}={value}" for key, value in given.items()])
+    ) as subject:
         return apart(subject)
 
 
 def apart(subject: Subject) -> dict[str, Any]:
     assert subject.policy is not None, subject.untrainable
     rollouts, training = sampled(subject, SEQUENCES), subject.config.rl_training
-    logprobs = np.concatenate(Trainer(subject.policy, training, make_algorithm(training)).logprobs(rollouts))
+    logprobs = np.concatenate(
+        Trainer(subject.policy, training, make_algorithm(training)).logprobs(rollouts)
+    )
     engine = np.array(
-        [p for rollout in rollouts for p, mask in zip(rollout.logprobs or (), rollout.mask, strict=True) if mask]
+        [
+            p
+            for rollout in rollouts
+            for p, mask in zip(rollout.logprobs or (), rollout.mask, strict=True)
+            if mask
+        ]
     )
     difference = np.abs(logprobs.astype(np.float64) - engine)
     return {

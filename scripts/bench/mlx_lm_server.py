@@ -1,4 +1,5 @@
-"""Starts mlx_lm.server in the peers' venv, with MKL loaded under MLX (`mkl`) or as pip install leaves it (`reference`).
+"""Starts mlx_lm.server in the peers' venv, with MKL loaded under MLX (`mkl`) or as pip install
+leaves it (`reference`).
 
 build/peers/bin/python scripts/bench/mlx_lm_server.py mkl --model DIR --port 8000 …
 

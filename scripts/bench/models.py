@@ -1,4 +1,5 @@
-"""The benchmarks' model: a random Qwen3 of 29 M parameters, in memory or as a checkpoint with its own tokenizer."""
+"""The benchmarks' model: a random Qwen3 of 29 M parameters, in memory or as a checkpoint with
+its own tokenizer."""
 
 import json
 from pathlib import Path
@@ -51,7 +52,8 @@ LARGER: dict[str, Any] = {
 
 
 def bench_model(seed: int = 0, *, sharpness: float = 1.0, **shape: Any) -> nn.Module:
-    """SHAPE, but for what `shape` says; evaluated. The logits' standard deviation is about `sharpness`."""
+    """SHAPE, but for what `shape` says; evaluated. The logits' standard deviation is about
+    `sharpness`."""
     mx.random.seed(seed)
     model = qwen3.Model(qwen3.ModelArgs(**SHAPE | shape))
     model.model.norm.weight = model.model.norm.weight * sharpness
@@ -71,14 +73,20 @@ def bench_prompts(count: int, length: int, seed: int = 1) -> list[list[int]]:
     return [[int(token) for token in row] for row in tokens.tolist()]
 
 
-def save_bench_model(directory: Path, *, endless: bool = False, sharpness: float = 1.0, **shape: Any) -> Path:
-    """Writes the model in Hugging Face layout with a byte-level BPE tokenizer that covers all of its ids.
+def save_bench_model(
+    directory: Path, *, endless: bool = False, sharpness: float = 1.0, **shape: Any
+) -> Path:
+    """Writes the model in Hugging Face layout with a byte-level BPE tokenizer that covers all of
+    its ids.
 
-    `endless`: the end of text is an id that the model cannot sample, so every answer has the length asked for.
+    `endless`: the end of text is an id that the model cannot sample, so every answer has the length
+    asked for.
     """
     directory.mkdir(parents=True, exist_ok=True)
     model = bench_model(sharpness=sharpness, **shape)
-    mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    mx.save_safetensors(
+        str(directory / "model.safetensors"), dict(tree_flatten(model.parameters()))
+    )
     arguments = {key: value for key, value in vars(model.args).items() if value is not None}
     end = VOCAB if endless else VOCAB - 1
     (directory / "config.json").write_text(json.dumps(arguments | {"eos_token_id": end}))
@@ -88,6 +96,8 @@ def save_bench_model(directory: Path, *, endless: bool = False, sharpness: float
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=CHAT_TEMPLATE)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, chat_template=CHAT_TEMPLATE
+    )
     wrapped.save_pretrained(directory)
     return directory

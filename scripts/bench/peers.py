@@ -1,4 +1,5 @@
-"""The benchmarks' peers: their virtual environments, their servers as processes, and which BLAS one really has."""
+"""The benchmarks' peers: their virtual environments, their servers as processes, and which BLAS
+one really has."""
 
 import os
 import subprocess
@@ -11,12 +12,18 @@ from scripts.server_process import server_process
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build/peers/bin/python"
-FLAGS = ("--decode-concurrency", "64", "--prompt-concurrency", "8")  # all cases fit into one batch; the rest: defaults
+# all cases fit into one batch; the rest: defaults
+FLAGS = ("--decode-concurrency", "64", "--prompt-concurrency", "8")
 
 
 def environment(blas: str) -> dict[str, str]:
-    """Of a process of build/peers: "mkl" puts MKL under its MLX first, "reference" leaves what pip installed."""
-    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_PRELOAD")}
+    """Of a process of build/peers: "mkl" puts MKL under its MLX first, "reference" leaves what
+    pip installed."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", ("LD_PRELOAD"))
+    }
     if blas == "reference":
         return own
     library = next(Path(PYTHON.parents[1], "lib").glob("libmkl_rt.so*"))
@@ -25,21 +32,36 @@ def environment(blas: str) -> dict[str, str]:
 
 @contextmanager
 def mlx_lm_server(model: Path, blas: str, flags: Sequence[str] = FLAGS) -> Iterator[str]:
-    """Serves a checkpoint while the block runs; gives its URL. `blas`: "mkl" or "reference"; raises when it is not."""
+    """Serves a checkpoint while the block runs; gives its URL. `blas`: "mkl" or "reference";
+    raises when it is not."""
     if not PYTHON.exists():
         raise SystemExit(f"{PYTHON} is missing: run scripts/bench/setup_peers")
-    own = [PYTHON, ROOT / "scripts/bench/mlx_lm_server.py", blas, "--model", model, "--log-level", "ERROR", *flags]
+    own = [
+        PYTHON,
+        ROOT / "scripts/bench/mlx_lm_server.py",
+        blas,
+        "--model",
+        model,
+        "--log-level",
+        "ERROR",
+        *flags,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    with server_process(lambda port: [*own, "--port", str(port)], directory=ROOT, environment=environment) as running:
+    with server_process(
+        lambda port: [*own, "--port", str(port)], directory=ROOT, environment=environment
+    ) as running:
         url, process = running
-        loaded = "mkl" if "libmkl_rt" in Path(f"/proc/{process.pid}/maps").read_text() else "reference"
+        loaded = (
+            ("mkl") if "libmkl_rt" in Path(f"/proc/{process.pid}/maps").read_text() else "reference"
+        )
         assert loaded == blas, f"the peer runs on {loaded}"
         yield url
 
 
 @contextmanager
 def llama_server(file: Path, parallel: int, context: int) -> Iterator[str]:
-    """Serves a GGUF file by llama.cpp while the block runs; gives its URL. `context`: positions of each sequence."""
+    """Serves a GGUF file by llama.cpp while the block runs; gives its URL. `context`: positions
+    of each sequence."""
     own = [sys.executable, ROOT / "scripts/bench/llama_server.py", file]
     options = ["--parallel", str(parallel), "--context", str(context)]
     with server_process(lambda port: [*own, *options, "--port", str(port)]) as (url, _):
@@ -48,5 +70,10 @@ def llama_server(file: Path, parallel: int, context: int) -> Iterator[str]:
 
 def version() -> str:
     """What setup_peers installed."""
-    code = "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in ('mlx-lm', 'mlx', 'mkl')), sep=', ')"
-    return subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    code = (
+        "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in ('mlx-lm', 'mlx',"
+        " 'mkl')), sep=', ')"
+    )
+    return subprocess.run(
+        [str(PYTHON), "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()

@@ -1,10 +1,12 @@
-"""DPO, KTO and the others on rows whose answer depends on the prompt, with the real daemon and the tiny model.
+"""DPO, KTO and the others on rows whose answer depends on the prompt, with the real daemon and the
+tiny model.
 
     .venv/bin/python scripts/bench/preference.py [--algorithms dpo kto …] [--seeds 2]
 
-A prompt shows two words; right is the first one (the second one is rejected), so no answer is better than another
-without the prompt. Held-out prompts have other words. Prints, from the run's own metrics.jsonl: the loss of step 1, the
-held-out accuracy (KTO: AUC) before, the step from which it stays at 0.95 or more, and after the last step.
+A prompt shows two words; right is the first one (the second one is rejected), so no answer is
+better than another without the prompt. Held-out prompts have other words. Prints, from the run's
+own metrics.jsonl: the loss of step 1, the held-out accuracy (KTO: AUC) before, the step from which
+it stays at 0.95 or more, and after the last step.
 """
 
 import argparse
@@ -60,7 +62,9 @@ def make_rows(algorithm: str, seed: int) -> tuple[list[dict[str, object]], list[
         prompt = f"Which is first: {first} or {second}?"
         if algorithm == "kto":
             label = rng.random() < 0.5
-            rows.append({"prompt": prompt, "completion": first if label else second, "label": label})
+            rows.append(
+                {"prompt": prompt, "completion": first if label else second, "label": label}
+            )
         elif algorithm == "sft":
             rows.append({"prompt": prompt, "completion": first})
         else:
@@ -90,17 +94,23 @@ def measure(algorithm: str, seed: int) -> tuple[list[dict[str, float]], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Preference training and SFT on rows, held-out numbers.")
+    parser = argparse.ArgumentParser(
+        description=("Preference training and SFT on rows, held-out numbers.")
+    )
     names = ["dpo", "kto", "orpo", "simpo", "cpo", "sft"]
     parser.add_argument("--algorithms", nargs="+", default=names, choices=names)
     parser.add_argument("--seeds", type=int, default=1)
     args = parser.parse_args()
-    table = Table("algorithm", "seed", "loss, step 1", "before", f"{WANTED} from step", "after", "s / run")
+    table = Table(
+        "algorithm", "seed", "loss, step 1", "before", f"{WANTED} from step", "after", ("s / run")
+    )
     for algorithm in args.algorithms:
         key = {"kto": "auc", "sft": "loss"}.get(algorithm, "rewards/accuracies")
         for seed in range(args.seeds):
             lines, seconds = measure(algorithm, seed)
-            curve = [(int(line["step"]), line[f"eval/{key}"]) for line in lines if f"eval/{key}" in line]
+            curve = [
+                (int(line["step"]), line[f"eval/{key}"]) for line in lines if f"eval/{key}" in line
+            ]
             below = [step for step, value in curve if value < WANTED]
             reached = next((step for step, _ in curve if step > max(below, default=0)), None)
             table.add_row(

@@ -1,4 +1,5 @@
-"""What the prompt policy learns, against choices that do not learn, a contextual bandit, and nothing at all.
+"""What the prompt policy learns, against choices that do not learn, a contextual bandit, and
+nothing at all.
 
     .venv/bin/python -m scripts.bench.prompt_policy clusters --seeds 0 1 2
     .venv/bin/python -m scripts.bench.prompt_policy mutations --seeds 0 1 2
@@ -6,12 +7,15 @@
     .venv/bin/python -m scripts.bench.prompt_policy task --seeds 0 1 2
     .venv/bin/python -m scripts.bench.prompt_policy restart
 
-clusters    made-up prompts of five kinds, a table of rewards with noise; two updates of 2,048 experiences. Also with an
-            embedding that carries no meaning (each text a random vector): then nothing can be learned.
-mutations   real rewritings, rewarded by the reward model that is fitted to the package's ratings; unseen prompts.
-bandit      the same 2,000 experiences of a uniform choice for the policy and for ridge regressions, one for each
-            action (scikit-learn): the direct method of contextual bandits.
-task        the five tasks of `builtin:tiny` in bad wording, answered by `mlx_parallm serve`, scored by their verifier.
+clusters    made-up prompts of five kinds, a table of rewards with noise; two updates of 2,048
+            experiences. Also with an embedding that carries no meaning (each text a random vector):
+            then nothing can be learned.
+mutations   real rewritings, rewarded by the reward model that is fitted to the package's ratings;
+            unseen prompts.
+bandit      the same 2,000 experiences of a uniform choice for the policy and for ridge regressions,
+            one for each action (scikit-learn): the direct method of contextual bandits.
+task        the five tasks of `builtin:tiny` in bad wording, answered by `mlx_parallm serve`, scored
+            by their verifier.
 restart     a service process: save, kill, start, load; the same /get_distribution to the bit.
 
 Needs the extra `dev` (scikit-learn).
@@ -36,7 +40,13 @@ from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.kinds.tasks import TASKS, Problem, make_problem, score
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.models.threads import mlx_thread
-from mlx_parallm.systems.prompt_policy import Experience, HashedEmbedder, PPOConfig, PPOTrainer, classify_prompt
+from mlx_parallm.systems.prompt_policy import (
+    Experience,
+    HashedEmbedder,
+    PPOConfig,
+    PPOTrainer,
+    classify_prompt,
+)
 from mlx_parallm.systems.prompt_policy.demo import draw, greedy_reward, play
 from mlx_parallm.systems.prompt_policy.mutations import RULES
 from mlx_parallm.systems.prompt_policy.reward_model import default_reward_model, rated_prompts
@@ -52,8 +62,11 @@ ACTIONS = len(RULES)
 
 
 def meaningless(texts: Sequence[str]) -> np.ndarray:
-    """A random vector for each text, [N, 1536]: what an embedding is that knows the text but not its meaning."""
-    rows = [np.random.default_rng(zlib.crc32(text.encode())).standard_normal(1536) for text in texts]
+    """A random vector for each text, [N, 1536]: what an embedding is that knows the text but not
+    its meaning."""
+    rows = [
+        np.random.default_rng(zlib.crc32(text.encode())).standard_normal(1536) for text in texts
+    ]
     return np.array([row / np.linalg.norm(row) for row in rows], np.float32)
 
 
@@ -74,7 +87,8 @@ def clusters(seed: int, updates: int = 2) -> dict[str, float]:
     return results
 
 
-# ---------------------------------------------------------------------- real rewritings, the fitted reward
+# ---------------------------------------------------------------------- real rewritings, the fitted
+# reward
 
 THINGS = (
     "lamp",
@@ -90,7 +104,13 @@ THINGS = (
     "map",
     "song",
 )
-DEEDS = ("write a summary of", "compute the cost of", "draw a plan of", "list the parts of", "describe the history of")
+DEEDS = (
+    "write a summary of",
+    "compute the cost of",
+    "draw a plan of",
+    "list the parts of",
+    ("describe the history of"),
+)
 MORE = (
     "compare it with last year",
     "suggest three changes",
@@ -100,28 +120,56 @@ MORE = (
 )
 POLITE = (
     ("Hello! I hope you are well. Could you please ", "? Thank you so much in advance!"),
-    ("Hi there, I was wondering if you could kindly ", ". Many thanks! Let me know if it is too much."),
-    ("Good morning, sorry for asking again. Would you please ", ", if you don't mind? I appreciate it a lot."),
+    (
+        "Hi there, I was wondering if you could kindly ",
+        (". Many thanks! Let me know if it is too much."),
+    ),
+    (
+        "Good morning, sorry for asking again. Would you please ",
+        ", if you don't mind? I appreciate it a lot.",
+    ),
 )
-BAD = ("crashes when the file is empty", "fails only on Fridays", "is broken since the last update", "leaks memory")
-ASKED = ("How does a {} work?", "What makes a good {}?", "Explain the history of the {}.", "Why do people like a {}?")
-VAGUE = ("Write something good about a {}.", "Make a nice {}.", "Improve my {}.", "Create a modern {}.")
+BAD = (
+    "crashes when the file is empty",
+    "fails only on Fridays",
+    "is broken since the last update",
+    ("leaks memory"),
+)
+ASKED = (
+    "How does a {} work?",
+    "What makes a good {}?",
+    "Explain the history of the {}.",
+    ("Why do people like a {}?"),
+)
+VAGUE = (
+    "Write something good about a {}.",
+    "Make a nice {}.",
+    "Improve my {}.",
+    ("Create a modern {}."),
+)
 
 
 def real_prompt(rng: random.Random) -> str:
-    """A prompt of one of five kinds: wordy, vague, several tasks, may fail, no limits. None is among the rated ones."""
+    """A prompt of one of five kinds: wordy, vague, several tasks, may fail, no limits. None is
+    among the rated ones."""
     thing, other = rng.sample(THINGS, 2)
     kind = rng.randrange(5)
     if kind == 0:
         before, after = rng.choice(POLITE)
-        return f"{before}{rng.choice(DEEDS)} the {thing} for the {other} in {rng.randint(20, 60)} words{after}"
+        return (
+            f"{before}{rng.choice(DEEDS)} the {thing} for the {other} in {rng.randint(20, 60)}"
+            f" words{after}"
+        )
     if kind == 1:
         return rng.choice(VAGUE).format(thing)
     if kind == 2:
         first, second = rng.sample(MORE, 2)
         return f"{rng.choice(DEEDS).capitalize()} the {thing} and {first} and then {second}."
     if kind == 3:
-        return f"{rng.choice(('Fix', 'Debug', 'Repair', 'Resolve'))} the {thing} planner, which {rng.choice(BAD)}."
+        return (
+            f"{rng.choice(('Fix', 'Debug', 'Repair', 'Resolve'))} the {thing} planner, which"
+            f" {rng.choice(BAD)}."
+        )
     return rng.choice(ASKED).format(thing)
 
 
@@ -139,7 +187,9 @@ class Table:
         self.prompts = list(prompts)
         scores = [rewritings(prompt) for prompt in prompts]
         self.allowed = np.array([[value is not None for value in row] for row in scores])
-        self.rewards = np.array([[0.0 if value is None else value for value in row] for row in scores])
+        self.rewards = np.array(
+            [[0.0 if value is None else value for value in row] for row in scores]
+        )
         self.as_it_is = np.array([default_reward_model().score(prompt).score for prompt in prompts])
         self.states = HashedEmbedder(1536).embed(self.prompts)
 
@@ -159,20 +209,26 @@ class Table:
         return float(self.rewards[np.arange(len(actions)), actions].mean())
 
 
-def collect(trainer: PPOTrainer, table: Table, generator: np.random.Generator, *, uniform: bool) -> list[Experience]:
+def collect(
+    trainer: PPOTrainer, table: Table, generator: np.random.Generator, *, uniform: bool
+) -> list[Experience]:
     import mlx.core as mx
 
     allowed = mx.array(table.allowed)
     log_probs = np.array(trainer.networks.policy(mx.array(table.states), allowed), np.float64)
     if uniform:
-        log_probs = np.where(table.allowed, -np.log(table.allowed.sum(axis=1, keepdims=True)), -np.inf)
+        log_probs = np.where(
+            table.allowed, -np.log(table.allowed.sum(axis=1, keepdims=True)), -np.inf
+        )
     found = []
     for row, state in enumerate(table.states):
         exact = np.exp(log_probs[row])
         action = int(generator.choice(ACTIONS, p=exact / exact.sum()))
         reward = float(table.rewards[row, action])
         log_prob = float(log_probs[row, action])
-        found.append(Experience(state, action, reward, state, True, log_prob, 0.0, table.allowed[row]))
+        found.append(
+            Experience(state, action, reward, state, True, log_prob, 0.0, table.allowed[row])
+        )
     return found
 
 
@@ -187,7 +243,9 @@ def mutations(seed: int, updates: int = 2) -> dict[str, float]:
     unseen = Table(sorted({real_prompt(rng) for _ in range(700)}))
     known, trainer = set(unseen.prompts), PPOTrainer(PPOConfig(seed=seed))
     for _ in range(updates):
-        prompts = [prompt for prompt in (real_prompt(rng) for _ in range(6000)) if prompt not in known]
+        prompts = [
+            prompt for prompt in (real_prompt(rng) for _ in range(6000)) if prompt not in known
+        ]
         trainer.update(collect(trainer, Table(prompts[:2048]), generator, uniform=False))
     fixed = unseen.fixed()
     best = max(fixed, key=fixed.__getitem__)
@@ -203,7 +261,8 @@ def mutations(seed: int, updates: int = 2) -> dict[str, float]:
     }
 
 
-# ---------------------------------------------------------------------- a contextual bandit on the same log
+# ---------------------------------------------------------------------- a contextual bandit on the
+# same log
 
 
 def bandit(seed: int, size: int = 2000) -> dict[str, float]:
@@ -212,12 +271,19 @@ def bandit(seed: int, size: int = 2000) -> dict[str, float]:
     rng, generator = random.Random(seed), np.random.default_rng(seed)
     unseen = Table(sorted({real_prompt(rng) for _ in range(700)}))
     known, trainer = set(unseen.prompts), PPOTrainer(PPOConfig(seed=seed))
-    prompts = [prompt for prompt in (real_prompt(rng) for _ in range(3 * size)) if prompt not in known][:size]
+    prompts = [
+        prompt for prompt in (real_prompt(rng) for _ in range(3 * size)) if prompt not in known
+    ][:size]
     experiences = collect(trainer, Table(prompts), generator, uniform=True)
     trainer.update(experiences)
-    states, actions = np.stack([e.state for e in experiences]), np.array([e.action for e in experiences])
+    states, actions = (
+        np.stack([e.state for e in experiences]),
+        np.array([e.action for e in experiences]),
+    )
     rewards = np.array([e.reward for e in experiences])
-    models = [Ridge(alpha=1.0).fit(states[actions == a], rewards[actions == a]) for a in range(ACTIONS)]
+    models = [
+        Ridge(alpha=1.0).fit(states[actions == a], rewards[actions == a]) for a in range(ACTIONS)
+    ]
     predicted = np.stack([model.predict(unseen.states) for model in models], axis=1)
     chosen = np.where(unseen.allowed, predicted, -np.inf).argmax(axis=1)
     return {
@@ -252,11 +318,15 @@ class RealTask:
 
         async def one(prompt: str) -> None:
             body = {"model": "default", "messages": [{"role": "user", "content": prompt}]}
-            reply = await self._endpoint.post("/chat/completions", body | {"temperature": 0, "max_tokens": 12})
+            reply = await self._endpoint.post(
+                "/chat/completions", body | {"temperature": 0, "max_tokens": 12}
+            )
             self._known[prompt] = reply["choices"][0]["message"]["content"] or ""
 
         await asyncio.gather(*(one(prompt) for prompt in set(prompts) - set(self._known)))
-        return np.array([score(p, self._known[text]) for p, text in zip(problems, prompts, strict=True)])
+        return np.array(
+            [score(p, self._known[text]) for p, text in zip(problems, prompts, strict=True)]
+        )
 
 
 def badly_worded(rng: random.Random, index: int, seed: int, split: Split) -> tuple[Problem, str]:
@@ -272,8 +342,13 @@ async def _task(seed: int, url: str, size: int, updates: int, unseen: int) -> di
 
     def rewritten(prompts: Sequence[str], actions: Sequence[int]) -> list[str]:
         rules = list(RULES.values())
-        made = [rules[action](p, classify_prompt(p)) for p, action in zip(prompts, actions, strict=True)]
-        return [p if mutation is None else mutation.text for p, mutation in zip(prompts, made, strict=True)]
+        made = [
+            rules[action](p, classify_prompt(p)) for p, action in zip(prompts, actions, strict=True)
+        ]
+        return [
+            p if mutation is None else mutation.text
+            for p, mutation in zip(prompts, made, strict=True)
+        ]
 
     for number in range(updates):
         drawn = [badly_worded(rng, number * size + i, seed, "train") for i in range(size)]
@@ -286,7 +361,9 @@ async def _task(seed: int, url: str, size: int, updates: int, unseen: int) -> di
         trainer.update(
             [
                 Experience(state, action, float(reward), state, True, float(row[action]), 0.0)
-                for state, action, reward, row in zip(states, actions, rewards, log_probs, strict=True)
+                for state, action, reward, row in zip(
+                    states, actions, rewards, log_probs, strict=True
+                )
             ]
         )
     drawn = [badly_worded(rng, i, seed, "heldout") for i in range(unseen)]
@@ -300,7 +377,9 @@ async def _task(seed: int, url: str, size: int, updates: int, unseen: int) -> di
         "well worded": await task.rewards(problems, [p.messages[0]["content"] for p in problems]),
     }
     for number, name in enumerate(RULES):
-        results[f"always {name}"] = await task.rewards(problems, rewritten(prompts, [number] * unseen))
+        results[f"always {name}"] = await task.rewards(
+            problems, rewritten(prompts, [number] * unseen)
+        )
     shown = {name: interval(values) for name, values in results.items()}
     for name in ("no rewriting", "uniform"):
         shown[f"policy - {name}"] = interval(results["policy"] - results[name])
@@ -324,7 +403,13 @@ def task(seed: int, size: int = 512, updates: int = 3, unseen: int = 400) -> dic
 def restart(seed: int) -> dict[str, str]:
     state = np.random.default_rng(seed).standard_normal(1536)
     ask = {"embedding": (state / np.linalg.norm(state)).tolist()}
-    body = {"state": ask["embedding"], "next_state": ask["embedding"], "done": True, "log_prob": -1.6, "value": 0.0}
+    body = {
+        "state": ask["embedding"],
+        "next_state": ask["embedding"],
+        "done": True,
+        "log_prob": -1.6,
+        "value": 0.0,
+    }
     with tempfile.TemporaryDirectory() as directory:
         words = [command("mlx_parallm_prompt_policy"), "--checkpoint-dir", directory, "--server"]
         with server_process(lambda port: [*words, str(port)]) as (url, process):
@@ -336,7 +421,8 @@ def restart(seed: int) -> dict[str, str]:
                 before = client.post("/get_distribution", json=ask).json()
                 client.post("/save", json={"path": "kept"})
                 stored = [
-                    client.post("/store_experience", json=body | {"action": 0, "reward": 1}).json() for _ in range(9)
+                    client.post("/store_experience", json=body | {"action": 0, "reward": 1}).json()
+                    for _ in range(9)
                 ]
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -357,16 +443,27 @@ def restart(seed: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     runs: dict[str, Callable[[int], Mapping[str, Any]]]
-    runs = {"clusters": clusters, "mutations": mutations, "bandit": bandit, "task": task, "restart": restart}
+    runs = {
+        "clusters": clusters,
+        "mutations": mutations,
+        "bandit": bandit,
+        "task": task,
+        "restart": restart,
+    }
     parser.add_argument("what", choices=list(runs))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     args = parser.parse_args()
     with mlx_thread():
         for seed in args.seeds:
             result = runs[args.what](seed)
-            shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
+            shown = {
+                key: round(value, 4) if isinstance(value, float) else value
+                for key, value in result.items()
+            }
             print(json.dumps({"what": args.what, "seed": seed} | shown), flush=True)
 
 

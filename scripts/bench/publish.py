@@ -2,8 +2,9 @@
 
     .venv/bin/python -m scripts.bench.publish --publishes 200 --clients 8
 
-A 30 M parameter random model with an all-linear rank-16 adapter, served by the real HTTP server in this process;
-clients in processes of their own stream answers all the while and count what they got. The main thread plays the
+A 30 M parameter random model with an all-linear rank-16 adapter, served by the real HTTP server in
+this process; clients in processes of their own stream answers all the while and count what they
+got. The main thread plays the
 trainer: new adapter arrays, evaluated, published.
 """
 
@@ -54,14 +55,21 @@ def main() -> None:
         serving.open(loaded, weights, adapters={"policy": layers}, main_adapter="policy")
         context = multiprocessing.get_context("spawn")
         stop, counts = context.Event(), context.Queue()
-        clients = [context.Process(target=stream_until, args=(serving.url, stop, counts)) for _ in range(args.clients)]
+        clients = [
+            context.Process(target=stream_until, args=(serving.url, stop, counts))
+            for _ in range(args.clients)
+        ]
         for client in clients:
             client.start()
-        while httpx.get(serving.url + "/metrics").text.count("mlx_parallm_generation_tokens_total 0.0"):
+        while httpx.get(serving.url + "/metrics").text.count(
+            "mlx_parallm_generation_tokens_total 0.0"
+        ):
             time.sleep(0.1)
         reports, grown = [], []
         for number in range(args.publishes):
-            layers = {path: LoraPair(pair.a, pair.b + 1e-4, pair.scale) for path, pair in layers.items()}
+            layers = {
+                path: LoraPair(pair.a, pair.b + 1e-4, pair.scale) for path, pair in layers.items()
+            }
             mx.eval([pair.b for pair in layers.values()])
             before = mx.get_active_memory()
             reports.append(weights.publish_adapter(layers))
@@ -75,24 +83,38 @@ def main() -> None:
         mx.synchronize()
         mx.clear_streams()
     arrays, size = 2 * len(layers), sum(pair.a.nbytes + pair.b.nbytes for pair in layers.values())
-    print(f"{args.publishes} publishes of {arrays} arrays, {size / 1e6:.1f} MB, {args.clients} streaming clients")
+    print(
+        f"{args.publishes} publishes of {arrays} arrays, {size / 1e6:.1f} MB, {args.clients}"
+        " streaming clients"
+    )
     for name in ("lock_wait_ms", "lock_held_ms", "total_ms"):
         values = sorted(getattr(report, name) for report in reports)
         p99 = values[int(0.99 * len(values))]
         print(f"{name:13} p50 {statistics.median(values):.3f}  p99 {p99:.3f}  max {values[-1]:.3f}")
-    # Serving allocates and frees meanwhile, so single differences move both ways; a copy would show in the median.
-    print(f"active memory over a publish: median {statistics.median(grown):+.0f} bytes (a copy would be {size:+d})")
+    # Serving allocates and frees meanwhile, so single differences move both ways; a copy would show
+    # in the median.
+    print(
+        f"active memory over a publish: median {statistics.median(grown):+.0f} bytes (a copy"
+        " would"
+        f" be {size:+d})"
+    )
     answered, failed = sum(r[0] for r in results), sum(r[1] for r in results)
     versions = sorted(v for r in results for v in r[2])
-    print(f"requests {answered}, failed {failed}, policy versions seen {versions[0]} … {versions[-1]}")
+    print(
+        f"requests {answered}, failed {failed}, policy versions seen {versions[0]} … {versions[-1]}"
+    )
 
 
-def stream_until(url: str, stop: Event, counts: "multiprocessing.Queue[tuple[int, int, list[int]]]") -> None:
+def stream_until(
+    url: str, stop: Event, counts: "multiprocessing.Queue[tuple[int, int, list[int]]]"
+) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     answered, failed, versions = 0, 0, []
     while not stop.is_set():
         try:
-            stream = client.completions.create(model="default", prompt="hello", max_tokens=32, stream=True)
+            stream = client.completions.create(
+                model="default", prompt="hello", max_tokens=32, stream=True
+            )
             spans = [(chunk.model_extra or {}).get("policy_version") for chunk in stream]
             versions += [span for span in spans if span is not None]
             answered += 1

@@ -1,8 +1,9 @@
-"""Memory and time of `quantize_base` on a 1 B parameter random bfloat16 checkpoint, made shard by shard on the spot.
+"""Memory and time of `quantize_base` on a 1 B parameter random bfloat16 checkpoint, made shard by
+shard on the spot.
 
-Three fresh processes load it: the first quantises layer by layer and keeps the result, the second starts from what was
-kept, the third is mlx-lm's own whole-model quantisation for comparison. Each prints its peak resident memory and MLX's
-own peak.
+Three fresh processes load it: the first quantises layer by layer and keeps the result, the second
+starts from what was kept, the third is mlx-lm's own whole-model quantisation for comparison. Each
+prints its peak resident memory and MLX's own peak.
 
     .venv/bin/python scripts/bench/quantize_on_load.py [--layers 16] [--directory DIR]
 """
@@ -33,8 +34,13 @@ UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
 def main() -> None:
     parser = argparse.ArgumentParser(description="Memory and time of quantising on load.")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--directory", help="where the checkpoint is made (default: the system's temporary directory)")
-    parser.add_argument("--load", choices=("ours", "whole"), help="internal: load in this process and print JSON")
+    parser.add_argument(
+        "--directory",
+        help=("where the checkpoint is made (default: the system's temporary directory)"),
+    )
+    parser.add_argument(
+        "--load", choices=("ours", "whole"), help=("internal: load in this process and print JSON")
+    )
     arguments = parser.parse_args()
     if arguments.load:
         print(json.dumps(measure(Path(arguments.directory), whole=arguments.load == "whole")))
@@ -61,14 +67,22 @@ def make_checkpoint(path: Path, layers: int) -> None:
         "post_attention_layernorm": (HIDDEN,),
     }
     shards = [{"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}]
-    shards += [{f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()} for i in range(layers)]
+    shards += [
+        {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
+        for i in range(layers)
+    ]
     index = {}
     for number, shapes in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {key: (0.02 * mx.random.normal(shape)).astype(mx.bfloat16) for key, shape in shapes.items()}
+        tensors = {
+            key: (0.02 * mx.random.normal(shape)).astype(mx.bfloat16)
+            for key, shape in shapes.items()
+        }
         mx.save_safetensors(str(path / name), tensors, metadata={"format": "pt"})
         index |= dict.fromkeys(shapes, name)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     config: dict[str, Any] = {
         "model_type": "llama",
         "hidden_size": HIDDEN,
@@ -88,9 +102,13 @@ def run(path: Path, load: str) -> dict[str, Any]:
     """In a fresh process; adds the seconds of the whole process."""
     begin = time.perf_counter()
     result = subprocess.run(
-        [sys.executable, __file__, "--load", load, "--directory", str(path)], stdout=subprocess.PIPE, check=True
+        [sys.executable, __file__, "--load", load, "--directory", str(path)],
+        stdout=subprocess.PIPE,
+        check=True,
     )
-    return dict(json.loads(result.stdout.splitlines()[-1])) | {"process_s": time.perf_counter() - begin}
+    return dict(json.loads(result.stdout.splitlines()[-1])) | {
+        "process_s": time.perf_counter() - begin
+    }
 
 
 def measure(path: Path, *, whole: bool) -> dict[str, Any]:
@@ -120,22 +138,43 @@ def measure(path: Path, *, whole: bool) -> dict[str, Any]:
     }
 
 
-def report(path: Path, *, first: dict[str, Any], second: dict[str, Any], whole: dict[str, Any]) -> None:
+def report(
+    path: Path, *, first: dict[str, Any], second: dict[str, Any], whole: dict[str, Any]
+) -> None:
     source = sum(file.stat().st_size for file in (path / "model").glob("*.safetensors"))
     kept = sum(file.stat().st_size for file in (path / "cache").glob("*/*.safetensors"))
     layer = max(file.stat().st_size for file in (path / "model").glob("*-00002-*"))
     bound = kept + layer + ALLOWANCE
-    print(f"checkpoint {source / 1e9:.2f} GB bfloat16 ({source / 2e9:.2f} B parameters), 4-bit {kept / 1e9:.2f} GB,")
+    print(
+        f"checkpoint {source / 1e9:.2f} GB bfloat16 ({source / 2e9:.2f} B parameters), 4-bit"
+        f" {kept / 1e9:.2f} GB,"
+    )
     print(f"one layer {layer / 1e9:.2f} GB; promised peak ≤ {bound / 1e9:.2f} GB resident\n")
-    print("| | load | whole process | peak resident | of it before loading | MLX's peak | model in memory |")
+    print(
+        "| | load | whole process | peak resident | of it before loading | MLX's peak | model"
+        " in"
+        " memory |"
+    )
     print("|---|---|---|---|---|---|---|")
-    rows = {"first start: quantises": first, "second start: from the cache": second, "mlx-lm, whole model": whole}
+    rows = {
+        "first start: quantises": first,
+        "second start: from the cache": second,
+        "mlx-lm, whole model": whole,
+    }
     for name, row in rows.items():
-        sizes = [f"{row[key] / 1e9:.2f} GB" for key in ("peak_rss", "start_rss", "mlx_peak", "model")]
-        print(f"| {name} | {row['seconds']:.1f} s | {row['process_s']:.1f} s | {' | '.join(sizes)} |")
+        sizes = [
+            f"{row[key] / 1e9:.2f} GB" for key in ("peak_rss", "start_rss", "mlx_peak", ("model"))
+        ]
+        print(
+            f"| {name} | {row['seconds']:.1f} s | {row['process_s']:.1f} s | {' | '.join(sizes)} |"
+        )
     print(f"\nsecond start {first['seconds'] / second['seconds']:.1f} × faster (load),", end=" ")
     print(f"{first['process_s'] / second['process_s']:.1f} × (whole process);", end=" ")
-    print("peak as promised" if max(first["peak_rss"], second["peak_rss"]) <= bound else "PEAK ABOVE THE PROMISE")
+    print(
+        ("peak as promised")
+        if max(first["peak_rss"], second["peak_rss"]) <= bound
+        else "PEAK ABOVE THE PROMISE"
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Does a pretrained model learn here with the defaults of `train --model --data --reward`, and with what variants?
+"""Does a pretrained model learn here with the defaults of `train --model --data --reward`, and with
+what variants?
 
-    .venv/bin/python -m scripts.bench.real_model_learning --model DIR --out RESULTS [--task instruction_following]
+    .venv/bin/python -m scripts.bench.real_model_learning --model DIR --out RESULTS [--task
+    instruction_following]
         [--variants float32 bf16 …] [--seeds 0 1 2] [--problems 60] [--set key=value …]
     .venv/bin/python -m scripts.bench.real_model_learning --out RESULTS --table     # of the finished runs, runs nothing
 
-Each run is one process of the real command; its result is RESULTS/<task>-<variant>-<seed>.json, and a run that has one
-is not made again. After each run RESULTS/table.md and RESULTS/<task>.png are made from all finished ones. A task is one
-entry of TASKS. Intervals: 95%, bootstrap over the held-out problems. Read the answers with full marks, which the JSON
-keeps under "best", before you believe a curve.
+Each run is one process of the real command; its result is RESULTS/<task>-<variant>-<seed>.json, and
+a run that has one is not made again. After each run RESULTS/table.md and RESULTS/<task>.png are
+made from all finished ones. A task is one entry of TASKS. Intervals: 95%, bootstrap over the
+held-out problems. Read the answers with full marks, which the JSON keeps under "best", before you
+believe a curve.
 """
 
 import argparse
@@ -33,7 +36,8 @@ TIMES = ("time_rollout_s", "time_train_s", "time_publish_s")
 
 @dataclass(frozen=True)
 class Task:
-    """`write` puts train.jsonl and heldout.jsonl into a directory: (directory, held-out rows, seed)."""
+    """`write` puts train.jsonl and heldout.jsonl into a directory: (directory, held-out rows,
+    seed)."""
 
     write: Callable[[Path, int, int], None]
     reward: str
@@ -53,7 +57,9 @@ def _tool_calling(directory: Path, heldout: int, seed: int) -> None:
 
 
 TASKS: Mapping[str, Task] = {
-    "instruction_following": Task(_instructions, f"{ROOT}/examples/instruction_following/rewards.py:score"),
+    "instruction_following": Task(
+        _instructions, (f"{ROOT}/examples/instruction_following/rewards.py:score")
+    ),
     "tool_calling": Task(
         _tool_calling,
         "builtin:tool_call",
@@ -70,25 +76,42 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def run(task: Task, variant: str, seed: int, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Train once in `directory` and return the result. Raises SystemExit: the command failed; its output is named."""
-    task.write(directory, args.problems, 0)  # the same rows for all seeds: only the training differs
+def run(
+    task: Task, variant: str, seed: int, args: argparse.Namespace, directory: Path
+) -> dict[str, Any]:
+    """Train once in `directory` and return the result. Raises SystemExit: the command failed;
+    its output is named."""
+    # the same rows for all seeds: only the training differs
+    task.write(directory, args.problems, 0)
     settings = settings_of(task, variant, seed, args, directory)
     started = time.perf_counter()
-    command = [sys.executable, "-m", "mlx_parallm", "train", "--model", str(Path(args.model).resolve())]
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_parallm",
+        "train",
+        "--model",
+        str(Path(args.model).resolve()),
+    ]
     command += ["--data", "train.jsonl", "--reward", task.reward]
     command += [part for setting in settings for part in ("--set", setting)]
     with (directory / "output.txt").open("w") as output:
         process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
         resident = wait_for(process)
     if process.returncode:
-        sys.exit(f"{variant}, seed {seed}: exit {process.returncode}; see {directory / 'output.txt'}")
+        sys.exit(
+            f"{variant}, seed {seed}: exit {process.returncode}; see {directory / 'output.txt'}"
+        )
     [made] = (directory / "checkpoints").glob("train-*")  # beside it: which one is the latest
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "settings": settings, "resident_gb": resident / 1e9} | read_run(made)
+    return {"seconds": seconds, "settings": settings, "resident_gb": resident / 1e9} | read_run(
+        made
+    )
 
 
-def settings_of(task: Task, variant: str, seed: int, args: argparse.Namespace, directory: Path) -> list[str]:
+def settings_of(
+    task: Task, variant: str, seed: int, args: argparse.Namespace, directory: Path
+) -> list[str]:
     """Return what a run sets on top of `train --model --data --reward`."""
     return [
         f"environments.0.heldout_data={json.dumps(str((directory / 'heldout.jsonl').resolve()))}",
@@ -101,18 +124,27 @@ def settings_of(task: Task, variant: str, seed: int, args: argparse.Namespace, d
 
 
 def read_run(made: Path) -> dict[str, Any]:
-    """Return what a run directory says: held-out scores of each problem, curve, seconds a step, memory, answers.
+    """Return what a run directory says: held-out scores of each problem, curve, seconds a step,
+    memory, answers.
 
-    Raises SystemExit: the run has not been evaluated before and after training, or a held-out answer has no score.
+    Raises SystemExit: the run has not been evaluated before and after training, or a held-out
+    answer has no score.
     """
     evaluations = [line for line in _lines(made / "evaluations.jsonl") if "skipped" not in line]
     metrics = _lines(made / "metrics.jsonl")
     if len(evaluations) < 2 or evaluations[-1]["step"] != metrics[-1]["step"]:
         sys.exit(f"{made}: needs an evaluation before the first and one after the last step")
-    first, last = (next(iter(line["environments"].values())) for line in (evaluations[0], evaluations[-1]))
-    before, after = ({problem["key"]: problem["greedy"] for problem in found["problems"]} for found in (first, last))
+    first, last = (
+        next(iter(line["environments"].values())) for line in (evaluations[0], evaluations[-1])
+    )
+    before, after = (
+        {problem["key"]: problem["greedy"] for problem in found["problems"]}
+        for found in (first, last)
+    )
     if missing := [key for key in before if before[key] is None or after.get(key) is None]:
-        sys.exit(f"{made}: {len(missing)} held-out problems have no score, the first is {missing[0]}")
+        sys.exit(
+            f"{made}: {len(missing)} held-out problems have no score, the first is {missing[0]}"
+        )
     return {
         "before": [before[key] for key in before],
         "after": [after[key] for key in before],
@@ -120,7 +152,9 @@ def read_run(made: Path) -> dict[str, Any]:
         "heldout": [(line["step"], line["score"]) for line in evaluations],
         "answers": [line["sequences"] for line in metrics],  # groups that were dropped are counted
         "times": [sum(line[key] for key in TIMES) for line in metrics],
-        "step_s": statistics.median(line["time_rollout_s"] + line["time_train_s"] for line in metrics),
+        "step_s": statistics.median(
+            line["time_rollout_s"] + line["time_train_s"] for line in metrics
+        ),
         "memory_gb": max(line["memory_gb"] for line in metrics),
         "best": [found for found in last["examples"] if found["reward"] == 1.0][:BEST],
     }
@@ -143,16 +177,33 @@ def finished(out: Path) -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return one Markdown row for each finished run. "arrays": the peak of MLX's; "process": of the resident set."""
-    lines = ["| task | variant | seed | before | after | points | s a step | arrays, GB | process, GB | minutes |"]
+    """Return one Markdown row for each finished run. "arrays": the peak of MLX's; "process": of
+    the resident set."""
+    lines = [
+        (
+            "| task | variant | seed | before | after | points | s a step | arrays, GB | process,"
+            " GB"
+            " | minutes |"
+        )
+    ]
     lines += ["|---" * 10 + "|"]
     for found in results:
         before, after = (estimate(found[key]) for key in ("before", "after"))
         gain = difference(found["before"], found["after"])
         shown = [f"{e.mean:.3f} [{e.low:.3f}, {e.high:.3f}]" for e in (before, after)]
         points = f"{100 * gain.mean:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
-        cells = [found["task"], found["variant"], str(found["seed"]), *shown, points, f"{found['step_s']:.1f}"]
-        cells += ["" if found.get(key) is None else f"{found[key]:.2f}" for key in ("memory_gb", "resident_gb")]
+        cells = [
+            found["task"],
+            found["variant"],
+            str(found["seed"]),
+            *shown,
+            points,
+            (f"{found['step_s']:.1f}"),
+        ]
+        cells += [
+            ("") if found.get(key) is None else f"{found[key]:.2f}"
+            for key in ("memory_gb", "resident_gb")
+        ]
         lines.append("| " + " | ".join([*cells, f"{found['seconds'] / 60:.1f}"]) + " |")
     return "\n".join(lines) + "\n"
 
@@ -169,7 +220,12 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
     colours = {variant: f"C{index}" for index, variant in enumerate(variants)}
     for found in results:
         label = found["variant"] if found["seed"] == min(r["seed"] for r in results) else None
-        axes.plot(range(1, len(found["curve"]) + 1), found["curve"], color=colours[found["variant"]], label=label)
+        axes.plot(
+            range(1, len(found["curve"]) + 1),
+            found["curve"],
+            color=colours[found["variant"]],
+            label=label,
+        )
     axes.set(xlabel="step", ylabel="mean reward of sampled answers", ylim=(0, 1))
     axes.legend()
     figure.savefig(file, dpi=120, bbox_inches="tight")

@@ -1,12 +1,15 @@
-"""TRL's GRPOTrainer beside `mlx_parallm train --model --data --reward`: the same rows, reward and settings, in turns.
+"""TRL's GRPOTrainer beside `mlx_parallm train --model --data --reward`: the same rows, reward and
+settings, in turns.
 
     scripts/bench/setup_peers trl                                          # once: build/peers-trl
-    .venv/bin/python -m scripts.bench.real_model_trl --model DIR --out RESULTS --steps 40 --every 5 --seeds 0 1 2
+    .venv/bin/python -m scripts.bench.real_model_trl --model DIR --out RESULTS --steps 40 --every 5
+    --seeds 0 1 2
 
 For each seed that trains here and then with TRL; each run is one process. Its result,
-RESULTS/<task>-<variant>-<seed>.json, has the curve, held-out scores by answers and minutes, memory and seconds a step;
-what is there is not made again. RESULTS/trl.md is made of all results; `--table` makes it alone. `--python PATH` is
-another interpreter that has trl; `--device auto` takes CUDA where its torch has it.
+RESULTS/<task>-<variant>-<seed>.json, has the curve, held-out scores by answers and minutes, memory
+and seconds a step; what is there is not made again. RESULTS/trl.md is made of all results;
+`--table` makes it alone. `--python PATH` is another interpreter that has trl; `--device auto` takes
+CUDA where its torch has it.
 
 | setting | here | TRL's default | TRL in this comparison |
 |---|---|---|---|
@@ -25,10 +28,10 @@ another interpreter that has trl; `--device auto` takes CUDA where its torch has
 | float32 products on CUDA | TF32 (MLX's default) | whole float32 | TF32 |
 | checkpointing | each block | on | as here |
 
-Three differences stay, since they belong to the systems: here groups without variance are replaced by further ones
-(`dynamic_sampling`; their answers are counted), here answers may be one step old (`max_staleness`), and TRL adds 1e-4
-to the std where this package adds 1e-8. A run is refused if prompt ids, end tokens, trained numbers, dtype or the
-adapter's scale differ.
+Three differences stay, since they belong to the systems: here groups without variance are replaced
+by further ones (`dynamic_sampling`; their answers are counted), here answers may be one step old
+(`max_staleness`), and TRL adds 1e-4 to the std where this package adds 1e-8. A run is refused if
+prompt ids, end tokens, trained numbers, dtype or the adapter's scale differ.
 """
 
 import argparse
@@ -60,7 +63,13 @@ TASK = "instruction_following"
 ANSWERS, GROUP, TOKENS = 32, 8, 48
 DTYPES = {"float32": "float32", "bf16": "bfloat16"}
 FOLLOWED: Mapping[str, Any] = {
-    **{"algorithm": "grpo", "loss": "clip", "loss_aggregation": "token", "advantage": "std", "kl_beta": 0.0},
+    **{
+        "algorithm": "grpo",
+        "loss": "clip",
+        "loss_aggregation": "token",
+        "advantage": "std",
+        "kl_beta": 0.0,
+    },
     **{
         "advantage_whiten": False,
         "ratio_level": "token",
@@ -77,7 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--python", type=Path, default=PYTHON, help="an interpreter that has trl; default: %(default)s")
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=PYTHON,
+        help=("an interpreter that has trl; default: %(default)s"),
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="TRL's")
     parser.add_argument("--variant", choices=DTYPES, default="float32")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -85,9 +99,18 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="steps between two evaluations")
     parser.add_argument("--problems", type=int, default=60, help="held-out rows")
     parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--rows-at-once", type=int, default=ANSWERS, help="answers in one of TRL's backward passes")
-    parser.add_argument("--target", type=float, help="held-out score; default: the lower of both last ones")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of both sides")
+    parser.add_argument(
+        "--rows-at-once",
+        type=int,
+        default=ANSWERS,
+        help=("answers in one of TRL's backward passes"),
+    )
+    parser.add_argument(
+        "--target", type=float, help=("held-out score; default: the lower of both last ones")
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help=("of both sides")
+    )
     parser.add_argument("--table", action="store_true", help="only from the finished runs")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -104,22 +127,36 @@ def main() -> None:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.model is None or not is_directory(str(args.model)):
-        parser.error(f"--model {args.model} is no directory: the comparison needs the files of the model")
+        parser.error(
+            f"--model {args.model} is no directory: the comparison needs the files of the model"
+        )
     if not args.python.exists():
-        parser.error(f"{args.python} is missing: run scripts/bench/setup_peers trl, or name another one with --python")
+        parser.error(
+            f"{args.python} is missing: run scripts/bench/setup_peers trl, or name another one"
+            " with --python"
+        )
     if ANSWERS % args.rows_at_once:
-        parser.error(f"--rows-at-once {args.rows_at_once} does not divide the {ANSWERS} answers of a step")
+        parser.error(
+            f"--rows-at-once {args.rows_at_once} does not divide the {ANSWERS} answers of a step"
+        )
 
 
 def _settings(args: argparse.Namespace) -> list[str]:
     """Return what both sides set on top of the defaults for this model."""
-    training = {"batch_size": ANSWERS, "atropos.rollout_batch_size": ANSWERS, "total_steps": args.steps}
+    training = {
+        "batch_size": ANSWERS,
+        "atropos.rollout_batch_size": ANSWERS,
+        "total_steps": args.steps,
+    }
     training |= {"learning_rate": args.learning_rate, "temperature": 1.0, "kl_beta": 0.0}
     training |= {"lora.rank": 16, "lora.alpha": 32.0}
     return [
         f'model.dtype="{DTYPES[args.variant]}"',
         *(f"rl_training.{key}={value}" for key, value in training.items()),
-        *(f"environments.0.{key}={value}" for key, value in (("group_size", GROUP), ("max_tokens", TOKENS))),
+        *(
+            f"environments.0.{key}={value}"
+            for key, value in (("group_size", GROUP), ("max_tokens", TOKENS))
+        ),
         f"evaluation.every={args.every}",
     ]
 
@@ -150,15 +187,20 @@ def _run_once(args: argparse.Namespace, variant: str, seed: int) -> None:
 
 
 def run(args: argparse.Namespace, seed: int, directory: Path) -> dict[str, Any]:
-    """Train with TRL in `directory`, which has the rows, and return the result in the form of `learning.read_run`.
+    """Train with TRL in `directory`, which has the rows, and return the result in the form of
+    `learning.read_run`.
 
-    Raises SystemExit: a setting that the worker does not follow; the worker failed; both sides do not compute the same.
+    Raises SystemExit: a setting that the worker does not follow; the worker failed; both sides do
+    not compute the same.
     """
     task = learning.TASKS[TASK]
     settings = learning.settings_of(task, args.variant, seed, args, directory)
     text = dataset_toml(str(args.model.resolve()), str(directory / "train.jsonl"), [task.reward])
     config = load_config(None, settings, text=text)
-    plan = make_plan(config, task.reward) | {"device": args.device, "rows_at_once": args.rows_at_once}
+    plan = make_plan(config, task.reward) | {
+        "device": args.device,
+        "rows_at_once": args.rows_at_once,
+    }
     files = directory / "plan.json", directory / "result.json"
     files[0].write_text(json.dumps(plan), encoding="utf-8")
     started = time.perf_counter()
@@ -180,14 +222,18 @@ def make_plan(config: Config, reward: str) -> dict[str, Any]:
     """Return what the worker reads. Raises SystemExit: it does not follow a setting."""
     training, [environment] = config.rl_training, config.environments
     unfollowed = [key for key, value in FOLLOWED.items() if getattr(training, key) != value]
-    unfollowed += ["lora.enabled"] * (not training.lora.enabled) + ["lora.quantize_base"] * training.lora.quantize_base
+    unfollowed += ["lora.enabled"] * (not training.lora.enabled) + [
+        "lora.quantize_base"
+    ] * training.lora.quantize_base
     unfollowed += ["batch_size"] * (training.batch_size != training.atropos.rollout_batch_size)
     unfollowed += ["lora.use_dora"] * training.lora.use_dora
     unfollowed += ["lora.loraplus_ratio"] * (training.lora.loraplus_ratio != 1.0)
     unfollowed += ["lora.layers"] * (training.lora.layers != "all")
     unfollowed += ["lora.target_modules"] * (training.lora.target_modules != "all-linear")
     if unfollowed:
-        sys.exit(f"TRL is not made to follow rl_training.{', rl_training.'.join(unfollowed)} as set here")
+        sys.exit(
+            f"TRL is not made to follow rl_training.{', rl_training.'.join(unfollowed)} as set here"
+        )
     if config.model.dtype not in DTYPES.values():
         sys.exit(f"model.dtype must be float32 or bfloat16 here, not {config.model.dtype}")
     source = DatasetSource(environment, seed=training.seed)
@@ -201,7 +247,8 @@ def make_plan(config: Config, reward: str) -> dict[str, Any]:
         "reward": reward,
         "rows": [_row(source, number) for number in range(steps * prompts)],
         "heldout": [
-            {"prompt": list(task.messages), "columns": dict(row.columns)} for task, row in _heldout(config, source)
+            {"prompt": list(task.messages), "columns": dict(row.columns)}
+            for task, row in _heldout(config, source)
         ],
         "threads": usable_cores(),
         **{"seed": training.seed, "steps": steps, "group": group, "prompts": prompts},
@@ -250,7 +297,8 @@ def differences(config: Config, plan: Mapping[str, Any], checks: Mapping[str, An
 
 
 def read_result(plan: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the worker's result in the form of `learning.read_run`; `memory_gb`: CUDA's arrays, else None."""
+    """Return the worker's result in the form of `learning.read_run`; `memory_gb`: CUDA's arrays,
+    else None."""
     evaluations = made["evaluations"]
     last = evaluations[-1]
     examples = [
@@ -278,16 +326,26 @@ def read_result(plan: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, A
 def report(out: Path, target: float | None = None) -> None:
     """Make trl.md and the curves again from all finished runs."""
     results = learning.finished(out)
-    learning.write_atomically(out / "trl.md", learning.table(results) + "\n" + beside_peer(results, target))
+    learning.write_atomically(
+        out / "trl.md", learning.table(results) + "\n" + beside_peer(results, target)
+    )
     learning.draw(results, out / f"{TASK}.png")
 
 
 def beside_peer(results: Sequence[Mapping[str, Any]], target: float | None = None) -> str:
-    """Return a Markdown row for each run beside TRL's of its seed: what both needed to a held-out score.
+    """Return a Markdown row for each run beside TRL's of its seed: what both needed to a held-out
+    score.
 
-    Minutes are those of steps, without evaluations. Memory: of the arrays where TRL ran on CUDA, else of the process.
+    Minutes are those of steps, without evaluations. Memory: of the arrays where TRL ran on CUDA,
+    else of the process.
     """
-    lines = ["| variant | seed | held-out score | answers ÷ TRL's | minutes ÷ TRL's | s a step ÷ TRL's | GB ÷ TRL's |"]
+    lines = [
+        (
+            "| variant | seed | held-out score | answers ÷ TRL's | minutes ÷ TRL's | s a step ÷"
+            " TRL's"
+            " | GB ÷ TRL's |"
+        )
+    ]
     lines += ["|---" * 7 + "|"]
     peers = {found["seed"]: found for found in results if found["variant"] == PEER}
     for ours in results:
@@ -311,7 +369,9 @@ def _needed(found: Mapping[str, Any], score: float, key: str, scale: float = 1.0
 
 
 def _ratio(ours: float | None, theirs: float | None, digits: int = 2) -> str:
-    shown = " ÷ ".join("not reached" if value is None else f"{value:.{digits}f}" for value in (ours, theirs))
+    shown = " ÷ ".join(
+        ("not reached") if value is None else f"{value:.{digits}f}" for value in (ours, theirs)
+    )
     return f"{shown} = {ours / theirs:.2f}" if ours is not None and theirs else shown
 
 

@@ -40,18 +40,23 @@ def load_function(reference: str) -> Callable[..., list[float]]:
     return function
 
 
-def score(function: Callable[..., list[float]], rows: list[dict[str, Any]], texts: list[str]) -> list[float]:
+def score(
+    function: Callable[..., list[float]], rows: list[dict[str, Any]], texts: list[str]
+) -> list[float]:
     """Score one answer to each row, as an evaluation here does: every answer alone."""
     return [
         function(
-            prompts=[row["prompt"]], completions=[text], **{name: [value] for name, value in row["columns"].items()}
+            prompts=[row["prompt"]],
+            completions=[text],
+            **{name: [value] for name, value in row["columns"].items()},
         )[0]
         for row, text in zip(rows, texts, strict=True)
     ]
 
 
 class PlannedTrainer(GRPOTrainer):  # type: ignore[misc]
-    """TRL's trainer with our schedule of learning rates, and advantages that are divided by the population's std."""
+    """TRL's trainer with our schedule of learning rates, and advantages that are divided by the
+    population's std."""
 
     plan: dict[str, Any]
 
@@ -95,23 +100,54 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
 
 def options(plan: dict[str, Any], directory: Path) -> GRPOConfig:
-    """Return every setting in which TRL's default differs from ours, and those that decide what is learnt."""
+    """Return every setting in which TRL's default differs from ours, and those that decide what
+    is learnt."""
     group, rows = plan["group"], plan["prompts"] * plan["group"]
     return GRPOConfig(
         output_dir=str(directory),
-        **{"use_cpu": plan["device"] == "cpu", "bf16": False, "fp16": False, "dataloader_pin_memory": False},
+        **{
+            "use_cpu": plan["device"] == "cpu",
+            "bf16": False,
+            "fp16": False,
+            "dataloader_pin_memory": False,
+        },
         **{"seed": plan["seed"], "max_steps": plan["steps"], "shuffle_dataset": False},
         **{"per_device_train_batch_size": plan["rows_at_once"], "generation_batch_size": rows},
         **{"gradient_accumulation_steps": rows // plan["rows_at_once"], "num_generations": group},
         **{"max_completion_length": plan["max_tokens"], "temperature": plan["temperature"]},
         **{"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0},
-        **{"beta": plan["kl_beta"], "num_iterations": 1, "loss_type": "dapo", "scale_rewards": "group"},
-        **{"epsilon": plan["clip"][0], "epsilon_high": plan["clip"][1], "importance_sampling_level": "token"},
+        **{
+            "beta": plan["kl_beta"],
+            "num_iterations": 1,
+            "loss_type": "dapo",
+            "scale_rewards": ("group"),
+        },
+        **{
+            "epsilon": plan["clip"][0],
+            "epsilon_high": plan["clip"][1],
+            "importance_sampling_level": ("token"),
+        },
         **{"mask_truncated_completions": plan["mask_truncated"], "disable_dropout": False},
-        **{"learning_rate": plan["learning_rate"], "lr_scheduler_type": "constant", "warmup_steps": 0},
-        **{"optim": "adamw_torch", "weight_decay": plan["weight_decay"], "max_grad_norm": plan["max_grad_norm"]},
-        **{"adam_beta1": plan["betas"][0], "adam_beta2": plan["betas"][1], "adam_epsilon": plan["adam_eps"]},
-        **{"gradient_checkpointing": plan["checkpointing"], "save_strategy": "no", "report_to": "none"},
+        **{
+            "learning_rate": plan["learning_rate"],
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 0,
+        },
+        **{
+            "optim": "adamw_torch",
+            "weight_decay": plan["weight_decay"],
+            "max_grad_norm": plan[("max_grad_norm")],
+        },
+        **{
+            "adam_beta1": plan["betas"][0],
+            "adam_beta2": plan["betas"][1],
+            "adam_epsilon": plan[("adam_eps")],
+        },
+        **{
+            "gradient_checkpointing": plan["checkpointing"],
+            "save_strategy": "no",
+            "report_to": ("none"),
+        },
         **{"logging_steps": 1, "disable_tqdm": True},
     )
 
@@ -121,7 +157,8 @@ def main() -> None:
     if plan["device"] == "auto":
         plan["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(plan["threads"])
-    torch.set_float32_matmul_precision("high")  # on CUDA TF32, which is MLX's default; a CPU has no such thing
+    # on CUDA TF32, which is MLX's default; a CPU has no such thing
+    torch.set_float32_matmul_precision("high")
     set_seed(plan["seed"])
     tokenizer = AutoTokenizer.from_pretrained(plan["model"])
     model = AutoModelForCausalLM.from_pretrained(plan["model"], dtype=getattr(torch, plan["dtype"]))
@@ -129,12 +166,16 @@ def main() -> None:
 
     def rewards(prompts: Any, completions: Any, columns: list[str], **others: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        rows = [{"prompt": p, "columns": json.loads(c)} for p, c in zip(prompts, columns, strict=True)]
+        rows = [
+            {"prompt": p, "columns": json.loads(c)} for p, c in zip(prompts, columns, strict=True)
+        ]
         scores = score(function, rows, texts)
         curve.append(statistics.fmean(scores))
         return scores
 
-    rows = [{"prompt": row["prompt"], "columns": json.dumps(row["columns"])} for row in plan["rows"]]
+    rows = [
+        {"prompt": row["prompt"], "columns": json.dumps(row["columns"])} for row in plan[("rows")]
+    ]
     lora = plan["lora"]
     trainer = PlannedTrainer(
         model=model,
@@ -156,11 +197,18 @@ def main() -> None:
         training = policy.training
         policy.eval()
         for start in range(0, len(plan["heldout"]), ROWS_AT_ONCE):
-            prompts = [ids_of(tokenizer, row["prompt"]) for row in plan["heldout"][start : start + ROWS_AT_ONCE]]
+            prompts = [
+                ids_of(tokenizer, row["prompt"])
+                for row in plan["heldout"][start : start + ROWS_AT_ONCE]
+            ]
             padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
             padded = padded.to(policy.device)
-            made = policy.generate(**padded, max_new_tokens=plan["max_tokens"], do_sample=False, use_cache=True)
-            texts += tokenizer.batch_decode(made[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
+            made = policy.generate(
+                **padded, max_new_tokens=plan["max_tokens"], do_sample=False, use_cache=True
+            )
+            texts += tokenizer.batch_decode(
+                made[:, padded["input_ids"].shape[1] :], skip_special_tokens=True
+            )
         policy.train(training)
         return {"rewards": score(function, plan["heldout"], texts), "texts": texts}
 
@@ -168,8 +216,14 @@ def main() -> None:
     trainer.add_callback(watch)
     trainer.train()
     parameters = list(trainer.model.parameters())
-    trained, base = ([p for p in parameters if p.requires_grad is wanted] for wanted in (True, False))
-    scales = {layer.scaling["default"] for layer in trainer.model.modules() if isinstance(layer, LoraLayer)}
+    trained, base = (
+        [p for p in parameters if p.requires_grad is wanted] for wanted in (True, False)
+    )
+    scales = {
+        layer.scaling["default"]
+        for layer in trainer.model.modules()
+        if isinstance(layer, LoraLayer)
+    }
     checks = {
         "prompt_ids": [ids_of(tokenizer, row["prompt"]) for row in plan["heldout"]],
         "trained": sum(parameter.numel() for parameter in trained),
@@ -180,9 +234,16 @@ def main() -> None:
         "scale": sorted(scales),
         "eos": sorted(trainer.eos_token_ids),
     }
-    found = {"times": watch.times, "curve": curve, "checks": checks, "log": trainer.state.log_history}
+    found = {
+        "times": watch.times,
+        "curve": curve,
+        "checks": checks,
+        "log": trainer.state.log_history,
+    }
     found["device"] = torch.cuda.get_device_name() if plan["device"] == "cuda" else "cpu"
-    found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9 if plan["device"] == "cuda" else None
+    found["memory_gb"] = (
+        torch.cuda.max_memory_allocated() / 1e9 if plan["device"] == ("cuda") else None
+    )
     found["versions"] = {name: version(name) for name in ("trl", "torch", "transformers", "peft")}
     found["evaluations"] = [{"step": step, **made} for step, made in watch.evaluations.items()]
     result.write_text(json.dumps(found), encoding="utf-8")
@@ -190,7 +251,9 @@ def main() -> None:
 
 def ids_of(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     """Return the tokens of a prompt, as GRPOTrainer makes them."""
-    made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    made = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True
+    )
     ids: list[int] = made["input_ids"]
     return ids
 

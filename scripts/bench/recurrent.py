@@ -1,12 +1,19 @@
-"""Recurrent layers in chunks (models/recurrent/chunks.py) against mlx-lm's loops over tokens, in turns in one process.
+"""Recurrent layers in chunks (models/recurrent/chunks.py) against mlx-lm's loops over tokens, in
+turns in one process.
 
-    .venv/bin/python -m scripts.bench.recurrent layers   # forward and gradient of one layer: time and memory
-    .venv/bin/python -m scripts.bench.recurrent steps    # a training step of tiny models against a qwen3 of their size
-    .venv/bin/python -m scripts.bench.recurrent group    # 16 answers on one prompt: computed once, and in each row
-    .venv/bin/python -m scripts.bench.recurrent prefilled    # tokens computed by turns, a group, 64 requests
-    .venv/bin/python -m scripts.bench.recurrent mixed    # 16 short rows beside one of 3,700 tokens, and without it
+    .venv/bin/python -m scripts.bench.recurrent layers   # forward and gradient of one layer: time
+                                                         and memory
+    .venv/bin/python -m scripts.bench.recurrent steps    # a training step of tiny models against a
+                                                         qwen3 of their size
+    .venv/bin/python -m scripts.bench.recurrent group    # 16 answers on one prompt: computed once,
+                                                         and in each row
+    .venv/bin/python -m scripts.bench.recurrent prefilled    # tokens computed by turns, a group, 64
+                                                             requests
+    .venv/bin/python -m scripts.bench.recurrent mixed    # 16 short rows beside one of 3,700 tokens,
+                                                         and without it
 
-Prints the tables of docs/benchmarks/recurrent.md. An idle machine, please: times are the least of several.
+Prints the tables of docs/benchmarks/recurrent.md. An idle machine, please: times are the least of
+several.
 """
 
 # isort: off
@@ -41,7 +48,16 @@ from mlx_parallm.weights import SharedWeights
 from scripts.generate_model_table import parameter_count, small_config
 
 RECURRENT = (
-    *("qwen3_5", "qwen3_next", "kimi_linear", "jamba", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1"),
+    *(
+        "qwen3_5",
+        "qwen3_next",
+        "kimi_linear",
+        "jamba",
+        "lfm2",
+        "nemotron_h",
+        "granitemoehybrid",
+        ("falcon_h1"),
+    ),
     *("mamba", "mamba2"),
 )
 ANSWER = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
@@ -50,7 +66,12 @@ TOKENS = 1024
 LONG = 3700  # tokens of the long row beside short ones
 LARGER: dict[str, dict[str, Any]] = {  # of the small sizes of scripts/model_table_sizes.json
     "qwen3": {},
-    "qwen3_5": {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "num_experts": 0}
+    "qwen3_5": {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 64,
+        "num_experts": 0,
+    }
     | {"linear_value_head_dim": 64, "full_attention_interval": 4},
     "kimi_linear": {
         "linear_attn_config": {
@@ -62,11 +83,21 @@ LARGER: dict[str, dict[str, Any]] = {  # of the small sizes of scripts/model_tab
         },
         "num_experts": 0,
     },
-    "jamba": {"layers_block_type": ["mamba", "mamba", "mamba", "attention"] * 2, "num_experts": 1, "mamba_d_state": 16},
+    "jamba": {
+        "layers_block_type": ["mamba", "mamba", "mamba", "attention"] * 2,
+        "num_experts": 1,
+        "mamba_d_state": 16,
+    },
     "mamba": {"state_size": 16, "intermediate_size": 512, "time_step_rank": 16},
 }
 SMALL = {"vocab_size": 1024, "max_position_embeddings": 4096}
-SHARED = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768, "head_dim": 64, "vocab_size": 1024}
+SHARED = {
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "intermediate_size": 768,
+    "head_dim": 64,
+    "vocab_size": 1024,
+}
 
 
 def measured(function: Callable[[], Any], rounds: int) -> tuple[float, float]:
@@ -83,10 +114,16 @@ def measured(function: Callable[[], Any], rounds: int) -> tuple[float, float]:
 
 
 def layers(console: Console, rounds: int) -> None:
-    for name, tokens in [(n, t) for n in ("a gate a head", "a gate a channel", "Mamba 1") for t in (512, 2048)]:
-        chunked, loop, arrays = selective(tokens) if name == "Mamba 1" else delta(tokens, channels="channel" in name)
+    for name, tokens in [
+        (n, t) for n in ("a gate a head", "a gate a channel", "Mamba 1") for t in (512, 2048)
+    ]:
+        chunked, loop, arrays = (
+            selective(tokens) if name == ("Mamba 1") else delta(tokens, channels="channel" in name)
+        )
         ways = [
-            mx.value_and_grad(lambda *a, f=function: f(*a)[0].square().sum(), argnums=tuple(range(len(arrays))))
+            mx.value_and_grad(
+                lambda *a, f=function: f(*a)[0].square().sum(), argnums=tuple(range(len(arrays)))
+            )
             for function in (loop, chunked)
         ]
         ways.append(fused(ways[1], arrays[0].size))  # as the trainer computes a block's gradient
@@ -95,12 +132,15 @@ def layers(console: Console, rounds: int) -> None:
         for how, way in (("chunks", ways[1]), ("chunks, compiled", ways[2])):
             fast, little = measured(partial(way, *arrays), rounds)
             console.print(
-                f"{name}, {tokens} tokens: loop {slow:.3f} s, {much:.0f} MB; {how} {fast:.3f} s, {little:.0f} MB;"
+                f"{name}, {tokens} tokens: loop {slow:.3f} s, {much:.0f} MB; {how} {fast:.3f} s,"
+                f" {little:.0f} MB;"
                 f" {slow / fast:.1f} times as fast, {little / much:.2f} of the memory"
             )
 
 
-def delta(tokens: int, *, channels: bool) -> tuple[Callable[..., Any], Callable[..., Any], list[mx.array]]:
+def delta(
+    tokens: int, *, channels: bool
+) -> tuple[Callable[..., Any], Callable[..., Any], list[mx.array]]:
     shape = (ROWS, tokens, HEADS, WIDTH)
     q, k, v = (mx.random.normal(shape) for _ in range(3))
     q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
@@ -118,7 +158,9 @@ def selective(tokens: int) -> tuple[Callable[..., Any], Callable[..., Any], list
     arrays += [mx.random.normal(states), mx.random.normal(states)]
     mx.eval(arrays)
 
-    def by_token(x: mx.array, delta: mx.array, a: mx.array, b: mx.array, c: mx.array) -> tuple[mx.array, mx.array]:
+    def by_token(
+        x: mx.array, delta: mx.array, a: mx.array, b: mx.array, c: mx.array
+    ) -> tuple[mx.array, mx.array]:
         outputs, state = [], mx.zeros((ROWS, CHANNELS, STATES))
         for t in range(tokens):  # as mlx-lm's MambaBlock
             new = mx.expand_dims(delta[:, t] * x[:, t], -1) * mx.expand_dims(b[:, t], 1)
@@ -142,7 +184,8 @@ def model_of(name: str) -> Any:
 
 
 def steps(console: Console, rounds: int) -> None:
-    """Forward and gradient of all weights over 4 × 1,024 tokens; seconds a parameter, beside a qwen3's."""
+    """Forward and gradient of all weights over 4 × 1,024 tokens; seconds a parameter, beside a
+    qwen3's."""
     tokens = mx.random.randint(0, 1000, (ROWS, TOKENS))
     base = 0.0
     for name in LARGER:
@@ -183,17 +226,20 @@ def group(console: Console, rounds: int) -> None:
         if not parts.shares_prompts:
             raise SystemExit(f"{name}: {parts.unshared}")
         (slow, much), (fast, little) = (
-            measured(lambda b=b, p=parts: p.loss_and_gradients(b, objective)[2], rounds) for b in (repeated, once)
+            measured(lambda b=b, p=parts: p.loss_and_gradients(b, objective)[2], rounds)
+            for b in (repeated, once)
         )
         console.print(
-            f"{name}: the prompt in each row {slow:.2f} s, {much:.0f} MB; once {fast:.2f} s, {little:.0f} MB;"
+            f"{name}: the prompt in each row {slow:.2f} s, {much:.0f} MB; once {fast:.2f} s,"
+            f" {little:.0f} MB;"
             f" {slow / fast:.1f} times as fast, {little / much:.2f} of the memory"
         )
 
 
 def prefilled(console: Console, rounds: int) -> None:
-    """Tokens that are computed of prompts: by each turn of an episode, by a group of 16, and by 64 requests that begin
-    with one instruction of 500 tokens. Beside it how many tokens are new, each once."""
+    """Tokens that are computed of prompts: by each turn of an episode, by a group of 16, and by
+    64 requests that begin with one instruction of 500 tokens. Beside it how many tokens are new,
+    each once."""
     del rounds
     rng = np.random.default_rng(0)
     for name in ("qwen3", *RECURRENT):
@@ -208,7 +254,10 @@ def prefilled(console: Console, rounds: int) -> None:
         group, _ = computed(engine, [Request("group", prompt, replace(ANSWER, n=16))])
         instruction = rng.integers(0, 1000, 500).tolist()
         questions = [rng.integers(0, 1000, 8 + i % 5).tolist() for i in range(64)]
-        requests = [Request(f"q{i}", (*instruction, *question), ANSWER) for i, question in enumerate(questions)]
+        requests = [
+            Request(f"q{i}", (*instruction, *question), ANSWER)
+            for i, question in enumerate(questions)
+        ]
         many, _ = computed(make_engine(model_of(name).eval()), requests)
         once = 500 + sum(map(len, questions))
         console.print(
@@ -227,12 +276,15 @@ def computed(engine: Engine, requests: list[Request]) -> tuple[int, list[tuple[i
         for event in engine.step():
             if (output := getattr(event, "output", None)) is not None:
                 answers[event.request_id] = output.completions[0].token_ids
-    return engine.counters.prefill_tokens - before, [answers[request.request_id] for request in requests]
+    return engine.counters.prefill_tokens - before, [
+        answers[request.request_id] for request in requests
+    ]
 
 
 def mixed(console: Console, rounds: int) -> None:
-    """Decode steps of 16 short rows, with one of 3,700 tokens beside them and without, in turns, by tokens and in the
-    rectangle. Speed is tokens a second of the 16; the memory that the cache holds is the most of the steps."""
+    """Decode steps of 16 short rows, with one of 3,700 tokens beside them and without, in turns,
+    by tokens and in the rectangle. Speed is tokens a second of the 16; the memory that the cache
+    holds is the most of the steps."""
     for by_tokens in (True, False):
         engines = {
             beside: make_engine(model_of("qwen3_5").eval(), by_tokens=by_tokens, prefill_chunk=4096)
@@ -245,21 +297,30 @@ def mixed(console: Console, rounds: int) -> None:
                 speed, room = decode(engine, turn, beside=beside)
                 speeds[beside].append(speed)
                 held[beside] = max(held[beside], room)
-        ratios = [with_it / alone for with_it, alone in zip(speeds[True], speeds[False], strict=True)]
+        ratios = [
+            with_it / alone for with_it, alone in zip(speeds[True], speeds[False], strict=True)
+        ]
         console.print(
-            f"{engines[True].cache.layout}: 16 short rows {statistics.median(speeds[False]):.0f} tokens/s,"
-            f" {held[False] / 1e6:.1f} MB; beside one of {LONG:,} {statistics.median(speeds[True]):.0f} tokens/s,"
+            f"{engines[True].cache.layout}: 16 short rows {statistics.median(speeds[False]):.0f}"
+            " tokens/s,"
+            f" {held[False] / 1e6:.1f} MB; beside one of {LONG:,}"
+            f" {statistics.median(speeds[True]):.0f} tokens/s,"
             f" {held[True] / 1e6:.1f} MB; with ÷ without {statistics.median(ratios):.2f}"
             f" ({min(ratios):.2f} to {max(ratios):.2f})"
         )
 
 
 def decode(engine: Engine, turn: int, *, beside: bool) -> tuple[float, int]:
-    """Tokens a second of the short rows in 40 steps in which every row decodes, and the bytes that the cache holds."""
+    """Tokens a second of the short rows in 40 steps in which every row decodes, and the bytes
+    that the cache holds."""
     greedy, steps = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True), 40
     lengths = [20 + i for i in range(16)] + [LONG] * beside
     for i, length in enumerate(lengths):
-        engine.add(Request(f"m{turn}.{i}", tuple((7 * turn + 13 * i + j) % 1000 for j in range(length)), greedy))
+        engine.add(
+            Request(
+                f"m{turn}.{i}", tuple((7 * turn + 13 * i + j) % 1000 for j in range(length)), greedy
+            )
+        )
     while len(engine.scheduler.rows) < len(lengths):
         engine.step()
     for _ in range(3):
@@ -279,14 +340,25 @@ def make_engine(model: nn.Module, *, by_tokens: bool = True, prefill_chunk: int 
 
     weights = SharedWeights(model, policy=None, keep_versions=1)
     options = engine_options(
-        vocab_size=SHARED["vocab_size"], max_model_len=4096, prefill_chunk=prefill_chunk, by_tokens=by_tokens
+        vocab_size=SHARED["vocab_size"],
+        max_model_len=4096,
+        prefill_chunk=prefill_chunk,
+        by_tokens=by_tokens,
     )
     return Engine(model, ByteTokenizer(), weights, prepare_for_serving(model), options)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Recurrent layers in chunks against loops over tokens.")
-    sections = {"layers": layers, "steps": steps, "group": group, "prefilled": prefilled, "mixed": mixed}
+    parser = argparse.ArgumentParser(
+        description=("Recurrent layers in chunks against loops over tokens.")
+    )
+    sections = {
+        "layers": layers,
+        "steps": steps,
+        "group": group,
+        "prefilled": prefilled,
+        "mixed": mixed,
+    }
     parser.add_argument("what", choices=list(sections))
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()

@@ -1,20 +1,26 @@
-"""Recurrent PPO of this package beside Stable-Baselines3's RecurrentPPO: same environment, same steps.
+"""Recurrent PPO of this package beside Stable-Baselines3's RecurrentPPO: same environment, same
+steps.
 
-    .venv/bin/pip install sb3-contrib torch      # for the rows sb3 …; without them those are left out
-    .venv/bin/python -m scripts.bench.recurrent_ppo [--timesteps 100000] [--seeds 0 1 2] [--rows gru lstm …]
+    .venv/bin/pip install sb3-contrib torch      # for the rows sb3 …; without them those are left
+                                                 out
+    .venv/bin/python -m scripts.bench.recurrent_ppo [--timesteps 100000] [--seeds 0 1 2] [--rows gru
+    lstm …]
 
     random           no expert: actions uniform in the bounds
     gru, lstm        the settings of examples/train_physics_expert.py
     no memory        the GRU learns, and is judged, with an empty memory at every shot
     … dropped        the row above it, whose memory is emptied at every shot when it is judged
-    wind hidden …    the same task, but the observation shows neither wind nor attempts: misses have to tell
-    sb3 same         MlpLstmPolicy with our sizes and settings; one LSTM for policy and value, as ours
+    wind hidden …    the same task, but the observation shows neither wind nor attempts: misses have
+                     to tell
+    sb3 same         MlpLstmPolicy with our sizes and settings; one LSTM for policy and value, as
+                     ours
     sb3 critic       the same with a second LSTM for the value, which is its default
     sb3 defaults     its own sizes and settings, with our number of environments
 
-Each cell is one process, one after the other, all rows of a seed before the next seed. After training 500 tasks that
-neither side has seen are shot at, with the most likely actions: return, hits within 1 m and 5 m. Seconds are those of
-training alone; seconds of processor time count all threads.
+Each cell is one process, one after the other, all rows of a seed before the next seed. After
+training 500 tasks that neither side has seen are shot at, with the most likely actions: return,
+hits within 1 m and 5 m. Seconds are those of training alone; seconds of processor time count all
+threads.
 """
 
 import argparse
@@ -73,7 +79,9 @@ def random_actions(seed: int) -> dict[str, Any]:
     from mlx_parallm.systems.experts.examples.train_physics_expert import UNSEEN
 
     draw = np.random.default_rng(seed)
-    return shoot(lambda observations, *_: (draw.uniform(-1, 1, (len(observations), 2)), None), UNSEEN)
+    return shoot(
+        lambda observations, *_: (draw.uniform(-1, 1, (len(observations), 2)), None), UNSEEN
+    )
 
 
 def projectile(environments: int, wind_is_hidden: bool) -> Any:
@@ -101,7 +109,9 @@ def environments_for_sb3(seed: int) -> Any:  # noqa: C901 - SB3's interface has 
         def __init__(self) -> None:
             self.task = ProjectileTask(SIDE_BY_SIDE)
             seen = spaces.Box(-np.inf, np.inf, (self.task.obs_dim,), np.float32)
-            super().__init__(SIDE_BY_SIDE, seen, spaces.Box(-1, 1, (self.task.action_dim,), np.float32))
+            super().__init__(
+                SIDE_BY_SIDE, seen, spaces.Box(-1, 1, (self.task.action_dim,), np.float32)
+            )
 
         def reset(self) -> Any:
             return self.task.reset(seed)
@@ -168,7 +178,9 @@ def sb3(row: str, timesteps: int, seed: int) -> dict[str, Any]:
 
     def act(observations: Any, state: Any, ended: Any) -> tuple[Any, Any]:
         with torch.no_grad():
-            actions, state = model.predict(observations, state, episode_start=ended, deterministic=True)
+            actions, state = model.predict(
+                observations, state, episode_start=ended, deterministic=True
+            )
         return actions, state
 
     return seconds | {"steps": model.num_timesteps} | shoot(act, UNSEEN)
@@ -195,7 +207,17 @@ def shoot(act: Any, seed: int, wind_is_hidden: bool = False) -> dict[str, Any]:
 
 def cell(row: str, timesteps: int, seed: int) -> dict[str, Any]:
     """Run one row in a process of its own."""
-    command = [sys.executable, "-m", __spec__.name, "--cell", row, "--seeds", str(seed), "--timesteps", str(timesteps)]
+    command = [
+        sys.executable,
+        "-m",
+        __spec__.name,
+        "--cell",
+        row,
+        "--seeds",
+        str(seed),
+        "--timesteps",
+        str(timesteps),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(f"{row}, seed {seed}: ended with {done.returncode}")
@@ -208,7 +230,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--timesteps", type=int, default=100_000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rows", nargs="+", choices=OURS + SB3, default=OURS + SB3 if has_sb3 else OURS)
+    parser.add_argument(
+        "--rows", nargs="+", choices=OURS + SB3, default=OURS + SB3 if has_sb3 else OURS
+    )
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell:
@@ -220,16 +244,34 @@ def main() -> None:
         print(json.dumps({name: float(value) for name, value in result.items()}))
         return
     if not has_sb3:
-        print("sb3-contrib is not installed (pip install sb3-contrib torch): only the rows of this package")
-    table = Table("", "seed", "return", "within 1 m", "within 5 m", "seconds", "processor", "steps/s")
+        print(
+            "sb3-contrib is not installed (pip install sb3-contrib torch): only the rows of"
+            " this"
+            " package"
+        )
+    table = Table(
+        "", "seed", "return", "within 1 m", "within 5 m", "seconds", "processor", ("steps/s")
+    )
     for seed in args.seeds:
         for row in args.rows:
             found = cell(row, args.timesteps, seed)
-            rate = f"{found.get('steps', args.timesteps) / found['seconds']:,.0f}" if "seconds" in found else "–"
-            seconds = [f"{found[key]:.1f}" if key in found else "–" for key in ("seconds", "processor")]
+            rate = (
+                (f"{found.get('steps', args.timesteps) / found['seconds']:,.0f}")
+                if "seconds" in found
+                else "–"
+            )
+            seconds = [
+                (f"{found[key]:.1f}") if key in found else "–" for key in ("seconds", "processor")
+            ]
             lines = [[row, str(seed), *(f"{found[key]:.3f}" for key in KEYS), *seconds, rate]]
             if "dropped hits" in found and "no memory" not in row:
-                lines.append([f"{row}, dropped", str(seed), *(f"{found['dropped ' + key]:.3f}" for key in KEYS)])
+                lines.append(
+                    [
+                        f"{row}, dropped",
+                        str(seed),
+                        *(f"{found['dropped ' + key]:.3f}" for key in KEYS),
+                    ]
+                )
             for line in lines:
                 table.add_row(*line)
                 print(*line, sep=" | ", flush=True)

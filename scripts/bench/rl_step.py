@@ -1,19 +1,22 @@
-"""Seconds of one GRPO step: the real daemon against mlx-lm-lora (the same BLAS; and as installed) and TRL on torch.
+"""Seconds of one GRPO step: the real daemon against mlx-lm-lora (the same BLAS; and as installed)
+and TRL on torch.
 
     scripts/bench/setup_peers trl                                   # build/peers, build/peers-trl
     .venv/bin/python -m scripts.bench.rl_step [--rounds 3] [--steps 12] [--only ours --only TRL]
     .venv/bin/python -m scripts.bench.rl_step --only "ours, 2 ranks" --only ours --only TRL
-    .venv/bin/python -m scripts.bench.rl_step --only "ours, 2 ranks, on-policy" --only "ours, on-policy"
+    .venv/bin/python -m scripts.bench.rl_step --only "ours, 2 ranks, on-policy" --only "ours,
+    on-policy"
 
-The same random Qwen3 (256 wide, 4 layers, 3.2 M parameters, one token a character), the same prompts, 8 prompts × 8
-samples of 32 tokens a step, all weights trained in float32, AdamW 1e-4, no KL, temperature 1. The reward is the
-share of letters in the answer. A step is the time between two lines of a trainer's own log; the first three are not
-counted. In a round every contender runs once, one after the other, and a ratio is taken within a round.
+The same random Qwen3 (256 wide, 4 layers, 3.2 M parameters, one token a character), the same
+prompts, 8 prompts × 8 samples of 32 tokens a step, all weights trained in float32, AdamW 1e-4, no
+KL, temperature 1. The reward is the share of letters in the answer. A step is the time between two
+lines of a trainer's own log; the first three are not counted. In a round every contender runs once,
+one after the other, and a ratio is taken within a round.
 
-"ours" overlaps a step's rollouts with the training of the one before (max_staleness = 1, the default); "ours,
-on-policy" does not, like its peers. mlx-lm-lora samples with top-k 20 and top-p 0.95, which its command line cannot
-turn off. "2 ranks" is `--ranks 2`: two processes that sample and train, with one BLAS thread each on two cores. The
-ratio is to the first contender.
+"ours" overlaps a step's rollouts with the training of the one before (max_staleness = 1, the
+default); "ours, on-policy" does not, like its peers. mlx-lm-lora samples with top-k 20 and top-p
+0.95, which its command line cannot turn off. "2 ranks" is `--ranks 2`: two processes that sample
+and train, with one BLAS thread each on two cores. The ratio is to the first contender.
 """
 
 import argparse
@@ -96,9 +99,12 @@ REWARD = """
 def letters(prompts, completions, *others, **columns):
     return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 """
-LORA_REWARD = "from mlx_lm_lora.trainer.grpo_reward_functions import register_reward_function\n" + REWARD.replace(
-    "def", "@register_reward_function()\ndef"
-).replace("*others, **columns", "answer, types=None")
+LORA_REWARD = (
+    "from mlx_lm_lora.trainer.grpo_reward_functions import register_reward_function\n"
+    + REWARD.replace("def", "@register_reward_function()\ndef").replace(
+        "*others, **columns", "answer, types=None"
+    )
+)
 TRL = """
 import json, os
 os.environ["HF_HUB_OFFLINE"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
@@ -140,14 +146,19 @@ def main() -> None:
             for contender in chosen:
                 steps = args.slow_steps if contender.endswith("as installed") else args.steps
                 run = Path(name, f"round{number}", contender)
-                seconds = measure(contender, directory, run, steps, console if number == 0 else None)
+                seconds = measure(
+                    contender, directory, run, steps, console if number == 0 else None
+                )
                 found[contender].append(seconds)
                 console.print(f"round {number + 1}, {contender}: {seconds:.3f} s a step")
     show(console, found)
 
 
 def show(console: Console, found: dict[str, list[float]]) -> None:
-    title = f"seconds a GRPO step, {PROMPTS} × {GROUP} samples of {LONGEST} tokens, {usable_cores()} cores"
+    title = (
+        f"seconds a GRPO step, {PROMPTS} × {GROUP} samples of {LONGEST} tokens, {usable_cores()}"
+        " cores"
+    )
     table = Table(title=title)
     first, ours = next(iter(found.items()))
     for column in ("contender", "s/step", "rounds", f"its time / {first}", "target"):
@@ -160,14 +171,27 @@ def show(console: Console, found: dict[str, list[float]]) -> None:
     console.print(table)
 
 
-def measure(contender: str, directory: Path, run: Path, steps: int, console: Console | None) -> float:
+def measure(
+    contender: str, directory: Path, run: Path, steps: int, console: Console | None
+) -> float:
     """Median seconds between two steps."""
-    values = {"directory": directory, "run": run, "steps": steps, "rate": LEARNING_RATE, "cores": usable_cores()}
+    values = {
+        "directory": directory,
+        "run": run,
+        "steps": steps,
+        "rate": LEARNING_RATE,
+        "cores": usable_cores(),
+    }
     values |= {"rows": PROMPTS * GROUP, "group": GROUP, "longest": LONGEST}
     if contender.startswith("ours"):
         config = directory / "ours.toml"
-        config.write_text(OURS.format(staleness=0 if contender.endswith("on-policy") else 1, **values))
-        command, environ = [str(Path(sys.executable).with_name("mlx_parallm_train")), "--config", str(config)], None
+        config.write_text(
+            OURS.format(staleness=0 if contender.endswith("on-policy") else 1, **values)
+        )
+        command, environ = (
+            [str(Path(sys.executable).with_name("mlx_parallm_train")), "--config", str(config)],
+            None,
+        )
         command += ["--ranks", "2"] if "2 ranks" in contender else []
         times = our_times(command, run / "run/metrics.jsonl")
     elif contender == "TRL":
@@ -177,7 +201,9 @@ def measure(contender: str, directory: Path, run: Path, steps: int, console: Con
         times = times_of_lines(command, environ, re.compile(r"'?step_time'?"))
     else:
         command = lora_command(directory, run, steps)
-        environ = environment("mkl" if contender.endswith("MKL") else "reference") | {"PYTHONUNBUFFERED": "1"}
+        environ = environment(("mkl") if contender.endswith("MKL") else "reference") | {
+            "PYTHONUNBUFFERED": "1"
+        }
         environ |= {"MKL_NUM_THREADS": str(usable_cores())}
         times = times_of_lines(command, environ, re.compile(r"^Iter \d+:\s*$"))
     if console is not None:
@@ -189,9 +215,25 @@ def measure(contender: str, directory: Path, run: Path, steps: int, console: Con
 
 
 def lora_command(directory: Path, run: Path, steps: int) -> list[str]:
-    options = {"model": directory / "model", "train-mode": "grpo", "train-type": "full", "num-layers": -1}
-    options |= {"data": directory / "lora", "group-size": GROUP, "batch-size": PROMPTS, "iters": steps, "beta": 0}
-    options |= {"max-completion-length": LONGEST, "temperature": 1.0, "learning-rate": LEARNING_RATE, "seed": 0}
+    options = {
+        "model": directory / "model",
+        "train-mode": "grpo",
+        "train-type": "full",
+        "num-layers": -1,
+    }
+    options |= {
+        "data": directory / "lora",
+        "group-size": GROUP,
+        "batch-size": PROMPTS,
+        "iters": steps,
+        "beta": 0,
+    }
+    options |= {
+        "max-completion-length": LONGEST,
+        "temperature": 1.0,
+        "learning-rate": LEARNING_RATE,
+        "seed": 0,
+    }
     options |= {"steps-per-report": 1, "adapter-path": run / "lora", "reward-functions": "letters"}
     options |= {"reward-functions-file": directory / "lora_reward.py"}
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
@@ -201,7 +243,9 @@ def lora_command(directory: Path, run: Path, steps: int) -> list[str]:
 def our_times(command: list[str], metrics: Path) -> list[float]:
     """When each line of the metrics file was there."""
     times: list[float] = []
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         said: list[str] = []
         reader = threading.Thread(target=lambda: said.extend(process.stderr or ()))
         reader.start()
@@ -215,7 +259,9 @@ def our_times(command: list[str], metrics: Path) -> list[float]:
     return times
 
 
-def times_of_lines(command: list[str], environ: dict[str, str], pattern: re.Pattern[str]) -> list[float]:
+def times_of_lines(
+    command: list[str], environ: dict[str, str], pattern: re.Pattern[str]
+) -> list[float]:
     """When each line that shows the pattern was printed."""
 
     def stamped() -> Iterator[float]:
@@ -225,7 +271,9 @@ def times_of_lines(command: list[str], environ: dict[str, str], pattern: re.Patt
                 yield time.perf_counter()
 
     said: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
+    ) as process:
         times = list(stamped())
     if process.returncode:
         raise SystemExit("".join(said[-40:]))
@@ -236,7 +284,10 @@ def prepare(directory: Path) -> None:
     """model/, the rows and the reward functions."""
     save_model(directory / "model")
     letters = random.Random(0)
-    words = ["".join(letters.choices(string.ascii_lowercase, k=letters.randint(5, 10))) for _ in range(256)]
+    words = [
+        "".join(letters.choices(string.ascii_lowercase, k=letters.randint(5, 10)))
+        for _ in range(256)
+    ]
     ours = [json.dumps({"prompt": f"rev\n{word}\n"}) for word in words]
     lora = [json.dumps({"prompt": word, "answer": word[::-1], "system": "rev"}) for word in words]
     (directory / "lora").mkdir()
@@ -247,26 +298,44 @@ def prepare(directory: Path) -> None:
 
 
 def save_model(directory: Path) -> None:
-    """The end of text is an id that the model cannot sample, so every answer has the longest length."""
+    """The end of text is an id that the model cannot sample, so every answer has the longest
+    length."""
     symbols = [*sorted(c for c in string.printable if c.isprintable() or c == "\n"), PAD]
     directory.mkdir(parents=True)
     shape = {
-        **{"model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768},
-        **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "rms_norm_eps": 1e-6},
+        **{
+            "model_type": "qwen3",
+            "hidden_size": 256,
+            "num_hidden_layers": 4,
+            "intermediate_size": 768,
+        },
+        **{
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-6,
+        },
         **{"vocab_size": len(symbols), "max_position_embeddings": 2048, "rope_theta": 10000.0},
         **{"tie_word_embeddings": True},
     }
     mx.random.seed(0)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(shape))
     arrays = {
-        name: 0.02 * mx.random.normal(a.shape) if a.ndim > 1 else a for name, a in tree_flatten(model.parameters())
+        name: 0.02 * mx.random.normal(a.shape) if a.ndim > 1 else a
+        for name, a in tree_flatten(model.parameters())
     }
     mx.save_safetensors(str(directory / "model.safetensors"), arrays, metadata={"format": "pt"})
-    others = {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": len(symbols), "pad_token_id": len(symbols) - 1}
+    others = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "eos_token_id": len(symbols),
+        "pad_token_id": len(symbols) - 1,
+    }
     (directory / "config.json").write_text(json.dumps(shape | others | {"torch_dtype": "float32"}))
     tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate([*symbols, END])}, []))
     tokenizer.decoder = decoders.Fuse()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=TEMPLATE)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=TEMPLATE
+    )
     wrapped.save_pretrained(directory)
 
 

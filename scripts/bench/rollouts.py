@@ -1,16 +1,20 @@
-"""Episodes of 1 to 50 turns: are short ones preferred, does one wait for the longest, what does playing many gain?
+"""Episodes of 1 to 50 turns: are short ones preferred, does one wait for the longest, what does
+playing many gain?
 
     python scripts/bench/rollouts.py --episodes 100 --turns 50 --tokens 6
 
-Plays `RolloutManager.collect_rollouts` on the shipped model. Task i's episode has 1 + 37 i mod 50 turns, so the true
-mean is known; a turn is at most --tokens tokens at a temperature at which it hardly ever ends sooner. Printed are
+Plays `RolloutManager.collect_rollouts` on the shipped model. Task i's episode has 1 + 37 i mod 50
+turns, so the true mean is known; a turn is at most --tokens tokens at a temperature at which it
+hardly ever ends sooner. Printed are
 
-* the mean length of what a call returned, beside the true mean: with exactly as many episodes as were asked for, and
-  while others are kept in flight beyond them (`maintain_parallel_count`), where whoever finishes first might push in;
+* the mean length of what a call returned, beside the true mean: with exactly as many episodes as
+  were asked for, and while others are kept in flight beyond them (`maintain_parallel_count`), where
+  whoever finishes first might push in;
 * steps of the engine (forward passes), beside those of the longest episode played alone;
 * episodes per second, beside one at a time;
 
-each with the default `step`, which needs no threads, and with one of the environment's own, a thread an episode.
+each with the default `step`, which needs no threads, and with one of the environment's own, a
+thread an episode.
 """
 
 import argparse
@@ -73,14 +77,18 @@ class Played:
 
     @property
     def mean_length(self) -> float:
-        return sum(trajectory.step_count for trajectory in self.trajectories) / len(self.trajectories)
+        return sum(trajectory.step_count for trajectory in self.trajectories) / len(
+            self.trajectories
+        )
 
     @property
     def per_second(self) -> float:
         return len(self.trajectories) / self.seconds
 
 
-def play(environment: Walk, episodes: int, arguments: argparse.Namespace, **settings: object) -> Played:
+def play(
+    environment: Walk, episodes: int, arguments: argparse.Namespace, **settings: object
+) -> Played:
     config = RolloutConfig(max_tokens=arguments.tokens, temperature=TEMPERATURE, **settings)
     stats = environment.inference.client.stats
     with RolloutManager(environment, config) as manager:
@@ -93,26 +101,49 @@ def play(environment: Walk, episodes: int, arguments: argparse.Namespace, **sett
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--turns", type=int, default=50, help="of the longest episode")
     parser.add_argument("--tokens", type=int, default=6, help="of one turn")
-    parser.add_argument("--one-at-a-time", type=int, default=10, help="episodes that are played so, for comparison")
+    parser.add_argument(
+        "--one-at-a-time",
+        type=int,
+        default=10,
+        help=("episodes that are played so, for comparison"),
+    )
     arguments = parser.parse_args()
     table = Table(
-        "played", "episodes", "mean turns", "true mean", "engine steps", "of longest", "episodes/s", "of alone"
+        "played",
+        "episodes",
+        "mean turns",
+        "true mean",
+        "engine steps",
+        "of longest",
+        "episodes/s",
+        ("of alone"),
     )
     server = ServerConfig(batch_size=2 * arguments.episodes)
     with InferenceModule("builtin:tiny", config=Config(server=server)) as inference:
         longest = play(LongestAlone(inference, arguments.turns), 1, arguments, num_parallel=1)
-        alone = play(Walk(inference, arguments.turns), arguments.one_at_a_time, arguments, num_parallel=1)
+        alone = play(
+            Walk(inference, arguments.turns), arguments.one_at_a_time, arguments, num_parallel=1
+        )
         rows = {"the longest, alone": (longest, float(arguments.turns))}
-        lengths = [Walk(inference, arguments.turns).length(index) for index in range(arguments.episodes)]
-        rows["one at a time"] = (alone, sum(lengths[: arguments.one_at_a_time]) / arguments.one_at_a_time)
+        lengths = [
+            Walk(inference, arguments.turns).length(index) for index in range(arguments.episodes)
+        ]
+        rows["one at a time"] = (
+            alone,
+            sum(lengths[: arguments.one_at_a_time]) / arguments.one_at_a_time,
+        )
         true_mean = sum(lengths) / len(lengths)
         for kind, name in ((Walk, "default step"), (BlockingWalk, "own step, in threads")):
             environment = kind(inference, arguments.turns)
-            together = play(environment, arguments.episodes, arguments, num_parallel=arguments.episodes)
+            together = play(
+                environment, arguments.episodes, arguments, num_parallel=arguments.episodes
+            )
             rows[f"all at once, {name}"] = (together, true_mean)
         kept = play(
             Walk(inference, arguments.turns),

@@ -1,9 +1,10 @@
-"""What the sandbox holds back, and what it costs: hostile programs in every way that this machine has, then runs/s.
+"""What the sandbox holds back, and what it costs: hostile programs in every way that this machine
+has, then runs/s.
 
     .venv/bin/python scripts/bench/sandbox.py [--runs 60]
 
-For each program: how it ended, after how many seconds (the time-out is 1), and how many of its processes are left. What
-must not happen prints BROKEN, and the exit code is 1.
+For each program: how it ended, after how many seconds (the time-out is 1), and how many of its
+processes are left. What must not happen prints BROKEN, and the exit code is 1.
 """
 
 import argparse
@@ -40,11 +41,24 @@ while True:
     except OSError:
         pass
 """
-FOUR_GIGABYTES = "block = bytearray(4 << 30)\nblock[::4096] = b'x' * (1 << 20)\nprint('allocated')\n"
-ONE_GIGABYTE_OF_OUTPUT = "import sys\nfor _ in range(1 << 14):\n    sys.stdout.write('x' * (1 << 16))\n"
-MANY_FILES = "for number in range(64):\n    open(str(number), 'wb').write(bytes(8 << 20))\nprint('written')\n"
-FILES_IN_MEMORY = "import os\nfor _ in range(50):\n    os.write(os.memfd_create('m'), bytes(6 << 23))\nprint('held')\n"
-SHARED_MEMORY = "import mmap\nfor _ in range(50):\n    mmap.mmap(-1, 6 << 23)[:] = bytes(6 << 23)\nprint('held')\n"
+FOUR_GIGABYTES = (
+    "block = bytearray(4 << 30)\nblock[::4096] = b'x' * (1 << 20)\nprint('allocated')\n"
+)
+ONE_GIGABYTE_OF_OUTPUT = (
+    "import sys\nfor _ in range(1 << 14):\n    sys.stdout.write('x' * (1 << 16))\n"
+)
+MANY_FILES = (
+    "for number in range(64):\n    open(str(number), 'wb').write(bytes(8 <<"
+    " 20))\nprint('written')\n"
+)
+FILES_IN_MEMORY = (
+    "import os\nfor _ in range(50):\n    os.write(os.memfd_create('m'), bytes(6 <<"
+    " 23))\nprint('held')\n"
+)
+SHARED_MEMORY = (
+    "import mmap\nfor _ in range(50):\n    mmap.mmap(-1, 6 << 23)[:] = bytes(6 <<"
+    " 23)\nprint('held')\n"
+)
 FORKED_MEMORY = """
 import os, time
 for _ in range(8):
@@ -117,8 +131,8 @@ except OSError as error:
 
 
 def left_over(patience_s: float = 2.0) -> int:
-    """Processes that a hostile program has left behind, wherever they hang in the tree. One that goes by itself soon is
-    another run's."""
+    """Processes that a hostile program has left behind, wherever they hang in the tree. One that
+    goes by itself soon is another run's."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
@@ -171,17 +185,41 @@ def hostile(way: str) -> int:
             ("endless loop, ignores signals", ENDLESS_LOOP, lambda run: run.outcome == "timeout"),
             ("fork bomb", FORK_BOMB, lambda run: run.outcome == "timeout"),
             ("4 GB", FOUR_GIGABYTES, lambda run: "MemoryError" in run.stderr),
-            ("reads and writes in the home", read_and_write(secret), lambda run: run.stdout.count("Error") == 2),
-            ("network", connect(server.getsockname()[1]), lambda run: run.stdout.endswith("Error\n")),
+            (
+                "reads and writes in the home",
+                read_and_write(secret),
+                lambda run: run.stdout.count("Error") == 2,
+            ),
+            (
+                "network",
+                connect(server.getsockname()[1]),
+                lambda run: run.stdout.endswith("Error\n"),
+            ),
             ("1 GB of output", ONE_GIGABYTE_OF_OUTPUT, lambda run: run.outcome == "output"),
-            ("2.5 GB in memfd_create", FILES_IN_MEMORY, lambda run: "PermissionError" in run.stderr),
+            (
+                "2.5 GB in memfd_create",
+                FILES_IN_MEMORY,
+                lambda run: "PermissionError" in run.stderr,
+            ),
             ("2.5 GB in shared memory", SHARED_MEMORY, lambda run: "PermissionError" in run.stderr),
             ("1.8 GB in nine processes", FORKED_MEMORY, lambda run: run.outcome == "memory"),
             ("0.5 GB in files", MANY_FILES, lambda run: "written" not in run.stdout),
-            ("0.5 GB in removed files", REMOVED_FILES, lambda run: run.outcome != "timeout" and not run.ok),
+            (
+                "0.5 GB in removed files",
+                REMOVED_FILES,
+                lambda run: run.outcome != "timeout" and not run.ok,
+            ),
             ("1,200 nested directories", DEEP_DIRECTORIES, lambda run: True),
-            ("signals and limits for its parent", PARENT_ENDED, lambda run: run.stdout == "alive\n"),
-            ("child, setsid, ignores signals", SURVIVOR, lambda run: "left one behind" in run.stdout),
+            (
+                "signals and limits for its parent",
+                PARENT_ENDED,
+                lambda run: run.stdout == ("alive\n"),
+            ),
+            (
+                "child, setsid, ignores signals",
+                SURVIVOR,
+                lambda run: "left one behind" in run.stdout,
+            ),
         ]
         broken = 0
         for name, program, contained in cases:
@@ -189,9 +227,13 @@ def hostile(way: str) -> int:
             left = left_over()
             good = contained(run) and run.seconds <= 2.0 and not left
             broken += not good
-            said = run.stdout.strip().replace("\n", ", ")[:40] or run.stderr.strip().rpartition("\n")[2][:40]
+            said = (
+                run.stdout.strip().replace("\n", ", ")[:40]
+                or run.stderr.strip().rpartition("\n")[2][:40]
+            )
             print(
-                f"  {name:32s} {run.outcome:8s} {run.seconds:5.2f} s  left {left}  {'' if good else 'BROKEN '}"
+                f"  {name:32s} {run.outcome:8s} {run.seconds:5.2f} s  left {left} "
+                f" {'' if good else 'BROKEN '}"
                 f"{said if run.outcome == 'ended' else ''}"
             )
     secret.unlink()
@@ -212,7 +254,11 @@ def speed(way: str, runs: int) -> None:
             results = list(pool.map(lambda _: sandbox.run("print(sum(range(1000)))"), range(runs)))
         seconds, cpu = time.perf_counter() - started, cpu_s() - used
         assert all(run.stdout == "499500\n" for run in results)
-        print(f"  {way}, {workers} at once: {runs / seconds:.1f} runs/s ({cpu / runs * 1000:.0f} ms of CPU each)")
+        print(
+            f"  {way}, {workers} at once: {runs / seconds:.1f} runs/s ({cpu / runs * 1000:.0f}"
+            " ms"
+            " of CPU each)"
+        )
 
 
 if __name__ == "__main__":

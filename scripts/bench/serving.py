@@ -1,10 +1,12 @@
-"""Tokens a second through the real HTTP server against its peers: the table of docs/benchmarks/serving.md.
+"""Tokens a second through the real HTTP server against its peers: the table of
+docs/benchmarks/serving.md.
 
-A random 29 M parameter Qwen3 is written in Hugging Face layout and served by this package and by `mlx_lm.server` (its
-newest release, `setup_peers`; peers.py) with the same BLAS; `ceiling.py` is mlx-lm's forward without any server. The
-sender (load.py) is a process of its own and sends all servers the same bodies. In every round each contender of a case
-runs once, one after the other, so that a busy neighbour hits all; the ratio of a round is within the round. Round 0
-warms up and is not counted.
+A random 29 M parameter Qwen3 is written in Hugging Face layout and served by this package and by
+`mlx_lm.server` (its newest release, `setup_peers`; peers.py) with the same BLAS; `ceiling.py` is
+mlx-lm's forward without any server. The sender (load.py) is a process of its own and sends all
+servers the same bodies. In every round each contender of a case runs once, one after the other, so
+that a busy neighbour hits all; the ratio of a round is within the round. Round 0 warms up and is
+not counted.
 
     scripts/bench/setup_peers && .venv/bin/python -m scripts.bench.serving          # every case, about 10 minutes
     .venv/bin/python -m scripts.bench.serving --case ceiling --case "32 clients"    # cases whose name contains one
@@ -63,9 +65,13 @@ class Case:
     models: tuple[str, ...] = ("default",)
 
     def prompts(self, turn: int) -> list[str]:
-        """One a client; letters, because a letter is one token. The same for every contender of a round."""
+        """One a client; letters, because a letter is one token. The same for every contender of
+        a round."""
         letters = random.Random(f"{self.name} {turn}")
-        distinct = ["".join(letters.choices(string.ascii_letters, k=self.prompt)) for _ in range(self.clients)]
+        distinct = [
+            "".join(letters.choices(string.ascii_letters, k=self.prompt))
+            for _ in range(self.clients)
+        ]
         return [distinct[client // self.group] for client in range(self.clients)]
 
 
@@ -77,7 +83,10 @@ CASES = (
     Case("64 clients", "mlx_lm.server", 64, 1.35, requests=1),
     Case("groups of 16, 400-token prompt", "mlx_lm.server", 16, 1.4, prompt=400, group=16),
     Case("8 clients", "mlx_lm.server, reference BLAS", 8, 8.0, requests=1),
-    *(Case(f"{clients} client{'s'[: clients - 1]}", "llama.cpp", clients, 1.0) for clients in (1, 8, 32)),
+    *(
+        Case(f"{clients} client{'s'[: clients - 1]}", "llama.cpp", clients, 1.0)
+        for clients in (1, 8, 32)
+    ),
     Case("1 adapter, 32 clients", "no adapter", 32, 0.93, models=ADAPTERS[:1]),
     Case("8 adapters, 32 clients", "no adapter", 32, 0.83, models=ADAPTERS),
 )
@@ -124,7 +133,8 @@ class Bench:
         return self._urls[contender]
 
     def _gguf(self) -> Path:
-        """The same weights as float32. Its end of text is a token of the model, as the file must have one."""
+        """The same weights as float32. Its end of text is a token of the model, as the file must
+        have one."""
         directory = save_bench_model(self._directory / "gguf")
         opened = open_model(ModelSource(str(directory)))
         vocabulary = read_vocabulary(opened.tokenizer, opened.config, opened.path)
@@ -136,12 +146,16 @@ class Bench:
 
     def _ceiling(self, case: Case, turn: int) -> Report:
         if self._plain is None:
-            self._plain = load_model(parse_config({"model": {"base_path": str(self._directory)}}).model)
+            self._plain = load_model(
+                parse_config({"model": {"base_path": str(self._directory)}}).model
+            )
         report = Report()
         for texts in self._turns(case, turn):
             # Which ids the prompts have makes no difference to the loop.
             prompts = [[ord(letter) for letter in text] for text in texts]
-            report.seconds += case.clients * OUTPUT / ceiling_rate(self._plain.model, prompts, OUTPUT)
+            report.seconds += (
+                case.clients * OUTPUT / ceiling_rate(self._plain.model, prompts, OUTPUT)
+            )
             report.tokens += case.clients * OUTPUT
         return report
 
@@ -155,7 +169,12 @@ def our_server(directory: Path) -> Iterator[str]:
         serving.listen()
         loaded = serving.load()
         adapters = {name: _random_adapter(loaded, seed) for seed, name in enumerate(ADAPTERS)}
-        serving.open(loaded, SharedWeights(loaded.model, keep_versions=1), adapters=adapters, main_adapter=None)
+        serving.open(
+            loaded,
+            SharedWeights(loaded.model, keep_versions=1),
+            adapters=adapters,
+            main_adapter=None,
+        )
         yield serving.url
     finally:
         serving.close()
@@ -188,10 +207,16 @@ def measure(bench: Bench, case: Case, rounds: int) -> str:
                 failed[contender] += len(report.failures)
             if report.failures:
                 print(
-                    f"  {contender}: {len(report.failures)} failed of {report.sent}, {report.failures[0]}", flush=True
+                    (
+                        f"  {contender}: {len(report.failures)} failed of {report.sent},"
+                        f" {report.failures[0]}"
+                    ),
+                    flush=True,
                 )
     ours, theirs = rates.values()
-    ratios = [mine / other if other else float("inf") for mine, other in zip(ours, theirs, strict=True)]
+    ratios = [
+        mine / other if other else float("inf") for mine, other in zip(ours, theirs, strict=True)
+    ]
     ratio = statistics.median(ratios)
     cells = [
         case.name,
@@ -207,7 +232,8 @@ def measure(bench: Bench, case: Case, rounds: int) -> str:
 
 
 def compare_greedy(bench: Bench, directory: Path, prompts: int = 32) -> str:
-    """Greedy answers of both servers, tokens and log-probabilities, up to the first difference of each answer."""
+    """Greedy answers of both servers, tokens and log-probabilities, up to the first difference
+    of each answer."""
     common: dict[str, Any] = {"max_tokens": OUTPUT, "temperature": 0.0}
     ties, different, worst, agreed = 0, 0, 0.0, list[int]()
     for text in Case("greedy", "mlx_lm.server", prompts, 1.0).prompts(0):
@@ -216,17 +242,23 @@ def compare_greedy(bench: Bench, directory: Path, prompts: int = 32) -> str:
         ours, theirs = _choice(bench.url("ours"), own), _choice(bench.url("mlx_lm.server"), other)
         entries = theirs["logprobs"]["content"]
         own_logprobs = ours["logprobs"]["token_logprobs"]
-        for place, (token, logprob, entry) in enumerate(zip(ours["token_ids"], own_logprobs, entries, strict=True)):
+        for place, (token, logprob, entry) in enumerate(
+            zip(ours["token_ids"], own_logprobs, entries, strict=True)
+        ):
             if token != entry["id"]:  # from here on these are two texts
-                best, second = sorted(ours["logprobs"]["top_logprobs"][place].values(), reverse=True)[:2]
+                best, second = sorted(
+                    ours["logprobs"]["top_logprobs"][place].values(), reverse=True
+                )[:2]
                 ties += best - second <= 1e-4
                 different += best - second > 1e-4
                 break
             agreed.append(token)
             worst = max(worst, abs(logprob - entry["logprob"]))
     return (
-        f"greedy answers, {prompts} of {OUTPUT} tokens: {len(agreed)} tokens equal, {len(set(agreed))} distinct,"
-        f" log-probabilities within {worst:.1e}; answers that parted at a near tie: {ties}, otherwise: {different}"
+        f"greedy answers, {prompts} of {OUTPUT} tokens: {len(agreed)} tokens equal,"
+        f" {len(set(agreed))} distinct,"
+        f" log-probabilities within {worst:.1e}; answers that parted at a near tie: {ties},"
+        f" otherwise: {different}"
     )
 
 
@@ -237,13 +269,23 @@ def _choice(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", help="only cases whose name or peer contains this; may be repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--case",
+        action="append",
+        help=("only cases whose name or peer contains this; may be repeated"),
+    )
     parser.add_argument("--rounds", type=int, default=3, help="counted ones")
     parser.add_argument("--peer-flags", default=" ".join(peers.FLAGS), help="of mlx_lm.server")
     arguments = parser.parse_args()
     configure_logging(level="warning")
-    wanted = [c for c in CASES if any(part in f"{c.name}, {c.against}" for part in arguments.case or [""])]
+    wanted = [
+        c
+        for c in CASES
+        if any(part in f"{c.name}, {c.against}" for part in arguments.case or [("")])
+    ]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         directory = save_bench_model(Path(name), endless=True)
@@ -255,7 +297,11 @@ def main() -> None:
         if any("mlx_lm" in case.against for case in wanted):
             print(f"peer: {peers.version()}; flags {arguments.peer_flags}")
             print(compare_greedy(bench, directory))
-    print("\n| case | against | ours tok/s | theirs | ratio, median | rounds | target | failed ours / theirs |")
+    print(
+        "\n| case | against | ours tok/s | theirs | ratio, median | rounds | target | failed"
+        " ours"
+        " / theirs |"
+    )
     print("|---|---|---|---|---|---|---|---|", *lines, sep="\n")
 
 

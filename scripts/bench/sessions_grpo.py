@@ -1,10 +1,12 @@
-"""GRPO on recorded sessions: agents of two turns, scored by the feedback route; the held-out gain over the base.
+"""GRPO on recorded sessions: agents of two turns, scored by the feedback route; the held-out gain
+over the base.
 
     .venv/bin/python -m scripts.bench.sessions_grpo --seeds 0 1 2 --steps 30
 
-The agent is openai's client with `base_url=…/sessions/NAME/v1`: it asks the tiny model to reverse four letters, then
-another four, and scores the session by the share of right answers. Eight sessions of one opening are a group. Held out
-are 200 words that no session has; they are answered greedily by the base and by the policy at the end.
+The agent is openai's client with `base_url=…/sessions/NAME/v1`: it asks the tiny model to reverse
+four letters, then another four, and scores the session by the share of right answers. Eight
+sessions of one opening are a group. Held out are 200 words that no session has; they are answered
+greedily by the base and by the policy at the end.
 """
 
 import argparse
@@ -87,12 +89,16 @@ class Run:
             return statistics.fmean(await asyncio.gather(*map(right, words)))
 
     async def session(self, url: str, name: str, words: list[str]) -> None:
-        async with openai.AsyncOpenAI(base_url=f"{url}/sessions/{name}/v1", api_key="none", timeout=120) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/sessions/{name}/v1", api_key="none", timeout=120
+        ) as client:
             messages: list[Any] = []
             right = 0
             for letters in words:
                 messages.append(question(letters))
-                answer: Any = await client.chat.completions.create(model="default", messages=messages, max_tokens=8)
+                answer: Any = await client.chat.completions.create(
+                    model="default", messages=messages, max_tokens=8
+                )
                 content = answer.choices[0].message.content or ""
                 self.version = max(self.version, answer.policy_version)
                 right += content == letters[::-1]
@@ -100,7 +106,9 @@ class Run:
         score = right / len(words)
         self.scores.append(score)
         async with httpx.AsyncClient(timeout=120) as http:
-            (await http.post(f"{url}/sessions/{name}/feedback", json={"score": score})).raise_for_status()
+            (
+                await http.post(f"{url}/sessions/{name}/feedback", json={"score": score})
+            ).raise_for_status()
 
     async def play(self, url: str) -> tuple[float, float]:
         before = await self.accuracy(url, "builtin:tiny:base")
@@ -108,10 +116,13 @@ class Run:
 
         async def group(number: int) -> None:
             words = [word(self.source, held_out=False) for _ in range(2)]
-            await asyncio.gather(*(self.session(url, f"g{number}-{i}", words) for i in range(GROUP)))
+            await asyncio.gather(
+                *(self.session(url, f"g{number}-{i}", words) for i in range(GROUP))
+            )
 
         running: set[asyncio.Task[None]] = set()
-        while self.version < self.steps - 1:  # one step before the end: then the server would be gone
+        # one step before the end: then the server would be gone
+        while self.version < self.steps - 1:
             while len(running) < 6:
                 running.add(asyncio.create_task(group(number)))
                 number += 1
@@ -126,7 +137,9 @@ class Run:
         steps = self.steps + 20  # the server must be there for the last look
 
         def words(port: int) -> list[str]:
-            config.write_text(CONFIG.format(port=port, directory=directory, steps=steps, seed=self.seed))
+            config.write_text(
+                CONFIG.format(port=port, directory=directory, steps=steps, seed=self.seed)
+            )
             return [command("mlx_parallm"), "train", "--config", str(config)]
 
         began = time.perf_counter()
@@ -134,7 +147,8 @@ class Run:
             before, after = asyncio.run(self.play(url))
         first, last = statistics.fmean(self.scores[:128]), statistics.fmean(self.scores[-128:])
         print(
-            f"seed {self.seed}: held out {before:.3f} → {after:.3f} ({after - before:+.3f}), score of the first 128"
+            f"seed {self.seed}: held out {before:.3f} → {after:.3f} ({after - before:+.3f}), score"
+            " of the first 128"
             f" sessions {first:.3f}, of the last {last:.3f}, {len(self.scores)} sessions,"
             f" {time.perf_counter() - began:.0f} s",
             flush=True,
@@ -142,7 +156,9 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()

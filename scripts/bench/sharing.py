@@ -2,11 +2,12 @@
 
     .venv/bin/python -m scripts.bench.sharing [--rounds 3] [--requests 6] [--seconds 20]
 
-The 29 M parameter benchmark model is served by the real HTTP server to 8 clients (64-token prompts, 64 tokens out; a
-sender in a process of its own, no retries) while the main thread takes training steps on a LoRA adapter of rank 16 (16
-rollouts of 64 + 64 tokens a step, block by block), as the daemon does. Every case is a process of its own; in a round
-all run once, in turn. A share is a rate over the rate alone in the same round; alone, engine or trainer has all cores
-(the better of one and of all BLAS threads), together the daemon's own split.
+The 29 M parameter benchmark model is served by the real HTTP server to 8 clients (64-token prompts,
+64 tokens out; a sender in a process of its own, no retries) while the main thread takes training
+steps on a LoRA adapter of rank 16 (16 rollouts of 64 + 64 tokens a step, block by block), as the
+daemon does. Every case is a process of its own; in a round all run once, in turn. A share is a rate
+over the rate alone in the same round; alone, engine or trainer has all cores (the better of one and
+of all BLAS threads), together the daemon's own split.
 """
 
 import argparse
@@ -55,7 +56,9 @@ ALONE = [(case, computing) for case in RATES for computing in (1, 2)]  # 1: all 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=6, help="of each client, one after the other")
+    parser.add_argument(
+        "--requests", type=int, default=6, help=("of each client, one after the other")
+    )
     parser.add_argument("--seconds", type=float, default=20, help="of training alone")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -66,18 +69,37 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = str(save_bench_model(Path(directory) / "model", endless=True))
         rounds = [one_round(path, args.requests, args.seconds, console) for _ in range(args.rounds)]
-    table = Table(title=f"{usable_cores()} cores, BLAS {blas_status().name}; medians of {args.rounds} rounds")
-    for column in ("serve_priority", "serve tok/s", "train tok/s", "serve share", "train share", "sum", "failed"):
+    table = Table(
+        title=(
+            f"{usable_cores()} cores, BLAS {blas_status().name}; medians of {args.rounds} rounds"
+        )
+    )
+    for column in (
+        "serve_priority",
+        "serve tok/s",
+        "train tok/s",
+        "serve share",
+        "train share",
+        "sum",
+        ("failed"),
+    ):
         table.add_column(column, justify="left" if column == "serve_priority" else "right")
     median = statistics.median
-    table.add_row("alone", *(f"{median(r['alone'][name] for r in rounds):.0f}" for name in RATES), *["-"] * 4)
+    table.add_row(
+        "alone", *(f"{median(r['alone'][name] for r in rounds):.0f}" for name in RATES), *["-"] * 4
+    )
     for priority in PRIORITIES:
         both = [r[priority] for r in rounds]
-        shares = [[b[name] / r["alone"][name] for name in RATES] for b, r in zip(both, rounds, strict=True)]
+        shares = [
+            [b[name] / r["alone"][name] for name in RATES]
+            for b, r in zip(both, rounds, strict=True)
+        ]
         rates = [f"{median(b[name] for b in both):.0f}" for name in RATES]
         parts = [f"{median(share[i] for share in shares):.2f}" for i in (0, 1)]
         failed = str(sum(b["failed"] for b in both))
-        table.add_row(priority, *rates, *parts, f"{median(sum(share) for share in shares):.2f}", failed)
+        table.add_row(
+            priority, *rates, *parts, f"{median(sum(share) for share in shares):.2f}", failed
+        )
     console.print(table)
 
 
@@ -86,18 +108,25 @@ def one_round(path: str, requests: int, seconds: float, console: Console) -> dic
     for case, computing in ALONE:
         result = in_process(path=path, serve=case == "serve", train=case == "train", computing=computing,
                             requests=requests, seconds=seconds)  # fmt: skip
-        console.print(f"{case} alone, {usable_cores() // computing or 1} BLAS threads: {result[case]:.0f} tok/s")
+        console.print(
+            f"{case} alone, {usable_cores() // computing or 1} BLAS threads: {result[case]:.0f}"
+            " tok/s"
+        )
         alone[case] = max(alone[case], result[case])
     found: dict[str, Any] = {"alone": alone}
     for priority in PRIORITIES:
-        found[priority] = in_process(path=path, serve=True, train=True, priority=priority, requests=requests)
+        found[priority] = in_process(
+            path=path, serve=True, train=True, priority=priority, requests=requests
+        )
         console.print(f"{priority}: {found[priority]}")
     return found
 
 
 def in_process(**case: Any) -> dict[str, Any]:
     command = [sys.executable, "-m", "scripts.bench.sharing", "--case", json.dumps(case)]
-    result: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    result: dict[str, Any] = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    )
     return result
 
 
@@ -114,9 +143,16 @@ def run_case(
     """Tokens a second of both, in one process as the daemon has them."""
     configure_logging(level="error")
     share_blas_between(computing, usable_cores())
-    training = {"serve_priority": priority, "batch_size": ROWS, "token_budget": 512, "lora": {"rank": 16}}
+    training = {
+        "serve_priority": priority,
+        "batch_size": ROWS,
+        "token_budget": 512,
+        "lora": {"rank": 16},
+    }
     training |= {"atropos": {"rollout_batch_size": ROWS}}
-    config = parse_config({"model": {"base_path": path}, "server": {"port": 0}, "rl_training": training})
+    config = parse_config(
+        {"model": {"base_path": path}, "server": {"port": 0}, "rl_training": training}
+    )
     with mlx_thread():
         serving = Serving(config)
         trainer, _ = start(serving, config)
@@ -145,7 +181,10 @@ def start(serving: Serving, config: Config) -> tuple[Trainer, SharedWeights]:
     serving.listen()
     loaded = serving.load()
     policy = TrainedPolicy(
-        copy.deepcopy(loaded.model), config.rl_training, source=loaded.path, model_config=loaded.config
+        copy.deepcopy(loaded.model),
+        config.rl_training,
+        source=loaded.path,
+        model_config=loaded.config,
     )
     weights = SharedWeights(loaded.model, policy="policy", keep_versions=1)
     serving.open(loaded, weights, adapters={"policy": policy.adapter()}, main_adapter="policy")
@@ -156,10 +195,13 @@ def start(serving: Serving, config: Config) -> tuple[Trainer, SharedWeights]:
 def ask(serving: Serving, requests: int) -> Report:
     letters = random.Random(0)
     prompts = [
-        ["".join(letters.choices(string.ascii_letters, k=PROMPT)) for _ in range(requests)] for _ in range(CLIENTS)
+        ["".join(letters.choices(string.ascii_letters, k=PROMPT)) for _ in range(requests)]
+        for _ in range(CLIENTS)
     ]
     body = {"model": "default", "max_tokens": OUTPUT, "temperature": 1.0}
-    return send(serving.url, [[body | {"prompt": prompt} for prompt in client] for client in prompts])
+    return send(
+        serving.url, [[body | {"prompt": prompt} for prompt in client] for client in prompts]
+    )
 
 
 def make_batch() -> TrainBatch:
@@ -183,7 +225,9 @@ def make_batch() -> TrainBatch:
     for group in groups:
         advantages = token_advantages(group, group_advantages)
         assert advantages is not None
-        sequences += [TrainSequence(*pair, True) for pair in zip(group.rollouts, advantages, strict=True)]
+        sequences += [
+            TrainSequence(*pair, True) for pair in zip(group.rollouts, advantages, strict=True)
+        ]
     return TrainBatch(1, tuple(groups), tuple(sequences), BatchStatistics())
 
 

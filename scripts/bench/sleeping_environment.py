@@ -1,4 +1,5 @@
-"""An environment that never answers: `name = "awaits"` sleeps in `step` (asyncio), "blocks" holds up its thread."""
+"""An environment that never answers: `name = "awaits"` sleeps in `step` (asyncio), "blocks"
+holds up its thread."""
 
 import asyncio
 import time

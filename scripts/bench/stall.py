@@ -1,9 +1,11 @@
-"""What a 4,000-token prompt does to others: with chunks of prefill between decode steps, and in one piece.
+"""What a 4,000-token prompt does to others: with chunks of prefill between decode steps, and in one
+piece.
 
-One stream runs; the long prompt comes; BESIDE_S later, while it is being computed, a 32-token request. Measured in the
-same process, rounds of the two kinds alternating: the longest gap between two tokens of the stream, the time to the
-first token of the short request, and that of the long one (the price of chunking). With `builtin:tiny`, whose context
-ends before: what is measured is time. The requests go through the engine thread as the server's do.
+One stream runs; the long prompt comes; BESIDE_S later, while it is being computed, a 32-token
+request. Measured in the same process, rounds of the two kinds alternating: the longest gap between
+two tokens of the stream, the time to the first token of the short request, and that of the long one
+(the price of chunking). With `builtin:tiny`, whose context ends before: what is measured is time.
+The requests go through the engine thread as the server's do.
 
     .venv/bin/python scripts/bench/stall.py
 """
@@ -44,7 +46,9 @@ def start(prefill_chunk: int) -> EngineThread:
     weights = SharedWeights(loaded.model, keep_versions=1)
     lora = prepare_for_serving(loaded.model)
     plain = engine_options(Config(), loaded)
-    options = replace(plain, max_model_len=2 * LONG, prefill_chunk=prefill_chunk, prefix_cache_bytes=0)
+    options = replace(
+        plain, max_model_len=2 * LONG, prefill_chunk=prefill_chunk, prefix_cache_bytes=0
+    )
     tokenizer = load_tokenizer(loaded.path, TINY)
     models = ServedModels("tiny", adapter_versions=dict, version=lambda: 0)
     thread = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), models)
@@ -76,7 +80,9 @@ async def one_round(client: EngineClient, chunks: int) -> tuple[float, float, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -90,7 +96,11 @@ def main() -> None:
     for thread in kinds.values():
         thread.stop()
     chunked, whole = (list(zip(*rounds, strict=True)) for rounds in found.values())
-    texts = ("longest gap of a stream", f"first token, {SHORT} tokens beside it", f"first token, {LONG} tokens")
+    texts = (
+        "longest gap of a stream",
+        f"first token, {SHORT} tokens beside it",
+        (f"first token, {LONG} tokens"),
+    )
     for text, with_chunks, without in zip(texts, chunked, whole, strict=True):
         print(f"{text}: {_report(with_chunks, without, arguments.chunk)}")
 
@@ -100,7 +110,10 @@ def _report(with_chunks: Sequence[float], without: Sequence[float], chunk: int) 
     rounds = ", ".join(f"{ratio:.1f}" for ratio in ratios)
     a, b = statistics.median(with_chunks), statistics.median(without)
     median = statistics.median(ratios)
-    return f"{a:.2f} s with chunks of {chunk}, {b:.2f} s in one piece: {median:.1f} times (rounds {rounds})"
+    return (
+        f"{a:.2f} s with chunks of {chunk}, {b:.2f} s in one piece: {median:.1f} times (rounds"
+        f" {rounds})"
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""One GRPO step of a Qwen3-14B shape in 4 bits with the engine beside it: what the preflight says, what it then takes.
+"""One GRPO step of a Qwen3-14B shape in 4 bits with the engine beside it: what the preflight says,
+what it then takes.
 
     python scripts/bench/step_14b.py --directory DIR                all 40 layers: 40 GB of disk; the step takes about a
                                                                     quarter of an hour on two cores
     python scripts/bench/step_14b.py --directory DIR --layers 2     the same in a minute
 
-The checkpoint is written in bfloat16, file by file, and quantised while it is loaded, which is part of the peak; a
-second run starts from what was kept. Its blocks hold the same random numbers each, under names of their own. The step
-trains a rank-16 adapter of every linear layer on one micro-batch of `--tokens` tokens: a group of eight completions of
-one prompt. Both peaks are printed: `mx.get_peak_memory` from before the load on, and the process's resident set.
+The checkpoint is written in bfloat16, file by file, and quantised while it is loaded, which is part
+of the peak; a second run starts from what was kept. Its blocks hold the same random numbers each,
+under names of their own. The step trains a rank-16 adapter of every linear layer on one micro-batch
+of `--tokens` tokens: a group of eight completions of one prompt. Both peaks are printed:
+`mx.get_peak_memory` from before the load on, and the process's resident set.
 """
 
 import argparse
@@ -43,11 +45,20 @@ from mlx_parallm.types import Request, Rollout, SamplingParams
 from mlx_parallm.weights import SharedWeights
 
 assert mlx_parallm.__version__
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, LAYERS = 5120, 17408, 40, 8, 128, 151936, 40
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, LAYERS = (
+    5120,
+    17408,
+    40,
+    8,
+    128,
+    151936,
+    40,
+)
 GROUP, POLICY = 8, "policy"
 SPARE = 2e9  # bytes of disk that stay free
 UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-TINY = Path(mlx_parallm.__file__).parent / "models" / "tiny"  # its tokenizer stands in: no text is made here
+# its tokenizer stands in: no text is made here
+TINY = Path(mlx_parallm.__file__).parent / "models" / "tiny"
 console = Console(width=140)
 
 
@@ -66,7 +77,9 @@ class Phases:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
             self.peaks[name] = mx.get_peak_memory()
-            console.print(f"{name}: {self.seconds[name]:,.1f} s, peak so far {self.peaks[name] / 1e9:.2f} GB")
+            console.print(
+                f"{name}: {self.seconds[name]:,.1f} s, peak so far {self.peaks[name] / 1e9:.2f} GB"
+            )
 
     def timed(self, owner: Any, method: str, name: str) -> None:
         original: Callable[..., Any] = getattr(owner, method)
@@ -80,10 +93,14 @@ class Phases:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--directory", type=Path, required=True, help="where the checkpoint is made, and kept")
+    parser.add_argument(
+        "--directory", type=Path, required=True, help=("where the checkpoint is made, and kept")
+    )
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--tokens", type=int, default=2048, help="of the micro-batch")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the activations")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help=("of the activations")
+    )
     arguments = parser.parse_args()
     path = arguments.directory / f"qwen3-14b-{arguments.layers}-layers"
     if not (path / "config.json").is_file():
@@ -99,16 +116,19 @@ def main() -> None:
     console.print(table)
     peak, resident = mx.get_peak_memory(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
     console.print(
-        f"loss {report['loss']:.4f}, gradient norm {report['grad_norm']:.3g}, {report['tokens']:,} tokens trained"
+        f"loss {report['loss']:.4f}, gradient norm {report['grad_norm']:.3g},"
+        f" {report['tokens']:,} tokens trained"
     )
     console.print(
-        f"mx.get_peak_memory {peak / 1e9:.2f} GB; the preflight said {predicted / 1e9:.2f}: {predicted / peak:.2f}"
+        f"mx.get_peak_memory {peak / 1e9:.2f} GB; the preflight said {predicted / 1e9:.2f}:"
+        f" {predicted / peak:.2f}"
     )
     console.print(f"resident set at most {resident / 1e9:.2f} GB")
 
 
 def lengths(tokens: int) -> tuple[int, int]:
-    """Tokens of the prompt and of each completion, so that GROUP rows with one prompt are `tokens`."""
+    """Tokens of the prompt and of each completion, so that GROUP rows with one prompt are
+    `tokens`."""
     prompt = tokens // GROUP
     return prompt, (tokens - prompt) // GROUP + 1
 
@@ -136,7 +156,8 @@ def configuration(path: Path, arguments: argparse.Namespace) -> Config:
                 "lora": {"enabled": True, "rank": 16, "alpha": 32, "quantize_base": True},
                 "atropos": {"rollout_batch_size": GROUP, "max_token_length": 1024},
             },
-            "environments": [{"kind": "tasks", "name": "sum", "group_size": GROUP}],  # not played: prompts are shared
+            # not played: prompts are shared
+            "environments": [{"kind": "tasks", "name": "sum", "group_size": GROUP}],
         }
     )
 
@@ -161,13 +182,23 @@ def step(config: Config, phases: Phases, prompt: int, completion: int) -> dict[s
         algorithm = make_algorithm(config.rl_training)
         with phases.phase("adapter, optimizer, checks"):
             policy = TrainedPolicy(
-                copy.deepcopy(loaded.model), config.rl_training, source=loaded.path, model_config=loaded.config
+                copy.deepcopy(loaded.model),
+                config.rl_training,
+                source=loaded.path,
+                model_config=loaded.config,
             )
             trainer = Trainer(policy, config.rl_training, algorithm)
-        weights = SharedWeights(loaded.model, policy=POLICY, keep_versions=config.server.keep_versions)
+        weights = SharedWeights(
+            loaded.model, policy=POLICY, keep_versions=config.server.keep_versions
+        )
         serving.open(loaded, weights, adapters={POLICY: policy.adapter()}, main_adapter=POLICY)
         with phases.phase("engine: one prompt of 16 tokens, two tokens"):
-            request = Request("one", tuple(range(16)), SamplingParams(max_tokens=2, ignore_eos=True), adapter=POLICY)
+            request = Request(
+                "one",
+                tuple(range(16)),
+                SamplingParams(max_tokens=2, ignore_eos=True),
+                adapter=POLICY,
+            )
             asyncio.run(serving.client.generate_many([request]))
         phases.timed(trainer.model, "_forward", "step: forward")
         phases.timed(trainer.model, "_score_pieces", "step: head, scores")
@@ -214,7 +245,11 @@ def make_checkpoint(path: Path, layers: int) -> None:
         "post_attention_layernorm": (HIDDEN,),
     }
     table = (VOCABULARY, HIDDEN)
-    outer = {"model.embed_tokens.weight": table, "lm_head.weight": table, "model.norm.weight": (HIDDEN,)}
+    outer = {
+        "model.embed_tokens.weight": table,
+        "lm_head.weight": table,
+        "model.norm.weight": (HIDDEN,),
+    }
     needed = 2 * (sum(map(size_of, outer.values())) + layers * sum(map(size_of, block.values())))
     free = shutil.disk_usage(existing(path)).free
     if needed * 1.4 + SPARE > free:  # and its copy in 4 bits
@@ -229,11 +264,15 @@ def make_checkpoint(path: Path, layers: int) -> None:
 
     numbers = {name: draw(shape) for name, shape in block.items()}
     for layer in range(layers):
-        write(layer, {f"model.layers.{layer}.{name}.weight": array for name, array in numbers.items()})
+        write(
+            layer, {f"model.layers.{layer}.{name}.weight": array for name, array in numbers.items()}
+        )
     numbers.clear()
     for number, (name, shape) in enumerate(outer.items(), start=layers):
         write(number, {name: draw(shape)})
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(TINY / name, path / name)
     config: dict[str, Any] = {
@@ -251,18 +290,22 @@ def make_checkpoint(path: Path, layers: int) -> None:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    (path / "config.json").write_text(json.dumps(config))  # last: it says that the checkpoint is whole
+    # last: it says that the checkpoint is whole
+    (path / "config.json").write_text(json.dumps(config))
     mx.clear_cache()
 
 
 def draw(shape: tuple[int, ...]) -> mx.array:
-    """A norm's ones, or uniform numbers of standard deviation 0.02, in pieces of 1 GiB of float32."""
+    """A norm's ones, or uniform numbers of standard deviation 0.02, in pieces of 1 GiB of
+    float32."""
     if len(shape) == 1:
         return mx.ones(shape, mx.bfloat16)
     rows, bound = max(1, 2**28 // shape[1]), 0.02 * 3**0.5
     parts = []
     for start in range(0, shape[0], rows):
-        part = mx.random.uniform(-bound, bound, (min(rows, shape[0] - start), shape[1])).astype(mx.bfloat16)
+        part = mx.random.uniform(-bound, bound, (min(rows, shape[0] - start), shape[1])).astype(
+            mx.bfloat16
+        )
         mx.eval(part)
         parts.append(part)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)

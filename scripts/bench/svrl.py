@@ -2,16 +2,18 @@
 
     MKL_NUM_THREADS=1 .venv/bin/python -m scripts.bench.svrl [--seeds 0 1 2] [--steps 40]
 
-The task: products of two two-digit numbers, which `builtin:tiny` cannot work out, with a real calculator at 1.0 of a
-budget of 1.5 (`svrl_environment.py`). Reward: task - w · spent / budget + 0.05 · saved steps.
+The task: products of two two-digit numbers, which `builtin:tiny` cannot work out, with a real
+calculator at 1.0 of a budget of 1.5 (`svrl_environment.py`). Reward: task - w · spent / budget +
+0.05 · saved steps.
 
-1. Warm start, so that the model knows the two forms: SFT on rows of each, a call and an answer without one in equal
-   shares, and what to do with a result. It learns the syntax and to copy, not when to call.
-2. GRPO by `mlx_parallm_train` from there, once with w = 0.2 (a call costs 0.13 of a right answer) and once with ten
-   times that (1.33: more than the answer is worth).
+1. Warm start, so that the model knows the two forms: SFT on rows of each, a call and an answer
+   without one in equal shares, and what to do with a result. It learns the syntax and to copy, not
+   when to call.
+2. GRPO by `mlx_parallm_train` from there, once with w = 0.2 (a call costs 0.13 of a right answer)
+   and once with ten times that (1.33: more than the answer is worth).
 
-Printed: of held-out products, at temperature 1 and greedily, the share answered right, calls made for each episode, and
-the most that any episode spent.
+Printed: of held-out products, at temperature 1 and greedily, the share answered right, calls made
+for each episode, and the most that any episode spent.
 """
 
 import argparse
@@ -127,20 +129,32 @@ def main() -> None:
             for stage, text in stages.items():
                 seconds = train(directory, stage, text)
                 adapter = None if stage == "sft" else directory / stage / "final"
-                sampled, greedy = (measure(directory / "sft" / "final", adapter, args.episodes, t) for t in (1.0, 0.0))
+                sampled, greedy = (
+                    measure(directory / "sft" / "final", adapter, args.episodes, t)
+                    for t in (1.0, 0.0)
+                )
                 table.add_row(str(seed), stage, shown(sampled), shown(greedy), f"{seconds:.0f}")
     Console(width=120).print(table)
 
 
 def write_rows(path: Path, seed: int) -> None:
-    """For each training product: a call, an answer without one, and the answer to the result of a call."""
+    """For each training product: a call, an answer without one, and the answer to the result of
+    a call."""
     environment, rng = Products(seed=seed), random.Random(seed)
     with path.open("w") as file:
         for index in range(len(TASKS) * 9 // 10):
             state = environment.reset(index=index)
-            call, answer = f"USE_TOOL[calc]({state.prompt})", f"FINAL ANSWER: {state.metadata['answer']}"
-            rows = [(environment.build_prompt(state), call), (environment.build_prompt(state), answer)]
-            rows.append((environment.build_prompt(environment.update_state(state.copy(), call)), answer))
+            call, answer = (
+                f"USE_TOOL[calc]({state.prompt})",
+                (f"FINAL ANSWER: {state.metadata['answer']}"),
+            )
+            rows = [
+                (environment.build_prompt(state), call),
+                (environment.build_prompt(state), answer),
+            ]
+            rows.append(
+                (environment.build_prompt(environment.update_state(state.copy(), call)), answer)
+            )
             for prompt, completion in rng.sample(rows, len(rows)):
                 file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
 
@@ -150,7 +164,9 @@ def train(directory: Path, stage: str, text: str) -> float:
     config = directory / f"{stage}.toml"
     config.write_text(text)
     started = time.perf_counter()
-    done = subprocess.run([TRAIN, "--config", config], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [TRAIN, "--config", config], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if done.returncode:
         raise SystemExit(done.stdout)
     return time.perf_counter() - started

@@ -1,10 +1,15 @@
-"""Eight models at once against one, 2,000 samples in flight, and an RL loop against the trainer, on `builtin:tiny`.
+"""Eight models at once against one, 2,000 samples in flight, and an RL loop against the trainer, on
+`builtin:tiny`.
 
-    .venv/bin/python -m scripts.bench.tinker models     tokens/s of 8 models together / of one; each equals itself alone
-    .venv/bin/python -m scripts.bench.tinker samples    none lost; how long GET /api/v1/healthz takes meanwhile
-    .venv/bin/python -m scripts.bench.tinker loop       scripts/tinker/rl_loop.py / mlx_parallm_train: reward, seconds
+    .venv/bin/python -m scripts.bench.tinker models     tokens/s of 8 models together / of one; each
+                                                        equals itself alone
+    .venv/bin/python -m scripts.bench.tinker samples    none lost; how long GET /api/v1/healthz
+                                                        takes meanwhile
+    .venv/bin/python -m scripts.bench.tinker loop       scripts/tinker/rl_loop.py /
+                                                        mlx_parallm_train: reward, seconds
 
-The server is a process of its own. Both sides of a ratio are measured in turns. `loop` needs scripts/setup_tinker.
+The server is a process of its own. Both sides of a ratio are measured in turns. `loop` needs
+scripts/setup_tinker.
 """
 
 import argparse
@@ -79,7 +84,8 @@ def data(seed):
 
 
 def train(client, jobs):
-    """Steps of (model, first seq_id, seed), all sent before any result is asked for. Returns tokens/s."""
+    """Steps of (model, first seq_id, seed), all sent before any result is asked for. Returns
+    tokens/s."""
     started, promises, tokens = time.perf_counter(), [], 0
     for step in range(STEPS):
         for model, first, seed in jobs:
@@ -93,7 +99,9 @@ def train(client, jobs):
 
 
 def final_loss(client, model, seq_id):
-    return client.output(client.send(model, seq_id, data(0), "cross_entropy", forward_only=True)).metrics["loss:sum"]
+    return client.output(
+        client.send(model, seq_id, data(0), "cross_entropy", forward_only=True)
+    ).metrics[("loss:sum")]
 
 
 def models(url):
@@ -107,9 +115,14 @@ def models(url):
         one, many, width = [], [], 2 * STEPS
         for number in range(ROUNDS):
             one += [train(client, [(alone, 1 + width * number, 0)])]
-            many += [train(client, [(m, 1 + width * number, 100 * i) for i, m in enumerate(together)])]
+            many += [
+                train(client, [(m, 1 + width * number, 100 * i) for i, m in enumerate(together)])
+            ]
         ratio = statistics.median(many) / statistics.median(one)
-        print(f"tokens/s: one model {statistics.median(one):.0f}, eight {statistics.median(many):.0f}: {ratio:.2f}")
+        print(
+            f"tokens/s: one model {statistics.median(one):.0f}, eight"
+            f" {statistics.median(many):.0f}: {ratio:.2f}"
+        )
         worst = 0.0
         for i, model in enumerate(together):
             twin = client.create_model(200 + i, rank=ranks[i], seed=i)
@@ -137,13 +150,21 @@ def healthz(url, done, longest):
 
 
 async def collect(http, sampler):
-    """Begin all samples, then fetch each when `retrieve_futures` says that it is there. Returns how many came."""
+    """Begin all samples, then fetch each when `retrieve_futures` says that it is there. Returns
+    how many came."""
 
-    places = asyncio.Semaphore(100)  # as many requests as connections: httpx's queue costs the square of its length
+    # as many requests as connections: httpx's queue costs the square of its length
+    places = asyncio.Semaphore(100)
 
     async def begin(number):
-        body = {"sampling_session_id": sampler, "seq_id": number, "sampling_params": {"max_tokens": 24, "stop": []}}
-        body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [1, *range(40, 60), 40 + number % 200]}]}
+        body = {
+            "sampling_session_id": sampler,
+            "seq_id": number,
+            "sampling_params": {"max_tokens": 24, "stop": []},
+        }
+        body["prompt"] = {
+            "chunks": [{"type": "encoded_text", "tokens": [1, *range(40, 60), 40 + number % 200]}]
+        }
         async with places:
             return (await http.post(f"{API}/asample", json=body)).json()["request_id"]
 
@@ -181,29 +202,38 @@ async def samples(url):
     middle, high, most = longest.get()
     watch.join()
     print(
-        f"{came} of {begun} samples in {wall:.1f} s; healthz median {middle:.0f} ms, 99 % {high:.0f} ms, {most:.0f} ms"
+        f"{came} of {begun} samples in {wall:.1f} s; healthz median {middle:.0f} ms, 99 %"
+        f" {high:.0f} ms, {most:.0f} ms"
     )
     return int(came != SAMPLES)
 
 
-# ---------------------------------------------------------------------- the RL loop by calls, and by the trainer
+# ---------------------------------------------------------------------- the RL loop by calls, and
+# by the trainer
 
 
 def loop_config(folder, options, seed):
-    """The configuration file of `mlx_parallm_train`: the same work as JOB.json below describes for the loop."""
+    """The configuration file of `mlx_parallm_train`: the same work as JOB.json below describes
+    for the loop."""
     values = {"samples": GROUPS * options.group_size, "group_size": options.group_size}
-    text = LOOP_CONFIG.format(folder=folder, seed=seed, steps=options.steps, staleness=options.staleness, **values)
+    text = LOOP_CONFIG.format(
+        folder=folder, seed=seed, steps=options.steps, staleness=options.staleness, **values
+    )
     (folder / "train.toml").write_text(text)
     return folder / "train.toml"
 
 
 def job(config, steps):
-    """What scripts/tinker/rl_loop.py does: the problems that the trainer's environment asks, in its order."""
+    """What scripts/tinker/rl_loop.py does: the problems that the trainer's environment asks, in
+    its order."""
     training, (environment,) = config.rl_training, config.environments
     (source,) = build_sources(config.environments, seed=training.seed)
     tokenizer = load_tokenizer(TINY, config.model)
     tasks = [[source.task(GROUPS * step + i) for i in range(GROUPS)] for step in range(steps)]
-    problems = [[{"prompt": tokenizer.render_chat(t.messages), "answer": t.answer} for t in each] for each in tasks]
+    problems = [
+        [{"prompt": tokenizer.render_chat(t.messages), "answer": t.answer} for t in each]
+        for each in tasks
+    ]
     adam = {"beta1": training.adam_beta1, "beta2": training.adam_beta2, "eps": training.adam_eps}
     adam |= {"learning_rate": training.learning_rate, "grad_clip_norm": training.max_grad_norm}
     return {
@@ -230,18 +260,31 @@ def by_calls(folder, path, steps):
     config = load_config(str(path))
     (folder / "job.json").write_text(json.dumps(job(config, steps)))
     settings = [f"server.batch_size={config.server.batch_size}"]
-    settings += [f"rl_training.{key}={getattr(config.rl_training, key)}" for key in ("token_budget", "blocks_per_eval")]
+    settings += [
+        f"rl_training.{key}={getattr(config.rl_training, key)}"
+        for key in ("token_budget", ("blocks_per_eval"))
+    ]
     with tinker_process(folder, *settings) as url:
-        words = [str(SDK_PYTHON), "scripts/tinker/rl_loop.py", url, str(TINY), str(folder / "job.json")]
+        words = [
+            str(SDK_PYTHON),
+            "scripts/tinker/rl_loop.py",
+            url,
+            str(TINY),
+            str(folder / "job.json"),
+        ]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    if len(lines) != steps:  # the exit code says less: the SDK's transport was seen to abort a process that was done
-        raise SystemExit(f"the loop ended after {len(lines)} of {steps} steps, exit code {done.returncode}")
+    # the exit code says less: the SDK's transport was seen to abort a process that was done
+    if len(lines) != steps:
+        raise SystemExit(
+            f"the loop ended after {len(lines)} of {steps} steps, exit code {done.returncode}"
+        )
     return [(line["time"], line["reward"]) for line in lines]
 
 
 def loop(options):
-    """Both sides once a seed, in turns; seconds are from the end of the first step to the end of the last."""
+    """Both sides once a seed, in turns; seconds are from the end of the first step to the end of
+    the last."""
     rows = {"calls": [], "trainer": []}
     for number, seed in enumerate(range(options.seed, options.seed + options.seeds)):
         for side in sorted(rows, reverse=number % 2 == 1):
@@ -249,17 +292,28 @@ def loop(options):
                 folder = Path(scratch)
                 path = loop_config(folder, options, seed)
                 trainer = side == "trainer"
-                steps = by_trainer(folder, path) if trainer else by_calls(folder, path, options.steps)
+                steps = (
+                    by_trainer(folder, path) if trainer else by_calls(folder, path, options.steps)
+                )
             rewards, part = [reward for _, reward in steps], max(len(steps) // 4, 1)
             seconds = steps[-1][0] - steps[0][0]
             first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
             rows[side].append((seconds, last))
-            print(f"seed {seed} {side:8} {seconds:6.1f} s, reward {first:.3f} -> {last:.3f}", flush=True)
-    (calls, by_call), (trainer, by_train) = (zip(*rows[side], strict=True) for side in ("calls", "trainer"))
+            print(
+                f"seed {seed} {side:8} {seconds:6.1f} s, reward {first:.3f} -> {last:.3f}",
+                flush=True,
+            )
+    (calls, by_call), (trainer, by_train) = (
+        zip(*rows[side], strict=True) for side in ("calls", ("trainer"))
+    )
     ratio = statistics.median(a / b for a, b in zip(calls, trainer, strict=True))
     apart = statistics.mean(by_call) - statistics.mean(by_train)
     noise = statistics.stdev([*by_call, *by_train]) if options.seeds > 1 else math.nan
-    print(f"wall time {ratio:.2f} x; last quarter's reward apart by {apart:+.3f}, deviation of the runs {noise:.3f}")
+    print(
+        f"wall time {ratio:.2f} x; last quarter's reward apart by {apart:+.3f}, deviation of"
+        " the"
+        f" runs {noise:.3f}"
+    )
     return int(ratio > LONGEST)
 
 
@@ -270,9 +324,18 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="loop: the first one's")
     parser.add_argument("--steps", type=int, default=40, help="loop")
     parser.add_argument(
-        "--group-size", type=int, default=8, help=f"loop: samples of each of the {GROUPS} prompts of a step"
+        "--group-size",
+        type=int,
+        default=8,
+        help=(f"loop: samples of each of the {GROUPS} prompts of a step"),
     )
-    parser.add_argument("--staleness", type=int, choices=(0, 1), default=0, help="loop: steps that sampling is ahead")
+    parser.add_argument(
+        "--staleness",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help=("loop: steps that sampling is ahead"),
+    )
     options = parser.parse_args()
     if options.what == "loop":
         return loop(options)

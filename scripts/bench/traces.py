@@ -1,11 +1,12 @@
-"""What recording costs, and whether it keeps every turn: agents with three tools against a real server.
+"""What recording costs, and whether it keeps every turn: agents with three tools against a real
+server.
 
     .venv/bin/python -m scripts.bench.traces speed --rounds 5      tokens/s recorded and not, in turns, and their ratio
     .venv/bin/python -m scripts.bench.traces agents                200 runs, 50 at once, some aborted; then checks
     .venv/bin/python -m scripts.bench.traces kill                  kill -9 under load: every acknowledged turn is there
 
-The server is `mlx_parallm serve` on the tiny model, in a process of its own, with a template that takes tools; the
-client is openai's.
+The server is `mlx_parallm serve` on the tiny model, in a process of its own, with a template that
+takes tools; the client is openai's.
 """
 
 import argparse
@@ -33,10 +34,13 @@ from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, Session, read_
 from scripts.server_process import command, server_process
 
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>\n"
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }} {% endfor"
+    " %}<|im_end|>\n"
     "{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or"
+    " [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson'
+    " }}}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 DIGIT = {
@@ -45,7 +49,10 @@ DIGIT = {
     "required": ["n"],
     "additionalProperties": False,
 }
-TOOLS: Any = [{"type": "function", "function": {"name": n, "parameters": DIGIT}} for n in ("look", "add", "save")]
+TOOLS: Any = [
+    {"type": "function", "function": {"name": n, "parameters": DIGIT}}
+    for n in ("look", "add", ("save"))
+]
 EXACT: Any = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
@@ -67,8 +74,10 @@ def serving(directory: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
     def words(port: int) -> list[str]:
         config.write_text(
-            f'[server]\nport = {port}\nbatch_size = 64\n[traces]\ndirectory = "{directory / "traces"}"\n'
-            f'[model]\nchat_template = {json.dumps(TEMPLATE)}\ntool_parser = "json_tools"\n[logging]\nlevel = "error"\n'
+            f"[server]\nport = {port}\nbatch_size = 64\n[traces]\ndirectory ="
+            f' "{directory / "traces"}"\n'
+            f"[model]\nchat_template = {json.dumps(TEMPLATE)}\ntool_parser ="
+            ' "json_tools"\n[logging]\nlevel = "error"\n'
         )
         return [command("mlx_parallm"), "serve", "--config", str(config)]
 
@@ -77,14 +86,21 @@ def serving(directory: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 
 def client(base_url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=base_url, api_key="sk-none-000000000000", max_retries=0, timeout=300)
+    return openai.AsyncOpenAI(
+        base_url=base_url, api_key="sk-none-000000000000", max_retries=0, timeout=300
+    )
 
 
 async def turn(
     ask: openai.AsyncOpenAI, messages: list[Any], streamed: bool, **options: Any
 ) -> tuple[Any, str, Any, Any]:
     """One exact call: message, response id, token ids, log-probabilities."""
-    options = {"model": "default", "messages": messages, "logprobs": True, "extra_body": EXACT} | options
+    options = {
+        "model": "default",
+        "messages": messages,
+        "logprobs": True,
+        "extra_body": EXACT,
+    } | options
     if not streamed:
         answer = await ask.chat.completions.create(**options)
         choice: Any = answer.choices[0]
@@ -97,28 +113,41 @@ async def turn(
             answer_id = chunk.id
             text += part.delta.content or ""
             ids += getattr(part, "token_ids", None) or []
-            logprobs += [entry.logprob for entry in (part.logprobs.content if part.logprobs else [])]
+            logprobs += [
+                entry.logprob for entry in (part.logprobs.content if part.logprobs else [])
+            ]
             for call in part.delta.tool_calls or []:
                 kept = calls.setdefault(
-                    call.index, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
+                    call.index,
+                    {"id": None, "type": "function", "function": {"name": "", "arguments": ("")}},
                 )
                 kept["id"] = call.id or kept["id"]
                 kept["function"]["name"] += call.function.name or ""
                 kept["function"]["arguments"] += call.function.arguments or ""
-    message = {"role": "assistant", "content": text or None} | ({"tool_calls": list(calls.values())} if calls else {})
+    message = {"role": "assistant", "content": text or None} | (
+        {"tool_calls": list(calls.values())} if calls else {}
+    )
     return message, answer_id, ids, logprobs
 
 
 async def agent(url: str, number: int, seen: Seen, abort: bool) -> None:
-    """Ask, call each of three tools, answer. An agent that aborts hangs up in the middle of its last answer."""
+    """Ask, call each of three tools, answer. An agent that aborts hangs up in the middle of its
+    last answer."""
     random_of_run = random.Random(number)
     session = f"run-{number}"
     async with client(f"{url}/sessions/{session}/v1") as ask:
-        messages: list[Any] = [{"role": "user", "content": f"Sum: {number % 10}+{random_of_run.randrange(10)}"}]
+        messages: list[Any] = [
+            {"role": "user", "content": (f"Sum: {number % 10}+{random_of_run.randrange(10)}")}
+        ]
         for tool in TOOLS:
             forced = {"type": "function", "function": {"name": tool["function"]["name"]}}
             message, answer_id, ids, logprobs = await turn(
-                ask, messages, random_of_run.random() < 0.5, tools=TOOLS, tool_choice=forced, max_tokens=120
+                ask,
+                messages,
+                random_of_run.random() < 0.5,
+                tools=TOOLS,
+                tool_choice=forced,
+                max_tokens=120,
             )
             seen.add(session, answer_id, ids, logprobs)
             messages.append(message)
@@ -127,7 +156,12 @@ async def agent(url: str, number: int, seen: Seen, abort: bool) -> None:
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         messages.append({"role": "user", "content": "Answer"})
         if abort:
-            options: Any = {"model": "default", "messages": messages, "tools": TOOLS, "max_tokens": 400}
+            options: Any = {
+                "model": "default",
+                "messages": messages,
+                "tools": TOOLS,
+                "max_tokens": 400,
+            }
             async with await ask.chat.completions.create(
                 stream=True, extra_body={"ignore_eos": True}, **options
             ) as stream:
@@ -135,7 +169,9 @@ async def agent(url: str, number: int, seen: Seen, abort: bool) -> None:
                     break
             seen.aborted += 1
             return
-        message, answer_id, ids, logprobs = await turn(ask, messages, number % 2 == 0, tools=TOOLS, max_tokens=16)
+        message, answer_id, ids, logprobs = await turn(
+            ask, messages, number % 2 == 0, tools=TOOLS, max_tokens=16
+        )
         seen.add(session, answer_id, ids, logprobs)
     async with httpx.AsyncClient() as http:
         await http.post(f"{url}/sessions/{session}/feedback", json={"score": number % 2})
@@ -153,7 +189,9 @@ async def agents(url: str, runs: int, at_once: int, seen: Seen) -> None:
 
 def compare(directory: Path, seen: Seen) -> dict[str, int]:
     """Count what is on the disk against what the clients saw."""
-    counts = dict.fromkeys(("sessions", "turns", "equal", "twice", "missing", "different", "aborted"), 0)
+    counts = dict.fromkeys(
+        ("sessions", "turns", "equal", "twice", "missing", "different", "aborted"), 0
+    )
     sessions: dict[str, Session] = {session.name: session for session in read_sessions(directory)}
     for name, answers in seen.turns.items():
         recorded: dict[str, list[Any]] = {}
@@ -169,7 +207,11 @@ def compare(directory: Path, seen: Seen) -> dict[str, int]:
             counts["twice"] += len(found) > 1
             if found:
                 tokens = found[0].tokens
-                same = tokens is not None and list(tokens.completion) == ids and list(tokens.logprobs) == logprobs
+                same = (
+                    tokens is not None
+                    and list(tokens.completion) == ids
+                    and list(tokens.logprobs) == logprobs
+                )
                 counts["equal" if same else "different"] += 1
     return counts
 
@@ -201,7 +243,9 @@ def run_kill(args: argparse.Namespace) -> None:
             with serving(Path(place)) as (url, process):
 
                 async def until_killed(url: str, process: Any, seen: Seen, seconds: float) -> None:
-                    work = asyncio.ensure_future(asyncio.wait_for(agents(url, args.runs, args.at_once, seen), 60))
+                    work = asyncio.ensure_future(
+                        asyncio.wait_for(agents(url, args.runs, args.at_once, seen), 60)
+                    )
                     await asyncio.sleep(seconds)
                     os.kill(process.pid, signal.SIGKILL)
                     await asyncio.gather(work, return_exceptions=True)
@@ -210,12 +254,17 @@ def run_kill(args: argparse.Namespace) -> None:
             counts = compare(Path(place) / "traces", seen)
         acknowledged += counts["turns"]
         lost += counts["missing"] + counts["different"] + counts["twice"]
-        print(f"kill {round_number + 1}: {counts['turns']} acknowledged turns, {counts['missing']} missing")
+        print(
+            f"kill {round_number + 1}: {counts['turns']} acknowledged turns,"
+            f" {counts['missing']}"
+            " missing"
+        )
     print(f"{acknowledged} acknowledged turns over {args.rounds} kills, {lost} lost or damaged")
 
 
 def run_speed(args: argparse.Namespace) -> None:
-    """Both sides ask the same of the same server, in turns; a round's ratio is of their tokens a second."""
+    """Both sides ask the same of the same server, in turns; a round's ratio is of their tokens a
+    second."""
 
     async def load(url: str, recorded: bool, round_number: int) -> tuple[float, float]:
         async def talk(number: int) -> int:
@@ -224,7 +273,11 @@ def run_speed(args: argparse.Namespace) -> None:
             tokens, messages = 0, [{"role": "user", "content": f"Reverse: {number:04d}"}]
             async with client(base) as ask:
                 for turn_number in range(args.turns):
-                    options: Any = {"model": "default", "messages": messages, "max_tokens": args.tokens}
+                    options: Any = {
+                        "model": "default",
+                        "messages": messages,
+                        "max_tokens": args.tokens,
+                    }
                     streamed = bool((number + turn_number) % 2)
                     if streamed:
                         text, used = "", 0
@@ -239,11 +292,19 @@ def run_speed(args: argparse.Namespace) -> None:
                                     text += chunk.choices[0].delta.content or ""
                                 used = chunk.usage.completion_tokens if chunk.usage else used
                     else:
-                        answer = await ask.chat.completions.create(extra_body={"ignore_eos": True}, **options)
-                        text, used = answer.choices[0].message.content or "", answer.usage.completion_tokens
+                        answer = await ask.chat.completions.create(
+                            extra_body={"ignore_eos": True}, **options
+                        )
+                        text, used = (
+                            answer.choices[0].message.content or "",
+                            answer.usage.completion_tokens,
+                        )
                     tokens += used
                     clean = re.sub(r"[^\x20-\x7e]", "", text)
-                    messages += [{"role": "assistant", "content": clean}, {"role": "user", "content": "Go on"}]
+                    messages += [
+                        {"role": "assistant", "content": clean},
+                        {"role": "user", "content": ("Go on")},
+                    ]
             return tokens
 
         began, spent = time.perf_counter(), processor_seconds()
@@ -266,21 +327,27 @@ def run_speed(args: argparse.Namespace) -> None:
             ratios.append(fast / plain)
             costs.append(dear / cheap)
             print(
-                f"round {number + 1}: recorded {fast:.0f}, not {plain:.0f} tokens/s: {ratios[-1]:.3f};"
+                f"round {number + 1}: recorded {fast:.0f}, not {plain:.0f} tokens/s:"
+                f" {ratios[-1]:.3f};"
                 f" processor {dear:.0f} and {cheap:.0f} µs a token: {costs[-1]:.3f}"
             )
     print(
-        f"median ratio {statistics.median(ratios):.3f} of tokens/s, {statistics.median(costs):.3f} of processor time"
+        f"median ratio {statistics.median(ratios):.3f} of tokens/s, {statistics.median(costs):.3f}"
+        " of processor time"
         f" ({args.at_once} clients, {args.turns} turns of {args.tokens} tokens)"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("speed", "agents", "kill"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--at-once", type=int, default=None, help="default: 50 agents, 16 clients for speed")
+    parser.add_argument(
+        "--at-once", type=int, default=None, help=("default: 50 agents, 16 clients for speed")
+    )
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
     args = parser.parse_args()

@@ -1,11 +1,14 @@
-"""The same script text under TRL and here: only its import line and its model path differ. Prints both curves.
+"""The same script text under TRL and here: only its import line and its model path differ. Prints
+both curves.
 
-    .venv/bin/python scripts/bench/trl_scripts.py --theirs PYTHON [--only grpo sft dpo] [--seeds 3] [--same-rows]
+    .venv/bin/python scripts/bench/trl_scripts.py --theirs PYTHON [--only grpo sft dpo] [--seeds 3]
+    [--same-rows]
 
-`--theirs`: a Python that has TRL (`setup_peers trl` makes build/peers-trl). All weights of the tiny model are
-trained in float32, on the same rows; TRL's random numbers differ from ours, so curves are compared by the means and the
-spread of seeds. `--same-rows` gives TRL's SFT and DPO our order of rows: then the curves have to agree
-in all digits. Our environment has no package `datasets`: a module of that name makes a data set a list there.
+`--theirs`: a Python that has TRL (`setup_peers trl` makes build/peers-trl). All weights of the tiny
+model are trained in float32, on the same rows; TRL's random numbers differ from ours, so curves are
+compared by the means and the spread of seeds. `--same-rows` gives TRL's SFT and DPO our order of
+rows: then the curves have to agree in all digits. Our environment has no package `datasets`: a
+module of that name makes a data set a list there.
 """
 
 import argparse
@@ -100,7 +103,9 @@ def script(name: str, *, ours: bool, same_rows: bool) -> str:
     if same_rows and not ours:
         wanted = SAME_ROWS.format(trainer=trainer)
         body = wanted + body.replace(f"= {trainer}(", "= SameRows(")
-    text = (HEAD.format(config=config, trainer=trainer) + body + TAIL).replace('"tiny"', repr(str(TINY)))
+    text = (HEAD.format(config=config, trainer=trainer) + body + TAIL).replace(
+        '"tiny"', repr(str(TINY))
+    )
     return text.replace("from trl import", "from mlx_parallm import") if ours else text
 
 
@@ -127,11 +132,20 @@ def run(name: str, seeds: int, python: str, *, ours: bool, same_rows: bool) -> l
         (place / "driver.py").write_text(DRIVER)
         if ours:
             (place / "datasets.py").write_text(DATASETS)
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(place)}
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": str(place),
+        }
         command = [python, "driver.py", *map(str, range(seeds))]
-        done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=place, env=environment, capture_output=True, text=True, check=False
+        )
         if done.returncode:
-            sys.exit(f"{name}, {'ours' if ours else 'TRL'}, ended with {done.returncode}:\n{done.stderr[-3000:]}")
+            sys.exit(
+                f"{name}, {'ours' if ours else 'TRL'}, ended with"
+                f" {done.returncode}:\n{done.stderr[-3000:]}"
+            )
         logs = [json.loads((place / str(seed) / "log.json").read_text()) for seed in range(seeds)]
     return [[entry[SCRIPTS[name][2]] for entry in log if SCRIPTS[name][2] in entry] for log in logs]
 
@@ -143,23 +157,36 @@ def fifths(curve: list[float]) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The same TRL script under TRL and here.")
-    parser.add_argument("--theirs", default=str(ROOT / "build" / "peers-trl" / "bin" / "python"), metavar="PYTHON")
+    parser.add_argument(
+        "--theirs", default=str(ROOT / "build" / "peers-trl" / "bin" / "python"), metavar=("PYTHON")
+    )
     parser.add_argument("--only", nargs="+", default=list(SCRIPTS), choices=list(SCRIPTS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--same-rows", action="store_true", help="TRL's SFT and DPO train on our order of rows")
+    parser.add_argument(
+        "--same-rows", action="store_true", help=("TRL's SFT and DPO train on our order of rows")
+    )
     args = parser.parse_args()
     if args.same_rows:
         args.only = [name for name in args.only if name != "grpo"]
     for name in args.only:
         sides = (("TRL", args.theirs), ("here", sys.executable))
         found = {
-            side: run(name, args.seeds, python, ours=side == "here", same_rows=args.same_rows) for side, python in sides
+            side: run(name, args.seeds, python, ours=side == "here", same_rows=args.same_rows)
+            for side, python in sides
         }
         means = {side: [fifths(curve) for curve in curves] for side, curves in found.items()}
-        print(f"\n{name}: {SCRIPTS[name][2]}, {len(found['TRL'][0])} steps, mean of {args.seeds} seeds ± their std")
+        print(
+            f"\n{name}: {SCRIPTS[name][2]}, {len(found['TRL'][0])} steps, mean of {args.seeds}"
+            " seeds ± their std"
+        )
         for side, rows in means.items():
             columns = list(zip(*rows, strict=True))
-            print(f"  {side:5}", "  ".join(f"{statistics.fmean(c):.4f} ± {statistics.pstdev(c):.4f}" for c in columns))
+            print(
+                f"  {side:5}",
+                "  ".join(
+                    f"{statistics.fmean(c):.4f} ± {statistics.pstdev(c):.4f}" for c in columns
+                ),
+            )
         print(flush=True)
 
 

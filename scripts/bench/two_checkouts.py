@@ -3,10 +3,11 @@
     git worktree add ../before COMMIT && make -C ../before install
     .venv/bin/python -m scripts.bench.two_checkouts ../before [--rounds 3] [--only "8 clients"]
 
-Each checkout's own commands run in processes of their own, on the same models, prompts and configurations: tokens a
-second of `mlx_parallm_serve` (the cases of serving.py), GRPO steps a second (rl_step.py's "ours") and trained tokens a
-second on texts (sft_tokens.py's). In a round each checkout runs once, one after the other, and the order alternates;
-the ratio is taken within a round, this checkout ÷ the other one.
+Each checkout's own commands run in processes of their own, on the same models, prompts and
+configurations: tokens a second of `mlx_parallm_serve` (the cases of serving.py), GRPO steps a
+second (rl_step.py's "ours") and trained tokens a second on texts (sft_tokens.py's). In a round each
+checkout runs once, one after the other, and the order alternates; the ratio is taken within a
+round, this checkout ÷ the other one.
 """
 
 import argparse
@@ -33,18 +34,29 @@ SERVED = [case for case in CASES if case.against == "mlx_lm.server"]
 
 def serve_rate(checkout: Path, model: Path, case: Case, turn: int) -> float:
     """Return the tokens a second of a server of its own, after one warm-up request a client."""
-    own = [checkout / ".venv/bin/mlx_parallm_serve", "--model-path", model, "--set", "server.batch_size=64"]
+    own = [
+        checkout / ".venv/bin/mlx_parallm_serve",
+        "--model-path",
+        model,
+        "--set",
+        ("server.batch_size=64"),
+    ]
     with server_process(lambda port: [*own, "--port", str(port)], directory=checkout) as (url, _):
         turns = range(turn * (case.requests + 1), (turn + 1) * (case.requests + 1))
         texts = list(zip(*(case.prompts(number) for number in turns), strict=True))
         bodies = [
-            [{"model": "default", "prompt": text, "max_tokens": OUTPUT, "temperature": 1.0} for text in client]
+            [
+                {"model": "default", "prompt": text, "max_tokens": OUTPUT, "temperature": 1.0}
+                for text in client
+            ]
             for client in texts
         ]
         send(url, [client[:1] for client in bodies])
         report = send(url, [client[1:] for client in bodies])
         if report.failures:
-            raise SystemExit(f"{checkout}: {len(report.failures)} requests failed: {report.failures[0]}")
+            raise SystemExit(
+                f"{checkout}: {len(report.failures)} requests failed: {report.failures[0]}"
+            )
         return report.rate
 
 
@@ -72,14 +84,20 @@ def step_rate(checkout: Path, directory: Path, run: Path, steps: int) -> float:
 def text_rate(checkout: Path, directory: Path, run: Path, steps: int) -> float:
     """Return the trained tokens a second of `algorithm = "sft"`."""
     command = str(checkout / ".venv/bin/mlx_parallm_train")
-    return sft_tokens.ours(directory, run, steps, 8, checkpointed=False, ranks=1, packing=True, command=command)
+    return sft_tokens.ours(
+        directory, run, steps, 8, checkpointed=False, ranks=1, packing=True, command=command
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", type=Path, help="another checkout of this project, with a .venv")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", action="append", help="only the cases whose name contains this; may be repeated")
+    parser.add_argument(
+        "--only", action="append", help=("only the cases whose name contains this; may be repeated")
+    )
     arguments = parser.parse_args()
     os.environ["MKL_NUM_THREADS"] = str(usable_cores())
     here, other = Path(sys.executable).parents[2], arguments.other.resolve()
@@ -102,7 +120,9 @@ def main() -> None:
         cases["texts (tok/s)"] = lambda checkout, turn: text_rate(
             checkout, directory / "texts", directory / f"texts/{turn}-{checkout.name}", 26
         )
-        wanted = {n: c for n, c in cases.items() if any(part in n for part in arguments.only or [""])}
+        wanted = {
+            n: c for n, c in cases.items() if any(part in n for part in arguments.only or [("")])
+        }
         show({n: measure(n, case, (here, other), arguments.rounds) for n, case in wanted.items()})
 
 
@@ -112,7 +132,10 @@ def measure(
     """Return (this checkout's rate, the other's) for each round."""
     found = []
     for turn in range(rounds):
-        rates = {checkout: case(checkout, turn) for checkout in (checkouts if turn % 2 == 0 else checkouts[::-1])}
+        rates = {
+            checkout: case(checkout, turn)
+            for checkout in (checkouts if turn % 2 == 0 else checkouts[::-1])
+        }
         found.append((rates[checkouts[0]], rates[checkouts[1]]))
         print(f"{name}, round {turn + 1}: {found[-1][0]:.3g} / {found[-1][1]:.3g}", flush=True)
     return found
@@ -125,7 +148,12 @@ def show(rates: dict[str, list[tuple[float, float]]]) -> None:
     for name, pairs in rates.items():
         ratios = [ours / theirs for ours, theirs in pairs]
         medians = [f"{statistics.median(side):.3g}" for side in zip(*pairs, strict=True)]
-        table.add_row(name, *medians, f"{statistics.median(ratios):.2f}", ", ".join(f"{r:.2f}" for r in ratios))
+        table.add_row(
+            name,
+            *medians,
+            f"{statistics.median(ratios):.2f}",
+            ", ".join(f"{r:.2f}" for r in ratios),
+        )
     Console(width=110).print(table)
 
 

@@ -1,12 +1,14 @@
-"""Two environments in one trainer, one of which sleeps for ever: how much of its throughput does the other one keep?
+"""Two environments in one trainer, one of which sleeps for ever: how much of its throughput does
+the other one keep?
 
     python scripts/bench/two_environments.py --steps 30 --repeats 5
 
-Runs the real `mlx_parallm_train` on the shipped model: `sort` alone; with an environment of the same weight that awaits
-for ever; with one that blocks its thread for ever. Throughput is `sort`'s trained sequences a step over the seconds of
-the median step (metrics.jsonl): a shared machine's bad seconds are in the mean of few runs and not in it. The first
-step, which waits until the sleeper counts as absent, is told by itself. The variants take turns. The learning rate
-moves nothing, so that every step is the same work: with a policy that learns, groups without variance come to be,
+Runs the real `mlx_parallm_train` on the shipped model: `sort` alone; with an environment of the
+same weight that awaits for ever; with one that blocks its thread for ever. Throughput is `sort`'s
+trained sequences a step over the seconds of the median step (metrics.jsonl): a shared machine's bad
+seconds are in the mean of few runs and not in it. The first step, which waits until the sleeper
+counts as absent, is told by itself. The variants take turns. The learning rate moves nothing, so
+that every step is the same work: with a policy that learns, groups without variance come to be,
 sooner in one run than in the other, and are played for nothing.
 """
 
@@ -84,12 +86,19 @@ def main() -> None:
         for variant in VARIANTS:
             results[variant].append(measure(variant, args.steps, seed=0))
             console.print(f"{variant}, {repeat}: {results[variant][-1]}", highlight=False)
-    table = Table(title=f"`sort` beside one that sleeps for ever: {args.steps} steps, {args.repeats} repeats")
+    table = Table(
+        title=(
+            f"`sort` beside one that sleeps for ever: {args.steps} steps, {args.repeats} repeats"
+        )
+    )
     table.add_column("the other environment")
     for column in ("sequences/s", "of alone", "first step"):
         table.add_column(column, justify="right")
     for variant, rows in results.items():
-        own, alone = (statistics.median(row.throughput for row in group) for group in (rows, results["alone"]))
+        own, alone = (
+            statistics.median(row.throughput for row in group)
+            for group in (rows, results[("alone")])
+        )
         first = statistics.median(row.first_s for row in rows)
         table.add_row(variant, f"{own:.1f}", f"{own / alone:.1%}", f"{first:.1f} s")
     console.print(table)
@@ -106,14 +115,19 @@ def measure(variant: str, steps: int, seed: int) -> Result:
         run = subprocess.run(command, capture_output=True, text=True, timeout=3600)
         if run.returncode:
             raise SystemExit(run.stdout + run.stderr)
-        lines = [json.loads(line) for line in Path(directory, "run/metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in Path(directory, "run/metrics.jsonl").read_text().splitlines()
+        ]
     named = f"environment {variant} delivers nothing" in run.stdout + run.stderr
     health = "named" if named else "-"
     return Result(throughput(lines[1:]), seconds(lines[0]), health)
 
 
 def throughput(lines: list[dict[str, Any]]) -> float:
-    sequences = sum(line["environments"].get("sort", {}).get("trained_sequences", 0) for line in lines)
+    sequences = sum(
+        line["environments"].get("sort", {}).get("trained_sequences", 0) for line in lines
+    )
     return float(sequences / len(lines) / statistics.median(map(seconds, lines)))
 
 

@@ -1,8 +1,10 @@
-"""A TypeScript agent trains the model that it talks to (examples/typescript/agent.ts): the reward rises in 40 steps.
+"""A TypeScript agent trains the model that it talks to (examples/typescript/agent.ts): the reward
+rises in 40 steps.
 
     .venv/bin/python -m scripts.bench.typescript_agent --seeds 0 1 2      # needs Node.js with npm
 
-The agent asks for one of 456,976 words at a time, so nearly every reward is of a word that was never asked for before.
+The agent asks for one of 456,976 words at a time, so nearly every reward is of a word that was
+never asked for before.
 """
 
 import argparse
@@ -30,7 +32,8 @@ def install() -> None:
 
 
 def train(seed: int, steps: int, directory: Path) -> list[float]:
-    """Return each step's mean reward. Raises CalledProcessError: the agent failed; SystemExit: the server did."""
+    """Return each step's mean reward. Raises CalledProcessError: the agent failed; SystemExit:
+    the server did."""
 
     def words(port: int) -> list[str]:
         settings = {
@@ -52,7 +55,9 @@ def train(seed: int, steps: int, directory: Path) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
@@ -63,7 +68,9 @@ def main() -> None:
             rewards = train(seed, args.steps, Path(directory))
         tenth = max(1, args.steps // 10)
         first, last = statistics.fmean(rewards[:tenth]), statistics.fmean(rewards[-tenth:])
-        steps = f"the first {tenth} of {len(rewards)} steps {first:.3f}, of the last {tenth} {last:.3f}"
+        steps = (
+            f"the first {tenth} of {len(rewards)} steps {first:.3f}, of the last {tenth} {last:.3f}"
+        )
         print(f"seed {seed}: reward of {steps}; {time.perf_counter() - began:.0f} s", flush=True)
         if last <= first:
             raise SystemExit(f"seed {seed}: the reward did not rise")

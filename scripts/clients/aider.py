@@ -1,11 +1,22 @@
-"""Aider solves the coding task against this server, by chat completions: it edits by text, and its test is a command.
+"""Aider solves the coding task against this server, by chat completions: it edits by text, and its
+test is a command.
 
-.venv/bin/python -m scripts.clients.aider      # installs Aider into .clients once, as scripts.clients.run does
+.venv/bin/python -m scripts.clients.aider      # installs Aider into .clients once, as
+                                               scripts.clients.run does
 """
 
 from pathlib import Path
 
-from scripts.clients.coding_task import CLIENTS, DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, run_agent
+from scripts.clients.coding_task import (
+    CLIENTS,
+    DONE,
+    FAULTY,
+    MENDED,
+    PROMPT,
+    TEST,
+    coding_task,
+    run_agent,
+)
 from scripts.clients.run import PROGRAMS, Program
 
 
@@ -22,9 +33,28 @@ def main() -> None:
     program = Program(PROGRAMS / "aider_cli.py")
     aider = program.environment(CLIENTS) / "bin" / "aider"
     with coding_task(answers, told="ZeroDivisionError", steps=2) as task:
-        words = ["--model", f"openai/{task.model}", "--openai-api-base", f"{task.url}/sessions/aider/v1"]
-        words += ["--openai-api-key", "none", "--edit-format", "diff", "--no-git", "--yes-always", "--no-check-update"]
-        words += ["--no-show-model-warnings", "--analytics-disable", "--map-tokens", "0", "--no-pretty"]
+        words = [
+            "--model",
+            f"openai/{task.model}",
+            "--openai-api-base",
+            (f"{task.url}/sessions/aider/v1"),
+        ]
+        words += [
+            "--openai-api-key",
+            "none",
+            "--edit-format",
+            "diff",
+            "--no-git",
+            "--yes-always",
+            ("--no-check-update"),
+        ]
+        words += [
+            "--no-show-model-warnings",
+            "--analytics-disable",
+            "--map-tokens",
+            "0",
+            ("--no-pretty"),
+        ]
         words += ["--auto-test", "--test-cmd", "python3 test_calc.py", "--message", PROMPT]
         run_agent(
             program.packages[0],

@@ -1,11 +1,21 @@
 """Claude Code solves a coding task of three steps against this server, by the Messages API.
 
-.venv/bin/python -m scripts.clients.claude_code      # needs Node.js; installs Claude Code into .clients once
+.venv/bin/python -m scripts.clients.claude_code      # needs Node.js; installs Claude Code into
+                                                     .clients once
 """
 
 from pathlib import Path
 
-from scripts.clients.coding_task import DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, node_client, run_agent
+from scripts.clients.coding_task import (
+    DONE,
+    FAULTY,
+    MENDED,
+    PROMPT,
+    TEST,
+    coding_task,
+    node_client,
+    run_agent,
+)
 from scripts.clients.scripted_model import tool_call
 
 VERSION = "2.1.197"
@@ -37,7 +47,17 @@ def main() -> None:
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": task.model,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         }
-        command = [claude, "-p", PROMPT, "--permission-mode", "acceptEdits", "--allowedTools", "Bash", "Write", "Edit"]
+        command = [
+            claude,
+            "-p",
+            PROMPT,
+            "--permission-mode",
+            "acceptEdits",
+            "--allowedTools",
+            "Bash",
+            "Write",
+            ("Edit"),
+        ]
         run_agent(f"claude {VERSION}", task, command, settings)
 
 

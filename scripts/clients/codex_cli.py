@@ -1,13 +1,23 @@
 """Codex CLI solves a coding task of three steps against this server, by the Responses API.
 
-    .venv/bin/python -m scripts.clients.codex_cli        # needs Node.js; installs Codex into .clients once
+    .venv/bin/python -m scripts.clients.codex_cli        # needs Node.js; installs Codex into
+                                                         .clients once
 
 The sandbox of Codex is off: the script is known, and it works in an empty directory.
 """
 
 from pathlib import Path
 
-from scripts.clients.coding_task import DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, node_client, run_agent
+from scripts.clients.coding_task import (
+    DONE,
+    FAULTY,
+    MENDED,
+    PROMPT,
+    TEST,
+    coding_task,
+    node_client,
+    run_agent,
+)
 from scripts.clients.scripted_model import tool_call
 
 VERSION = "0.169.0"
@@ -28,7 +38,8 @@ def write(path: str, text: str) -> str:
 
 def answers(directory: Path) -> list[str]:
     return [
-        "I write it. " + tool_call("exec_command", cmd=write("calc.py", FAULTY) + write("test_calc.py", TEST)),
+        "I write it. "
+        + tool_call("exec_command", cmd=write("calc.py", FAULTY) + write("test_calc.py", TEST)),
         tool_call("exec_command", cmd="python3 test_calc.py"),
         tool_call("exec_command", cmd=write("calc.py", MENDED) + "python3 test_calc.py"),
         DONE,
@@ -41,7 +52,13 @@ def main() -> None:
         home = task.directory.parent / "codex"
         home.mkdir()
         (home / "config.toml").write_text(CONFIG.format(url=task.url, model=task.model))
-        command = [codex, "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", PROMPT]
+        command = [
+            codex,
+            "exec",
+            "--skip-git-repo-check",
+            "--dangerously-bypass-approvals-and-sandbox",
+            PROMPT,
+        ]
         run_agent(f"codex {VERSION}", task, command, {"CODEX_HOME": str(home)})
 
 

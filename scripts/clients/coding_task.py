@@ -1,7 +1,9 @@
-"""The task that each coding agent gets, the model that solves it, and the look at what is left in the directory.
+"""The task that each coding agent gets, the model that solves it, and the look at what is left in
+the directory.
 
-The script has three steps: write a function with a fault and its test, run the test (it fails), mend the fault and run
-the test again. Then the model says that it is done. Only an agent that sends each result back gets to the end.
+The script has three steps: write a function with a fault and its test, run the test (it fails),
+mend the fault and run the test again. Then the model says that it is done. Only an agent that sends
+each result back gets to the end.
 """
 
 import contextlib
@@ -19,10 +21,16 @@ from pathlib import Path
 from scripts.clients.scripted_model import make_scripted_model
 from scripts.server_process import command, server_process
 
-CLIENTS = Path(__file__).resolve().parents[2] / ".clients"  # node_modules of the clients, ignored by git
-PROMPT = "Write calc.py with a function mean(numbers) that gives 0 for an empty list, and a test for it. Run the test."
+# node_modules of the clients, ignored by git
+CLIENTS = Path(__file__).resolve().parents[2] / ".clients"
+PROMPT = (
+    "Write calc.py with a function mean(numbers) that gives 0 for an empty list, and a test for"
+    " it. Run the test."
+)
 FAULTY = "def mean(numbers):\n    return sum(numbers) / len(numbers)\n"
-TEST = "from calc import mean\nassert mean([1, 2, 3]) == 2\nassert mean([]) == 0\nprint('all right')\n"
+TEST = (
+    "from calc import mean\nassert mean([1, 2, 3]) == 2\nassert mean([]) == 0\nprint('all right')\n"
+)
 MENDED = "def mean(numbers):\n    return sum(numbers) / len(numbers) if numbers else 0\n"
 AGENT_S = 300
 STEPS = 4  # with the last answer
@@ -38,25 +46,40 @@ class Task:
     model: str = "default"
 
     def problems(self, output: str) -> list[str]:
-        """What is wrong after the agent's run; [] when the task is solved. `output`: what the agent printed."""
+        """What is wrong after the agent's run; [] when the task is solved. `output`: what the
+        agent printed."""
         calc, run = self.directory / "calc.py", None
-        found = [] if calc.is_file() and calc.read_text() == MENDED else [f"{calc} is not the mended one"]
+        found = (
+            []
+            if calc.is_file() and calc.read_text() == MENDED
+            else [(f"{calc} is not the mended one")]
+        )
         if (self.directory / "test_calc.py").is_file():
             command = [sys.executable, "test_calc.py"]
-            run = subprocess.run(command, cwd=self.directory, capture_output=True, text=True, check=False)
+            run = subprocess.run(
+                command, cwd=self.directory, capture_output=True, text=True, check=False
+            )
         if run is None or run.stdout != "all right\n":
             found.append("test_calc.py does not pass")
-        turns = [json.loads(line) for file in self.sessions.glob("*.jsonl") for line in file.read_text().splitlines()]
+        turns = [
+            json.loads(line)
+            for file in self.sessions.glob("*.jsonl")
+            for line in file.read_text().splitlines()
+        ]
         trained = [turn for turn in turns if (turn.get("tokens") or {}).get("completion")]
         if len(trained) < self.steps:
-            found.append(f"{len(trained)} answers were recorded with their tokens, not {self.steps} or more")
+            found.append(
+                f"{len(trained)} answers were recorded with their tokens, not {self.steps} or more"
+            )
         if DONE not in output:
             found.append("the agent did not show the last answer")
         return found
 
 
 @contextlib.contextmanager
-def coding_task(answers: Callable[[Path], list[str]], *, told: str | None = None, steps: int = STEPS) -> Iterator[Task]:
+def coding_task(
+    answers: Callable[[Path], list[str]], *, told: str | None = None, steps: int = STEPS
+) -> Iterator[Task]:
     """A server of the scripted model, and an empty directory to work in.
 
     Args:
@@ -75,7 +98,8 @@ def coding_task(answers: Callable[[Path], list[str]], *, told: str | None = None
 
 @contextlib.contextmanager
 def serve(model: str, log_file: Path, *words: str) -> Iterator[str]:
-    """The address of a server of this model, which ends with the block. Raises SystemExit when it does not start."""
+    """The address of a server of this model, which ends with the block. Raises SystemExit when
+    it does not start."""
     fixed = [command("mlx_parallm"), "serve", "--model-path", model, *words]
     with server_process(lambda port: [*fixed, "--port", str(port)], log_file) as (url, _):
         yield url
@@ -89,12 +113,22 @@ def node_client(package: str, version: str, command: str) -> str:
     manifest = directory / "node_modules" / package / "package.json"
     if not manifest.is_file() or json.loads(manifest.read_text())["version"] != version:
         directory.mkdir(parents=True, exist_ok=True)
-        install = ["npm", "install", "--no-fund", "--no-audit", "--silent", "--prefix", str(directory)]
+        install = [
+            "npm",
+            "install",
+            "--no-fund",
+            "--no-audit",
+            "--silent",
+            "--prefix",
+            str(directory),
+        ]
         subprocess.run([*install, f"{package}@{version}"], check=True)
     return str(directory / "node_modules" / ".bin" / command)
 
 
-def run_agent(name: str, task: Task, command: Sequence[str], environment: Mapping[str, str]) -> None:
+def run_agent(
+    name: str, task: Task, command: Sequence[str], environment: Mapping[str, str]
+) -> None:
     """Run the agent in the task's directory, and report."""
     began = time.perf_counter()
     run = subprocess.run(

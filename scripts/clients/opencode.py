@@ -1,12 +1,22 @@
 """opencode solves a coding task of three steps against this server, by chat completions, streamed.
 
-.venv/bin/python -m scripts.clients.opencode      # needs Node.js; installs opencode into .clients once
+.venv/bin/python -m scripts.clients.opencode      # needs Node.js; installs opencode into .clients
+                                                  once
 """
 
 import json
 from pathlib import Path
 
-from scripts.clients.coding_task import DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, node_client, run_agent
+from scripts.clients.coding_task import (
+    DONE,
+    FAULTY,
+    MENDED,
+    PROMPT,
+    TEST,
+    coding_task,
+    node_client,
+    run_agent,
+)
 from scripts.clients.scripted_model import tool_call
 
 VERSION = "1.18.33"
@@ -33,8 +43,16 @@ def main() -> None:
         options = {"baseURL": f"{task.url}/sessions/opencode/v1", "apiKey": "none"}
         limit = {"context": 200_000, "output": 4096}
         model = {"name": task.model, "tool_call": True, "limit": limit}
-        provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {task.model: model}}
-        config = {"provider": {"local": provider}, "permission": {"*": "allow"}, "autoupdate": False}
+        provider = {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": options,
+            "models": {task.model: model},
+        }
+        config = {
+            "provider": {"local": provider},
+            "permission": {"*": "allow"},
+            "autoupdate": False,
+        }
         (task.directory / "opencode.json").write_text(json.dumps(config))
         environment = {
             "HOME": str(home),
@@ -44,7 +62,12 @@ def main() -> None:
         }
         for name in ("CONFIG", "DATA", "CACHE", "STATE"):
             environment[f"XDG_{name}_HOME"] = str(home / name.lower())
-        run_agent(f"opencode {VERSION}", task, [opencode, "run", "--model", f"local/{task.model}", PROMPT], environment)
+        run_agent(
+            f"opencode {VERSION}",
+            task,
+            [opencode, "run", "--model", f"local/{task.model}", PROMPT],
+            environment,
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Runs other people's clients against this server, each as its users install it, and writes the table of what works.
+"""Runs other people's clients against this server, each as its users install it, and writes the
+table of what works.
 
     .venv/bin/python -m scripts.clients.run                          # all of scripts/clients/programs
     .venv/bin/python -m scripts.clients.run openai_python ai_sdk     # these
     .venv/bin/python -m scripts.clients.run --table docs/clients.md  # and the table, from all that ran until now
 
-Each program names its packages, with their versions, in its header. They are installed once, from PyPI or npm, into an
-environment of the program's own in --environments; a changed header makes a new one. Two servers answer: one of
-builtin:tiny, and one of a scripted model that calls a tool where tools are offered, and then answers with JSON.
+Each program names its packages, with their versions, in its header. They are installed once, from
+PyPI or npm, into an environment of the program's own in --environments; a changed header makes a
+new one. Two servers answer: one of builtin:tiny, and one of a scripted model that calls a tool
+where tools are offered, and then answers with JSON.
 """
 
 import argparse
@@ -29,7 +31,16 @@ from scripts.clients.scripted_model import TINY, make_scripted_model, tool_call
 PROGRAMS = Path(__file__).with_name("programs")
 RESULTS = Path(__file__).with_name("results.json")
 MARKS = ("<!-- made by scripts/clients/run.py -->", "<!-- end of scripts/clients/run.py -->")
-COMMON = ("chat", "stream", "tool loop", "schema", "tools + schema", "responses", "embeddings", "cancel")
+COMMON = (
+    "chat",
+    "stream",
+    "tool loop",
+    "schema",
+    "tools + schema",
+    "responses",
+    "embeddings",
+    ("cancel"),
+)
 ANSWER = '{"city": "Paris", "sunny": true}'
 SECONDS = 600  # of one program
 
@@ -69,11 +80,30 @@ class Program:
         directory.mkdir(parents=True)
         if self.path.suffix == ".py":
             self._install([sys.executable, "-m", "venv", "--without-pip", str(directory)])
-            pip = [sys.executable, "-m", "pip", "--python", str(directory), "install", "-q", "--no-compile"]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "--python",
+                str(directory),
+                "install",
+                "-q",
+                ("--no-compile"),
+            ]
             self._install([*pip, *self.packages])
         else:
             (directory / "package.json").write_text('{"type": "module"}')
-            self._install(["npm", "install", "--no-fund", "--no-audit", "--prefix", str(directory), *self.packages])
+            self._install(
+                [
+                    "npm",
+                    "install",
+                    "--no-fund",
+                    "--no-audit",
+                    "--prefix",
+                    str(directory),
+                    *self.packages,
+                ]
+            )
         made.write_text(json.dumps(self.packages))
         return directory
 
@@ -94,12 +124,20 @@ class Program:
             environment = os.environ | variables | {"HOME": home, "PYTHONPATH": ""}
             try:
                 run = subprocess.run(
-                    command, cwd=home, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+                    command,
+                    cwd=home,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=SECONDS,
+                    check=False,
                 )
             except subprocess.TimeoutExpired as error:
                 return {"program": f"it did not end in {error.timeout:.0f} s"}
         lines = [line for line in run.stdout.splitlines() if line.startswith('{"cell"')]
-        found: dict[str, str | None] = {each["cell"]: each["why"] for each in map(json.loads, lines)}
+        found: dict[str, str | None] = {
+            each["cell"]: each["why"] for each in map(json.loads, lines)
+        }
         if run.returncode or not found:
             found["program"] = " ".join((run.stdout + run.stderr)[-400:].split())
         return found
@@ -135,7 +173,8 @@ def ran_before(there: Mapping[str, Program]) -> dict[str, dict]:
 
 
 def table(results: dict[str, dict]) -> str:
-    """Rows of clients, columns of what most of them do; beneath it, a sentence for each cell that failed."""
+    """Rows of clients, columns of what most of them do; beneath it, a sentence for each cell
+    that failed."""
     rows = [f"| client | {' | '.join(COMMON)} | more |", "|---|" + "---|" * (len(COMMON) + 1)]
     failures = []
     for _, result in sorted(results.items()):
@@ -153,17 +192,32 @@ def table(results: dict[str, dict]) -> str:
 def write_table(page: Path, results: dict[str, dict]) -> None:
     begin, end = MARKS
     before, rest = page.read_text(encoding="utf-8").split(begin)
-    page.write_text(f"{before}{begin}\n\n{table(results)}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    page.write_text(
+        f"{before}{begin}\n\n{table(results)}\n\n{end}{rest.split(end)[1]}", encoding=("utf-8")
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs other people's clients against this server.")
-    parser.add_argument("names", nargs="*", help="programs of scripts/clients/programs; default: all")
-    parser.add_argument("--environments", type=Path, default=CLIENTS, help="where they are installed (.clients)")
+    parser.add_argument(
+        "names", nargs="*", help=("programs of scripts/clients/programs; default: all")
+    )
+    parser.add_argument(
+        "--environments", type=Path, default=CLIENTS, help=("where they are installed (.clients)")
+    )
     parser.add_argument("--jobs", type=int, default=2, help="installations at once")
-    parser.add_argument("--table", type=Path, metavar="PAGE", help="write the table between the marks of this page")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="PAGE",
+        help=("write the table between the marks of this page"),
+    )
     arguments = parser.parse_args()
-    there = {path.stem: Program(path) for path in sorted(PROGRAMS.iterdir()) if path.stem != "cells" and path.is_file()}
+    there = {
+        path.stem: Program(path)
+        for path in sorted(PROGRAMS.iterdir())
+        if path.stem != "cells" and path.is_file()
+    }
     if unknown := set(arguments.names) - set(there):
         parser.error(f"no such program: {', '.join(sorted(unknown))}; there are {', '.join(there)}")
     programs = [there[name] for name in arguments.names or there]
@@ -178,10 +232,16 @@ def main() -> None:
                 print(f"{program.path.stem:24} {error}", flush=True)
                 continue
             results = ran_before(there)  # read again: another runner may have written
-            results[program.path.stem] = {"title": program.title, "packages": program.packages, "cells": cells}
+            results[program.path.stem] = {
+                "title": program.title,
+                "packages": program.packages,
+                "cells": cells,
+            }
             for cell, why in cells.items():
                 print(f"{program.path.stem:24} {cell:24} {why or '✓'}", flush=True)
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+            RESULTS.write_text(
+                json.dumps(results, indent=1, sort_keys=True, ensure_ascii=False) + ("\n")
+            )
     if arguments.table:
         write_table(arguments.table, ran_before(there))
 

@@ -1,8 +1,10 @@
-"""A checkpoint that says a script: one answer for each turn of an agent, whatever the agent tells it.
+"""A checkpoint that says a script: one answer for each turn of an agent, whatever the agent tells
+it.
 
-It is an ordinary model for an ordinary server. The chat template counts the results of tools and ends the prompt with a
-token for that turn; the model's head holds, for each token of the script, the one that comes next, with certainty (a
-margin of more than 30 in the logits, so at temperature 1 as well). Attention and MLP are there, and add nothing.
+It is an ordinary model for an ordinary server. The chat template counts the results of tools and
+ends the prompt with a token for that turn; the model's head holds, for each token of the script,
+the one that comes next, with certainty (a margin of more than 30 in the logits, so at temperature 1
+as well). Attention and MLP are there, and add nothing.
 """
 
 import itertools
@@ -25,15 +27,19 @@ WIDTH, SHARPNESS = 128, 12.0
 CONTEXT = 1 << 18
 PIECE = 24  # characters of a token of the script, at least
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor"
+    " %}<|im_end|>\n{% endif %}"
     "{% set turn = namespace(number=0) %}{% for message in messages %}"
     "{% if COUNTED %}{% set turn.number = turn.number + 1 %}{% endif %}"
     "<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for tool_call in message.tool_calls or [] %}{% set tool_call = tool_call.function %}\n<tool_call>\n"
-    '{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{% for tool_call in message.tool_calls or [] %}{% set tool_call = tool_call.function"
+    " %}\n<tool_call>\n"
+    '{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson'
+    " }}}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if OFFERED %}<|turn{{ [turn.number, LAST] | min }}|>{% else %}<|aside|>{% endif %}{% endif %}"
+    "{% if OFFERED %}<|turn{{ [turn.number, LAST] | min }}|>{% else %}<|aside|>{% endif %}{%"
+    " endif %}"
 )
 
 
@@ -42,36 +48,55 @@ def tool_call(function: str, /, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': function, 'arguments': arguments})}\n</tool_call>"
 
 
-def make_scripted_model(directory: Path, answers: Sequence[str], *, aside: str = "ok", told: str | None = None) -> Path:
+def make_scripted_model(
+    directory: Path, answers: Sequence[str], *, aside: str = "ok", told: str | None = None
+) -> Path:
     """Write the checkpoint.
 
     Args:
-        answers: what it says when it has this many results of tools; the last one also when it has more.
+        answers: what it says when it has this many results of tools; the last one also when it has
+            more.
         aside: what it says where no tools are offered: agents ask for titles and summaries too.
         told: for an agent without tools: messages with this text are counted, not results of tools.
     """
     directory.mkdir(parents=True)
     content = json.loads((TINY / "tokenizer.json").read_text())
-    vocab = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
+    vocab = content["model"]["vocab"] | {
+        token["content"]: token["id"] for token in content[("added_tokens")]
+    }
     first = 1 + max(vocab.values())
     turns = [f"<|turn{number}|>" for number in range(len(answers))]
     special, said = ["<|aside|>", *turns], [aside, *answers]
     taken: set[str] = set()
     parts = {turn: [answer] for turn, answer in zip(special, said, strict=True)}
-    if "".join(said).count("<tool_call>") == 1:  # tokens of their own, as a grammar wants them; they are followed once
+    # tokens of their own, as a grammar wants them; they are followed once
+    if "".join(said).count("<tool_call>") == 1:
         parts = {turn: re.split("(</?tool_call>)", answer) for turn, [answer] in parts.items()}
-    pieces = {turn: [piece for part in texts for piece in _pieces(part, taken)] for turn, texts in parts.items()}
-    texts = list(dict.fromkeys(["<tool_call>", "</tool_call>", *itertools.chain.from_iterable(pieces.values())]))
+    pieces = {
+        turn: [piece for part in texts for piece in _pieces(part, taken)]
+        for turn, texts in parts.items()
+    }
+    texts = list(
+        dict.fromkeys(
+            ["<tool_call>", "</tool_call>", *itertools.chain.from_iterable(pieces.values())]
+        )
+    )
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     ids = dict(vocab)
-    for number, text in enumerate([*special, *(text for text in texts if text not in vocab)], first):
+    for number, text in enumerate(
+        [*special, *(text for text in texts if text not in vocab)], first
+    ):
         ids[text] = number
-        content["added_tokens"].append({"id": number, "content": text, "special": text in special, **flags})
+        content["added_tokens"].append(
+            {"id": number, "content": text, "special": text in special, **flags}
+        )
     (directory / "tokenizer.json").write_text(json.dumps(content))
     counted = f"{json.dumps(told)} in message.content" if told else "message.role == 'tool'"
     template = TEMPLATE.replace("LAST", str(len(answers) - 1)).replace("COUNTED", counted)
     template = template.replace("OFFERED", "true" if told else "tools")
-    settings = json.loads((TINY / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    settings = json.loads((TINY / "tokenizer_config.json").read_text()) | {
+        "chat_template": template
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     shutil.copy(TINY / "generation_config.json", directory)
     end = ids[settings["eos_token"]]
@@ -79,8 +104,11 @@ def make_scripted_model(directory: Path, answers: Sequence[str], *, aside: str =
     for turn, said_pieces in pieces.items():
         chain = [ids[turn], *(ids[piece] for piece in said_pieces), end]
         for token, following in itertools.pairwise(chain):
-            assert follows.setdefault(token, following) == following, "a part of one answer is also in another"
-    instead: dict[int, int] = {}  # a grammar may force the answer character by character: its first one, then its end
+            assert follows.setdefault(token, following) == following, (
+                "a part of one answer is also in another"
+            )
+    # a grammar may force the answer character by character: its first one, then its end
+    instead: dict[int, int] = {}
     for turn, answer in zip(special, said, strict=True):
         if answer[:1] in vocab:
             instead[ids[turn]] = vocab[answer[0]]
@@ -96,14 +124,18 @@ def _pieces(answer: str, taken: set[str]) -> list[str]:
     start = 0
     for end in range(1, len(answer) + 1):
         piece = answer[start:end]
-        if (len(piece) >= PIECE and piece not in taken and len(answer) - end >= PIECE) or end == len(answer):
+        if (
+            len(piece) >= PIECE and piece not in taken and len(answer) - end >= PIECE
+        ) or end == len(answer):
             pieces.append(piece)
             taken.add(piece)
             start = end
     return pieces
 
 
-def _save(directory: Path, size: int, follows: dict[int, int], instead: dict[int, int], end: int) -> None:
+def _save(
+    directory: Path, size: int, follows: dict[int, int], instead: dict[int, int], end: int
+) -> None:
     config = {
         "model_type": "qwen3",
         "hidden_size": WIDTH,
@@ -129,7 +161,10 @@ def _save(directory: Path, size: int, follows: dict[int, int], instead: dict[int
         head[following] += SHARPNESS * embedding[token]
     for token, following in instead.items():
         head[following] += SHARPNESS / 2 * embedding[token]
-    weights["model.embed_tokens.weight"], weights["lm_head.weight"] = mx.array(embedding), mx.array(head)
+    weights["model.embed_tokens.weight"], weights["lm_head.weight"] = (
+        mx.array(embedding),
+        mx.array(head),
+    )
     for name in ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"):
         weights[name] = mx.zeros_like(weights[name])
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})

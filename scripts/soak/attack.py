@@ -1,10 +1,12 @@
-"""Attacks on a real server and real trainings: those that got through once, and some that have always held.
+"""Attacks on a real server and real trainings: those that got through once, and some that have
+always held.
 
     .venv/bin/python -m scripts.soak.attack                 # all: about ten minutes
     .venv/bin/python -m scripts.soak.attack --only gzip
 
-Prints a table; exit code 1 when one gets through. An attack is a function in a module that is imported below
-(attack_target.py says how). Everything goes to 127.0.0.1 and to processes that this script has started.
+Prints a table; exit code 1 when one gets through. An attack is a function in a module that is
+imported below (attack_target.py says how). Everything goes to 127.0.0.1 and to processes that this
+script has started.
 """
 
 import argparse
@@ -28,8 +30,12 @@ def carry_out(chosen: Attack, target: Target) -> tuple[bool, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="attacks whose name holds this text")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help=("attacks whose name holds this text")
+    )
     chosen = [each for each in ATTACKS if parser.parse_args().only in each.name]
     through = []
     with tempfile.TemporaryDirectory(prefix="attack_") as directory:
@@ -39,8 +45,17 @@ def main() -> int:
                 started = time.monotonic()
                 held, seen = carry_out(each, target)
                 through += [] if held else [each.name]
-                kind, verdict = "found" if each.found else "held before", "held" if held else "GOT THROUGH"
-                print(f"{verdict:11} | {each.name} ({kind}) | {time.monotonic() - started:.0f} s | {seen}", flush=True)
+                kind, verdict = (
+                    ("found") if each.found else "held before",
+                    "held" if held else "GOT THROUGH",
+                )
+                print(
+                    (
+                        f"{verdict:11} | {each.name} ({kind}) | {time.monotonic() - started:.0f} s"
+                        f" | {seen}"
+                    ),
+                    flush=True,
+                )
         finally:
             target.close()
     print(f"{len(chosen) - len(through)} of {len(chosen)} held", *through, sep="\n  ")

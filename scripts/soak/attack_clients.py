@@ -1,4 +1,5 @@
-"""Attacks by clients of Tinker's API and the prompt policy, by pages of other ports, by files, by an upstream."""
+"""Attacks by clients of Tinker's API and the prompt policy, by pages of other ports, by files,
+by an upstream."""
 
 import json
 import shutil
@@ -27,7 +28,9 @@ def session_of(server: Server) -> str:
 
 
 def sampler_of(server: Server, session: str) -> str:
-    name = httpx.get(f"{server.url}{API}/get_server_capabilities").json()["supported_models"][0]["model_name"]
+    name = httpx.get(f"{server.url}{API}/get_server_capabilities").json()["supported_models"][0][
+        ("model_name")
+    ]
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": name}
     return str(server.post(f"{API}/create_sampling_session", body).json()["sampling_session_id"])
 
@@ -40,12 +43,15 @@ def wrong_items(target: Target) -> str:
         "create_session": b'{"tags":[%s]}' % items.replace(b'"a"', b"1"),
         "retrieve_futures": b'{"target":{"sampling_session_id":"s"},"retrieved_request_ids":[%s]}'
         % items.replace(b'"a"', b"1"),
-        "asample ": b'{"prompt":{"chunks":[]},"sampling_params":{"stop":[%s]}}' % b",".join([b"{}"] * 900_000),
+        "asample ": b'{"prompt":{"chunks":[]},"sampling_params":{"stop":[%s]}}'
+        % b",".join([b"{}"] * 900_000),
         "asample  ": b'{"prompt":{"chunks":[%s]}}' % b",".join([b"{}"] * 900_000),
         "save_weights": b'{"model_id":"m","user_metadata":{"a":[%s]}}' % items,
     }
     with target.own_server("wrong_items", command=TINKER) as server:
-        return "; ".join(costly(server, f"{API}/{path.strip()}", body, 400, 404) for path, body in bodies.items())
+        return "; ".join(
+            costly(server, f"{API}/{path.strip()}", body, 400, 404) for path, body in bodies.items()
+        )
 
 
 @attack("Tinker: 15 million empty datums, plain and packed", found=True)
@@ -56,9 +62,11 @@ def empty_datums(target: Target) -> str:
         for body, headers in ((plain, {}), (packed, {"Content-Encoding": "zstd"})):
             with Watch(server) as watch:
                 answer = server.post(f"{API}/forward_backward", content=body, headers=headers)
-            assert answer.status_code == 400 and watch.silence_s < SILENT_S and watch.grown_mb < MOST_HELD_MB, str(
-                watch
-            )
+            assert (
+                answer.status_code == 400
+                and watch.silence_s < SILENT_S
+                and watch.grown_mb < MOST_HELD_MB
+            ), str(watch)
             seen.append(f"{len(body)} bytes: 400, {watch}")
     return "; ".join(seen)
 
@@ -72,23 +80,40 @@ def piled_sessions(target: Target) -> str:
             body = {"user_metadata": {"a": "x" * 60_000}}
             codes = [http.post(f"{API}/create_session", json=body).status_code for _ in range(3000)]
         seen = str(watch)
-    assert refused == 400 and codes[-1] == 429 and watch.grown_mb < MOST_HELD_MB, f"{refused}, {codes[-1]}, {seen}"
+    assert refused == 400 and codes[-1] == 429 and watch.grown_mb < MOST_HELD_MB, (
+        f"{refused}, {codes[-1]}, {seen}"
+    )
     return f"400; {codes.count(200)} sessions, then 429; {seen}"
 
 
 @attack("1024 samples × 400 tokens × 1024 alternatives, and ten requests of the most", found=True)
 def alternatives(target: Target) -> str:
-    many = {"num_samples": 1024, "topk_sample_logprobs": 1024, "sampling_params": {"max_tokens": 400}}
+    many = {
+        "num_samples": 1024,
+        "topk_sample_logprobs": 1024,
+        "sampling_params": {"max_tokens": 400},
+    }
     with target.own_server("alternatives", command=TINKER) as server:
         with Watch(server) as watch:
             sampler = sampler_of(server, session_of(server))
             base = {"sampling_session_id": sampler, "prompt": {"chunks": [CHUNK]}}
             statuses = [server.post(f"{API}/asample", base | many).status_code]
-            most = {"num_samples": 256, "topk_sample_logprobs": 20, "sampling_params": {"max_tokens": 400}}
+            most = {
+                "num_samples": 256,
+                "topk_sample_logprobs": 20,
+                "sampling_params": {"max_tokens": 400},
+            }
             statuses += [server.post(f"{API}/asample", base | most).status_code for _ in range(10)]
-            chat = {"model": "default", "messages": [{"role": "user", "content": "a"}], "n": 1024, "max_tokens": 400}
+            chat = {
+                "model": "default",
+                "messages": [{"role": "user", "content": "a"}],
+                "n": 1024,
+                "max_tokens": 400,
+            }
             statuses.append(
-                server.post("/v1/chat/completions", chat | {"logprobs": True, "top_logprobs": 20}).status_code
+                server.post(
+                    "/v1/chat/completions", chat | {"logprobs": True, "top_logprobs": 20}
+                ).status_code
             )
             assert server.answers(), "/health does not answer"
         seen = str(watch)
@@ -100,13 +125,27 @@ def alternatives(target: Target) -> str:
 @attack("a page of another port: POST /pause without a body", found=True)
 def other_page(target: Target) -> str:
     server = target.server()
-    page = {"Origin": "http://127.0.0.1:18812", "Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"}
+    page = {
+        "Origin": "http://127.0.0.1:18812",
+        "Sec-Fetch-Site": "same-site",
+        "Sec-Fetch-Mode": ("no-cors"),
+    }
     document = httpx.get(f"{server.url}/openapi.json").json()
-    changing = [(method, path) for path, each in document["paths"].items() for method in each if method != "get"]
+    changing = [
+        (method, path)
+        for path, each in document["paths"].items()
+        for method in each
+        if method != ("get")
+    ]
     let_in = []
     for method, path in changing:
         for headers in (page, page | {"Content-Type": "text/plain"}, {**page, "Origin": "null"}):
-            if httpx.request(method, f"{server.url}{path}", headers=headers, timeout=10).status_code != 403:
+            if (
+                httpx.request(
+                    method, f"{server.url}{path}", headers=headers, timeout=10
+                ).status_code
+                != 403
+            ):
                 let_in.append(f"{method} {path}")
     assert not let_in, str(let_in)
     return f"{len(changing)} routes refuse it"
@@ -115,16 +154,30 @@ def other_page(target: Target) -> str:
 @attack("readers that take nothing of a long answer", found=False)
 def slow_readers(target: Target) -> str:
     server = target.server()
-    body = {"model": "default", "prompt": "a", "max_tokens": 800, "n": 8, "logprobs": 20, "ignore_eos": True}
+    body = {
+        "model": "default",
+        "prompt": "a",
+        "max_tokens": 800,
+        "n": 8,
+        "logprobs": 20,
+        "ignore_eos": True,
+    }
     sent = json.dumps(body | {"stream": True}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with Watch(server) as watch:
-        held = [server.connect(head + b"Content-Length: %d\r\n\r\n%s" % (len(sent), sent)) for _ in range(20)]
+        held = [
+            server.connect(head + b"Content-Length: %d\r\n\r\n%s" % (len(sent), sent))
+            for _ in range(20)
+        ]
         time.sleep(20)
-        status = server.post("/v1/completions", {"model": "default", "prompt": "a", "max_tokens": 1}).status_code
+        status = server.post(
+            "/v1/completions", {"model": "default", "prompt": "a", "max_tokens": 1}
+        ).status_code
         for connection in held:
             connection.close()
-    assert status == 200 and watch.silence_s < SILENT_S and watch.grown_mb < 1500, f"{status}, {watch}"
+    assert status == 200 and watch.silence_s < SILENT_S and watch.grown_mb < 1500, (
+        f"{status}, {watch}"
+    )
     return f"{status}, {watch}"
 
 
@@ -132,11 +185,23 @@ def slow_readers(target: Target) -> str:
 def prompt_policy(target: Target) -> str:
     directory = target.directory / "policy_checkpoints"
     command = ("mlx_parallm", "prompt-policy", "--server", PORT)
-    with target.own_server("policy", f"prompt_policy.checkpoint_dir='{directory}'", command=command) as server:
-        seen = [costly(server, "/select_action", b'{"embedding":[%s1]}' % (b'"a",' * (2 * MB)), 400)]
+    with target.own_server(
+        "policy", f"prompt_policy.checkpoint_dir='{directory}'", command=command
+    ) as server:
+        seen = [
+            costly(server, "/select_action", b'{"embedding":[%s1]}' % (b'"a",' * (2 * MB)), 400)
+        ]
         seen.append(costly(server, "/embed", b'{"input":[%s1]}' % (b"1," * (4 * MB)), 400))
         seen.append(
-            costly(server, "/rollout", b'{"prompt":"a","columns":{"a":[%s1]}}' % (b"1," * (4 * MB)), 400, 404, 409, 422)
+            costly(
+                server,
+                "/rollout",
+                b'{"prompt":"a","columns":{"a":[%s1]}}' % (b"1," * (4 * MB)),
+                400,
+                404,
+                409,
+                422,
+            )
         )
         page = {"Origin": "http://127.0.0.1:18812", "Sec-Fetch-Site": "same-site"}
         for path in ("/update", "/save", "/load", "/mutate", "/feedback"):
@@ -169,7 +234,10 @@ def two_resumes(target: Target) -> str:
     for thread in threads:
         thread.join()
     codes = sorted(code for code, _ in found)
-    steps = [json.loads(line)["step"] for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert codes == [0, 2] and steps == [1, 2, 3, 4, 5, 6], f"exit codes {codes}, steps {steps}"
     assert not any("Traceback" in text for _, text in found)
     return f"exit codes {codes}, steps {steps}"
@@ -179,7 +247,9 @@ def two_resumes(target: Target) -> str:
 def removed_run(target: Target) -> str:
     directory = target.directory / "removed"
     with (target.directory / "removed.txt").open("w") as output:
-        process = subprocess.Popen(training(directory, FINE, steps=400), stdout=output, stderr=output)
+        process = subprocess.Popen(
+            training(directory, FINE, steps=400), stdout=output, stderr=output
+        )
     try:
         deadline = time.monotonic() + 120
         while not list(directory.glob("run/step_*")) and time.monotonic() < deadline:
@@ -217,7 +287,11 @@ def hostile_data(target: Target) -> str:
         file = directory / f"{name.replace(' ', '_')}.jsonl"
         file.write_bytes(content)
         command = [TRAIN, "--model", "builtin:tiny", "--algorithm", "sft", "--data", str(file)]
-        sets = [f"rl_training.checkpoint_dir={directory}/{file.stem}", "rl_training.total_steps=1", "server.port=0"]
+        sets = [
+            f"rl_training.checkpoint_dir={directory}/{file.stem}",
+            "rl_training.total_steps=1",
+            ("server.port=0"),
+        ]
         code, text = ended([*command, *(part for each in sets for part in ("--set", each))], 120)
         if code not in (0, 2) or "Traceback" in text:
             bad.append(f"{name}: exit code {code}: {text[-200:]}")
@@ -231,7 +305,11 @@ def damaged_models(target: Target) -> str:
     code, text = ended(training(directory, FINE, steps=1))
     assert code == 0, text[-500:]
     final, seen, program = directory / "run" / "final", [], str(Path(TRAIN).parent / "mlx_parallm")
-    for name, content in {"adapters.safetensors": b"x" * 100, "adapter_config.json": b"[", "none": None}.items():
+    for name, content in {
+        "adapters.safetensors": b"x" * 100,
+        "adapter_config.json": b"[",
+        "none": None,
+    }.items():
         copy = directory / name.replace(".", "_")
         shutil.copytree(final, copy, symlinks=False)
         if content is None:
@@ -239,9 +317,14 @@ def damaged_models(target: Target) -> str:
         else:
             (copy / name).write_bytes(content)
         both = ["--base-model", "builtin:tiny", "--lora-path", str(copy)]
-        for command in (["merge", *both, "--output-path", f"{copy}_m"], ["export", *both, "--to", f"{copy}_e"]):
+        for command in (
+            ["merge", *both, "--output-path", f"{copy}_m"],
+            ["export", *both, "--to", (f"{copy}_e")],
+        ):
             code, text = ended([program, *command], 120)
-            assert code == 2 and "Traceback" not in text, f"{command[0]} {name}: exit code {code}: {text[-300:]}"
+            assert code == 2 and "Traceback" not in text, (
+                f"{command[0]} {name}: exit code {code}: {text[-300:]}"
+            )
             seen.append(code)
     return f"exit codes {seen}"
 
@@ -250,7 +333,11 @@ def damaged_models(target: Target) -> str:
 def hostile_upstream(target: Target) -> str:
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-    streams = [b'data: {"choices":[{"index":"a","delta":[]}]}\n\n', b"data: " + b"x" * (9 * MB), b"\xff" * 1000]
+    streams = [
+        b'data: {"choices":[{"index":"a","delta":[]}]}\n\n',
+        b"data: " + b"x" * (9 * MB),
+        b"\xff" * 1000,
+    ]
     streams += [b'data: {"choices":[%s]}\n\n' % b",".join(b'{"index":%d}' % n for n in range(5000))]
 
     class Upstream(BaseHTTPRequestHandler):
@@ -270,7 +357,15 @@ def hostile_upstream(target: Target) -> str:
     threading.Thread(target=upstream.serve_forever, daemon=True).start()
     directory = target.directory / "recorded"
     url = f"http://127.0.0.1:{upstream.server_address[1]}/v1"
-    command = [str(Path(TRAIN).parent / "mlx_parallm"), "traces", "record", "--upstream", url, "--dir", str(directory)]
+    command = [
+        str(Path(TRAIN).parent / "mlx_parallm"),
+        "traces",
+        "record",
+        "--upstream",
+        url,
+        "--dir",
+        str(directory),
+    ]
     output = target.directory / "recorder.txt"
     with output.open("w") as file:
         process = subprocess.Popen([*command, "--port", "0"], stdout=file, stderr=file)
@@ -278,14 +373,22 @@ def hostile_upstream(target: Target) -> str:
         deadline = time.monotonic() + 60
         while "http://127.0.0.1:" not in output.read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
-        proxy = "http://127.0.0.1:" + output.read_text().split("http://127.0.0.1:")[1].split("/")[0].split()[0]
+        proxy = (
+            "http://127.0.0.1:"
+            + output.read_text().split("http://127.0.0.1:")[1].split("/")[0].split()[0]
+        )
         for number, content in enumerate(streams):
             for changed in ({}, {"temperature": "hot"}, {"tools": 5}):
                 body = {"messages": [{"role": "user", "content": "a"}], "stream": True} | changed
                 answer = httpx.post(
-                    f"{proxy}/sessions/s/v1/chat/completions", json=body, headers={"X-Stream": str(number)}, timeout=60
+                    f"{proxy}/sessions/s/v1/chat/completions",
+                    json=body,
+                    headers={"X-Stream": str(number)},
+                    timeout=60,
                 )
-                assert (answer.status_code, answer.content) == (200, content), f"stream {number}: {answer.status_code}"
+                assert (answer.status_code, answer.content) == (200, content), (
+                    f"stream {number}: {answer.status_code}"
+                )
     finally:
         process.terminate()
         process.wait(30)

@@ -19,7 +19,11 @@ from scripts.soak.attack_target import Target, attack
 TRAIN = str(Path(sys.executable).parent / "mlx_parallm_train")
 SMALL = (
     *("rl_training.batch_size=16", "rl_training.atropos.rollout_batch_size=16"),
-    *("rl_training.checkpoint_interval=2", "rl_training.atropos.max_token_length=64", "server.port=0"),
+    *(
+        "rl_training.checkpoint_interval=2",
+        "rl_training.atropos.max_token_length=64",
+        ("server.port=0"),
+    ),
     "environments.0.group_size=8",
 )
 SHARED_FOR_EVER = """
@@ -47,7 +51,9 @@ def runs(program: str) -> dict[str, SandboxRun]:
 
 
 def told(found: dict[str, SandboxRun]) -> str:
-    return ", ".join(f"{way}: {run.outcome} {run.returncode}, {run.seconds:.1f} s" for way, run in found.items())
+    return ", ".join(
+        f"{way}: {run.outcome} {run.returncode}, {run.seconds:.1f} s" for way, run in found.items()
+    )
 
 
 @attack("3 GB in files of memory and in processes", found=True)
@@ -119,9 +125,18 @@ def blocks(target: Target) -> str:
 def training(directory: Path, reward: str, *settings: str, steps: int = 100_000) -> list[str]:
     """The command of a training whose reward function has this body."""
     directory.mkdir()
-    (directory / "reward.py").write_text(f"import os, time\ncalls = 0\ndef own(completions, **columns):\n{reward}\n")
-    (directory / "rows.jsonl").write_text("".join(f'{{"prompt": "{n} + 1 ="}}\n' for n in range(40)))
-    own = [*SMALL, f"rl_training.checkpoint_dir='{directory}'", f"rl_training.total_steps={steps}", *settings]
+    (directory / "reward.py").write_text(
+        f"import os, time\ncalls = 0\ndef own(completions, **columns):\n{reward}\n"
+    )
+    (directory / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{n} + 1 ="}}\n' for n in range(40))
+    )
+    own = [
+        *SMALL,
+        f"rl_training.checkpoint_dir='{directory}'",
+        f"rl_training.total_steps={steps}",
+        *settings,
+    ]
     data = [
         "--model",
         "builtin:tiny",
@@ -135,19 +150,26 @@ def training(directory: Path, reward: str, *settings: str, steps: int = 100_000)
 
 
 FINE = "    return [float(len(set(text))) / 50 for text in completions]"
-SPINS = f"    if any(directory.startswith('step_') for directory in os.listdir(RUN)):\n        while True: pass\n{FINE}"
+SPINS = (
+    "    if any(directory.startswith('step_') for directory in os.listdir(RUN)):\n        while"
+    f" True: pass\n{FINE}"
+)
 ENDS = f"    global calls\n    calls += 1\n    if calls == 6: os._exit(0)\n{FINE}"
 
 
 def ended(command: list[str], seconds: float = 300) -> tuple[int, str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
+    )
     return done.returncode, done.stderr
 
 
 @attack("SIGTERM while a reward function spins", found=True)
 def spinning(target: Target) -> str:
     directory = target.directory / "spins"
-    command = training(directory, SPINS.replace("RUN", f"'{directory}/run'"), "environments.0.timeout_s=2")
+    command = training(
+        directory, SPINS.replace("RUN", f"'{directory}/run'"), ("environments.0.timeout_s=2")
+    )
     with (target.directory / "spins.txt").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
@@ -204,20 +226,27 @@ def damaged(target: Target) -> str:
 
 @attack("learning rates of 1e30 and inf", found=True)
 def learning_rates(target: Target) -> str:
-    code, text = ended(training(target.directory / "infinite", FINE, "rl_training.learning_rate=inf"))
+    code, text = ended(
+        training(target.directory / "infinite", FINE, ("rl_training.learning_rate=inf"))
+    )
     assert code == 2 and "finite number" in text, f"exit code {code}: {text[-300:]}"
     directory = target.directory / "large"
     code, text = ended(training(directory, FINE, "rl_training.learning_rate=1e30", steps=4))
-    lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
-    updates = [line for line in lines if line["loss"] is not None]  # a step without a group to train on has none
+    lines = [
+        json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    # a step without a group to train on has none
+    updates = [line for line in lines if line["loss"] is not None]
     refused = sum(line["publishes_refused"] for line in lines)
     skipped = sum(line["skipped_steps"] or 0 for line in lines)
     served = {line["policy_version"] for line in lines}
     assert code == 0 and updates and refused + skipped == len(updates) and served == {0}, (
-        f"exit code {code}, {len(updates)} updates, {refused} refused, {skipped} skipped, served {served}: {text[-99:]}"
+        f"exit code {code}, {len(updates)} updates, {refused} refused, {skipped} skipped,"
+        f" served {served}: {text[-99:]}"
     )
     return (
-        f"inf: exit code 2; 1e30: of {len(updates)} updates {refused} refused, {skipped} skipped; version 0 is served"
+        f"inf: exit code 2; 1e30: of {len(updates)} updates {refused} refused, {skipped}"
+        " skipped; version 0 is served"
     )
 
 

@@ -69,7 +69,9 @@ def idle_connections_of_a_training(target: Target) -> str:
 def half_headers(target: Target) -> str:
     server = target.server()
     started = time.monotonic()
-    for connection in [server.connect(b"POST /v1/completions HTTP/1.1\r\nHost: loc") for _ in range(50)]:
+    for connection in [
+        server.connect(b"POST /v1/completions HTTP/1.1\r\nHost: loc") for _ in range(50)
+    ]:
         connection.settimeout(60)
         with suppress(ConnectionResetError):
             assert connection.recv(1) == b""
@@ -80,7 +82,9 @@ def half_headers(target: Target) -> str:
 @attack("100 bodies of 33 MB that stop after 31 MB", found=True)
 def half_bodies(target: Target) -> str:
     server = target.server()
-    header = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    header = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    )
     header += b"Content-Length: 33000000\r\n\r\n"
     held: list[socket.socket] = []
 
@@ -103,7 +107,10 @@ def garbage(target: Target) -> str:
     server = target.server()
     before = server.output.read_text().count("\n")
     for _ in range(1500):
-        with closing(server.connect(b"\x16\x03\x01 garbage\r\n\r\n")) as connection, suppress(ConnectionResetError):
+        with (
+            closing(server.connect(b"\x16\x03\x01 garbage\r\n\r\n")) as connection,
+            suppress(ConnectionResetError),
+        ):
             connection.recv(4096)
     lines = server.output.read_text().count("\n") - before
     assert lines < 20, f"{lines} lines of log"
@@ -113,7 +120,9 @@ def garbage(target: Target) -> str:
 @attack("a chunked body without an end", found=False)
 def endless_body(target: Target) -> str:
     header = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
-    with closing(target.server().connect(header + b"Content-Type: application/json\r\n\r\n")) as connection:
+    with closing(
+        target.server().connect(header + b"Content-Type: application/json\r\n\r\n")
+    ) as connection:
         for _ in range(40):
             connection.sendall(b"%x\r\n%s\r\n" % (MB, b" " * MB))
         status = connection.recv(100).partition(b"\r\n")[0].decode()
@@ -124,7 +133,13 @@ def endless_body(target: Target) -> str:
 @attack("200 hang-ups in the middle of a stream", found=False)
 def hang_ups(target: Target) -> str:
     server = target.server()
-    body = {"model": "default", "prompt": "a", "max_tokens": 500, "stream": True, "ignore_eos": True}
+    body = {
+        "model": "default",
+        "prompt": "a",
+        "max_tokens": 500,
+        "stream": True,
+        "ignore_eos": True,
+    }
     for _ in range(200):
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             next(answer.iter_lines())
@@ -140,20 +155,31 @@ def costly(server: Server, path: str, body: bytes, *statuses: int) -> str:
     """Send it once; nobody may wait for long, and it may not cost a gigabyte."""
     with Watch(server) as watch:
         status = server.post(path, content=body, headers=JSON).status_code
-    assert status in statuses and watch.cpu_s < MOST_CPU_S and watch.grown_mb < 1000, f"{status}, {watch}"
+    assert status in statuses and watch.cpu_s < MOST_CPU_S and watch.grown_mb < 1000, (
+        f"{status}, {watch}"
+    )
     return f"{status}, {watch}"
 
 
 FAULTY = {
-    "8 MB of numbers as stop strings": ("/v1/completions", b'{"prompt":"a","stop":[%s1]}' % (b"1," * (4 * MB))),
+    "8 MB of numbers as stop strings": (
+        "/v1/completions",
+        b'{"prompt":"a","stop":[%s1]}' % (b"1," * (4 * MB)),
+    ),
     "8 MB of faulty prompts": ("/v1/completions", b'{"prompt":[%s[-1]]}' % (b"[-1]," * 1_000_000)),
     "8 MB of negative ids": ("/generate", b'{"input_ids":[%s-1]}' % (b"-1," * (8 * MB // 3))),
-    "8 MB of messages that are none": ("/v1/chat/completions", b'{"messages":[%s1]}' % (b"1," * (4 * MB))),
+    "8 MB of messages that are none": (
+        "/v1/chat/completions",
+        b'{"messages":[%s1]}' % (b"1," * (4 * MB)),
+    ),
     "8 MB of tools that are none": (
         "/v1/chat/completions",
         b'{"messages":[{"role":"user","content":"a"}],"tools":[%s1]}' % (b"1," * (4 * MB)),
     ),
-    "8 MB of rewards that are none": ("/v1/rewards", b'{"id":"a","rewards":[%s""]}' % (b'"",' * (8 * MB // 3))),
+    "8 MB of rewards that are none": (
+        "/v1/rewards",
+        b'{"id":"a","rewards":[%s""]}' % (b'"",' * (8 * MB // 3)),
+    ),
     "500,000 unknown fields": (
         "/v1/completions",
         b'{"prompt":"a",%s}' % b",".join(b'"x%d":1' % n for n in range(500_000)),
@@ -177,7 +203,9 @@ for _name, (_path, _body) in FAULTY.items():
 
 @attack("32 MB of empty lists", found=True)
 def empty_lists(target: Target) -> str:
-    return costly(target.server(), "/v1/completions", b'{"prompt":[%s[]]}' % (b"[]," * (10 * MB)), 413)
+    return costly(
+        target.server(), "/v1/completions", b'{"prompt":[%s[]]}' % (b"[]," * (10 * MB)), 413
+    )
 
 
 @attack("/detokenize of 5 million ids", found=True)
@@ -209,7 +237,14 @@ def stop_strings(target: Target) -> str:
 
 @attack("JSON that is none: deep, NaN, long numbers, cut, bad UTF-8", found=False)
 def bad_json(target: Target) -> str:
-    bodies = (b"[" * 5_000_000, b'{"prompt": NaN}', b'{"prompt": 1%s}' % (b"0" * 100_000), b'{"prompt"', b'"\xff"', b"")
+    bodies = (
+        b"[" * 5_000_000,
+        b'{"prompt": NaN}',
+        b'{"prompt": 1%s}' % (b"0" * 100_000),
+        b'{"prompt"',
+        b'"\xff"',
+        b"",
+    )
     server = target.server()
     for body in bodies:
         status = server.post("/v1/completions", content=body, headers=JSON).status_code
@@ -220,23 +255,33 @@ def bad_json(target: Target) -> str:
 # ---------------------------------------------------------------------- adapters
 
 
-def adapter(server: Server, name: str, config: Any = None, *, rank: int = 2, fill: float = 0.0) -> Path:
-    """A PEFT adapter of one layer, of a wrong shape: what is tried comes before that is looked at."""
+def adapter(
+    server: Server, name: str, config: Any = None, *, rank: int = 2, fill: float = 0.0
+) -> Path:
+    """A PEFT adapter of one layer, of a wrong shape: what is tried comes before that is looked
+    at."""
     directory = server.roots / name
     directory.mkdir(exist_ok=True)
     shapes = {"A": (rank, 8), "B": (8, rank)}
     tensors = {
-        f"base_model.model.{Q_PROJ}.lora_{k}.weight": mx.array(np.full(s, fill, np.float32)) for k, s in shapes.items()
+        f"base_model.model.{Q_PROJ}.lora_{k}.weight": mx.array(np.full(s, fill, np.float32))
+        for k, s in shapes.items()
     }
     mx.save_safetensors(str(directory / "adapter_model.safetensors"), tensors)
-    (directory / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": rank} | (config or {})))
+    (directory / "adapter_config.json").write_text(
+        json.dumps({"r": rank, "lora_alpha": rank} | (config or {}))
+    )
     return directory
 
 
 def refused(server: Server, name: str, path: Path, words: str) -> str:
     with Watch(server) as watch:
-        answer = server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, timeout_s=30)
-    assert answer.status_code == 400 and words in answer.text, f"{answer.status_code}: {answer.text[:200]}"
+        answer = server.post(
+            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, timeout_s=30
+        )
+    assert answer.status_code == 400 and words in answer.text, (
+        f"{answer.status_code}: {answer.text[:200]}"
+    )
     assert watch.cpu_s < MOST_CPU_S, str(watch)
     return f"400, {watch}"
 
@@ -244,7 +289,12 @@ def refused(server: Server, name: str, path: Path, words: str) -> str:
 @attack("an alpha_pattern that backtracks for ever", found=True)
 def alpha_pattern(target: Target) -> str:
     server = target.server()
-    refused(server, "p", adapter(server, "p", {"alpha_pattern": {"(([a-z._0-9]*)*)*!": 4}}), "the adapter's A is")
+    refused(
+        server,
+        "p",
+        adapter(server, "p", {"alpha_pattern": {"(([a-z._0-9]*)*)*!": 4}}),
+        ("the adapter's A is"),
+    )
     slow = {r"(\w|\.|[a-z])*[A-Z]": 4}  # tries each letter in two ways
     return refused(server, "p", adapter(server, "p", {"alpha_pattern": slow}), "take more than")
 
@@ -303,7 +353,11 @@ def adapter_paths(target: Target) -> str:
 @attack("foreign pages: Host, Origin, Sec-Fetch-Site in capitals", found=True)
 def foreign_pages(target: Target) -> str:
     server = target.server()
-    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "Cross-Site"}):
+    for headers in (
+        {"Host": "evil.example"},
+        {"Origin": "http://evil.example"},
+        {"Sec-Fetch-Site": ("Cross-Site")},
+    ):
         status = httpx.get(f"{server.url}/v1/models", headers=headers).status_code
         assert status == 403, f"{status} with {headers}"
     return "403"
@@ -312,7 +366,11 @@ def foreign_pages(target: Target) -> str:
 @attack("weak keys on every address: one character, spaces", found=True)
 def weak_keys(target: Target) -> str:
     for key in ("k", "  "):
-        command = [str(Path(sys.executable).parent / "mlx_parallm_serve"), "--model-path", "builtin:tiny"]
+        command = [
+            str(Path(sys.executable).parent / "mlx_parallm_serve"),
+            "--model-path",
+            ("builtin:tiny"),
+        ]
         ended = subprocess.run(
             [*command, "--host", "0.0.0.0", "--port", "0"],
             env={**os.environ, "MLX_PARALLM_API_KEY": key},
@@ -351,7 +409,9 @@ def trained(daemon: TrainingDaemon, more: int) -> int:
         assert time.monotonic() < deadline, f"step {step()}, not {wanted}, in time"
         for group in groups:
             scores = [generator.random() for _ in range(GROUP_SIZE)]
-            httpx.post(f"{daemon.url}/atropos/scored_data", json=group | {"scores": scores}, timeout=60)
+            httpx.post(
+                f"{daemon.url}/atropos/scored_data", json=group | {"scores": scores}, timeout=60
+            )
         time.sleep(0.5)
     return step()
 
@@ -364,11 +424,15 @@ def large_rewards(target: Target) -> str:
     daemon = target.training()
     [group] = sampled_groups(daemon.url, 1, random.Random(1))
     for rewards in LARGE:
-        answer = httpx.post(f"{daemon.url}/atropos/scored_data", json=group | {"scores": rewards}, timeout=60)
+        answer = httpx.post(
+            f"{daemon.url}/atropos/scored_data", json=group | {"scores": rewards}, timeout=60
+        )
         assert answer.status_code == 422, answer.text[:200]
         ask = {"model": "default", "prompt": "a", "n": GROUP_SIZE, "max_tokens": 4}
         made = httpx.post(f"{daemon.url}/v1/completions", json=ask, timeout=60).json()["id"]
-        answer = httpx.post(f"{daemon.url}/v1/rewards", json={"id": made, "rewards": rewards}, timeout=60)
+        answer = httpx.post(
+            f"{daemon.url}/v1/rewards", json={"id": made, "rewards": rewards}, timeout=60
+        )
         assert answer.status_code == 400, answer.text[:200]
     return f"422 and 400; step {trained(daemon, 2)}"
 
@@ -383,13 +447,19 @@ def large_rewards_in_the_store(target: Target) -> str:
             [known] = store.groups(sorted(store.known_ids())[:1])
             for number, rewards in enumerate(LARGE):
                 scored = zip(known.rollouts, rewards, strict=True)
-                rollouts = tuple(replace(rollout, scores={"reward": reward}) for rollout, reward in scored)
-                store.add(replace(known, group_id=f"large{number}", rollouts=rollouts), source="atropos")
+                rollouts = tuple(
+                    replace(rollout, scores={"reward": reward}) for rollout, reward in scored
+                )
+                store.add(
+                    replace(known, group_id=f"large{number}", rollouts=rollouts), source=("atropos")
+                )
         daemon.start()
         daemon.wait_until_ready()
         step = trained(daemon, 2)
         with closing(sqlite3.connect(daemon.run / "rollouts.sqlite")) as database:
-            [[dropped]] = database.execute("SELECT COUNT(*) FROM groups WHERE reason LIKE '%beyond what can%'")
+            [[dropped]] = database.execute(
+                "SELECT COUNT(*) FROM groups WHERE reason LIKE '%beyond what can%'"
+            )
     assert dropped == len(LARGE), f"{dropped} of {len(LARGE)} were dropped with the reason"
     return f"{dropped} groups dropped with the reason; step {step}"
 
@@ -417,7 +487,9 @@ def packed_lists(target: Target) -> str:
     deep = gzip.compress(b'{"images":[%s[]]}' % (b"[]," * 10_000_000))
 
     def send(content: bytes) -> Callable[[], object]:
-        return lambda: httpx.post(f"{daemon.url}/atropos/scored_data", content=content, headers=GZIP, timeout=120)
+        return lambda: httpx.post(
+            f"{daemon.url}/atropos/scored_data", content=content, headers=GZIP, timeout=120
+        )
 
     with Watch(daemon) as watch:
         together([send(body)] * 6 + [send(deep)] * 6)
@@ -429,7 +501,9 @@ def packed_lists(target: Target) -> str:
 def bomb(target: Target) -> str:
     daemon = target.training()
     content = gzip.compress(b" " * (900 * MB), compresslevel=1)
-    answer = httpx.post(f"{daemon.url}/atropos/scored_data", content=content, headers=GZIP, timeout=120)
+    answer = httpx.post(
+        f"{daemon.url}/atropos/scored_data", content=content, headers=GZIP, timeout=120
+    )
     assert answer.status_code == 413, answer.text[:200]
     return "413"
 

@@ -1,4 +1,5 @@
-"""What the attacks of `scripts.soak.attack` share: the table that they enter, and the processes that they attack.
+"""What the attacks of `scripts.soak.attack` share: the table that they enter, and the processes
+that they attack.
 
 @attack("what is tried", found=True)        # True: it got through once; False: it has always held
 def name(target: Target) -> str:            # returns what was measured, in a few words
@@ -63,10 +64,14 @@ class Server:
         words = [str(self.port) if word == PORT else word for word in command[1:]]
         program = [str(Path(sys.executable).parent / command[0]), *words]
         with self.output.open("ab") as output:
-            self.process = subprocess.Popen([*program, *sets], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            self.process = subprocess.Popen(
+                [*program, *sets], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
         deadline = time.monotonic() + START_S
         while not self.answers():
-            assert self.process.poll() is None, f"the server ended: {self.output.read_text()[-2000:]}"
+            assert self.process.poll() is None, (
+                f"the server ended: {self.output.read_text()[-2000:]}"
+            )
             assert time.monotonic() < deadline, "the server does not start"
             time.sleep(0.1)
 
@@ -76,7 +81,9 @@ class Server:
         except httpx.TransportError:
             return False
 
-    def post(self, path: str, body: Any = None, *, timeout_s: float = 120.0, **options: Any) -> httpx.Response:
+    def post(
+        self, path: str, body: Any = None, *, timeout_s: float = 120.0, **options: Any
+    ) -> httpx.Response:
         if body is not None:
             options["json"] = body
         return httpx.post(f"{self.url}{path}", timeout=timeout_s, **options)
@@ -99,15 +106,19 @@ class Server:
 
 @dataclass
 class Target:
-    """Starts what is attacked. The server and the training are shared by the attacks while they live; a `daemon` is one
-    attack's own."""
+    """Starts what is attacked. The server and the training are shared by the attacks while they
+    live; a `daemon` is one attack's own."""
 
     directory: Path
     _server: Server | None = field(default=None, init=False)
     _training: TrainingDaemon | None = field(default=None, init=False)
 
     def server(self) -> Server:
-        if self._server is None or self._server.process.poll() is not None or not self._server.answers():
+        if (
+            self._server is None
+            or self._server.process.poll() is not None
+            or not self._server.answers()
+        ):
             self.close()
             self._server = Server(self.directory)
         return self._server
@@ -135,7 +146,9 @@ class Target:
                 daemon.kill()
 
     @contextmanager
-    def own_server(self, name: str, *settings: str, command: tuple[str, ...] = SERVE) -> Iterator[Server]:
+    def own_server(
+        self, name: str, *settings: str, command: tuple[str, ...] = SERVE
+    ) -> Iterator[Server]:
         """One attack's own server."""
         directory = self.directory / name
         directory.mkdir()
@@ -154,13 +167,20 @@ class Target:
 
 
 class Watch:
-    """While an attack runs: the longest time that /health took, and the most memory that the process held."""
+    """While an attack runs: the longest time that /health took, and the most memory that the
+    process held."""
 
     def __init__(self, attacked: Server | TrainingDaemon) -> None:
-        self._url, self._process, self._done = attacked.url, psutil.Process(attacked.process.pid), threading.Event()
+        self._url, self._process, self._done = (
+            attacked.url,
+            psutil.Process(attacked.process.pid),
+            threading.Event(),
+        )
         self.silence_s, self.peak_mb = 0.0, self._held_mb()
         self.before_mb, self._before_s = self.peak_mb, self._used_s()
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._ask, self._weigh)]
+        self._threads = [
+            threading.Thread(target=each, daemon=True) for each in (self._ask, self._weigh)
+        ]
 
     def __enter__(self) -> "Watch":
         for thread in self._threads:
@@ -182,7 +202,9 @@ class Watch:
         return self.peak_mb - self.before_mb
 
     def __str__(self) -> str:
-        return f"CPU {self.cpu_s:.1f} s, /health at most {self.silence_s:.1f} s, +{self.grown_mb} MB"
+        return (
+            f"CPU {self.cpu_s:.1f} s, /health at most {self.silence_s:.1f} s, +{self.grown_mb} MB"
+        )
 
     def _ask(self) -> None:
         while not self._done.is_set():

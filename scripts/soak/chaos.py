@@ -1,5 +1,6 @@
-"""Good requests among all that can go wrong: hang-ups, bad JSON, 10 MB bodies, unknown models, prompts of no length or
-too much. Every good one must be answered as it was alone, everything else with its own error, and nothing may be left.
+"""Good requests among all that can go wrong: hang-ups, bad JSON, 10 MB bodies, unknown models,
+prompts of no length or too much. Every good one must be answered as it was alone, everything else
+with its own error, and nothing may be left.
 
     .venv/bin/python -m scripts.soak.chaos --requests 2000
 """
@@ -21,7 +22,11 @@ from scripts.soak.fuzz_openapi import tiny_server
 
 CONTEXT = 256
 AT_ONCE = 24
-PROMPTS = [f"{word}: {text}" for word in ("Sort", "Reverse", "Count") for text in ("hgfa", "dcba", "xyz", "q w e", "é")]
+PROMPTS = [
+    f"{word}: {text}"
+    for word in ("Sort", "Reverse", "Count")
+    for text in ("hgfa", "dcba", "xyz", "q w e", ("é"))
+]
 LAST_STEP = 8 << 20  # bytes of arrays that the last step may leave behind until the next one
 JSON = {"Content-Type": "application/json"}
 WRONG: dict[str, tuple[bytes | dict[str, Any], int]] = {
@@ -55,10 +60,17 @@ async def _chaos(serving: Serving, requests: int, seed: int) -> Report:
     generator, report = random.Random(seed), Report()
     async with httpx.AsyncClient(base_url=serving.url, timeout=120) as client:
         expected = [await _answer(client, prompt, stream=False) for prompt in PROMPTS]
-        assert len({token for answer in expected for token in answer}) >= 20, "the answers say too little"
+        assert len({token for answer in expected for token in answer}) >= 20, (
+            "the answers say too little"
+        )
         at_rest = await asyncio.to_thread(check_at_rest, serving)
         kinds = [kind for kind in WRONG if kind not in RARE] * 4 + [*RARE] + [*HANGUPS] * 8
-        todo = iter([("good" if number % 4 == 0 else generator.choice(kinds)) for number in range(requests)])
+        todo = iter(
+            [
+                (("good") if number % 4 == 0 else generator.choice(kinds))
+                for number in range(requests)
+            ]
+        )
 
         async def worker() -> None:
             for kind in todo:
@@ -76,7 +88,11 @@ async def _chaos(serving: Serving, requests: int, seed: int) -> Report:
 
 
 async def _one(
-    client: httpx.AsyncClient, generator: random.Random, kind: str, expected: list[list[int]], report: Report
+    client: httpx.AsyncClient,
+    generator: random.Random,
+    kind: str,
+    expected: list[list[int]],
+    report: Report,
 ) -> None:
     if kind == "good":
         number = generator.randrange(len(PROMPTS))
@@ -87,7 +103,12 @@ async def _one(
         body, status = WRONG[kind]
         sent = {"content": body, "headers": JSON} if isinstance(body, bytes) else {"json": body}
         response = await client.post("/v1/completions", **sent)  # type: ignore[arg-type]
-        if response.status_code != status or set(response.json()["error"]) != {"message", "type", "param", "code"}:
+        if response.status_code != status or set(response.json()["error"]) != {
+            "message",
+            "type",
+            "param",
+            ("code"),
+        }:
             report.faults.append(f"{kind}: {response.status_code} {response.text[:200]}")
     else:
         await _hang_up(client, generator, kind)
@@ -95,7 +116,13 @@ async def _one(
 
 async def _answer(client: httpx.AsyncClient, prompt: str, *, stream: bool) -> list[int]:
     """Greedy token ids."""
-    body = {"model": "default", "prompt": prompt, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
+    body = {
+        "model": "default",
+        "prompt": prompt,
+        "max_tokens": 40,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
     body |= {"ignore_eos": True}
     if not stream:
         response = (await client.post("/v1/completions", json=body)).raise_for_status()
@@ -104,7 +131,9 @@ async def _answer(client: httpx.AsyncClient, prompt: str, *, stream: bool) -> li
     async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as streamed:
         async for line in streamed.aiter_lines():
             if line.startswith("data: {"):
-                ids += httpx.Response(200, text=line.removeprefix("data: ")).json()["choices"][0]["token_ids"]
+                ids += httpx.Response(200, text=line.removeprefix("data: ")).json()["choices"][0][
+                    ("token_ids")
+                ]
     return ids
 
 
@@ -117,7 +146,9 @@ async def _hang_up(client: httpx.AsyncClient, generator: random.Random, kind: st
             if kind != "hang up on a stream":
                 await client.post("/v1/completions", json=body)
                 return
-            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as streamed:
+            async with client.stream(
+                "POST", "/v1/completions", json=body | {"stream": True}
+            ) as streamed:
                 async for _ in streamed.aiter_lines():
                     pass
     except TimeoutError:
@@ -125,7 +156,8 @@ async def _hang_up(client: httpx.AsyncClient, generator: random.Random, kind: st
 
 
 def check_at_rest(serving: Serving) -> int:
-    """Nothing runs, waits or is left over; returns MLX's active bytes once the idle engine gave back what it may."""
+    """Nothing runs, waits or is left over; returns MLX's active bytes once the idle engine gave
+    back what it may."""
     import mlx.core as mx
 
     deadline = time.monotonic() + 30
@@ -158,13 +190,21 @@ def main() -> None:
     args = parser.parse_args()
     configure_logging(level="warning")
     started = time.perf_counter()
-    with mlx_thread(), tiny_server(f"server.max_model_len={CONTEXT}", "server.request_timeout_s=0") as serving:
+    with (
+        mlx_thread(),
+        tiny_server(f"server.max_model_len={CONTEXT}", "server.request_timeout_s=0") as serving,
+    ):
         report = run_chaos(serving, args.requests, args.seed)
         stats = serving.client.stats()
     print(", ".join(f"{kind} ×{count}" for kind, count in report.asked.most_common()))
-    print(f"{args.requests} requests in {time.perf_counter() - started:.0f} s, {len(report.faults)} faults")
     print(
-        f"engine: {stats.requests_finished} finished, {stats.requests_aborted} aborted, {stats.requests_failed} failed"
+        f"{args.requests} requests in {time.perf_counter() - started:.0f} s,"
+        f" {len(report.faults)}"
+        " faults"
+    )
+    print(
+        f"engine: {stats.requests_finished} finished, {stats.requests_aborted} aborted,"
+        f" {stats.requests_failed} failed"
     )
     for fault in report.faults[:20]:
         print("-", fault)

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m scripts.soak.chat_round_trip --conversations 2000 --seed 0
 
-Made-up conversations (tools, calls in every form, Unicode, nulls, parts, developers' messages, unknown fields) under
-nine chat templates and three families of tokenizers go through
+Made-up conversations (tools, calls in every form, Unicode, nulls, parts, developers' messages,
+unknown fields) under nine chat templates and three families of tokenizers go through
 
     server      /tokenize over HTTP, and the body of /v1/chat/completions
     responses   /v1/responses       messages   /v1/messages
@@ -12,10 +12,12 @@ nine chat templates and three families of tokenizers go through
     trl         rows handed to a TRL trainer
     traces      a trace of the conversation → a row of its data set → prompt
     sharegpt    the same conversation as a ShareGPT row
-    tinker      transformers' own template on the client's side, as Tinker's renderers do it, whose ids pass unchanged
+    tinker      transformers' own template on the client's side, as Tinker's renderers do it, whose
+                ids pass unchanged
 
-The chat body's ids are the ones that all others must have. A face that cannot express a conversation is counted with
-its reason, which it names itself (`refused`), or which this script knows (`not expressible`).
+The chat body's ids are the ones that all others must have. A face that cannot express a
+conversation is counted with its reason, which it names itself (`refused`), or which this script
+knows (`not expressible`).
 """
 
 import argparse
@@ -112,14 +114,19 @@ class Maker:
     def chat(self) -> Chat:
         rng, messages = self._rng, list[Chat]()
         if rng.random() < 0.4:
-            messages.append({"role": rng.choice(["system", "developer"]), "content": self._content()})
+            messages.append(
+                {"role": rng.choice(["system", "developer"]), "content": self._content()}
+            )
         messages.append({"role": "user", "content": self._content()})
         for _ in range(rng.randint(0, 3)):
             answer, results = self._answer()
             messages += [answer, *results]
             if not results or rng.random() < 0.5:
                 messages.append({"role": "user", "content": self._content(), **self._unknown()})
-        tools = [self._tool(name) for name in rng.sample(["weather", "größe", "search_files"], rng.randint(0, 3))]
+        tools = [
+            self._tool(name)
+            for name in rng.sample(["weather", "größe", "search_files"], rng.randint(0, 3))
+        ]
         return {"messages": messages, "tools": tools}
 
     def _text(self) -> str:
@@ -131,11 +138,19 @@ class Maker:
         return [{"type": "text", "text": self._text()} for _ in range(self._rng.randint(1, 3))]
 
     def _unknown(self) -> Chat:
-        return self._rng.choice([{}, {}, {"name": "Ann"}, {"metadata": {"mood": None}}, {"audio": None}])
+        return self._rng.choice(
+            [{}, {}, {"name": "Ann"}, {"metadata": {"mood": None}}, {"audio": None}]
+        )
 
     def _tool(self, name: str) -> Chat:
-        schema = {"type": "object", "properties": {"city": {"type": "string", "description": self._text()}}}
-        return {"type": "function", "function": {"name": name, "description": self._text(), "parameters": schema}}
+        schema = {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": self._text()}},
+        }
+        return {
+            "type": "function",
+            "function": {"name": name, "description": self._text(), "parameters": schema},
+        }
 
     def _answer(self) -> tuple[Chat, list[Chat]]:
         rng = self._rng
@@ -153,7 +168,10 @@ class Maker:
             return answer | {"content": None, "function_call": function}, [result]
         calls = [self._call() for _ in range(rng.randint(1, 2))]
         answer["content"] = rng.choice([None, "", self._text()])
-        results = [{"role": "tool", "tool_call_id": call["id"], "content": self._content()} for call in calls]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": self._content()}
+            for call in calls
+        ]
         return answer | {"tool_calls": calls}, results
 
     def _call(self) -> Chat:
@@ -163,33 +181,54 @@ class Maker:
         return call | (function if self._rng.random() < 0.05 else {"function": function})
 
     def _arguments(self) -> Any:
-        """An object, or its text as clients write it: with and without spaces, escaped, empty, broken."""
+        """An object, or its text as clients write it: with and without spaces, escaped, empty,
+        broken."""
         rng = self._rng
         text = self._object(2)
         kind = rng.random()
         if kind < 0.1:
             return rng.choice(["", None, "{}", {}])
         if kind < 0.15:
-            return rng.choice(['{"city": "Köl', "[1, 2]", "weather in Köln", '{"n": 1e400}', '{"a": 1, "a": 2}'])
+            return rng.choice(
+                ['{"city": "Köl', "[1, 2]", "weather in Köln", '{"n": 1e400}', ('{"a": 1, "a": 2}')]
+            )
         if kind < 0.45:
             return json.loads(text)
         value = json.loads(text)
         if kind < 0.6:
             return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        return json.dumps(value) if kind < 0.65 else text if kind < 0.8 else json.dumps(value, ensure_ascii=False)
+        return (
+            json.dumps(value)
+            if kind < 0.65
+            else text
+            if kind < 0.8
+            else json.dumps(value, ensure_ascii=False)
+        )
 
     def _object(self, depth: int) -> str:
         rng = self._rng
         names = rng.sample(["city", "größe", "n", "items", "title", "count"], rng.randint(1, 3))
-        return "{" + ", ".join(f"{json.dumps(n, ensure_ascii=False)}: {self._value(depth)}" for n in names) + "}"
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(n, ensure_ascii=False)}: {self._value(depth)}" for n in names)
+            + ("}")
+        )
 
     def _value(self, depth: int) -> str:
         kind = self._rng.random()
         if depth and kind < 0.15:
             return self._object(depth - 1)
         if depth and kind < 0.3:
-            return "[" + ", ".join(self._value(depth - 1) for _ in range(self._rng.randint(0, 2))) + "]"
-        return json.dumps(self._text(), ensure_ascii=False) if kind < 0.6 else self._rng.choice(SCALARS)
+            return (
+                "["
+                + ", ".join(self._value(depth - 1) for _ in range(self._rng.randint(0, 2)))
+                + ("]")
+            )
+        return (
+            json.dumps(self._text(), ensure_ascii=False)
+            if kind < 0.6
+            else self._rng.choice(SCALARS)
+        )
 
 
 # ---------------------------------------------------------------------- tokenizers
@@ -205,27 +244,40 @@ def write_tokenizer(path: Path, family: str) -> Path:
         (path / "tokenizer.json").write_bytes((TINY_ASSETS / "tokenizer.json").read_bytes())
         return path
     special = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
-    texts = [" ".join(WORDS), "the weather in the city of Köln is rain and search files " * 3, *TEMPLATES.values()]
+    texts = [
+        " ".join(WORDS),
+        "the weather in the city of Köln is rain and search files " * 3,
+        *TEMPLATES.values(),
+    ]
     if family == "unigram":  # SentencePiece's, with byte fallback
         tokenizer = RustTokenizer(models.Unigram([("<unk>", 0.0)], 0, byte_fallback=True))
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
         pieces = [f"<0x{byte:02X}>" for byte in range(256)]
         alphabet = sorted(set('▁abcdefghijklmnopqrstuvwxyzäöüß{}[]":,._<>/|0123456789'))
-        vocabulary = [("<unk>", 0.0), *((piece, -20.0) for piece in pieces), *((c, -8.0) for c in alphabet)]
-        tokenizer.model = models.Unigram([*vocabulary, ("▁the", -3.0), ("▁rain", -3.0)], 0, byte_fallback=True)
+        vocabulary = [
+            ("<unk>", 0.0),
+            *((piece, -20.0) for piece in pieces),
+            *((c, -8.0) for c in alphabet),
+        ]
+        tokenizer.model = models.Unigram(
+            [*vocabulary, ("▁the", -3.0), ("▁rain", -3.0)], 0, byte_fallback=True
+        )
     else:
         tokenizer = RustTokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
-        tokenizer.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=600, special_tokens=["[UNK]"]))
+        tokenizer.train_from_iterator(
+            texts, trainers.WordPieceTrainer(vocab_size=600, special_tokens=[("[UNK]")])
+        )
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(path / "tokenizer.json"))
     return path
 
 
-# ---------------------------------------------------------------------- other ways to write a conversation
+# ---------------------------------------------------------------------- other ways to write a
+# conversation
 
 
 class NotExpressible(Exception):
@@ -238,7 +290,13 @@ def as_items(chat: Chat) -> Chat:
     for message in _common(chat["messages"], "responses"):
         role, content = message["role"], message["content"]
         if role == "tool":
-            items.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": content})
+            items.append(
+                {
+                    "type": "function_call_output",
+                    "call_id": message["tool_call_id"],
+                    "output": content,
+                }
+            )
             continue
         if message.get("reasoning_content"):
             parts = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
@@ -248,7 +306,11 @@ def as_items(chat: Chat) -> Chat:
         for call in message.get("tool_calls", ()):
             function = call["function"]
             arguments = function["arguments"]
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            text = (
+                arguments
+                if isinstance(arguments, str)
+                else json.dumps(arguments, ensure_ascii=False)
+            )
             fields = {"name": function["name"], "arguments": text}
             items.append({"type": "function_call", "id": "fc", "call_id": call["id"], **fields})
     tools = [{"type": "function", **tool["function"]} for tool in chat["tools"]]
@@ -265,7 +327,11 @@ def as_blocks(chat: Chat) -> Chat:
         if message["role"] in ("system", "developer"):
             system = content
         elif message["role"] == "tool":
-            block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": content}
+            block = {
+                "type": "tool_result",
+                "tool_use_id": message["tool_call_id"],
+                "content": content,
+            }
             if turns[-1]["role"] == "assistant":
                 turns.append({"role": "user", "content": []})
             turns[-1]["content"].append(block)
@@ -278,7 +344,10 @@ def as_blocks(chat: Chat) -> Chat:
             blocks += [_tool_use(call) for call in message.get("tool_calls", ())]
             turns.append({"role": message["role"], "content": blocks})
     tools = [
-        {("input_schema" if key == "parameters" else key): value for key, value in tool["function"].items()}
+        {
+            (("input_schema") if key == "parameters" else key): value
+            for key, value in tool["function"].items()
+        }
         for tool in chat["tools"]
     ]
     return {"messages": turns, "system": system, "tools": tools, "max_tokens": 9}
@@ -294,7 +363,12 @@ def _tool_use(call: Chat) -> Chat:
         if not isinstance(value, dict) or json.dumps(value, ensure_ascii=False) != arguments:
             raise NotExpressible("messages: the client's own text of arguments")
         arguments = value
-    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments}
+    return {
+        "type": "tool_use",
+        "id": call["id"],
+        "name": call["function"]["name"],
+        "input": arguments,
+    }
 
 
 def _common(messages: list[Chat], face: str) -> Iterator[Chat]:
@@ -309,23 +383,37 @@ def _common(messages: list[Chat], face: str) -> Iterator[Chat]:
 
 
 def as_sharegpt(chat: Chat) -> Chat:
-    """Return a ShareGPT row. What ShareGPT has no word for stands beside `from` and `value` under OpenAI's name."""
+    """Return a ShareGPT row. What ShareGPT has no word for stands beside `from` and `value`
+    under OpenAI's name."""
     turns = []
     names = {"user": "human", "assistant": "gpt", "tool": "observation"}
     for message in read_messages(chat["messages"]):
-        rest = {key: value for key, value in message.items() if key not in ("role", "content", "refusal")}
+        rest = {
+            key: value
+            for key, value in message.items()
+            if key not in ("role", "content", ("refusal"))
+        }
         calls = rest.get("tool_calls")
         if calls and not message["content"]:
             del rest["tool_calls"]
-            turns.append({"from": "function_call", "value": json.dumps(calls, ensure_ascii=False), **rest})
+            turns.append(
+                {"from": "function_call", "value": json.dumps(calls, ensure_ascii=False), **rest}
+            )
         else:
-            turns.append({"from": names.get(message["role"], message["role"]), "value": message["content"], **rest})
+            turns.append(
+                {
+                    "from": names.get(message["role"], message["role"]),
+                    "value": message["content"],
+                    **rest,
+                }
+            )
     return {"conversations": turns, "tools": json.dumps(chat["tools"], ensure_ascii=False)}
 
 
 def as_trace_row(chat: Chat) -> Chat:
     """Return the row that a trace of the conversation makes, through JSON."""
-    messages = chat_messages([*chat["messages"], {"role": "assistant", "content": "ok"}])  # as an importer does
+    # as an importer does
+    messages = chat_messages([*chat["messages"], {"role": "assistant", "content": "ok"}])
     if any(message["role"] == "assistant" for message in chat["messages"]):
         messages = [
             {**message, "step": {"is_copied_context": True}}
@@ -335,10 +423,16 @@ def as_trace_row(chat: Chat) -> Chat:
         ]
     trace = parse_trace(
         json.loads(
-            json.dumps(new_trace(messages, session_id="s", source="round trip", tools=chat["tools"] or None).to_json())
+            json.dumps(
+                new_trace(
+                    messages, session_id="s", source="round trip", tools=chat["tools"] or None
+                ).to_json()
+            )
         )
     )
-    row = build_dataset([trace], DatasetOptions("prompts", test_fraction=0.0, near_duplicates=1.0)).train[0]
+    row = build_dataset(
+        [trace], DatasetOptions("prompts", test_fraction=0.0, near_duplicates=1.0)
+    ).train[0]
     return json.loads(json.dumps(row))
 
 
@@ -348,7 +442,9 @@ def as_trace_row(chat: Chat) -> Chat:
 class Trip:
     """Conversations under one tokenizer and template. `found` counts what came of each face."""
 
-    def __init__(self, tokenizer: Tokenizer, path: Path, directory: Path, found: Counter[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, path: Path, directory: Path, found: Counter[str]
+    ) -> None:
         self.tokenizer, self.found, self._directory = tokenizer, found, directory
         engine: Any = FakeEngine()
         engine.max_model_len = ROOM
@@ -367,7 +463,9 @@ class Trip:
         expected = [self._ids("chat", partial(self._chat, ChatBody, chat)) for chat in chats]
         kept = [(chat, ids) for chat, ids in zip(chats, expected, strict=True) if ids is not None]
         if "server" in faces:
-            asyncio.run(self._http([pair for number, pair in enumerate(kept) if number % over_http == 0]))
+            asyncio.run(
+                self._http([pair for number, pair in enumerate(kept) if number % over_http == 0])
+            )
         bodies: dict[str, Callable[[Chat], Any]] = {
             "responses": lambda chat: self._other(ResponsesBody, as_items(chat)),
             "messages": lambda chat: self._other(MessagesBody, as_blocks(chat)),
@@ -376,14 +474,20 @@ class Trip:
         for face, ids_of in bodies.items():
             for chat, ids in kept if face in faces else ():
                 self._compare(face, chat, ids, self._ids(face, partial(ids_of, chat)))
-        rows = [{"prompt": chat["messages"], "tools": json.dumps(chat["tools"])} for chat, _ in kept]
+        rows = [
+            {"prompt": chat["messages"], "tools": json.dumps(chat["tools"])} for chat, _ in kept
+        ]
         for face in {"rows", "trl"} & set(faces):
             self._rows(face, rows, kept)
         if "sft" in faces:
             self._sft(rows, kept)
         forms: dict[str, Callable[[Chat], Chat]] = {"traces": as_trace_row, "sharegpt": as_sharegpt}
         for face, form in forms.items():
-            made = [(self._ids(face, partial(form, chat)), (chat, ids)) for chat, ids in kept if face in faces]
+            made = [
+                (self._ids(face, partial(form, chat)), (chat, ids))
+                for chat, ids in kept
+                if face in faces
+            ]
             made = [(row, pair) for row, pair in made if row is not None]
             self._rows(face, [row for row, _ in made], [pair for _, pair in made])
 
@@ -396,7 +500,8 @@ class Trip:
         return render_conversation(self.context, chat)  # type: ignore[arg-type]
 
     def _on_the_client(self, chat: Chat) -> tuple[int, ...]:
-        """What a Tinker client makes with transformers, given arguments as its template wants them."""
+        """What a Tinker client makes with transformers, given arguments as its template wants
+        them."""
         template = self.tokenizer.chat_template or ""
         if not self.tokenizer.template_takes_tools:
             raise NotExpressible("tinker: tools that are taught in words")
@@ -405,9 +510,15 @@ class Trip:
         wants_text = "['arguments']" in template
         for message in messages:
             for call in message.get("tool_calls", ()):
-                call["function"]["arguments"] = _for_transformers(call["function"]["arguments"], text=wants_text)
+                call["function"]["arguments"] = _for_transformers(
+                    call["function"]["arguments"], text=wants_text
+                )
         text = hf.apply_chat_template(
-            messages, tools=chat["tools"] or None, chat_template=template, add_generation_prompt=True, tokenize=False
+            messages,
+            tools=chat["tools"] or None,
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=False,
         )
         return tuple(hf.encode(text, add_special_tokens=False))
 
@@ -416,7 +527,9 @@ class Trip:
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             for chat, ids in pairs:
                 answer = await client.post("/tokenize", json=chat)
-                self._compare("server", chat, ids, tuple(answer.json().get("tokens", (answer.text,))))
+                self._compare(
+                    "server", chat, ids, tuple(answer.json().get("tokens", (answer.text,)))
+                )
 
     def _rows(self, face: str, rows: list[Chat], kept: list[tuple[Chat, tuple[int, ...]]]) -> None:
         if not rows:
@@ -446,7 +559,9 @@ class Trip:
         units = encode_all(examples, self.tokenizer, config, {}, segments=True)
         for unit, (chat, ids) in zip(units, kept, strict=True):
             [sequence] = unit.sequences
-            self._compare("sft", chat, ids, tuple(sequence.tokens[: sequence.prompt_length].tolist()))
+            self._compare(
+                "sft", chat, ids, tuple(sequence.tokens[: sequence.prompt_length].tolist())
+            )
 
     def _ids(self, face: str, make: Callable[[], Any]) -> Any:
         try:
@@ -463,10 +578,15 @@ class Trip:
         same = tuple(got) == ids
         self.found[f"{face}: {'same' if same else 'DIFFERENT'}"] += 1
         if not same:
-            shown = self.tokenizer.decode([*got], skip_special_tokens=False) if isinstance(got[0], int) else got
+            shown = (
+                self.tokenizer.decode([*got], skip_special_tokens=False)
+                if isinstance(got[0], int)
+                else got
+            )
             wanted = self.tokenizer.decode(ids, skip_special_tokens=False)
             self.wrong.append(
-                f"{face}\n  {json.dumps(chat, ensure_ascii=False)}\n  expected {wanted!r}\n  got {shown!r}"
+                f"{face}\n  {json.dumps(chat, ensure_ascii=False)}\n  expected {wanted!r}\n "
+                f" got {shown!r}"
             )
 
 
@@ -475,9 +595,12 @@ def _length(completions: list[str], **columns: Any) -> list[float]:
 
 
 def _for_transformers(arguments: Any, *, text: bool) -> Any:
-    """Return arguments in the form that a template takes. Raises NotExpressible: transformers would change them."""
+    """Return arguments in the form that a template takes. Raises NotExpressible: transformers
+    would change them."""
     if text:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
     if isinstance(arguments, str):
         try:
             value = json.loads(arguments)
@@ -522,7 +645,9 @@ def round_trip(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--conversations", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shown", type=int, default=3, help="differences to print")

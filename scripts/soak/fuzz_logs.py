@@ -2,15 +2,16 @@
 
     .venv/bin/python -m scripts.soak.fuzz_logs --logs 10000 [--formats claude-code codex] [--seed 0]
 
-Each log is a good one with one to four mutations: lines and keys that go, come twice, change places or names, values of
-other types, links in a circle, roles and parts of unknown types, lines that break off, deep nesting, numbers that are
-none. For each must hold
+Each log is a good one with one to four mutations: lines and keys that go, come twice, change places
+or names, values of other types, links in a circle, roles and parts of unknown types, lines that
+break off, deep nesting, numbers that are none. For each must hold
 
     it ends within `SECONDS` of processor time, and raises at most a TraceError of the file
     lines    = used    + skipped with a reason
     messages = carried + left out with a reason
     every text of the log (each has a mark of its own) is in a trace, or in what the report left out
-    traces   = in rows + left out with a reason, and no row learns an empty answer or a program's error message
+    traces   = in rows + left out with a reason, and no row learns an empty answer or a program's
+             error message
 """
 
 import argparse
@@ -62,15 +63,37 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     found, open_ = list[tuple[Any, Any]](), [value]
     while open_:
         at = open_.pop()
-        items = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
+        items = (
+            at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
+        )
         for key, inner in items:
             found.append((at, key))
             open_.append(inner)
     return found
 
 
-LINKS = ("parentUuid", "parent", "uuid", "id", "logicalParentUuid", "spanId", "call_id", "tool_use_id", "tool_call_id")
-KINDS = ("role", "type", "from", "source", "name", "subtype", "finish_reason", "stop_reason", "status")
+LINKS = (
+    "parentUuid",
+    "parent",
+    "uuid",
+    "id",
+    "logicalParentUuid",
+    "spanId",
+    "call_id",
+    "tool_use_id",
+    ("tool_call_id"),
+)
+KINDS = (
+    "role",
+    "type",
+    "from",
+    "source",
+    "name",
+    "subtype",
+    "finish_reason",
+    "stop_reason",
+    ("status"),
+)
 WORDS = ("alien", "assistant", "user", "system", "tool", "tool_result", "error", "")
 NAMES = ("foreign", "text", "content", "step", "id", "extra")
 
@@ -85,7 +108,16 @@ class Mutation:
 
     def make(self) -> None:
         of_lines = (self.delete_line, self.repeat_line, self.swap_lines, self.insert_line)
-        of_values = (self.delete, self.rename, self.replace, self.wrap, self.repeat, self.link, self.kind, self.grow)
+        of_values = (
+            self.delete,
+            self.rename,
+            self.replace,
+            self.wrap,
+            self.repeat,
+            self.link,
+            self.kind,
+            self.grow,
+        )
         if not self.lines:
             self.lines.append(self.other_value())
             return
@@ -96,7 +128,9 @@ class Mutation:
         del self.lines[self.at]
 
     def repeat_line(self) -> None:
-        self.lines.insert(self.generator.randrange(len(self.lines) + 1), copy.deepcopy(self.lines[self.at]))
+        self.lines.insert(
+            self.generator.randrange(len(self.lines) + 1), copy.deepcopy(self.lines[self.at])
+        )
 
     def swap_lines(self) -> None:
         to = self.generator.randrange(len(self.lines))
@@ -107,7 +141,11 @@ class Mutation:
 
     def place(self, names: tuple[str, ...] | None = None) -> tuple[Any, Any]:
         """A container of the line and a key of it. An empty one where there is none."""
-        found = [(holder, key) for holder, key in places(self.lines[self.at]) if names is None or key in names]
+        found = [
+            (holder, key)
+            for holder, key in places(self.lines[self.at])
+            if names is None or key in names
+        ]
         return self.generator.choice(found) if found else ({"": None}, "")
 
     def delete(self) -> None:
@@ -135,7 +173,9 @@ class Mutation:
     def link(self) -> None:
         """Give an id or a link the value of another one."""
         holder, key = self.place(LINKS)
-        others = [other[name] for line in self.lines for other, name in places(line) if name in LINKS]
+        others = [
+            other[name] for line in self.lines for other, name in places(line) if name in LINKS
+        ]
         holder[key] = self.generator.choice(others or [None])
 
     def kind(self) -> None:
@@ -242,8 +282,14 @@ def check(path: Path, source: str, counts: Counts, *, redact: bool) -> list[str]
         counts.used + report.used,
         counts.skipped + skipped,
     )
-    counts.messages, counts.carried = counts.messages + report.messages, counts.carried + report.carried
-    counts.left_out, counts.details = counts.left_out + left, counts.details + report.details.total()
+    counts.messages, counts.carried = (
+        counts.messages + report.messages,
+        counts.carried + report.carried,
+    )
+    counts.left_out, counts.details = (
+        counts.left_out + left,
+        counts.details + report.details.total(),
+    )
     counts.traces, counts.marks = counts.traces + len(traces), counts.marks + len(wanted)
     return faults
 
@@ -260,7 +306,9 @@ def marks_of(value: Any, source: str) -> set[str]:
 def _check_rows(traces: list[Trace], faults: list[str]) -> int:
     """Build rows; each trace is in one or counted, which `build_dataset` asserts."""
     try:
-        rows = build_dataset(traces, DatasetOptions("sft", test_fraction=0.0, near_duplicates=1.0)).train
+        rows = build_dataset(
+            traces, DatasetOptions("sft", test_fraction=0.0, near_duplicates=1.0)
+        ).train
     except TraceError:
         return 0
     for row in rows:
@@ -273,13 +321,17 @@ def _check_rows(traces: list[Trace], faults: list[str]) -> int:
 
 
 def fuzz(source: str, logs: int, seed: int, directory: Path) -> Counts:
-    """Check that many mutated logs of a format; faults are counted, the first of each kind keeps its log in
-    `directory`."""
+    """Check that many mutated logs of a format; faults are counted, the first of each kind keeps
+    its log in `directory`."""
     counts, number = Counts(), [0]
 
     def mark(text: str) -> str:
         number[0] += 1
-        return f"{text} ‹{number[0]}›" if text != "{}" else json.dumps({"m": f"‹{number[0]}›"}, ensure_ascii=False)
+        return (
+            (f"{text} ‹{number[0]}›")
+            if text != "{}"
+            else json.dumps({"m": f"‹{number[0]}›"}, ensure_ascii=False)
+        )
 
     folder = directory / "sessions"
     folder.mkdir(exist_ok=True)
@@ -308,8 +360,12 @@ def fuzz(source: str, logs: int, seed: int, directory: Path) -> Counts:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--logs", type=int, default=1000, help="mutated logs of each format (default 1000)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--logs", type=int, default=1000, help=("mutated logs of each format (default 1000)")
+    )
     parser.add_argument("--formats", nargs="+", choices=sorted(GOOD), default=list(GOOD))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="directory for logs that show a fault")
@@ -325,10 +381,14 @@ def main() -> int:
             if grown > MOST_GROWTH_MB:
                 counts.faults[f"memory grew by {grown:.0f} MB"] += 1
             sys.stdout.write(
-                f"{source}: {counts.logs} logs, {counts.refused} refused as files; lines {counts.lines} = {counts.used}"
-                f" used + {counts.skipped} skipped; messages {counts.messages} = {counts.carried} carried +"
-                f" {counts.left_out} left out; {counts.details} parts or fields left out; {counts.marks} marked texts;"
-                f" {counts.traces} traces, {counts.rows} rows; slowest {counts.slowest:.2f} s, memory +{grown:.0f} MB;"
+                f"{source}: {counts.logs} logs, {counts.refused} refused as files; lines"
+                f" {counts.lines} = {counts.used}"
+                f" used + {counts.skipped} skipped; messages {counts.messages} = {counts.carried}"
+                " carried +"
+                f" {counts.left_out} left out; {counts.details} parts or fields left out;"
+                f" {counts.marks} marked texts;"
+                f" {counts.traces} traces, {counts.rows} rows; slowest {counts.slowest:.2f} s,"
+                f" memory +{grown:.0f} MB;"
                 f" faults: {dict(counts.faults) or 'none'}\n"
             )
             sys.stdout.flush()

@@ -1,11 +1,13 @@
-"""Requests made up from the OpenAPI document, right ones and wrong ones, against a real server (schemathesis).
+"""Requests made up from the OpenAPI document, right ones and wrong ones, against a real server
+(schemathesis).
 
     .venv/bin/python -m scripts.soak.fuzz_openapi --cases 2000
     .venv/bin/python -m scripts.soak.fuzz_openapi --cases 2000 --prompt-policy    # its service instead
 
-What must not happen: a response of 500, a status or a content type that the document does not name, a body that is not
-of the declared shape. The model is the shipped tiny one with a short context and a short time limit, so that a request
-for a thousand long answers ends in 504 and not after minutes. Needs the extra `dev`.
+What must not happen: a response of 500, a status or a content type that the document does not name,
+a body that is not of the declared shape. The model is the shipped tiny one with a short context and
+a short time limit, so that a request for a thousand long answers ends in 504 and not after minutes.
+Needs the extra `dev`.
 """
 
 import argparse
@@ -60,22 +62,31 @@ class Findings:
 
     cases: int = 0
     statuses: dict[str, collections.Counter[int]] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)  # kind → the first request that showed it
+    # kind → the first request that showed it
+    problems: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
 def tiny_server(
     *overrides: str, added: Callable[[Serving, RolloutStore], AddedRouter] | None = None
 ) -> Iterator[Serving]:
-    """A whole server of the shipped model in this process. A script calls it within `mlx_thread`."""
-    options = ["model.base_path=builtin:tiny", "server.port=0", "server.max_model_len=64", "server.request_timeout_s=2"]
+    """A whole server of the shipped model in this process. A script calls it within
+    `mlx_thread`."""
+    options = [
+        "model.base_path=builtin:tiny",
+        "server.port=0",
+        "server.max_model_len=64",
+        ("server.request_timeout_s=2"),
+    ]
     with tempfile.TemporaryDirectory() as directory:
         serving = Serving(load_config(None, [*options, *overrides]))
         store = RolloutStore(Path(directory) / "rollouts.sqlite")
         try:
             serving.listen(routers=[added(serving, store)] if added else [])
             loaded = serving.load()
-            serving.open(loaded, SharedWeights(loaded.model, keep_versions=1), adapters={}, main_adapter=None)
+            serving.open(
+                loaded, SharedWeights(loaded.model, keep_versions=1), adapters={}, main_adapter=None
+            )
             yield serving
         finally:
             serving.close()
@@ -87,8 +98,12 @@ def atropos(serving: Serving, store: RolloutStore) -> AddedRouter:
     from mlx_parallm.faces.atropos.queue import AtroposQueue, AtroposSettings
     from mlx_parallm.faces.atropos.routes import create_atropos_router
 
-    settings = AtroposSettings(8, 64, serving.vocab_size, "checkpoints", 1, 100, None, None, 1.0, "reject")
-    return create_atropos_router(AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0))
+    settings = AtroposSettings(
+        8, 64, serving.vocab_size, "checkpoints", 1, 100, None, None, 1.0, ("reject")
+    )
+    return create_atropos_router(
+        AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0)
+    )
 
 
 @contextmanager
@@ -96,10 +111,16 @@ def policy_server() -> Iterator[str]:
     """The service of a small prompt policy in this process; yields its URL."""
     from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
 
-    sizes = [f"prompt_policy.ppo.input_dim={EMBEDDING}", "prompt_policy.ppo.hidden_dim=8", "server.port=0"]
+    sizes = [
+        f"prompt_policy.ppo.input_dim={EMBEDDING}",
+        "prompt_policy.ppo.hidden_dim=8",
+        ("server.port=0"),
+    ]
     least = ["prompt_policy.ppo.min_buffer_size=8", "prompt_policy.ppo.buffer_size=64"]
     with tempfile.TemporaryDirectory() as directory:
-        server = PromptPolicyServer(load_config(None, [*sizes, *least, f'prompt_policy.checkpoint_dir="{directory}"']))
+        server = PromptPolicyServer(
+            load_config(None, [*sizes, *least, (f'prompt_policy.checkpoint_dir="{directory}"')])
+        )
         server.start()
         try:
             yield server.url
@@ -108,13 +129,17 @@ def policy_server() -> Iterator[str]:
 
 
 def fuzz(url: str, cases: int, prefix: str = "") -> Findings:
-    """Sends at least `cases` requests to the paths that begin with `prefix`, as many for each operation.
+    """Sends at least `cases` requests to the paths that begin with `prefix`, as many for each
+    operation.
 
     Half of them are wrong on purpose; every run sends the same.
     """
     load_all_checks()
     checks = CHECKS.get_by_names(CHECKED)
-    operations = [result.ok() for result in schemathesis.openapi.from_url(url + "/openapi.json").get_all_operations()]
+    operations = [
+        result.ok()
+        for result in schemathesis.openapi.from_url(url + "/openapi.json").get_all_operations()
+    ]
     operations = [operation for operation in operations if operation.path.startswith(prefix)]
     with_input = [operation for operation in operations if _takes_input(operation)]
     each = -(-cases // (2 * len(with_input) - 1))  # a path of one name has no wrong form
@@ -136,18 +161,26 @@ def _takes_input(operation: Any) -> bool:
 
 
 def _tame(body: Any) -> None:
-    """The schema knows neither the models' names nor the context: without this few requests would get as far as the
-    model. Changes a body in place."""
+    """The schema knows neither the models' names nor the context: without this few requests
+    would get as far as the model. Changes a body in place."""
     if not isinstance(body, dict):
         return
-    small = {"max_tokens": 12, "max_completion_tokens": 12, "max_new_tokens": 12, "n": 3, "min_tokens": 1}
+    small = {
+        "max_tokens": 12,
+        "max_completion_tokens": 12,
+        "max_new_tokens": 12,
+        "n": 3,
+        "min_tokens": 1,
+    }
     for key, value in list(body.items()):
         if key == "model":
             body[key] = "default"
         elif key in small and isinstance(value, int):
             body[key] = min(value, small[key])
         elif key in ("prompt", "input_ids", "token_ids", "tokens") and isinstance(value, list):
-            body[key] = [entry % 200 if isinstance(entry, int) else entry for entry in value[:20]] or [1]
+            body[key] = [
+                entry % 200 if isinstance(entry, int) else entry for entry in value[:20]
+            ] or [1]
         elif key in ("embedding", "state", "next_state") and isinstance(value, list):
             body[key] = [*value, *[0.5] * EMBEDDING][:EMBEDDING]
         elif key == "action" and isinstance(value, int):
@@ -158,7 +191,9 @@ def _tame(body: Any) -> None:
             _tame(value)
 
 
-def _fuzz_one(label: str, strategy: Any, examples: int, checks: Any, findings: Findings, *, tame: bool) -> None:
+def _fuzz_one(
+    label: str, strategy: Any, examples: int, checks: Any, findings: Findings, *, tame: bool
+) -> None:
     @settings(
         max_examples=examples,
         deadline=None,
@@ -171,19 +206,24 @@ def _fuzz_one(label: str, strategy: Any, examples: int, checks: Any, findings: F
     def one(case: Any) -> None:
         if tame:
             _tame(case.body)
-        if tame and case.path == "/generate" and isinstance(case.body, dict):  # its schema is any object
+        # its schema is any object
+        if tame and case.path == "/generate" and isinstance(case.body, dict):
             case.body.setdefault("prompt", {"prompt_token_ids": [1, 2]})
         response = case.call(timeout=60)
         findings.cases += 1
         findings.statuses.setdefault(label, collections.Counter())[response.status_code] += 1
         if response.status_code == 500:
-            findings.problems.setdefault(f"{label}: 500 {response.text[:200]}", case.as_curl_command()[:600])
+            findings.problems.setdefault(
+                f"{label}: 500 {response.text[:200]}", case.as_curl_command()[:600]
+            )
         try:
             case.validate_response(response, checks=checks)
         except FailureGroup as group:
             for error in group.exceptions:
                 kind = f"{label}: {response.status_code} {str(error)[:200]}"
-                findings.problems.setdefault(kind, f"{case.as_curl_command()[:600]} → {response.text[:200]}")
+                findings.problems.setdefault(
+                    kind, (f"{case.as_curl_command()[:600]} → {response.text[:200]}")
+                )
 
     with contextlib.suppress(Unsatisfiable):  # any text is a name: there is no wrong one
         one()
@@ -203,7 +243,10 @@ def main() -> None:
             url = stack.enter_context(tiny_server(added=atropos)).url
         findings = fuzz(url, args.cases)
     for route, counts in findings.statuses.items():
-        print(f"{route:45}", "  ".join(f"{status}×{count}" for status, count in sorted(counts.items())))
+        print(
+            f"{route:45}",
+            "  ".join(f"{status}×{count}" for status, count in sorted(counts.items())),
+        )
     seconds = time.perf_counter() - started
     print(f"{findings.cases} cases in {seconds:.0f} s, {len(findings.problems)} problems")
     for kind, example in findings.problems.items():

@@ -1,12 +1,14 @@
-"""kill -9 of the training daemon at random moments under a steady flow of groups: is any lost, is any trained twice?
+"""kill -9 of the training daemon at random moments under a steady flow of groups: is any lost, is
+any trained twice?
 
     .venv/bin/python -m scripts.soak.kill_rollouts --kills 20
 
-Four connections send scored groups to /atropos/scored_data all the while, each again until it is answered, and note
-what was answered "received". The daemon is killed while it starts, resumes, waits, trains or saves, and started again
-with `--resume auto`. At the end every group on the senders' list must be in the ledger exactly once: trained on,
-dropped with a reason, or waiting for more groups to make a batch; and what the ledger says of each step must be what
-the step's metrics line counts. One group in ten has equal scores, one in ten log-probabilities of no model, half have
+Four connections send scored groups to /atropos/scored_data all the while, each again until it is
+answered, and note what was answered "received". The daemon is killed while it starts, resumes,
+waits, trains or saves, and started again with `--resume auto`. At the end every group on the
+senders' list must be in the ledger exactly once: trained on, dropped with a reason, or waiting for
+more groups to make a batch; and what the ledger says of each step must be what the step's metrics
+line counts. One group in ten has equal scores, one in ten log-probabilities of no model, half have
 no id.
 """
 
@@ -25,7 +27,13 @@ from typing import Any
 import httpx
 
 from mlx_parallm.faces.atropos.wire import from_scored_data
-from scripts.soak.training_daemon import BATCH_SIZE, GROUP_SIZE, Body, TrainingDaemon, sampled_groups
+from scripts.soak.training_daemon import (
+    BATCH_SIZE,
+    GROUP_SIZE,
+    Body,
+    TrainingDaemon,
+    sampled_groups,
+)
 
 SENDERS = 4
 POOL = 40
@@ -70,14 +78,17 @@ class Sender(threading.Thread):
             scores = scores[:1] * GROUP_SIZE
         elif kind < NO_VARIANCE + MISFIT:
             rows = body["inference_logprobs"]
-            body["inference_logprobs"] = [[value if value > 0 else value - NATS for value in row] for row in rows]
+            body["inference_logprobs"] = [
+                [value if value > 0 else value - NATS for value in row] for row in rows
+            ]
         body["scores"] = scores
         if generator.random() < 0.5:
             body["group_id"] = f"{self._prefix}-{number}"
         return body
 
     def _send(self, client: httpx.Client, body: Body, group_id: str) -> None:
-        """Until it is answered: a daemon that is down or was killed in mid-request is asked again."""
+        """Until it is answered: a daemon that is down or was killed in mid-request is asked
+        again."""
         while True:
             try:
                 reply = client.post("/atropos/scored_data", json=body)
@@ -88,7 +99,11 @@ class Sender(threading.Thread):
             if reply.status_code == httpx.codes.SERVICE_UNAVAILABLE:
                 time.sleep(0.05)
                 continue
-            kept = self._sent.received if reply.json().get("status") == "received" else self._sent.refused
+            kept = (
+                self._sent.received
+                if reply.json().get("status") == ("received")
+                else self._sent.refused
+            )
             kept.append(group_id)
             return
 
@@ -109,14 +124,18 @@ class Audit:
     faults: list[str]
 
 
-def run_kills(directory: Path, kills: int, *, seed: int = 0, rate: float = 40.0) -> tuple[list[Kill], Sent, Audit]:
+def run_kills(
+    directory: Path, kills: int, *, seed: int = 0, rate: float = 40.0
+) -> tuple[list[Kill], Sent, Audit]:
     """`rate`: groups a second. Raises AssertionError when the daemon ends by itself."""
     generator = random.Random(seed)
     daemon = TrainingDaemon(directory)
     try:
         daemon.wait_until_ready()
         sent, pool = Sent(), sampled_groups(daemon.url, POOL, generator)
-        senders = [Sender(daemon.url, pool, number, rate / SENDERS, sent) for number in range(SENDERS)]
+        senders = [
+            Sender(daemon.url, pool, number, rate / SENDERS, sent) for number in range(SENDERS)
+        ]
         for sender in senders:
             sender.start()
         done = [_kill(daemon, generator, sent, first=number == 0) for number in range(kills)]
@@ -133,7 +152,8 @@ def run_kills(directory: Path, kills: int, *, seed: int = 0, rate: float = 40.0)
 
 
 def _kill(daemon: TrainingDaemon, generator: random.Random, sent: Sent, *, first: bool) -> Kill:
-    """One kill and the start after it: every fourth while the daemon starts, the others in the seconds after that."""
+    """One kill and the start after it: every fourth while the daemon starts, the others in the
+    seconds after that."""
     started = time.monotonic()
     if first or generator.random() < 0.75:
         daemon.wait_until_ready()
@@ -144,15 +164,23 @@ def _kill(daemon: TrainingDaemon, generator: random.Random, sent: Sent, *, first
     ready = daemon.is_ready()
     daemon.kill()
     lines = read_metrics(daemon.run)
-    kill = Kill(time.monotonic() - started, ready, lines[-1]["step"] if lines else None, len(sent.received))
+    kill = Kill(
+        time.monotonic() - started,
+        ready,
+        lines[-1][("step")] if lines else None,
+        len(sent.received),
+    )
     daemon.start()
     return kill
 
 
 def wait_until_trained(daemon: TrainingDaemon, timeout_s: float = 300) -> None:
-    """Until fewer groups wait than make a batch, and the last batch has its line: SIGTERM stops inside a step."""
+    """Until fewer groups wait than make a batch, and the last batch has its line: SIGTERM stops
+    inside a step."""
     deadline = time.monotonic() + timeout_s
-    while httpx.get(daemon.url + "/atropos/status").json()["queue_size"] >= BATCH_SIZE // GROUP_SIZE or max(
+    while httpx.get(daemon.url + "/atropos/status").json()[
+        "queue_size"
+    ] >= BATCH_SIZE // GROUP_SIZE or max(
         (step for _, state, step, _ in read_ledger(daemon.run) if state == "taken"), default=0
     ) > len(read_metrics(daemon.run)):
         daemon.check()
@@ -182,10 +210,17 @@ def audit(run: Path, sent: Sent) -> Audit:
     received = set(sent.received)
     faults = [f"lost: {group_id}" for group_id in sorted(received - ledger.keys())]
     faults += [f"never sent: {group_id}" for group_id in sorted(ledger.keys() - received)]
-    faults += [f"{count} times in the ledger: {group_id}" for group_id, count in ledger.items() if count > 1]
-    faults += [f"dropped without a reason: {row[0]}" for row in rows if row[1] == "dropped" and not row[3]]
+    faults += [
+        f"{count} times in the ledger: {group_id}"
+        for group_id, count in ledger.items()
+        if count > 1
+    ]
+    faults += [
+        f"dropped without a reason: {row[0]}" for row in rows if row[1] == "dropped" and not row[3]
+    ]
     words = {
-        group_id: state if reason is None else f"{state}: {reason.split(':')[0]}" for group_id, state, _, reason in rows
+        group_id: state if reason is None else f"{state}: {reason.split(':')[0]}"
+        for group_id, state, _, reason in rows
     }
     steps: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for group_id, _, step, _ in rows:
@@ -194,10 +229,18 @@ def audit(run: Path, sent: Sent) -> Audit:
     if [line["step"] for line in lines] != list(range(1, len(lines) + 1)):
         faults.append(f"steps of metrics.jsonl: {[line['step'] for line in lines]}")
     for line in lines:
-        if (marked := steps.pop(line["step"], collections.Counter())) != (counted := _counted(line)):
-            faults.append(f"step {line['step']}: {dict(counted)} in the metrics, {dict(marked)} in the ledger")
+        if (marked := steps.pop(line["step"], collections.Counter())) != (
+            counted := _counted(line)
+        ):
+            faults.append(
+                f"step {line['step']}: {dict(counted)} in the metrics, {dict(marked)} in the ledger"
+            )
     unfinished = len(lines) + 1  # what was dropped while its batch was not yet together
-    faults += [f"step {step}: {dict(found)}, no line" for step, found in steps.items() if step not in (0, unfinished)]
+    faults += [
+        f"step {step}: {dict(found)}, no line"
+        for step, found in steps.items()
+        if step not in (0, unfinished)
+    ]
     faults += [f"trained in the unfinished step {unfinished}"] * bool(steps[unfinished]["taken"])
     return Audit(dict(collections.Counter(words.values())), faults)
 
@@ -216,7 +259,9 @@ def _counted(line: dict[str, Any]) -> collections.Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--rate", type=float, default=40.0, help="groups a second")
     parser.add_argument("--seed", type=int, default=0)
@@ -226,8 +271,15 @@ def main() -> None:
     print("kill  seconds after start  state     last step  received so far")
     for number, kill in enumerate(kills, 1):
         state = "ready" if kill.ready else "starting"
-        print(f"{number:4}  {kill.after_s:19.2f}  {state:8}  {kill.step or '-':>9}  {kill.received:15}")
-    print(f"\n{len(sent.received)} groups received ({sent.cut_off} requests were cut off by a kill, and sent again)")
+        print(
+            f"{number:4}  {kill.after_s:19.2f}  {state:8}  {kill.step or '-':>9} "
+            f" {kill.received:15}"
+        )
+    print(
+        f"\n{len(sent.received)} groups received ({sent.cut_off} requests were cut off by a"
+        " kill,"
+        " and sent again)"
+    )
     for state, count in sorted(found.states.items()):
         print(f"  {count:6}  {state}")
     print(f"{len(found.faults)} faults")

@@ -1,9 +1,11 @@
-"""10,000 malformed groups among 1,000 good ones, sent to a real training daemon over eight connections.
+"""10,000 malformed groups among 1,000 good ones, sent to a real training daemon over eight
+connections.
 
     .venv/bin/python -m scripts.soak.malformed_groups
 
-Every malformed one must be answered 4xx and lie in quarantine with a reason; every good one must be trained on; memory
-must stay bounded and the daemon alive. A body of 50 MB may be cut off instead of answered; its row must be there.
+Every malformed one must be answered 4xx and lie in quarantine with a reason; every good one must be
+trained on; memory must stay bounded and the daemon alive. A body of 50 MB may be cut off instead of
+answered; its row must be there.
 """
 
 import argparse
@@ -51,7 +53,9 @@ def change(path: str, value: Any) -> Callable[[Random, Body], Wrong]:
 
     def wrong(generator: Random, group: Body) -> Wrong:
         group = copy.deepcopy(group)
-        *parents, last = [int(part) if part.lstrip("-").isdigit() else part for part in path.split(".")]
+        *parents, last = [
+            int(part) if part.lstrip("-").isdigit() else part for part in path.split(".")
+        ]
         place: Any = group
         for key in parents:
             place = place[key]
@@ -62,18 +66,26 @@ def change(path: str, value: Any) -> Callable[[Random, Body], Wrong]:
 
 
 def no_prompt(generator: Random, group: Body) -> Wrong:
-    return Wrong(json.dumps(group | {"masks": [group["tokens"][0], *group["masks"][1:]]}).encode(), JSON)
+    return Wrong(
+        json.dumps(group | {"masks": [group["tokens"][0], *group["masks"][1:]]}).encode(), JSON
+    )
 
 
 def versions(generator: Random, group: Body) -> Wrong:
     return Wrong(
-        json.dumps(group | {"policy_versions": [[2**70] * len(row) for row in group["tokens"]]}).encode(), JSON
+        json.dumps(
+            group | {"policy_versions": [[2**70] * len(row) for row in group["tokens"]]}
+        ).encode(),
+        JSON,
     )
 
 
 def too_many(generator: Random, group: Body) -> Wrong:
     rows = ("tokens", "masks", "scores", "inference_logprobs")
-    return Wrong(json.dumps(group | {name: group[name] * (BATCH_SIZE // 4 + 1) for name in rows}).encode(), JSON)
+    return Wrong(
+        json.dumps(group | {name: group[name] * (BATCH_SIZE // 4 + 1) for name in rows}).encode(),
+        JSON,
+    )
 
 
 def body(content: bytes, headers: dict[str, str] = JSON) -> Callable[[Random, Body], Wrong]:
@@ -154,8 +166,12 @@ COMMON: dict[str, Callable[[Random, Body], Wrong]] = {
 RARE: dict[str, Callable[[Random, Body], Wrong]] = {
     "50 MB": body(b"[" * (50 * MB)),
     "50 MB in chunks": chunks,
-    "20 MB of text for ids": body(b'{"tokens": [[' + b'"a",' * (5 * MB) + b'"a"]], "masks": [], "scores": []}'),
-    "20 MB of ids": body(b'{"tokens": [[' + b"7," * (10 * MB) + b'7]], "masks": [[1]], "scores": [0.5]}'),
+    "20 MB of text for ids": body(
+        b'{"tokens": [[' + b'"a",' * (5 * MB) + b'"a"]], "masks": [], "scores": []}'
+    ),
+    "20 MB of ids": body(
+        b'{"tokens": [[' + b"7," * (10 * MB) + b'7]], "masks": [[1]], "scores": [0.5]}'
+    ),
     "gzip of 200 MB": body(gzip.compress(b"[" * (200 * MB), 1), GZIP),
 }
 RARE_EACH = 8
@@ -176,7 +192,9 @@ class Sent:
             self.faults.append(f"{kind}: {status} {text[:200]}")
 
 
-def send(url: str, todo: Iterator[str], lock: threading.Lock, pool: list[Body], seed: int, sent: Sent) -> None:
+def send(
+    url: str, todo: Iterator[str], lock: threading.Lock, pool: list[Body], seed: int, sent: Sent
+) -> None:
     generator = Random(seed)
     with httpx.Client(base_url=url, timeout=120) as client:
         while True:
@@ -206,19 +224,28 @@ def watch(process: psutil.Process, ended: threading.Event, resident: list[int]) 
 def run(directory: Path, bad: int, good: int, seed: int = 0) -> list[str]:
     """Prints what came; returns the faults."""
     generator = Random(seed)
-    daemon = TrainingDaemon(directory, "rl_training.max_staleness=1000000", "rl_training.checkpoint_interval=50")
+    daemon = TrainingDaemon(
+        directory, "rl_training.max_staleness=1000000", ("rl_training.checkpoint_interval=50")
+    )
     try:
         daemon.wait_until_ready()
         pool, sent = sampled_groups(daemon.url, POOL, generator), Sent()
         kinds = list(RARE) * RARE_EACH
-        kinds += ["good"] * good + [list(COMMON)[number % len(COMMON)] for number in range(bad - len(kinds))]
+        kinds += ["good"] * good + [
+            list(COMMON)[number % len(COMMON)] for number in range(bad - len(kinds))
+        ]
         generator.shuffle(kinds)
         todo, lock, ended, resident = iter(kinds), threading.Lock(), threading.Event(), list[int]()
-        watcher = threading.Thread(target=watch, args=(psutil.Process(daemon.process.pid), ended, resident))
+        watcher = threading.Thread(
+            target=watch, args=(psutil.Process(daemon.process.pid), ended, resident)
+        )
         watcher.start()
         started = time.monotonic()
         arguments = (daemon.url, todo, lock, pool)
-        senders = [threading.Thread(target=send, args=(*arguments, seed, sent)) for seed in range(CONNECTIONS)]
+        senders = [
+            threading.Thread(target=send, args=(*arguments, seed, sent))
+            for seed in range(CONNECTIONS)
+        ]
         for sender in senders:
             sender.start()
         for sender in senders:
@@ -233,33 +260,49 @@ def run(directory: Path, bad: int, good: int, seed: int = 0) -> list[str]:
     return faults + report(daemon, sent, bad, good, seconds, resident)
 
 
-def report(daemon: TrainingDaemon, sent: Sent, bad: int, good: int, seconds: float, resident: list[int]) -> list[str]:
+def report(
+    daemon: TrainingDaemon, sent: Sent, bad: int, good: int, seconds: float, resident: list[int]
+) -> list[str]:
     connection = sqlite3.connect(f"file:{daemon.run / 'rollouts.sqlite'}?mode=ro", uri=True)
-    states = dict(connection.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall())
+    states = dict(
+        connection.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall()
+    )
     reasons = [reason for (reason,) in connection.execute("SELECT reason FROM rejects").fetchall()]
     connection.close()
     for kind, statuses in sorted(sent.statuses.items()):
-        print(f"{kind:30}", ", ".join(f"{status or 'cut off'} ×{count}" for status, count in statuses.items()))
+        print(
+            f"{kind:30}",
+            ", ".join(f"{status or 'cut off'} ×{count}" for status, count in statuses.items()),
+        )
     megabytes = [value / MB for value in resident]
     growth = max(megabytes) - megabytes[0]
     size = sum(file.stat().st_size for file in daemon.run.glob("rollouts.sqlite*")) / MB
-    print(f"\n{bad} malformed and {good} good groups in {seconds:.0f} s; ledger: {states}; quarantine: {len(reasons)}")
     print(
-        f"resident: {megabytes[0]:.0f} MB at the start, at most {max(megabytes):.0f}, {megabytes[-1]:.0f} at the end;"
+        f"\n{bad} malformed and {good} good groups in {seconds:.0f} s; ledger: {states};"
+        f" quarantine: {len(reasons)}"
+    )
+    print(
+        f"resident: {megabytes[0]:.0f} MB at the start, at most {max(megabytes):.0f},"
+        f" {megabytes[-1]:.0f} at the end;"
         f" rollouts.sqlite {size:.1f} MB"
     )
     faults = []
     if states != {"taken": good}:
         faults.append(f"of {good} good groups: {states}")
     if len(reasons) != bad or not all(reasons):
-        faults.append(f"of {bad} malformed groups {len(reasons)} lie in quarantine, {reasons.count('')} without reason")
+        faults.append(
+            f"of {bad} malformed groups {len(reasons)} lie in quarantine, {reasons.count('')}"
+            " without reason"
+        )
     if growth > MAX_GROWTH_MB:
         faults.append(f"the daemon grew by {growth:.0f} MB")
     return faults
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bad", type=int, default=10_000)
     parser.add_argument("--good", type=int, default=1_000)
     args = parser.parse_args()

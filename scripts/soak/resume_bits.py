@@ -1,11 +1,13 @@
-"""kill -9 of deterministic runs at random moments: does the resumed run write the numbers that it would have written?
+"""kill -9 of deterministic runs at random moments: does the resumed run write the numbers that it
+would have written?
 
     .venv/bin/python -m scripts.soak.resume_bits --kills 10
 
-One run goes from start to end and is the reference. For each kill another one starts, is killed once (a third of them
-while a step is trained, a third while a checkpoint is written, the others anywhere after the start), goes on with
-`--resume auto` to the end, and its metrics.jsonl is compared with the reference's, line by line and bit by bit, but for
-times, tokens served a second, and memory.
+One run goes from start to end and is the reference. For each kill another one starts, is killed
+once (a third of them while a step is trained, a third while a checkpoint is written, the others
+anywhere after the start), goes on with `--resume auto` to the end, and its metrics.jsonl is
+compared with the reference's, line by line and bit by bit, but for times, tokens served a second,
+and memory.
 """
 
 import argparse
@@ -74,7 +76,8 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kill:
-    """`step`: the last one in metrics.jsonl then. `differences`: "step: key" of what differs from the reference."""
+    """`step`: the last one in metrics.jsonl then. `differences`: "step: key" of what differs
+    from the reference."""
 
     moment: str
     after_s: float
@@ -93,13 +96,22 @@ class Run:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._config.write_text(CONFIG.format(port=port, directory=directory, steps=steps, training=training))
+        self._config.write_text(
+            CONFIG.format(port=port, directory=directory, steps=steps, training=training)
+        )
 
     def start(self) -> "subprocess.Popen[bytes]":
-        command = [str(Path(sys.executable).parent / "mlx_parallm_train"), "--config", str(self._config)]
+        command = [
+            str(Path(sys.executable).parent / "mlx_parallm_train"),
+            "--config",
+            str(self._config),
+        ]
         with self.output.open("ab") as output:
             return subprocess.Popen(
-                [*command, "--resume", "auto"], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                [*command, "--resume", "auto"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
 
     def finish(self) -> None:
@@ -116,13 +128,16 @@ class Run:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def step_in_work(self) -> int:
-        """The step whose groups are taken and whose line is not written; 0 = none is trained now."""
+        """The step whose groups are taken and whose line is not written; 0 = none is trained
+        now."""
         file = self.path / "rollouts.sqlite"
         if not file.exists():
             return 0
         with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
             try:
-                (taken,) = connection.execute("SELECT MAX(step) FROM groups WHERE state = 'taken'").fetchone()
+                (taken,) = connection.execute(
+                    "SELECT MAX(step) FROM groups WHERE state = 'taken'"
+                ).fetchone()
             except sqlite3.OperationalError:  # being made
                 return 0
         return taken if taken and taken > len(self.lines()) else 0
@@ -133,7 +148,10 @@ class Run:
 
 def without_times(lines: list[Line]) -> list[Line]:
     """What a clock or the lock decides is left out."""
-    return [{key: value for key, value in line.items() if key not in (*TIMES, "publish_timeouts")} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in (*TIMES, "publish_timeouts")}
+        for line in lines
+    ]
 
 
 def differences(run: list[Line], reference: list[Line]) -> list[str]:
@@ -148,7 +166,8 @@ def differences(run: list[Line], reference: list[Line]) -> list[str]:
 
 
 def kill_once(run: Run, moment: str, generator: random.Random, *, steps: int) -> tuple[float, int]:
-    """Starts and kills it; (seconds after the start, last recorded step). Raises AssertionError: it ended before."""
+    """Starts and kills it; (seconds after the start, last recorded step). Raises AssertionError:
+    it ended before."""
     after_step = generator.randrange(0, steps - 1)
     conditions: dict[str, Callable[[], bool]] = {
         "in a step": lambda: run.step_in_work() > after_step,
@@ -158,7 +177,9 @@ def kill_once(run: Run, moment: str, generator: random.Random, *, steps: int) ->
     process, started = run.start(), time.monotonic()
     try:
         while not conditions[moment]():
-            assert process.poll() is None, f"ended before the kill:\n{run.output.read_text()[-2000:]}"
+            assert process.poll() is None, (
+                f"ended before the kill:\n{run.output.read_text()[-2000:]}"
+            )
             time.sleep(0.0005 if moment == "in a checkpoint" else 0.005)
         if moment != "in a checkpoint":
             time.sleep(generator.uniform(0.0, 0.3 if moment == "anywhere" else 0.05))
@@ -168,20 +189,27 @@ def kill_once(run: Run, moment: str, generator: random.Random, *, steps: int) ->
     return time.monotonic() - started, len(run.lines())
 
 
-def run_kills(directory: Path, kills: int, *, seed: int = 0, steps: int = 8, training: str = "") -> Iterator[Kill]:
+def run_kills(
+    directory: Path, kills: int, *, seed: int = 0, steps: int = 8, training: str = ""
+) -> Iterator[Kill]:
     """One after the other. Raises AssertionError when a daemon fails by itself."""
     reference = Run(directory / "reference", steps=steps, training=training)
     reference.finish()
     generator = random.Random(seed)
     for number in range(kills):
-        run, moment = Run(directory / f"kill-{number}", steps=steps, training=training), MOMENTS[number % len(MOMENTS)]
+        run, moment = (
+            Run(directory / f"kill-{number}", steps=steps, training=training),
+            MOMENTS[number % len(MOMENTS)],
+        )
         after_s, step = kill_once(run, moment, generator, steps=steps)
         run.finish()
         yield Kill(moment, after_s, step, differences(run.lines(), reference.lines()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
@@ -190,11 +218,16 @@ def main() -> None:
     print("kill  moment           seconds after start  last step  differences", flush=True)
     identical = 0
     with tempfile.TemporaryDirectory() as directory:
-        kills = run_kills(Path(directory), args.kills, seed=args.seed, steps=args.steps, training=args.training)
+        kills = run_kills(
+            Path(directory), args.kills, seed=args.seed, steps=args.steps, training=args.training
+        )
         for number, kill in enumerate(kills, 1):
             identical += not kill.differences
             found = "; ".join(kill.differences[:4]) or "none"
-            print(f"{number:4}  {kill.moment:15}  {kill.after_s:19.2f}  {kill.step:9}  {found}", flush=True)
+            print(
+                f"{number:4}  {kill.moment:15}  {kill.after_s:19.2f}  {kill.step:9}  {found}",
+                flush=True,
+            )
     print(f"{identical} of {args.kills} identical")
     raise SystemExit(identical < args.kills)
 

@@ -1,13 +1,15 @@
-"""Mixed load for minutes, an adapter published every second: failed requests, and whether memory stays where it was.
+"""Mixed load for minutes, an adapter published every second: failed requests, and whether memory
+stays where it was.
 
     .venv/bin/python -m scripts.soak.soak --minutes 20 --figure docs/benchmarks/soak.png
 
-The real HTTP server in this process, on the shipped tiny weights with a context of 8,192 tokens (or on --model);
-clients in processes of their own ask everything at once (streams, groups, chats, texts of 50 to 7,000 tokens, scores,
-stop strings, hang-ups) with max_retries=0 and count what they got. The main thread plays the trainer. Twice a minute
-all clients rest: then nothing may run, wait or be left over (`check_integrity`, no keys and values held), and the
-memory at rest is noted. Resident memory, MLX's active and cached memory are sampled every second; the slope is a
-least-squares line over all but the first fifth, its uncertainty from the means of 20 blocks (seconds that follow each
+The real HTTP server in this process, on the shipped tiny weights with a context of 8,192 tokens (or
+on --model); clients in processes of their own ask everything at once (streams, groups, chats, texts
+of 50 to 7,000 tokens, scores, stop strings, hang-ups) with max_retries=0 and count what they got.
+The main thread plays the trainer. Twice a minute all clients rest: then nothing may run, wait or be
+left over (`check_integrity`, no keys and values held), and the memory at rest is noted. Resident
+memory, MLX's active and cached memory are sampled every second; the slope is a least-squares line
+over all but the first fifth, its uncertainty from the means of 20 blocks (seconds that follow each
 other are not independent).
 """
 
@@ -64,7 +66,12 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--model", help="a directory or hub id with a context of 8,192 tokens")
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--set", nargs="*", default=["server.prefix_cache_bytes=16777216"], help="full within a minute")
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=["server.prefix_cache_bytes=16777216"],
+        help=("full within a minute"),
+    )
     args = parser.parse_args()
     configure_logging(level="warning")
     with tempfile.TemporaryDirectory() as directory:
@@ -73,17 +80,22 @@ def main() -> None:
 
 
 def long_context_model(directory: Path) -> str:
-    """The shipped weights under a longer context: their texts make no sense there, which nobody reads."""
+    """The shipped weights under a longer context: their texts make no sense there, which nobody
+    reads."""
     shutil.copytree(Path(mlx_parallm.__file__).parent / "models" / "tiny", directory)
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    (directory / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": CONTEXT})
+    )
     return str(directory)
 
 
 def soak(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
-    serving = Serving(load_config(None, [f"model.base_path={args.model}", "server.port=0", *args.set]))
+    serving = Serving(
+        load_config(None, [f"model.base_path={args.model}", "server.port=0", *args.set])
+    )
     serving.listen()
     loaded = serving.load()
     trainer = copy.deepcopy(loaded.model)
@@ -118,7 +130,11 @@ def soak(args: argparse.Namespace) -> None:
 
 
 def publish_and_sample(
-    serving: Serving, weights: SharedWeights, layers: dict[str, LoraPair], seconds: float, signals: Signals
+    serving: Serving,
+    weights: SharedWeights,
+    layers: dict[str, LoraPair],
+    seconds: float,
+    signals: Signals,
 ) -> tuple[list[Sample], list[Sample]]:
     """Returns the samples of the load, one a publish, and those at rest."""
     import mlx.core as mx
@@ -129,7 +145,8 @@ def publish_and_sample(
     next_rest, next_publish = REST_EVERY_S, 0.0
     while (now := time.monotonic() - begun) < seconds:
         changed = {
-            path: LoraPair(pair.a, mx.random.normal(pair.b.shape) * 0.02, pair.scale) for path, pair in layers.items()
+            path: LoraPair(pair.a, mx.random.normal(pair.b.shape) * 0.02, pair.scale)
+            for path, pair in layers.items()
         }
         mx.eval([pair.b for pair in changed.values()])
         weights.publish_adapter(changed)
@@ -156,7 +173,8 @@ def sample(seconds: float) -> Sample:
 
 
 def check_at_rest(serving: Serving) -> None:
-    """Nothing runs, waits or is left over, and no memory of keys and values is held once the engine has gone idle."""
+    """Nothing runs, waits or is left over, and no memory of keys and values is held once the
+    engine has gone idle."""
     assert serving.client.wait_idle(60)
     serving.client.call(lambda engine: engine.check_integrity()).result(60)
     stats = serving.client.stats()
@@ -166,7 +184,9 @@ def check_at_rest(serving: Serving) -> None:
     assert not serving.client.stats().kv_bytes, "keys and values of no sequence"
 
 
-def ask_until(url: str, model: str, seed: int, signals: Signals, results: "multiprocessing.Queue[Counts]") -> None:
+def ask_until(
+    url: str, model: str, seed: int, signals: Signals, results: "multiprocessing.Queue[Counts]"
+) -> None:
     """One client: request after request of a random kind."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     generator, counts = random.Random(seed), {"asked": 0, "failed": 0, "hung up": 0, "tokens": 0}
@@ -185,7 +205,9 @@ def ask_until(url: str, model: str, seed: int, signals: Signals, results: "multi
 
 
 def ask(client: openai.OpenAI, base: str, generator: random.Random, counts: Counts) -> None:
-    words = " ".join(generator.choice(["Sort: hgfa", "Reverse: abc", "1 + 2 =", "é🙂"]) for _ in range(4))
+    words = " ".join(
+        generator.choice(["Sort: hgfa", "Reverse: abc", "1 + 2 =", "é🙂"]) for _ in range(4)
+    )
     model = generator.choice(["policy", f"{base}:base", "default"])
     common: dict[str, Any] = {
         "model": model,
@@ -193,7 +215,9 @@ def ask(client: openai.OpenAI, base: str, generator: random.Random, counts: Coun
         "extra_body": {"ignore_eos": True},
     }
     messages: Any = [{"role": "user", "content": words * generator.choice([1, 1, 1, 12])}]
-    kind = generator.choice(["stream", "stream", "hang up", "group", "chat", "score", "stop", "long"])
+    kind = generator.choice(
+        ["stream", "stream", "hang up", "group", "chat", "score", "stop", ("long")]
+    )
     if kind in ("stream", "hang up"):
         stream = client.chat.completions.create(messages=messages, stream=True, **common)
         for number, _ in enumerate(stream):
@@ -204,22 +228,31 @@ def ask(client: openai.OpenAI, base: str, generator: random.Random, counts: Coun
                 return
         return
     if kind == "chat":
-        answer: Any = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=3, **common)
+        answer: Any = client.chat.completions.create(
+            messages=messages, logprobs=True, top_logprobs=3, **common
+        )
     elif kind == "group":
-        answer = client.completions.create(prompt=words, n=8, seed=generator.randrange(99), logprobs=1, **common)
+        answer = client.completions.create(
+            prompt=words, n=8, seed=generator.randrange(99), logprobs=1, **common
+        )
     elif kind == "long":  # 50 to 7,000 tokens, of which others have sent the first ones too
         text = "abcdefgh" * round(7 * 125 ** generator.random()) + words
         common["max_tokens"] = round(400 ** generator.random())
         answer = client.completions.create(prompt=text, n=generator.choice([1, 4, 8]), **common)
     elif kind == "score":
-        answer = client.completions.create(prompt=words, echo=True, logprobs=1, **(common | {"max_tokens": 0}))
+        answer = client.completions.create(
+            prompt=words, echo=True, logprobs=1, **(common | {"max_tokens": 0})
+        )
     else:
-        answer = client.completions.create(prompt=[words, "a b"], stop=["a", "1"], temperature=0.7, **common)
+        answer = client.completions.create(
+            prompt=[words, "a b"], stop=["a", "1"], temperature=0.7, **common
+        )
     counts["tokens"] += answer.usage.completion_tokens
 
 
 def slope(times: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """MB an hour: the least-squares line through the means of BLOCKS blocks, and its standard error."""
+    """MB an hour: the least-squares line through the means of BLOCKS blocks, and its standard
+    error."""
     blocks = min(BLOCKS, len(times))
     x = np.array([block.mean() for block in np.array_split(times, blocks)]) / 3600
     y = np.array([block.mean() for block in np.array_split(values, blocks)])
@@ -230,12 +263,17 @@ def slope(times: np.ndarray, values: np.ndarray) -> tuple[float, float]:
 
 
 def report(
-    args: argparse.Namespace, samples: list[Sample], at_rest: list[Sample], counts: list[Counts], version: int
+    args: argparse.Namespace,
+    samples: list[Sample],
+    at_rest: list[Sample],
+    counts: list[Counts],
+    version: int,
 ) -> None:
     total = {key: sum(each[key] for each in counts) for key in counts[0]}
     print(
         f"{args.minutes:g} minutes, {args.clients} clients on {args.model}: "
-        f"{total['asked']} requests, {total['failed']} failed, {total['hung up']} hung up on purpose, "
+        f"{total['asked']} requests, {total['failed']} failed, {total['hung up']} hung up on"
+        " purpose, "
         f"{total['tokens']} tokens, {version} versions published, {len(at_rest)} rests checked"
     )
     table = np.array(samples)
@@ -254,7 +292,11 @@ def trends(table: np.ndarray, state: str = "") -> list[str]:
     for column, name in enumerate(SERIES, 1):
         rise, error = slope(steady[:, 0], steady[:, column])
         spread = steady[:, column].std()
-        lines.append(f"{state}{name}: {steady[:, column].mean():.0f} MB, {rise:+.1f} ± {2 * error:.1f} MB/h (95 %)")
+        lines.append(
+            f"{state}{name}: {steady[:, column].mean():.0f} MB, {rise:+.1f} ± {2 * error:.1f}"
+            " MB/h"
+            " (95 %)"
+        )
         print(f"{lines[-1]}, standard deviation {spread:.1f} MB")
     return lines
 
@@ -269,7 +311,9 @@ def draw(args: argparse.Namespace, table: np.ndarray, lines: list[str], failed: 
     for column, label in enumerate(lines, 1):
         axes.plot(table[:, 0] / 60, table[:, column], label=label, linewidth=1)
     axes.set(xlabel="minutes", ylabel="MB", ylim=(0, None))
-    axes.set_title(f"{args.model}, {args.clients} clients, a publish every second: {failed} failed requests")
+    axes.set_title(
+        f"{args.model}, {args.clients} clients, a publish every second: {failed} failed requests"
+    )
     axes.legend(loc="center right")
     figure.savefig(args.figure, dpi=110)
 

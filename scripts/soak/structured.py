@@ -1,11 +1,13 @@
-"""Schemas of public type systems and hand-made overlaps, over HTTP at temperature 1: is every finished answer valid?
+"""Schemas of public type systems and hand-made overlaps, over HTTP at temperature 1: is every
+finished answer valid?
 
     .venv/bin/python -m scripts.soak.structured --schemas 500 --seeds 10
 
-The type systems are the models of the packages openai, anthropic and mcp (pydantic's schemas of them), this project's
-configuration and the metaschemas of JSON Schema. Texts and lists get a bound, so that the shipped model's answers end.
-The judge is the package jsonschema, not the validator that the server uses. Prints a table; exit code 1 when an answer
-with finish_reason "stop" is invalid and does not say so, or a stream ends otherwise than its answer.
+The type systems are the models of the packages openai, anthropic and mcp (pydantic's schemas of
+them), this project's configuration and the metaschemas of JSON Schema. Texts and lists get a bound,
+so that the shipped model's answers end. The judge is the package jsonschema, not the validator that
+the server uses. Prints a table; exit code 1 when an answer with finish_reason "stop" is invalid and
+does not say so, or a stream ends otherwise than its answer.
 """
 
 import argparse
@@ -52,11 +54,18 @@ OVERLAPS: Mapping[str, Any] = {
     "a pattern of two listed names": _closed(
         properties={"a": _INTEGER, "b": _INTEGER}, patternProperties={"^(a|b)$": {"maximum": 9}}
     ),
-    "a pattern with a class": _closed(properties={"a": _INTEGER, "b": _TEXT}, patternProperties={"^[ab]$": {}}),
-    "a pattern that goes on": _closed(properties={"s": _INTEGER}, patternProperties={"^s": {"minimum": 5}}),
+    "a pattern with a class": _closed(
+        properties={"a": _INTEGER, "b": _TEXT}, patternProperties={"^[ab]$": {}}
+    ),
+    "a pattern that goes on": _closed(
+        properties={"s": _INTEGER}, patternProperties={"^s": {"minimum": 5}}
+    ),
     "a pattern in allOf": {
         "type": "object",
-        "allOf": [{"properties": {"k": _INTEGER}}, _closed(patternProperties={"^k$": {"minimum": 3}})],
+        "allOf": [
+            {"properties": {"k": _INTEGER}},
+            _closed(patternProperties={"^k$": {"minimum": 3}}),
+        ],
     },
     "patterns that overlap": _closed(patternProperties={"^a": _INTEGER, "b$": {"minimum": 3}}),
     "a pattern and a schema of others": {
@@ -65,39 +74,78 @@ OVERLAPS: Mapping[str, Any] = {
         "additionalProperties": {"type": "boolean"},
     },
     "required, not listed": {"type": "object", "properties": {"a": _INTEGER}, "required": ["b"]},
-    "minProperties": {"type": "object", "additionalProperties": _INTEGER, "minProperties": 2, "maxProperties": 3},
-    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": _INTEGER},
+    "minProperties": {
+        "type": "object",
+        "additionalProperties": _INTEGER,
+        "minProperties": 2,
+        "maxProperties": 3,
+    },
+    "propertyNames": {
+        "type": "object",
+        "propertyNames": {"maxLength": 2},
+        "additionalProperties": _INTEGER,
+    },
     "oneOf of numbers": {"oneOf": [_INTEGER, {"type": "number", "minimum": 5, "maximum": 9}]},
     "oneOf of objects": {"oneOf": [_AB | {"required": ["a"]}, _AB | {"required": ["b"]}]},
     "oneOf with a tag": {
         "oneOf": [
-            {"type": "object", "properties": {"k": {"const": name}, "v": _INTEGER}, "required": ["k"]} for name in "xy"
+            {
+                "type": "object",
+                "properties": {"k": {"const": name}, "v": _INTEGER},
+                "required": ["k"],
+            }
+            for name in ("xy")
         ]
     },
-    "anyOf beside type": {"type": "integer", "anyOf": [{"minimum": 5, "maximum": 9}, {"multipleOf": 100}]},
-    "allOf of bounds": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 6}, {"multipleOf": 2}]},
+    "anyOf beside type": {
+        "type": "integer",
+        "anyOf": [{"minimum": 5, "maximum": 9}, {"multipleOf": 100}],
+    },
+    "allOf of bounds": {
+        "allOf": [{"type": "integer", "minimum": 3}, {"maximum": 6}, {"multipleOf": 2}]
+    },
     "not": _TEXT | {"not": {"enum": ["a", ""]}},
     "not required": _AB | {"not": {"required": ["a", "b"]}},
-    "if, then, else": _AB | {"if": {"required": ["a"]}, "then": {"required": ["b"]}, "else": {"maxProperties": 0}},
+    "if, then, else": _AB
+    | {"if": {"required": ["a"]}, "then": {"required": ["b"]}, "else": {"maxProperties": 0}},
     "dependentSchemas": _AB | {"dependentSchemas": {"a": {"required": ["b"]}}},
     "dependencies": _AB | {"dependencies": {"a": ["b"]}},
-    "uniqueItems": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "maxItems": 2},
+    "uniqueItems": {
+        "type": "array",
+        "items": {"enum": ["a", "b"]},
+        "uniqueItems": True,
+        "maxItems": 2,
+    },
     "contains": {"type": "array", "items": _INTEGER, "contains": {"maximum": 9}, "maxItems": 2},
     "prefixItems": {"type": "array", "prefixItems": [_INTEGER, _TEXT], "items": False},
     "items as a list": {"type": "array", "items": [_INTEGER, _TEXT], "additionalItems": False},
-    "unevaluatedProperties": {"allOf": [_AB], "unevaluatedProperties": False, "properties": {"c": _TEXT}},
+    "unevaluatedProperties": {
+        "allOf": [_AB],
+        "unevaluatedProperties": False,
+        "properties": {"c": _TEXT},
+    },
     "unevaluatedItems": {"type": "array", "prefixItems": [_INTEGER], "unevaluatedItems": False},
     "enum of numbers": {"enum": [1, 1.0, 2, "1", None, True]},
     "const with escapes": {"const": 'Köln "\\ \u2028 😀'},
     "const of many digits": {"const": 123456789012345678901234567890},
-    "minLength of pairs": {"type": "string", "pattern": "^[😀-😂]+$", "minLength": 2, "maxLength": 2},
+    "minLength of pairs": {
+        "type": "string",
+        "pattern": "^[😀-😂]+$",
+        "minLength": 2,
+        "maxLength": 2,
+    },
     "look-ahead": {"type": "string", "pattern": "^(?!a)[a-c]{2}$"},
     "an edge of a word": {"type": "string", "pattern": "^\\bab\\b$"},
     "a space": {"type": "string", "pattern": "^\\s\\S$"},
     "not anchored": {"type": "string", "pattern": "ab", "maxLength": 4},
     "multipleOf": {"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 2},
     "any number": {"type": "number"},
-    "exclusiveMinimum of Draft 4": {"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 9},
+    "exclusiveMinimum of Draft 4": {
+        "type": "integer",
+        "minimum": 3,
+        "exclusiveMinimum": True,
+        "maximum": 9,
+    },
     "small bounds": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e-9},
     "anything": {},
     "a tree": {
@@ -105,7 +153,10 @@ OVERLAPS: Mapping[str, Any] = {
         "$defs": {
             "n": {
                 "type": "object",
-                "properties": {"v": _INTEGER, "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}},
+                "properties": {
+                    "v": _INTEGER,
+                    "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": ("null")}]},
+                },
                 "required": ["v", "next"],
             }
         },
@@ -114,7 +165,17 @@ OVERLAPS: Mapping[str, Any] = {
     "$anchor": {"$ref": "#x", "$defs": {"x": {"$anchor": "x"} | _INTEGER}},
     **{
         f"format {name}": {"type": "string", "format": name}
-        for name in ("date-time", "time", "date", "uuid", "ipv4", "uri-reference", "duration", "email", "hostname")
+        for name in (
+            "date-time",
+            "time",
+            "date",
+            "uuid",
+            "ipv4",
+            "uri-reference",
+            "duration",
+            "email",
+            ("hostname"),
+        )
     },
 }
 
@@ -122,7 +183,11 @@ OVERLAPS: Mapping[str, Any] = {
 def schemas(count: int, seed: int = 0) -> Iterator[tuple[str, Any]]:
     """The overlaps, and of the type systems as many as are left, drawn by `seed`."""
     yield from OVERLAPS.items()
-    rows = {f"{c.__module__}.{c.__qualname__}": c for name in PACKAGES for c in _models(importlib.import_module(name))}
+    rows = {
+        f"{c.__module__}.{c.__qualname__}": c
+        for name in PACKAGES
+        for c in _models(importlib.import_module(name))
+    }
     rows |= {f"{c.__module__}.{c.__qualname__}": c for c in _parts_of(Config)}
     metaschemas = [(f"metaschema {uri}", REGISTRY.contents(uri)) for uri in REGISTRY]
     drawn = [*rows.items(), *metaschemas]
@@ -138,9 +203,14 @@ def schemas(count: int, seed: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def _models(module: Any) -> Iterator[type[BaseModel]]:
-    names = [each.name for each in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{module.__name__}.")]
+    names = [
+        each.name
+        for each in pkgutil.walk_packages(getattr(module, "__path__", ()), (f"{module.__name__}."))
+    ]
     for each in (module, *map(importlib.import_module, names)):
-        yield from (c for c in vars(each).values() if inspect.isclass(c) and issubclass(c, BaseModel))
+        yield from (
+            c for c in vars(each).values() if inspect.isclass(c) and issubclass(c, BaseModel)
+        )
 
 
 def _parts_of(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -155,9 +225,16 @@ def _bounded(schema: Any) -> Any:
         return [_bounded(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    bounded = {key: _bounded(value) for key, value in schema.items() if key not in ("description", "default")}
+    bounded = {
+        key: _bounded(value)
+        for key, value in schema.items()
+        if key not in ("description", ("default"))
+    }
     kind = schema.get("type")
-    if kind == "string" and not {"maxLength", "pattern", "format", "enum", "const", "minLength"} & schema.keys():
+    if (
+        kind == "string"
+        and not {"maxLength", "pattern", "format", "enum", "const", "minLength"} & schema.keys()
+    ):
         bounded["maxLength"] = LONGEST_TEXT
     if kind == "array" and "maxItems" not in schema and "minItems" not in schema:
         bounded["maxItems"] = LONGEST_LIST
@@ -181,12 +258,21 @@ def is_valid(schema: Any, text: str) -> bool:
 
 
 def judge(http: httpx.Client, name: str, schema: Any, seeds: int) -> Counter[str]:
-    """Asks for `seeds` answers, one of them a stream; the kinds of what came, "WRONG: …" of what must not come."""
+    """Asks for `seeds` answers, one of them a stream; the kinds of what came, "WRONG: …" of what
+    must not come."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    asked = {"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": MAX_TOKENS}
+    asked = {
+        "messages": [{"role": "user", "content": "a"}],
+        "response_format": form,
+        "max_tokens": MAX_TOKENS,
+    }
 
     def one(seed: int) -> str:
-        return _kind(http.post("/v1/chat/completions", json=asked | {"seed": seed, "stream": seed == 0}), name, schema)
+        return _kind(
+            http.post("/v1/chat/completions", json=asked | {"seed": seed, "stream": seed == 0}),
+            name,
+            schema,
+        )
 
     first = one(0)
     if first == REFUSED:
@@ -215,16 +301,22 @@ def _whole(answer: Any) -> tuple[str, str]:
 
 
 def _streamed(answer: httpx.Response) -> tuple[str, str]:
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")]
+    lines = [
+        line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")
+    ]
     chunks = [json.loads(line) for line in lines if line != "[DONE]"]
     if "error" in chunks[-1]:
         return "", f"an error at a stream's end: {chunks[-1]['error']['code']}"
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    return "".join(choice["delta"].get("content") or "" for choice in choices), choices[-1]["finish_reason"]
+    return "".join(choice["delta"].get("content") or "" for choice in choices), choices[-1][
+        ("finish_reason")
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=10)
     arguments = parser.parse_args()

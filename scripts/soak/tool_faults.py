@@ -1,10 +1,12 @@
-"""Episodes whose tools are real MCP servers that die, hang, answer garbage or 10 MB, start slowly, or are killed.
+"""Episodes whose tools are real MCP servers that die, hang, answer garbage or 10 MB, start slowly,
+or are killed.
 
     .venv/bin/python -m scripts.soak.tool_faults --episodes 1000
 
-The policy is scripted, so that each episode makes the calls that its prompt names; all else is real: scheduler,
-episodes, tool client, server processes. Prints a table; exit code 1 when an episode is lost or takes longer than its
-time-outs allow, a fault is no error reward, or a process is left.
+The policy is scripted, so that each episode makes the calls that its prompt names; all else is
+real: scheduler, episodes, tool client, server processes. Prints a table; exit code 1 when an
+episode is lost or takes longer than its time-outs allow, a fault is no error reward, or a process
+is left.
 """
 
 import argparse
@@ -61,7 +63,9 @@ class ScriptedPolicy:
         ids = (*self.tokenizer.encode(answer, add_special_tokens=False), self.end)
         scores = (-0.5,) * len(ids)
         completions = tuple(
-            Completion(n, answer, ids, scores, None, None, (0,) * len(ids), "stop", prompt_version=0)
+            Completion(
+                n, answer, ids, scores, None, None, (0,) * len(ids), "stop", prompt_version=0
+            )
             for n in range(request.params.n)
         )
         return RequestOutput(request.request_id, request.prompt_token_ids, completions)
@@ -129,7 +133,9 @@ def tokenizer() -> Tokenizer:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--parallel", type=int, default=32)
     arguments = parser.parse_args()
@@ -140,7 +146,11 @@ def main() -> int:
     names = ("steady", "dying", "hanging", "noisy", "large", "killed")
     servers = [*map(server, names), server("slow", str(SLOW_START_S))]
     over, kills = threading.Event(), Counter[str]()
-    seconds, errors, failed = defaultdict[str, list[float]](list), defaultdict[str, Counter[str]](Counter), 0
+    seconds, errors, failed = (
+        defaultdict[str, list[float]](list),
+        defaultdict[str, Counter[str]](Counter),
+        0,
+    )
     began = time.perf_counter()
     with ToolClient(servers) as client:
         environment = Calling(prompts, EpisodeTools.of(client, formats=("tool_line",)))
@@ -149,7 +159,9 @@ def main() -> int:
         texts = tokenizer()
         settings = RolloutConfig(num_parallel=arguments.parallel, prompt_format="chat")
         try:
-            with RolloutManager(environment, settings, client=ScriptedPolicy(texts), tokenizer=texts) as manager:
+            with RolloutManager(
+                environment, settings, client=ScriptedPolicy(texts), tokenizer=texts
+            ) as manager:
                 for trajectory in manager.iterate_rollouts(arguments.episodes):
                     failed += trajectory.error is not None
                     kind, [call] = trajectory.metadata["kind"], trajectory.metadata["tool_calls"]
@@ -169,13 +181,24 @@ def main() -> int:
         print(f"| {kind} | {len(seconds[kind])} | {longest:.1f} | {found} |")
         problems += [f"{kind}: {longest:.1f} s"] if longest > allowed else []
         problems += [f"{kind}: no error"] if must_fail and errors[kind]["None"] else []
-        problems += [f"{kind}: an error"] if must_fail is False and set(errors[kind]) != {"None"} else []
+        problems += (
+            [(f"{kind}: an error")] if must_fail is False and set(errors[kind]) != {"None"} else []
+        )
     finished = sum(map(len, seconds.values()))
-    problems += [f"{finished} of {arguments.episodes} finished"] if finished < arguments.episodes else []
+    problems += (
+        [(f"{finished} of {arguments.episodes} finished")] if finished < arguments.episodes else []
+    )
     problems += [f"processes left: {left}"] if left else []
     memory = psutil.Process().memory_info().rss / 2**20
-    print(f"\n{finished} episodes in {took:.0f} s; {sum(kills.values())} kills, {counts['restarts']:.0f} restarts")
-    print(f"{counts['calls']:.0f} calls, {counts['errors']:.0f} errors; {len(left)} processes left; {memory:.0f} MB")
+    print(
+        f"\n{finished} episodes in {took:.0f} s; {sum(kills.values())} kills,"
+        f" {counts['restarts']:.0f} restarts"
+    )
+    print(
+        f"{counts['calls']:.0f} calls, {counts['errors']:.0f} errors; {len(left)} processes"
+        " left;"
+        f" {memory:.0f} MB"
+    )
     print("problems: " + ("; ".join(problems) or "none"))
     return 1 if problems else 0
 

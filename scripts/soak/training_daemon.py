@@ -1,6 +1,8 @@
-"""What kill_rollouts and malformed_groups share: a training daemon whose groups come over HTTP, and groups for it.
+"""What kill_rollouts and malformed_groups share: a training daemon whose groups come over HTTP, and
+groups for it.
 
-The policy hardly moves (learning rate 1e-6), so that answers sampled once are worth sending again with other scores.
+The policy hardly moves (learning rate 1e-6), so that answers sampled once are worth sending again
+with other scores.
 """
 
 import random
@@ -46,7 +48,8 @@ Body = dict[str, Any]
 
 
 class TrainingDaemon:
-    """One `mlx_parallm_train --resume auto` after the other over one run directory; what they print is appended."""
+    """One `mlx_parallm_train --resume auto` after the other over one run directory; what they
+    print is appended."""
 
     def __init__(self, directory: Path, *settings: str) -> None:
         with socket.socket() as probe:
@@ -61,10 +64,17 @@ class TrainingDaemon:
         self.process = self.start()
 
     def start(self) -> "subprocess.Popen[bytes]":
-        command = [str(Path(sys.executable).parent / "mlx_parallm_train"), "--config", str(self._config)]
+        command = [
+            str(Path(sys.executable).parent / "mlx_parallm_train"),
+            "--config",
+            str(self._config),
+        ]
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [*command, "--resume", "auto", *self._settings], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                [*command, "--resume", "auto", *self._settings],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
         return self.process
 
@@ -97,14 +107,24 @@ class TrainingDaemon:
 
 
 def sampled_groups(url: str, count: int, generator: random.Random) -> list[Body]:
-    """Groups as an environment sends them, token ids and log-probabilities the server's own; scores to be filled in."""
+    """Groups as an environment sends them, token ids and log-probabilities the server's own;
+    scores to be filled in."""
     groups = []
     with httpx.Client(base_url=url, timeout=60) as client:
         for number in range(count):
-            problem = make_problem(generator.choice(["sort", "reverse", "sum"]), number, seed=1, split="train")
-            asked = client.post("/tokenize", json={"messages": list(problem.messages)}).raise_for_status()
+            problem = make_problem(
+                generator.choice(["sort", "reverse", "sum"]), number, seed=1, split=("train")
+            )
+            asked = client.post(
+                "/tokenize", json={"messages": list(problem.messages)}
+            ).raise_for_status()
             ids = asked.json()["tokens"]
-            body = {"prompt": {"prompt_token_ids": ids}, "n": GROUP_SIZE, "max_tokens": 12, "logprobs": 0}
+            body = {
+                "prompt": {"prompt_token_ids": ids},
+                "n": GROUP_SIZE,
+                "max_tokens": 12,
+                "logprobs": 0,
+            }
             answer = client.post("/generate", json=body).raise_for_status().json()
             groups.append(_group(ids, answer["logprobs"]))
     return groups

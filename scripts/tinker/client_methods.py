@@ -1,9 +1,10 @@
-"""Every method of the tinker SDK's clients that docs/tinker.md lists, once, against a server that runs.
+"""Every method of the tinker SDK's clients that docs/tinker.md lists, once, against a server that
+runs.
 
     build/tinker/bin/python scripts/tinker/client_methods.py URL MODEL
 
-Runs in the SDK's own environment (scripts/setup_tinker). Prints a line a method; exit code 1 when one fails. MODEL: the
-base's name or path, as the server was started with.
+Runs in the SDK's own environment (scripts/setup_tinker). Prints a line a method; exit code 1 when
+one fails. MODEL: the base's name or path, as the server was started with.
 """
 
 import math
@@ -26,7 +27,9 @@ TOKENS = [1, 40, 41, 42, 43, 44]
 
 def datum(tokens, **inputs):
     targets = [*tokens[1:], 2]
-    arrays = {"target_tokens": np.array(targets, np.int64)} | {k: np.array(v, np.float32) for k, v in inputs.items()}
+    arrays = {"target_tokens": np.array(targets, np.int64)} | {
+        k: np.array(v, np.float32) for k, v in inputs.items()
+    }
     tensors = {name: types.TensorData.from_numpy(array) for name, array in arrays.items()}
     return types.Datum(model_input=types.ModelInput.from_ints(list(tokens)), loss_fn_inputs=tensors)
 
@@ -73,9 +76,14 @@ def training_methods(check, training):
         check("TrainingClient.get_tokenizer", len(training.get_tokenizer().encode("hello")) > 0)
     except ImportError:
         print("skip TrainingClient.get_tokenizer: transformers is not installed")
-    check("TrainingClient.forward", list(forward(training).loss_fn_outputs[0]["logprobs"].shape) == [6])
+    check(
+        "TrainingClient.forward",
+        list(forward(training).loss_fn_outputs[0]["logprobs"].shape) == [6],
+    )
     for loss, (inputs, config) in rl_losses().items():
-        out = training.forward_backward([datum(TOKENS, **inputs)] * 3, loss, loss_fn_config=config).result()
+        out = training.forward_backward(
+            [datum(TOKENS, **inputs)] * 3, loss, loss_fn_config=config
+        ).result()
         check(f"TrainingClient.forward_backward {loss}", math.isfinite(out.metrics["loss:sum"]))
     step = training.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).result()
     check("TrainingClient.optim_step", step.metrics is None or "grad_norm:mean" in step.metrics)
@@ -85,8 +93,13 @@ def training_methods(check, training):
         def loss_fn(data, logprobs):
             return -torch.stack([lp.sum() for lp in logprobs]).sum(), {"custom": 1.0}
 
-        out = training.forward_backward_custom([datum(TOKENS, weights=[1] * 6)] * 2, loss_fn).result()
-        check("TrainingClient.forward_backward_custom", {"custom", "surrogate_loss:sum"} <= out.metrics.keys())
+        out = training.forward_backward_custom(
+            [datum(TOKENS, weights=[1] * 6)] * 2, loss_fn
+        ).result()
+        check(
+            "TrainingClient.forward_backward_custom",
+            {"custom", "surrogate_loss:sum"} <= out.metrics.keys(),
+        )
     except ImportError:
         print("skip TrainingClient.forward_backward_custom: torch is not installed")
     training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
@@ -106,7 +119,10 @@ def sampling_methods(check, service, training, model, sampler_path):
     check("SamplingClient.sample", len(a) == 4 and len({tuple(s.tokens) for s in a}) > 1)
     named = ready(service.create_sampling_client(model_path=sampler_path))
     b = named.sample(prompt, num_samples=4, sampling_params=params).result().sequences
-    check("ServiceClient.create_sampling_client model_path", [s.tokens for s in a] == [s.tokens for s in b])
+    check(
+        "ServiceClient.create_sampling_client model_path",
+        [s.tokens for s in a] == [s.tokens for s in b],
+    )
     base = ready(service.create_sampling_client(base_model=model))
     check("ServiceClient.create_sampling_client base_model")
     check("SamplingClient.get_base_model", base.get_base_model() == model)
@@ -116,7 +132,11 @@ def sampling_methods(check, service, training, model, sampler_path):
     gap = max(abs(lp[i + 1] - learner[i]) for i in range(5))
     check(f"sampler against learner: {gap:.1e} <= 1e-4", gap <= 1e-4)
     top = live.sample(
-        prompt, num_samples=1, sampling_params=params, include_prompt_logprobs=True, topk_prompt_logprobs=3
+        prompt,
+        num_samples=1,
+        sampling_params=params,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
     ).result()
     check("SamplingClient.sample topk_prompt_logprobs", len(top.topk_prompt_logprobs) == 6)
 
@@ -135,33 +155,47 @@ def resumed(check, service, training, saved):
 
 def rest_methods(check, service, training, saved, sampler_path):
     rest, run = service.create_rest_client(), training.get_info().model_id
-    check("RestClient.get_training_run", rest.get_training_run(run).result().user_metadata["renderer_name"] == "x")
+    check(
+        "RestClient.get_training_run",
+        rest.get_training_run(run).result().user_metadata["renderer_name"] == ("x"),
+    )
     by_path = rest.get_training_run_by_tinker_path(saved).result()
     check("RestClient.get_training_run_by_tinker_path", by_path.lora_rank == 8)
     runs = rest.list_training_runs().result().training_runs
     check("RestClient.list_training_runs", run in [r.training_run_id for r in runs])
     check("RestClient.list_checkpoints", len(rest.list_checkpoints(run).result().checkpoints) == 2)
-    check("RestClient.list_user_checkpoints", len(rest.list_user_checkpoints().result().checkpoints) >= 2)
+    check(
+        "RestClient.list_user_checkpoints",
+        len(rest.list_user_checkpoints().result().checkpoints) >= 2,
+    )
     info = rest.get_weights_info_by_tinker_path(saved).result()
     check("RestClient.get_weights_info_by_tinker_path", info.lora_rank == 8)
     if hasattr(training, "save_weights_external"):
         external = training.save_weights_external("download-1").result().path
         urls = rest.get_external_weights_urls(external).result().urls
         sizes = {name: len(urllib.request.urlopen(url).read()) for name, url in urls.items()}
-        check("RestClient.get_external_weights_urls", sizes.get("adapter_model.safetensors", 0) > 1000)
+        check(
+            "RestClient.get_external_weights_urls", sizes.get("adapter_model.safetensors", 0) > 1000
+        )
     if hasattr(rest, "get_checkpoint_archive_url_from_tinker_path"):
         url = rest.get_checkpoint_archive_url_from_tinker_path(sampler_path).result().url
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "a.tar"
             file.write_bytes(urllib.request.urlopen(url).read())
             with tarfile.open(file) as tar:
-                check("RestClient.get_checkpoint_archive_url", "adapters.safetensors" in tar.getnames())
+                check(
+                    "RestClient.get_checkpoint_archive_url",
+                    "adapters.safetensors" in tar.getnames(),
+                )
     rest.set_checkpoint_ttl_from_tinker_path(sampler_path, 7200).result()
     check("RestClient.set_checkpoint_ttl_from_tinker_path")
     rest.delete_checkpoint_from_tinker_path(sampler_path).result()
     left = [each.checkpoint_id for each in rest.list_checkpoints(run).result().checkpoints]
     check("RestClient.delete_checkpoint", not any("sampler" in each for each in left))
-    check("RestClient.get_session", run in rest.get_session(run.split(":")[0]).result().training_run_ids)
+    check(
+        "RestClient.get_session",
+        run in rest.get_session(run.split(":")[0]).result().training_run_ids,
+    )
     check("RestClient.list_sessions", run.split(":")[0] in rest.list_sessions().result().sessions)
 
 
@@ -172,7 +206,9 @@ def main(url, model):
     known = [each.model_name for each in service.get_server_capabilities().supported_models]
     check("ServiceClient.get_server_capabilities", model in known)
     metadata = {"renderer_name": "x"}
-    client = service.create_lora_training_client(base_model=model, rank=8, seed=3, user_metadata=metadata)
+    client = service.create_lora_training_client(
+        base_model=model, rank=8, seed=3, user_metadata=metadata
+    )
     training = ready(client)
     check("ServiceClient.create_lora_training_client")
     training_methods(check, training)

@@ -30,7 +30,8 @@ ENTRY = {
 
 
 def changed(rng, body, head):
-    """Some bytes replaced, cut out or repeated; in half of all bodies none of the `head` first ones."""
+    """Some bytes replaced, cut out or repeated; in half of all bodies none of the `head` first
+    ones."""
     body, start = bytearray(body), rng.choice((0, head))
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         if start >= len(body):
@@ -50,7 +51,9 @@ def with_other_fields(rng, body):
     request = message("ForwardBackwardRequest")
     request.ParseFromString(body)
     for _ in range(rng.choice((1, 1, 2, 5))):
-        change_field(rng, request, [each for each in request.DESCRIPTOR.fields if each.number > SEQ_ID_FIELD])
+        change_field(
+            rng, request, [each for each in request.DESCRIPTOR.fields if each.number > SEQ_ID_FIELD]
+        )
     return request.SerializeToString()
 
 
@@ -68,11 +71,15 @@ def change_field(rng, parent, fields):
             value = value.add() if not value or rng.random() < 0.1 else rng.choice(value)
         change_field(rng, value, value.DESCRIPTOR.fields)
     elif field.is_repeated:
-        value[rng.randrange(len(value) + 1) :] = [rng.choice(INTEGERS) for _ in range(rng.randrange(3))]
+        value[rng.randrange(len(value) + 1) :] = [
+            rng.choice(INTEGERS) for _ in range(rng.randrange(3))
+        ]
     elif isinstance(value, bytes):
         setattr(parent, field.name, changed(rng, value, 0) if value else rng.randbytes(8))
     elif isinstance(value, str):
-        setattr(parent, field.name, rng.choice(("", "x" * 300, "ppo", "gspo", "importance_sampling")))
+        setattr(
+            parent, field.name, rng.choice(("", "x" * 300, "ppo", "gspo", ("importance_sampling")))
+        )
     elif isinstance(value, bool):
         setattr(parent, field.name, not value)
     else:
@@ -94,10 +101,11 @@ def read(body, model):
 
 
 class Target:
-    """A model that changed bodies are sent to, each with its next number or, not `numbered`, with none.
+    """A model that changed bodies are sent to, each with its next number or, not `numbered`, with
+    none.
 
-    A number that was used is refused without a look at the datums. A body whose number became another one waits for
-    its turn, and all others with it: then a new model takes the place.
+    A number that was used is refused without a look at the datums. A body whose number became
+    another one waits for its turn, and all others with it: then a new model takes the place.
     """
 
     def __init__(self, client, *, numbered):
@@ -112,10 +120,14 @@ class Target:
 
     def send(self, rng):
         seq_id = self.next if self.numbered else 0
-        plain = request_of([ENTRY] * (1 + self.numbered), "cross_entropy", model_id=self.model, seq_id=seq_id)
+        plain = request_of(
+            [ENTRY] * (1 + self.numbered), "cross_entropy", model_id=self.model, seq_id=seq_id
+        )
         head = len(request_of([], "", model_id=self.model, seq_id=seq_id))
         body = changed(rng, plain, head) if rng.random() < 0.5 else with_other_fields(rng, plain)
-        answer = self.client.http.post(f"{API}/forward_backward", content=body, headers={"Content-Type": PROTOBUF})
+        answer = self.client.http.post(
+            f"{API}/forward_backward", content=body, headers={"Content-Type": PROTOBUF}
+        )
         self.statuses[answer.status_code] += 1
         if answer.status_code != httpx.codes.OK:
             return
@@ -134,7 +146,11 @@ class Target:
 def main(count):
     rng = random.Random(5)
     configure_logging(level="error")
-    with tempfile.TemporaryDirectory() as folder, tinker_server(Path(folder)) as server, server.http() as http:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tinker_server(Path(folder)) as server,
+        server.http() as http,
+    ):
         client = WireClient(http)
         targets = [Target(client, numbered=numbered) for numbered in (False, True)]
         for number in range(count):

@@ -1,12 +1,14 @@
-"""An RL loop in Tinker's four calls: sample, forward_backward, optim_step, and weights for the next sampling client.
+"""An RL loop in Tinker's four calls: sample, forward_backward, optim_step, and weights for the next
+sampling client.
 
     build/tinker/bin/python scripts/tinker/rl_loop.py URL MODEL JOB.json
 
-Runs in the SDK's own environment (scripts/setup_tinker); `scripts.bench.tinker loop` writes JOB.json and compares with
-`mlx_parallm_train`. A step is GROUPS problems with GROUP_SIZE answers each, advantages are rewards less their group's
-mean, the loss is importance_sampling averaged over the step's tokens, and one optimizer step follows. `staleness` 1:
-the next step's answers are sampled while this one is trained, as the trainer does; 0: they wait for its weights.
-Prints a JSON line a step: time, reward, tokens.
+Runs in the SDK's own environment (scripts/setup_tinker); `scripts.bench.tinker loop` writes
+JOB.json and compares with `mlx_parallm_train`. A step is GROUPS problems with GROUP_SIZE answers
+each, advantages are rewards less their group's mean, the loss is importance_sampling averaged over
+the step's tokens, and one optimizer step follows. `staleness` 1: the next step's answers are
+sampled while this one is trained, as the trainer does; 0: they wait for its weights. Prints a JSON
+line a step: time, reward, tokens.
 """
 
 import asyncio
@@ -36,7 +38,10 @@ class Loop:
         return [(await each).sequences for each in sent]
 
     def reward(self, problem, sequence):
-        return float(self.tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip() == problem["answer"])
+        return float(
+            self.tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()
+            == problem[("answer")]
+        )
 
     def datums(self, problems, groups):
         """The step's training data, its mean reward, and how many tokens were sampled."""
@@ -50,8 +55,12 @@ class Loop:
         return data, sum(means) / len(means), tokens
 
     async def train(self, data):
-        """Submit the pass, the update and the save together; return a sampling client of the new weights."""
-        sent = [self.training.forward_backward(data, "importance_sampling"), self.training.optim_step(self.adam)]
+        """Submit the pass, the update and the save together; return a sampling client of the new
+        weights."""
+        sent = [
+            self.training.forward_backward(data, "importance_sampling"),
+            self.training.optim_step(self.adam),
+        ]
         sampler = await self.training.save_weights_and_get_sampling_client()
         for each in sent:
             await each
@@ -89,7 +98,9 @@ def datum(prompt, sequence, advantage):
 
 async def main(url, model, job):
     service = tinker.ServiceClient(base_url=url)
-    training = await service.create_lora_training_client(base_model=model, rank=job["rank"], seed=job["seed"])
+    training = await service.create_lora_training_client(
+        base_model=model, rank=job["rank"], seed=job[("seed")]
+    )
     await Loop(job, training, training.get_tokenizer()).run()
     service.close("success")
 

@@ -1,12 +1,15 @@
-"""The same losses, data and optimizer in torch (float64) as through the tinker SDK, against a server that runs.
+"""The same losses, data and optimizer in torch (float64) as through the tinker SDK, against a
+server that runs.
 
     build/tinker/bin/python scripts/tinker/torch_numbers.py URL MODEL_DIRECTORY
 
-Runs in the SDK's own environment (scripts/setup_tinker). MODEL_DIRECTORY: the base, as the server was started with.
-Prints the largest differences of losses and log-probabilities (wanted: 1e-5), of gradients by a custom loss (1e-5 of
-the largest), and of the weights after 20 optimizer steps (1e-4). Exit code 1 when one is missed.
+Runs in the SDK's own environment (scripts/setup_tinker). MODEL_DIRECTORY: the base, as the server
+was started with. Prints the largest differences of losses and log-probabilities (wanted: 1e-5), of
+gradients by a custom loss (1e-5 of the largest), and of the weights after 20 optimizer steps
+(1e-4). Exit code 1 when one is missed.
 
-Gradients are read through the API: AdamW with betas 0, eps 1e9 and learning rate 1e9 moves each weight by its gradient.
+Gradients are read through the API: AdamW with betas 0, eps 1e9 and learning rate 1e9 moves each
+weight by its gradient.
 """
 
 import os
@@ -55,11 +58,16 @@ def downloaded(service, training, name):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "adapter_model.safetensors"
         file.write_bytes(urllib.request.urlopen(urls[file.name]).read())
-        return {key.removeprefix("base_model.model."): value.double() for key, value in load_file(file).items()}
+        return {
+            key.removeprefix("base_model.model."): value.double()
+            for key, value in load_file(file).items()
+        }
 
 
 def torch_model(directory, adapter):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, attn_implementation=("eager")
+    )
     model.requires_grad_(False)
     for key in [key for key in adapter if key.endswith(".lora_A.weight")]:
         path = key.removesuffix(".lora_A.weight")
@@ -130,7 +138,11 @@ def datums(name, data):
         own = own | ({"sequence_ratio_mask": mask} if name == "gspo" else {})
         tensors = {key: f32(value) for key, value in own.items()}
         tensors["target_tokens"] = types.TensorData.from_numpy(targets.astype(np.int64))
-        made.append(types.Datum(model_input=types.ModelInput.from_ints(tokens.tolist()), loss_fn_inputs=tensors))
+        made.append(
+            types.Datum(
+                model_input=types.ModelInput.from_ints(tokens.tolist()), loss_fn_inputs=tensors
+            )
+        )
     return made
 
 
@@ -144,17 +156,24 @@ def rounded(data):
 
 
 def compare_losses(training, model, data):
-    """(loss, relative to Σ|terms|; log-probability) on the same weights; both sides keep the gradients."""
+    """(loss, relative to Σ|terms|; log-probability) on the same weights; both sides keep the
+    gradients."""
     worst_loss = worst_lp = 0.0
     for name, config in LOSSES.items():
-        out = training.forward_backward(datums(name, data), name, loss_fn_config=config or None).result()
+        out = training.forward_backward(
+            datums(name, data), name, loss_fn_config=config or None
+        ).result()
         total, scale = 0.0, 1.0
-        for (tokens, targets, inputs, mask, weights), record in zip(data, out.loss_fn_outputs, strict=True):
+        for (tokens, targets, inputs, mask, weights), record in zip(
+            data, out.loss_fn_outputs, strict=True
+        ):
             lp = logprobs(model, tokens, targets)
             loss = torch_loss(name, config, lp, inputs, mask, weights)
             loss.backward()
             total, scale = total + loss.item(), scale + abs(loss.item())
-            worst_lp = max(worst_lp, np.abs(record["logprobs"].to_numpy() - lp.detach().numpy()).max())
+            worst_lp = max(
+                worst_lp, np.abs(record["logprobs"].to_numpy() - lp.detach().numpy()).max()
+            )
         worst_loss = max(worst_loss, abs(total - out.metrics["loss:sum"]) / scale)
     return worst_loss, worst_lp
 
@@ -176,7 +195,9 @@ def compare_custom(service, training, model, data):
         parameter.grad = None
     custom(None, [logprobs(model, tokens, targets) for tokens, targets, *_ in data])[0].backward()
     largest = max(p.grad.abs().max().item() for p in names.values())
-    return max((before[n] - after[n] - p.grad).abs().max().item() for n, p in names.items()) / largest
+    return (
+        max((before[n] - after[n] - p.grad).abs().max().item() for n, p in names.items()) / largest
+    )
 
 
 def compare_steps(service, training, model, data):
@@ -191,7 +212,12 @@ def compare_steps(service, training, model, data):
         optimizer.step()
         optimizer.zero_grad()
         params = types.AdamParams(
-            learning_rate=2e-3, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, grad_clip_norm=1.0
+            learning_rate=2e-3,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-12,
+            weight_decay=0.01,
+            grad_clip_norm=1.0,
         )
         training.optim_step(params).result()
     end = downloaded(service, training, "end")
@@ -213,7 +239,9 @@ def main(url, directory):
     other = new(2)
     other.forward_backward(datums("cross_entropy", data), "cross_entropy").result()
     other.optim_step(types.AdamParams(learning_rate=1e-2)).result()  # B = 0 has no gradient by A
-    gradient = compare_custom(service, other, torch_model(directory, downloaded(service, other, "one")), data)
+    gradient = compare_custom(
+        service, other, torch_model(directory, downloaded(service, other, "one")), data
+    )
     rows = (
         ("loss, relative", loss, 1e-5),
         ("log-probability", lp, 1e-5),

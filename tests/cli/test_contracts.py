@@ -1,4 +1,5 @@
-"""mlx_parallm_doctor --contracts: each contract holds on the tiny model, and is seen to be broken when it is."""
+"""mlx_parallm_doctor --contracts: each contract holds on the tiny model, and is seen to be
+broken when it is."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +39,9 @@ def subject() -> Iterator[Subject]:
 
 
 def answer(tokens: Sequence[int], logprob: float = -1.0) -> Completion:
-    return Completion(0, "", tuple(tokens), (logprob,) * len(tokens), None, None, (0,) * len(tokens), "length")
+    return Completion(
+        0, "", tuple(tokens), (logprob,) * len(tokens), None, None, (0,) * len(tokens), ("length")
+    )
 
 
 def test_equal_answers_pass() -> None:
@@ -49,7 +52,10 @@ def test_a_tie_passes_in_float32() -> None:
     """The likeliest token of both has the same log-probability, so both were the likeliest."""
     result = compare([answer(range(24))], [answer([*range(20), 7, 8, 9, 10])], EXACT)
     assert result.passed is True
-    assert "0 of 1 sequences identical, 1 up to a tie, 20 of 24 tokens before a difference" in result.measured
+    assert (
+        "0 of 1 sequences identical, 1 up to a tie, 20 of 24 tokens before a difference"
+        in result.measured
+    )
 
 
 def test_one_other_token_fails_in_float32_and_is_rounding_in_half_precision() -> None:
@@ -59,7 +65,9 @@ def test_one_other_token_fails_in_float32_and_is_rounding_in_half_precision() ->
     assert result.passed is False
     assert "0 of 1 sequences identical, 20 of 24 tokens before a difference" in result.measured
     assert compare(alone, batched, HALF).passed is True
-    assert compare(alone, [answer([*range(6), *range(50, 68)])], HALF).passed is False, "too early for rounding"
+    assert compare(alone, [answer([*range(6), *range(50, 68)])], HALF).passed is False, (
+        "too early for rounding"
+    )
 
 
 @pytest.mark.parametrize(("bound", "logprob"), [(EXACT, -1.001), (HALF, -1.5)])
@@ -75,7 +83,10 @@ def test_a_comparison_of_few_tokens_is_not_judged() -> None:
 
 def test_batched_is_alone(subject: Subject) -> None:
     greedy, seeded = contracts.batched_is_alone(subject)
-    assert (greedy.contract, seeded.contract) == ("batched = alone, greedy", "batched = alone, seeded")
+    assert (greedy.contract, seeded.contract) == (
+        "batched = alone, greedy",
+        ("batched = alone, seeded"),
+    )
     for result in (greedy, seeded):
         assert result.passed is not False, result
         assert "6 of 6 sequences identical" in result.measured or "up to a tie" in result.measured
@@ -103,7 +114,9 @@ def test_a_model_that_cannot_be_trained_is_tried_as_it_is_served(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(contracts, "memory_bandwidth", lambda: 1e10)
-    monkeypatch.setattr(contracts, "layer_without_gradient", lambda model: "layer 3 (mixer: Kernel) has none")
+    monkeypatch.setattr(
+        contracts, "layer_without_gradient", lambda model: "layer 3 (mixer: Kernel) has none"
+    )
     monkeypatch.setattr(contracts, "ALONE_S", 0.0)
     assert contracts.run(load_config(None, [*CONFIG, "model.dtype=float32"])) == 0
     printed = capsys.readouterr().out
@@ -113,17 +126,29 @@ def test_a_model_that_cannot_be_trained_is_tried_as_it_is_served(
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [("rl_training.lora.enabled=false", "tried with an adapter"), ("model.base_path=no/such/place", "no model at")],
+    [
+        ("rl_training.lora.enabled=false", "tried with an adapter"),
+        ("model.base_path=no/such/place", ("no model at")),
+    ],
 )
-def test_what_cannot_be_tried_is_said_first(setting: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contracts, "memory_bandwidth", lambda: pytest.fail("something was measured"))
-    with pytest.raises(ParallmError, match=message), subject_of(load_config(None, [*CONFIG, setting])):
+def test_what_cannot_be_tried_is_said_first(
+    setting: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        contracts, "memory_bandwidth", lambda: pytest.fail("something was measured")
+    )
+    with (
+        pytest.raises(ParallmError, match=message),
+        subject_of(load_config(None, [*CONFIG, setting])),
+    ):
         pass
 
 
 def test_an_engine_with_other_weights_than_the_trainer_is_found_out(subject: Subject) -> None:
     layers = subject.policy.adapter()
-    subject.weights.publish_adapter({path: LoraPair(p.a, p.b * 1.1, p.scale) for path, p in layers.items()})
+    subject.weights.publish_adapter(
+        {path: LoraPair(p.a, p.b * 1.1, p.scale) for path, p in layers.items()}
+    )
     try:
         (result,) = contracts.engine_is_trainer(subject)
     finally:
@@ -134,7 +159,8 @@ def test_an_engine_with_other_weights_than_the_trainer_is_found_out(subject: Sub
 def test_a_slow_engine_is_judged_only_on_weights_that_matter(subject: Subject) -> None:
     (small,) = contracts.bandwidth(replace(subject))
     assert (small.passed, "too small to judge" in small.bound) == (None, True)
-    (large,) = contracts.bandwidth(replace(subject, bandwidth=subject.weight_bytes * 100.0))  # bound: 100 tokens/s
+    # bound: 100 tokens/s
+    (large,) = contracts.bandwidth(replace(subject, bandwidth=subject.weight_bytes * 100.0))
     assert large.bound.startswith("≥ half of 100.0 tok/s")
     slow = replace(subject, bandwidth=subject.weight_bytes * 1e5)
     with pytest.MonkeyPatch.context() as patch:
@@ -146,12 +172,17 @@ def test_what_a_contract_raises_is_its_result(subject: Subject) -> None:
     def broken(_: Subject) -> list[ContractResult]:
         raise ModelError("no kernel\n for |this|")
 
-    assert tried("x", broken, subject) == [ContractResult("x", False, "no kernel for /this/", "no error")]
+    assert tried("x", broken, subject) == [
+        ContractResult("x", False, "no kernel for /this/", ("no error"))
+    ]
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (None, 0), (False, 1)])
 def test_the_block_and_the_exit_code(
-    passed: bool | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    passed: bool | None,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     result = ContractResult("memory", passed, "1 GB", "≤ 2 GB")
     monkeypatch.setattr(contracts, "CONTRACTS", {"memory": lambda _: [result]})
@@ -159,7 +190,12 @@ def test_the_block_and_the_exit_code(
     assert contracts.run(load_config(None, [*CONFIG, "model.dtype=float32"])) == code
     printed = capsys.readouterr().out
     assert printed.startswith("### mlx_parallm contracts\n")
-    for fact in (f"mlx-parallm {mlx_parallm.__version__}", "mlx-lm ", "Python 3.", "builtin:tiny (qwen3), float32"):
+    for fact in (
+        f"mlx-parallm {mlx_parallm.__version__}",
+        "mlx-lm ",
+        "Python 3.",
+        ("builtin:tiny (qwen3), float32"),
+    ):
         assert fact in printed
     word = {True: "passed", False: "**FAILED**", None: "not judged"}[passed]
     assert printed.endswith(block([], [result]).splitlines()[-1] + "\n")
@@ -179,7 +215,9 @@ def test_the_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--contracts"], ["--model", "m"]])
-def test_model_and_contracts_go_together(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_and_contracts_go_together(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         cli.doctor(arguments)
     assert end.value.code == 2

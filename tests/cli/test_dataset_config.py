@@ -1,4 +1,5 @@
-"""`mlx_parallm_train --model M --data D --reward R`: what it amounts to, and what is said when it cannot work."""
+"""`mlx_parallm_train --model M --data D --reward R`: what it amounts to, and what is said when
+it cannot work."""
 
 import json
 import sys
@@ -31,9 +32,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 1024}}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"text_config": {"hidden_size": 1024}})
+    )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 3)
-    (tmp_path / "score.py").write_text("def correct(completions, answer):\n    return [0.0 for _ in answer]\n")
+    (tmp_path / "score.py").write_text(
+        "def correct(completions, answer):\n    return [0.0 for _ in answer]\n"
+    )
     return tmp_path
 
 
@@ -42,38 +47,61 @@ def test_the_flags_amount_to_a_configuration(here: Path) -> None:
     config = given["config"]
     [entry] = config["environments"]
     assert config["model"]["base_path"] == str(here / "model")
-    assert (entry["kind"], entry["name"], entry["data"]) == ("dataset", "rows", str(here / "rows.jsonl"))
+    assert (entry["kind"], entry["name"], entry["data"]) == (
+        "dataset",
+        "rows",
+        str(here / "rows.jsonl"),
+    )
     assert entry["rewards"] == [f"python:{here / 'score.py'}:correct"]
     training = config["rl_training"]
-    assert (training["total_steps"], training["learning_rate"], training["blocks_per_eval"]) == (7, 2e-4, 1)
+    assert (training["total_steps"], training["learning_rate"], training["blocks_per_eval"]) == (
+        7,
+        2e-4,
+        1,
+    )
     assert training["run_name"].startswith("rows-2")
     assert given["resume"] is None
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_resume_auto_keeps_what_the_run_was_started_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A hub model's size is guessed from its name until it is here; the run must not change its rate then."""
+def test_resume_auto_keeps_what_the_run_was_started_with(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hub model's size is guessed from its name until it is here; the run must not change its
+    rate then."""
     run = here / "checkpoints" / "rows"
     run.mkdir(parents=True)
     assert cli.train([*OWN, "--write-config", str(run / "config.toml")]) == 0
     text = (run / "config.toml").read_text()
     assert "learning_rate = 2.0e-04" in text
-    (run / "config.toml").write_text(text.replace("2.0e-04", "1.3e-05").replace("steps = 200", "steps = 90"))
+    (run / "config.toml").write_text(
+        text.replace("2.0e-04", "1.3e-05").replace("steps = 200", ("steps = 90"))
+    )
     given = call("train", *OWN, "--resume", "auto", "--set", "rl_training.total_steps=91", cwd=here)
     training = given["config"]["rl_training"]
-    assert (training["learning_rate"], training["total_steps"], training["run_name"]) == (1.3e-5, 91, "rows")
+    assert (training["learning_rate"], training["total_steps"], training["run_name"]) == (
+        1.3e-5,
+        91,
+        ("rows"),
+    )
     (here / "score.py").write_text((here / "score.py").read_text().replace("correct", "other"))
     assert cli.train([*OWN[:-1], "score.py:other", "--resume", "auto"]) == 2
     assert "--reward is " in capsys.readouterr().err
 
 
-def test_the_written_file_is_the_same_configuration(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_written_file_is_the_same_configuration(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.train([*OWN, "--write-config", "run.toml"]) == 0
     assert "mlx_parallm train --config run.toml" in capsys.readouterr().out
-    assert load_config("run.toml") == load_config(None, text=dataset_toml("model", "rows.jsonl", ["score.py:correct"]))
+    assert load_config("run.toml") == load_config(
+        None, text=dataset_toml("model", "rows.jsonl", [("score.py:correct")])
+    )
     text = dataset_toml("model", "my rows.jsonl", ["score.py:correct"])
-    assert "--data 'my rows.jsonl' --reward score.py:correct\n" in text, "the command in it can be run again"
+    assert "--data 'my rows.jsonl' --reward score.py:correct\n" in text, (
+        "the command in it can be run again"
+    )
     assert cli.train([*OWN, "--write-config", "run.toml"]) == 2
     assert "File exists" in capsys.readouterr().err
 
@@ -91,15 +119,37 @@ def test_model_beside_a_configuration_replaces_its_model(here: Path) -> None:
     [
         (["--data", "rows.jsonl"], "--model is missing"),
         (["--model", "model", "--reward", "score.py:correct"], "--data is missing"),
-        (["--model", "model", "--data", "rows.jsonl"], "needs a reward function: --reward score.py:function"),
+        (
+            ["--model", "model", "--data", "rows.jsonl"],
+            ("needs a reward function: --reward score.py:function"),
+        ),
         (["--config", "quickstart", "--data", "rows.jsonl"], "two ways to say one thing"),
         (["--resume", "x", "--data", "rows.jsonl"], "brings its own configuration"),
-        (["--model", "model", "--data", "r", "--reward", "s.py:f", "--write-config", "x", "--set", "a.b=1"], "--set"),
+        (
+            [
+                "--model",
+                "model",
+                "--data",
+                "r",
+                "--reward",
+                "s.py:f",
+                "--write-config",
+                "x",
+                "--set",
+                "a.b=1",
+            ],
+            ("--set"),
+        ),
         (["--model", "model"], "--config is required"),
-        ([*OWN, "--algorithm", "dpo"], "--algorithm dpo learns from the rows alone: leave out --reward"),
+        (
+            [*OWN, "--algorithm", "dpo"],
+            ("--algorithm dpo learns from the rows alone: leave out --reward"),
+        ),
     ],
 )
-def test_flags_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_do_not_fit(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.train(arguments) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -150,12 +200,14 @@ SMOL, QWEN = (576, 1.345e8), (1024, 6e8)
     ("model", "rows", "backend", "cores", "sizes", "reasons"),
     [
         (SMOL, 5000, "cpu", 2, (32, 64, 81), ("59 min", "512 would take 12 min a step")),
-        (SMOL, 5000, "cpu", 64, (64, 512, 163), ("60 min", "")),  # as on a GPU, and an hour of steps
+        # as on a GPU, and an hour of steps
+        (SMOL, 5000, "cpu", 64, (64, 512, 163), ("60 min", "")),
         (SMOL, 5000, "cuda", 2, (64, 512, 200), ("", "")),
         (QWEN, 5000, "metal", 8, (64, 512, 200), ("", "")),
         (QWEN, 48, "metal", 8, (64, 512, 60), ("10 passes over 48 rows", "")),
         (QWEN, 3, "cuda", 8, (64, 512, 20), ("at least 20 steps", "")),
-        (QWEN, None, "cpu", 2, (32, 64, 20), ("CPU cores", "512 would take")),  # rows on the hub are not counted
+        # rows on the hub are not counted
+        (QWEN, None, "cpu", 2, (32, 64, 20), ("CPU cores", "512 would take")),
         ((128, 1e6), 5000, "cpu", 2, (128, 64, 80), ("", "")),
     ],
     ids=["two cores", "many cores", "cuda", "metal", "few rows", "three rows", "hub", "toy"],
@@ -171,7 +223,11 @@ def test_sizes_follow_the_machine_and_the_rows(
     """64 answers of 512 tokens, 200 steps of them: 2.87 hours on two cores, even with 48 tokens."""
     found = sizes_for(*model, rows, Hardware(backend, "x86_64", cores, 16 * GIB, 8 * GIB))
     assert (found.rollouts, found.max_tokens, found.steps) == sizes
-    assert reasons[0] in found.why_steps and reasons[1] in found.why and bool(found.why) == bool(reasons[1])
+    assert (
+        reasons[0] in found.why_steps
+        and reasons[1] in found.why
+        and bool(found.why) == bool(reasons[1])
+    )
 
 
 def test_each_size_has_its_reason_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,9 @@ HEALTHY = Report(
 
 def doctor(**environment: str) -> "subprocess.CompletedProcess[str]":
     env = os.environ | {"COLUMNS": "200"} | environment
-    return subprocess.run([BIN / "mlx_parallm_doctor"], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [BIN / "mlx_parallm_doctor"], env=env, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_healthy_machine_gets_no_advice() -> None:
@@ -37,7 +39,9 @@ def test_a_healthy_machine_gets_no_advice() -> None:
 
 
 def test_the_reference_blas_is_named_with_its_fix() -> None:
-    (line,) = advice(replace(HEALTHY, blas=BlasStatus("reference", advice=FIX), gflops={512: 5.0, 2048: 5.0}))
+    (line,) = advice(
+        replace(HEALTHY, blas=BlasStatus("reference", advice=FIX), gflops={512: 5.0, 2048: 5.0})
+    )
     assert "reference BLAS" in line
     assert "pip install 'mlx-parallm[cpu]'" in line
 
@@ -46,7 +50,9 @@ def test_the_reference_blas_is_named_with_its_fix() -> None:
 @pytest.mark.long
 def test_mlx_imported_first_is_told_apart() -> None:
     program = "import mlx.core, mlx_parallm.cli.doctor_report as d\nprint(d.advice(d.inspect()))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     if sys.platform == "linux" and blas_status().name in ("mkl", "openblas"):
         assert "MLX was imported first" in result.stdout
     else:
@@ -65,7 +71,8 @@ def test_little_memory_is_told() -> None:
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or blas_status().name == "native", reason="MLX's CPU backend compiles with g++"
+    sys.platform != "linux" or blas_status().name == "native",
+    reason=("MLX's CPU backend compiles with g++"),
 )
 def test_a_broken_compiler_is_found_out(tmp_path: Path) -> None:
     fake = tmp_path / "g++"
@@ -107,7 +114,9 @@ def test_every_cuda_backend_of_mlx_is_recognised(monkeypatch: pytest.MonkeyPatch
 def test_without_mlx_it_shows_the_machine_and_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor_module, "mlx_backend_advice", lambda: "MLX has no backend here: pip install 'x[cpu]'")
+    monkeypatch.setattr(
+        doctor_module, "mlx_backend_advice", lambda: "MLX has no backend here: pip install 'x[cpu]'"
+    )
     with pytest.raises(ConfigError, match=r"x\[cpu\]"):
         doctor_module.run()
     shown = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""The parent of `--ranks N`, with children that are a few lines of Python. tests/integration has real ranks."""
+"""The parent of `--ranks N`, with children that are a few lines of Python. tests/integration has
+real ranks."""
 
 import errno
 import json
@@ -18,7 +19,8 @@ from mlx_parallm.system.log import configure_logging
 from tests.signals_reset import default_signals
 from tests.waiting import until
 
-# A rank that writes what it was started with to `NUMBER OF THE START.RANK`, then does what `deeds` has for the two.
+# A rank that writes what it was started with to `NUMBER OF THE START.RANK`, then does what `deeds`
+# has for the two.
 CHILD = """
 import json, os, pathlib, signal, sys, time
 here, rank = pathlib.Path(sys.argv[1]), os.environ.get("MLX_RANK")
@@ -117,8 +119,8 @@ def until_there(*files: Path) -> None:
 
 
 def test_a_signal_reaches_every_rank_and_an_error_ends_all(tmp_path: Path) -> None:
-    """Neither is the loss of a rank. A rank that fails after the user's signal brings the others no second one, which
-    would end them at once."""
+    """Neither is the loss of a rank. A rank that fails after the user's signal brings the others
+    no second one, which would end them at once."""
     asked = start(tmp_path / "asked", 2, {"1.0": "outlives", "1.1": "fails"}, "continues")
     failed = start(tmp_path / "failed", 2, {"1.0": 2, "1.1": "waits"}, "continues")
     until_there(tmp_path / "asked/1.0", tmp_path / "asked/1.1")
@@ -141,10 +143,14 @@ def test_ranks_whose_parent_was_killed_are_asked_to_stop(tmp_path: Path) -> None
 
 def stub_ranks(here: Path, deeds: dict[str, object], count: int = 2) -> rank_launcher.LocalRanks:
     write(here, deeds)
-    return rank_launcher.LocalRanks([], here / "run", count, command=[sys.executable, "-S", "-c", CHILD, str(here)])
+    return rank_launcher.LocalRanks(
+        [], here / "run", count, command=[sys.executable, "-S", "-c", CHILD, str(here)]
+    )
 
 
-def test_a_rank_that_cannot_be_started_leaves_no_other_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_be_started_leaves_no_other_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     popen, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
 
     def start_one(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
@@ -156,7 +162,9 @@ def test_a_rank_that_cannot_be_started_leaves_no_other_behind(tmp_path: Path, mo
 
     parent = stub_ranks(tmp_path, {"1.0": "waits"})
     monkeypatch.setattr(subprocess, "Popen", start_one)
-    with pytest.raises(RankLostError, match=r"rank 1 of 2 cannot be started: .*temporarily unavailable"):
+    with pytest.raises(
+        RankLostError, match=r"rank 1 of 2 cannot be started: .*temporarily unavailable"
+    ):
         parent._run_once([])
     assert started[0].returncode == 0
     assert (tmp_path / "asked.0").read_text() == "SIGTERM"
@@ -186,11 +194,16 @@ def test_a_rank_that_does_not_end_is_named_and_one_that_is_stopped_is_killed(
     [
         (["--ranks", "0"], "--ranks 0: at least 1"),
         (["--ranks", "2", "--dry-run"], "--dry-run measures one process: leave out --ranks"),
-        (["--ranks", "2", "--restarts", "1"], "--restarts starts one process anew; with --ranks, rl_training.on_rank"),
+        (
+            ["--ranks", "2", "--restarts", "1"],
+            ("--restarts starts one process anew; with --ranks, rl_training.on_rank"),
+        ),
         (["--ranks", "2", "--set", "server.ports=1"], "server.ports"),
     ],
 )
-def test_what_cannot_be_started_is_one_line(flags: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_started_is_one_line(
+    flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.train(["--config", "quickstart", *flags]) == 2
     said = capsys.readouterr().err
     assert error in said
@@ -204,14 +217,25 @@ def test_a_launch_of_many_ranks_under_a_launch_is_refused(
     monkeypatch.setenv("MLX_RANK", "0")
     assert cli.train(["--config", "quickstart", "--ranks", "2"]) == 2
     assert "under mlx.launch their number is that of -n" in capsys.readouterr().err
-    assert cli.train(["--config", "quickstart", "--set", 'rl_training.on_rank_lost="continue"']) == 2
+    assert (
+        cli.train(["--config", "quickstart", "--set", 'rl_training.on_rank_lost="continue"']) == 2
+    )
     assert 'on_rank_lost = "continue" needs --ranks N' in capsys.readouterr().err
 
 
-def test_the_ranks_share_the_name_and_the_port_of_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_ranks_share_the_name_and_the_port_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made: list[rank_launcher.LocalRanks] = []
     monkeypatch.setattr(rank_launcher.LocalRanks, "run", lambda parent: made.append(parent) or 5)
-    own = ["--config", "quickstart", "--ranks", "2", "--set", f'rl_training.checkpoint_dir="{tmp_path}"']
+    own = [
+        "--config",
+        "quickstart",
+        "--ranks",
+        "2",
+        "--set",
+        (f'rl_training.checkpoint_dir="{tmp_path}"'),
+    ]
     own += ["--set", "rl_training.on_rank_lost='continue'", "--set", "server.port=0"]
     try:
         assert cli.train(own) == 5

@@ -16,7 +16,8 @@ from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.system.log import configure_logging
 from tests.signals_reset import default_signals
 
-# A child that appends its arguments to `starts` and then does line n of `deeds` at start n. `saves` makes a checkpoint.
+# A child that appends its arguments to `starts` and then does line n of `deeds` at start n. `saves`
+# makes a checkpoint.
 CHILD = """
 import os, pathlib, signal, sys
 here = pathlib.Path(sys.argv[1])
@@ -61,7 +62,14 @@ sys.exit(parent.run())
 def start(here: Path, *deeds: str, restarts: int, resume: str = "") -> subprocess.Popen[str]:
     (here / "deeds").write_text("\n".join(deeds))
     (here / "child.py").write_text(CHILD)
-    command = [sys.executable, "-c", PARENT, str(here), str(restarts), *([resume] if resume else [])]
+    command = [
+        sys.executable,
+        "-c",
+        PARENT,
+        str(here),
+        str(restarts),
+        *([resume] if resume else []),
+    ]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals)
 
 
@@ -76,14 +84,21 @@ def test_an_abort_is_answered_by_a_start_from_the_newest_checkpoint(tmp_path: Pa
     assert starts(tmp_path) == ["", "--resume auto", "--resume auto"]
     assert "the daemon died of SIGABRT (aborted, as the macOS GPU watchdog" in said
     assert "from step_000002; restart 1 of 2" in said, "a new checkpoint gives the full number back"
-    [line] = [json.loads(text) for text in (tmp_path / "run" / "run.log").read_text().splitlines()][-1:]
+    [line] = [json.loads(text) for text in (tmp_path / "run" / "run.log").read_text().splitlines()][
+        -1:
+    ]
     assert "SIGSEGV" in line["event"]
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_crash_loop_ends_and_an_exit_code_is_passed_on(tmp_path: Path) -> None:
-    deeds: list[tuple[str, ...]] = [("done",), ("1",), ("2",), ("saves SIGKILL", "SIGKILL", "SIGKILL", "done")]
+    deeds: list[tuple[str, ...]] = [
+        ("done",),
+        ("1",),
+        ("2",),
+        ("saves SIGKILL", "SIGKILL", "SIGKILL", ("done")),
+    ]
     parents = []
     for number, what in enumerate(deeds):
         (tmp_path / str(number)).mkdir()
@@ -109,7 +124,8 @@ def test_an_exit_that_the_daemon_did_not_make_is_no_success(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_finished_run_whose_end_takes_too_long_is_done() -> None:
-    """A reward function that spins: the end limit ended the process with 0, and the finished run was started again."""
+    """A reward function that spins: the end limit ended the process with 0, and the finished run
+    was started again."""
     stand_in = """
 import threading, mlx_parallm.cli
 from mlx_parallm.system.signals import EndLimit
@@ -122,7 +138,9 @@ mlx_parallm.cli.train = lambda: EndLimit().start(0.0) or threading.Event().wait(
 def test_the_older_step_that_was_asked_for_is_tried_again(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest").symlink_to("step_000009")
-    parent = start(tmp_path, "SIGABRT", "saves SIGABRT", "done", restarts=1, resume="run/step_000001")
+    parent = start(
+        tmp_path, "SIGABRT", "saves SIGABRT", "done", restarts=1, resume=("run/step_000001")
+    )
     parent.communicate(timeout=30)
     assert parent.returncode == 0
     first = "--resume run/step_000001"
@@ -171,7 +189,9 @@ def test_every_start_has_the_name_and_the_port_of_the_first(
 
 
 @pytest.mark.parametrize("resume", ["auto", "run"])
-def test_the_command_hands_over_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, resume: str) -> None:
+def test_the_command_hands_over_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, resume: str
+) -> None:
     """Also a run whose directory holds no configuration yet."""
     (tmp_path / "mine.toml").write_text(f'[rl_training]\ncheckpoint_dir = "{tmp_path}"\n')
     (tmp_path / "run").mkdir()
@@ -179,7 +199,9 @@ def test_the_command_hands_over_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.chdir(tmp_path)
     given: list[tuple[list[str], Path, str | None, int]] = []
 
-    def supervise(arguments: list[str], config: Config, run: Path, *, resume: str | None, restarts: int) -> int:
+    def supervise(
+        arguments: list[str], config: Config, run: Path, *, resume: str | None, restarts: int
+    ) -> int:
         given.append((arguments, run, resume, restarts))
         return 0
 
@@ -192,7 +214,9 @@ def test_the_command_hands_over_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_own_data_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The arguments of a second start are arguments that `mlx_parallm_train` takes."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
-    (tmp_path / "score.py").write_text("def f(completions, **columns): return [0.0] * len(completions)\n")
+    (tmp_path / "score.py").write_text(
+        "def f(completions, **columns): return [0.0] * len(completions)\n"
+    )
     monkeypatch.chdir(tmp_path)
     parents: list[Supervisor] = []
     monkeypatch.setattr(Supervisor, "run", lambda parent: parents.append(parent) or 0)

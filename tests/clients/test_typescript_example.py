@@ -1,4 +1,5 @@
-"""examples/typescript/agent.ts trains the model that it talks to; scripts/bench/typescript_agent.py has three seeds."""
+"""examples/typescript/agent.ts trains the model that it talks to;
+scripts/bench/typescript_agent.py has three seeds."""
 
 import shutil
 import statistics
@@ -8,7 +9,8 @@ import pytest
 
 from scripts.bench import typescript_agent
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]  # the client's own `npm test` has its calls; this installs the AI SDK
+# the client's own `npm test` has its calls; this installs the AI SDK
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="it needs Node.js with npm")

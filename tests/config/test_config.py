@@ -13,10 +13,16 @@ ROOT = Path(__file__).parents[2]
 
 def test_override_beats_file_beats_default(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[server]\nport = 9000\nbatch_size = 4\n[[environments]]\nkind = "tasks"\nname = "sum"\n')
+    file.write_text(
+        '[server]\nport = 9000\nbatch_size = 4\n[[environments]]\nkind = "tasks"\nname = "sum"\n'
+    )
     overrides = ["server.port=9001", "model.base_path=builtin:tiny", "rl_training.lora.rank=2"]
     config = load_config(file, [*overrides, "environments.0.weight=3"])
-    assert (config.server.port, config.server.batch_size, config.server.prefill_chunk) == (9001, 4, 512)
+    assert (config.server.port, config.server.batch_size, config.server.prefill_chunk) == (
+        9001,
+        4,
+        512,
+    )
     assert (config.model.base_path, config.rl_training.lora.rank) == ("builtin:tiny", 2)
     assert config.environments[0].weight == 3
     with pytest.raises(ConfigError, match="not an index below 1"):
@@ -42,8 +48,14 @@ def test_a_mistake_is_looked_for_where_it_was_made(tmp_path: Path) -> None:
         (["rl_training.max_grad_norm=nan"], r"max_grad_norm: Input should be a finite number"),
         (["rl_training.deterministic=true", "rl_training.max_staleness=1"], "max_staleness = 0"),
         (["rl_training.batch_size=4096"], "rollout_batch_size"),
-        (["rl_training.learningrate=1e-4"], r"'rl_training.learningrate'.*'rl_training.learning_rate'"),
-        (["environments=[{kind='tasks', name='sum', wieght=2}]"], r"'environments.0.wieght'.*weight"),
+        (
+            ["rl_training.learningrate=1e-4"],
+            r"'rl_training.learningrate'.*'rl_training.learning_rate'",
+        ),
+        (
+            ["environments=[{kind='tasks', name='sum', wieght=2}]"],
+            r"'environments.0.wieght'.*weight",
+        ),
         (["sever.port=1"], r"'sever'.*'server'"),
         (["server"], "section.key=value"),
         (["foo=1"], r"^--set foo=1: unknown key 'foo'; docs/config.md lists every key$"),
@@ -55,7 +67,9 @@ def test_a_mistake_is_looked_for_where_it_was_made(tmp_path: Path) -> None:
         (["server.port=1", "server.port.x=1"], "is a value, not a section"),
     ],
 )
-def test_bad_keys_and_values_say_where_and_what_would_be_right(overrides: list[str], message: str) -> None:
+def test_bad_keys_and_values_say_where_and_what_would_be_right(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides)
 
@@ -69,7 +83,9 @@ def test_missing_and_malformed_files(tmp_path: Path) -> None:
         load_config(bad)
 
 
-def test_secrets_are_redacted_and_the_rest_round_trips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_redacted_and_the_rest_round_trips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MLX_PARALLM_API_KEY", raising=False)
     config = load_config(None, ["server.api_key=hunter2", "rl_training.total_steps=7"])
     saved = config.to_toml()
@@ -78,7 +94,8 @@ def test_secrets_are_redacted_and_the_rest_round_trips(tmp_path: Path, monkeypat
     assert config.resolve_api_key() == "hunter2"
     again = parse_config(tomli.loads(saved))
     assert again.rl_training == config.rl_training
-    with pytest.raises(ConfigError, match="MLX_PARALLM_API_KEY"):  # a run must not lose its key in silence
+    # a run must not lose its key in silence
+    with pytest.raises(ConfigError, match="MLX_PARALLM_API_KEY"):
         again.resolve_api_key()
 
 
@@ -105,14 +122,17 @@ def test_the_key_comes_from_environment_before_file_before_config(
 
 def test_the_key_of_before_is_read_as_what_it_is_called_now(tmp_path: Path) -> None:
     file = tmp_path / "old.toml"
-    file.write_text('[rl_training]\neval_problems = 7\n[[environments]]\nkind = "tasks"\nname = "sum"\n')
+    file.write_text(
+        '[rl_training]\neval_problems = 7\n[[environments]]\nkind = "tasks"\nname = "sum"\n'
+    )
     assert load_config(file).evaluation.problems == 7
     assert load_config(file, ["evaluation.problems=3"]).evaluation.problems == 3
     assert load_config(file, ["rl_training.eval_problems=0"]).evaluation.problems == 0
 
 
 def test_a_run_of_an_older_version_goes_on_as_it_began(tmp_path: Path) -> None:
-    """Keys that its saved configuration does not have are at what its version did, not at today's defaults."""
+    """Keys that its saved configuration does not have are at what its version did, not at
+    today's defaults."""
     old = load_config(Path(__file__).parents[1] / "data" / "run_0_1" / "config.toml", saved=True)
     training = old.rl_training
     assert (training.max_oversampling, training.decay_norms_and_biases) == (0.0, True)
@@ -120,13 +140,17 @@ def test_a_run_of_an_older_version_goes_on_as_it_began(tmp_path: Path) -> None:
     again.write_text(old.to_toml())
     assert load_config(again, saved=True).rl_training == training
     data = tmp_path / "sft.toml"
-    data.write_text('[rl_training]\nalgorithm = "sft"\nlora.dropout = 0.1\n[data]\npath = "rows.jsonl"\n')
+    data.write_text(
+        '[rl_training]\nalgorithm = "sft"\nlora.dropout = 0.1\n[data]\npath = "rows.jsonl"\n'
+    )
     assert load_config(data, saved=True).rl_training.lora.dropout == 0.0, "it was off"
     assert load_config(data).rl_training.lora.dropout == 0.1
 
 
 def test_a_bound_on_oversampling_needs_something_to_replace() -> None:
-    with pytest.raises(ConfigError, match="max_oversampling is set, but only read with dynamic_sampling = true"):
+    with pytest.raises(
+        ConfigError, match=("max_oversampling is set, but only read with dynamic_sampling = true")
+    ):
         load_config(None, text="[rl_training]\ndynamic_sampling = false\nmax_oversampling = 2.0")
     with pytest.raises(ConfigError, match="has to be at least 1, or 0 for no bound"):
         load_config(None, text="[rl_training]\nmax_oversampling = 0.5")

@@ -14,7 +14,9 @@ SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_configurations_parse(file: Path) -> None:
     config = load_config(file)
-    assert config.environments or config.rl_training.atropos.api_url, "nothing would ever come to train on"
+    assert config.environments or config.rl_training.atropos.api_url, (
+        "nothing would ever come to train on"
+    )
     first = file.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith(f"# mlx_parallm train --config train_configs/{file.name}")
 
@@ -26,10 +28,18 @@ def test_shipped_configurations_go_by_name() -> None:
 
 
 def test_the_specification_s_configuration_is_shipped_unchanged() -> None:
-    """shared/specs/daemon.md, "Configuration Example": these names and values were promised to users."""
-    data = tomli.loads((ROOT / "train_configs" / "grpo_qwen3_lora.toml").read_text(encoding="utf-8"))
+    """shared/specs/daemon.md, "Configuration Example": these names and values were promised to
+    users."""
+    data = tomli.loads(
+        (ROOT / "train_configs" / "grpo_qwen3_lora.toml").read_text(encoding=("utf-8"))
+    )
     assert data == {
-        "server": {"port": 8000, "host": "127.0.0.1", "batch_size": 8, "max_concurrent_requests": 100},
+        "server": {
+            "port": 8000,
+            "host": "127.0.0.1",
+            "batch_size": 8,
+            "max_concurrent_requests": 100,
+        },
         "model": {
             "base_path": "NousResearch/Hermes-4-Qwen3-14B-1-e3",
             "lora_path": "checkpoints/latest/lora_weights.safetensors",

@@ -14,8 +14,8 @@ HOW = "scripts/setup_browser gets it"
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A browser. While it is open an event loop counts as running in this thread: it must not outlive its file's tests,
-    or `asyncio.run` fails in those of the next."""
+    """A browser. While it is open an event loop counts as running in this thread: it must not
+    outlive its file's tests, or `asyncio.run` fails in those of the next."""
     playwright = pytest.importorskip("playwright.sync_api", reason=f"no playwright: {HOW}")
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
@@ -27,9 +27,12 @@ def chromium() -> Iterator[Any]:
 
 
 def faults_of_access(page: Any, *rules: str) -> list[str]:
-    """Serious faults that axe-core finds in the page as it is: who cannot see colours, or uses a screen reader.
+    """Serious faults that axe-core finds in the page as it is: who cannot see colours, or uses a
+    screen reader.
     `rules`: only these."""
-    axe = pytest.importorskip("axe_playwright_python", reason="no axe-core: pip install axe-playwright-python")
+    axe = pytest.importorskip(
+        "axe_playwright_python", reason=("no axe-core: pip install axe-playwright-python")
+    )
     if page.evaluate("!window.axe"):
         page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
     options = {"resultTypes": ["violations"]} | ({"runOnly": rules} if rules else {})
@@ -42,7 +45,8 @@ def faults_of_access(page: Any, *rules: str) -> list[str]:
 
 
 class Opened:
-    """Pages of one test. `requests`: every address that was asked for; `problems`: errors of the console."""
+    """Pages of one test. `requests`: every address that was asked for; `problems`: errors of the
+    console."""
 
     def __init__(self, browser: Any) -> None:
         self._browser, self._contexts = browser, list[Any]()
@@ -54,12 +58,17 @@ class Opened:
         self._contexts[-1].set_default_timeout(15_000)
         return self._contexts[-1]
 
-    def page(self, url: str, context: Any = None, *, wait_until: str = "load", **options: Any) -> Any:
+    def page(
+        self, url: str, context: Any = None, *, wait_until: str = "load", **options: Any
+    ) -> Any:
         page = (context or self.context(**options)).new_page()
         page.on("request", lambda request: self.requests.append(request.url))
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("dialog", lambda dialog: self.problems.append(f"dialog: {dialog.message}"))
-        page.on("console", lambda message: message.type == "error" and self.problems.append(message.text))
+        page.on(
+            "console",
+            lambda message: message.type == "error" and self.problems.append(message.text),
+        )
         page.goto(url, wait_until=wait_until)
         return page
 
@@ -77,7 +86,8 @@ def opened(chromium: Any) -> Iterator[Opened]:
 
 @pytest.fixture
 def open_page(opened: Opened) -> Iterator[Callable[..., Any]]:
-    """Opens a page; at the end no error was on its console, and nothing but its own server was asked."""
+    """Opens a page; at the end no error was on its console, and nothing but its own server was
+    asked."""
     yield opened.page
     assert opened.problems == []
     assert len({url.partition("//")[2].partition("/")[0] for url in opened.requests}) <= 1

@@ -1,4 +1,5 @@
-"""Run directories for the dashboard's tests, written by the parts that write real ones; and servers of them."""
+"""Run directories for the dashboard's tests, written by the parts that write real ones; and
+servers of them."""
 
 import json
 import math
@@ -40,45 +41,84 @@ def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
 
 def evaluated(step: int, *rewards: float, text: str) -> dict[str, Any]:
     """A line of evaluations.jsonl: problems p0, p1, …; the answer to the first one was kept."""
-    problems = [{"key": f"p{n}", "greedy": reward, "sampled": []} for n, reward in enumerate(rewards)]
-    example = {"key": "p0", "prompt": "1+1", "expected": "2", "text": text, "reward": rewards[0], "error": None}
+    problems = [
+        {"key": f"p{n}", "greedy": reward, "sampled": []} for n, reward in enumerate(rewards)
+    ]
+    example = {
+        "key": "p0",
+        "prompt": "1+1",
+        "expected": "2",
+        "text": text,
+        "reward": rewards[0],
+        "error": None,
+    }
     part = {"numbers": {"accuracy": 0.5}, "problems": problems, "examples": [example]}
-    return {"step": step, "version": step, "seconds": 1.0, "score": 0.5, "environments": {"sums": part}}
+    return {
+        "step": step,
+        "version": step,
+        "seconds": 1.0,
+        "score": 0.5,
+        "environments": {"sums": part},
+    }
 
 
-def make_run(path: Path, *, steps: int = 3, name: str = "my-run", learning_rate: float = 1e-3) -> Path:
-    """Step n took group `sums-n` (rewards 1 and 0) and dropped `words-n` (0 and 0); `tools-9` waits."""
+def make_run(
+    path: Path, *, steps: int = 3, name: str = "my-run", learning_rate: float = 1e-3
+) -> Path:
+    """Step n took group `sums-n` (rewards 1 and 0) and dropped `words-n` (0 and 0); `tools-9`
+    waits."""
     run = path / name
     run.mkdir(parents=True)
     (run / "config.toml").write_text(
-        f'[model]\nbase_path = "builtin:tiny"\n[rl_training]\ntotal_steps = 9\nlearning_rate = {learning_rate}\n'
+        '[model]\nbase_path = "builtin:tiny"\n[rl_training]\ntotal_steps = 9\nlearning_rate ='
+        f" {learning_rate}\n"
     )
     store, file = RolloutStore(run / "rollouts.sqlite"), MetricsFile(run / METRICS_FILE)
     for step in range(1, steps + 1):
-        right, wrong = answer(f"Sum: {step}+2", str(step + 2), reward=1.0), answer(f"Sum: {step}+2", HOSTILE)
-        store.add(RolloutGroup(f"sums-{step}", "sums", (right, wrong), metadata={"answer": "3"}), source="here")
+        right, wrong = (
+            answer(f"Sum: {step}+2", str(step + 2), reward=1.0),
+            answer(f"Sum: {step}+2", HOSTILE),
+        )
+        store.add(
+            RolloutGroup(f"sums-{step}", "sums", (right, wrong), metadata={"answer": "3"}),
+            source=("here"),
+        )
         same = tuple(answer("Spell", f"abc {SECRET}", version=step) for _ in range(2))
         store.add(RolloutGroup(f"words-{step}", "words", same), source="here")
         store.take([f"sums-{step}"], step)
         store.drop([f"words-{step}"], step, NO_VARIANCE)
         file.append(metrics_line(step))
     for step in (0, steps):
-        MetricsFile(run / "evaluations.jsonl").append(evaluated(step, 0.0, 1.0, text=f"It is {step}. {HOSTILE}"))
-    spans = ({"name": "rl.train", "step": step, "begin": 9.0 + step, "end": 9.5 + step} for step in range(1, steps + 1))
+        MetricsFile(run / "evaluations.jsonl").append(
+            evaluated(step, 0.0, 1.0, text=(f"It is {step}. {HOSTILE}"))
+        )
+    spans = (
+        {"name": "rl.train", "step": step, "begin": 9.0 + step, "end": 9.5 + step}
+        for step in range(1, steps + 1)
+    )
     (run / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
-    tools = answer("What time?", '<tool_call>{"name": "clock"}</tool_call>', "noon", "12", reward=0.5)
-    store.add(RolloutGroup("tools-9", "tools", (tools, answer("What time?", "late"))), source="here")
+    tools = answer(
+        "What time?", '<tool_call>{"name": "clock"}</tool_call>', "noon", "12", reward=0.5
+    )
+    store.add(
+        RolloutGroup("tools-9", "tools", (tools, answer("What time?", "late"))), source=("here")
+    )
     store.close()
     return run
 
 
 def make_clients_run(path: Path, name: str) -> Path:
-    """As one that a client trains over HTTP: advantages and no rewards. Step 1 took `at-1`; `at-2` waits for a step."""
+    """As one that a client trains over HTTP: advantages and no rewards. Step 1 took `at-1`;
+    `at-2` waits for a step."""
     run = path / name
     run.mkdir(parents=True)
-    (run / "config.toml").write_text('[model]\nbase_path = "builtin:tiny"\n[tinker]\nenabled = true\n')
+    (run / "config.toml").write_text(
+        '[model]\nbase_path = "builtin:tiny"\n[tinker]\nenabled = true\n'
+    )
     right, wrong = answer("Sum: 1+2", "3", reward=1.0), answer("Sum: 1+2", HOSTILE)
-    rows = tuple(tuple(sign * 0.5 * own for own in each.mask) for sign, each in ((1, right), (-1, wrong)))
+    rows = tuple(
+        tuple(sign * 0.5 * own for own in each.mask) for sign, each in ((1, right), (-1, wrong))
+    )
     same = tuple(answer("Spell", "abc", reward=0.0) for _ in range(2))
     unknown = answer("Sum: 2+2", "4", reward=math.nan, version=1)
     store = RolloutStore(run / "rollouts.sqlite")
@@ -87,7 +127,13 @@ def make_clients_run(path: Path, name: str) -> Path:
     store.take(["at-1", "same-1"], 1)
     store.add(RolloutGroup("at-2", "tinker", (unknown,)), source="tinker")
     store.close()
-    line = {"step": 1, "judged_by": "inferred_reward", "inferred_reward": 0.5, "groups": 2, "sequences": 4}
+    line = {
+        "step": 1,
+        "judged_by": "inferred_reward",
+        "inferred_reward": 0.5,
+        "groups": 2,
+        "sequences": 4,
+    }
     MetricsFile(run / METRICS_FILE).append(complete(line | {"loss": -0.25, "tokens": 80}))
     return run
 

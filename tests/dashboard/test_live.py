@@ -1,4 +1,5 @@
-"""The page of a real training run, with an API key: the last step, every group, a killed and resumed process."""
+"""The page of a real training run, with an API key: the last step, every group, a killed and
+resumed process."""
 
 import json
 import math
@@ -13,7 +14,14 @@ import pytest
 
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.dashboard.conftest import Opened, faults_of_access
-from tests.integration.processes import Daemon, free_port, metrics, train, wait_for_step, write_config
+from tests.integration.processes import (
+    Daemon,
+    free_port,
+    metrics,
+    train,
+    wait_for_step,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 KEY = "sk-of-a-live-dashboard"
@@ -31,18 +39,32 @@ def test_a_live_run_with_a_key(tmp_path: Path, opened: Opened) -> None:
         assert page.locator(".badge").inner_text() == "running" and "key" not in page.url
         opened.page(f"{daemon.url}/dashboard").wait_for_selector("input[type=password]")
         ask = httpx.Client(
-            base_url=f"{daemon.url}/dashboard/api", headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+            base_url=f"{daemon.url}/dashboard/api",
+            headers={"Authorization": f"Bearer {KEY}"},
+            timeout=60,
         )
         assert ask.get("/runs").json()["runs"][0]["live"] is True
         assert groups_of(ask) >= known_groups(run), "every group of the store is reached"
         check_tokens(ask)
         order = {"action": "change", "settings": {"learning_rate": 1e-3, "temperature": 0.7}}
-        assert httpx.post(f"{daemon.url}/dashboard/api/control", json=order, timeout=60).status_code == 401
+        assert (
+            httpx.post(f"{daemon.url}/dashboard/api/control", json=order, timeout=60).status_code
+            == 401
+        )
         foreign = ask.post("/control", json=order, headers={"Origin": "https://example.org"})
-        assert foreign.status_code == 403 and ask.get("/control").json()["settings"]["learning_rate"] == 2e-3
+        assert (
+            foreign.status_code == 403
+            and ask.get("/control").json()["settings"]["learning_rate"] == 2e-3
+        )
         changed = ask.post("/control", json=order, headers={"Origin": daemon.url})
-        assert changed.json()["result"] == {"learning_rate": [2e-3, 1e-3], "temperature": [1.0, 0.7]}
-        assert ask.post("/control", json={"action": "change", "settings": {"seed": 1}}).status_code == 400
+        assert changed.json()["result"] == {
+            "learning_rate": [2e-3, 1e-3],
+            "temperature": [1.0, 0.7],
+        }
+        assert (
+            ask.post("/control", json={"action": "change", "settings": {"seed": 1}}).status_code
+            == 400
+        )
         daemon.send(signal.SIGKILL)
         page.wait_for_selector(".lost:has-text('Not reachable')")
         assert daemon.wait() == -signal.SIGKILL
@@ -55,11 +77,15 @@ def test_a_live_run_with_a_key(tmp_path: Path, opened: Opened) -> None:
         assert daemon.wait() == 0
     lines = metrics(run)
     (at,) = [line["step"] for line in lines if line.get("changed") == order["settings"]]
-    assert lines[0]["learning_rate"] == 2e-3 and {line["learning_rate"] for line in lines[at:]} == {1e-3}
+    assert lines[0]["learning_rate"] == 2e-3 and {line["learning_rate"] for line in lines[at:]} == {
+        1e-3
+    }
     with closing(RolloutStore(run / "rollouts.sqlite")) as store:
         groups = store.groups(store.taken_by(lines[-1]["step"]))
         newest = [rollout.temperature for group in groups for rollout in group.rollouts]
-    assert set(newest) == {0.7}, "a resume from the file that the run began with keeps what was changed"
+    assert set(newest) == {0.7}, (
+        "a resume from the file that the run began with keeps what was changed"
+    )
     page.locator(".chart button").first.click()
     steps = page.locator(".chart").first.locator("tbody td:first-child").all_inner_texts()
     assert steps and len(steps) == len(set(steps)), "no step twice"
@@ -70,14 +96,22 @@ def test_a_live_run_with_a_key(tmp_path: Path, opened: Opened) -> None:
 
 
 def check_tokens(ask: httpx.Client) -> None:
-    """The trainer's log-probabilities are the sampler's: these steps are one update with the weights that sampled."""
+    """The trainer's log-probabilities are the sampler's: these steps are one update with the
+    weights that sampled."""
     checked = 0
-    for group in ask.get("/groups", params={"first_step": 1, "last_step": 2, "state": "taken"}).json()["groups"]:
+    for group in ask.get(
+        "/groups", params={"first_step": 1, "last_step": 2, "state": "taken"}
+    ).json()[("groups")]:
         for answer in group["answers"]:
-            found = ask.get("/tokens", params={"id": group["group_id"], "number": answer["number"]}).json()
+            found = ask.get(
+                "/tokens", params={"id": group["group_id"], "number": answer["number"]}
+            ).json()
             if "trainer_logprobs" not in found["values"]:
                 continue  # samples keep three groups of a step at most
-            columns = (found["values"][name] for name in ("logprobs", "trainer_logprobs", "ratio", "entropies"))
+            columns = (
+                found["values"][name]
+                for name in ("logprobs", "trainer_logprobs", "ratio", ("entropies"))
+            )
             for own, sampler, trainer, ratio, entropy in zip(found["mask"], *columns, strict=True):
                 if own:
                     assert abs(trainer - sampler) < 1e-4
@@ -95,7 +129,9 @@ def known_groups(run: Path) -> set[str]:
     with sqlite3.connect(f"file:{run / 'rollouts.sqlite'}?mode=ro", uri=True) as store:
         return {
             group_id
-            for (group_id,) in store.execute("SELECT group_id FROM groups WHERE bytes IS NOT NULL AND step <= 3")
+            for (group_id,) in store.execute(
+                "SELECT group_id FROM groups WHERE bytes IS NOT NULL AND step <= 3"
+            )
         }
 
 
@@ -127,11 +163,22 @@ def test_the_page_talks_to_the_policy_and_trains_it(tmp_path: Path, opened: Open
         page = opened.page(f"{daemon.url}/dashboard#/chat?left=policy@0&temperature=0&answers=2")
         ask_page(page, "Reverse: abcd")
         page.wait_for_selector(".side >> nth=1 >> .answer >> nth=1 >> text=ended by")
-        left, right = (page.locator(".side").nth(side).locator(".answer .text").first.inner_text() for side in (0, 1))
+        left, right = (
+            page.locator(".side").nth(side).locator(".answer .text").first.inner_text()
+            for side in (0, 1)
+        )
         messages = [{"role": "user", "content": "Reverse: abcd"}]
         for model, shown in (("policy@0", left), ("default", right)):
-            body = {"model": model, "messages": messages, "temperature": 0, "n": 2, "logprobs": True}
-            (choice, _) = httpx.post(f"{daemon.url}/v1/chat/completions", json=body, timeout=60).json()["choices"]
+            body = {
+                "model": model,
+                "messages": messages,
+                "temperature": 0,
+                "n": 2,
+                "logprobs": True,
+            }
+            (choice, _) = httpx.post(
+                f"{daemon.url}/v1/chat/completions", json=body, timeout=60
+            ).json()[("choices")]
             assert shown == "".join(token["token"] for token in choice["logprobs"]["content"])
             assert choice["message"]["content"] and choice["message"]["content"] in shown
         assert faults_of_access(page) == []
@@ -154,7 +201,9 @@ def test_the_page_talks_to_the_policy_and_trains_it(tmp_path: Path, opened: Open
     state = json.loads((run / "step_000001" / "trainer_state.json").read_text())
     assert state["changes"] == [{"step": 1, "settings": {"learning_rate": [2e-3, 1e-3]}}]
     assert "the first step" in (run / "run.log").read_text()
-    opened.problems[:] = [problem for problem in opened.problems if "Failed to load resource" not in problem]
+    opened.problems[:] = [
+        problem for problem in opened.problems if "Failed to load resource" not in problem
+    ]
     assert opened.problems == []
 
 
@@ -183,7 +232,9 @@ def check_controls(page: Any, daemon: Daemon) -> None:
         "rolled back to step_000001",
         "learning_rate 0.002 → 0.001",
     ]
-    assert "the first step" in page.locator(".chart .at").first.inner_text(), "the mark is on the charts"
+    assert "the first step" in page.locator(".chart .at").first.inner_text(), (
+        "the mark is on the charts"
+    )
 
 
 def command(page: Any, name: str, yes: str, outcome: str) -> None:

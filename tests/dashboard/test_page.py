@@ -1,4 +1,5 @@
-"""The page in a real browser over real servers: curves, groups, tokens, keys, hostile text, lost servers, many tabs."""
+"""The page in a real browser over real servers: curves, groups, tokens, keys, hostile text, lost
+servers, many tabs."""
 
 import json
 import statistics
@@ -30,12 +31,17 @@ Open = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Iterator[str]:
-    """The page of a live run (no model behind it: nothing here asks one) with a second one beside it: all ten views."""
-    run, other = (make_run(tmp_path_factory.mktemp("runs"), name=name) for name in ("my-run", "other"))
+    """The page of a live run (no model behind it: nothing here asks one) with a second one
+    beside it: all ten views."""
+    run, other = (
+        make_run(tmp_path_factory.mktemp("runs"), name=name) for name in ("my-run", ("other"))
+    )
     config = load_config(run / "config.toml")
     commands = RunCommands(run, threading.Event(), config=lambda: config, step=lambda: 3)
     commands.mark("note", "what changed")
-    added = added_router([RunView(path, Redactor()) for path in (run, other)], live=True, commands=commands)
+    added = added_router(
+        [RunView(path, Redactor()) for path in (run, other)], live=True, commands=commands
+    )
     with running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server:
         yield f"{server.url}/dashboard"
 
@@ -52,7 +58,14 @@ VIEWS = {
     "chat": "textarea",
     "controls": ".order",
 }
-KEYS = {"6": "textarea", "4": ".cells", "5": ".lane", "7": ".order", "8": ".charts .chart", "3": ".search"}
+KEYS = {
+    "6": "textarea",
+    "4": ".cells",
+    "5": ".lane",
+    "7": ".order",
+    "8": ".charts .chart",
+    "3": (".search"),
+}
 """As the tabs stand, from left to right."""
 
 
@@ -62,7 +75,10 @@ def steps_of_reward(page: Any) -> list[int]:
     if first.locator("table").count() == 0:
         first.locator("button").first.click()
     first.locator("tbody td").first.wait_for()
-    return [int(cell) for cell in page.locator(".chart").first.locator("tbody td:first-child").all_inner_texts()][::-1]
+    return [
+        int(cell)
+        for cell in page.locator(".chart").first.locator("tbody td:first-child").all_inner_texts()
+    ][::-1]
 
 
 def test_curves_follow_the_run_and_a_lost_server_is_said(tmp_path: Path, opened: Opened) -> None:
@@ -109,7 +125,8 @@ def test_curves_follow_the_run_and_a_lost_server_is_said(tmp_path: Path, opened:
 
 
 def test_what_waits_is_shown_below_the_newest_step_alone(url: str, opened: Opened) -> None:
-    """Not below a step before it, and not before its groups: what one is about to click does not move."""
+    """Not below a step before it, and not before its groups: what one is about to click does not
+    move."""
     context, held, answered = opened.context(), list[Any](), list[str]()
     context.on("response", lambda response: answered.append(response.url))
 
@@ -167,16 +184,24 @@ READ_TOKENS = """async (places) => {
 def test_tokens_show_the_numbers_of_the_store(url: str, open_page: Open) -> None:
     page = open_page(f"{url}#/tokens/sums-2/1")
     page.wait_for_selector(".token")
-    stored = page.evaluate("fetch('/dashboard/api/tokens?id=sums-2&number=1').then((answer) => answer.json())")
+    stored = page.evaluate(
+        "fetch('/dashboard/api/tokens?id=sums-2&number=1').then((answer) => answer.json())"
+    )
     sampled = [place for place, own in enumerate(stored["mask"]) if own]
     assert len(sampled) > 20 and page.locator(".token").count() == len(stored["ids"])
     assert page.locator(".token.masked").count() == len(stored["ids"]) - len(sampled)
     shown = page.evaluate(READ_TOKENS, [*sampled[:20], 0])
-    assert shown.pop() == "–" and [float(value) for value in shown] == [-place / 8 for place in sampled[:20]]
+    assert shown.pop() == "–" and [float(value) for value in shown] == [
+        -place / 8 for place in sampled[:20]
+    ]
     page.locator(f".token[data-i='{sampled[0]}']").focus()
     page.keyboard.press("ArrowRight")
-    assert float(page.locator("[data-value=logprobs]").inner_text()) == pytest.approx(-sampled[1] / 8)
-    assert "s8" in (page.locator(".token").last.get_attribute("class") or ""), "an unlikely token has the full colour"
+    assert float(page.locator("[data-value=logprobs]").inner_text()) == pytest.approx(
+        -sampled[1] / 8
+    )
+    assert "s8" in (page.locator(".token").last.get_attribute("class") or ""), (
+        "an unlikely token has the full colour"
+    )
 
 
 def test_every_view_by_keyboard(url: str, open_page: Open) -> None:
@@ -200,7 +225,9 @@ def test_every_view_by_keyboard(url: str, open_page: Open) -> None:
     for key, wanted in KEYS.items():
         page.keyboard.press(key)
         page.wait_for_selector(wanted)
-        assert page.evaluate("document.activeElement.tagName") != "TEXTAREA", "the next key is no text"
+        assert page.evaluate("document.activeElement.tagName") != "TEXTAREA", (
+            "the next key is no text"
+        )
     page.keyboard.press("5")
     page.locator(".lanes").first.focus()
     page.keyboard.press("ArrowRight")
@@ -216,7 +243,9 @@ def test_every_view_by_keyboard(url: str, open_page: Open) -> None:
     assert page.locator(".group").count() == 3
 
 
-def test_every_view_fits_each_screen_and_is_accessible_in_light_and_dark(url: str, open_page: Open) -> None:
+def test_every_view_fits_each_screen_and_is_accessible_in_light_and_dark(
+    url: str, open_page: Open
+) -> None:
     page = open_page(url, color_scheme="light")
     for place, wanted in VIEWS.items():
         page.goto(f"{url}#/{place}")
@@ -238,7 +267,8 @@ def test_every_view_fits_each_screen_and_is_accessible_in_light_and_dark(url: st
         assert contrast(dim, panel) >= 4.5, "the text of the axes"
 
 
-# Pairs of texts or controls that lie over each other by more than 3 pixels, each cut to what its scrolling boxes show.
+# Pairs of texts or controls that lie over each other by more than 3 pixels, each cut to what its
+# scrolling boxes show.
 OVERLAPS = """() => {
   const shown = (element, { left, top, right, bottom }) => {
     const part = { element, left, top, right, bottom };
@@ -270,7 +300,9 @@ def contrast(first: str, second: str) -> float:
 
     def luminance(colour: str) -> float:
         parts = (int(colour.strip()[place : place + 2], 16) / 255 for place in (1, 3, 5))
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     high, low = sorted((luminance(first), luminance(second)), reverse=True)
@@ -279,16 +311,23 @@ def contrast(first: str, second: str) -> float:
 
 @pytest.mark.long
 def test_eight_tabs_that_are_seen_share_one_stream(tmp_path: Path, opened: Opened) -> None:
-    """Eight pages with charts in one browser: each asks and is answered, all follow the run, hidden ones rest."""
-    run, ask = make_run(tmp_path), "async () => { const began = performance.now(); await fetch('/dashboard/api/runs');"
+    """Eight pages with charts in one browser: each asks and is answered, all follow the run,
+    hidden ones rest."""
+    run, ask = (
+        make_run(tmp_path),
+        ("async () => { const began = performance.now(); await fetch('/dashboard/api/runs');"),
+    )
     ask += " return performance.now() - began }"
     with served([run]) as address:
         context = opened.context()
-        pages = [opened.page(f"{address}/dashboard", context, wait_until="commit") for _ in range(8)]
+        pages = [
+            opened.page(f"{address}/dashboard", context, wait_until="commit") for _ in range(8)
+        ]
         for page in pages:
             page.wait_for_selector(".chart canvas")
         assert max(page.evaluate(ask) for page in pages) < 1000
-        plain = opened.context()  # as over plain HTTP to another machine, where a browser has no locks
+        # as over plain HTTP to another machine, where a browser has no locks
+        plain = opened.context()
         plain.add_init_script("Object.defineProperty(navigator, 'locks', { value: undefined })")
         polling = opened.page(f"{address}/dashboard", plain)
         streams = [url for url in opened.requests if url.endswith("/events")]
@@ -298,8 +337,11 @@ def test_eight_tabs_that_are_seen_share_one_stream(tmp_path: Path, opened: Opene
         for page in [*pages, polling]:
             page.wait_for_selector(".count:text-matches('^4 ')")
         asked = [url for url in opened.requests[before:] if "/metrics?" in url]
-        assert len(asked) < 1 + 8, "one that polls, and of those that share a stream one for those that hear it in time"
-        pages[7].wait_for_selector(".chart >> nth=1 >> .plot[aria-label$='at step 4.']")  # drawn later than the first
+        assert len(asked) < 1 + 8, (
+            "one that polls, and of those that share a stream one for those that hear it in time"
+        )
+        # drawn later than the first
+        pages[7].wait_for_selector(".chart >> nth=1 >> .plot[aria-label$='at step 4.']")
         pages[0].close()  # who held the stream: another one goes on
         hide = "Object.defineProperty(document, 'hidden', { value: true }); "
         hide += "document.dispatchEvent(new Event('visibilitychange'))"
@@ -322,7 +364,10 @@ def test_runs_over_each_other_and_seeds_as_one(tmp_path: Path, open_page: Open) 
     ]
     with (runs[1] / "config.toml").open("a") as file:
         file.write("seed = 7\n")
-    lines = [line | {"reward_mean": line["reward_mean"] + 0.5} for line in MetricsFile(runs[1] / METRICS_FILE).read()]
+    lines = [
+        line | {"reward_mean": line["reward_mean"] + 0.5}
+        for line in MetricsFile(runs[1] / METRICS_FILE).read()
+    ]
     (runs[1] / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     with served(runs) as address:
         page = open_page(f"{address}/dashboard")
@@ -330,7 +375,9 @@ def test_runs_over_each_other_and_seeds_as_one(tmp_path: Path, open_page: Open) 
         page.keyboard.press("6")  # the sixth tab: nothing is trained here
         page.wait_for_selector(".settings td:has-text('0.0005')")
         page.wait_for_selector(".chart:has-text('a (2 seeds)')")
-        assert table_of(page, "Reward")[-1] == ["1", "0.260", "0.010"], "the median of 0.01 and 0.51"
+        assert table_of(page, "Reward")[-1] == ["1", "0.260", "0.010"], (
+            "the median of 0.01 and 0.51"
+        )
         assert table_of(page, "Held-out problems") == [
             ["5", "–", "0.500"],
             ["3", "0.500", "–"],
@@ -341,13 +388,20 @@ def test_runs_over_each_other_and_seeds_as_one(tmp_path: Path, open_page: Open) 
         rows = table_of(page, "Reward")
         assert [row[0] for row in rows] == ["5", "4", "3", "2", "1"], "the steps of all"
         assert rows[0][1:3] == ["–", "–"] and rows[-1] == ["1", "0.010", "0.510", "0.010"]
-        assert page.locator("nav a:text-is('Controls'), nav a:text-is('Chat')").count() == 0, "nothing is trained here"
+        assert page.locator("nav a:text-is('Controls'), nav a:text-is('Chat')").count() == 0, (
+            "nothing is trained here"
+        )
         page.select_option("select[aria-label=run]", "2")
         page.wait_for_selector(".count:text-matches('^5 ')")
 
 
-def test_runs_that_are_judged_by_different_numbers_have_axes_of_their_own(tmp_path: Path, open_page: Open) -> None:
-    runs = [make_run(tmp_path, name="rewarded"), make_run(tmp_path, name="lost", learning_rate=5e-4)]
+def test_runs_that_are_judged_by_different_numbers_have_axes_of_their_own(
+    tmp_path: Path, open_page: Open
+) -> None:
+    runs = [
+        make_run(tmp_path, name="rewarded"),
+        make_run(tmp_path, name="lost", learning_rate=5e-4),
+    ]
     lines = [{"step": step, "loss": 9.0 - step, "groups": 0, "sequences": 4} for step in (1, 2)]
     (runs[1] / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     with served(runs) as address:
@@ -355,8 +409,13 @@ def test_runs_that_are_judged_by_different_numbers_have_axes_of_their_own(tmp_pa
         page.wait_for_selector("select[aria-label=run]")
         page.keyboard.press("6")
         page.wait_for_selector(".chart:has-text('lost')")
-        assert [len(row) for row in (table_of(page, "Reward")[-1], table_of(page, "Loss")[-1])] == [2, 2]
-        assert table_of(page, "Reward")[-1] == ["1", "0.010"] and table_of(page, "Loss")[-1][0] == "1"
+        assert [len(row) for row in (table_of(page, "Reward")[-1], table_of(page, "Loss")[-1])] == [
+            2,
+            2,
+        ]
+        assert table_of(page, "Reward")[-1] == ["1", "0.010"] and table_of(page, "Loss")[-1][0] == (
+            "1"
+        )
         assert float(table_of(page, "Loss")[-1][1]) == 8
 
 
@@ -370,9 +429,12 @@ def test_no_card_is_stretched_by_the_one_beside_it(tmp_path: Path, open_page: Op
         page = open_page(f"{address}/dashboard", viewport={"width": 1300, "height": 900})
         page.wait_for_selector(".finding")
         heights = page.evaluate(
-            "[...document.querySelectorAll('.health, .figures > div')].map((card) => card.offsetHeight)"
+            "[...document.querySelectorAll('.health, .figures > div')].map((card) =>"
+            " card.offsetHeight)"
         )
-        assert max(heights[1:]) < heights[0], "the figures keep their height beside a long health card"
+        assert max(heights[1:]) < heights[0], (
+            "the figures keep their height beside a long health card"
+        )
 
 
 def test_a_search_goes_on_until_something_fits(
@@ -387,7 +449,9 @@ def test_a_search_goes_on_until_something_fits(
         page.wait_for_selector("[data-group='sums-1']")
 
 
-def test_one_chooses_among_the_runs_of_a_servers_clients(tmp_path: Path, open_page: Open, tiny_tokenizer: Any) -> None:
+def test_one_chooses_among_the_runs_of_a_servers_clients(
+    tmp_path: Path, open_page: Open, tiny_tokenizer: Any
+) -> None:
     runs = list[Path]()
     added = dashboard(lambda: list(runs), Redactor())
     with running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server:
@@ -401,7 +465,9 @@ def test_one_chooses_among_the_runs_of_a_servers_clients(tmp_path: Path, open_pa
         page.wait_for_selector("section[aria-label=waiting] [data-group=at-2]")
         runs.insert(0, make_clients_run(tmp_path, "b"))
         page.wait_for_selector("select[aria-label=run]")
-        assert page.locator("select[aria-label=run] option:checked").inner_text() == "a", "it stays where one looks"
+        assert page.locator("select[aria-label=run] option:checked").inner_text() == "a", (
+            "it stays where one looks"
+        )
         page.click("[data-group=at-1]")
         page.wait_for_selector(".answer")
         assert "mean inferred reward 0.5" in page.locator(".prompt-of").inner_text()
@@ -429,21 +495,29 @@ def test_the_pages_functions(url: str, open_page: Open) -> None:
     def lib(name: str, *values: Any) -> Any:
         return page.evaluate(call, [name, values])
 
-    assert lib("smoothed", [1, None, 0], 0.5) == [1, None, pytest.approx(1 / 3)]  # (0.5·0.5 + 0.5·0) / (1 - 0.5²)
+    # (0.5·0.5 + 0.5·0) / (1 - 0.5²)
+    assert lib("smoothed", [1, None, 0], 0.5) == [1, None, pytest.approx(1 / 3)]
     before = {"cursor": "f-1", "steps": [1], "columns": {"a": [5]}}
     more = {"cursor": "f-3", "reset": False, "steps": [2, 3], "columns": {"b": [7, 8]}}
     joined = lib("merged", before, more)
-    assert joined["columns"] == {"a": [5, None, None], "b": [None, 7, 8]} and joined["cursor"] == "f-3"
-    assert lib("merged", before, more | {"reset": True})["steps"] == [2, 3], "what was there is gone"
+    assert joined["columns"] == {"a": [5, None, None], "b": [None, 7, 8]} and joined["cursor"] == (
+        "f-3"
+    )
+    assert lib("merged", before, more | {"reset": True})["steps"] == [2, 3], (
+        "what was there is gone"
+    )
     assert lib("running", [[1, 2], [0.5, None]]) == [1.5, 3.5]
     both = lib("overlaid", [{"x": [1, 3], "values": [5, 6]}, {"x": [2, 3], "values": [7, 8]}])
     assert both == {"x": [1, 2, 3], "columns": [[5, None, 6], [None, 7, 8]]}
     assert lib("beganAndNow", [0, 1, 2, 3]) == [0.5, 2.5, 2]  # means of 2 steps each
     assert lib("filled", [1, 2, 4, 5], [None, 3, None, 6]) == [None, 3, 5, 6]
-    joined = lib("together", [1, 2], [[0, 1], [1, None], [4, 5], [2, 9]])  # sorted: 0 1 2 4, and 1 5 9
+    # sorted: 0 1 2 4, and 1 5 9
+    joined = lib("together", [1, 2], [[0, 1], [1, None], [4, 5], [2, 9]])
     assert joined == {"values": [1.5, 5], "low": [0.75, 3], "high": [2.5, 7]}
     settings = {"rl_training.seed": ["1", "2", "3"], "rl_training.kl_beta": ["0", "0", "0.1"]}
-    assert lib("seeds", 3, settings) == [[0, 1], [2]] and lib("seeds", 3, settings, [False, True, False])[1] == [1]
+    assert lib("seeds", 3, settings) == [[0, 1], [2]] and lib(
+        "seeds", 3, settings, [False, True, False]
+    )[1] == [1]
     assert lib("readPlace", lib("writePlace", "group", ["a/b#c"], {"x": "1&2", "y": ""})) == {
         "view": "group",
         "rest": ["a/b#c"],

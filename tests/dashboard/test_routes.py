@@ -1,4 +1,5 @@
-"""The dashboard's routes: who may read what, the page's own files, the stream, the vendored files."""
+"""The dashboard's routes: who may read what, the page's own files, the stream, the vendored
+files."""
 
 import hashlib
 import json
@@ -47,11 +48,20 @@ def server(run: Path, tiny_tokenizer: Any) -> Iterator[RunningServer]:
 
 def test_the_page_needs_no_key_and_all_data_does(server: RunningServer) -> None:
     with server.http() as http:
-        for path in ("/dashboard", "/dashboard/static/app.js", "/dashboard/static/vendor/preact.mjs"):
+        for path in (
+            "/dashboard",
+            "/dashboard/static/app.js",
+            ("/dashboard/static/vendor/preact.mjs"),
+        ):
             answer = http.get(path)
-            assert answer.status_code == 200 and "default-src 'self'" in answer.headers["Content-Security-Policy"]
+            assert (
+                answer.status_code == 200
+                and "default-src 'self'" in answer.headers[("Content-Security-Policy")]
+            )
             assert "unsafe" not in answer.headers["Content-Security-Policy"]
-        assert [http.get(f"/dashboard/api/{name}").status_code for name in DATA] == [401] * len(DATA)
+        assert [http.get(f"/dashboard/api/{name}").status_code for name in DATA] == [401] * len(
+            DATA
+        )
         assert http.get("/dashboard/static/../api/runs").status_code == 401
         assert http.get("/dashboard/static/%2e%2e/routes.py").status_code == 404
         assert http.post("/dashboard").status_code == 401, "only reading is public"
@@ -61,14 +71,27 @@ def test_the_page_needs_no_key_and_all_data_does(server: RunningServer) -> None:
             if name != "events":
                 assert http.get(f"/dashboard/api/{name}").status_code == 200, name
         (shown,) = http.get("/dashboard/api/runs").json()["runs"]
-        assert (shown["name"], shown["live"], shown["steps"], shown["total_steps"]) == ("my-run", True, 3, 9)
+        assert (shown["name"], shown["live"], shown["steps"], shown["total_steps"]) == (
+            "my-run",
+            True,
+            3,
+            9,
+        )
         assert http.get("/dashboard/api/runs?run=7").status_code == 200
         for answer in (
             http.get("/dashboard/api/control"),
             http.post("/dashboard/api/control", json={"action": "stop"}),
         ):
-            assert answer.status_code == 409 and "does not train" in answer.json()["error"]["message"]
-        wrong = {"metrics?run=7": 404, "groups?regex=(": 400, "groups?order=up": 400, "group?id=nobody": 400}
+            assert (
+                answer.status_code == 409
+                and "does not train" in answer.json()["error"][("message")]
+            )
+        wrong = {
+            "metrics?run=7": 404,
+            "groups?regex=(": 400,
+            "groups?order=up": 400,
+            "group?id=nobody": 400,
+        }
         for name, status in wrong.items():
             answer = http.get(f"/dashboard/api/{name}")
             assert answer.status_code == status and answer.json()["error"]["message"], name
@@ -79,28 +102,46 @@ def test_the_page_needs_no_key_and_all_data_does(server: RunningServer) -> None:
 def test_the_answers_have_the_shapes_that_the_document_declares(server: RunningServer) -> None:
     with server.http(headers={"Authorization": f"Bearer {KEY}"}) as http:
         document = http.get("/openapi.json").json()
-        for name in ("health", "v1/models", "server_info", *(f"dashboard/api/{name}" for name in DATA)):
+        for name in (
+            "health",
+            "v1/models",
+            "server_info",
+            *(f"dashboard/api/{name}" for name in DATA),
+        ):
             path = f"/{name.partition('?')[0]}"
-            answer = http.get(f"/{name}", params={"once": True} if name.endswith("events") else None)
-            declared = document["paths"][path]["get"]["responses"][str(answer.status_code)]["content"]
+            answer = http.get(
+                f"/{name}", params={"once": True} if name.endswith("events") else None
+            )
+            declared = document["paths"][path]["get"]["responses"][str(answer.status_code)][
+                ("content")
+            ]
             schema = declared["application/json"]["schema"] | {"components": document["components"]}
             jsonschema.validate(answer.json(), schema)
 
 
 def test_the_page_opens_while_the_model_loads(run: Path, tiny_tokenizer: Any) -> None:
     added = routes.dashboard(run, Redactor())
-    with running_server(FakeEngine(), tiny_tokenizer, loaded=False, routers=[added]) as server, server.http() as http:
+    with (
+        running_server(FakeEngine(), tiny_tokenizer, loaded=False, routers=[added]) as server,
+        server.http() as http,
+    ):
         assert http.get("/dashboard").status_code == 200
         assert http.get("/dashboard/api/runs").status_code == 503
         foreign = {"Origin": "https://example.org"}
-        assert http.get("/dashboard", headers=foreign).status_code == 403, "without a key only this machine's pages"
+        assert http.get("/dashboard", headers=foreign).status_code == 403, (
+            "without a key only this machine's pages"
+        )
 
 
 def test_runs_that_clients_train_come_and_go(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """The newest is the first; each keeps its id. Rewards are inferred, so no group is called right or wrong."""
+    """The newest is the first; each keeps its id. Rewards are inferred, so no group is called
+    right or wrong."""
     runs = [make_clients_run(tmp_path, "first")]
     added = routes.dashboard(lambda: list(runs), Redactor())
-    with running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server, server.http() as http:
+    with (
+        running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server,
+        server.http() as http,
+    ):
 
         def get(name: str, **query: Any) -> Any:
             return http.get(f"/dashboard/api/{name}", params=query).json()
@@ -112,12 +153,20 @@ def test_runs_that_clients_train_come_and_go(tmp_path: Path, tiny_tokenizer: Any
         runs[:0] = [make_clients_run(tmp_path, "second"), make_clients_run(tmp_path, "third")]
         assert listed() == listed("events", once=True) == [2, 1, 0]
         runs.remove(tmp_path / "first")
-        assert sorted(listed()) == [1, 2] and "no run 0" in get("metrics", run=0)["error"]["message"]
+        assert (
+            sorted(listed()) == [1, 2] and "no run 0" in get("metrics", run=0)["error"][("message")]
+        )
         (shown, _) = get("runs")["runs"]
         assert (shown["total_steps"], shown["algorithm"], shown["live"]) == (None, "tinker", False)
-        assert shown["inferred_rewards"] and shown["judged_by"] == "inferred reward" and shown["name"] == "second"
+        assert (
+            shown["inferred_rewards"]
+            and shown["judged_by"] == "inferred reward"
+            and shown["name"] == ("second")
+        )
         assert "rewards are inferred" in get("groups", run=1)["notes"][0]
-        groups = {group["group_id"]: group for group in get("groups", run=1, order="best")["groups"]}
+        groups = {
+            group["group_id"]: group for group in get("groups", run=1, order="best")[("groups")]
+        }
         kinds = {name: (group["kind"], group["reward_mean"]) for name, group in groups.items()}
         assert kinds == {"at-1": ("mixed", 0.5), "same-1": ("same", 0), "at-2": ("unknown", None)}
         assert list(groups)[-1] == "at-2"
@@ -125,7 +174,9 @@ def test_runs_that_clients_train_come_and_go(tmp_path: Path, tiny_tokenizer: Any
         assert (right["reward"], right["advantage"], wrong["advantage"]) == (1, 0.5, -0.5)
         (waiting,) = get("group", run=1, id="at-2")["rollouts"]
         assert (waiting["reward"], waiting["advantage"], waiting["version"]) == (None, None, 1)
-        assert get("health", run=1)["notes"] == [] and get("metrics", run=1)["columns"]["headline"] == [0.5]
+        assert get("health", run=1)["notes"] == [] and get("metrics", run=1)["columns"][
+            "headline"
+        ] == [0.5]
         runs.clear()
         assert listed() == [] and get("compare")["settings"] == {}
 
@@ -134,11 +185,16 @@ def test_the_stream_says_what_changed_and_ends_with_the_server(tmp_path: Path) -
     run = make_run(tmp_path, steps=1)
     with served([run]) as url, httpx.Client(base_url=url, timeout=20) as http:
         with http.stream("GET", "/dashboard/api/events") as stream:
-            events = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {"))
+            events = (
+                json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")
+            )
             (first,) = next(events)["runs"]
             MetricsFile(run / METRICS_FILE).append(metrics_line(2))
             (second,) = next(events)["runs"]
-        assert first["metrics"] != second["metrics"] and first["evaluations"] == second["evaluations"]
+        assert (
+            first["metrics"] != second["metrics"]
+            and first["evaluations"] == second[("evaluations")]
+        )
         assert first["state"] == "stopped"
 
 
@@ -147,7 +203,11 @@ def test_vendored_files_are_what_they_say() -> None:
     for entry in listed:
         content = (STATIC / "vendor" / entry["file"]).read_bytes()
         assert hashlib.sha256(content).hexdigest() == entry["sha256"], entry["file"]
-        assert (STATIC / "vendor" / f"LICENSE.{entry['package']}").is_file() and entry["version"] and entry["licence"]
+        assert (
+            (STATIC / "vendor" / f"LICENSE.{entry['package']}").is_file()
+            and entry["version"]
+            and entry[("licence")]
+        )
     code = {
         file.name: file.stat().st_size
         for file in (STATIC / "vendor").iterdir()
@@ -164,7 +224,9 @@ def test_vendored_files_are_what_they_say() -> None:
     )
 
 
-def test_the_command_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.dashboard([str(tmp_path)]) == 2
     assert "is no run directory" in capsys.readouterr().err
     run = make_run(tmp_path, steps=0)
@@ -173,21 +235,33 @@ def test_the_command_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_bare_address_leads_to_the_page(tmp_path: Path) -> None:
-    with served([make_run(tmp_path, steps=1)]) as url, httpx.Client(base_url=url, timeout=20) as http:
+    with (
+        served([make_run(tmp_path, steps=1)]) as url,
+        httpx.Client(base_url=url, timeout=20) as http,
+    ):
         answer = http.get("/")
     assert answer.status_code == 307 and answer.headers["location"] == "/dashboard"
 
 
 def test_settings_that_differ(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path, steps=1, name="a"), make_run(tmp_path, steps=1, name="b", learning_rate=5e-4)]
+    runs = [
+        make_run(tmp_path, steps=1, name="a"),
+        make_run(tmp_path, steps=1, name="b", learning_rate=5e-4),
+    ]
     with served(runs) as url, httpx.Client(base_url=url, timeout=20) as http:
         found = http.get("/dashboard/api/compare").json()
-    assert found == {"settings": {"rl_training.learning_rate": ["0.001", "0.0005"]}, "faults": ["", ""]}
+    assert found == {
+        "settings": {"rl_training.learning_rate": ["0.001", "0.0005"]},
+        "faults": ["", ("")],
+    }
 
 
 def test_an_old_run_opens() -> None:
     root = Path(__file__).resolve().parents[1] / "data"
-    with served([root / "run_schema_1", root / "run_0_1"]) as url, httpx.Client(base_url=url, timeout=20) as http:
+    with (
+        served([root / "run_schema_1", root / "run_0_1"]) as url,
+        httpx.Client(base_url=url, timeout=20) as http,
+    ):
         assert [shown["name"] for shown in http.get("/dashboard/api/runs").json()["runs"]] == [
             "run_schema_1",
             "run_0_1",

@@ -38,20 +38,28 @@ def test_a_cursor_brings_only_what_is_new(tmp_path: Path) -> None:
     view, file = RunView(run, Redactor()), MetricsFile(run / METRICS_FILE)
     first = view.metrics(["headline", "reward_by_environment/*", "nothing"], "", 100)
     assert (first["reset"], first["steps"]) == (True, [1, 2])
-    assert first["columns"] == {"headline": [0.01, 0.02], "reward_by_environment/sums": [0.02, 0.04]}
+    assert first["columns"] == {
+        "headline": [0.01, 0.02],
+        "reward_by_environment/sums": [0.02, 0.04],
+    }
     assert "kl" in first["keys"]
 
     file.append(metrics_line(3, rolled_back_to="version 1"))
     with file.path.open("a") as half:
         half.write('{"step": 4, ')  # being written
     second = view.metrics(["headline"], first["cursor"], 100)
-    assert (second["reset"], second["steps"], second["columns"]) == (False, [3], {"headline": [0.03]})
+    assert (second["reset"], second["steps"], second["columns"]) == (
+        False,
+        [3],
+        {"headline": [0.03]},
+    )
     rollback = {"step": 3, "kind": "rollback", "text": "rolled back to version 1", "time": None}
     assert second["marks"] == [rollback]
     note = {"step": 2, "kind": "note", "text": "by hand", "time": 5.0}
     MetricsFile(file.path.with_name("marks.jsonl")).append(note)
     assert view.metrics(["headline"], second["cursor"], 100)["marks"] == [note, rollback]
-    written = rollback | {"step": 2, "time": 6.0}  # what newer runs write, after the steps that were finished
+    # what newer runs write, after the steps that were finished
+    written = rollback | {"step": 2, "time": 6.0}
     MetricsFile(file.path.with_name("marks.jsonl")).append(written)
     assert view.metrics(["headline"], second["cursor"], 100)["marks"] == [note, written], "once"
     assert view.metrics(["headline"], second["cursor"], 100)["steps"] == []
@@ -59,7 +67,9 @@ def test_a_cursor_brings_only_what_is_new(tmp_path: Path) -> None:
     file.cut(1)  # what a resume does
     third = view.metrics(["headline"], second["cursor"], 100)
     assert (third["reset"], third["steps"]) == (True, [1])
-    assert RunView(run, Redactor()).metrics(["headline"], third["cursor"], 100)["steps"] == [], "another process"
+    assert RunView(run, Redactor()).metrics(["headline"], third["cursor"], 100)["steps"] == [], (
+        "another process"
+    )
 
 
 def test_many_steps_become_means_and_no_answer_is_large(tmp_path: Path) -> None:
@@ -75,7 +85,9 @@ def test_many_steps_become_means_and_no_answer_is_large(tmp_path: Path) -> None:
     assert few["steps"] == [375, 750, 1125, 1500]
     assert few["columns"]["kl"] == pytest.approx([1.88, 5.63, 9.38, 13.13])
     everything = view.metrics(["*"], "", 2000)
-    assert len(everything["steps"]) * len(everything["columns"]) <= MOST_NUMBERS + len(everything["columns"])
+    assert len(everything["steps"]) * len(everything["columns"]) <= MOST_NUMBERS + len(
+        everything[("columns")]
+    )
     assert everything["steps"][-1] == 1500 and len(json.dumps(everything)) < 300_000
 
 
@@ -83,7 +95,12 @@ def test_groups_of_a_step_with_their_answers(view: RunView) -> None:
     found = view.groups(Search(first_step=2, last_step=2, order="best"))
     assert ids(found) == ["sums-2", "words-2"] and found["older"] is None
     sums, words = found["groups"]
-    assert (sums["kind"], sums["reward_mean"], sums["state"], sums["prompt"]) == ("mixed", 0.5, "taken", "Sum: 2+2")
+    assert (sums["kind"], sums["reward_mean"], sums["state"], sums["prompt"]) == (
+        "mixed",
+        0.5,
+        "taken",
+        ("Sum: 2+2"),
+    )
     assert (words["kind"], words["state"]) == ("wrong", "dropped")
     right, wrong = sums["answers"]
     assert (right["completion"], right["reward"], right["version"]) == ("4", 1.0, 3)
@@ -110,7 +127,9 @@ def test_search(view: RunView, search: Search, expected: list[str]) -> None:
 
 
 def test_a_group_keeps_its_kind_when_some_of_its_answers_fit(view: RunView) -> None:
-    (found,) = view.groups(Search(environment="sums", first_step=1, last_step=1, lowest=1.0))["groups"]
+    (found,) = view.groups(Search(environment="sums", first_step=1, last_step=1, lowest=1.0))[
+        ("groups")
+    ]
     assert (len(found["answers"]), found["kind"], found["reward_mean"]) == (1, "mixed", 0.5)
 
 
@@ -123,7 +142,8 @@ def test_every_group_is_reached_in_parts(view: RunView, monkeypatch: pytest.Monk
         if older is None:
             break
     assert found == ["tools-9", "words-3", "sums-3", "words-2", "sums-2", "words-1", "sums-1"]
-    monkeypatch.setattr(run_view, "SEARCH_S", -1.0)  # the time is over at once: one group, and where to go on
+    # the time is over at once: one group, and where to go on
+    monkeypatch.setattr(run_view, "SEARCH_S", -1.0)
     part = view.groups(Search(text="nobody says this"))
     assert (part["groups"], part["older"]) == ([], "tools-9")
 
@@ -161,7 +181,10 @@ def test_tokens_are_those_of_the_store(view: RunView) -> None:
     store.close()
     rollout = group.rollouts[1]
     assert found["ids"] == list(rollout.tokens) and found["mask"] == list(rollout.mask)
-    sampled = [value if own else None for value, own in zip(rollout.logprobs or (), rollout.mask, strict=True)]
+    sampled = [
+        value if own else None
+        for value, own in zip(rollout.logprobs or (), rollout.mask, strict=True)
+    ]
     assert found["values"]["logprobs"] == sampled
     later = view.tokens("sums-1", 1, 0, 5)
     assert later["ids"] == found["ids"][5:] and later["total"] == len(rollout.tokens) <= MOST_TOKENS
@@ -176,10 +199,20 @@ def test_the_trainers_numbers_of_tokens(tmp_path: Path) -> None:
     store = RolloutStore(view.path / "rollouts.sqlite", read_only=True)
     (group,) = store.groups(["sums-1"])
     store.close()
-    sequences = tuple(TrainSequence(rollout, (2.0,) * len(rollout.tokens), fresh=True) for rollout in group.rollouts)
+    sequences = tuple(
+        TrainSequence(rollout, (2.0,) * len(rollout.tokens), fresh=True)
+        for rollout in group.rollouts
+    )
     count = sum(sequence.trained for sequence in sequences)
-    numbers = {"logprobs": -0.5, "trainer_logprobs": -0.25, "reference_logprobs": -0.75, "advantages": 2.0}
-    tokens = StepTokens({name: np.full(count, number, np.float32) for name, number in numbers.items()})
+    numbers = {
+        "logprobs": -0.5,
+        "trainer_logprobs": -0.25,
+        "reference_logprobs": -0.75,
+        "advantages": 2.0,
+    }
+    tokens = StepTokens(
+        {name: np.full(count, number, np.float32) for name, number in numbers.items()}
+    )
     batch = TrainBatch(1, (group,), sequences, BatchStatistics())
     events, log = RunEvents(), TokenLog(view.path, most_bytes=200_000)
     log.subscribe(events)
@@ -188,7 +221,9 @@ def test_the_trainers_numbers_of_tokens(tmp_path: Path) -> None:
     log.close()
     found = view.tokens("sums-1", 0, 0, 0)
     for place, own in enumerate(found["mask"]):
-        row = {name: column[place] for name, column in found["values"].items() if name != "logprobs"}
+        row = {
+            name: column[place] for name, column in found["values"].items() if name != ("logprobs")
+        }
         kl = pytest.approx(math.exp(-0.5) + 0.5 - 1)
         known = {"ratio": pytest.approx(math.exp(0.25)), "kl": kl, "advantages": 2.0}
         known |= {name: numbers[name] for name in ("trainer_logprobs", "reference_logprobs")}
@@ -201,7 +236,11 @@ def test_health_is_what_explain_says(tmp_path: Path) -> None:
     file = MetricsFile(run / METRICS_FILE)
     for step in range(1, 6):
         file.append(metrics_line(step, kl=9.0, reward_mean=0.1, groups_without_variance=0.0))
-    (finding,) = [one for one in RunView(run, Redactor()).health()["findings"] if one["name"] == "kl-running-away"]
+    (finding,) = [
+        one
+        for one in RunView(run, Redactor()).health()[("findings")]
+        if one["name"] == "kl-running-away"
+    ]
     assert "9" in finding["sentence"] and finding["setting"] and finding["steps"] == [[1, 5]]
 
 
@@ -242,13 +281,21 @@ def test_a_window_of_a_long_timeline(tmp_path: Path) -> None:
     assert view.timeline(9, 9) == {"spans": [], "tokens": {}}
     lines = []
     for step in range(1, 10_001):
-        lines.append(json.dumps({"name": "rl.train", "step": step, "begin": step, "end": step + 0.5}))
+        lines.append(
+            json.dumps({"name": "rl.train", "step": step, "begin": step, "end": step + 0.5})
+        )
         if step % 10 == 5:  # an evaluation of an earlier step ends here
-            lines.append(json.dumps({"name": "rl.evaluate", "step": step - 5, "begin": step - 5, "end": step}))
+            lines.append(
+                json.dumps(
+                    {"name": "rl.evaluate", "step": step - 5, "begin": step - 5, "end": step}
+                )
+            )
         lines.append(json.dumps({"name": "versions", "step": step, "tokens": {str(step): 7}}))
     (run / "spans.jsonl").write_text("\n".join(lines) + '\n{"name": "rl.tr')
     assert [step for _, step, *_ in view.timeline(8, None)["spans"]] == [1], "the run's newest step"
-    assert list(view.timeline(9_999, 9_999)["tokens"]) == [str(step) for step in range(9_936, 10_000)], "64 at most"
+    assert list(view.timeline(9_999, 9_999)["tokens"]) == [
+        str(step) for step in range(9_936, 10_000)
+    ], "64 at most"
     for first, last in ((1, 3), (4_996, 5_003), (9_999, 10_000)):
         found = view.timeline(last - first + 1, last)
         trained = [step for name, step, *_ in found["spans"] if name == "rl.train"]

@@ -1,5 +1,5 @@
-"""What the page needs of the machine and does to the run: the wheel without any network, a deterministic run that is
-watched."""
+"""What the page needs of the machine and does to the run: the wheel without any network, a
+deterministic run that is watched."""
 
 import json
 import shutil
@@ -51,31 +51,50 @@ print(json.dumps(seen))
 def test_the_page_of_the_wheel_without_a_network(venv: Path, tmp_path: Path) -> None:
     pytest.importorskip("playwright.sync_api")
     chromium = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if chromium is None or subprocess.run([*WITHOUT_NETWORK, "true"], check=False, capture_output=True).returncode:
+    if (
+        chromium is None
+        or subprocess.run([*WITHOUT_NETWORK, "true"], check=False, capture_output=True).returncode
+    ):
         pytest.skip("no chromium, or no user namespaces: the network cannot be taken away")
     serve = [str(venv / "bin" / "mlx_parallm_dashboard"), str(make_run(tmp_path)), "--port", "0"]
     program = [*WITHOUT_NETWORK, sys.executable, "-c", OPEN, json.dumps([chromium, FLAGS, *serve])]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        program, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     origin = seen["page"].removesuffix("/dashboard")
-    assert len(seen["requests"]) > 15 and all(url.startswith(f"{origin}/dashboard") for url in seen["requests"])
+    assert len(seen["requests"]) > 15 and all(
+        url.startswith(f"{origin}/dashboard") for url in seen[("requests")]
+    )
     assert seen["problems"] == []
 
 
-def test_a_deterministic_run_writes_the_same_numbers_when_it_is_watched(tmp_path: Path, opened: Opened) -> None:
+def test_a_deterministic_run_writes_the_same_numbers_when_it_is_watched(
+    tmp_path: Path, opened: Opened
+) -> None:
     alone, watched = (Run(tmp_path / name, steps=4) for name in ("alone", "watched"))
     alone.finish()
     port = tomllib.loads((tmp_path / "watched" / "run.toml").read_text())["server"]["port"]
     url, answered, over = f"http://127.0.0.1:{port}/dashboard", list[str](), threading.Event()
 
     def ask() -> None:
-        paths = ("metrics?keys=*", "health", "groups", "evaluations", "timeline?steps=8", "runs", "events?once=true")
+        paths = (
+            "metrics?keys=*",
+            "health",
+            "groups",
+            "evaluations",
+            "timeline?steps=8",
+            "runs",
+            ("events?once=true"),
+        )
         with httpx.Client(timeout=20) as http:
             while not over.is_set():
                 for path in paths:
                     try:
-                        answered.extend([path] if http.get(f"{url}/api/{path}").status_code == 200 else [])
+                        answered.extend(
+                            [path] if http.get(f"{url}/api/{path}").status_code == 200 else []
+                        )
                     except httpx.TransportError:  # not there yet, or ended
                         over.wait(0.05)
 

@@ -22,12 +22,22 @@ from tests.runs.commands import call
 from tests.tiny_models import lora_config, make_model
 
 FORMATS = ("npz", "mlx-lm", "peft")
-FILES = {"npz": "adapters.npz", "mlx-lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}
+FILES = {
+    "npz": "adapters.npz",
+    "mlx-lm": "adapters.safetensors",
+    "peft": ("adapter_model.safetensors"),
+}
 
 
 def adapter(directory: Path, spec: LoraConfig) -> Path:
     directory.mkdir(parents=True)
-    save_adapter(directory, adapter_layers(trained(make_model(), spec)), num_layers=2, dropout=0.05, base="some/base")
+    save_adapter(
+        directory,
+        adapter_layers(trained(make_model(), spec)),
+        num_layers=2,
+        dropout=0.05,
+        base=("some/base"),
+    )
     return directory
 
 
@@ -51,13 +61,17 @@ def test_every_way_there_and_back_is_exact(spec: LoraConfig, tmp_path: Path) -> 
         there, back = tmp_path / f"{first}", tmp_path / f"{first}-{second}"
         if not there.exists():
             assert convert(source, there, first).layers == 14
-            assert sorted(file.name for file in there.iterdir()) == sorted([FILES[first], "adapter_config.json"])
+            assert sorted(file.name for file in there.iterdir()) == sorted(
+                [FILES[first], ("adapter_config.json")]
+            )
             assert_same(source, there)
         convert(there, back, second)
         assert_same(source, back)
         config = json.loads((back / "adapter_config.json").read_text())
         assert config.get("lora_dropout", config.get("lora_parameters", {}).get("dropout")) == 0.05
-        assert config.get("base_model_name_or_path", config.get("model")) == "some/base", "it was null in PEFT's"
+        assert config.get("base_model_name_or_path", config.get("model")) == "some/base", (
+            "it was null in PEFT's"
+        )
     model = load_adapters(make_model(), str(tmp_path / "peft-mlx-lm"))
     model.eval()  # its dropout
     assert mx.allclose(model(TOKENS), trained(make_model(), spec)(TOKENS), rtol=1e-4, atol=1e-3)
@@ -79,7 +93,9 @@ def test_pefts_own_fields(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.array(tensors[f"{name}.lora_A.weight"]), np.array(pair.a).T)
     convert(source, tmp_path / "npz", "npz")
     with np.load(tmp_path / "npz" / "adapters.npz") as arrays:
-        np.testing.assert_array_equal(arrays["model.layers.0.self_attn.q_proj.lora_a"], np.array(pair.a))
+        np.testing.assert_array_equal(
+            arrays["model.layers.0.self_attn.q_proj.lora_a"], np.array(pair.a)
+        )
 
 
 UNREACHABLE = 1.9999999999999991  # no float divided by 7, or by √7, gives it
@@ -109,13 +125,17 @@ def test_layers_of_several_ranks_are_pefts_only(tmp_path: Path) -> None:
     convert(source, tmp_path / "again", "peft")
     assert_same(source, tmp_path / "again")
     for layout in ("mlx-lm", "npz"):
-        with pytest.raises(AdapterError, match=r"one rank and scale for all layers, this adapter has several"):
+        with pytest.raises(
+            AdapterError, match=r"one rank and scale for all layers, this adapter has several"
+        ):
             convert(source, tmp_path / layout, layout)
         assert not (tmp_path / layout).exists()
 
 
 def test_a_factor_that_no_alpha_gives_is_refused() -> None:
-    assert not any(alpha / 7 == UNREACHABLE for alpha in near(14.0)), "14 and its neighbours, as floats divide"
+    assert not any(alpha / 7 == UNREACHABLE for alpha in near(14.0)), (
+        "14 and its neighbours, as floats divide"
+    )
     config = peft_config(pairs((3, 1.0)), dropout=0.0)
     assert (config["lora_alpha"], config["use_rslora"]) == (3.0, False)
     with pytest.raises(AdapterError, match="no lora_alpha gives exactly the factors"):
@@ -130,8 +150,12 @@ def test_half_precision_stays_where_the_format_has_it(tmp_path: Path) -> None:
     convert(source, tmp_path / "mlx", "mlx-lm")
     assert_same(source, tmp_path / "mlx")
     convert(source, tmp_path / "npz", "npz")
-    assert {array.dtype for array in mx.load(str(tmp_path / "npz" / "adapters.npz")).values()} == {mx.float32}
-    assert all(pair.a.dtype == mx.float32 for pair in load_adapter(tmp_path / "mlx").layers.values())
+    assert {array.dtype for array in mx.load(str(tmp_path / "npz" / "adapters.npz")).values()} == {
+        mx.float32
+    }
+    assert all(
+        pair.a.dtype == mx.float32 for pair in load_adapter(tmp_path / "mlx").layers.values()
+    )
 
 
 def run(*arguments: object) -> CompletedProcess[str]:
@@ -142,14 +166,20 @@ def test_as_a_command_it_never_writes_over_anything(tmp_path: Path) -> None:
     source = adapter(tmp_path / "source", lora_config(2, 4, ("q_proj",)))
     target = tmp_path / "new" / "peft"
     done = run(source, target, "--format", "peft")
-    assert (done.returncode, done.stdout) == (0, f"{target}: 2 LoRA layers in peft's format\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{target}: 2 LoRA layers in peft's format\n"), (
+        done.stderr
+    )
     assert_same(source, target)
     again = run(source, target, "--format", "npz")
     assert again.returncode == 2
-    assert again.stderr == f"error: {target} exists already: choose another name, or pass --overwrite\n"
+    assert again.stderr == (
+        f"error: {target} exists already: choose another name, or pass --overwrite\n"
+    )
     assert run(source, target, "--format", "npz", "--overwrite").returncode == 0
     assert sorted(file.name for file in target.iterdir()) == ["adapter_config.json", "adapters.npz"]
-    assert sorted(file.name for file in target.parent.iterdir()) == ["peft"], "nothing temporary is left"
+    assert sorted(file.name for file in target.parent.iterdir()) == ["peft"], (
+        "nothing temporary is left"
+    )
 
 
 def test_what_is_no_adapter_is_never_replaced(tmp_path: Path) -> None:
@@ -158,7 +188,9 @@ def test_what_is_no_adapter_is_never_replaced(tmp_path: Path) -> None:
     (mine / "thesis.txt").write_text("years of work")
     with pytest.raises(AdapterError, match="is not an adapter's directory"):
         convert(source, mine, "npz", overwrite=True)
-    (source / "optimizer.safetensors").write_text("of a checkpoint, which is an adapter's directory too")
+    (source / "optimizer.safetensors").write_text(
+        "of a checkpoint, which is an adapter's directory too"
+    )
     with pytest.raises(AdapterError, match=r"holds optimizer\.safetensors besides an adapter"):
         convert(source, source, "peft", overwrite=True)
     assert len(list(source.iterdir())) == 3
@@ -171,7 +203,10 @@ def test_what_cannot_be_read_or_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file/x cannot be written: File exists"):
         convert(source, tmp_path / "file" / "x", "npz")
-    config = json.loads((source / "adapter_config.json").read_text()) | {"num_layers": None, "lora_dropout": None}
+    config = json.loads((source / "adapter_config.json").read_text()) | {
+        "num_layers": None,
+        "lora_dropout": None,
+    }
     (source / "adapter_config.json").write_text(json.dumps(config))
     convert(source, tmp_path / "x", "mlx-lm")
     assert json.loads((tmp_path / "x" / "adapter_config.json").read_text())["num_layers"] == -1

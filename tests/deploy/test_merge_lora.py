@@ -1,4 +1,5 @@
-"""mlx_parallm_merge_lora: what it writes is what base + adapter compute, reloaded by plain mlx-lm."""
+"""mlx_parallm_merge_lora: what it writes is what base + adapter compute, reloaded by plain
+mlx-lm."""
 
 import hashlib
 import json
@@ -50,13 +51,18 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained_checkpoint(path: Path, dtype: mx.Dtype = mx.float32) -> Path:
     """The shipped tiny model in another dtype: trained weights, logits of the usual size."""
     shutil.copytree(TINY_ASSETS, path)
-    cast = {name: array.astype(dtype) for name, array in mx.load(str(path / "model.safetensors")).items()}
+    cast = {
+        name: array.astype(dtype)
+        for name, array in mx.load(str(path / "model.safetensors")).items()
+    }
     mx.eval(cast)
     mx.save_safetensors(str(path / "model.safetensors"), cast, metadata={"format": "pt"})
     return path
 
 
-def logits(model: Path, adapter: Path | None = None, *, computed_in: mx.Dtype | None = None) -> mx.array:
+def logits(
+    model: Path, adapter: Path | None = None, *, computed_in: mx.Dtype | None = None
+) -> mx.array:
     loaded, *_ = mlx_lm.load(str(model), adapter_path=str(adapter) if adapter else None)
     if computed_in is not None:
         loaded.set_dtype(computed_in)
@@ -71,7 +77,9 @@ def tensors(model: Path) -> dict[str, mx.array]:
 
 
 def fingerprint(directory: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.iterdir()}
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.iterdir()
+    }
 
 
 def furthest(left: mx.array, right: mx.array) -> float:
@@ -80,7 +88,9 @@ def furthest(left: mx.array, right: mx.array) -> float:
 
 @pytest.mark.parametrize("layout", ["safetensors", "mlx"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=["float32", "float16"])
-def test_merged_logits_are_base_plus_adapter(tmp_path: Path, adapter: Path, dtype: mx.Dtype, layout: Any) -> None:
+def test_merged_logits_are_base_plus_adapter(
+    tmp_path: Path, adapter: Path, dtype: mx.Dtype, layout: Any
+) -> None:
     base = trained_checkpoint(tmp_path / "base", dtype=dtype)
     before = fingerprint(base)
     report = merge(str(base), adapter, tmp_path / "merged", layout=layout)
@@ -110,7 +120,8 @@ def test_a_4_bit_base_is_dequantised(tmp_path: Path, adapter: Path, layout: Any)
 def test_a_4_bit_float16_base_keeps_float16(tmp_path: Path, adapter: Path) -> None:
     base = quantized_checkpoint(tmp_path / "base", dtype=mx.float16)
     assert merge(str(base), adapter, tmp_path / "merged").dtype == "float16"
-    # In float32, as the CPU serves it: mlx-lm's quantised product in float16 is off by 3e-2 by itself.
+    # In float32, as the CPU serves it: mlx-lm's quantised product in float16 is off by 3e-2 by
+    # itself.
     expected = logits(base, adapter, computed_in=mx.float32)
     assert furthest(logits(tmp_path / "merged", computed_in=mx.float32), expected) <= 2e-2
     assert {array.dtype for array in tensors(tmp_path / "merged").values()} == {mx.float16}
@@ -128,8 +139,14 @@ def test_a_4_bit_float16_base_keeps_float16(tmp_path: Path, adapter: Path) -> No
     ],
     ids=str,
 )
-def test_dora_and_rslora_are_merged_as_the_trainer_computes_them(spec: LoraConfig, bits: int, tmp_path: Path) -> None:
-    base = quantized_checkpoint(tmp_path / "base", mx.float32, bits) if bits else trained_checkpoint(tmp_path / "base")
+def test_dora_and_rslora_are_merged_as_the_trainer_computes_them(
+    spec: LoraConfig, bits: int, tmp_path: Path
+) -> None:
+    base = (
+        quantized_checkpoint(tmp_path / "base", mx.float32, bits)
+        if bits
+        else trained_checkpoint(tmp_path / "base")
+    )
     model, _ = load_model(base)
     tree = trained(model, spec)
     (tmp_path / "adapter").mkdir()
@@ -161,9 +178,13 @@ def test_shards_names_and_unused_tensors_stay(tmp_path: Path, adapter: Path) -> 
     weight_map = {}
     for number, part in enumerate((names[:9], names[9:]), 1):
         file = base / f"model-0000{number}-of-00002.safetensors"
-        mx.save_safetensors(str(file), {name: everything[name] for name in part}, metadata={"format": "pt"})
+        mx.save_safetensors(
+            str(file), {name: everything[name] for name in part}, metadata={"format": ("pt")}
+        )
         weight_map |= dict.fromkeys(part, file.name)
-    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (base / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     merge(str(base), adapter, tmp_path / "merged")
     for number in (1, 2):
         name = f"model-0000{number}-of-00002.safetensors"
@@ -179,7 +200,13 @@ def test_companions_travel_along(tmp_path: Path, adapter: Path) -> None:
     (base / "LICENSE").write_text("MIT")
     (base / "README.md").write_text("the base's model card")
     merge(str(base), adapter, tmp_path / "merged")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "LICENSE"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        ("LICENSE"),
+    ):
         assert (tmp_path / "merged" / name).read_bytes() == (base / name).read_bytes()
     assert not (tmp_path / "merged" / "README.md").exists()
 
@@ -217,11 +244,17 @@ def test_names_that_mlx_lm_changes_need_its_layout(tmp_path: Path) -> None:
     }
     base = save_checkpoint(tmp_path / "base", config)
     stored = {name.removeprefix("model."): array for name, array in tensors(base).items()}
-    turned = {name: array.T if ".c_" in name and array.ndim == 2 else array for name, array in stored.items()}
+    turned = {
+        name: array.T if ".c_" in name and array.ndim == 2 else array
+        for name, array in stored.items()
+    }
     mx.save_safetensors(str(base / "model.safetensors"), turned, metadata={"format": "pt"})
     model, _ = load_model(base)
     inject_lora(model, lora_config(rank=2, alpha=4, target_modules=("c_proj",)))
-    layers = {p: LoraPair(pair.a, mx.ones_like(pair.b) * 0.1, pair.scale) for p, pair in adapter_layers(model).items()}
+    layers = {
+        p: LoraPair(pair.a, mx.ones_like(pair.b) * 0.1, pair.scale)
+        for p, pair in adapter_layers(model).items()
+    }
     (tmp_path / "adapter").mkdir()
     save_adapter(tmp_path / "adapter", layers, num_layers=1)
     with pytest.raises(ModelError, match="--format mlx"):
@@ -247,7 +280,15 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, adapter: Path) 
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
 
     result = subprocess.run(
-        [BIN / "mlx_parallm_merge_lora", "--base-model", base, "--lora-path", adapter, "--output", tmp_path / "merged"],
+        [
+            BIN / "mlx_parallm_merge_lora",
+            "--base-model",
+            base,
+            "--lora-path",
+            adapter,
+            "--output",
+            tmp_path / "merged",
+        ],
         preexec_fn=limit,
         capture_output=True,
         text=True,
@@ -259,7 +300,9 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, adapter: Path) 
 
 
 @pytest.mark.parametrize("spelling", ["directory", "file", "specification"])
-def test_the_command_takes_every_spelling_of_an_adapter(tmp_path: Path, adapter: Path, spelling: str) -> None:
+def test_the_command_takes_every_spelling_of_an_adapter(
+    tmp_path: Path, adapter: Path, spelling: str
+) -> None:
     base = trained_checkpoint(tmp_path / "base")
     final = Path(shutil.copytree(adapter, tmp_path / "checkpoints" / "final"))
     given = {
@@ -267,14 +310,32 @@ def test_the_command_takes_every_spelling_of_an_adapter(tmp_path: Path, adapter:
         "file": final / "adapters.safetensors",
         "specification": final / "lora_weights.safetensors",
     }[spelling]
-    result = call(cli.merge_lora, "--base-model", base, "--lora-path", given, "--output-path", tmp_path / "merged")
+    result = call(
+        cli.merge_lora,
+        "--base-model",
+        base,
+        "--lora-path",
+        given,
+        "--output-path",
+        tmp_path / "merged",
+    )
     assert result.returncode == 0, result.stderr
     assert "21 layers merged, float32" in result.stdout
     assert furthest(logits(tmp_path / "merged"), logits(base, adapter)) <= 1e-4
 
 
-def push(base: Path, adapter: Path, output: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [BIN / "mlx_parallm_merge_lora", "--base-model", base, "--lora-path", adapter, "--output-path", output]
+def push(
+    base: Path, adapter: Path, output: Path, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    command = [
+        BIN / "mlx_parallm_merge_lora",
+        "--base-model",
+        base,
+        "--lora-path",
+        adapter,
+        "--output-path",
+        output,
+    ]
     environment |= {"PATH": "/usr/bin:/bin", "HOME": str(output.parent / "home")}
     command += ["--push-to-hub", "someone/model"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -285,10 +346,18 @@ def push(base: Path, adapter: Path, output: Path, **environment: str) -> "subpro
 def test_push_to_hub_uploads_the_result(tmp_path: Path, adapter: Path) -> None:
     base, hub = trained_checkpoint(tmp_path / "base"), Hub(REPOSITORY)
     with scripted_http(hub.answer) as (url, _):
-        result = push(base, adapter, tmp_path / "merged", HF_ENDPOINT=url.removesuffix("/v1"), HF_TOKEN="hf_x")
+        result = push(
+            base,
+            adapter,
+            tmp_path / "merged",
+            HF_ENDPOINT=url.removesuffix("/v1"),
+            HF_TOKEN=("hf_x"),
+        )
     assert result.returncode == 0, result.stderr
     assert hub.files.keys() == {file.name for file in (tmp_path / "merged").iterdir()}
-    assert hub.files["model.safetensors"] == (tmp_path / "merged" / "model.safetensors").read_bytes()
+    assert (
+        hub.files["model.safetensors"] == (tmp_path / "merged" / "model.safetensors").read_bytes()
+    )
 
 
 @pytest.mark.slow
@@ -296,7 +365,13 @@ def test_push_to_hub_uploads_the_result(tmp_path: Path, adapter: Path) -> None:
 def test_a_refused_upload_says_so_and_keeps_the_model(tmp_path: Path, adapter: Path) -> None:
     base = trained_checkpoint(tmp_path / "base")
     with scripted_http(Hub(REPOSITORY, 403).answer) as (url, _):
-        result = push(base, adapter, tmp_path / "merged", HF_ENDPOINT=url.removesuffix("/v1"), HF_TOKEN="hf_x")
+        result = push(
+            base,
+            adapter,
+            tmp_path / "merged",
+            HF_ENDPOINT=url.removesuffix("/v1"),
+            HF_TOKEN=("hf_x"),
+        )
     assert result.returncode == 2
     assert "its upload to 'someone/model' failed" in result.stderr
     assert "Traceback" not in result.stderr

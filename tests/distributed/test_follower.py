@@ -35,7 +35,9 @@ class Serving:
 class Part(Follower):
     """Of a run whose model is nowhere."""
 
-    def __init__(self, begin: BeginRun, config: Any, ranks: JoinedRanks, stop: threading.Event, *_: Any) -> None:
+    def __init__(
+        self, begin: BeginRun, config: Any, ranks: JoinedRanks, stop: threading.Event, *_: Any
+    ) -> None:
         self._ranks, self._config, self._stop = ranks, begin.config, stop
         self._serving: Any = Serving()
         self._quantize, self._weights = False, None
@@ -49,9 +51,12 @@ class Part(Follower):
 def follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[JoinedRanks, Connection, list[tuple[int | None, float]]]]:
-    """Rank 1 of two; rank 0's end of its connection; the limits (exit code, seconds) that were started."""
+    """Rank 1 of two; rank 0's end of its connection; the limits (exit code, seconds) that were
+    started."""
     limits: list[tuple[int | None, float]] = []
-    monkeypatch.setattr(EndLimit, "start", lambda limit, seconds, *_: limits.append((limit._exit_code, seconds)))
+    monkeypatch.setattr(
+        EndLimit, "start", lambda limit, seconds, *_: limits.append((limit._exit_code, seconds))
+    )
     monkeypatch.setattr(follower, "Follower", Part)
     monkeypatch.setattr(follower, "build_trainer", lambda *_, **__: None)
     leader, own = Pipe()
@@ -59,7 +64,9 @@ def follows(
     ranks.rank, ranks.size, ranks._then = 1, 2, ""
     ranks._silent = []
     ranks._connections, ranks._watched = [own], [socket.socket(fileno=os.dup(own.fileno()))]
-    config = parse_config({"server": {"drain_timeout_s": 5.0}, "rl_training": {"on_rank_lost": "continue"}})
+    config = parse_config(
+        {"server": {"drain_timeout_s": 5.0}, "rl_training": {"on_rank_lost": ("continue")}}
+    )
     leader.send(BeginRun(config, ""))
     leader.send([(False, ""), (False, "")])  # rank 0's answer: nobody has an error
     yield ranks, leader, limits
@@ -96,7 +103,9 @@ def test_what_is_advised_when_rank_0_is_gone_is_what_its_settings_do(
 ) -> None:
     ranks, leader, _ = follows
     monkeypatch.setattr(Serving, "load", lambda *_, **__: leader.close())
-    with pytest.raises(RankLostError, match=r"rank 0 of 2 is gone .* the others are started again") as lost:
+    with pytest.raises(
+        RankLostError, match=r"rank 0 of 2 is gone .* the others are started again"
+    ) as lost:
         run(ranks)
     assert "--resume auto" not in str(lost.value)
 

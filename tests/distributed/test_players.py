@@ -1,4 +1,5 @@
-"""Groups that other ranks play: real connections, scripted engines. tests/integration has real ranks."""
+"""Groups that other ranks play: real connections, scripted engines. tests/integration has real
+ranks."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -37,7 +38,9 @@ VERSIONS = (3, 5, 8)  # that the ranks serve: each its own
 
 
 def tasks(*names: str) -> tuple[EnvironmentSource, ...]:
-    return build_sources([EnvironmentConfig(kind="tasks", name=name, group_size=4) for name in names], seed=0)
+    return build_sources(
+        [EnvironmentConfig(kind="tasks", name=name, group_size=4) for name in names], seed=0
+    )
 
 
 class Run:
@@ -71,7 +74,9 @@ class Run:
             players=[self._rank(rank, tokenizer, fixed_order) for rank in range(1, ranks)],
         )
 
-    def _rank(self, rank: int, tokenizer: Tokenizer, fixed_order: bool) -> Callable[..., RankPlayer]:
+    def _rank(
+        self, rank: int, tokenizer: Tokenizer, fixed_order: bool
+    ) -> Callable[..., RankPlayer]:
         own, others = Pipe()
         client = self.clients[rank]
         policy = EpisodePolicy(client, tokenizer, temperature=1.0, max_token_length=256)
@@ -108,24 +113,36 @@ def by_id(groups: list[RolloutGroup]) -> dict[str, RolloutGroup]:
     """Without the version and the rank, which are each rank's own."""
 
     def plain(group: RolloutGroup) -> RolloutGroup:
-        rollouts = tuple(replace(each, policy_versions=(0,) * len(each.tokens)) for each in group.rollouts)
-        return replace(group, rollouts=rollouts, metadata={k: v for k, v in group.metadata.items() if k != "rank"})
+        rollouts = tuple(
+            replace(each, policy_versions=(0,) * len(each.tokens)) for each in group.rollouts
+        )
+        return replace(
+            group,
+            rollouts=rollouts,
+            metadata={k: v for k, v in group.metadata.items() if k != ("rank")},
+        )
 
     return {group.group_id: plain(group) for group in groups}
 
 
 @pytest.mark.parametrize("fixed_order", [True, False])
-def test_groups_are_spread_and_are_those_of_one_rank(tiny_tokenizer: Tokenizer, fixed_order: bool) -> None:
+def test_groups_are_spread_and_are_those_of_one_rank(
+    tiny_tokenizer: Tokenizer, fixed_order: bool
+) -> None:
     with Run(tiny_tokenizer, by_seed, ranks=1, fixed_order=fixed_order) as alone:
         alone.manager.request_groups(12)
         expected = list(alone.inbox.wait(groups=12))
     with Run(tiny_tokenizer, by_seed, fixed_order=fixed_order) as run:
         run.manager.request_groups(12)
         groups = list(run.inbox.wait(groups=12))
-    assert by_id(groups) == by_id(expected), "the same tasks, seeds, answers and rewards; none twice"
+    assert by_id(groups) == by_id(expected), (
+        "the same tasks, seeds, answers and rewards; none twice"
+    )
     for name in ("sum", "sort"):
         ids = [group.group_id for group in groups if group.environment == name]
-        assert ids == [group.group_id for group in expected if group.environment == name], "in the same order"
+        assert ids == [group.group_id for group in expected if group.environment == name], (
+            "in the same order"
+        )
     played = [[name for call in client.calls for name in call] for client in run.clients]
     assert sorted(name for each in played for name in each) == sorted(by_id(groups))
     for group in groups:
@@ -133,7 +150,9 @@ def test_groups_are_spread_and_are_those_of_one_rank(tiny_tokenizer: Tokenizer, 
         assert group.group_id in played[rank]
         assert set(group.sampled_versions) == {VERSIONS[rank]}, "the version that the rank served"
     if fixed_order:
-        assert [len(client.calls) for client in run.clients] == [1, 1, 1], "each rank's share is submitted at once"
+        assert [len(client.calls) for client in run.clients] == [1, 1, 1], (
+            "each rank's share is submitted at once"
+        )
         assert [len(names) for names in played] == [4, 4, 4]
 
 
@@ -167,10 +186,14 @@ def test_failures_settings_and_bugs_reach_the_other_side(tiny_tokenizer: Tokeniz
         run.manager.request_groups(2)
         run.inbox.wait(failures=2)
         assert {reason for _, reason in run.inbox.failures} == {"ValueError: no"}
-        assert {request.params.temperature for client in run.clients for request in client.requests} == {0.5}
+        assert {
+            request.params.temperature for client in run.clients for request in client.requests
+        } == {0.5}
 
 
-def test_an_environment_with_a_state_of_its_own_stays_on_one_rank(tiny_tokenizer: Tokenizer) -> None:
+def test_an_environment_with_a_state_of_its_own_stays_on_one_rank(
+    tiny_tokenizer: Tokenizer,
+) -> None:
     run = Run(tiny_tokenizer, by_seed, ranks=2, fixed_order=True)
     run.sources[0].in_order = True
     with run:
@@ -180,7 +203,9 @@ def test_an_environment_with_a_state_of_its_own_stays_on_one_rank(tiny_tokenizer
     assert 1 in {group.metadata.get("rank", 0) for group in groups if group.environment == "sort"}
 
 
-def test_a_bug_on_another_rank_ends_the_run(tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_on_another_rank_ends_the_run(
+    tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def broken(self: EpisodeRunner, plans: object) -> None:
         raise RuntimeError("a bug")
 
@@ -193,7 +218,8 @@ def test_a_bug_on_another_rank_ends_the_run(tiny_tokenizer: Tokenizer, monkeypat
 
 
 def test_a_rank_whose_engine_has_died_ends_the_run(tiny_tokenizer: Tokenizer) -> None:
-    """Its groups have failed at once, so it would get all others too, as the one with the fewest in flight."""
+    """Its groups have failed at once, so it would get all others too, as the one with the fewest
+    in flight."""
 
     def dead() -> None:
         raise EngineUnavailableError("the engine thread has ended")
@@ -215,7 +241,9 @@ class Other:
     def __init__(self) -> None:
         own, self.end = Pipe()
         self.errors, self.results = list[str](), list[GroupResult]()
-        self.player = RankPlayer(own, 2, self.results.extend, lambda error: self.errors.append(str(error)))
+        self.player = RankPlayer(
+            own, 2, self.results.extend, lambda error: self.errors.append(str(error))
+        )
 
     def ended(self) -> None:
         with pytest.raises(EOFError):
@@ -246,7 +274,9 @@ def test_a_rank_whose_groups_cannot_come_is_an_error() -> None:
 
 def test_an_order_that_a_rank_cannot_carry_out_is_an_error(tiny_tokenizer: Tokenizer) -> None:
     own, others = Pipe()
-    policy = EpisodePolicy(ScriptedClient(tiny_tokenizer, by_seed), tiny_tokenizer, temperature=1, max_token_length=9)
+    policy = EpisodePolicy(
+        ScriptedClient(tiny_tokenizer, by_seed), tiny_tokenizer, temperature=1, max_token_length=9
+    )
     PlayedHere(others, tasks("sum"), EpisodeRunner(policy), fixed_order=False, check=lambda: None)
     own.send(Play((GroupOrder("sort", "sort-0-0", 0, 4, 0, 0, None),)))
     assert own.recv() == Broken("KeyError: 'sort'")
@@ -257,7 +287,8 @@ def model(tmp_path: Path) -> Iterator[Path]:
     mx.random.seed(0)
     (tmp_path / "config.json").write_text("{}")
     mx.save_safetensors(
-        str(tmp_path / "model.safetensors"), {"a": mx.random.normal((64, 64)), "b": mx.random.normal((8,))}
+        str(tmp_path / "model.safetensors"),
+        {"a": mx.random.normal((64, 64)), "b": mx.random.normal((8,))},
     )
     yield tmp_path
 

@@ -1,4 +1,5 @@
-"""Clients of rank 0's server, answered by two real engines over a real connection, in one process."""
+"""Clients of rank 0's server, answered by two real engines over a real connection, in one
+process."""
 
 import asyncio
 import threading
@@ -80,19 +81,28 @@ def two_ranks(first: TinyEngine, second: TinyEngine, tokenizer: Tokenizer) -> It
 @pytest.fixture(scope="module")
 def second() -> Iterator[TinyEngine]:
     with running_tiny_engine(TINY_CONTEXT) as engine:
-        engine.weights.publish_parameters({}, version=SECOND)  # the same numbers: an answer shows whose it is
+        # the same numbers: an answer shows whose it is
+        engine.weights.publish_parameters({}, version=SECOND)
         yield engine
 
 
 @pytest.fixture
-def ranks(tiny_engine: TinyEngine, second: TinyEngine, tiny_tokenizer: Tokenizer) -> Iterator[Ranks]:
+def ranks(
+    tiny_engine: TinyEngine, second: TinyEngine, tiny_tokenizer: Tokenizer
+) -> Iterator[Ranks]:
     with two_ranks(tiny_engine, second, tiny_tokenizer) as ranks:
         yield ranks
         until(lambda: ranks.busy() == [0, 0])
 
 
 def completion(client: openai.OpenAI, **fields: Any) -> Any:
-    body = {"model": "default", "prompt": "a", "max_tokens": 8, "temperature": 1.0, "seed": 1} | fields
+    body = {
+        "model": "default",
+        "prompt": "a",
+        "max_tokens": 8,
+        "temperature": 1.0,
+        "seed": 1,
+    } | fields
     return client.completions.create(**body, extra_body=LONG)
 
 
@@ -100,18 +110,28 @@ def versions(answer: Any) -> set[int]:
     return {span["version"] for choice in answer.choices for span in choice.weight_versions}
 
 
-def test_requests_are_spread_and_paused_together_and_answered_as_by_one_engine(ranks: Ranks) -> None:
+def test_requests_are_spread_and_paused_together_and_answered_as_by_one_engine(
+    ranks: Ranks,
+) -> None:
     old = ranks.engines[0].weights.version
-    with ranks.server.openai() as client, ranks.server.http() as http, ThreadPoolExecutor(8) as pool:
+    with (
+        ranks.server.openai() as client,
+        ranks.server.http() as http,
+        ThreadPoolExecutor(8) as pool,
+    ):
         alone = [completion(client, seed=seed, logprobs=1) for seed in range(6)]
-        assert {version for answer in alone for version in versions(answer)} == {old}, "one after the other: rank 0"
+        assert {version for answer in alone for version in versions(answer)} == {old}, (
+            "one after the other: rank 0"
+        )
         assert http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
         answers = [pool.submit(completion, client, seed=seed, logprobs=1) for seed in range(6)]
         until(lambda: ranks.busy() == [3, 3])
         before = [each.client.stats().generation_tokens for each in ranks.engines]
         for each in ranks.engines:
             assert each.client.stats().holders == (CLIENTS,)
-            assert each.client.call(lambda engine: engine.has_work).result(20) is False, "it stands still"
+            assert each.client.call(lambda engine: engine.has_work).result(20) is False, (
+                "it stands still"
+            )
         until(lambda: "mlx_parallm_requests_waiting 6.0" in http.get("/metrics").text)
         text = http.get("/metrics").text
         assert 'mlx_parallm_rank_waiting{rank="1"} 3.0' in text
@@ -138,7 +158,9 @@ def busy_first(ranks: Ranks) -> Iterator[None]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     params = SamplingParams(max_tokens=1, n=8)
-    waiting = asyncio.run_coroutine_threadsafe(first.generate(Request("busy", (5, 6), params)), loop)
+    waiting = asyncio.run_coroutine_threadsafe(
+        first.generate(Request("busy", (5, 6), params)), loop
+    )
     until(lambda: first.queue.unfinished == 8)
     try:
         yield
@@ -154,9 +176,13 @@ def test_everything_a_client_can_ask_works_on_another_rank(ranks: Ranks) -> None
     counters = ranks.engines[1].client.stats
     with busy_first(ranks), ranks.server.openai() as client, ranks.server.http() as http:
         whole = completion(client, n=2)
-        assert versions(whole) == {SECOND} and whole.choices[0].token_ids != whole.choices[1].token_ids
+        assert (
+            versions(whole) == {SECOND} and whole.choices[0].token_ids != whole.choices[1].token_ids
+        )
         chunks = [*completion(client, stream=True)]
-        assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == whole.choices[0].token_ids
+        assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == whole.choices[
+            0
+        ].token_ids
         assert chunks[-1].policy_version == SECOND
         chat = client.chat.completions.create(
             model="default", messages=[{"role": "user", "content": "a"}], max_tokens=8,
@@ -166,7 +192,9 @@ def test_everything_a_client_can_ask_works_on_another_rank(ranks: Ranks) -> None
         assert client.responses.create(model="default", input="a", max_output_tokens=4).output
         scored = completion(client, prompt="ab", max_tokens=0, echo=True, logprobs=0)
         assert len(scored.choices[0].logprobs.token_logprobs) >= 2
-        assert http.post("/v1/embeddings", json={"model": "default", "input": "ab"}).status_code == 200
+        assert (
+            http.post("/v1/embeddings", json={"model": "default", "input": "ab"}).status_code == 200
+        )
         with pytest.raises(openai.BadRequestError):
             completion(client, max_tokens=TINY_CONTEXT + 1)
         prompt = "ab" * 64
@@ -195,7 +223,10 @@ def test_a_rank_that_is_lost_ends_no_request_that_nobody_has_seen(
 ) -> None:
     with ExitStack() as stack:
         ranks = stack.enter_context(two_ranks(tiny_engine, second, tiny_tokenizer))
-        pool, client = stack.enter_context(ThreadPoolExecutor(4)), stack.enter_context(ranks.server.openai())
+        pool, client = (
+            stack.enter_context(ThreadPoolExecutor(4)),
+            stack.enter_context(ranks.server.openai()),
+        )
         alone = completion(client)
         with busy_first(ranks):
             stream = completion(client, stream=True, max_tokens=200)
@@ -228,7 +259,12 @@ class Other:
 
     def load(self, others: int) -> None:
         self.end.send(RankLoad(replace(HEALTHY, running=others), others, 0.0))
-        until(lambda: self.balanced.rank_stats().get(1, HEALTHY).running == others and 1 in self.balanced.rank_stats())
+        until(
+            lambda: (
+                self.balanced.rank_stats().get(1, HEALTHY).running == others
+                and 1 in self.balanced.rank_stats()
+            )
+        )
 
     @contextmanager
     def busy(self, choices: int) -> Iterator[None]:
@@ -250,8 +286,15 @@ def other(tiny_engine: TinyEngine) -> Iterator[Other]:
     other.end.close()
 
 
-def asked(prompt: Sequence[int] = (5, 6), name: str = "a", adapter: str | None = None, **params: Any) -> Request:
-    return Request(name, tuple(prompt), SamplingParams(temperature=0.0, max_tokens=3, **params), adapter=adapter)
+def asked(
+    prompt: Sequence[int] = (5, 6), name: str = "a", adapter: str | None = None, **params: Any
+) -> Request:
+    return Request(
+        name,
+        tuple(prompt),
+        SamplingParams(temperature=0.0, max_tokens=3, **params),
+        adapter=adapter,
+    )
 
 
 def test_requests_go_where_least_runs_and_where_their_prompt_has_been_read(other: Other) -> None:
@@ -266,7 +309,9 @@ def test_requests_go_where_least_runs_and_where_their_prompt_has_been_read(other
         for adapter in ("loaded", "policy@3"):
             assert other.rank_of(asked(adapter=adapter)) == 0, "only rank 0 has it"
         assert other.rank_of(asked((*history, 1))) == 0, "its beginning is there"
-        assert other.rank_of(asked((*history, 1), adapter="policy")) == 1, "under other weights it is not"
+        assert other.rank_of(asked((*history, 1), adapter="policy")) == 1, (
+            "under other weights it is not"
+        )
         assert other.rank_of(asked((7, *history))) == 1
         assert other.rank_of(asked((*history[: 3 * CHOICE_TOKENS], 1))) == 1, "too little of it"
         kept = other.balanced._prompts
@@ -278,21 +323,29 @@ def test_requests_go_where_least_runs_and_where_their_prompt_has_been_read(other
         assert len(kept._ranks) == MOST_PIECES
 
 
-async def test_what_a_rank_refuses_runs_here_and_what_is_given_up_is_aborted_there(other: Other) -> None:
+async def test_what_a_rank_refuses_runs_here_and_what_is_given_up_is_aborted_there(
+    other: Other,
+) -> None:
     alone = await other.balanced.generate(asked())
     with other.busy(9):
         refused, given_up = (
-            asyncio.create_task(other.balanced.generate_many([asked(name=name, n=n) for name in names]))
+            asyncio.create_task(
+                other.balanced.generate_many([asked(name=name, n=n) for name in names])
+            )
             for names, n in (("ab", 1), ("c", 3))
         )
         first = await asyncio.to_thread(other.end.recv)
         assert [request.request_id for request in first.requests] == ["a", "b"]
-        assert [request.request_id for request in (await asyncio.to_thread(other.end.recv)).requests] == ["c"]
+        assert [
+            request.request_id for request in (await asyncio.to_thread(other.end.recv)).requests
+        ] == [("c")]
         [there] = other.balanced._others
         assert there.unfinished == 5
         other.end.send(Refused(("a", "b"), "that is too long here"))
         outputs = await refused
-        assert [output.completions[0].token_ids for output in outputs] == [alone.completions[0].token_ids] * 2
+        assert [output.completions[0].token_ids for output in outputs] == [
+            alone.completions[0].token_ids
+        ] * 2
         given_up.cancel()
         assert await asyncio.to_thread(other.end.recv) == Abort("c")
         assert there.unfinished == 3, "until it has ended there"
@@ -358,8 +411,13 @@ def test_a_prompt_stays_with_a_rank_only_as_long_as_its_cache_may_hold_it(
         assert each.rank_of(asked(history)) == 0
         each.load(0)
     with other.busy(2), others[1].busy(0):
-        assert [each.rank_of(asked(history)) for each in others] == [0, 1], "no cache: no reason to stay"
-        newer = [replace(model, policy_version=model.policy_version + 1) for model in other.balanced.models()]
+        assert [each.rank_of(asked(history)) for each in others] == [0, 1], (
+            "no cache: no reason to stay"
+        )
+        newer = [
+            replace(model, policy_version=model.policy_version + 1)
+            for model in other.balanced.models()
+        ]
         monkeypatch.setattr(other.balanced, "models", lambda: newer)
         assert other.rank_of(asked(history)) == 1, "under other weights"
         other.load(5)
@@ -370,7 +428,9 @@ def test_a_prompt_stays_with_a_rank_only_as_long_as_its_cache_may_hold_it(
     others[1].end.close()
 
 
-async def test_what_was_aborted_is_not_run_by_rank_0_when_its_rank_refuses_it_or_is_lost(other: Other) -> None:
+async def test_what_was_aborted_is_not_run_by_rank_0_when_its_rank_refuses_it_or_is_lost(
+    other: Other,
+) -> None:
     [there] = other.balanced._others
 
     async def asks(name: str) -> "asyncio.Task[RequestOutput]":
@@ -391,16 +451,21 @@ async def test_what_was_aborted_is_not_run_by_rank_0_when_its_rank_refuses_it_or
         assert {each.request_id for each in aborts} == {"refused", "lost", "left"}
         before = other.balanced.stats().generation_tokens
         other.end.send(Refused(("refused", "on its way"), "that is too long here"))
-        until(lambda: there.unfinished == 2)  # blocks this loop: nothing runs on rank 0 before the abort
+        # blocks this loop: nothing runs on rank 0 before the abort
+        until(lambda: there.unfinished == 2)
         other.balanced.abort("on its way")
         other.end.close()
         for each in (refused, given_back, lost):
             assert [choice.finish_reason for choice in (await each).completions] == ["abort"]
-        assert other.balanced.stats().generation_tokens < before + 100, "nobody waits for what was left"
+        assert other.balanced.stats().generation_tokens < before + 100, (
+            "nobody waits for what was left"
+        )
         await asyncio.to_thread(until, lambda: not there._aborted and not there._returning)
 
 
-async def test_a_rank_that_is_silent_is_given_up(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_is_silent_is_given_up(
+    other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [there] = other.balanced._others
     other.load(1)
     with other.busy(9):
@@ -446,12 +511,19 @@ async def test_no_rank_runs_what_rank_0_cannot_take(tiny_engine: TinyEngine) -> 
 
 
 def test_the_engine_that_stands_still_for_longest_is_the_one_that_counts() -> None:
-    works, stands = replace(HEALTHY, running=1, last_step_time=9.0), replace(HEALTHY, waiting=1, last_step_time=2.0)
+    works, stands = (
+        replace(HEALTHY, running=1, last_step_time=9.0),
+        replace(HEALTHY, waiting=1, last_step_time=2.0),
+    )
     assert summed([works, stands]).last_step_time == 2.0
-    assert summed([works, replace(HEALTHY, last_step_time=1.0)]).last_step_time == 9.0, "it has nothing to do"
+    assert summed([works, replace(HEALTHY, last_step_time=1.0)]).last_step_time == 9.0, (
+        "it has nothing to do"
+    )
 
 
-def test_a_pulse_that_stops_is_noticed_and_one_that_goes_on_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pulse_that_stops_is_noticed_and_one_that_goes_on_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(heartbeat, "LOOK_S", 0.01)
     silent = threading.Event()
     (own, other), (alone, stopped) = Pipe(), Pipe()

@@ -1,11 +1,12 @@
 """The fenced blocks of README.md and docs/**/*.md, and what can be said of one without running it.
 
-`pages()` → `blocks(page)` → `problems(block)`. `test_docs_code.py` runs what can be run; `docs_commands.py` is what the
-commands of a block meet there. A block in an HTML comment is one like the others: what a page takes for granted (a
-configuration, a run) can stand there.
+`pages()` → `blocks(page)` → `problems(block)`. `test_docs_code.py` runs what can be run;
+`docs_commands.py` is what the commands of a block meet there. A block in an HTML comment is one
+like the others: what a page takes for granted (a configuration, a run) can stand there.
 
-A block's kind is its language. Further words of the fence (```jsonl rows.jsonl) or a first comment line (`# score.py`)
-save it under that name in the page's directory; the word `check` marks code that is looked at and not run.
+A block's kind is its language. Further words of the fence (```jsonl rows.jsonl) or a first comment
+line (`# score.py`) save it under that name in the page's directory; the word `check` marks code
+that is looked at and not run.
 """
 
 import ast
@@ -71,8 +72,16 @@ class Block:
 
     def __str__(self) -> str:
         programs = {program for line in shell_lines(self.text) for program, _ in commands(line)}
-        is_stubbed = self.language in SHELLS and bool(programs) and programs <= {*docs_commands.NOT_RUN}
-        how = "text" if self.language in TEXT else "run" if self.is_run and not is_stubbed else "checked"
+        is_stubbed = (
+            self.language in SHELLS and bool(programs) and programs <= {*docs_commands.NOT_RUN}
+        )
+        how = (
+            ("text")
+            if self.language in TEXT
+            else "run"
+            if self.is_run and not is_stubbed
+            else "checked"
+        )
         return f"{self.page.relative_to(ROOT)}:{self.line}-{self.language or 'no language'}-{how}"
 
 
@@ -91,7 +100,10 @@ def blocks(page: Path, text: str | None = None) -> list[Block]:
             opened, start = fence, number
         elif fence and fence["ticks"].startswith(opened["ticks"]) and not fence["info"].strip():
             indent = len(opened["indent"])
-            body = "\n".join(row[min(indent, len(row) - len(row.lstrip(" "))) :] for row in lines[start + 1 : number])
+            body = "\n".join(
+                row[min(indent, len(row) - len(row.lstrip(" "))) :]
+                for row in lines[start + 1 : number]
+            )
             found.append(Block(page, start + 1, tuple(opened["info"].split()), body + "\n"))
             opened = None
     assert opened is None, f"{page}:{start + 1}: this fence does not end"
@@ -99,10 +111,13 @@ def blocks(page: Path, text: str | None = None) -> list[Block]:
 
 
 def problems(block: Block) -> Iterator[str]:
-    """What is wrong with a block, found without running it. TOML is looked at where its page's files are."""
+    """What is wrong with a block, found without running it. TOML is looked at where its page's
+    files are."""
     match block.language:
         case "bash" | "sh":
-            result = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
+            result = subprocess.run(
+                ["bash", "-n"], input=block.text, capture_output=True, text=True, check=False
+            )
             yield from result.stderr.splitlines()
             for line in shell_lines(block.text):
                 yield from command_problems(line)
@@ -126,7 +141,9 @@ def _parse_problems(language: str, text: str) -> Iterator[str]:
         elif language == "json":
             json.loads(text)
         elif language == "jsonl":
-            assert all(isinstance(json.loads(line), dict) for line in text.splitlines()), "a row is no object"
+            assert all(isinstance(json.loads(line), dict) for line in text.splitlines()), (
+                "a row is no object"
+            )
         elif language == "yaml":
             yield from _compose_problems(yaml.safe_load(text))
         elif language == "ini":
@@ -149,7 +166,9 @@ def _unit_problems(text: str) -> Iterator[str]:
     if not unit.has_option("Service", "ExecStart"):
         yield "a [Service] without ExecStart"
         return
-    yield from command_problems(unit["Service"]["ExecStart"].replace("\\\n", " "), must_be_ours=True)
+    yield from command_problems(
+        unit["Service"]["ExecStart"].replace("\\\n", " "), must_be_ours=True
+    )
 
 
 def _plist_problems(plist: dict[str, object]) -> Iterator[str]:
@@ -166,7 +185,9 @@ def _compose_problems(data: object) -> Iterator[str]:
         if not {"image", "build"} & set(service):
             yield f"service {name} has neither image nor build"
         command = service.get("command", "")
-        yield from command_problems(shlex.join(command) if isinstance(command, list) else str(command))
+        yield from command_problems(
+            shlex.join(command) if isinstance(command, list) else str(command)
+        )
 
 
 def _dockerfile_problems(text: str) -> Iterator[str]:
@@ -183,7 +204,9 @@ def _dockerfile_problems(text: str) -> Iterator[str]:
 
 def shell_lines(text: str) -> list[str]:
     """Lines with their continuations, without here-documents' bodies."""
-    body = re.sub(r"<<-?\s*['\"]?(\w+)['\"]?(.*)\n(?:.*\n)*?\s*\1\s*$", r"\2", text, flags=re.MULTILINE)
+    body = re.sub(
+        r"<<-?\s*['\"]?(\w+)['\"]?(.*)\n(?:.*\n)*?\s*\1\s*$", r"\2", text, flags=re.MULTILINE
+    )
     return [line.strip() for line in body.replace("\\\n", " ").splitlines()]
 
 
@@ -193,7 +216,8 @@ def commands(line: str) -> Iterator[tuple[str, list[str]]]:
         try:
             words = shlex.split(part, comments=True)
         except ValueError:
-            continue  # a quoted string that goes over a line or holds a separator; running it is the test
+            # a quoted string that goes over a line or holds a separator; running it is the test
+            continue
         while words and re.fullmatch(r"\w+=.*|sudo|env|exec|nohup|caffeinate|-[a-z]+", words[0]):
             words = words[1:]
         if words:
@@ -201,7 +225,8 @@ def commands(line: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def command_problems(line: str, *, must_be_ours: bool = False) -> Iterator[str]:
-    """Commands of ours are given flags that they have; `make` targets and `pip` extras that exist."""
+    """Commands of ours are given flags that they have; `make` targets and `pip` extras that
+    exist."""
     ours = False
     if inner := re.search(r"\b(?:ba)?sh -l?c ([\"'])(.*)\1", line):
         yield from command_problems(inner[2], must_be_ours=must_be_ours)
@@ -214,7 +239,9 @@ def command_problems(line: str, *, must_be_ours: bool = False) -> Iterator[str]:
             ours = True
             yield from flag_problems(SCRIPTS.get(program, program), words[1:])
         elif program == "make":
-            yield from _make_problems([word for word in words[1:] if not word.startswith("-") and "=" not in word])
+            yield from _make_problems(
+                [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+            )
         elif "pip" in words[:3] and "install" in words:
             yield from _extra_problems(words)
     if must_be_ours and not ours:
@@ -242,7 +269,9 @@ def flags_of(command: str) -> set[str]:
 
 
 def _make_problems(targets: list[str]) -> Iterator[str]:
-    result = subprocess.run(["make", "-n", "-C", ROOT, *targets], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        ["make", "-n", "-C", ROOT, *targets], capture_output=True, text=True, check=False
+    )
     if result.returncode:
         yield result.stderr.strip()
 

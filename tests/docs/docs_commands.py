@@ -1,8 +1,9 @@
 """What the commands of a documentation block meet when `test_docs_code.py` runs it with bash.
 
-A directory of small programs comes first on the PATH; each calls this file with its own name. Commands of the package
-run for real, on the tiny model and for one step; a server goes on in the background until its page ends. What would
-install something or talk to a machine's services is not run (`docs_blocks.command_problems` has looked at it).
+A directory of small programs comes first on the PATH; each calls this file with its own name.
+Commands of the package run for real, on the tiny model and for one step; a server goes on in the
+background until its page ends. What would install something or talk to a machine's services is not
+run (`docs_blocks.command_problems` has looked at it).
 
 Environment: DOCS_PORT, DOCS_BIN (the real commands), DOCS_PATH (the PATH without this directory).
 """
@@ -22,13 +23,49 @@ if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
 
 OURS = (
-    *("mlx_parallm_train", "mlx_parallm_serve", "mlx_parallm_merge_lora", "mlx_parallm_doctor", "mlx_parallm_explain"),
-    *("mlx_parallm_rollouts", "mlx_parallm_show_checkpoint", "mlx_parallm_convert_adapter", "mlx_parallm_replay"),
+    *(
+        "mlx_parallm_train",
+        "mlx_parallm_serve",
+        "mlx_parallm_merge_lora",
+        "mlx_parallm_doctor",
+        ("mlx_parallm_explain"),
+    ),
+    *(
+        "mlx_parallm_rollouts",
+        "mlx_parallm_show_checkpoint",
+        "mlx_parallm_convert_adapter",
+        ("mlx_parallm_replay"),
+    ),
     *("mlx_parallm_eval", "mlx_parallm"),
 )
 NOT_RUN = (
-    *("make", "pip", "pip3", "uv", "brew", "apt-get", "sudo", "docker", "systemctl", "journalctl", "launchctl", "git"),
-    *("ssh", "scp", "rsync", "wandb", "tensorboard", "trackio", "hf", "prometheus", "loginctl", "pmset", "open"),
+    *(
+        "make",
+        "pip",
+        "pip3",
+        "uv",
+        "brew",
+        "apt-get",
+        "sudo",
+        "docker",
+        "systemctl",
+        "journalctl",
+        "launchctl",
+        ("git"),
+    ),
+    *(
+        "ssh",
+        "scp",
+        "rsync",
+        "wandb",
+        "tensorboard",
+        "trackio",
+        "hf",
+        "prometheus",
+        "loginctl",
+        "pmset",
+        ("open"),
+    ),
 )
 NAMES = (*OURS, *NOT_RUN, "curl", "python", "python3", "caffeinate")
 PID_FILE = ".daemon"
@@ -51,16 +88,24 @@ def main(name: str, words: list[str]) -> int:
 
         name = next((c.script for c in COMMANDS if c.script and words and c.name == words[0]), name)
         words = words if name == "mlx_parallm" else words[1:]
-    own = {"mlx_parallm_serve": serve, "mlx_parallm_train": train, "mlx_parallm_prompt_policy": prompt_policy}
+    own = {
+        "mlx_parallm_serve": serve,
+        "mlx_parallm_train": train,
+        "mlx_parallm_prompt_policy": prompt_policy,
+    }
     if name in own:
         return own[name](words)
     if name == "curl":
         ensure_server()
-        return real("curl", ["--silent", "--show-error", "--fail-with-body", "--max-time", "60", *words])
+        return real(
+            "curl", ["--silent", "--show-error", "--fail-with-body", "--max-time", "60", *words]
+        )
     if name.startswith("python"):
         if "--timesteps" in words:  # of an expert's training
             words[words.index("--timesteps") + 1] = "4000"
-        is_not_run = words[:2] in (["-m", "venv"], ["-m", "pip"]) or bool(words and words[0].startswith("scripts/"))
+        is_not_run = words[:2] in (["-m", "venv"], ["-m", "pip"]) or bool(
+            words and words[0].startswith("scripts/")
+        )
         return 0 if is_not_run else real("python", words)
     if name == "caffeinate":
         rest = [word for word in words if not word.startswith("-")]
@@ -108,7 +153,10 @@ def start(name: str, words: list[str], port: int) -> int:
     """Starts a daemon that outlives this block. Returns 0 when it answers, else its exit code."""
     with Path("daemon.log").open("a+") as log:
         process = subprocess.Popen(
-            [str(Path(os.environ["DOCS_BIN"]) / name), *words], stdout=log, stderr=log, start_new_session=True
+            [str(Path(os.environ["DOCS_BIN"]) / name), *words],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         Path(PID_FILE).write_text(json.dumps({"pid": process.pid, "port": port}))
         deadline = time.monotonic() + READY_SECONDS
@@ -178,7 +226,10 @@ def train(words: list[str]) -> int:
     for key, value in settings.items():
         changed += ["--set", f"{key}={value}"]
     if (
-        config is not None and not config.environments and config.data.path is None and "--dry-run" not in words
+        config is not None
+        and not config.environments
+        and config.data.path is None
+        and "--dry-run" not in words
     ):  # it waits for rollouts: perhaps a later block sends them
         return start("mlx_parallm_train", changed, int(os.environ["DOCS_PORT"]))
     return real("mlx_parallm_train", changed)
@@ -189,9 +240,18 @@ def _config(words: list[str]) -> "Config | None":
     from mlx_parallm.config.load import load_config
 
     source = words[words.index("--config") + 1] if "--config" in words else None
-    if source is None and "--resume" in words and (run := Path(words[words.index("--resume") + 1])).exists():
+    if (
+        source is None
+        and "--resume" in words
+        and (run := Path(words[words.index("--resume") + 1])).exists()
+    ):
         source = next(
-            (str(d / "config.toml") for d in (run, run.resolve().parent) if (d / "config.toml").exists()), None
+            (
+                str(d / "config.toml")
+                for d in (run, run.resolve().parent)
+                if (d / "config.toml").exists()
+            ),
+            None,
         )
     return load_config(source) if source else None
 

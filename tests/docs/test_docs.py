@@ -9,7 +9,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("mlx_parallm", "scripts", "train_configs", "docs", "tests")
 TEXTS = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
-TEXTS += [p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*")) if p.suffix in (".py", ".md", ".toml")]
+TEXTS += [
+    p
+    for folder in FOLDERS
+    for p in sorted((ROOT / folder).rglob("*"))
+    if p.suffix in (".py", ".md", ".toml")
+]
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -21,26 +26,45 @@ def test_every_page_that_is_mentioned_exists(path: Path) -> None:
     assert not [link for link in linked if not (path.parent / link).is_file()]
 
 
-@pytest.mark.parametrize("path", [p for p in TEXTS if p.suffix == ".md"], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in TEXTS if p.suffix == ".md"], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_every_section_that_is_linked_exists(path: Path) -> None:
     links = re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", path.read_text(encoding="utf-8"))
-    wrong = [(page, anchor) for page, anchor in links if anchor not in _anchors(path.parent / page if page else path)]
+    wrong = [
+        (page, anchor)
+        for page, anchor in links
+        if anchor not in _anchors(path.parent / page if page else path)
+    ]
     assert not wrong
 
 
 def _anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def test_the_tree_in_the_architecture_is_the_package() -> None:
-    tree = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("\nmlx_parallm/\n")[1].split("```")[0]
+    tree = (
+        (ROOT / "docs" / "design.md")
+        .read_text(encoding="utf-8")
+        .split("\nmlx_parallm/\n")[1]
+        .split("```")[0]
+    )
     rows = re.findall(r"^  (\S.*)", tree, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"[\w/]+(?:\.py|/)(?=\s|$)", row[:23])}
-    there = {p.name + "/" * p.is_dir() for p in (ROOT / "mlx_parallm").iterdir() if not p.name.startswith(("_", "."))}
+    there = {
+        p.name + "/" * p.is_dir()
+        for p in (ROOT / "mlx_parallm").iterdir()
+        if not p.name.startswith(("_", (".")))
+    }
     assert there - named - {"py.typed", "primitives.pyi"} == set(), "not in the tree"
-    assert not [name for name in named if not (ROOT / "mlx_parallm" / name).exists()], "no longer there"
+    assert not [name for name in named if not (ROOT / "mlx_parallm" / name).exists()], (
+        "no longer there"
+    )
 
 
 def test_the_reading_order_has_every_page() -> None:
@@ -53,6 +77,20 @@ def test_dockerfile_copies_what_the_build_needs_before_the_set_up() -> None:
     """Its first layer installs the package before the rest of the tree is there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    before = (ROOT / "Dockerfile.dev").read_text(encoding="utf-8").split("RUN make .venv/.ready-dev")[0]
-    copied = {word for line in before.splitlines() if line.startswith("COPY") for word in line.split()[1:-1]}
-    assert {*included, "pyproject.toml", "README.md", "LICENSE", "Makefile", "scripts/setup"} <= copied
+    before = (
+        (ROOT / "Dockerfile.dev").read_text(encoding="utf-8").split("RUN make .venv/.ready-dev")[0]
+    )
+    copied = {
+        word
+        for line in before.splitlines()
+        if line.startswith("COPY")
+        for word in line.split()[1:-1]
+    }
+    assert {
+        *included,
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "Makefile",
+        "scripts/setup",
+    } <= copied

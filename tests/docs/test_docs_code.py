@@ -1,9 +1,12 @@
-"""Every code block of README.md and docs/**/*.md works: run where it can be, else checked as far as it can be.
+"""Every code block of README.md and docs/**/*.md works: run where it can be, else checked as far as
+it can be.
 
-Each test's name says which: `docs/serving.md:12-bash-run`, `…-checked`, `…-text`. The blocks of a page are one
-session: they run in their order, in one temporary directory, with files saved by earlier ones and with the page's own
-server. What is changed before they run: ports 8000 and 8765, hub ids of models (the tiny model takes their place), the
-number and size of training steps (`docs_commands.py`). `docs_blocks.py` finds and looks at them.
+Each test's name says which: `docs/serving.md:12-bash-run`, `…-checked`, `…-text`. The blocks of a
+page are one
+session: they run in their order, in one temporary directory, with files saved by earlier ones and
+with the page's own server. What is changed before they run: ports 8000 and 8765, hub ids of models
+(the tiny model takes their place), the number and size of training steps (`docs_commands.py`).
+`docs_blocks.py` finds and looks at them.
 """
 
 import contextlib
@@ -27,15 +30,34 @@ from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference, load
 from tests.docs import docs_commands
-from tests.docs.docs_blocks import COMMANDS, ROOT, SCRIPTS, Block, blocks, flag_problems, flags_of, pages, problems
+from tests.docs.docs_blocks import (
+    COMMANDS,
+    ROOT,
+    SCRIPTS,
+    Block,
+    blocks,
+    flag_problems,
+    flags_of,
+    pages,
+    problems,
+)
 from tests.integration.processes import free_port
 from tests.signals_reset import default_signals
 
 ALL = [block for page in pages() for block in blocks(page)]
 LONG_PAGES = {
-    *("evaluation.md", "first_model.md", "library.md", "loading.md", "parameters.md", "trl.md", "your_environment.md"),
+    *(
+        "evaluation.md",
+        "first_model.md",
+        "library.md",
+        "loading.md",
+        "parameters.md",
+        "trl.md",
+        ("your_environment.md"),
+    ),
 }
-"""Several trainings each, of what tests/integration, tests/library, tests/trl and tests/environments train as well."""
+"""Several trainings each, of what tests/integration, tests/library, tests/trl and
+tests/environments train as well."""
 BLOCK_SECONDS = 120
 PAGES_AT_ONCE = 2
 MODEL_ID = re.compile(r"\b(?:Qwen|mlx-community|NousResearch|meta-llama|mistralai|unsloth)/[\w.-]+")
@@ -50,7 +72,9 @@ class Page:
         self.directory = directory
         self.port = free_port()
         self._groups: list[int] = []
-        self.results: dict[int, Future[str | None]] = {block.line: Future() for block in self.blocks}
+        self.results: dict[int, Future[str | None]] = {
+            block.line: Future() for block in self.blocks
+        }
         paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
         self._environment = os.environ | {
             "PATH": os.pathsep.join([str(shims), *paths]),
@@ -62,7 +86,8 @@ class Page:
         shutil.copytree(ROOT / "train_configs", directory / "train_configs")
 
     def run(self, last: int) -> None:
-        """Runs the page up to the block of that line; each block's result is what went wrong, or None."""
+        """Runs the page up to the block of that line; each block's result is what went wrong, or
+        None."""
         try:
             for block in (block for block in self.blocks if block.line <= last):
                 if block.saved_as:
@@ -75,7 +100,8 @@ class Page:
                     os.killpg(group, signal.SIGKILL)
 
     def parse_toml_to(self, wanted: Block) -> Config:
-        """The configuration in a block, with the hooks that it names found in the files of the blocks before it.
+        """The configuration in a block, with the hooks that it names found in the files of the
+        blocks before it.
 
         Raises ConfigError.
         """
@@ -110,7 +136,10 @@ class Page:
         text = re.sub(r"\b(8000|8765)\b", str(self.port), MODEL_ID.sub("builtin:tiny", text))
         text = re.sub(r"^(\.|source) \S*bin/activate$", "true", text, flags=re.MULTILINE)
         text = re.sub(r"(?<![\w/])\.venv/bin/(?=\w)", "", text)
-        runs = sorted((self.directory / "checkpoints").glob("*/config.toml"), key=lambda file: file.stat().st_mtime)
+        runs = sorted(
+            (self.directory / "checkpoints").glob("*/config.toml"),
+            key=lambda file: file.stat().st_mtime,
+        )
         return RUN_DIRECTORY.sub(f"checkpoints/{runs[-1].parent.name}", text) if runs else text
 
     def _run(self, block: Block) -> str | None:
@@ -119,7 +148,11 @@ class Page:
             file = self.directory / (block.saved_as or f"block_{block.line}.py")
             file.write_text(text, encoding="utf-8")
             # Code that talks to a server finds one, as a reader of the page has one.
-            script = f"curl http://127.0.0.1:{self.port}/health >/dev/null\n" if str(self.port) in text else ""
+            script = (
+                (f"curl http://127.0.0.1:{self.port}/health >/dev/null\n")
+                if str(self.port) in text
+                else ""
+            )
             text = script + f"exec python {file.name}\n"
         process = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", text],
@@ -161,10 +194,17 @@ def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shims: Path
 ) -> Iterator[dict[Path, Session]]:
-    """The sessions of all pages with a block that was selected, two at a time, the longest first."""
-    chosen = [item for item in request.session.items if getattr(item, "originalname", "") == "test_block_runs"]
+    """The sessions of all pages with a block that was selected, two at a time, the longest
+    first."""
+    chosen = [
+        item
+        for item in request.session.items
+        if getattr(item, "originalname", "") == ("test_block_runs")
+    ]
     last: Counter[Path] = Counter()
-    for block in (item.callspec.params["block"] for item in chosen if isinstance(item, pytest.Function)):
+    for block in (
+        item.callspec.params["block"] for item in chosen if isinstance(item, pytest.Function)
+    ):
         last[block.page] = max(last[block.page], block.line)
     pages_ = {path: Page(of(path), tmp_path_factory.mktemp(path.stem), shims) for path in last}
     sessions: dict[Path, Session] = {}
@@ -209,7 +249,12 @@ KEY = re.compile(r"(?:server|model|rl_training|logging)(?:\.[a-z_]+)+")
 
 
 def _inline(page: Path) -> list[str]:
-    text = re.sub(r"^( *)(`{3,}).*?^\1\2`*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^( *)(`{3,}).*?^\1\2`*$",
+        "",
+        page.read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
     return CODE.findall(text)
 
 
@@ -224,7 +269,9 @@ def test_names_in_the_text_exist(page: Path) -> None:
             known = flags_of(name) if name in COMMANDS else set()
             flags = {flag for word in words[1:] for flag in re.findall(r"^\[?(--[a-z-]+)", word)}
             wrong += [code] if flags - known or name not in COMMANDS else []
-        elif KEY.fullmatch(code.partition("=")[0].strip()) and not code.endswith((".py", ".safetensors")):
+        elif KEY.fullmatch(code.partition("=")[0].strip()) and not code.endswith(
+            (".py", (".safetensors"))
+        ):
             wrong += [] if _is_key(code.partition("=")[0].strip()) else [code]
     assert not wrong
 
@@ -247,10 +294,16 @@ BROKEN = {
     "no Python": "```python\nreturn = 1\n```",
     "no language": "```\nls\n```",
     "an unknown language": "```cobol\n```",
-    "a unit with a wrong flag": "```ini\n[Service]\nExecStart=/x/mlx_parallm_train --confg a.toml\n```",
+    "a unit with a wrong flag": (
+        "```ini\n[Service]\nExecStart=/x/mlx_parallm_train --confg a.toml\n```"
+    ),
     "a unit that starts nothing of ours": "```ini\n[Service]\nExecStart=/bin/true\n```",
-    "a job without a label": "```xml\n<plist><dict><key>a</key><string>b</string></dict></plist>\n```",
-    "a service with a wrong command": "```yaml\nservices: {a: {image: x, command: mlx_parallm_serve --nope}}\n```",
+    "a job without a label": (
+        "```xml\n<plist><dict><key>a</key><string>b</string></dict></plist>\n```"
+    ),
+    "a service with a wrong command": (
+        "```yaml\nservices: {a: {image: x, command: mlx_parallm_serve --nope}}\n```"
+    ),
     "no JSON": "```json\n{a: 1}\n```",
 }
 
@@ -270,7 +323,11 @@ def test_blocks_are_found_and_named() -> None:
     text = "* item\n\n  ```python\n  # score.py\n  def f():\n      pass\n  ```\n\n"
     text += "````text\n```bash\n````\n```jsonl a.jsonl\n{}\n```\n"
     first, second, third = blocks(ROOT / "docs" / "x.md", text)
-    assert (first.line, first.saved_as, first.text) == (3, "score.py", "# score.py\ndef f():\n    pass\n")
+    assert (first.line, first.saved_as, first.text) == (
+        3,
+        "score.py",
+        ("# score.py\ndef f():\n    pass\n"),
+    )
     assert (second.text, second.is_run) == ("```bash\n", False)
     assert third.saved_as == "a.jsonl"
 
@@ -283,6 +340,11 @@ def test_a_failing_block_fails(text: str, tmp_path: Path, shims: Path) -> None:
 
 
 def test_a_configuration_with_a_missing_hook_fails(tmp_path: Path, shims: Path) -> None:
-    block = Block(ROOT / "docs" / "hook.md", 1, ("toml",), '[rl_training]\nadvantage = "python:nowhere.py:f"\n')
+    block = Block(
+        ROOT / "docs" / "hook.md",
+        1,
+        ("toml",),
+        ('[rl_training]\nadvantage = "python:nowhere.py:f"\n'),
+    )
     with pytest.raises(ConfigError, match=r"nowhere\.py"):
         Page([block], tmp_path, shims).parse_toml_to(block)

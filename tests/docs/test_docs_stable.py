@@ -1,5 +1,5 @@
-"""docs/stability.md promises routes and metrics that are there. (Its signatures are a block that runs, its table of
-commands is in tests/test_documented.py.)"""
+"""docs/stability.md promises routes and metrics that are there. (Its signatures are a block that
+runs, its table of commands is in tests/test_documented.py.)"""
 
 import re
 
@@ -21,8 +21,16 @@ def test_the_version_is_this_one() -> None:
 def test_promised_routes_are_there() -> None:
     """The Atropos routes: tests/integrations/atropos/test_routes.py."""
     app = create_app(ServerDeps(ServerState(), ServerConfig()))
-    routes = {(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods}
-    promised = {entry for entry in re.findall(r"`(GET|POST) (/[\w/-]+)`", TEXT) if "/atropos/" not in entry[1]}
+    routes = {
+        (method.upper(), path)
+        for path, methods in app.openapi()["paths"].items()
+        for method in methods
+    }
+    promised = {
+        entry
+        for entry in re.findall(r"`(GET|POST) (/[\w/-]+)`", TEXT)
+        if "/atropos/" not in entry[1]
+    }
     assert len(promised) >= 10
     assert promised <= routes
 

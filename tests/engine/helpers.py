@@ -1,4 +1,5 @@
-"""Tiny random models made on the spot, engines over them, and the naive twin: plain mlx-lm, one sequence at a time."""
+"""Tiny random models made on the spot, engines over them, and the naive twin: plain mlx-lm, one
+sequence at a time."""
 
 import asyncio
 import copy
@@ -28,7 +29,8 @@ EOS = 299
 
 
 class ByteTokenizer:
-    """Token i is the byte i; 256.. are pieces of several characters; the last one is EOS. Same face as `Tokenizer`."""
+    """Token i is the byte i; 256.. are pieces of several characters; the last one is EOS. Same
+    face as `Tokenizer`."""
 
     eos_token_ids = frozenset({EOS})
     vocab_size = VOCAB
@@ -66,7 +68,9 @@ class ByteDetokenizer:
 
 def qwen3_model(seed: int = 0, **changes: Any) -> nn.Module:
     """A random Qwen3 whose logits are spread enough that greedy tokens vary."""
-    return make_model(QWEN3 | {"vocab_size": VOCAB, "tie_word_embeddings": False} | changes, seed=seed)
+    return make_model(
+        QWEN3 | {"vocab_size": VOCAB, "tie_word_embeddings": False} | changes, seed=seed
+    )
 
 
 def engine_options(**changes: Any) -> EngineOptions:
@@ -90,7 +94,8 @@ def engine_options(**changes: Any) -> EngineOptions:
 
 @dataclass
 class Served:
-    """An engine and what it was made of. `plain` is a second tree with the same arrays, for the naive twin."""
+    """An engine and what it was made of. `plain` is a second tree with the same arrays, for the
+    naive twin."""
 
     engine: Engine
     plain: nn.Module
@@ -100,7 +105,12 @@ class Served:
 
 
 def serve(
-    model: nn.Module, *, policy: str | None = None, keep_versions: int = 1, tokenizer: Any = None, **options: Any
+    model: nn.Module,
+    *,
+    policy: str | None = None,
+    keep_versions: int = 1,
+    tokenizer: Any = None,
+    **options: Any,
 ) -> Served:
     plain = copy.deepcopy(model)
     layers = linear_layers(plain)
@@ -110,7 +120,9 @@ def serve(
     return Served(engine, plain, weights, lora, layers)
 
 
-def random_adapter(served: Served, seed: int, scale: float = 1.0, rank: int = 4) -> dict[str, LoraPair]:
+def random_adapter(
+    served: Served, seed: int, scale: float = 1.0, rank: int = 4
+) -> dict[str, LoraPair]:
     """An adapter on every linear layer, strong enough to change what is generated."""
     keys = mx.random.split(mx.random.key(seed), 2 * len(served.layers))
     layers = {}
@@ -124,14 +136,24 @@ def random_adapter(served: Served, seed: int, scale: float = 1.0, rank: int = 4)
 
 
 def request(
-    name: str, prompt: list[int] | tuple[int, ...], *, adapter: str | None = None, stream: bool = False, **params: Any
+    name: str,
+    prompt: list[int] | tuple[int, ...],
+    *,
+    adapter: str | None = None,
+    stream: bool = False,
+    **params: Any,
 ) -> Request:
     return Request(name, tuple(prompt), SamplingParams(**params), adapter=adapter, stream=stream)
 
 
-def ragged_prompts(count: int, seed: int = 0, shortest: int = 1, longest: int = 60) -> list[list[int]]:
+def ragged_prompts(
+    count: int, seed: int = 0, shortest: int = 1, longest: int = 60
+) -> list[list[int]]:
     generator = random.Random(seed)
-    return [[generator.randrange(VOCAB - 1) for _ in range(generator.randint(shortest, longest))] for _ in range(count)]
+    return [
+        [generator.randrange(VOCAB - 1) for _ in range(generator.randint(shortest, longest))]
+        for _ in range(count)
+    ]
 
 
 def run(engine: Engine, requests: list[Request], max_steps: int = 5000) -> dict[str, RequestOutput]:
@@ -169,7 +191,8 @@ def collect_deltas(engine: Engine, max_steps: int = 5000) -> dict[str, list[Comp
 
 @contextmanager
 def short_segments() -> Iterator[None]:
-    """With keys and values by tokens, short texts have the size classes and segments of long ones."""
+    """With keys and values by tokens, short texts have the size classes and segments of long
+    ones."""
     small = {"CLASS_STEP": 8, "PRIVATE_FROM": 24, "SHARED_FROM": 6, "REFERENCE_FROM": 6}
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -191,12 +214,14 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 TIE = 1e-4
-"""Two logits that lie closer than the contract's 1e-4 are a tie: which one is larger depends on the processor."""
+"""Two logits that lie closer than the contract's 1e-4 are a tie: which one is larger depends on
+the processor."""
 
 
 class Greedy(list[int]):
-    """The twin's greedy ids. They equal an answer's ids as the contract says (docs/serving.md): id for id up to the
-    first tie of the best logits. There each of the tied ids is right, and what follows another one is not compared."""
+    """The twin's greedy ids. They equal an answer's ids as the contract says (docs/serving.md):
+    id for id up to the first tie of the best logits. There each of the tied ids is right, and
+    what follows another one is not compared."""
 
     def __init__(self, ids: list[int], ties: dict[int, set[int]]) -> None:
         super().__init__(ids)
@@ -220,7 +245,9 @@ class Greedy(list[int]):
         return Greedy(self[:count], self.ties)
 
 
-def naive_greedy(model: nn.Module, prompt: list[int], max_tokens: int, eos: int | None = EOS) -> Greedy:
+def naive_greedy(
+    model: nn.Module, prompt: list[int], max_tokens: int, eos: int | None = EOS
+) -> Greedy:
     """The twin: mlx-lm's model with mlx-lm's cache, alone, argmax, stopping after EOS."""
     cache = make_prompt_cache(model)
     inputs, tokens, ties = mx.array(prompt)[None], [], {}

@@ -1,5 +1,6 @@
-"""Unmodified mlx-lm architectures through the engine: each answers as its own forward with mlx-lm's own caches does,
-whatever its layers keep, or is refused by name. The twin is `naive_greedy`."""
+"""Unmodified mlx-lm architectures through the engine: each answers as its own forward with
+mlx-lm's own caches does, whatever its layers keep, or is refused by name. The twin is
+`naive_greedy`."""
 
 import math
 from typing import Any
@@ -55,7 +56,13 @@ LATENT = {
     "num_key_value_heads": 4,
     "rope_scaling": None,
 }
-STATE_SPACE = {"state_size": 32, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4}
+STATE_SPACE = {
+    "state_size": 32,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": 4,
+}
 MAMBA2 = STATE_SPACE | {
     "num_heads": 4,
     "head_dim": 32,
@@ -80,7 +87,11 @@ BATCHED: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_traditional": False},
     "yarn": {
         "model_type": "qwen3",
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
     },
     "stablelm": {"use_qkv_bias": False, "partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
     "gpt2": {
@@ -112,7 +123,12 @@ BATCHED: dict[str, dict[str, Any]] = {
     "deepseek_v32": LATENT | {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 16},
     # sliding windows
     "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
-    "cohere2": {"sliding_window": 8, "sliding_window_pattern": 2, "num_hidden_layers": 4, "layer_norm_eps": 1e-5},
+    "cohere2": {
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "num_hidden_layers": 4,
+        "layer_norm_eps": 1e-5,
+    },
     "gpt_oss": {
         "sliding_window": 8,
         "num_local_experts": 4,
@@ -173,9 +189,19 @@ BATCHED: dict[str, dict[str, Any]] = {
     },
 }
 ROW_BY_ROW: dict[str, tuple[dict[str, Any], str]] = {
-    "dynamic": ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "scalar"),
+    "dynamic": (
+        {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        ("scalar"),
+    ),
     "gpt_bigcode": (
-        {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 128, "n_positions": 2048, "layer_norm_epsilon": 1e-5},
+        {
+            "n_embd": 64,
+            "n_head": 4,
+            "n_layer": 2,
+            "n_inner": 128,
+            "n_positions": 2048,
+            "layer_norm_epsilon": 1e-5,
+        },
         "scalar",
     ),
     "llama4": (
@@ -211,7 +237,9 @@ def slow_but(names, fast):
 
 def model_of(name: str, *, seed: int = 0):
     changes = BATCHED.get(name) or ROW_BY_ROW.get(name, ({}, ""))[0]
-    config = QWEN3 | {"model_type": name, "vocab_size": VOCAB, "tie_word_embeddings": False} | changes
+    config = (
+        QWEN3 | {"model_type": name, "vocab_size": VOCAB, "tie_word_embeddings": False} | changes
+    )
     return make_model(config, seed=seed)
 
 
@@ -223,8 +251,9 @@ def expected_of(name: str) -> type:
 
 @pytest.mark.parametrize("name", slow_but([*BATCHED, *ROW_BY_ROW], FAST))
 def test_batched_equals_its_own_forward(name, small):
-    """16 ragged prompts over 6 rows, so rows change hands; ends at different times, one abort, 4 choices of one prompt.
-    The last prompts are one token long: their rows hold what another sequence left."""
+    """16 ragged prompts over 6 rows, so rows change hands; ends at different times, one abort, 4
+    choices of one prompt. The last prompts are one token long: their rows hold what another
+    sequence left."""
     served = serve(model_of(name), max_rows=6, prefill_chunk=32)
     assert type(served.engine.cache) is expected_of(name)
     prompts = [*ragged_prompts(13, longest=50), [7], [8], [9]]
@@ -247,7 +276,9 @@ def test_batched_equals_its_own_forward(name, small):
     assert len(outputs["r2"].completions[0].token_ids) < lengths[2]
     for choice in outputs["many"].completions:
         assert list(choice.token_ids) == naive_greedy(served.plain, prompts[3], 9)
-    alone = run(served.engine, [request("sampled", prompts[4], seed=5, temperature=20.0, max_tokens=9, n=3)])["sampled"]
+    alone = run(
+        served.engine, [request("sampled", prompts[4], seed=5, temperature=20.0, max_tokens=9, n=3)]
+    )[("sampled")]
     for choice, again in zip(outputs["sampled"].completions, alone.completions, strict=True):
         assert choice.token_ids == again.token_ids
         np.testing.assert_allclose(choice.logprobs, again.logprobs, atol=1e-4)
@@ -267,7 +298,10 @@ def test_rows_with_and_without_an_adapter_equal_separate_runs(name):
     together = run(served.engine, requests)
     changed = 0
     for i, item in enumerate(requests):
-        alone, mixed = run(served.engine, [item])[f"r{i}"].completions[0], together[f"r{i}"].completions[0]
+        alone, mixed = (
+            run(served.engine, [item])[f"r{i}"].completions[0],
+            together[f"r{i}"].completions[0],
+        )
         assert mixed.token_ids == alone.token_ids
         np.testing.assert_allclose(mixed.logprobs, alone.logprobs, atol=1e-4)
         changed += list(mixed.token_ids) != naive_greedy(served.plain, prompts[i], 8)
@@ -288,12 +322,19 @@ def test_a_window_that_only_the_cache_knows_is_kept():
     model.make_cache = lambda: [RotatingKVCache(max_size=8) for _ in range(2)]
     served = serve(model, prefill_chunk=32)
     prompts = ragged_prompts(4, longest=40)
-    outputs = run(served.engine, [request(f"r{i}", p, temperature=0.0, max_tokens=12) for i, p in enumerate(prompts)])
+    outputs = run(
+        served.engine,
+        [request(f"r{i}", p, temperature=0.0, max_tokens=12) for i, p in enumerate(prompts)],
+    )
     for i, prompt in enumerate(prompts):
-        assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(served.plain, prompt, 12)
+        assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(
+            served.plain, prompt, 12
+        )
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "deepseek_v32", "mamba2", "gpt_bigcode", "dynamic"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3_text", "deepseek_v32", "mamba2", "gpt_bigcode", ("dynamic")]
+)
 def test_the_next_turn_goes_on_from_what_was_read(name):
     reused = name != "dynamic"  # its keys would have other angles in a text of another length
     served = serve(model_of(name), prefill_chunk=32)
@@ -327,9 +368,13 @@ def test_a_publish_is_used_by_the_next_token_over_what_the_old_weights_left(name
 def test_a_text_is_scored_in_chunks_as_by_one_forward(name):
     served = serve(model_of(name), prefill_chunk=16)
     tokens = ragged_prompts(1, shortest=50, longest=50)[0]
-    found = run(served.engine, [request("r", tokens, prompt_logprobs=0, max_tokens=1)])["r"].prompt_logprobs
+    found = run(served.engine, [request("r", tokens, prompt_logprobs=0, max_tokens=1)])[
+        "r"
+    ].prompt_logprobs
     logits = full_logits(served.plain, tokens)[:-1]
-    np.testing.assert_allclose(found.logprobs[1:], np.array(token_logprobs(logits, mx.array(tokens[1:]))), atol=2e-4)
+    np.testing.assert_allclose(
+        found.logprobs[1:], np.array(token_logprobs(logits, mx.array(tokens[1:]))), atol=2e-4
+    )
 
 
 @pytest.mark.parametrize("name", ["mamba2", "dynamic"])
@@ -376,7 +421,8 @@ def test_a_state_that_grows_with_the_text_is_not_batched():
 
 
 def broken_attention(model, cached_call):
-    """Gives every layer an attention whose forward is `cached_call(forward, self, x, mask, cache)`."""
+    """Gives every layer an attention whose forward is `cached_call(forward, self, x, mask,
+    cache)`."""
     attention = type(model.layers[0].self_attn)
     forward = attention.__call__
 
@@ -390,10 +436,13 @@ def broken_attention(model, cached_call):
 
 
 def test_a_model_that_forgets_the_mask_is_not_batched():
-    """Nothing raises; only the comparison with its own forward shows it. One row alone needs no mask."""
+    """Nothing raises; only the comparison with its own forward shows it. One row alone needs no
+    mask."""
     model = broken_attention(
         make_model(QWEN3 | {"vocab_size": VOCAB}),
-        lambda forward, self, x, mask, cache: forward(self, x, "causal" if x.shape[1] > 1 else None, cache),
+        lambda forward, self, x, mask, cache: forward(
+            self, x, ("causal") if x.shape[1] > 1 else None, cache
+        ),
     )
     assert why_not_batched(model) == "it does not give what its own forward gives"
     assert type(serve(model, by_tokens=False).engine.cache) is RowCaches
@@ -405,15 +454,21 @@ def test_a_model_that_takes_one_row_only_is_served_without_prefixes():
             raise ValueError("one row at a time")
         return forward(self, x, mask, cache)
 
-    served = serve(broken_attention(make_model(QWEN3 | {"vocab_size": VOCAB}), one_row), by_tokens=False)
+    served = serve(
+        broken_attention(make_model(QWEN3 | {"vocab_size": VOCAB}), one_row), by_tokens=False
+    )
     assert type(served.engine.cache) is RowCaches
     assert served.engine.cache.why_no_prefixes == "one row at a time"
     prompts = ragged_prompts(3, longest=20)
     for _ in range(2):
-        requests = [request(f"r{i}", p, temperature=0.0, max_tokens=4) for i, p in enumerate(prompts)]
+        requests = [
+            request(f"r{i}", p, temperature=0.0, max_tokens=4) for i, p in enumerate(prompts)
+        ]
         outputs = run(served.engine, requests)
         for i, prompt in enumerate(prompts):
-            assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(served.plain, prompt, 4)
+            assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(
+                served.plain, prompt, 4
+            )
     assert served.engine.scheduler.prefix_cache.tokens == 0
 
 
@@ -422,5 +477,8 @@ def test_a_model_that_cannot_even_go_on_alone_is_refused_by_name():
         make_model(QWEN3 | {"vocab_size": VOCAB}),
         lambda forward, self, x, mask, cache: forward(self, x, "causal", None),
     )
-    with pytest.raises(ModelError, match="'broken' cannot be served: decoding: it does not give what its own forward"):
+    with pytest.raises(
+        ModelError,
+        match=("'broken' cannot be served: decoding: it does not give what its own forward"),
+    ):
         serve(model, architecture="broken")

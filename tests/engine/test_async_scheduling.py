@@ -1,4 +1,5 @@
-"""server.async_scheduling: the next step is started before this one is read, and nothing that a client gets changes."""
+"""server.async_scheduling: the next step is started before this one is read, and nothing that a
+client gets changes."""
 
 import mlx.core as mx
 import pytest
@@ -10,7 +11,15 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.hardware import async_scheduling
 from mlx_parallm.system.turns import Turns
-from tests.engine.helpers import collect, qwen3_model, ragged_prompts, request, run, serve, short_segments
+from tests.engine.helpers import (
+    collect,
+    qwen3_model,
+    ragged_prompts,
+    request,
+    run,
+    serve,
+    short_segments,
+)
 
 PROMPT = [1, 2, 3]
 
@@ -29,7 +38,8 @@ def count_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def load() -> list:
-    """Different lengths, a group, filters, alternatives, a stop string, and rows that no step may run ahead of."""
+    """Different lengths, a group, filters, alternatives, a stop string, and rows that no step
+    may run ahead of."""
     prompts = ragged_prompts(6, longest=40)
     return [
         request("short", prompts[0], temperature=0.0, max_tokens=5, ignore_eos=True),
@@ -48,9 +58,13 @@ def test_answers_are_those_of_one_step_after_the_other(by_tokens, monkeypatch):
             served = serve(qwen3_model(), max_rows=7, by_tokens=by_tokens, async_scheduling=ahead)
             started = count_ahead(served.engine, monkeypatch)
             outputs.append(run(served.engine, load()))
-            assert bool(started) == ahead and (not ahead or (len(started) > 20 and max(started) > 4))
+            assert bool(started) == ahead and (
+                not ahead or (len(started) > 20 and max(started) > 4)
+            )
             served.engine.check_integrity()
-    one_by_one, ahead = ({name: out.completions for name, out in found.items()} for found in outputs)
+    one_by_one, ahead = (
+        {name: out.completions for name, out in found.items()} for found in outputs
+    )
     for name, completions in one_by_one.items():
         for plain, other in zip(completions, ahead[name], strict=True):
             assert (plain.token_ids, plain.text, plain.finish_reason) == (
@@ -61,20 +75,30 @@ def test_answers_are_those_of_one_step_after_the_other(by_tokens, monkeypatch):
             assert other.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("values", [{"presence_penalty": 1.5}, {"min_tokens": 8}, {"logit_bias": {5: 2.0}}])
+@pytest.mark.parametrize(
+    "values", [{"presence_penalty": 1.5}, {"min_tokens": 8}, {"logit_bias": {5: 2.0}}]
+)
 def test_no_step_runs_ahead_of_a_token_that_it_depends_on(values, monkeypatch):
     served = serve(qwen3_model(), async_scheduling=True)
     started = count_ahead(served.engine, monkeypatch)
     plain = request("plain", PROMPT, max_tokens=6, ignore_eos=True)
     run(
         served.engine,
-        [request("r", PROMPT, seed=1, max_tokens=8, ignore_eos="min_tokens" not in values, **values), plain],
+        [
+            request(
+                "r", PROMPT, seed=1, max_tokens=8, ignore_eos="min_tokens" not in values, **values
+            ),
+            plain,
+        ],
     )
     assert not started
 
 
 def test_a_token_that_was_started_before_a_publish_has_the_version_that_computed_it():
-    served, other = serve(qwen3_model(), policy="policy", async_scheduling=True), qwen3_model(seed=1)
+    served, other = (
+        serve(qwen3_model(), policy="policy", async_scheduling=True),
+        qwen3_model(seed=1),
+    )
     served.engine.add(request("r", PROMPT, temperature=0.0, max_tokens=12, ignore_eos=True))
     for _ in range(4):
         served.engine.step()
@@ -110,12 +134,23 @@ def test_it_is_off_on_a_cpu_and_when_deterministic_unless_it_is_set():
     assert not async_scheduling(None, deterministic=True)
     assert async_scheduling(True, deterministic=False)
     with pytest.raises(ConfigError, match="leave one out"):
-        parse_config({"server": {"async_scheduling": True}, "rl_training": {"deterministic": True, "max_staleness": 0}})
+        parse_config(
+            {
+                "server": {"async_scheduling": True},
+                "rl_training": {"deterministic": True, "max_staleness": 0},
+            }
+        )
 
 
 @pytest.mark.parametrize("by_tokens", [True, False])
 def test_a_row_that_was_aborted_with_nan_on_its_way_spoils_no_other(by_tokens):
-    served = serve(qwen3_model(), policy="policy", by_tokens=by_tokens, prefix_cache_bytes=0, async_scheduling=True)
+    served = serve(
+        qwen3_model(),
+        policy="policy",
+        by_tokens=by_tokens,
+        prefix_cache_bytes=0,
+        async_scheduling=True,
+    )
     good = dict(tree_flatten(served.plain.parameters()))
     served.engine.add(request("r", PROMPT, max_tokens=50, ignore_eos=True))
     for _ in range(4):
@@ -126,7 +161,8 @@ def test_a_row_that_was_aborted_with_nan_on_its_way_spoils_no_other(by_tokens):
     served.weights.publish_parameters(good)
     served.engine.step()
     served.engine.add(request("next", [5, 6], max_tokens=4, ignore_eos=True))
-    served.engine.step()  # its row is the aborted one's; beside a longer one it is masked where that one has written
+    # its row is the aborted one's; beside a longer one it is masked where that one has written
+    served.engine.step()
     found = run(served.engine, [request("longer", range(30), max_tokens=4, ignore_eos=True)])
     assert [found[name].completions[0].error for name in ("next", "longer")] == [None, None]
 

@@ -1,4 +1,5 @@
-"""Tokens and log-probabilities of the batched engine against the naive twin and a full recompute."""
+"""Tokens and log-probabilities of the batched engine against the naive twin and a full
+recompute."""
 
 import mlx.core as mx
 import numpy as np
@@ -24,11 +25,18 @@ from tests.tiny_models import LLAMA3_ROPE, make_model
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama3"])
 def test_greedy_in_a_batch_equals_alone(architecture):
-    model = qwen3_model() if architecture == "qwen3" else make_model(LLAMA3_ROPE | {"vocab_size": 300})
-    served = serve(model, max_rows=16, prefill_chunk=96)  # rows finish, move and are admitted all the time
+    model = (
+        qwen3_model()
+        if architecture == ("qwen3")
+        else make_model(LLAMA3_ROPE | {"vocab_size": 300})
+    )
+    # rows finish, move and are admitted all the time
+    served = serve(model, max_rows=16, prefill_chunk=96)
     prompts = ragged_prompts(64, longest=90)
     lengths = [4 + 7 * (i % 6) for i in range(64)]
-    requests = [request(f"r{i}", p, temperature=0.0, max_tokens=lengths[i]) for i, p in enumerate(prompts)]
+    requests = [
+        request(f"r{i}", p, temperature=0.0, max_tokens=lengths[i]) for i, p in enumerate(prompts)
+    ]
     outputs = run(served.engine, requests)
     distinct = set()
     for i, prompt in enumerate(prompts):
@@ -39,7 +47,8 @@ def test_greedy_in_a_batch_equals_alone(architecture):
 
 
 def test_sequences_behind_finished_ones_survive_when_memory_is_given_back(monkeypatch):
-    """The cache was once cut to the number of running rows before the last of them had moved forward."""
+    """The cache was once cut to the number of running rows before the last of them had moved
+    forward."""
     monkeypatch.setattr(engine_module, "CLEAR_CACHE_STEPS", 1)
     served = serve(qwen3_model(), max_rows=32, prefill_chunk=4096, by_tokens=False)
     prompts = ragged_prompts(32, longest=20)
@@ -61,7 +70,9 @@ def test_seeded_in_a_batch_equals_alone():
     filters = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05, "temperature": 1.3}]
 
     def make(i: int):
-        return request(f"r{i}", prompts[i], seed=1000 + i, max_tokens=12, ignore_eos=True, **filters[i % 4])
+        return request(
+            f"r{i}", prompts[i], seed=1000 + i, max_tokens=12, ignore_eos=True, **filters[i % 4]
+        )
 
     together = run(served.engine, [make(i) for i in range(64)])
     alone: dict = {}
@@ -69,8 +80,12 @@ def test_seeded_in_a_batch_equals_alone():
         alone |= run(served.engine, [make(i)])
     for name, output in alone.items():
         assert output.completions[0].token_ids == together[name].completions[0].token_ids
-        np.testing.assert_allclose(output.completions[0].logprobs, together[name].completions[0].logprobs, atol=1e-5)
-    assert len({token for output in alone.values() for token in output.completions[0].token_ids}) >= 20
+        np.testing.assert_allclose(
+            output.completions[0].logprobs, together[name].completions[0].logprobs, atol=1e-5
+        )
+    assert (
+        len({token for output in alone.values() for token in output.completions[0].token_ids}) >= 20
+    )
 
 
 def test_choices_differ_and_repeat_with_their_seed():
@@ -100,7 +115,10 @@ def test_unseeded_requests_follow_the_engine_seed():
 def test_logprobs_equal_a_full_recompute(temperature):
     served = serve(qwen3_model(), prefill_chunk=64)
     prompts = ragged_prompts(64, longest=80)
-    requests = [request(f"r{i}", p, temperature=temperature, seed=i, max_tokens=24) for i, p in enumerate(prompts)]
+    requests = [
+        request(f"r{i}", p, temperature=temperature, seed=i, max_tokens=24)
+        for i, p in enumerate(prompts)
+    ]
     outputs = run(served.engine, requests)
     worst = 0.0
     for i, prompt in enumerate(prompts):
@@ -130,15 +148,23 @@ def test_one_prefill_for_n_and_for_identical_requests():
 def test_chunked_prefill_equals_unchunked(chunk):
     served = serve(qwen3_model(), prefill_chunk=chunk)
     prompts = ragged_prompts(6, seed=8, shortest=70, longest=200)
-    outputs = run(served.engine, [request(f"r{i}", p, temperature=0.0, max_tokens=12) for i, p in enumerate(prompts)])
+    outputs = run(
+        served.engine,
+        [request(f"r{i}", p, temperature=0.0, max_tokens=12) for i, p in enumerate(prompts)],
+    )
     for i, prompt in enumerate(prompts):
-        assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(served.plain, prompt, 12)
+        assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(
+            served.plain, prompt, 12
+        )
 
 
 def test_context_end_and_its_errors():
     served = serve(qwen3_model(), max_model_len=32)
     output = run(served.engine, [request("r", [1] * 20, ignore_eos=True)])["r"]
-    assert (len(output.completions[0].token_ids), output.completions[0].finish_reason) == (12, "length")
+    assert (len(output.completions[0].token_ids), output.completions[0].finish_reason) == (
+        12,
+        ("length"),
+    )
     with pytest.raises(ContextLengthError, match="maximum context length is 32"):
         served.engine.add(request("x", [1] * 20, max_tokens=13))
     with pytest.raises(ContextLengthError):
@@ -189,7 +215,16 @@ def test_top_logprobs_are_the_likeliest_of_the_plain_distribution():
     served = serve(qwen3_model())
     prompts = ragged_prompts(3)
     requests = [
-        request("a", prompts[0], logprobs=5, temperature=0.5, top_k=3, seed=1, max_tokens=6, ignore_eos=True),
+        request(
+            "a",
+            prompts[0],
+            logprobs=5,
+            temperature=0.5,
+            top_k=3,
+            seed=1,
+            max_tokens=6,
+            ignore_eos=True,
+        ),
         request("b", prompts[1], logprobs=2, seed=1, max_tokens=6, ignore_eos=True),
         request("c", prompts[2], seed=1, max_tokens=6, ignore_eos=True),
     ]
@@ -197,24 +232,41 @@ def test_top_logprobs_are_the_likeliest_of_the_plain_distribution():
     assert outputs["c"].completions[0].top_logprobs is None
     for name, prompt, count, temperature in (("a", prompts[0], 5, 0.5), ("b", prompts[1], 2, 1.0)):
         completion = outputs[name].completions[0]
-        logits = full_logits(served.plain, prompt + list(completion.token_ids))[len(prompt) - 1 : -1] / temperature
+        logits = (
+            full_logits(served.plain, prompt + list(completion.token_ids))[len(prompt) - 1 : -1]
+            / temperature
+        )
         expected = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         for row, alternatives in zip(expected, completion.top_logprobs, strict=True):
             assert [a.token_id for a in alternatives] == np.argsort(-row)[:count].tolist()
-            np.testing.assert_allclose([a.logprob for a in alternatives], np.sort(row)[::-1][:count], atol=1e-4)
+            np.testing.assert_allclose(
+                [a.logprob for a in alternatives], np.sort(row)[::-1][:count], atol=1e-4
+            )
 
 
 def test_eos_is_kept_with_its_logprob_not_shown_and_waits_for_min_tokens():
     served = serve(qwen3_model())
     force = {EOS: 100.0}
-    output = run(served.engine, [request("r", [1, 2, 3], logit_bias=force, max_tokens=10)])["r"].completions[0]
-    assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == ((EOS,), "", "stop", None)
+    output = run(served.engine, [request("r", [1, 2, 3], logit_bias=force, max_tokens=10)])[
+        "r"
+    ].completions[0]
+    assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == (
+        (EOS,),
+        "",
+        "stop",
+        None,
+    )
     expected = token_logprobs(full_logits(served.plain, [1, 2, 3])[-1:], mx.array([EOS]))
     assert output.logprobs[0] == pytest.approx(expected.item(), abs=1e-4)
     assert output.processed_logprobs[0] == pytest.approx(0.0, abs=1e-4)
     ignoring = request("i", [1, 2, 3], logit_bias=force, max_tokens=4, ignore_eos=True)
     assert run(served.engine, [ignoring])["i"].completions[0].token_ids == (EOS,) * 4
-    params = {"logit_bias": force | {65: 90.0}, "stop_token_ids": (65,), "min_tokens": 5, "max_tokens": 10}
+    params = {
+        "logit_bias": force | {65: 90.0},
+        "stop_token_ids": (65,),
+        "min_tokens": 5,
+        "max_tokens": 10,
+    }
     completion = run(served.engine, [request("r", [1, 2, 3], **params)])["r"].completions[0]
     assert completion.token_ids[5:] == (EOS,)
     assert not {EOS, 65} & set(completion.token_ids[:5])
@@ -231,25 +283,35 @@ def test_decoding_goes_on_between_chunks_of_a_long_prompt_and_of_a_score(params)
     before = served.engine.counters.generation_tokens
     for _ in range(9):
         assert not any(event.request_id == "long" for event in served.engine.step())
-    assert served.engine.counters.generation_tokens - before == 9  # one each step, all of the short request
-    assert any(event.request_id == "long" for event in served.engine.step()) == ("prompt_logprobs" in params)
+    # one each step, all of the short request
+    assert served.engine.counters.generation_tokens - before == 9
+    assert any(event.request_id == "long" for event in served.engine.step()) == (
+        "prompt_logprobs" in params
+    )
     collect(served.engine)
 
 
 def test_ids_are_compared_up_to_a_tie():
-    """Ids 0 and 1 tie at the second place: either is right there. Without a tie each id counts, and the length."""
+    """Ids 0 and 1 tie at the second place: either is right there. Without a tie each id counts,
+    and the length."""
     greedy = Greedy([7, 1, 5], {1: {0, 1}})
-    right, wrong = ([7, 1, 5], [7, 0, 3, 3]), ([7, 2, 5], [7, 1, 4], [6, 1, 5], [7, 1], [7, 1, 5, 5])
+    right, wrong = (
+        ([7, 1, 5], [7, 0, 3, 3]),
+        ([7, 2, 5], [7, 1, 4], [6, 1, 5], [7, 1], [7, 1, 5, 5]),
+    )
     assert all(ids == greedy for ids in right) and all(ids != greedy for ids in wrong)
     assert not any(ids != greedy for ids in right) and not any(ids == greedy for ids in wrong)
     assert greedy.start(2) == [7, 0]
 
 
 def test_the_twin_knows_its_ties():
-    """Two rows of the head are the same but for 1e-6: wherever one of them is best, the other is as well."""
+    """Two rows of the head are the same but for 1e-6: wherever one of them is best, the other is
+    as well."""
     model = qwen3_model()
     model.lm_head.weight[8] = model.lm_head.weight[7] * (1 + 1e-7)
     mx.eval(model.parameters())
     greedy = [naive_greedy(model, prompt, 20) for prompt in ragged_prompts(40)]
     assert any({7, 8} <= tied for ids in greedy for tied in ids.ties.values())
-    assert sum(len(ids.ties) for ids in greedy) < 0.1 * sum(map(len, greedy)), "few positions are ties"
+    assert sum(len(ids.ties) for ids in greedy) < 0.1 * sum(map(len, greedy)), (
+        "few positions are ties"
+    )

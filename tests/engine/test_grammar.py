@@ -1,4 +1,5 @@
-"""Structured output in the engine: a random model, whose free output is garbage, under every kind of grammar."""
+"""Structured output in the engine: a random model, whose free output is garbage, under every
+kind of grammar."""
 
 import json
 import re
@@ -64,54 +65,88 @@ def holds(structure: Structure, text: str) -> bool:
 @pytest.fixture(scope="module")
 def served(tiny_tokenizer: Tokenizer) -> Served:
     model = qwen3_model(vocab_size=PADDED)
-    return serve(model, tokenizer=tiny_tokenizer, vocab_size=PADDED, async_scheduling=True)  # no step may run ahead
+    # no step may run ahead
+    return serve(model, tokenizer=tiny_tokenizer, vocab_size=PADDED, async_scheduling=True)
 
 
-def sample(served: Served, structure: Structure, n: int, name: str = "r", **params: Any) -> tuple[Completion, ...]:
+def sample(
+    served: Served, structure: Structure, n: int, name: str = "r", **params: Any
+) -> tuple[Completion, ...]:
     params = {"max_tokens": 600, "seed": 7, "n": n} | params
-    return run(served.engine, [request(name, PROMPT, structure=structure, **params)])[name].completions
+    return run(served.engine, [request(name, PROMPT, structure=structure, **params)])[
+        name
+    ].completions
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "structure", [SCHEMA, regex(REGEX), choice(*CHOICES), LARK], ids=["schema", "regex", "choice", "grammar"]
+    "structure",
+    [SCHEMA, regex(REGEX), choice(*CHOICES), LARK],
+    ids=["schema", "regex", "choice", ("grammar")],
 )
 def test_forty_samples_all_match(served: Served, structure: Structure) -> None:
     completions = sample(served, structure, 40)
     assert all(holds(structure, c.text) for c in completions if c.finish_reason == "stop")
-    assert sum(c.finish_reason == "stop" for c in completions) >= 36  # a garbage model may not find an end in 600
+    # a garbage model may not find an end in 600
+    assert sum(c.finish_reason == "stop" for c in completions) >= 36
     assert {c.finish_reason for c in completions} <= {"stop", "length"}
-    assert len({c.text for c in completions}) >= (5 if structure.kind in ("choice", "grammar") else 20)
+    assert len({c.text for c in completions}) >= (
+        5 if structure.kind in ("choice", ("grammar")) else 20
+    )
     assert all(token < 320 for c in completions for token in c.token_ids)
-    assert not any("\n" in c.text or "  " in c.text for c in completions if structure is SCHEMA)  # on one line
+    # on one line
+    assert not any("\n" in c.text or "  " in c.text for c in completions if structure is SCHEMA)
 
 
 def test_greedy_answers_match_too(served: Served) -> None:
     [completion] = sample(served, regex(REGEX), 1, temperature=0)
     assert holds(regex(REGEX), completion.text) and completion.finish_reason == "stop"
-    free = run(served.engine, [request("free", PROMPT, max_tokens=20, temperature=0)])["free"].completions[0]
+    free = run(served.engine, [request("free", PROMPT, max_tokens=20, temperature=0)])[
+        "free"
+    ].completions[0]
     assert not holds(regex(REGEX), free.text)
 
 
 @pytest.mark.slow
 def test_a_batch_of_different_grammars_and_none_is_each_alone(served: Served) -> None:
-    structures = [SCHEMA, None, regex(REGEX), choice(*CHOICES), None, LARK, regex("[ab]{30,40}"), None]
+    structures = [
+        SCHEMA,
+        None,
+        regex(REGEX),
+        choice(*CHOICES),
+        None,
+        LARK,
+        regex("[ab]{30,40}"),
+        None,
+    ]
     requests = [
-        request(f"r{i}", [*PROMPT, i], structure=structure, max_tokens=120, seed=i, temperature=0.7 if i % 2 else 1.0)
+        request(
+            f"r{i}",
+            [*PROMPT, i],
+            structure=structure,
+            max_tokens=120,
+            seed=i,
+            temperature=0.7 if i % 2 else 1.0,
+        )
         for i, structure in enumerate(structures)
     ]
     together = run(served.engine, requests)
     alone = {item.request_id: run(served.engine, [item])[item.request_id] for item in requests}
     for name, output in together.items():
         assert output.completions[0].token_ids == alone[name].completions[0].token_ids, name
-    assert len({token for output in together.values() for token in output.completions[0].token_ids}) >= 20
+    assert (
+        len({token for output in together.values() for token in output.completions[0].token_ids})
+        >= 20
+    )
     for item in requests:
         completion = together[item.request_id].completions[0]
         if item.params.structure is not None and completion.finish_reason == "stop":
             assert holds(item.params.structure, completion.text)
 
 
-def test_the_end_comes_exactly_where_the_grammar_accepts(served: Served, tiny_tokenizer: Tokenizer) -> None:
+def test_the_end_comes_exactly_where_the_grammar_accepts(
+    served: Served, tiny_tokenizer: Tokenizer
+) -> None:
     grammars = Grammars(tiny_tokenizer, PADDED)
     matcher = grammars.matcher(regex("ab?"), 0, tiny_tokenizer.eos_token_ids)
     a, b = tiny_tokenizer.encode("a")[0], tiny_tokenizer.encode("b")[0]
@@ -127,14 +162,19 @@ def test_the_end_comes_exactly_where_the_grammar_accepts(served: Served, tiny_to
 
 
 def test_the_masks_are_those_of_a_naive_twin(tiny_tokenizer: Tokenizer) -> None:
-    """A token may come next when what was said and the token begin one of the choices, or end one."""
+    """A token may come next when what was said and the token begin one of the choices, or end
+    one."""
     choices = [text.encode() for text in CHOICES]
-    tokens = {t: tiny_tokenizer.token_bytes(t) for t in range(320) if t not in tiny_tokenizer.special_ids}
+    tokens = {
+        t: tiny_tokenizer.token_bytes(t) for t in range(320) if t not in tiny_tokenizer.special_ids
+    }
     grammars, generator = Grammars(tiny_tokenizer, PADDED), np.random.default_rng(0)
     for _ in range(20):
         matcher, said = grammars.matcher(choice(*CHOICES), 0, ()), b""
         while True:
-            expected = {t for t, text in tokens.items() if any(c.startswith(said + text) for c in choices)}
+            expected = {
+                t for t, text in tokens.items() if any(c.startswith(said + text) for c in choices)
+            }
             expected |= set(tiny_tokenizer.eos_token_ids) if said in choices else set()
             allowed = np.flatnonzero(allowed_tokens([matcher], PADDED)[0]).tolist()
             assert set(allowed) == expected, said
@@ -145,7 +185,9 @@ def test_the_masks_are_those_of_a_naive_twin(tiny_tokenizer: Tokenizer) -> None:
             said += tokens[token]
 
 
-def test_processed_logprobs_are_those_under_the_mask(served: Served, tiny_tokenizer: Tokenizer) -> None:
+def test_processed_logprobs_are_those_under_the_mask(
+    served: Served, tiny_tokenizer: Tokenizer
+) -> None:
     structure = regex(REGEX)
     [completion] = sample(served, structure, 1, temperature=0.8)
     tokens = [*PROMPT, *completion.token_ids]
@@ -168,11 +210,19 @@ def test_min_tokens_waits_unless_only_the_end_is_left(served: Served) -> None:
         assert (completion.text, completion.finish_reason) == ("abc", "stop")
 
 
-def test_stop_strings_filters_bias_and_max_tokens_go_on_working(served: Served, tiny_tokenizer: Tokenizer) -> None:
+def test_stop_strings_filters_bias_and_max_tokens_go_on_working(
+    served: Served, tiny_tokenizer: Tokenizer
+) -> None:
     [stopped] = sample(served, regex("[ab]{5}cc[ab]{5}"), 1, stop=("cc",))
     assert re.fullmatch("[ab]{5}", stopped.text) and stopped.stop_reason == "cc"
     a = tiny_tokenizer.encode("a")[0]
-    filters = {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "logit_bias": {a: -5.0}}
+    filters = {
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "logit_bias": {a: -5.0},
+    }
     for completion in sample(served, regex(REGEX), 10, **filters):
         assert holds(regex(REGEX), completion.text)
     [cut] = sample(served, regex("[ab]{50}"), 1, max_tokens=10)
@@ -181,7 +231,8 @@ def test_stop_strings_filters_bias_and_max_tokens_go_on_working(served: Served, 
 
 @pytest.mark.slow
 def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(served: Served) -> None:
-    """Every split of the text is a parse of its own: the work grows with the square of the length."""
+    """Every split of the text is a parse of its own: the work grows with the square of the
+    length."""
     hostile = Structure("grammar", 'start: s\ns: s s | "a" | "a" s | s "a"')
     requests = [
         request("bad", PROMPT, structure=hostile, max_tokens=1500, min_tokens=1500, seed=1),
@@ -199,7 +250,10 @@ BAD: dict[str, tuple[Structure, str]] = {
     "no type": (Structure("json_schema", '{"type": "nope"}'), "nope"),
     "not JSON": (Structure("json_schema", "{"), "property name"),
     "never": (Structure("json_schema", '{"not": {}}'), "no text"),
-    "unsatisfiable": (Structure("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}'), "nsatisfiable"),
+    "unsatisfiable": (
+        Structure("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}'),
+        ("nsatisfiable"),
+    ),
     "reference to itself": (
         Structure("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'),
         "no text",
@@ -212,7 +266,10 @@ BAD: dict[str, tuple[Structure, str]] = {
     "unknown rule": (Structure("grammar", "start: nowhere"), "nowhere"),
     "deep grammar": (Structure("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
     "too long": (regex("a" * 20_000), "characters"),
-    "long pattern": (Structure("json_schema", json.dumps({"type": "string", "pattern": "a?" * 9000})), "characters"),
+    "long pattern": (
+        Structure("json_schema", json.dumps({"type": "string", "pattern": "a?" * 9000})),
+        ("characters"),
+    ),
 }
 
 
@@ -227,7 +284,9 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(served: Served, name
 
 def test_long_chains_of_references_do_not_end_the_process(tiny_tokenizer: Tokenizer) -> None:
     """The library compiles by recursion: this one does not fit into a thread's usual 8 MB."""
-    definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1800)} | {"d1800": {"const": "x"}}
+    definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1800)} | {
+        "d1800": {"const": ("x")}
+    }
     schema = Structure("json_schema", json.dumps({"$ref": "#/$defs/d0", "$defs": definitions}))
     nested = '{"$ref":"#/$defs/%d"}'
     for _ in range(110):
@@ -245,7 +304,9 @@ def test_a_list_of_thousands_of_choices(served: Served) -> None:
     assert completion.text in texts and completion.finish_reason == "stop"
 
 
-def test_a_grammar_that_takes_too_long_ends_its_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_takes_too_long_ends_its_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mlx_parallm.engine.grammar.SLOW_MASK_S", -1.0)
     [completion] = sample(served, regex("[ab]{9}"), 1)
     assert completion.finish_reason == "error" and "takes too long" in (completion.error or "")
@@ -256,12 +317,14 @@ def test_compiled_grammars_are_kept_and_bounded(tiny_tokenizer: Tokenizer) -> No
     for i in range(KEPT_GRAMMARS + 10):
         grammars.matcher(regex(f"a{{{i + 1}}}"), 0, ())
     assert len(grammars._kept) == KEPT_GRAMMARS
-    first = grammars._find(Structure("regex", "a{20}", "guided_regex"))  # the field's name is no part of the key
+    # the field's name is no part of the key
+    first = grammars._find(Structure("regex", "a{20}", "guided_regex"))
     assert first is not None and grammars._find(regex("a{20}")) is first
 
 
 def test_added_tokens_in_a_forced_text(tiny_tokenizer: Tokenizer) -> None:
-    """Qwen's <think> and <tool_call> are not special; the library forced such tokens and then refused them."""
+    """Qwen's <think> and <tool_call> are not special; the library forced such tokens and then
+    refused them."""
     source = json.loads(tiny_tokenizer.to_json() or "")
     think = {"id": tiny_tokenizer.vocab_size, "content": "<think>"}
     off = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
@@ -280,7 +343,9 @@ def test_added_tokens_in_a_forced_text(tiny_tokenizer: Tokenizer) -> None:
         assert matcher.advance(token) is None
     source["added_tokens"].append(off | {"id": think["id"] + 1, "content": " é"})
     free = Grammars(Thinking(), PADDED).matcher(regex("(<think>|x)y"), 0, ())  # type: ignore[arg-type]
-    assert allowed_tokens([free], PADDED)[0, think["id"]] and free.advance(think["id"]) is None, "it counts as its text"
+    assert allowed_tokens([free], PADDED)[0, think["id"]] and free.advance(think["id"]) is None, (
+        "it counts as its text"
+    )
     bytes_of = Grammars(Thinking(), PADDED).matcher(regex("( é|x)y"), 0, ())  # type: ignore[arg-type]
     assert allowed_tokens([bytes_of], PADDED)[0, think["id"] + 1], "in the alphabet of bytes"
 
@@ -299,13 +364,20 @@ def greedy_twin(served: Served, prompt: list[int], count: int, forbidden: Any) -
 
 
 def test_bad_words_and_allowed_tokens_are_vllms(served: Served, tiny_tokenizer: Tokenizer) -> None:
-    """A word's last token is not drawn where the others have just been drawn; alone and behind a space."""
+    """A word's last token is not drawn where the others have just been drawn; alone and behind a
+    space."""
     free = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     said = run(served.engine, [request("free", PROMPT, **free)])["free"].completions[0].token_ids
-    pair = next(tiny_tokenizer.decode(said[i : i + 2]) for i in range(24) if all(3 <= t < 288 for t in said[i : i + 2]))
+    pair = next(
+        tiny_tokenizer.decode(said[i : i + 2])
+        for i in range(24)
+        if all(3 <= t < 288 for t in said[i : i + 2])
+    )
     words = [tiny_tokenizer.decode([max(said[4:], key=lambda t: 3 <= t < 288)]), pair]
     ids = [
-        tuple(tiny_tokenizer.encode(space + w.lstrip(), add_special_tokens=False)) for w in words for space in ("", " ")
+        tuple(tiny_tokenizer.encode(space + w.lstrip(), add_special_tokens=False))
+        for w in words
+        for space in ("", (" "))
     ]
 
     def without(output: list[int], logits: np.ndarray) -> np.ndarray:
@@ -314,7 +386,9 @@ def test_bad_words_and_allowed_tokens_are_vllms(served: Served, tiny_tokenizer: 
                 logits[word[-1]] = -np.inf
         return logits
 
-    [bad] = run(served.engine, [request("bad", PROMPT, bad_words=tuple(words), **free)])["bad"].completions
+    [bad] = run(served.engine, [request("bad", PROMPT, bad_words=tuple(words), **free)])[
+        "bad"
+    ].completions
     assert list(bad.token_ids) == greedy_twin(served, PROMPT, 24, without) != list(said)
     assert bad.processed_logprobs is not None
     few = (40, 41, 42, 50, 60)
@@ -323,13 +397,16 @@ def test_bad_words_and_allowed_tokens_are_vllms(served: Served, tiny_tokenizer: 
         return np.where(np.isin(np.arange(len(logits)), few), logits, -np.inf)
 
     outputs = run(
-        served.engine, [request("few", PROMPT, allowed_token_ids=few, **free), request("all", PROMPT, **free)]
+        served.engine,
+        [request("few", PROMPT, allowed_token_ids=few, **free), request("all", PROMPT, **free)],
     )
     assert list(outputs["few"].completions[0].token_ids) == greedy_twin(served, PROMPT, 24, only)
     assert outputs["all"].completions[0].token_ids == said, "the other row is as it was"
     a, b = (tiny_tokenizer.encode(letter)[0] for letter in "ab")
     [both] = sample(served, regex("[abc]{20}"), 1, allowed_token_ids=(a, b))
-    assert set(both.text) == {"a", "b"} and both.finish_reason == "stop", "the end is what the grammar leaves"
+    assert set(both.text) == {"a", "b"} and both.finish_reason == "stop", (
+        "the end is what the grammar leaves"
+    )
     for name, params in {
         "allowed_token_ids": {"allowed_token_ids": (PADDED,)},
         "bad_words": {"bad_words": (" ",)},
@@ -338,8 +415,11 @@ def test_bad_words_and_allowed_tokens_are_vllms(served: Served, tiny_tokenizer: 
             served.engine.add(request("x", PROMPT, **params))
 
 
-def test_where_no_token_may_come_next_the_text_ends_with_an_error(served: Served, tiny_tokenizer: Tokenizer) -> None:
-    """All logits are -inf then, and the token that argmax names is none that the client asked for."""
+def test_where_no_token_may_come_next_the_text_ends_with_an_error(
+    served: Served, tiny_tokenizer: Tokenizer
+) -> None:
+    """All logits are -inf then, and the token that argmax names is none that the client asked
+    for."""
     end = min(tiny_tokenizer.eos_token_ids)
     letter = tiny_tokenizer.encode("a")[0]
     word = tiny_tokenizer.decode([letter])
@@ -348,5 +428,9 @@ def test_where_no_token_may_come_next_the_text_ends_with_an_error(served: Served
         "one token, a bad word": {"allowed_token_ids": (letter,), "bad_words": (word,)},
     }
     for name, params in nothing.items():
-        [done] = run(served.engine, [request(name, PROMPT, max_tokens=8, **params)])[name].completions
-        assert done.finish_reason == "error" and "no token may come next" in (done.error or ""), name
+        [done] = run(served.engine, [request(name, PROMPT, max_tokens=8, **params)])[
+            name
+        ].completions
+        assert done.finish_reason == "error" and "no token may come next" in (done.error or ""), (
+            name
+        )

@@ -20,9 +20,17 @@ def listing(**properties: Any) -> dict[str, Any]:
 
 # schema → what it takes, what it does not take, keywords that it does not enforce
 ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
-    "z.record": ({"type": "object", "propertyNames": TEXT, "additionalProperties": INTEGER}, [{"A": 1}], [{"A": "x"}]),
+    "z.record": (
+        {"type": "object", "propertyNames": TEXT, "additionalProperties": INTEGER},
+        [{"A": 1}],
+        [{"A": ("x")}],
+    ),
     "propertyNames, pattern": (
-        {"type": "object", "propertyNames": TEXT | {"pattern": "^[a-z]+$"}, "additionalProperties": INTEGER},
+        {
+            "type": "object",
+            "propertyNames": TEXT | {"pattern": "^[a-z]+$"},
+            "additionalProperties": INTEGER,
+        },
         [{"ab": 1}],
         [{"A": 1}],
     ),
@@ -32,7 +40,11 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"c": 1}],
     ),
     "z.never": (listing(a={"not": {}}, b=TEXT), [{"b": "x"}], [{"a": 1}]),
-    "unevaluatedProperties": (listing(a=INTEGER) | {"unevaluatedProperties": False}, [{"a": 1}], [{"b": 1}]),
+    "unevaluatedProperties": (
+        listing(a=INTEGER) | {"unevaluatedProperties": False},
+        [{"a": 1}],
+        [{"b": 1}],
+    ),
     "uniqueItems off": ({"type": "array", "uniqueItems": False}, [[1, 1]], [1]),
     "cuid": (TEXT | {"format": "cuid"}, ["cabcdefgh1"], ["x"]),
     "nanoid": (TEXT | {"format": "nanoid"}, ["a" * 21], ["a"]),
@@ -46,11 +58,22 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "binary": (TEXT | {"format": "binary"}, ["x"], [1]),
     "zod's pattern": (TEXT | {"format": "cuid", "pattern": "^[cC][^ -]{3,}$"}, ["cABC"], ["ab"]),
 }
-GIVEN_UP: dict[str, tuple[Any, Any, Any, list[str]]] = {  # …, an answer that breaks the keyword, its name
-    "uniqueItems": ({"type": "array", "items": INTEGER, "uniqueItems": True}, [1, 2], [1, 1], ["uniqueItems"]),
+# …, an answer that breaks the keyword, its name
+GIVEN_UP: dict[str, tuple[Any, Any, Any, list[str]]] = {
+    "uniqueItems": (
+        {"type": "array", "items": INTEGER, "uniqueItems": True},
+        [1, 2],
+        [1, 1],
+        [("uniqueItems")],
+    ),
     "contains": ({"type": "array", "contains": INTEGER}, [1, "a"], ["a"], ["contains"]),
     "not": (INTEGER | {"not": {"const": 3}}, 4, 3, ["not"]),
-    "if": (listing(a=INTEGER) | {"if": {"required": ["a"]}, "then": {"required": ["b"]}}, {}, {"a": 1}, ["if", "then"]),
+    "if": (
+        listing(a=INTEGER) | {"if": {"required": ["a"]}, "then": {"required": ["b"]}},
+        {},
+        {"a": 1},
+        ["if", ("then")],
+    ),
     "dependentRequired": (
         listing(a=INTEGER, b=INTEGER) | {"dependentRequired": {"a": ["b"]}},
         {"b": 1},
@@ -88,7 +111,9 @@ def takes(grammars: Grammars, tokenizer: Tokenizer, structure: Structure, value:
 
 
 @pytest.mark.parametrize("name", ENFORCED)
-async def test_keywords_of_type_systems_are_enforced(grammars: Grammars, tiny_tokenizer: Tokenizer, name: str) -> None:
+async def test_keywords_of_type_systems_are_enforced(
+    grammars: Grammars, tiny_tokenizer: Tokenizer, name: str
+) -> None:
     source, good, bad = ENFORCED[name]
     structure = schema(source)
     assert await grammars.unenforced(structure) == ()
@@ -105,13 +130,18 @@ async def test_what_the_grammar_lets_through_is_named_and_found_in_the_end(
     assert list(await grammars.unenforced(structure)) == names
     for value in (good, bad):
         assert takes(grammars, tiny_tokenizer, structure, value)
-    assert violation(structure.source, json.dumps(good)) is None and violation(structure.source, json.dumps(bad))
+    assert violation(structure.source, json.dumps(good)) is None and violation(
+        structure.source, json.dumps(bad)
+    )
 
 
 def test_objects_are_closed_but_for_those_put_together_of_several_schemas(
     grammars: Grammars, tiny_tokenizer: Tokenizer
 ) -> None:
-    parts = {"allOf": [{"$ref": "#/$defs/A"}, listing(b=INTEGER)], "$defs": {"A": listing(a=INTEGER)}}
+    parts = {
+        "allOf": [{"$ref": "#/$defs/A"}, listing(b=INTEGER)],
+        "$defs": {"A": listing(a=INTEGER)},
+    }
     plain, nested = listing(a=INTEGER), listing(a=listing(b=INTEGER))
     open_too = Grammars(tiny_tokenizer, 320, close_objects=False)
     for source, value, closed in (
@@ -120,12 +150,18 @@ def test_objects_are_closed_but_for_those_put_together_of_several_schemas(
         (plain | {"additionalProperties": True}, {"a": 1, "b": 2}, False),
         ({"type": "object"}, {"a": 1}, False),
         (parts, {"a": 1, "b": 2}, False),
-        (listing(x={"$ref": "#/$defs/A"}) | {"$defs": parts["$defs"]}, {"x": {"a": 1, "b": 2}}, True),
+        (
+            listing(x={"$ref": "#/$defs/A"}) | {"$defs": parts["$defs"]},
+            {"x": {"a": 1, "b": 2}},
+            True,
+        ),
         ({"anyOf": [listing(a=INTEGER), listing(b=INTEGER)]}, {"a": 1, "c": 2}, True),
     ):
         assert takes(grammars, tiny_tokenizer, schema(source), value) is not closed, source
         assert takes(open_too, tiny_tokenizer, schema(source), value), source
-        assert takes(open_too, tiny_tokenizer, schema(source, strict=True), value) is not closed, source
+        assert takes(open_too, tiny_tokenizer, schema(source, strict=True), value) is not closed, (
+            source
+        )
 
 
 def test_a_schema_that_cannot_be_checked_either_is_refused(grammars: Grammars) -> None:
@@ -179,9 +215,14 @@ ODD = 2**53 + 1  # the first integer that no double holds
     ids=json.dumps,
 )
 async def test_bounds_of_integers_are_narrowed_to_what_the_grammar_holds(
-    grammars: Grammars, tiny_tokenizer: Tokenizer, bounds: dict[str, int], good: list[int], bad: list[int]
+    grammars: Grammars,
+    tiny_tokenizer: Tokenizer,
+    bounds: dict[str, int],
+    good: list[int],
+    bad: list[int],
 ) -> None:
-    """A rounded bound let an integer through that the check refused at each try; int64's were refused as they are."""
+    """A rounded bound let an integer through that the check refused at each try; int64's were
+    refused as they are."""
     structure = schema(INTEGER | bounds)
     assert await grammars.unenforced(structure) == ()
     for value in good:
@@ -190,10 +231,17 @@ async def test_bounds_of_integers_are_narrowed_to_what_the_grammar_holds(
     assert not any(takes(grammars, tiny_tokenizer, structure, value) for value in bad)
 
 
-@pytest.mark.parametrize("source", [{"const": ODD}, {"enum": [1, ODD]}, {"const": {"a": [ODD]}}, {"enum": [[2**70]]}])
-async def test_a_value_that_the_grammar_would_round_is_refused(grammars: Grammars, source: Any) -> None:
-    """`{"const": 9007199254740993}` made 9007199254740992, so that each try failed and the model was blamed."""
-    with pytest.raises(RequestError, match=r"the grammar would round 9007199254740993|integers of 64 bits"):
+@pytest.mark.parametrize(
+    "source", [{"const": ODD}, {"enum": [1, ODD]}, {"const": {"a": [ODD]}}, {"enum": [[2**70]]}]
+)
+async def test_a_value_that_the_grammar_would_round_is_refused(
+    grammars: Grammars, source: Any
+) -> None:
+    """`{"const": 9007199254740993}` made 9007199254740992, so that each try failed and the model
+    was blamed."""
+    with pytest.raises(
+        RequestError, match=r"the grammar would round 9007199254740993|integers of 64 bits"
+    ):
         await grammars.unenforced(schema(source, param="guided_json"))
 
 

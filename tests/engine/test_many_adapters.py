@@ -1,4 +1,5 @@
-"""Many adapters in one batch, unloaded and replaced while they are in use, and versions of the policy side by side.
+"""Many adapters in one batch, unloaded and replaced while they are in use, and versions of the
+policy side by side.
 
 The twin of an adapter is a plain mlx-lm tree with scale · (AB)ᵀ added to its weights.
 """
@@ -26,7 +27,9 @@ from tests.engine.helpers import (
     serve,
 )
 
-TOKENS = mx.array([[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4], [9, 1, 2, 3], [4, 4, 4, 4], [7, 7, 1, 2]])
+TOKENS = mx.array(
+    [[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4], [9, 1, 2, 3], [4, 4, 4, 4], [7, 7, 1, 2]]
+)
 
 
 def twin(served: Served, layers: dict[str, LoraPair]) -> nn.Module:
@@ -42,7 +45,9 @@ def slot(name: str, layers: dict[str, LoraPair]) -> AdapterSlot:
 
 
 def greedy(name: str, prompt: list[int], adapter: str | None, tokens: int = 24):
-    return request(name, prompt, adapter=adapter, temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    return request(
+        name, prompt, adapter=adapter, temperature=0.0, max_tokens=tokens, ignore_eos=True
+    )
 
 
 def tokens_of(outputs, name: str) -> list[int]:
@@ -52,8 +57,13 @@ def tokens_of(outputs, name: str) -> list[int]:
 @pytest.mark.parametrize("quantized", [False, True])
 def test_mixed_ranks_and_targets_give_what_each_adapter_gives_alone(quantized: bool) -> None:
     served = serve(qwen3_model())
-    layers = [random_adapter(served, seed, scale=0.5 * seed, rank=rank) for seed, rank in ((1, 2), (2, 9), (3, 4))]
-    layers[1] = {path: pair for path, pair in layers[1].items() if "q_proj" in path or "down_proj" in path}
+    layers = [
+        random_adapter(served, seed, scale=0.5 * seed, rank=rank)
+        for seed, rank in ((1, 2), (2, 9), (3, 4))
+    ]
+    layers[1] = {
+        path: pair for path, pair in layers[1].items() if "q_proj" in path or "down_proj" in path
+    }
     model = copy.deepcopy(served.plain)
     if quantized:
         quantize_layers(model)
@@ -62,7 +72,9 @@ def test_mixed_ranks_and_targets_give_what_each_adapter_gives_alone(quantized: b
     slots = [slot(str(index), each) for index, each in enumerate(layers)]
     context.activate([slots[0], slots[1], None, slots[2], slots[1], None])
     mixed = model(TOKENS)
-    assert mx.array_equal(mixed[2], base[2]) and mx.array_equal(mixed[5], base[5]), "rows without one are bit-equal"
+    assert mx.array_equal(mixed[2], base[2]) and mx.array_equal(mixed[5], base[5]), (
+        "rows without one are bit-equal"
+    )
     for row, adapter in ((0, 0), (1, 1), (3, 2), (4, 1)):
         context.activate([slots[adapter]] * 6)
         assert mx.allclose(mixed[row], model(TOKENS)[row], rtol=1e-4, atol=1e-4)
@@ -78,7 +90,10 @@ def test_nan_and_infinity_of_one_adapter_stay_in_its_rows_of_a_mixed_batch() -> 
     context.activate([slots[0], slots[1], None] * 2)
     expected = model(TOKENS)
     for poison in (mx.nan, mx.inf):
-        broken = slot("bad", {path: LoraPair(pair.a * poison, pair.b * poison, 1.0) for path, pair in bad.items()})
+        broken = slot(
+            "bad",
+            {path: LoraPair(pair.a * poison, pair.b * poison, 1.0) for path, pair in bad.items()},
+        )
         context.activate([slots[0], broken, None] * 2)
         got = model(TOKENS)
         for row in (0, 2, 3, 5):
@@ -111,9 +126,13 @@ def test_eight_adapters_in_one_batch_equal_their_twins() -> None:
     for name, each in layers.items():
         served.weights.add_adapter(name, each)
     prompts = ragged_prompts(9, shortest=3)
-    outputs = run(served.engine, [greedy(f"r{i}", prompts[i], f"a{i}" if i < 8 else None) for i in range(9)])
+    outputs = run(
+        served.engine, [greedy(f"r{i}", prompts[i], (f"a{i}") if i < 8 else None) for i in range(9)]
+    )
     for i in range(8):
-        assert tokens_of(outputs, f"r{i}") == naive_greedy(twin(served, layers[f"a{i}"]), prompts[i], 24, eos=None)
+        assert tokens_of(outputs, f"r{i}") == naive_greedy(
+            twin(served, layers[f"a{i}"]), prompts[i], 24, eos=None
+        )
     assert tokens_of(outputs, "r8") == naive_greedy(served.plain, prompts[8], 24, eos=None)
     assert len({token for i in range(8) for token in tokens_of(outputs, f"r{i}")}) >= 20
 
@@ -136,7 +155,9 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_end() -> None:
     served.engine.add(greedy("new", prompts[0], "a"))
     outputs = collect(served.engine)
     for i in range(3):
-        assert tokens_of(outputs, f"old{i}") == naive_greedy(twin(served, old), prompts[i], 24, eos=None)
+        assert tokens_of(outputs, f"old{i}") == naive_greedy(
+            twin(served, old), prompts[i], 24, eos=None
+        )
     assert tokens_of(outputs, "new") == naive_greedy(twin(served, new), prompts[0], 24, eos=None)
     assert tokens_of(outputs, "new") != tokens_of(outputs, "old0")
 
@@ -153,7 +174,9 @@ def test_an_adapter_unloaded_while_its_request_comes_in(monkeypatch: pytest.Monk
         return slot
 
     monkeypatch.setattr(served.weights, "find", found_once)
-    outputs = run(served.engine, [request("r", [1, 2, 3], adapter="a", max_tokens=2, prompt_logprobs=0)])
+    outputs = run(
+        served.engine, [request("r", [1, 2, 3], adapter="a", max_tokens=2, prompt_logprobs=0)]
+    )
     assert outputs["r"].prompt_logprobs is not None
     served.engine.release_memory()
     assert served.engine._runner._rows == (), "nothing keeps an unloaded adapter alive"
@@ -169,10 +192,14 @@ def test_a_replaced_adapter_is_obeyed_by_the_requests_that_run() -> None:
     served.engine.add(greedy("b", prompts[1], "b"))
     for _ in range(5):
         served.engine.step()
-    served.weights.add_adapter("a", {path: LoraPair(p.a, p.b * mx.nan, 1.0) for path, p in fresh.items()})
+    served.weights.add_adapter(
+        "a", {path: LoraPair(p.a, p.b * mx.nan, 1.0) for path, p in fresh.items()}
+    )
     outputs = collect(served.engine)
     assert "not finite" in outputs["a"].completions[0].error
-    assert tokens_of(outputs, "b") == naive_greedy(twin(served, random_adapter(served, 2)), prompts[1], 24, eos=None)
+    assert tokens_of(outputs, "b") == naive_greedy(
+        twin(served, random_adapter(served, 2)), prompts[1], 24, eos=None
+    )
 
 
 def test_versions_of_the_policy_are_decoded_beside_the_newest_and_the_base() -> None:
@@ -191,7 +218,9 @@ def test_versions_of_the_policy_are_decoded_beside_the_newest_and_the_base() -> 
     outputs = collect(served.engine)
     for version in (3, 4, 5):
         completion = outputs[f"v{version}"].completions[0]
-        assert list(completion.token_ids) == naive_greedy(twin(served, layers[version]), prompt, 24, eos=None)
+        assert list(completion.token_ids) == naive_greedy(
+            twin(served, layers[version]), prompt, 24, eos=None
+        )
         assert set(completion.policy_versions) == {version} and completion.prompt_version == version
     assert set(outputs["newest"].completions[0].policy_versions) == {5, 6}
     assert tokens_of(outputs, "base") == naive_greedy(served.plain, prompt, 24, eos=None)
@@ -226,13 +255,19 @@ def test_archived_versions_are_read_once_and_forgotten_in_turn() -> None:
         served.weights.publish_adapter(random_adapter(served, 9))
     assert served.weights.history.versions() == [1, 2, 3]
     load = served.weights.loader("policy@2")
-    assert load is not None and served.weights.loader("policy@3") is None and served.weights.loader("policy") is None
+    assert (
+        load is not None
+        and served.weights.loader("policy@3") is None
+        and served.weights.loader("policy") is None
+    )
     load()
     assert served.weights.loader("policy@2") is None
     prompt = ragged_prompts(1, shortest=30)[0]
     outputs = run(served.engine, [greedy(f"v{v}", prompt, f"policy@{v}") for v in (2, 1)])
     for version in (1, 2):
-        assert tokens_of(outputs, f"v{version}") == naive_greedy(twin(served, layers[version]), prompt, 24, eos=None)
+        assert tokens_of(outputs, f"v{version}") == naive_greedy(
+            twin(served, layers[version]), prompt, 24, eos=None
+        )
     assert archive.loads == [2, 1]
     served.weights.find("policy@2")
     assert archive.loads == [2, 1, 2], "one stays loaded"
@@ -244,7 +279,10 @@ def test_a_publish_copies_nothing_with_one_adapter_and_its_slot_with_several() -
     size, rank = 1024, 16
 
     def layers(fill: float) -> dict[str, LoraPair]:
-        made = {str(i): LoraPair(mx.full((size, rank), fill), mx.full((rank, size), fill), 2.0) for i in range(8)}
+        made = {
+            str(i): LoraPair(mx.full((size, rank), fill), mx.full((rank, size), fill), 2.0)
+            for i in range(8)
+        }
         mx.eval([(pair.a, pair.b) for pair in made.values()])
         return made
 
@@ -255,7 +293,10 @@ def test_a_publish_copies_nothing_with_one_adapter_and_its_slot_with_several() -
     context.activate([*slots, None])
     stacked = context.stacked
     mx.eval(list(stacked.values()))
-    assert [array[:, 0, 0].tolist() for array in stacked["3"]] == [[0, 1, 2, 3, 4, 5, 0], [0, 2, 4, 6, 8, 10, 0]]
+    assert [array[:, 0, 0].tolist() for array in stacked["3"]] == [
+        [0, 1, 2, 3, 4, 5, 0],
+        [0, 2, 4, 6, 8, 10, 0],
+    ]
     slots[2].weights = AdapterWeights("2", 1, layers(7.0))
     before = mx.get_active_memory()
     mx.reset_peak_memory()

@@ -5,7 +5,16 @@ import random
 import pytest
 
 from mlx_parallm.engine.output_text import OutputText
-from tests.engine.helpers import EOS, ByteTokenizer, collect, collect_deltas, qwen3_model, request, run, serve
+from tests.engine.helpers import (
+    EOS,
+    ByteTokenizer,
+    collect,
+    collect_deltas,
+    qwen3_model,
+    request,
+    run,
+    serve,
+)
 
 
 def text_of(*stop: str, include_stop: bool = False, eager: bool = True) -> OutputText:
@@ -54,7 +63,8 @@ def test_unchecked_tokens_do_not_stop_and_are_not_matched_later():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_stop_strings_are_found_and_held_back_as_by_looking_everywhere(seed: int) -> None:
-    """The twin looks for each string in the whole text, and holds back the longest end that could begin one."""
+    """The twin looks for each string in the whole text, and holds back the longest end that
+    could begin one."""
     draw = random.Random(seed)
     stop = tuple({"".join(draw.choices("ab", k=draw.randint(1, 5))) for _ in range(4)})
     text, shown, so_far = text_of(*stop), "", ""
@@ -62,11 +72,15 @@ def test_stop_strings_are_found_and_held_back_as_by_looking_everywhere(seed: int
         so_far += character
         matched = text.add(ord(character))
         shown += text.take()
-        found = sorted((so_far.find(each), place, each) for place, each in enumerate(stop) if each in so_far)
+        found = sorted(
+            (so_far.find(each), place, each) for place, each in enumerate(stop) if each in so_far
+        )
         if found:
             assert matched == found[0][2] and shown == so_far[: found[0][0]]
             return
-        held = max((n for each in stop for n in range(len(each)) if so_far.endswith(each[:n])), default=0)
+        held = max(
+            (n for each in stop for n in range(len(each)) if so_far.endswith(each[:n])), default=0
+        )
         assert matched is None and shown == so_far[: len(so_far) - held]
 
 
@@ -78,10 +92,17 @@ def force(*tokens: int) -> dict[int, float]:
 @pytest.mark.parametrize("include", [False, True])
 def test_engine_stop_string_across_token_borders(include):
     served = serve(qwen3_model())
-    params = {"temperature": 0.0, "logit_bias": force(*b"abc"), "frequency_penalty": 2.0, "max_tokens": 50}
+    params = {
+        "temperature": 0.0,
+        "logit_bias": force(*b"abc"),
+        "frequency_penalty": 2.0,
+        "max_tokens": 50,
+    }
     requests = [
         request("plain", [1, 2], **params | {"max_tokens": 6}),
-        request("stop", [1, 2], stop=("zz", "cb", "ca"), include_stop_str_in_output=include, **params),
+        request(
+            "stop", [1, 2], stop=("zz", "cb", "ca"), include_stop_str_in_output=include, **params
+        ),
     ]
     outputs = run(served.engine, requests)
     plain, stopped = outputs["plain"].completions[0], outputs["stop"].completions[0]
@@ -98,8 +119,15 @@ def test_engine_stop_token_ids():
     served = serve(qwen3_model())
     params = {"logit_bias": {66: 1000.0}, "stop_token_ids": (66, 67), "max_tokens": 9}
     hidden = run(served.engine, [request("r", [1], **params)])["r"].completions[0]
-    assert (hidden.token_ids, hidden.text, hidden.finish_reason, hidden.stop_reason) == ((66,), "", "stop", 66)
-    shown = run(served.engine, [request("s", [1], include_stop_str_in_output=True, **params)])["s"].completions[0]
+    assert (hidden.token_ids, hidden.text, hidden.finish_reason, hidden.stop_reason) == (
+        (66,),
+        "",
+        "stop",
+        66,
+    )
+    shown = run(served.engine, [request("s", [1], include_stop_str_in_output=True, **params)])[
+        "s"
+    ].completions[0]
     assert shown.text == "B"
 
 
@@ -113,16 +141,27 @@ def test_engine_streams_add_up_to_the_output():
         mine = [delta for delta in deltas if delta.index == completion.index]
         assert "".join(delta.text for delta in mine) == completion.text
         assert sum((delta.token_ids for delta in mine), ()) == completion.token_ids
-        assert sum((delta.logprobs for delta in mine), ()) == pytest.approx(completion.logprobs, abs=1e-5)
+        assert sum((delta.logprobs for delta in mine), ()) == pytest.approx(
+            completion.logprobs, abs=1e-5
+        )
         assert sum(len(delta.top_logprobs) for delta in mine) == len(completion.token_ids)
         assert sum((delta.policy_versions for delta in mine), ()) == completion.policy_versions
-        assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + [completion.finish_reason]
-        assert len(mine) == len(completion.token_ids), "one delta a token, the last one with the finish"
+        assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + [
+            completion.finish_reason
+        ]
+        assert len(mine) == len(completion.token_ids), (
+            "one delta a token, the last one with the finish"
+        )
 
 
 def test_engine_abort_ends_a_stream_with_its_held_back_text():
     served = serve(qwen3_model())
-    params = {"temperature": 0.0, "logit_bias": {97: 1000.0}, "max_tokens": 50, "stop": ("aaaaaaaa",)}
+    params = {
+        "temperature": 0.0,
+        "logit_bias": {97: 1000.0},
+        "max_tokens": 50,
+        "stop": (("aaaaaaaa"),),
+    }
     served.engine.add(request("s", [1], stream=True, **params))
     for _ in range(3):
         served.engine.step()
@@ -149,13 +188,22 @@ def test_a_failing_decoder_fails_its_request_only(stream):
     bad, good = outputs["bad"].completions[0], outputs["good"].completions[0]
     assert bad.finish_reason == "error" and "token 200" in bad.error
     assert (good.finish_reason, good.text) == ("length", "aaaaa")
-    assert (served.engine.counters.requests_failed, served.engine.counters.requests_finished) == (1, 1)
+    assert (served.engine.counters.requests_failed, served.engine.counters.requests_finished) == (
+        1,
+        1,
+    )
     assert EOS not in good.token_ids
 
 
 def test_engine_stop_strings_wait_for_min_tokens():
     served = serve(qwen3_model())
-    params = {"temperature": 0.0, "logit_bias": {97: 1000.0}, "max_tokens": 20, "stop": ("aa",), "min_tokens": 5}
+    params = {
+        "temperature": 0.0,
+        "logit_bias": {97: 1000.0},
+        "max_tokens": 20,
+        "stop": ("aa",),
+        "min_tokens": 5,
+    }
     completion = run(served.engine, [request("r", [1], **params)])["r"].completions[0]
     assert len(completion.token_ids) == 6, "the first token after the minimum completes a match"
     assert completion.stop_reason == "aa"

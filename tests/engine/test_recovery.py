@@ -1,4 +1,5 @@
-"""One request on which the model raises: it fails, alone; the others' answers are what they would have been."""
+"""One request on which the model raises: it fails, alone; the others' answers are what they
+would have been."""
 
 import asyncio
 import re
@@ -28,7 +29,8 @@ GOOD = [[token % 250 for token in prompt] for prompt in ragged_prompts(7, seed=4
 
 
 class PoisonedEmbedding(nn.Module):
-    """Stands in the module tree; raises when the token `poison` is in the batch, or always once it is `broken`."""
+    """Stands in the module tree; raises when the token `poison` is in the batch, or always once
+    it is `broken`."""
 
     def __init__(self, inner: nn.Module, poison: int = POISON) -> None:
         super().__init__()
@@ -79,7 +81,10 @@ POISONED = {
 async def test_the_others_answers_are_unharmed(served, thread, prompt):
     bad = request("bad", prompt, max_tokens=9)
     *outputs, failed = await thread.client.generate_many([*good_requests(), bad])
-    assert failed.completions[0].finish_reason == "error" and "the model broke" in failed.completions[0].error
+    assert (
+        failed.completions[0].finish_reason == "error"
+        and "the model broke" in failed.completions[0].error
+    )
     for output in outputs:
         expected = naive_greedy(served.plain, list(output.prompt_token_ids), 40, eos=None)
         assert list(output.completions[0].token_ids) == expected and len(set(expected)) > 1
@@ -88,18 +93,22 @@ async def test_the_others_answers_are_unharmed(served, thread, prompt):
     assert stats.alive and (stats.requests_failed, stats.requests_finished) == (1, len(GOOD))
     thread.client.call(lambda engine: engine.check_integrity()).result(10)
     again = await thread.client.generate_many(good_requests())
-    assert [output.completions[0].token_ids for output in again] == [o.completions[0].token_ids for o in outputs]
+    assert [output.completions[0].token_ids for output in again] == [
+        o.completions[0].token_ids for o in outputs
+    ]
 
 
 async def test_a_failure_in_mid_stream_repeats_and_skips_nothing(served, thread):
-    """The bad one samples its poison after some steps, beside streams and under an adapter of its own."""
+    """The bad one samples its poison after some steps, beside streams and under an adapter of
+    its own."""
     served.weights.add_adapter("a", random_adapter(served, 1))
 
     async def streamed(item):
         deltas = [delta async for delta in thread.client.stream(item)]
         return [token for delta in deltas for token in delta.token_ids], deltas[-1]
 
-    # A stronger bias for the first twelve tokens, each taken once under the penalty: then comes the poison.
+    # A stronger bias for the first twelve tokens, each taken once under the penalty: then comes the
+    # poison.
     bias = {POISON: 100.0} | {200 + i: 101.9 for i in range(12)}
     params = {"logit_bias": bias, "frequency_penalty": 2.0, "max_tokens": 30, "temperature": 0.0}
     tasks = [asyncio.create_task(streamed(item)) for item in good_requests()]
@@ -108,13 +117,17 @@ async def test_a_failure_in_mid_stream_repeats_and_skips_nothing(served, thread)
     assert len(bad_tokens) > 5 and bad_tokens.index(POISON) == len(bad_tokens) - 1
     assert last.finish_reason == "error" and "the model broke" in last.error
     for prompt, (tokens, final) in zip(GOOD, results, strict=True):
-        assert tokens == naive_greedy(served.plain, prompt, 40, eos=None) and final.finish_reason == "length"
+        assert tokens == naive_greedy(
+            served.plain, prompt, 40, eos=None
+        ) and final.finish_reason == ("length")
 
 
 async def test_any_number_of_bad_requests_does_not_end_the_engine(served, thread):
     steady = asyncio.create_task(thread.client.generate(good_requests(max_tokens=150)[0]))
     for number in range(6):
-        output = await thread.client.generate(request(f"bad{number}", [POISON, number], max_tokens=3))
+        output = await thread.client.generate(
+            request(f"bad{number}", [POISON, number], max_tokens=3)
+        )
         assert output.completions[0].finish_reason == "error"
     expected = naive_greedy(served.plain, GOOD[0], 150, eos=None)
     assert list((await steady).completions[0].token_ids) == expected
@@ -125,15 +138,21 @@ async def test_any_number_of_bad_requests_does_not_end_the_engine(served, thread
 
 async def test_a_text_that_cannot_be_scored_fails_alone(served, thread):
     running = asyncio.create_task(thread.client.generate(good_requests()[0]))
-    scored = await thread.client.generate(request("s", (1, POISON, 2, 3), prompt_logprobs=0, max_tokens=0))
+    scored = await thread.client.generate(
+        request("s", (1, POISON, 2, 3), prompt_logprobs=0, max_tokens=0)
+    )
     assert scored.completions[0].finish_reason == "error"
     assert re.match(r"the text cannot be scored: .*the model broke", scored.completions[0].error)
     output = await running
-    assert list(output.completions[0].token_ids) == naive_greedy(served.plain, GOOD[0], 40, eos=None)
+    assert list(output.completions[0].token_ids) == naive_greedy(
+        served.plain, GOOD[0], 40, eos=None
+    )
     assert thread.stats().alive
 
 
-async def test_over_http_the_bad_one_is_a_500_the_others_end_and_health_is_honest(served, thread, tiny_tokenizer):
+async def test_over_http_the_bad_one_is_a_500_the_others_end_and_health_is_honest(
+    served, thread, tiny_tokenizer
+):
     def body(prompt):
         return {
             "model": "default",
@@ -147,13 +166,17 @@ async def test_over_http_the_bad_one_is_a_500_the_others_end_and_health_is_hones
     with running_server(thread.client, tiny_tokenizer) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
             prompts = [*GOOD, [1, 2, POISON]]
-            *answers, failed = await asyncio.gather(*[http.post("/v1/completions", json=body(p)) for p in prompts])
+            *answers, failed = await asyncio.gather(
+                *[http.post("/v1/completions", json=body(p)) for p in prompts]
+            )
             health = await http.get("/health")
             assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
             assert "the model broke" in failed.json()["error"]["message"]
             for prompt, answer in zip(GOOD, answers, strict=True):
                 ids = answer.json()["choices"][0]["token_ids"]
-                assert answer.status_code == 200 and ids == naive_greedy(served.plain, prompt, 40, eos=None)
+                assert answer.status_code == 200 and ids == naive_greedy(
+                    served.plain, prompt, 40, eos=None
+                )
             assert (health.status_code, health.json()["status"]) == (200, "ok")
             broken = served.engine._runner._model.model.embed_tokens
             thread.client.call(lambda engine: setattr(broken, "broken", True)).result(9)

@@ -29,7 +29,9 @@ def sequence(params: SamplingParams, edits: LogitEdits | None = None) -> Sequenc
     )
 
 
-def edits_of(params: SamplingParams, prompt: tuple[int, ...], output: list[int], stops: frozenset[int]) -> LogitEdits:
+def edits_of(
+    params: SamplingParams, prompt: tuple[int, ...], output: list[int], stops: frozenset[int]
+) -> LogitEdits:
     edits = LogitEdits(params, prompt, stops)
     for token in output:
         edits.add_output(token)
@@ -45,7 +47,9 @@ def twin_logits(logits, params, prompt=(), output=(), stops=frozenset()):
         row[list(stops)] = -np.inf
     for token in set(prompt) | set(output):
         row[token] = (
-            row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+            row[token] / params.repetition_penalty
+            if row[token] > 0
+            else row[token] * params.repetition_penalty
         )
     for token in output:
         row[token] -= params.frequency_penalty
@@ -88,7 +92,9 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("chosen", [range(len(FILTERS)), [4], [1, 6], [2, 5]], ids=["all", "one", "top_k", "top_p"])
+@pytest.mark.parametrize(
+    "chosen", [range(len(FILTERS)), [4], [1, 6], [2, 5]], ids=["all", "one", "top_k", ("top_p")]
+)
 def test_draws_follow_the_twin_distribution(chosen):
     """4,000 draws of every row in one batch; each probability within 5 standard deviations."""
     params = [FILTERS[i] for i in chosen]
@@ -103,13 +109,19 @@ def test_draws_follow_the_twin_distribution(chosen):
         expected = twin_distribution(rows[row].astype(np.float64), p)
         counts = np.bincount(tokens[row], minlength=VOCAB) / draws
         assert (counts[expected == 0] == 0).all(), "a filtered token was drawn"
-        assert (np.abs(counts - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws) + 1e-9).all()
+        assert (
+            np.abs(counts - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws) + 1e-9
+        ).all()
         if p.reshapes_distribution:
             drawn = np.array([next(processed) for _ in range(draws)])
             np.testing.assert_allclose(drawn, np.log(expected[tokens[row]]), atol=1e-4)
     plain = np.array(sampled.logprobs).reshape(len(params), draws)
     for row, p in enumerate(params):
-        unfiltered = np.log(twin_distribution(rows[row].astype(np.float64), SamplingParams(temperature=p.temperature)))
+        unfiltered = np.log(
+            twin_distribution(
+                rows[row].astype(np.float64), SamplingParams(temperature=p.temperature)
+            )
+        )
         np.testing.assert_allclose(plain[row], unfiltered[tokens[row]], atol=1e-4)
 
 
@@ -118,7 +130,9 @@ def test_ties_with_the_last_kept_token_are_kept():
     logits = np.full((1, 8), -5.0, np.float32)
     logits[0, 2:5] = 1.0
     batch = SamplingBatch((sequence(SamplingParams(top_k=2)),) * 500)
-    tokens = np.array(sample(mx.array(np.repeat(logits, 500, axis=0)), batch, list(range(500))).tokens)
+    tokens = np.array(
+        sample(mx.array(np.repeat(logits, 500, axis=0)), batch, list(range(500))).tokens
+    )
     assert set(tokens.tolist()) == {2, 3, 4}
 
 
@@ -129,14 +143,19 @@ EDITS = [
     SamplingParams(logit_bias={3: 4.0, 7: -100.0}),
     SamplingParams(min_tokens=5),
     SamplingParams(
-        repetition_penalty=0.8, presence_penalty=-0.5, frequency_penalty=0.4, logit_bias={4: 2.0}, min_tokens=9
+        repetition_penalty=0.8,
+        presence_penalty=-0.5,
+        frequency_penalty=0.4,
+        logit_bias={4: 2.0},
+        min_tokens=9,
     ),
 ]
 
 
 @pytest.mark.parametrize("outputs", [[], [3, 4, 4, 9, 4, 11], [token % 47 for token in range(60)]])
 def test_penalties_and_bias_follow_the_twin(outputs):
-    """One batch of rows with all kinds of edits and one without; log-probabilities of the edited distribution."""
+    """One batch of rows with all kinds of edits and one without; log-probabilities of the edited
+    distribution."""
     prompt, stops = tuple(range(2, 50, 2)), frozenset({0, 9})
     params = [*EDITS, SamplingParams()]
     rows = logits_of(len(params), seed=1)
@@ -169,7 +188,8 @@ def test_keys_are_splitmix64_and_depend_on_seed_choice_and_position_only():
 
 @pytest.mark.parametrize("stop_early", [False, True])
 def test_engine_applies_penalties_over_its_own_output(stop_early):
-    """The engine's incremental bookkeeping: every token recomputed by the twin from the tokens before it."""
+    """The engine's incremental bookkeeping: every token recomputed by the twin from the tokens
+    before it."""
     served = serve(qwen3_model())
     prompt = [3, 4, 5, 5, 9]
     params = {
@@ -181,26 +201,39 @@ def test_engine_applies_penalties_over_its_own_output(stop_early):
         "min_tokens": 4,
         "max_tokens": 25,
     }
-    output = run(served.engine, [request("r", prompt, **params), request("other", [9, 9], max_tokens=9)])["r"]
+    output = run(
+        served.engine, [request("r", prompt, **params), request("other", [9, 9], max_tokens=9)]
+    )[("r")]
     completion = output.completions[0]
     tokens = list(completion.token_ids)
     logits = np.array(served.plain(mx.array(prompt + tokens)[None])[0])[len(prompt) - 1 : -1]
     for place, row in enumerate(logits):
-        edited = twin_logits(row, SamplingParams(**params), tuple(prompt), tokens[:place], frozenset({EOS}))
+        edited = twin_logits(
+            row, SamplingParams(**params), tuple(prompt), tokens[:place], frozenset({EOS})
+        )
         assert tokens[place] == int(edited.argmax())
-        for found, scores in ((completion.processed_logprobs, edited), (completion.logprobs, row.astype(np.float64))):
-            expected = scores[tokens[place]] - np.log(np.exp(scores - scores.max()).sum()) - scores.max()
+        for found, scores in (
+            (completion.processed_logprobs, edited),
+            (completion.logprobs, row.astype(np.float64)),
+        ):
+            expected = (
+                scores[tokens[place]] - np.log(np.exp(scores - scores.max()).sum()) - scores.max()
+            )
             assert found[place] == pytest.approx(expected, abs=1e-4)
 
 
 def keys(rows: int) -> mx.array:
-    return mx.array(np.random.default_rng(0).integers(0, 2**32, (rows, 2), dtype=np.uint64).astype(np.uint32))
+    return mx.array(
+        np.random.default_rng(0).integers(0, 2**32, (rows, 2), dtype=np.uint64).astype(np.uint32)
+    )
 
 
 @pytest.mark.parametrize("vocab", [5, BLOCK, 300, 4 * BLOCK])
 def test_normaliser_is_logsumexp(vocab: int) -> None:
     logits = mx.random.normal((3, vocab), key=mx.random.key(1)) * 5
-    assert mx.abs(BlockedLogits.split(logits).logsumexp - mx.logsumexp(logits, axis=-1)).max() < 2e-6
+    assert (
+        mx.abs(BlockedLogits.split(logits).logsumexp - mx.logsumexp(logits, axis=-1)).max() < 2e-6
+    )
 
 
 def test_tokens_come_as_often_as_the_softmax_says() -> None:
@@ -211,7 +244,10 @@ def test_tokens_come_as_often_as_the_softmax_says() -> None:
     expected = np.array(mx.softmax(logits, axis=-1))[0]
     deviation = np.sqrt(expected * (1 - expected) / rows)
     assert np.all(np.abs(found - expected) < 5 * deviation + 1e-4)
-    blocks = [found[start : start + BLOCK].sum() - expected[start : start + BLOCK].sum() for start in (0, 128, 256)]
+    blocks = [
+        found[start : start + BLOCK].sum() - expected[start : start + BLOCK].sum()
+        for start in (0, 128, 256)
+    ]
     assert np.abs(blocks).max() < 0.01
 
 

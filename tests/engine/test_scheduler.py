@@ -12,7 +12,11 @@ from mlx_parallm.types import SamplingParams
 
 
 def sequence(
-    name: str, prompt: tuple[int, ...], adapter: str | None = None, max_tokens: int = 10, priority: int = 0
+    name: str,
+    prompt: tuple[int, ...],
+    adapter: str | None = None,
+    max_tokens: int = 10,
+    priority: int = 0,
 ) -> Sequence:
     return Sequence(
         request_id=name,
@@ -29,9 +33,15 @@ def sequence(
 
 
 def new_scheduler(
-    max_rows: int, prefill_chunk: int, max_kv_tokens: int | None = None, max_cached_tokens: int = 0, **options: bool
+    max_rows: int,
+    prefill_chunk: int,
+    max_kv_tokens: int | None = None,
+    max_cached_tokens: int = 0,
+    **options: bool,
 ) -> Scheduler:
-    return Scheduler(max_rows, prefill_chunk, max_kv_tokens, max_cached_tokens, **{"rewindable": True} | options)
+    return Scheduler(
+        max_rows, prefill_chunk, max_kv_tokens, max_cached_tokens, **{"rewindable": True} | options
+    )
 
 
 def under(epoch: int):
@@ -44,7 +54,8 @@ def tokens_of(start: int, count: int) -> tuple[int, ...]:
 
 
 class Rows:
-    """What lies in each row of a cache: the tokens, as far as they were written there, with what read them."""
+    """What lies in each row of a cache: the tokens, as far as they were written there, with what
+    read them."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -66,9 +77,13 @@ class Rows:
         for chunk in plan.prefill:
             prefill = chunk.prefill
             if not prefill.caches:
-                assert {row.reused for row in prefill.rows} == {chunk.start}, "rows begin at one position"
+                assert {row.reused for row in prefill.rows} == {chunk.start}, (
+                    "rows begin at one position"
+                )
                 for row in prefill.rows:
-                    held = [token for p in row.prefix for token in p.segment.arrays[: p.stop - p.start]]
+                    held = [
+                        token for p in row.prefix for token in p.segment.arrays[: p.stop - p.start]
+                    ]
                     assert tuple(held) == row.tokens[: row.reused]
                     prefill.caches.append(held)
             self.computed += len(prefill.rows) * (chunk.stop - chunk.start)
@@ -89,22 +104,31 @@ class Rows:
 
 
 def newcomers(generator: random.Random, everyone: list[Sequence], step: int) -> list[Sequence]:
-    """Up to three choices of a prompt that may begin as earlier ones did, or go on with what was answered."""
+    """Up to three choices of a prompt that may begin as earlier ones did, or go on with what was
+    answered."""
     shared = [i % 5 for i in range(generator.randrange(40))]
     length = generator.choice([1, 2, 9, 20, 45])
     prompt = tuple([*shared, *(generator.randrange(5) for _ in range(length))][:45])
     if everyone and generator.random() < 0.3:
         before = generator.choice(everyone)
         prompt = tuple([*before.prompt, *before.tokens, 7][:45])
-    adapter, limit, count = generator.choice([None, "a"]), generator.randint(1, 9), generator.choice([1, 1, 3])
-    new = [sequence(f"{step}.{i}", prompt, adapter, limit, generator.choice([0, 0, 0, -1, 2])) for i in range(count)]
+    adapter, limit, count = (
+        generator.choice([None, "a"]),
+        generator.randint(1, 9),
+        generator.choice([1, 1, 3]),
+    )
+    new = [
+        sequence(f"{step}.{i}", prompt, adapter, limit, generator.choice([0, 0, 0, -1, 2]))
+        for i in range(count)
+    ]
     for each in new:
         each.cache_salt = generator.choice([None, None, "salt"])
     return new
 
 
 def end_some(generator: random.Random, scheduler: Scheduler) -> None:
-    """Who has reached its length, and now and then another: stopped, failed, or given up before it began."""
+    """Who has reached its length, and now and then another: stopped, failed, or given up before
+    it began."""
     for owner in scheduler.rows:
         if len(owner.tokens) >= owner.max_tokens or generator.random() < 0.02:
             owner.finish("length", error="failed" if generator.random() < 0.1 else None)
@@ -159,7 +183,8 @@ def test_first_come_first_served():
 
 
 def test_lower_priority_values_go_first_and_nobody_waits_for_ever():
-    """A stream of urgent requests keeps the only row busy; one level of priority is worth AGEING_STEPS steps."""
+    """A stream of urgent requests keeps the only row busy; one level of priority is worth
+    AGEING_STEPS steps."""
     scheduler = new_scheduler(max_rows=1, prefill_chunk=64)
     patient = sequence("patient", (1, 2), priority=1)
     scheduler.add([sequence("first", (9,)), patient, sequence("urgent", (3, 4), priority=-1)])
@@ -229,7 +254,9 @@ def test_identical_prompts_share_one_prefill_row_also_one_under_way():
     finished = []
     for _ in range(9):
         plan = scheduler.schedule(under(0))
-        finished += [(chunk.sources, plan.prefilled_tokens) for chunk in plan.prefill if chunk.sources]
+        finished += [
+            (chunk.sources, plan.prefilled_tokens) for chunk in plan.prefill if chunk.sources
+        ]
     assert finished == [([0, 0, 0], 40), ([0], 40)], "another adapter is another prefix"
 
 
@@ -245,13 +272,23 @@ def test_a_known_prefix_is_not_computed_again():
     rows.step()
     assert rows.computed == 29
     turn = (*first.prompt, *first.tokens, 7, 8, 9)
-    scheduler.add([sequence("next", turn), sequence("same", first.prompt), sequence("other", tokens_of(1, 30))])
+    scheduler.add(
+        [
+            sequence("next", turn),
+            sequence("same", first.prompt),
+            sequence("other", tokens_of(1, 30)),
+        ]
+    )
     plan = rows.step()
-    # 34 of the next turn are known (the newest token was never fed), so 3 are new; "same" is all known
+    # 34 of the next turn are known (the newest token was never fed), so 3 are new; "same" is all
+    # known
     assert rows.computed == 29 + 3 + 29
     assert plan.prefilled_tokens == 4 + 30
     assert [s.cached_prompt_tokens for s in plan.rows if s.request_id == "next"] == [34]
-    assert (scheduler.prefix_cache.hit_tokens, scheduler.prefix_cache.query_tokens) == (34 + 29, 30 + 38 + 30 + 30)
+    assert (scheduler.prefix_cache.hit_tokens, scheduler.prefix_cache.query_tokens) == (
+        34 + 29,
+        30 + 38 + 30 + 30,
+    )
 
 
 def test_no_prefix_goes_to_other_weights_another_adapter_or_another_salt():
@@ -270,7 +307,9 @@ def test_no_prefix_goes_to_other_weights_another_adapter_or_another_salt():
     assert rows.step().prefilled_tokens == 18
     scheduler.add([sequence("new", prompt)])
     old.finish("length")
-    assert rows.step(epoch=1).prefilled_tokens == 9, "what old weights read is not stored under new ones either"
+    assert rows.step(epoch=1).prefilled_tokens == 9, (
+        "what old weights read is not stored under new ones either"
+    )
 
 
 def test_a_row_that_failed_and_a_measured_prompt_feed_no_prefix():
@@ -295,9 +334,12 @@ def test_the_bound_on_cache_tokens_holds_admissions_back():
     plan.rows[0].finish("length")
     assert len(scheduler.schedule(under(0)).rows) == 3
     prompts = new_scheduler(max_rows=8, prefill_chunk=64, max_kv_tokens=100)
-    prompts.add([sequence(str(i), tokens_of(i, 21), max_tokens=9) for i in range(8)])  # and 20 while it is computed
+    # and 20 while it is computed
+    prompts.add([sequence(str(i), tokens_of(i, 21), max_tokens=9) for i in range(8)])
     assert len(prompts.schedule(under(0)).rows) == 2
-    assert len(prompts.schedule(under(0)).rows) == 2, "a third would need 20 more while its prompt is computed"
+    assert len(prompts.schedule(under(0)).rows) == 2, (
+        "a third would need 20 more while its prompt is computed"
+    )
 
 
 def test_a_text_that_is_scored_waits_for_its_place_and_keeps_it():

@@ -61,11 +61,17 @@ def test_a_version_of_the_policy_is_asked_for_by_number(name):
             id="endless",
         ),
         ({"policy_adapter": "policy"}, "other@7", "only the policy being trained has versions"),
-        ({"policy_adapter": "policy"}, "org/base:base@7", "only the policy being trained has versions"),
+        (
+            {"policy_adapter": "policy"},
+            "org/base:base@7",
+            ("only the policy being trained has versions"),
+        ),
         ({"trains_base": True}, "default@6", "versions are not kept when all weights are trained"),
         ({"policy_versions": tuple}, "default@6", "available versions: none"),
     ],
 )
 def test_why_a_version_cannot_be_had_is_said(options, name, why):
-    with pytest.raises(ModelNotFoundError, match=f"'{name}' does not exist: {why}. Served models: org/base"):
+    with pytest.raises(
+        ModelNotFoundError, match=(f"'{name}' does not exist: {why}. Served models: org/base")
+    ):
         directory(**options).resolve(name)

@@ -1,4 +1,5 @@
-"""Text streamed = text not streamed: any tokens (half characters too), any stop strings, any cut of the stream."""
+"""Text streamed = text not streamed: any tokens (half characters too), any stop strings, any cut
+of the stream."""
 
 import json
 from functools import cache
@@ -10,12 +11,28 @@ from hypothesis import strategies as st
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.server.sse import DONE, event
 
-PIECES = ["a", "b", "ab", "é", "€", "🙂", "\n\n", "data: ", "END", " ", "\\", '"', "\u2028", "<|x|>"]
+PIECES = [
+    "a",
+    "b",
+    "ab",
+    "é",
+    "€",
+    "🙂",
+    "\n\n",
+    "data: ",
+    "END",
+    " ",
+    "\\",
+    '"',
+    "\u2028",
+    "<|x|>",
+]
 
 
 @st.composite
 def texts_with_stops(draw: st.DrawFn) -> tuple[str, tuple[str, ...]]:
-    """A text of awkward pieces, and stop strings most of which occur in it, across whatever borders there are."""
+    """A text of awkward pieces, and stop strings most of which occur in it, across whatever
+    borders there are."""
     text = "".join(draw(st.lists(st.sampled_from(PIECES), min_size=1, max_size=25)))
     stops = []
     for _ in range(draw(st.integers(0, 3))):
@@ -26,7 +43,8 @@ def texts_with_stops(draw: st.DrawFn) -> tuple[str, tuple[str, ...]]:
 
 
 def generated(tokenizer, tokens, stops, include, cuts, eager=True):
-    """(pieces that were shown at the cuts, whole text, stop string, tokens used) as the engine goes about it."""
+    """(pieces that were shown at the cuts, whole text, stop string, tokens used) as the engine
+    goes about it."""
     text = OutputText(tokenizer.detokenizer, stops, include_stop=include, eager=eager)
     shown, matched, used = [], None, 0
     for position, token in enumerate(tokens):
@@ -41,7 +59,8 @@ def generated(tokenizer, tokens, stops, include, cuts, eager=True):
 
 
 def naive(tokenizer, tokens, stops, include):
-    """The definition: token by token the text so far, until a stop string is in it; then all before its first place."""
+    """The definition: token by token the text so far, until a stop string is in it; then all
+    before its first place."""
     for used in range(1, len(tokens) + 1):
         text = tokenizer.decode(tokens[:used])
         complete = text.rstrip("\ufffd")  # half a character is none yet
@@ -53,14 +72,21 @@ def naive(tokenizer, tokens, stops, include):
 
 
 @settings(
-    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=250,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(texts_with_stops(), st.booleans(), st.sets(st.integers(0, 60)), st.integers(1, 4))
 def test_streamed_is_what_is_not_streamed(tiny_tokenizer, text_and_stops, include, cuts, size):
     text, stops = text_and_stops
     data = text.encode()
     # Pieces of a few bytes each become tokens of their own: characters are cut wherever it hurts.
-    tokens = [token for start in range(0, len(data), size) for token in _tokens_of(tiny_tokenizer, data[start:][:size])]
+    tokens = [
+        token
+        for start in range(0, len(data), size)
+        for token in _tokens_of(tiny_tokenizer, data[start:][:size])
+    ]
     shown, whole, matched, used = generated(tiny_tokenizer, tokens, stops, include, cuts)
     assert "".join(shown) == whole
     assert (whole, matched, used) == naive(tiny_tokenizer, tokens, stops, include)
@@ -69,7 +95,10 @@ def test_streamed_is_what_is_not_streamed(tiny_tokenizer, text_and_stops, includ
 
 
 @settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
 def test_any_token_ids_stream_to_the_text_of_all_of_them(tiny_tokenizer, data):
@@ -81,9 +110,13 @@ def test_any_token_ids_stream_to_the_text_of_all_of_them(tiny_tokenizer, data):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.text(max_size=12), min_size=1, max_size=8), st.lists(st.integers(0, 400), max_size=6))
+@given(
+    st.lists(st.text(max_size=12), min_size=1, max_size=8),
+    st.lists(st.integers(0, 400), max_size=6),
+)
 def test_events_survive_the_wire_whatever_their_text_and_wherever_it_is_cut(texts, cuts):
-    """No text may look like the end of an event; a client that reads any pieces of the bytes gets every text back."""
+    """No text may look like the end of an event; a client that reads any pieces of the bytes
+    gets every text back."""
     valid = [text for text in texts if _is_unicode(text)]
     wire = b"".join(event({"text": text}) for text in valid) + DONE
     edges = [0, *sorted(min(cut, len(wire)) for cut in cuts), len(wire)]
@@ -107,5 +140,7 @@ def _tokens_of(tokenizer, data: bytes) -> list[int]:
 
 @cache
 def _byte_tokens(tokenizer) -> dict[int, int]:
-    ordinary = [token for token in range(tokenizer.vocab_size) if token not in tokenizer.special_ids]
+    ordinary = [
+        token for token in range(tokenizer.vocab_size) if token not in tokenizer.special_ids
+    ]
     return {raw[0]: token for token in ordinary if len(raw := tokenizer.token_bytes(token)) == 1}

@@ -1,7 +1,8 @@
-"""The engine thread and its client: several loops, cancelling, draining, failures, starting and stopping.
+"""The engine thread and its client: several loops, cancelling, draining, failures, starting and
+stopping.
 
-One test runs on a checkpoint with llama3 rope scaling read by our loader too: its frequencies are a hidden array that
-must be evaluated before the engine thread may use it.
+One test runs on a checkpoint with llama3 rope scaling read by our loader too: its frequencies are a
+hidden array that must be evaluated before the engine thread may use it.
 """
 
 import asyncio
@@ -39,7 +40,9 @@ def served_checkpoint(path) -> Served:
     config = ModelConfig(base_path=str(path))
     loaded = load_model(config)
     sizes = {"max_model_len": loaded.max_model_len, "vocab_size": loaded.vocab_size}
-    return serve(loaded.model, tokenizer=load_tokenizer(path, config), **sizes, max_rows=16, prefill_chunk=64)
+    return serve(
+        loaded.model, tokenizer=load_tokenizer(path, config), **sizes, max_rows=16, prefill_chunk=64
+    )
 
 
 @pytest.fixture
@@ -68,19 +71,25 @@ async def test_concurrent_greedy_requests_equal_alone(served, thread):
     prompts = small_prompts(40)
     outputs = await asyncio.gather(
         *[
-            thread.client.generate(request(f"r{i}", p, temperature=0.0, max_tokens=8, ignore_eos=True))
+            thread.client.generate(
+                request(f"r{i}", p, temperature=0.0, max_tokens=8, ignore_eos=True)
+            )
             for i, p in enumerate(prompts)
         ]
     )
     for output, prompt in zip(outputs, prompts, strict=True):
-        assert list(output.completions[0].token_ids) == naive_greedy(served.plain, prompt, 8, eos=None)
+        assert list(output.completions[0].token_ids) == naive_greedy(
+            served.plain, prompt, 8, eos=None
+        )
 
 
 async def test_publish_while_requests_run(served, thread):
     served.weights.add_adapter("a", random_adapter(served, 1))
     tasks = [
         asyncio.create_task(
-            thread.client.generate(request(f"r{i}", [i, 1], adapter="a", max_tokens=80, ignore_eos=True))
+            thread.client.generate(
+                request(f"r{i}", [i, 1], adapter="a", max_tokens=80, ignore_eos=True)
+            )
         )
         for i in range(8)
     ]
@@ -98,13 +107,17 @@ async def test_publish_while_requests_run(served, thread):
 async def test_stream_and_output_agree_and_streams_interleave(thread):
     async def stream(name: str) -> tuple[str, list[int]]:
         text, tokens = "", []
-        async for delta in thread.client.stream(request(name, [5, 6, 7], seed=1, max_tokens=30, ignore_eos=True)):
+        async for delta in thread.client.stream(
+            request(name, [5, 6, 7], seed=1, max_tokens=30, ignore_eos=True)
+        ):
             text += delta.text
             tokens += delta.token_ids
         return text, tokens
 
     streams = await asyncio.gather(*[stream(f"s{i}") for i in range(5)])
-    whole = await thread.client.generate(request("w", [5, 6, 7], seed=1, max_tokens=30, ignore_eos=True))
+    whole = await thread.client.generate(
+        request("w", [5, 6, 7], seed=1, max_tokens=30, ignore_eos=True)
+    )
     completion = whole.completions[0]
     assert streams == [(completion.text, list(completion.token_ids))] * 5
     assert len(completion.text) > 0
@@ -119,7 +132,10 @@ async def test_requests_of_one_call_enter_together(thread):
 def test_two_loops_in_two_threads(thread):
     async def several(name: str) -> list[tuple[int, ...]]:
         outputs = await asyncio.gather(
-            *[thread.client.generate(request(f"{name}{i}", [i, 2], seed=i, max_tokens=12)) for i in range(12)]
+            *[
+                thread.client.generate(request(f"{name}{i}", [i, 2], seed=i, max_tokens=12))
+                for i in range(12)
+            ]
         )
         return [output.completions[0].token_ids for output in outputs]
 
@@ -129,7 +145,9 @@ def test_two_loops_in_two_threads(thread):
 
 
 async def test_cancelling_a_request_frees_its_rows(thread):
-    waiting = asyncio.create_task(thread.client.generate(request("long", [1, 2], n=4, ignore_eos=True)))
+    waiting = asyncio.create_task(
+        thread.client.generate(request("long", [1, 2], n=4, ignore_eos=True))
+    )
     await until(lambda: thread.stats().running == 4)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -139,7 +157,9 @@ async def test_cancelling_a_request_frees_its_rows(thread):
 
 
 async def test_bad_requests_raise_and_disturb_nobody(served, thread):
-    good = asyncio.create_task(thread.client.generate(request("good", [1, 2], max_tokens=20, ignore_eos=True)))
+    good = asyncio.create_task(
+        thread.client.generate(request("good", [1, 2], max_tokens=20, ignore_eos=True))
+    )
     for bad, error in [
         (request("b", []), RequestError),
         (request("b", [10**6]), RequestError),
@@ -165,7 +185,9 @@ async def test_bad_requests_raise_and_disturb_nobody(served, thread):
 
 async def test_draining_waits_for_the_running_and_holds_the_rest(thread):
     client = thread.client
-    running = asyncio.create_task(client.generate(request("running", [1, 2], max_tokens=60, ignore_eos=True)))
+    running = asyncio.create_task(
+        client.generate(request("running", [1, 2], max_tokens=60, ignore_eos=True))
+    )
     await until(lambda: thread.stats().running == 1)
     assert not await asyncio.to_thread(client.wait_idle, 0.01), "gives up in time"
     client.pause_admission()
@@ -191,7 +213,9 @@ def test_calls_run_on_the_engine_thread_fail_in_the_caller_and_are_left_out_when
 
 
 @pytest.mark.parametrize(("times", "reason"), [(1, "length"), (2, "error")])
-async def test_a_step_that_fails_as_a_whole_is_tried_again_once_and_the_engine_lives(served, thread, times, reason):
+async def test_a_step_that_fails_as_a_whole_is_tried_again_once_and_the_engine_lives(
+    served, thread, times, reason
+):
     launch = served.engine._runner.launch
     failures = [RuntimeError("out of memory")] * times
 
@@ -218,7 +242,8 @@ async def test_failing_again_and_again_is_death_and_everyone_hears_of_it(served,
     outcomes = await asyncio.gather(*first, return_exceptions=True)
     assert any(isinstance(outcome, EngineUnavailableError) for outcome in outcomes)
     assert all(
-        isinstance(outcome, EngineUnavailableError) or outcome.completions[0].finish_reason == "error"
+        isinstance(outcome, EngineUnavailableError)
+        or outcome.completions[0].finish_reason == ("error")
         for outcome in outcomes
     )
     await until(lambda: not thread.stats().alive)
@@ -230,7 +255,10 @@ async def test_failing_again_and_again_is_death_and_everyone_hears_of_it(served,
 async def test_stopping_ends_what_runs_and_what_waits(served):
     thread = EngineThread(lambda: served.engine, MODELS)
     thread.start()
-    tasks = [asyncio.create_task(thread.client.generate(request(f"r{i}", [1, 2], ignore_eos=True))) for i in range(30)]
+    tasks = [
+        asyncio.create_task(thread.client.generate(request(f"r{i}", [1, 2], ignore_eos=True)))
+        for i in range(30)
+    ]
     await until(lambda: thread.stats().running == 16)
     await asyncio.to_thread(thread.stop)
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -243,7 +271,9 @@ async def test_stopping_ends_what_runs_and_what_waits(served):
 async def test_a_loop_that_ended_does_not_harm_the_others(thread):
     def abandon() -> None:
         loop = asyncio.new_event_loop()
-        task = loop.create_task(thread.client.generate(request("lost", [1, 2], ignore_eos=True, max_tokens=300)))
+        task = loop.create_task(
+            thread.client.generate(request("lost", [1, 2], ignore_eos=True, max_tokens=300))
+        )
         loop.run_until_complete(asyncio.sleep(0.05))
         task.add_done_callback(lambda _: None)
         task._log_destroy_pending = False
@@ -299,7 +329,8 @@ print("twenty")
 
 @pytest.mark.slow
 def test_twenty_starts_and_stops_leave_with_0():
-    for _ in range(2):  # the abort at exit that a forgotten clear_streams brings is a matter of chance
+    # the abort at exit that a forgotten clear_streams brings is a matter of chance
+    for _ in range(2):
         result = subprocess.run(
             [sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=120, check=False
         )

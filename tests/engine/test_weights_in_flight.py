@@ -1,4 +1,5 @@
-"""Adapters side by side in one batch, publishes while sequences run, and rows that go wrong alone."""
+"""Adapters side by side in one batch, publishes while sequences run, and rows that go wrong
+alone."""
 
 import math
 from dataclasses import replace
@@ -26,9 +27,11 @@ HEAD = "lm_head"
 
 
 def forcing_adapter(served: Served, token: int) -> dict[str, LoraPair]:
-    """Raises one token's logit with the sign of a feature that the final norm makes positive or negative: by |x|."""
+    """Raises one token's logit with the sign of a feature that the final norm makes positive or
+    negative: by |x|."""
     in_features = served.layers[HEAD].weight.shape[1]
-    # A reads nothing but the sum of what is there; two columns of opposite sign force the token either way.
+    # A reads nothing but the sum of what is there; two columns of opposite sign force the token
+    # either way.
     a = mx.concatenate([mx.ones((in_features, 1)), -mx.ones((in_features, 1))], axis=1)
     b = mx.zeros((2, VOCAB))
     b[0, token] = 1000.0
@@ -37,7 +40,8 @@ def forcing_adapter(served: Served, token: int) -> dict[str, LoraPair]:
 
 
 def constant_model():
-    """A Qwen3 whose final hidden state sums to a positive number: `forcing_adapter` then always wins."""
+    """A Qwen3 whose final hidden state sums to a positive number: `forcing_adapter` then always
+    wins."""
     model = qwen3_model()
     for layer in model.layers:
         layer.self_attn.o_proj.weight = layer.self_attn.o_proj.weight * 0.01
@@ -93,12 +97,21 @@ def test_a_prefix_is_not_shared_across_a_publish():
 @pytest.mark.parametrize("by_tokens", [True, False])
 def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind(by_tokens):
     served = serve(qwen3_model(), max_rows=4, by_tokens=by_tokens)
-    poison = {path: LoraPair(pair.a, pair.b * mx.nan, pair.scale) for path, pair in random_adapter(served, 1).items()}
+    poison = {
+        path: LoraPair(pair.a, pair.b * mx.nan, pair.scale)
+        for path, pair in random_adapter(served, 1).items()
+    }
     served.weights.add_adapter("nan", poison)
     prompts = ragged_prompts(12, shortest=5, longest=40)
 
     def make(i: int):
-        return request(f"r{i}", prompts[i], adapter="nan" if i % 3 == 1 else None, temperature=0.0, max_tokens=9)
+        return request(
+            f"r{i}",
+            prompts[i],
+            adapter=("nan") if i % 3 == 1 else None,
+            temperature=0.0,
+            max_tokens=9,
+        )
 
     outputs = run(served.engine, [make(i) for i in range(12)])
     for i in range(12):
@@ -135,10 +148,14 @@ def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on(by_tokens):
         for _ in range(3):
             served.engine.step()
     events = served.engine.fail_active("out of luck")
-    assert [(e.request_id, e.output.completions[0].error) for e in events] == [("hit", "out of luck")]
+    assert [(e.request_id, e.output.completions[0].error) for e in events] == [
+        ("hit", ("out of luck"))
+    ]
     assert served.engine.scheduler.prefix_cache.tokens == 0
     outputs = collect(served.engine)
-    assert list(outputs["queued"].completions[0].token_ids) == naive_greedy(served.plain, [4, 5, 6], 7)
+    assert list(outputs["queued"].completions[0].token_ids) == naive_greedy(
+        served.plain, [4, 5, 6], 7
+    )
     served.engine.check_integrity()
 
 
@@ -146,30 +163,50 @@ def test_scores_equal_the_generated_logprobs_under_the_adapter():
     served = serve(qwen3_model(), prefill_chunk=16)
     served.weights.add_adapter("a", random_adapter(served, 1))
     prompt = ragged_prompts(1, shortest=40, longest=40)[0]
-    completion = run(served.engine, [request("r", prompt, adapter="a", max_tokens=20, seed=2, ignore_eos=True)])["r"]
+    completion = run(
+        served.engine, [request("r", prompt, adapter="a", max_tokens=20, seed=2, ignore_eos=True)]
+    )[("r")]
     text = (*prompt, *completion.completions[0].token_ids)
     asked = request("s", text, adapter="a", prompt_logprobs=3, max_tokens=0)
     longer = request("longer", text, adapter="a", prompt_logprobs=3, max_tokens=2)
-    others = [request(name, ids, prompt_logprobs=0, max_tokens=1) for name, ids in (("base", text), ("one", [EOS]))]
+    others = [
+        request(name, ids, prompt_logprobs=0, max_tokens=1)
+        for name, ids in (("base", text), ("one", [EOS]))
+    ]
     outputs = run(served.engine, [asked, longer, *others])
     result, base = outputs["s"].prompt_logprobs, outputs["base"].prompt_logprobs
-    assert len(result.logprobs) == 60 and result.logprobs[0] is None and result.top_logprobs[0] is None
+    assert (
+        len(result.logprobs) == 60 and result.logprobs[0] is None and result.top_logprobs[0] is None
+    )
     assert result.logprobs[40:] == pytest.approx(completion.completions[0].logprobs, abs=1e-4)
     assert base.logprobs[40:] != pytest.approx(completion.completions[0].logprobs, abs=1e-1)
-    assert all(len(top) == 3 and top[0].logprob >= top[2].logprob for top in result.top_logprobs[1:])
-    assert outputs["longer"].prompt_logprobs == result and outputs["one"].prompt_logprobs.logprobs == (None,)
+    assert all(
+        len(top) == 3 and top[0].logprob >= top[2].logprob for top in result.top_logprobs[1:]
+    )
+    assert outputs["longer"].prompt_logprobs == result and outputs[
+        "one"
+    ].prompt_logprobs.logprobs == (None,)
 
 
 def test_a_prompt_whose_scores_do_not_come_is_no_success():
-    """Aborted, or with NaN: the choices have ended before, and the answer must not pass for a whole one."""
+    """Aborted, or with NaN: the choices have ended before, and the answer must not pass for a
+    whole one."""
     served = serve(qwen3_model(), prefill_chunk=16)
     asked = request("r", list(range(40)), prompt_logprobs=1, max_tokens=0)
     served.engine.add(asked)
     served.engine.abort("r")
     [event] = served.engine.take_events()
-    assert event.output.completions[0].finish_reason == "abort" and event.output.prompt_logprobs is None
-    broken = {path: LoraPair(pair.a * math.nan, pair.b, 1.0) for path, pair in random_adapter(served, 1).items()}
+    assert (
+        event.output.completions[0].finish_reason == "abort"
+        and event.output.prompt_logprobs is None
+    )
+    broken = {
+        path: LoraPair(pair.a * math.nan, pair.b, 1.0)
+        for path, pair in random_adapter(served, 1).items()
+    }
     served.weights.add_adapter("nan", broken)
     output = run(served.engine, [replace(asked, adapter="nan")])["r"]
-    assert output.completions[0].finish_reason == "error" and "finite" in output.completions[0].error
+    assert (
+        output.completions[0].finish_reason == "error" and "finite" in output.completions[0].error
+    )
     assert served.engine.counters.requests_failed == 1

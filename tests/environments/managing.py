@@ -11,7 +11,8 @@ WAIT_S = 60.0
 
 
 class Inbox:
-    """The sink of a test: keeps groups and failures, and lets the test wait for a number of them."""
+    """The sink of a test: keeps groups and failures, and lets the test wait for a number of
+    them."""
 
     def __init__(self):
         self.groups, self.failures = [], []
@@ -40,7 +41,8 @@ class Inbox:
 
 def two_tasks(**weights):
     entries = [
-        EnvironmentConfig(kind="tasks", name=name, weight=weight, group_size=2) for name, weight in weights.items()
+        EnvironmentConfig(kind="tasks", name=name, weight=weight, group_size=2)
+        for name, weight in weights.items()
     ]
     return build_sources(entries, seed=0)
 

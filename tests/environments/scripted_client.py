@@ -1,5 +1,5 @@
-"""A client that honours the EngineClient contract with scripted answers: for orders, delays and failures that a real
-engine cannot be made to show on demand."""
+"""A client that honours the EngineClient contract with scripted answers: for orders, delays and
+failures that a real engine cannot be made to show on demand."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,8 +12,11 @@ Answer = Callable[[Request, int], str | Exception | Completion]
 class ScriptedClient:
     max_model_len = 2048
 
-    def __init__(self, tokenizer, answer: Answer, *, gate: Callable[[Request], float | None] | None = None) -> None:
-        """`answer(request, choice)` is the text; `gate(request)` the turns of the loop to wait, None = for ever."""
+    def __init__(
+        self, tokenizer, answer: Answer, *, gate: Callable[[Request], float | None] | None = None
+    ) -> None:
+        """`answer(request, choice)` is the text; `gate(request)` the turns of the loop to wait,
+        None = for ever."""
         self.tokenizer, self.answer, self.gate = tokenizer, answer, gate
         self.requests: list[Request] = []
         self.calls: list[list[str]] = []  # ids of each call
@@ -48,7 +51,10 @@ class ScriptedClient:
             raise answer
         if isinstance(answer, Completion):
             return answer
-        ids = (*self.tokenizer.encode(answer, add_special_tokens=False), end_of_turn(self.tokenizer))
+        ids = (
+            *self.tokenizer.encode(answer, add_special_tokens=False),
+            end_of_turn(self.tokenizer),
+        )
         return finished(choice, answer, ids, version=self.version)
 
 
@@ -59,9 +65,20 @@ def end_of_turn(tokenizer) -> int:
     return token
 
 
-def finished(choice: int, text: str, ids: Sequence[int], *, reason="stop", version=0, error=None) -> Completion:
+def finished(
+    choice: int, text: str, ids: Sequence[int], *, reason="stop", version=0, error=None
+) -> Completion:
     size = len(ids)
     logprobs = tuple(-0.5 - 0.01 * position for position in range(size))
     return Completion(
-        choice, text, tuple(ids), logprobs, None, None, (version,) * size, reason, error=error, prompt_version=version
+        choice,
+        text,
+        tuple(ids),
+        logprobs,
+        None,
+        None,
+        (version,) * size,
+        reason,
+        error=error,
+        prompt_version=version,
     )

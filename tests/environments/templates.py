@@ -14,7 +14,8 @@ QWEN3 = """{%- set ns = namespace(asked=0) %}
 {{- '<|im_start|>' + message.role + '\\n' + content.lstrip('\\n') + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-"""Leaves out what the assistant thought before the last question; a tool's answer is no question."""
+"""Leaves out what the assistant thought before the last question; a tool's answer is no
+question."""
 
 
 def with_template(template: str) -> Tokenizer:

@@ -40,7 +40,12 @@ def manager_of(tokenizer):
     def make(client, environment=None, *, callbacks=None, inference=None, **settings):
         config = RolloutConfig(**{"max_token_length": 512, **settings})
         manager = RolloutManager(
-            environment or Walk(), config, client=client, tokenizer=tokenizer, inference=inference, **(callbacks or {})
+            environment or Walk(),
+            config,
+            client=client,
+            tokenizer=tokenizer,
+            inference=inference,
+            **(callbacks or {}),
         )
         managers.append(manager)
         return manager
@@ -56,14 +61,17 @@ def prompts(trajectories):
 
 @pytest.mark.parametrize("removed", [{"offload_to_disk": "spool"}, {"max_trajectory_buffer": 10}])
 def test_a_removed_option_is_refused_by_name(removed):
-    with pytest.raises(ConfigError, match=f"{next(iter(removed))}.*has been removed.*iterate_rollouts"):
+    with pytest.raises(
+        ConfigError, match=(f"{next(iter(removed))}.*has been removed.*iterate_rollouts")
+    ):
         RolloutConfig(**removed)
     assert dataclasses.replace(RolloutConfig(), seed=3) == RolloutConfig(seed=3)
 
 
 @pytest.mark.parametrize("kept_up", [False, True])
 def test_short_episodes_are_not_preferred(manager_of, tokenizer, kept_up):
-    """Every turn takes a while, so short episodes finish first; what a call returns is a fair draw anyway."""
+    """Every turn takes a while, so short episodes finish first; what a call returns is a fair
+    draw anyway."""
     client = ScriptedClient(tokenizer, lambda *_: "x", gate=lambda request: 3)
     manager = manager_of(client, Walk(longest=50), num_parallel=20, maintain_parallel_count=kept_up)
     collected = manager.collect_rollouts(50)
@@ -79,7 +87,9 @@ def test_each_prompt_comes_group_size_times_side_by_side(manager_of, tokenizer):
     manager = manager_of(client, num_parallel=8)
     collected = manager.collect_rollouts(10, group_size=4)
     assert prompts(collected) == [f"{index}:" for index in range(3) for _ in range(4)]
-    assert [t.group_id for t in collected] == [f"Walk-0-{index}" for index in range(3) for _ in range(4)]
+    assert [t.group_id for t in collected] == [
+        f"Walk-0-{index}" for index in range(3) for _ in range(4)
+    ]
     assert prompts(manager.collect_rollouts(2)) == ["3:", "4:"]
 
 
@@ -94,7 +104,8 @@ def test_nothing_is_in_flight_after_a_call_unless_it_is_kept_up(manager_of, toke
 
 
 def test_what_is_in_flight_goes_on_and_is_returned_by_the_next_call(manager_of, tokenizer):
-    """The second episode's later turns wait until the first call has returned, and have a later version."""
+    """The second episode's later turns wait until the first call has returned, and have a later
+    version."""
     later = threading.Event()
 
     class Waiting(ScriptedClient):
@@ -111,7 +122,9 @@ def test_what_is_in_flight_goes_on_and_is_returned_by_the_next_call(manager_of, 
     client.version = 5
     later.set()
     [second] = manager.collect_rollouts(1)
-    versions = [v for v, bit in zip(second.rollout.policy_versions, second.rollout.mask, strict=True) if bit]
+    versions = [
+        v for v, bit in zip(second.rollout.policy_versions, second.rollout.mask, strict=True) if bit
+    ]
     assert (second.prompt, second.step_count) == ("1:", 4)
     assert versions == [0] * 2 + [5] * 6  # "x" and EOS, four times
 
@@ -127,7 +140,9 @@ def test_a_failed_episode_is_a_result_and_nothing_but_failures_is_an_error(manag
     statistics = manager.get_statistics()
     assert (statistics["total_trajectories"], statistics["failed_trajectories"]) == (5, 1)
     broken = manager_of(ScriptedClient(tokenizer, lambda *_: RuntimeError("no luck")))
-    with pytest.raises(EnvironmentFailedError, match="all 5 rollouts failed, the last one: RuntimeError: no luck"):
+    with pytest.raises(
+        EnvironmentFailedError, match=("all 5 rollouts failed, the last one: RuntimeError: no luck")
+    ):
         broken.collect_rollouts(5)
 
 
@@ -184,7 +199,9 @@ def test_a_manager_is_closed_though_a_thread_is_blocked(tokenizer):
             release.wait()
             return super().reset(index)
 
-    manager = RolloutManager(Blocking(), client=ScriptedClient(tokenizer, lambda *_: "x"), tokenizer=tokenizer)
+    manager = RolloutManager(
+        Blocking(), client=ScriptedClient(tokenizer, lambda *_: "x"), tokenizer=tokenizer
+    )
     manager.start()
     manager.request_groups(1)
     assert blocked.wait(WAIT_S)
@@ -210,11 +227,16 @@ def test_an_interrupt_frees_the_engine(manager_of, tokenizer, heeded_interrupt):
 
 def test_several_environments_come_in_the_order_in_which_they_were_started(manager_of, tokenizer):
     client = ScriptedClient(
-        tokenizer, lambda *_: "1", gate=lambda request: 40 if request.request_id.startswith("sum") else 0
+        tokenizer,
+        lambda *_: "1",
+        gate=lambda request: 40 if request.request_id.startswith("sum") else 0,
     )
     begun = []
     manager = manager_of(
-        client, two_tasks(sum=1.0, sort=1.0), callbacks={"on_rollout_start": begun.append}, num_parallel=8
+        client,
+        two_tasks(sum=1.0, sort=1.0),
+        callbacks={"on_rollout_start": begun.append},
+        num_parallel=8,
     )
     collected = manager.collect_rollouts(20)
     assert [f"{t.group_id}/{number % 2}" for number, t in enumerate(collected)] == begun
@@ -233,7 +255,12 @@ def test_a_reward_that_fails_marks_its_group(manager_of, tokenizer):
 
     built.task = without_reward
     collected = manager_of(ScriptedClient(tokenizer, lambda *_: "1"), built).collect_rollouts(4)
-    assert [t.error for t in collected] == [None, None, "reward: OSError: gone", "reward: OSError: gone"]
+    assert [t.error for t in collected] == [
+        None,
+        None,
+        "reward: OSError: gone",
+        ("reward: OSError: gone"),
+    ]
 
 
 def test_statistics_count_what_was_taken(manager_of, tokenizer):
@@ -314,7 +341,9 @@ def test_what_a_step_returns_after_its_time_is_freed(manager_of, tokenizer):
             freed.append(state.metadata.get("opened"))
 
     environment = Opens()
-    source = StateSource(RolloutConfig(timeout_s=0.05).environment_config("Opens"), lambda: environment, seed=0)
+    source = StateSource(
+        RolloutConfig(timeout_s=0.05).environment_config("Opens"), lambda: environment, seed=0
+    )
     manager = manager_of(ScriptedClient(tokenizer, lambda *_: "x"), source)
     with pytest.raises(EnvironmentFailedError, match="not finished within"):
         manager.collect_rollouts(1)
@@ -333,10 +362,15 @@ def test_threads_that_were_left_behind_are_in_the_health_line(manager_of, tokeni
     manager = manager_of(ScriptedClient(tokenizer, lambda *_: "x"), Blocks(), timeout_s=0.05)
     with pytest.raises(EnvironmentFailedError, match="timeout_s"):
         manager.collect_rollouts(2)
-    assert "environment Blocks: 2 threads still run its code although their episodes have ended" in manager.health()
+    assert (
+        "environment Blocks: 2 threads still run its code although their episodes have ended"
+        in manager.health()
+    )
     release.set()
 
 
 def test_a_progress_bar_is_for_terminals(manager_of, tokenizer, capsys):
-    manager_of(ScriptedClient(tokenizer, lambda *_: "x"), enable_progress_bar=True).collect_rollouts(2)
+    manager_of(
+        ScriptedClient(tokenizer, lambda *_: "x"), enable_progress_bar=True
+    ).collect_rollouts(2)
     assert capsys.readouterr() == ("", "")

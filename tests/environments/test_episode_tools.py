@@ -1,5 +1,5 @@
-"""Tools in episodes of every kind of environment: calls are made, results come back masked, the environment sees the
-answer alone. The policy is scripted; tools are functions."""
+"""Tools in episodes of every kind of environment: calls are made, results come back masked, the
+environment sees the answer alone. The policy is scripted; tools are functions."""
 
 import asyncio
 import json
@@ -25,7 +25,10 @@ from tests.environments.test_state_episodes import InEpisode
 
 SCORED = {"rewards": ("builtin:length",), "reward_options": {"length": {"target": 5}}}
 ADD = '```json\n{"tool": "add", "arguments": {"a": 2, "b": 3}}\n```'
-TAKES_TOOLS = """{%- if tools %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}""" + QWEN3
+TAKES_TOOLS = (
+    """{%- if tools %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}"""
+    + QWEN3
+)
 
 
 def add(a: int, b: int) -> int:
@@ -42,7 +45,9 @@ class Talks(BaseEnvironment):
     """Two questions, the second after the first answer."""
 
     def reset(self, index=0):
-        return State([{"role": "user", "content": "What is 2 + 3?"}], metadata={"turns": 2, "seen": []})
+        return State(
+            [{"role": "user", "content": "What is 2 + 3?"}], metadata={"turns": 2, "seen": []}
+        )
 
     def update_state(self, state, response):
         state = super().update_state(state, response)
@@ -70,7 +75,8 @@ def tools():
 
 
 def answering(tokenizer, *answers):
-    """A policy that says `answers` in turn in each episode: which is next, it sees from what its prompt holds."""
+    """A policy that says `answers` in turn in each episode: which is next, it sees from what its
+    prompt holds."""
 
     def answer(request, _):
         text = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
@@ -102,7 +108,9 @@ def environment(kind, **fields):
 @pytest.fixture
 def rows(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"What is 2 + {n}?", "answer": "5"}) + "\n" for n in range(9)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"What is 2 + {n}?", "answer": "5"}) + "\n" for n in range(9))
+    )
     return path
 
 
@@ -131,15 +139,19 @@ async def test_every_kind_has_tools_by_one_place(tokenizer, tools, rows, kind):
         }
         assert trajectory.text == trajectory.metadata["answer_text"] == "It is 5."
         [rollout] = trajectory.rollout.segments
-        assert sampled_text(tokenizer, rollout) == f"{ADD}<|im_end|>It is 5.<|im_end|>"  # the result 5 is no part of it
-        assert "You can use these tools:\n- add: Add two numbers." in tokenizer.decode(rollout.tokens)
+        # the result 5 is no part of it
+        assert sampled_text(tokenizer, rollout) == f"{ADD}<|im_end|>It is 5.<|im_end|>"
+        assert "You can use these tools:\n- add: Add two numbers." in tokenizer.decode(
+            rollout.tokens
+        )
     opening, *others = client.requests
     assert opening.params.n == 2 and len(others) == 2  # one prefill for the group, then a turn each
 
 
 @pytest.mark.parametrize("kind", [Talks, TalksItself])
 async def test_an_environment_goes_on_from_what_really_went_before(tokenizer, tools, kind):
-    """It knows of question and answer; the second prompt continues the tokens of the calls between them."""
+    """It knows of question and answer; the second prompt continues the tokens of the calls
+    between them."""
     source = environment("simple_text", options={"prompts": ["x"]})
     source.template = kind()
     source.opens_together = kind is Talks
@@ -147,7 +159,11 @@ async def test_an_environment_goes_on_from_what_really_went_before(tokenizer, to
     [trajectory] = (await played(tokenizer, client, source, tools)).trajectories
     [rollout] = trajectory.rollout.segments
     said = ["5", "still 5"]
-    assert [call["error"] for call in trajectory.metadata["tool_calls"]] == [None, "unknown_tool", None]
+    assert [call["error"] for call in trajectory.metadata["tool_calls"]] == [
+        None,
+        "unknown_tool",
+        None,
+    ]
     assert trajectory.metadata["seen"] == [1, 3] and trajectory.step_count == 2
     assert trajectory.metadata["answer_text"] == said[1]
     expected = [ADD, "5", '{"tool": "nothing"}', ADD, "still 5"]
@@ -190,18 +206,25 @@ async def test_rounds_are_bounded_and_the_last_calls_are_made(tokenizer, tools):
 
 async def test_the_policy_has_only_the_tools_of_its_environment(tokenizer, tools):
     config = EnvironmentConfig(
-        kind="simple_text", name="e", options={"prompts": ["x"]}, tools=("add",), rewards=("builtin:tool_success",)
+        kind="simple_text",
+        name="e",
+        options={"prompts": ["x"]},
+        tools=("add",),
+        rewards=(("builtin:tool_success"),),
     )
     [source] = build_sources([config], seed=0, tools=tools)
     client = answering(tokenizer, '{"tool": "secret"}', "hm")
     [trajectory] = (await played(tokenizer, client, source, tools)).trajectories
     [call] = trajectory.metadata["tool_calls"]
-    assert call["error"] == "unknown_tool" and call["text"] == "there is no tool 'secret'; there are: add"
+    assert call["error"] == "unknown_tool" and call["text"] == (
+        "there is no tool 'secret'; there are: add"
+    )
     assert "secret" not in tokenizer.decode(client.requests[0].prompt_token_ids)
 
 
 async def test_a_row_names_the_tools_that_its_task_shows(tokenizer, tools, tmp_path):
-    """A row's list, an empty list, none; in a data set and in an environment's metadata; a name that there is not."""
+    """A row's list, an empty list, none; in a data set and in an environment's metadata; a name
+    that there is not."""
     rows = [
         {"prompt": "[one]", "with": ["add"]},
         {"prompt": "[none]", "with": []},
@@ -220,9 +243,15 @@ async def test_a_row_names_the_tools_that_its_task_shows(tokenizer, tools, tmp_p
         for index in range(40):
             client = answering(tokenizer, '{"tool": "secret"}', "hm")
             policy = EpisodePolicy(client, tokenizer, temperature=1.0, max_token_length=2000)
-            [result] = await EpisodeRunner(policy).run([GroupPlan("g", source, index, 1, seed=1, index=0)])
+            [result] = await EpisodeRunner(policy).run(
+                [GroupPlan("g", source, index, 1, seed=1, index=0)]
+            )
             text = tokenizer.decode(client.requests[0].prompt_token_ids) if client.requests else ""
-            calls = [call["error"] for each in result.trajectories for call in each.metadata.get("tool_calls", [])]
+            calls = [
+                call["error"]
+                for each in result.trajectories
+                for call in each.metadata.get("tool_calls", [])
+            ]
             name = next((row["prompt"] for row in rows if row["prompt"] in text), result.failure)
             shown[name] = "- add" in text, "- secret" in text, calls
         assert shown.pop("[one]") == (True, False, ["unknown_tool"])
@@ -234,7 +263,8 @@ async def test_a_row_names_the_tools_that_its_task_shows(tokenizer, tools, tmp_p
 
 
 async def test_prompts_without_room_are_refused_before_the_run(tokenizer, tools, rows):
-    """Tools, a system prompt, the rows themselves, an environment that makes its tasks in order; and what fits."""
+    """Tools, a system prompt, the rows themselves, an environment that makes its tasks in order;
+    and what fits."""
     client = answering(tokenizer, "hm")
 
     def check(longest, **fields):
@@ -245,16 +275,23 @@ async def test_prompts_without_room_are_refused_before_the_run(tokenizer, tools,
     with pytest.raises(ConfigError) as raised:
         check(60)
     whole = str(raised.value)
-    tokens = int(re.search(r"the shortest of 16 prompts has (\d+) tokens, and max_token_length = 60 holds", whole)[1])
+    tokens = int(
+        re.search(
+            r"the shortest of 16 prompts has (\d+) tokens, and max_token_length = 60 holds", whole
+        )[1]
+    )
     with pytest.raises(ConfigError, match=f"has {tokens} tokens"):
         check(tokens)
     check(tokens + 1)
     assert re.search(
-        r"Of it: \d+ are the same in every prompt, tools (\d+) \((add|secret) \d+, (add|secret) \d+\)", whole
+        r"Of it: \d+ are the same in every prompt, tools (\d+) \((add|secret) \d+, (add|secret) \d+\)",
+        whole,
     )
     assert "tools_column" in whole
     check(tokens - 10, tools=("add",))
-    with pytest.raises(ConfigError, match=r"Of it: \d{3} are the same in every prompt, system_prompt \d+\. Shorten"):
+    with pytest.raises(
+        ConfigError, match=r"Of it: \d{3} are the same in every prompt, system_prompt \d+\. Shorten"
+    ):
         check(60, tools=(), system_prompt="word " * 100)
     with pytest.raises(ConfigError, match="raise the model's context"):
         client.max_model_len = 30
@@ -281,7 +318,9 @@ async def test_a_hanging_tool_holds_up_no_other_episode(tokenizer):
         tools = EpisodeTools.of(client)
         hangs = '{"tool": "hang", "arguments": {}}'
         source = environment("simple_text", options={"prompts": ["x"]})
-        slow = asyncio.create_task(played(tokenizer, answering(tokenizer, hangs, "late"), source, tools, size=100))
+        slow = asyncio.create_task(
+            played(tokenizer, answering(tokenizer, hangs, "late"), source, tools, size=100)
+        )
         for _ in range(100):
             await asyncio.to_thread(waiting.acquire)
         result = await played(tokenizer, answering(tokenizer, ADD, "5"), source, tools)
@@ -293,12 +332,28 @@ async def test_a_hanging_tool_holds_up_no_other_episode(tokenizer):
 @pytest.mark.parametrize(
     ("fields", "with_tools", "words"),
     [
-        ({"kind": "tools", "options": {"tasks": [{"prompt": "x"}] * 9}}, False, r"needs tools: set \[\[tools.mcp\]\]"),
-        ({"kind": "simple_text", "options": {"prompts": ["x"]}, "tools": ("ad",)}, True, "no tool 'ad'; did you mean"),
-        ({"kind": "simple_text", "options": {"prompts": ["x"]}, "tools": ("add",)}, False, "there are none"),
+        (
+            {"kind": "tools", "options": {"tasks": [{"prompt": "x"}] * 9}},
+            False,
+            r"needs tools: set \[\[tools.mcp\]\]",
+        ),
+        (
+            {"kind": "simple_text", "options": {"prompts": ["x"]}, "tools": ("ad",)},
+            True,
+            ("no tool 'ad'; did you mean"),
+        ),
+        (
+            {"kind": "simple_text", "options": {"prompts": ["x"]}, "tools": ("add",)},
+            False,
+            ("there are none"),
+        ),
         ({"kind": "svrl"}, True, r"reads calls by itself: set `tools = \[\]`"),
         ({"kind": "svrl", "tools": ("add",)}, True, "tools of its own"),
-        ({"kind": "simple_text", "options": {"prompts": ["x"]}, "tools_column": "t"}, False, "calls no tools"),
+        (
+            {"kind": "simple_text", "options": {"prompts": ["x"]}, "tools_column": "t"},
+            False,
+            ("calls no tools"),
+        ),
         ({"kind": "hybrid", "tools_column": "t"}, True, "calls no tools"),
     ],
 )
@@ -315,9 +370,15 @@ def test_an_environment_without_tools_beside_others(tools):
 
 
 def test_functions_of_a_configuration(tmp_path):
-    (tmp_path / "own.py").write_text('def twice(n: int) -> int:\n    """Double."""\n    return 2 * n\n')
+    (tmp_path / "own.py").write_text(
+        'def twice(n: int) -> int:\n    """Double."""\n    return 2 * n\n'
+    )
     assert open_tools(ToolsConfig()) is None
-    opened = open_tools(ToolsConfig(functions=(f"python:{tmp_path}/own.py:twice",), formats="function", max_rounds=3))
+    opened = open_tools(
+        ToolsConfig(
+            functions=(f"python:{tmp_path}/own.py:twice",), formats="function", max_rounds=3
+        )
+    )
     with opened.client as client:
         assert (opened.formats, opened.max_rounds) == (("function",), 3)
         assert [definition["name"] for definition in opened.definitions] == ["twice"]
@@ -341,5 +402,9 @@ async def test_kind_tools_is_questions_and_nothing_else(tokenizer, tools):
     assert isinstance(kind, ToolsEnvironment)
     source = environment("simple_text", options={"prompts": ["x"]})
     source.template = kind
-    [trajectory] = (await played(tokenizer, answering(tokenizer, ADD, "done"), source, None)).trajectories
-    assert trajectory.metadata["answer_text"] == "done" and trajectory.metadata["answer"].isdecimal()
+    [trajectory] = (
+        await played(tokenizer, answering(tokenizer, ADD, "done"), source, None)
+    ).trajectories
+    assert (
+        trajectory.metadata["answer_text"] == "done" and trajectory.metadata["answer"].isdecimal()
+    )

@@ -25,7 +25,8 @@ class Echo(EnvironmentSource):
 
 
 class Persistent(Environment):
-    """Asks again, once, when the answer is wrong; remembers, so it must be made anew for each rollout."""
+    """Asks again, once, when the answer is wrong; remembers, so it must be made anew for each
+    rollout."""
 
     def __init__(self):
         self.asked = 0
@@ -49,7 +50,9 @@ def plan(built, task=3, size=2):
 
 
 def runner(tokenizer, client, **options):
-    return EpisodeRunner(EpisodePolicy(client, tokenizer, **{"temperature": 1.0, "max_token_length": 256, **options}))
+    return EpisodeRunner(
+        EpisodePolicy(client, tokenizer, **{"temperature": 1.0, "max_token_length": 256, **options})
+    )
 
 
 async def test_a_group_is_one_request_of_n_and_keeps_every_token(tokenizer):
@@ -59,7 +62,11 @@ async def test_a_group_is_one_request_of_n_and_keeps_every_token(tokenizer):
     [result] = await runner(tokenizer, client, adapter="policy", temperature=0.8).run([plan(built)])
     [request] = client.requests
     assert (request.params.n, request.params.seed, request.params.max_tokens) == (2, 11, 9)
-    assert (request.params.stop, request.params.temperature, request.adapter) == (("\n",), 0.8, "policy")
+    assert (request.params.stop, request.params.temperature, request.adapter) == (
+        ("\n",),
+        0.8,
+        ("policy"),
+    )
     assert not request.params.reshapes_distribution
     prompt = tuple(tokenizer.render_chat(built.task(3).messages))
     assert request.prompt_token_ids == prompt
@@ -77,7 +84,9 @@ async def test_a_group_is_one_request_of_n_and_keeps_every_token(tokenizer):
         assert all(logprob < 0 for logprob in rollout.logprobs[len(prompt) :])
         assert rollout.policy_versions[len(prompt) :] == (6,) * sampled
         assert (rollout.temperature, rollout.stop_reason) == (0.8, "stop")
-    assert group.sampled_versions == (6,) * sum(rollout.sampled_tokens for rollout in group.rollouts)
+    assert group.sampled_versions == (6,) * sum(
+        rollout.sampled_tokens for rollout in group.rollouts
+    )
 
 
 async def test_the_answer_never_makes_the_sequence_longer_than_allowed(tokenizer):
@@ -123,14 +132,18 @@ class Counting:
 async def test_a_prompt_that_cannot_fit_is_not_tokenised(tokenizer, prompt, failure):
     """20 million tokens were made, and 6.5 GB taken, to find that out."""
     counting = Counting(tokenizer)
-    policy = EpisodePolicy(ScriptedClient(tokenizer, lambda *_: "3"), counting, 1.0, max_token_length=128)
+    policy = EpisodePolicy(
+        ScriptedClient(tokenizer, lambda *_: "3"), counting, 1.0, max_token_length=128
+    )
     turn = TurnRequest("a", prompt, source().config, 0, {}, {})
     for ask in (lambda: policy.open_group(turn, 2), lambda: policy.ids(prompt, turn.config, {})):
         with pytest.raises(RolloutRejectedError, match=failure):
             ask()
     with pytest.raises(RolloutRejectedError, match=failure):
         await policy.sample(turn, [], None)
-    assert await policy.sample(turn, [SequenceRecorder((1,))], None) is None, "in a later turn there is no room left"
+    assert await policy.sample(turn, [SequenceRecorder((1,))], None) is None, (
+        "in a later turn there is no room left"
+    )
     assert counting.characters == 0
 
 
@@ -161,23 +174,30 @@ async def test_several_turns_are_token_exact(tokenizer):
 
 
 async def test_a_template_that_rewrites_history_opens_another_segment():
-    """Qwen3's leaves out earlier thinking: turn two is asked for after another text than turn one was sampled in. Both
-    are kept as they were sampled, and nothing of turn one is sampled twice."""
+    """Qwen3's leaves out earlier thinking: turn two is asked for after another text than turn
+    one was sampled in. Both are kept as they were sampled, and nothing of turn one is sampled
+    twice."""
     tokenizer = with_template(QWEN3)
-    client = ScriptedClient(tokenizer, lambda request, _: "3" if "/" in request.request_id else "<think>Hm.</think>4")
+    client = ScriptedClient(
+        tokenizer, lambda request, _: ("3") if "/" in request.request_id else "<think>Hm.</think>4"
+    )
     [result] = await runner(tokenizer, client).run([plan(source(TwoTurns), size=1)])
     [rollout] = result.group.rollouts
     [first], second = rollout.earlier, rollout
     assert client.requests[0].prompt_token_ids == first.tokens[: first.mask.index(1)]
     assert client.requests[1].prompt_token_ids == second.tokens[: second.mask.index(1)]
-    shown = [tokenizer.decode(segment.tokens, skip_special_tokens=False) for segment in rollout.segments]
+    shown = [
+        tokenizer.decode(segment.tokens, skip_special_tokens=False) for segment in rollout.segments
+    ]
     ask = "<|im_start|>user\nSay 3<|im_end|>\n<|im_start|>assistant\n"
     assert shown == [
         f"{ask}<think>Hm.</think>4<|im_end|>",
         f"{ask}4<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n3<|im_end|>",
     ]
     sampled = [
-        tokenizer.decode([t for t, m in zip(s.tokens, s.mask, strict=True) if m], skip_special_tokens=False)
+        tokenizer.decode(
+            [t for t, m in zip(s.tokens, s.mask, strict=True) if m], skip_special_tokens=False
+        )
         for s in rollout.segments
     ]
     assert sampled == ["<think>Hm.</think>4<|im_end|>", "3<|im_end|>"]
@@ -193,11 +213,15 @@ async def test_an_episode_of_many_turns_ends_at_the_length_limit(tokenizer, rewr
     client = ScriptedClient(tokenizer, lambda *_: text)
     turns = [{"role": "user", "content": "Say 3"}, {"role": "assistant", "content": "4"}]
     longest = len(tokenizer.render_chat([*turns, {"role": "user", "content": "Again."}]))
-    [result] = await runner(tokenizer, client, max_token_length=longest).run([plan(source(TwoTurns))])
+    [result] = await runner(tokenizer, client, max_token_length=longest).run(
+        [plan(source(TwoTurns))]
+    )
     assert (result.failure, len(client.requests)) == (None, 1)
     for rollout in result.group.rollouts:
         assert (rollout.stop_reason, rollout.earlier) == ("length", ())
-    assert client.requests[0].params.max_tokens == longest - len(client.requests[0].prompt_token_ids)
+    assert client.requests[0].params.max_tokens == longest - len(
+        client.requests[0].prompt_token_ids
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,7 +232,9 @@ async def test_an_episode_of_many_turns_ends_at_the_length_limit(tokenizer, rewr
         (TimeoutError(), "TimeoutError"),  # somebody else's, not the episode's limit
     ],
 )
-async def test_a_request_that_raises_or_ends_in_an_error_is_a_recorded_result(tokenizer, error, reason):
+async def test_a_request_that_raises_or_ends_in_an_error_is_a_recorded_result(
+    tokenizer, error, reason
+):
     client = ScriptedClient(tokenizer, lambda *_: error)
     [result] = await runner(tokenizer, client).run([plan(source())])
     assert result.failure == reason
@@ -234,7 +260,11 @@ async def test_environment_and_reward_errors_are_recorded_results(tokenizer):
             raise OSError("tool is gone")
 
     def rewarded(reward):
-        return {"task": lambda self, index, split="train": dataclasses.replace(Echo.task(self, index), reward=reward)}
+        return {
+            "task": lambda self, index, split="train": dataclasses.replace(
+                Echo.task(self, index), reward=reward
+            )
+        }
 
     client = ScriptedClient(tokenizer, lambda *_: "3")
     reasons = []
@@ -245,7 +275,9 @@ async def test_environment_and_reward_errors_are_recorded_results(tokenizer):
         rewarded(raises(ZeroDivisionError("division by zero"))),
         rewarded(lambda responses: [1.0 for _ in responses]),
     ):
-        [result] = await runner(tokenizer, client).run([plan(source(type("BadTask", (Echo,), methods)))])
+        [result] = await runner(tokenizer, client).run(
+            [plan(source(type("BadTask", (Echo,), methods)))]
+        )
         reasons.append((re.sub(r"line \d+", "line N", result.failure), len(result.group.rollouts)))
     assert reasons == [
         ("RuntimeError: no more problems", 0),
@@ -260,9 +292,13 @@ async def test_environment_and_reward_errors_are_recorded_results(tokenizer):
     ("step", "failure"),
     [
         ("No.", "Bad.step returned 'No.': expected a tuple of messages, or None at the end"),
-        ({"role": "user", "content": "No."}, "Bad.step returned {.*}: expected a tuple of messages"),
+        (
+            {"role": "user", "content": "No."},
+            ("Bad.step returned {.*}: expected a tuple of messages"),
+        ),
         (lambda self, text: None, "Bad.step is a plain function; it has to be async"),
-        (asyncio.CancelledError(), "CancelledError"),  # not ours: it would end the thread of the environments unheard
+        # not ours: it would end the thread of the environments unheard
+        (asyncio.CancelledError(), "CancelledError"),
         (SystemExit(3), r"Bad.step: .*test_episodes.py, line \d+: SystemExit: 3"),
     ],
 )
@@ -274,7 +310,9 @@ async def test_a_step_that_does_not_keep_to_its_form_is_told_in_words(tokenizer,
 
     bad = type("Bad", (Environment,), {"step": step if callable(step) else returns})
     kind = type("BadTurns", (Echo,), {"environment": lambda self, task: bad()})
-    [result] = await runner(tokenizer, ScriptedClient(tokenizer, lambda *_: "4")).run([plan(source(kind))])
+    [result] = await runner(tokenizer, ScriptedClient(tokenizer, lambda *_: "4")).run(
+        [plan(source(kind))]
+    )
     assert re.match(failure, result.failure)
 
 

@@ -1,4 +1,5 @@
-"""pass@k, intervals and differences against numbers that were worked out by hand or by trying everything."""
+"""pass@k, intervals and differences against numbers that were worked out by hand or by trying
+everything."""
 
 import itertools
 import random
@@ -33,12 +34,15 @@ def test_what_cannot_be_asked(samples, right, k):
 def test_shares_at_the_ends_know_that_they_may_be_off():
     none, all_right = estimate([0.0] * 10), estimate([1.0] * 10)
     assert (none.mean, none.low, none.high) == pytest.approx((0.0, 0.0, 0.2775), abs=1e-4)
-    assert (all_right.mean, all_right.low, all_right.high) == pytest.approx((1.0, 0.7225, 1.0), abs=1e-4)
+    assert (all_right.mean, all_right.low, all_right.high) == pytest.approx(
+        (1.0, 0.7225, 1.0), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", ["shares", "soft"])
 def test_an_interval_holds_the_truth_as_often_as_it_says(kind):
-    """400 samples of 40 problems each: 95% of the intervals, give or take three standard errors (0.033)."""
+    """400 samples of 40 problems each: 95% of the intervals, give or take three standard errors
+    (0.033)."""
     rng = random.Random(7)
     draw = (lambda: float(rng.random() < 0.8)) if kind == "shares" else rng.random
     truth = 0.8 if kind == "shares" else 0.5
@@ -63,7 +67,8 @@ def test_without_a_change_there_is_no_difference():
 
 
 def test_a_pairing_sees_what_two_intervals_do_not():
-    """Hard and easy problems, each a little better: the problems differ more than the two models."""
+    """Hard and easy problems, each a little better: the problems differ more than the two
+    models."""
     before = [i / 100 for i in range(100)]
     after = [value + 0.02 for value in before]
     found = difference(before, after)
@@ -75,11 +80,13 @@ def test_a_pairing_sees_what_two_intervals_do_not():
     ("a", "b", "significant"),
     [
         ([0.0] * 8 + [1.0], [1.0] * 8 + [0.0], True),  # p = 0.039
-        ([0.0] * 7 + [1.0], [1.0] * 7 + [0.0], False),  # 2 · (1 + 8) / 2⁸ = 0.0703, though the interval leaves out 0
+        # 2 · (1 + 8) / 2⁸ = 0.0703, though the interval leaves out 0
+        ([0.0] * 7 + [1.0], [1.0] * 7 + [0.0], False),
         ([0.5] * 6, [0.4, 0.3] * 3, True),  # no p: every resample is below 0
         ([0.5] * 6, [0.4, 0.6] * 3, False),
         ([0.25], [1.0], False),  # one problem: a resample is that problem again
-        ([0.5] * 5, [0.4, 0.3, 0.4, 0.3, 0.2], False),  # 2 · ½⁵ = 0.0625: all of five move so by chance
+        # 2 · ½⁵ = 0.0625: all of five move so by chance
+        ([0.5] * 5, [0.4, 0.3, 0.4, 0.3, 0.2], False),
     ],
 )
 def test_a_difference_is_significant_by_p_else_by_its_interval(a, b, significant):

@@ -24,7 +24,9 @@ GREEDY = EvaluationConfig(problems=8)
 
 @pytest.fixture
 def sources():
-    return build_sources([EnvironmentConfig(kind="tasks", name=name) for name in ("sum", "reverse")], seed=0)
+    return build_sources(
+        [EnvironmentConfig(kind="tasks", name=name) for name in ("sum", "reverse")], seed=0
+    )
 
 
 def policy(client, tokenizer, **options):
@@ -37,7 +39,9 @@ async def answered(client, sources, tokenizer, n, settings=GREEDY, **options):
 
 async def test_every_heldout_task_is_answered_once_and_greedily(tokenizer, sources):
     answers = {
-        tuple(tokenizer.render_chat(task.messages)): task.answer for built in sources for task in built.heldout(8)
+        tuple(tokenizer.render_chat(task.messages)): task.answer
+        for built in sources
+        for task in built.heldout(8)
     }
 
     def answer(request, _):
@@ -48,35 +52,52 @@ async def test_every_heldout_task_is_answered_once_and_greedily(tokenizer, sourc
     pinned = policy(client, tokenizer, adapter="policy@3", priority=1)
     sums, reverses = await evaluate(pinned, draw_problems(sources, 8), GREEDY)
     assert (sums.environment, sums.numbers()["accuracy"], len(sums.problems)) == ("sum", 0.0, 8)
-    assert (reverses.environment, reverses.numbers()["accuracy"], reverses.score) == ("reverse", 1.0, 1.0)
+    assert (reverses.environment, reverses.numbers()["accuracy"], reverses.score) == (
+        "reverse",
+        1.0,
+        1.0,
+    )
     assert reverses.problems[0].greedy.text == reverses.problems[0].expected
     assert reverses.problems[0].prompt.startswith("Reverse: ")
     assert overall_score([sums, reverses]) == 0.5
     assert len(client.requests) == 16
     assert len({request.request_id for request in client.requests}) == 16
     assert {request.params.temperature for request in client.requests} == {0.0}
-    assert {(request.params.n, request.adapter, request.priority) for request in client.requests} == {
-        (1, "policy@3", 1)
-    }
+    assert {
+        (request.params.n, request.adapter, request.priority) for request in client.requests
+    } == {(1, "policy@3", 1)}
 
 
 async def test_sampled_answers_make_pass_at_k(tokenizer, sources):
-    """Problem number i is answered rightly by the first i of four samples; the greedy answer is wrong."""
+    """Problem number i is answered rightly by the first i of four samples; the greedy answer is
+    wrong."""
     [own] = draw_problems(sources[1:], 3)
-    place = {tuple(tokenizer.render_chat(task.messages)): (i, task.answer) for i, task in enumerate(own.tasks)}
+    place = {
+        tuple(tokenizer.render_chat(task.messages)): (i, task.answer)
+        for i, task in enumerate(own.tasks)
+    }
     asked = []
 
     def answer(request, _):
         number, expected = place[request.prompt_token_ids]
         sample = request.request_id.partition("sample-")[2]
-        asked.append((number, request.params.temperature, request.params.top_p, request.params.seed))
+        asked.append(
+            (number, request.params.temperature, request.params.top_p, request.params.seed)
+        )
         return expected if sample and int(sample.partition("/")[0]) < number else "wrong"
 
     settings = EvaluationConfig(problems=3, samples=4, temperature=0.7, top_p=0.9)
     client = ScriptedClient(tokenizer, answer)
     [found] = await evaluate(policy(client, tokenizer), [own], settings)
     numbers = found.numbers()
-    assert settings.metrics == ("accuracy", "reward", "sampled_reward", "pass@1", "pass@2", "pass@4")
+    assert settings.metrics == (
+        "accuracy",
+        "reward",
+        "sampled_reward",
+        "pass@1",
+        "pass@2",
+        ("pass@4"),
+    )
     assert set(settings.metrics) <= set(numbers)
     right = [0, 1, 2]
     assert numbers["pass@1"] == pytest.approx(sum(c / 4 for c in right) / 3)
@@ -92,7 +113,11 @@ async def test_sampled_answers_make_pass_at_k(tokenizer, sources):
     await evaluate(policy(again, tokenizer), [own], settings)
     assert sorted(asked) == first, "the same seeds at each evaluation"
     record = json.loads(json.dumps(found.to_json()))
-    assert [problem["sampled"] for problem in record["problems"]] == [[0] * 4, [1, 0, 0, 0], [1, 1, 0, 0]]
+    assert [problem["sampled"] for problem in record["problems"]] == [
+        [0] * 4,
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+    ]
     assert record["problems"][0]["greedy"] == 0.0
     assert record["examples"][0]["text"] == "wrong"
 
@@ -106,13 +131,21 @@ async def test_a_failed_answer_is_wrong_and_does_not_take_others_with_it(tokeniz
     settings = EvaluationConfig(problems=2, samples=3)
     [sums, _] = await answered(ScriptedClient(tokenizer, answer), sources, tokenizer, 2, settings)
     assert (sums.errors, sums.failed) == (1, False)
-    assert [a.error for a in sums.problems[0].sampled] == [None, "RuntimeError: engine fell over", None]
+    assert [a.error for a in sums.problems[0].sampled] == [
+        None,
+        "RuntimeError: engine fell over",
+        None,
+    ]
     assert sums.first_error == "RuntimeError: engine fell over"
 
 
 async def test_an_answer_of_several_turns_is_told_whole(tokenizer):
-    options = {"conversations": [{"turns": [hello, "And?"], "answer": "No"} for hello in ("Hi", "Hello")]}
-    entry = EnvironmentConfig(kind="conversation", name="talk", options=options, rewards=("builtin:answer_match",))
+    options = {
+        "conversations": [{"turns": [hello, "And?"], "answer": "No"} for hello in ("Hi", ("Hello"))]
+    }
+    entry = EnvironmentConfig(
+        kind="conversation", name="talk", options=options, rewards=(("builtin:answer_match"),)
+    )
     built = build_sources([entry], seed=0)
     said = iter(("Ho", "No"))
     [found] = await answered(ScriptedClient(tokenizer, lambda *_: next(said)), built, tokenizer, 1)
@@ -134,7 +167,9 @@ async def test_what_nothing_scored_is_an_error(tokenizer):
             return Task(f"k{index}", ({"role": "user", "content": f"{index}?"},), reward)
 
     config = EnvironmentConfig(kind="tasks", name="x")
-    [found] = await answered(ScriptedClient(tokenizer, lambda *_: "a"), [Unscored(config, seed=0)], tokenizer, 2)
+    [found] = await answered(
+        ScriptedClient(tokenizer, lambda *_: "a"), [Unscored(config, seed=0)], tokenizer, 2
+    )
     assert found.first_error == "nothing scored it"
     assert found.failed
 
@@ -153,7 +188,9 @@ async def test_requests_in_flight_are_bounded(tokenizer, sources):
 
     client = Counting(tokenizer, lambda *_: "0", gate=lambda request: 3)
     counted = []
-    await answered(client, sources, tokenizer, 20, max_in_flight=5, answered=lambda: counted.append(1))
+    await answered(
+        client, sources, tokenizer, 20, max_in_flight=5, answered=lambda: counted.append(1)
+    )
     assert (peak, len(counted)) == (5, 40)
 
 
@@ -163,13 +200,15 @@ def test_problems_that_are_trained_on_are_called_so(tmp_path):
         "from mlx_parallm.environments.base import EnvironmentSource, Task\n"
         "class Leaky(EnvironmentSource):\n"
         "    def task(self, index, split='train'):\n"
-        "        return Task(str(index), ({'role': 'user', 'content': f'{index}?'},), lambda group: [])\n"
+        "        return Task(str(index), ({'role': 'user', 'content': f'{index}?'},), lambda"
+        " group: [])\n"
     )
     own = EnvironmentConfig(kind=f"python:{tmp_path}/leaky_environment.py:Leaky", name="leaky")
     tasks = EnvironmentConfig(kind="tasks", name="reverse")
     training = build_sources([own, tasks], seed=0)
     assert list(problem_warnings(draw_problems(training, 30), 30, training)) == [
-        "30 of the 30 held-out problems of leaky are among the first 500 training problems of leaky: their"
+        "30 of the 30 held-out problems of leaky are among the first 500 training problems of"
+        " leaky: their"
         " accuracy measures memory; see docs/your_environment.md#held-out"
     ]
 
@@ -177,15 +216,26 @@ def test_problems_that_are_trained_on_are_called_so(tmp_path):
 def test_too_few_problems_are_called_so(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(4)))
-    (tmp_path / "score_it.py").write_text("def one(completions, **_):\n    return [1.0 for _ in completions]\n")
-    entry = {"kind": "dataset", "data": str(rows), "rewards": [f"python:{tmp_path}/score_it.py:one"]}
+    (tmp_path / "score_it.py").write_text(
+        "def one(completions, **_):\n    return [1.0 for _ in completions]\n"
+    )
+    entry = {
+        "kind": "dataset",
+        "data": str(rows),
+        "rewards": [(f"python:{tmp_path}/score_it.py:one")],
+    }
     none = EnvironmentConfig(**entry, name="none", heldout_fraction=0)
     [whole] = EvaluationConfig(problems=9, environments=[entry]).environments
     sources = build_sources([whole, none], seed=0)
     drawn = draw_problems(sources, 9)
-    assert [len(problems.tasks) for problems in drawn] == [4], "of a data set that is only evaluated, every row is"
+    assert [len(problems.tasks) for problems in drawn] == [4], (
+        "of a data set that is only evaluated, every row is"
+    )
     assert list(problem_warnings([*drawn, ProblemSet(sources[1], ())], 9)) == [
-        "rows has 4 held-out problems, 9 were requested: an accuracy of so few is known to ±0.50 at best",
+        (
+            "rows has 4 held-out problems, 9 were requested: an accuracy of so few is known to"
+            " ±0.50 at best"
+        ),
         "none has no held-out problems: it is not evaluated",
     ]
     assert list(problem_warnings(draw_problems(sources[:1], 4), 4)) == [
@@ -200,8 +250,14 @@ async def test_what_a_relative_reward_would_hide_is_scored_absolutely(tmp_path, 
     (tmp_path / "score_yes.py").write_text(
         "def yes(completions, **_):\n    return [float(c == 'yes') for c in completions]\n"
     )
-    entry = {"kind": "dataset", "data": str(rows), "rewards": [f"python:{tmp_path}/score_yes.py:yes"]}
-    config = parse_config({"environments": [entry | {"reward_method": "relative", "prompt_format": "text"}]})
+    entry = {
+        "kind": "dataset",
+        "data": str(rows),
+        "rewards": [(f"python:{tmp_path}/score_yes.py:yes")],
+    }
+    config = parse_config(
+        {"environments": [entry | {"reward_method": "relative", "prompt_format": ("text")}]}
+    )
     client = ScriptedClient(tokenizer, lambda *_: "yes")
     [found] = await answered(client, build_evaluated(config), tokenizer, 2)
     assert found.numbers()["reward"] == 1.0

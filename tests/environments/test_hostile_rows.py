@@ -1,4 +1,5 @@
-"""Rows of every wrong form: one line that names the file and the row, never a traceback of the tokenizer or of json."""
+"""Rows of every wrong form: one line that names the file and the row, never a traceback of the
+tokenizer or of json."""
 
 from pathlib import Path
 
@@ -13,8 +14,14 @@ ROWS = {
     "a list": (b"[1]", "expected one JSON object"),
     "half a character": (b'{"prompt": "\\ud800"}', "surrogate"),
     "half a character as a name": (b'{"\\uDFFF": 1}', "surrogate"),
-    "half a character far inside": (b'{"messages": [{"content": [{"text": "\\udbff"}]}]}', "surrogate"),
-    "lists within lists": (b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "no JSON that can be read"),
+    "half a character far inside": (
+        b'{"messages": [{"content": [{"text": "\\udbff"}]}]}',
+        ("surrogate"),
+    ),
+    "lists within lists": (
+        b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        ("no JSON that can be read"),
+    ),
     "a number of 5,000 digits": (b'{"n": ' + b"9" * 5000 + b"}", "no JSON that can be read"),
 }
 

@@ -6,7 +6,12 @@ import pytest
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments import scheduler
 from mlx_parallm.environments.base import EnvironmentSource, Task
-from mlx_parallm.errors import CheckpointError, EndpointError, EnvironmentFailedError, RolloutRejectedError
+from mlx_parallm.errors import (
+    CheckpointError,
+    EndpointError,
+    EnvironmentFailedError,
+    RolloutRejectedError,
+)
 from tests.environments.managing import WAIT_S, Inbox, two_tasks, until
 from tests.environments.scripted_client import ScriptedClient
 
@@ -23,7 +28,10 @@ def test_nothing_starts_without_demand_and_exactly_the_demand_arrives(managed, t
     assert {len(group.rollouts) for group in groups} == {4}
     assert len({request.params.seed for request in client.requests}) == 5
     assert manager.in_flight == 0
-    assert sum(rollout.sampled_tokens for group in groups for rollout in group.rollouts) == 5 * 4 * 3  # "1", "2", EOS
+    # "1", "2", EOS
+    assert (
+        sum(rollout.sampled_tokens for group in groups for rollout in group.rollouts) == 5 * 4 * 3
+    )
     assert manager.state()["next_group"] == {"sum": 5}
 
 
@@ -37,13 +45,16 @@ def test_many_groups_are_in_flight_but_no_more_than_allowed(managed, tokenizer):
 
 
 def test_short_answers_are_not_preferred(managed, tokenizer):
-    """Long answers take longer; what arrives first must still be a fair draw, in every stretch of the output."""
+    """Long answers take longer; what arrives first must still be a fair draw, in every stretch
+    of the output."""
 
     def length(request):
         return 40 if int(request.request_id.rsplit("-", 1)[1]) % 2 else 1
 
     client = ScriptedClient(
-        tokenizer, lambda request, _: "a" * length(request), gate=lambda request: 5 * length(request)
+        tokenizer,
+        lambda request, _: "a" * length(request),
+        gate=lambda request: 5 * length(request),
     )
     manager, inbox = managed(client, num_parallel=32)
     manager.request_groups(40)
@@ -56,14 +67,19 @@ def test_short_answers_are_not_preferred(managed, tokenizer):
 def test_fixed_order_submits_each_demand_in_one_call_and_repeats_itself(managed, tokenizer):
     def run():
         client = ScriptedClient(
-            tokenizer, lambda request, choice: str(choice), gate=lambda request: request.params.seed % 7
+            tokenizer,
+            lambda request, choice: str(choice),
+            gate=lambda request: request.params.seed % 7,
         )
         manager, inbox = managed(client, fixed_order=True, sources=two_tasks(sum=1.0, sort=1.0))
         manager.request_groups(4)
         manager.request_groups(3)
         inbox.wait(groups=7)
         manager.stop()
-        requests = [(request.request_id, request.prompt_token_ids, request.params) for request in client.requests]
+        requests = [
+            (request.request_id, request.prompt_token_ids, request.params)
+            for request in client.requests
+        ]
         return client.calls, inbox.groups, requests
 
     first, second = run(), run()
@@ -103,13 +119,20 @@ def test_a_restored_manager_goes_on_where_the_state_was_taken(managed, tokenizer
     second.request_groups(7)
     rest.wait(groups=7)
     for name in ("sum", "sort"):
-        own = [[g for g in groups if g.environment == name] for groups in (part.groups, rest.groups, everything.groups)]
-        assert own[0] + own[1] == own[2], "each environment goes on where it stood, in its own order"
+        own = [
+            [g for g in groups if g.environment == name]
+            for groups in (part.groups, rest.groups, everything.groups)
+        ]
+        assert own[0] + own[1] == own[2], (
+            "each environment goes on where it stood, in its own order"
+        )
 
 
 def test_groups_cut_off_by_stop_are_played_again(managed, tokenizer):
     held = {"sum-0-1"}
-    client = ScriptedClient(tokenizer, lambda *_: "1", gate=lambda request: None if request.request_id in held else 0)
+    client = ScriptedClient(
+        tokenizer, lambda *_: "1", gate=lambda request: None if request.request_id in held else 0
+    )
     manager, inbox = managed(client)
     manager.request_groups(3)
     inbox.wait(groups=1)
@@ -148,7 +171,10 @@ def test_groups_that_fail_or_that_the_sink_refuses_or_knows_are_replaced(managed
     inbox.wait(groups=2, failures=2)
     assert manager.health() is None  # two failures are no rate
     manager.stop()
-    assert inbox.failures == [("sum-0-0", "token 999 is out of range"), ("sum-0-1", "RuntimeError: row lost")]
+    assert inbox.failures == [
+        ("sum-0-0", "token 999 is out of range"),
+        ("sum-0-1", ("RuntimeError: row lost")),
+    ]
     assert inbox.ids == ["sum-0-2", "sum-0-3"]
 
 
@@ -156,12 +182,18 @@ def test_the_health_line_tells_of_failures_and_of_a_stall_but_not_of_waiting(man
     now = [100.0]
 
     def answer(request, choice):
-        return RuntimeError("row lost") if request.request_id in ("sum-0-0", "sum-0-1", "sum-0-2") else "1"
+        return (
+            RuntimeError("row lost")
+            if request.request_id in ("sum-0-0", "sum-0-1", "sum-0-2")
+            else "1"
+        )
 
     failing, inbox = managed(ScriptedClient(tokenizer, answer))
     failing.request_groups(2)
     inbox.wait(groups=2, failures=3)
-    assert failing.health() == "environment sum: 3 of its last 5 groups failed, the last one: RuntimeError: row lost"
+    assert failing.health() == (
+        "environment sum: 3 of its last 5 groups failed, the last one: RuntimeError: row lost"
+    )
     waiting, inbox = managed(ScriptedClient(tokenizer, lambda *_: "1"), clock=lambda: now[0])
     waiting.request_groups(1)
     inbox.wait(groups=1)
@@ -174,7 +206,8 @@ def test_the_health_line_tells_of_failures_and_of_a_stall_but_not_of_waiting(man
     assert stalled.health() is None
     now[0] += 15.0
     assert stalled.health() == (
-        "environment sum stalled: nothing finished for 75 s with 2 groups in flight (oldest: sum-0-0)"
+        "environment sum stalled: nothing finished for 75 s with 2 groups in flight (oldest:"
+        " sum-0-0)"
     )
     now[0] += 1000.0
     assert waiting.health() is None, "for demand"
@@ -198,7 +231,9 @@ def test_failure_after_failure_ends_the_manager_sooner_where_all_fail_alike(
 
 @pytest.mark.parametrize(("status", "groups"), [(None, 5), (503, 5), (401, 3)])
 @pytest.mark.parametrize("where", ["reward", "episode"])
-def test_another_server_that_is_away_at_the_start_may_come_yet(managed, tokenizer, monkeypatch, status, groups, where):
+def test_another_server_that_is_away_at_the_start_may_come_yet(
+    managed, tokenizer, monkeypatch, status, groups, where
+):
     monkeypatch.setattr(scheduler, "FAILURES_IN_A_ROW", 5)
     monkeypatch.setattr(scheduler, "ALIKE_FROM_THE_START", 3)
 
@@ -218,7 +253,9 @@ def test_another_server_that_is_away_at_the_start_may_come_yet(managed, tokenize
                 await ask()
 
     entry = EnvironmentConfig(kind="asks", name="asks", group_size=2)
-    manager, inbox = managed(ScriptedClient(tokenizer, lambda *_: "1"), sources=[Asks(entry, seed=0)])
+    manager, inbox = managed(
+        ScriptedClient(tokenizer, lambda *_: "1"), sources=[Asks(entry, seed=0)]
+    )
     manager.request_groups(1)
     inbox.wait(failures=groups)
     manager._thread.join(WAIT_S)
@@ -245,7 +282,9 @@ def test_what_was_cancelled_is_not_in_flight(managed, tokenizer):
         if len(held) == 2:
             all_held.set()
 
-    manager, inbox = managed(ScriptedClient(tokenizer, lambda *_: "1", gate=lambda r: gate(r) if len(held) < 2 else 0))
+    manager, inbox = managed(
+        ScriptedClient(tokenizer, lambda *_: "1", gate=lambda r: gate(r) if len(held) < 2 else 0)
+    )
     manager.request_groups(2)
     assert all_held.wait(WAIT_S)
     assert manager.in_flight == 2
@@ -260,7 +299,12 @@ def test_what_was_cancelled_is_not_in_flight(managed, tokenizer):
 def test_states_that_are_not_ours_are_refused(managed, tokenizer):
     manager, _ = managed(ScriptedClient(tokenizer, lambda *_: "1"), start=False)
     broken = {"version": 2, "turn": 1, "next_group": {"sum": "x"}, "seed": 0}
-    for state in ({}, {"version": 99, "next_group": 1}, {"version": 1, "next_group": "x", "seed": 0}, broken):
+    for state in (
+        {},
+        {"version": 99, "next_group": 1},
+        {"version": 1, "next_group": "x", "seed": 0},
+        broken,
+    ):
         with pytest.raises(CheckpointError):
             manager.restore(state)
     manager.start()

@@ -1,4 +1,5 @@
-"""Rows of other programs' layouts: ShareGPT's and Alpaca's, for prompts, SFT, preferences, KTO and TRL's trainers."""
+"""Rows of other programs' layouts: ShareGPT's and Alpaca's, for prompts, SFT, preferences, KTO
+and TRL's trainers."""
 
 import json
 from pathlib import Path
@@ -41,7 +42,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"conversations": [{"from": "user", "value": "2+2?"}, {"from": "assistant", "value": "4"}]},
         [USER, ANSWER],
     ),
-    "a system turn": ({"conversations": [{"from": "system", "value": "Be brief."}, *TURNS]}, [SYSTEM, USER, ANSWER]),
+    "a system turn": (
+        {"conversations": [{"from": "system", "value": "Be brief."}, *TURNS]},
+        [SYSTEM, USER, ANSWER],
+    ),
     "a system column": ({"conversations": TURNS, "system": "Be brief."}, [SYSTEM, USER, ANSWER]),
     "an empty system column": ({"conversations": TURNS, "system": ""}, [USER, ANSWER]),
     "a weight": (
@@ -67,7 +71,8 @@ def test_a_conversation_of_another_layout_is_read_as_messages(tmp_path: Path, na
 
 
 def test_turns_that_call_tools_are_calls_and_results(tmp_path: Path) -> None:
-    """The forms of LLaMA-Factory (function_call, observation) and Hermes (tool); text that is no call."""
+    """The forms of LLaMA-Factory (function_call, observation) and Hermes (tool); text that is no
+    call."""
     call = json.dumps({"name": "add", "arguments": {"ü": 1}}, ensure_ascii=False)
     both = [{"name": "add", "arguments": {}}, {"name": "add", "arguments": "{}"}]
     turns = [
@@ -111,11 +116,14 @@ def score(completions: list[str], **columns: Any) -> list[float]:
 
 def environment(data: str, **keys: Any) -> EnvironmentConfig:
     reward = reference_to(score, "score")
-    return EnvironmentConfig(kind="dataset", data=data, heldout_fraction=0, rewards=[reward], **keys)
+    return EnvironmentConfig(
+        kind="dataset", data=data, heldout_fraction=0, rewards=[reward], **keys
+    )
 
 
 def test_prompts_end_before_the_last_answer(tmp_path: Path) -> None:
-    """GRPO's rows. The answer stays in the columns that rewards see, and every column of the row with it."""
+    """GRPO's rows. The answer stays in the columns that rewards see, and every column of the row
+    with it."""
     data = write(tmp_path, {"conversations": TURNS, "answer": "4"}, {"conversations": TURNS[:1]})
     rows = read_prompts(environment(data), seed=0).train
     assert [row.prompt for row in rows] == [[USER], [USER]]
@@ -128,17 +136,26 @@ def test_alpacas_rows(tmp_path: Path) -> None:
     row = {"instruction": "Translate.", "input": "Käse", "output": "cheese"}
     asked = {"role": "user", "content": "Translate.\nKäse"}
     [example] = examples(tmp_path, "sft", row)
-    assert (example.prompt, example.completions) == ((asked,), (({"role": "assistant", "content": "cheese"},),))
+    assert (example.prompt, example.completions) == (
+        (asked,),
+        (({"role": "assistant", "content": ("cheese")},),),
+    )
     config = environment(write(tmp_path, row))
     [prompt] = read_prompts(config, seed=0).train
     assert prompt.prompt == "Translate.\nKäse" and prompt.columns["output"] == "cheese"
     named = config.model_copy(update={"prompt_column": "instruction"})
-    assert read_prompts(named, seed=0).train[0].prompt == "Translate.", "the configuration's column goes first"
+    assert read_prompts(named, seed=0).train[0].prompt == "Translate.", (
+        "the configuration's column goes first"
+    )
 
 
 def test_trls_trainers_take_them_too() -> None:
     rows = read_rows([{"conversations": TURNS}], "train_dataset")
-    assert rows.conversational and rows.rows[0]["prompt"] == [USER] and rows.rows[0]["messages"] == [USER, ANSWER]
+    assert (
+        rows.conversational
+        and rows.rows[0]["prompt"] == [USER]
+        and rows.rows[0]["messages"] == [USER, ANSWER]
+    )
     assert not read_rows([{"instruction": "a", "output": "b"}], "train_dataset").conversational
 
 
@@ -155,7 +172,10 @@ def test_rows_of_ours_stay_as_they_are() -> None:
 
 def test_a_turn_of_nobody_is_named_with_its_place(tmp_path: Path) -> None:
     for turn, reason in (
-        ({"from": "narrator", "value": "x"}, "turn 1: 'from' is 'narrator'; known are system, .*human, .*gpt"),
+        (
+            {"from": "narrator", "value": "x"},
+            ("turn 1: 'from' is 'narrator'; known are system, .*human, .*gpt"),
+        ),
         ("hello", "turn 1: expected .*from.*got 'hello'"),
         ({"from": "gpt", "value": {"a": 1}}, "messages.1.content: must be a string"),
     ):
@@ -179,11 +199,14 @@ def test_a_rows_tools_are_shown_to_the_policy(tmp_path: Path) -> None:
 
 
 def test_free_text_is_no_path(tmp_path: Path) -> None:
-    """OSError 36 for a name of over 255 bytes, ValueError for a null character, RuntimeError for nobody's home."""
+    """OSError 36 for a name of over 255 bytes, ValueError for a null character, RuntimeError for
+    nobody's home."""
     for text in ("x" * 300, "a\0b", "~nobody-at-all/rows.jsonl"):
         with pytest.raises(ConfigError, match=r"^data: "):
             list(json_lines(Path(text), "data"))
-        rates = environment(write(tmp_path, {"prompt": "a"}), pass_rates=text, curriculum="easy_first")
+        rates = environment(
+            write(tmp_path, {"prompt": "a"}), pass_rates=text, curriculum=("easy_first")
+        )
         with pytest.raises(ConfigError, match="no results of"):
             read_prompts(rates, seed=0)
 
@@ -197,9 +220,14 @@ def test_free_text_is_no_path(tmp_path: Path) -> None:
         (("user", "assistant"), ("role", "value")),
     ],
 )
-def test_rows_and_logs_know_the_same_speakers(names: tuple[str, str], fields: tuple[str, str]) -> None:
-    """Names in capitals and `role` beside `value` too: one table serves `--data` and the importers of traces."""
-    turns = [dict(zip(fields, said, strict=True)) for said in zip(names, ("Hi.", "Hello."), strict=True)]
+def test_rows_and_logs_know_the_same_speakers(
+    names: tuple[str, str], fields: tuple[str, str]
+) -> None:
+    """Names in capitals and `role` beside `value` too: one table serves `--data` and the
+    importers of traces."""
+    turns = [
+        dict(zip(fields, said, strict=True)) for said in zip(names, ("Hi.", "Hello."), strict=True)
+    ]
     expected = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     row, _ = known_row({"conversations": turns}, "row 0")
     assert row["messages"] == chat_messages(turns) == expected

@@ -13,7 +13,9 @@ def shares(weights, groups=3000, seed=0):
     return [count / groups for count in counts]
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [3.0, 1.0], [0.5, 0.25, 0.25], [10.0, 1.0, 1.0]])
+@pytest.mark.parametrize(
+    "weights", [[1.0], [1.0, 1.0], [3.0, 1.0], [0.5, 0.25, 0.25], [10.0, 1.0, 1.0]]
+)
 def test_weights_are_respected(weights):
     expected = [weight / sum(weights) for weight in weights]
     assert shares(weights) == pytest.approx(expected, abs=0.003)
@@ -24,7 +26,9 @@ def test_each_environment_counts_its_own_tasks_and_every_group_belongs_to_one():
     groups = [list(itertools.islice(schedule.groups_of(environment), 30)) for environment in (0, 1)]
     for environment in (0, 1):
         assert [task for _, task in groups[environment]] == list(range(30))
-        assert all(schedule.environment_of(index) == environment for index, _ in groups[environment])
+        assert all(
+            schedule.environment_of(index) == environment for index, _ in groups[environment]
+        )
     assert sorted(index for index, _ in groups[0] + groups[1] if index < 40) == list(range(40))
 
 
@@ -32,7 +36,9 @@ def test_a_jump_arrives_where_a_walk_does():
     schedule = Schedule([2.0, 1.0, 4.0], seed=9)
     walked = list(itertools.islice(schedule.groups_of(1), 50))
     for first in (0, 3, 77, 150):
-        assert next(schedule.groups_of(1, first)) == next(group for group in walked if group[0] >= first)
+        assert next(schedule.groups_of(1, first)) == next(
+            group for group in walked if group[0] >= first
+        )
 
 
 def test_the_run_seed_shifts_the_order():

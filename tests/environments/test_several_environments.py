@@ -38,7 +38,9 @@ def impatient(monkeypatch):
     monkeypatch.setattr(queues, "LEAST_PATIENCE_S", 0.05)
 
 
-def test_one_environment_that_hangs_is_named_and_the_others_make_its_groups(managed, tokenizer, impatient):
+def test_one_environment_that_hangs_is_named_and_the_others_make_its_groups(
+    managed, tokenizer, impatient
+):
     client = ScriptedClient(tokenizer, lambda *_: "1", gate=hangs("sort"))
     manager, inbox = managed(client, sources=two_tasks(sum=1.0, sort=1.0), num_parallel=8)
     manager.request_groups(40)
@@ -47,8 +49,12 @@ def test_one_environment_that_hangs_is_named_and_the_others_make_its_groups(mana
     hanging = [request for request in client.requests if request.request_id.startswith("sort")]
     assert len(hanging) <= 4, "what hangs holds no more than all places, and gets no new ones"
     until(lambda: "sort delivers nothing" in (manager.health() or ""))
-    assert manager.health().startswith(f"environment sort delivers nothing: {hanging[0].request_id} has run for")
-    assert manager.health().endswith(f"with {len(hanging)} groups in flight; its places go to the others")
+    assert manager.health().startswith(
+        f"environment sort delivers nothing: {hanging[0].request_id} has run for"
+    )
+    assert manager.health().endswith(
+        f"with {len(hanging)} groups in flight; its places go to the others"
+    )
     position = manager.state()["next_group"]
     assert int(hanging[0].request_id.rsplit("-", 1)[1]) == position["sort"] < position["sum"]
 
@@ -62,7 +68,8 @@ def test_an_environment_that_comes_back_gets_its_share_again_and_does_not_catch_
     inbox.wait(groups=40)
     client.opened.set()
     until(lambda: manager.health() is None)
-    monkeypatch.setattr(queues, "LEAST_PATIENCE_S", 60.0)  # a busy machine makes nobody late from here on
+    # a busy machine makes nobody late from here on
+    monkeypatch.setattr(queues, "LEAST_PATIENCE_S", 60.0)
     late = len(inbox.wait(groups=41)) - 40
     manager.request_groups(40)
     inbox.wait(groups=80 + late)
@@ -75,7 +82,9 @@ def test_one_environment_that_dies_is_named_and_the_others_go_on(managed, tokeni
     def answer(request, choice):
         return RuntimeError("sandbox gone") if request.request_id.startswith("sort-") else "1"
 
-    manager, inbox = managed(ScriptedClient(tokenizer, answer), sources=two_tasks(sum=1.0, sort=1.0), num_parallel=16)
+    manager, inbox = managed(
+        ScriptedClient(tokenizer, answer), sources=two_tasks(sum=1.0, sort=1.0), num_parallel=16
+    )
     manager.request_groups(200)
     inbox.wait(groups=200, failures=3)
     assert {group.environment for group in inbox.groups} == {"sum"}
@@ -85,7 +94,9 @@ def test_one_environment_that_dies_is_named_and_the_others_go_on(managed, tokeni
     manager.check()
 
 
-def test_an_environment_that_blocks_its_thread_does_not_block_the_others(managed, tokenizer, impatient):
+def test_an_environment_that_blocks_its_thread_does_not_block_the_others(
+    managed, tokenizer, impatient
+):
     release = threading.Event()
 
     class Blocking(EnvironmentSource):
@@ -121,9 +132,13 @@ def test_the_cursor_of_the_first_version_is_where_every_environment_goes_on(mana
     whole, everything = managed(ScriptedClient(tokenizer, lambda *_: "1"), sources=sources)
     whole.request_groups(12)
     everything.wait(groups=12)
-    manager, inbox = managed(ScriptedClient(tokenizer, lambda *_: "1"), sources=sources, start=False)
+    manager, inbox = managed(
+        ScriptedClient(tokenizer, lambda *_: "1"), sources=sources, start=False
+    )
     manager.restore({"version": 1, "seed": 0, "next_group": 5})
     manager.start()
     manager.request_groups(7)
     inbox.wait(groups=7)
-    assert sorted(inbox.ids) == sorted(group.group_id for group in everything.groups if group.index >= 5)
+    assert sorted(inbox.ids) == sorted(
+        group.group_id for group in everything.groups if group.index >= 5
+    )

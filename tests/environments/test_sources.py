@@ -11,7 +11,10 @@ from mlx_parallm.types import Rollout, Trajectory
 
 needs_reasoning_gym = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None,
-    reason="reasoning-gym is not installed (it builds C code): pip install 'mlx-parallm[reasoning-gym]'",
+    reason=(
+        "reasoning-gym is not installed (it builds C code): pip install"
+        " 'mlx-parallm[reasoning-gym]'"
+    ),
 )
 
 
@@ -59,8 +62,14 @@ def test_entries_of_one_name_get_names_of_their_own():
     ("config", "message"),
     [
         ({"kind": "Dataset"}, "unknown kind 'Dataset'; did you mean 'dataset'"),
-        ({"kind": "mine.py:Game"}, "unknown kind 'mine.py:Game'; a class of yours is \"python:mine.py:Game\""),
-        ({"kind": "task", "name": "sum"}, "unknown kind 'task'; did you mean 'tasks'.*reasoning_gym"),
+        (
+            {"kind": "mine.py:Game"},
+            ("unknown kind 'mine.py:Game'; a class of yours is \"python:mine.py:Game\""),
+        ),
+        (
+            {"kind": "task", "name": "sum"},
+            ("unknown kind 'task'; did you mean 'tasks'.*reasoning_gym"),
+        ),
         ({"kind": "tasks", "name": "summ"}, "no built-in task 'summ'; did you mean 'sum'"),
         ({"kind": "tasks", "name": "sum", "options": {"digits": 3}}, "takes no options.*digits"),
     ],
@@ -102,8 +111,12 @@ def test_reasoning_gym_splits_share_no_question():
 @needs_reasoning_gym
 def test_reasoning_gym_follows_the_seed_and_its_heldout_set_does_not():
     first, again, other = gym("chain_sum"), gym("chain_sum"), gym("chain_sum", seed=1)
-    assert [first.task(index).key for index in range(9)] == [again.task(index).key for index in range(9)]
-    assert [first.task(index).key for index in range(9)] != [other.task(index).key for index in range(9)]
+    assert [first.task(index).key for index in range(9)] == [
+        again.task(index).key for index in range(9)
+    ]
+    assert [first.task(index).key for index in range(9)] != [
+        other.task(index).key for index in range(9)
+    ]
     assert [task.key for task in first.heldout(9)] == [task.key for task in other.heldout(9)]
 
 
@@ -118,7 +131,11 @@ def test_reasoning_gym_options_reach_the_data_set():
     [
         ("chain_sums", {}, "no data set 'chain_sums'; did you mean 'chain_sum'"),
         ("chain_sum", {"max_term": 2}, "no option 'max_term'; did you mean 'max_terms'"),
-        ("chain_sum", {"min_terms": 5, "max_terms": 2}, "refuses its options: max_terms must be >= min_terms"),
+        (
+            "chain_sum",
+            {"min_terms": 5, "max_terms": 2},
+            ("refuses its options: max_terms must be >= min_terms"),
+        ),
     ],
 )
 def test_reasoning_gym_mistakes_are_named(name, options, message):

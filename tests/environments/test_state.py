@@ -97,7 +97,9 @@ def test_a_step_counts_and_is_in_the_history_whoever_wrote_update_state(warned):
         assert state.history == [{"prompt": "Say 3", "response": "3"}] * 2
     assert state.metadata["seen"] == ["3", "3"]
     [line] = warned
-    assert line["event"].startswith("LooksAtTheCount.update_state reads step_count before this turn is counted")
+    assert line["event"].startswith(
+        "LooksAtTheCount.update_state reads step_count before this turn is counted"
+    )
 
 
 def test_what_is_missing_is_told_in_words():
@@ -109,9 +111,13 @@ def test_what_is_missing_is_told_in_words():
         async def update_state(self, state, response):
             return state
 
-    with pytest.raises(RolloutRejectedError, match="Minimal has no inference: give one to its constructor"):
+    with pytest.raises(
+        RolloutRejectedError, match=("Minimal has no inference: give one to its constructor")
+    ):
         Minimal().step(State(prompt="Hi"))
-    with pytest.raises(RolloutRejectedError, match=r"NoState\.update_state returned None, not a State"):
+    with pytest.raises(
+        RolloutRejectedError, match=r"NoState\.update_state returned None, not a State"
+    ):
         NoState(Echoing()).step(State(prompt="Hi"))
     with pytest.raises(RolloutRejectedError, match=r"Async\.update_state is async"):
         Async(Echoing()).step(State(prompt="Hi"))

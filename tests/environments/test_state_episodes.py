@@ -88,15 +88,22 @@ async def test_turns_go_on_from_the_sampled_tokens(tokenizer, kind):
     result = await played(tokenizer, client, source(kind()), size=2)
     assert result.failure is None
     assert len(result.trajectories) == 2
-    assert {word for each in result.trajectories for turn in each.history for word in turn.response} == set("abcdef")
+    assert {
+        word for each in result.trajectories for turn in each.history for word in turn.response
+    } == set("abcdef")
     for number, trajectory in enumerate(result.trajectories):
         rollout, words = trajectory.rollout, [turn.response for turn in trajectory.history]
         assert rollout.earlier == ()
-        assert (trajectory.step_count, trajectory.response, trajectory.truncated) == (3, words[-1], False)
+        assert (trajectory.step_count, trajectory.response, trajectory.truncated) == (
+            3,
+            words[-1],
+            False,
+        )
         assert trajectory.prompt == "Say 3:"
         assert trajectory.metadata["answer"] == "3"
         assert trajectory.group_id == "own-0-3"
-        # Each of its requests is the beginning of the final sequence: the engine saw these tokens and no others.
+        # Each of its requests is the beginning of the final sequence: the engine saw these tokens
+        # and no others.
         asked = [r for r in client.requests if r.request_id.startswith(f"own-0-3/{number}/")]
         assert len(asked) == (2 if kind is Counting else 3)
         for request in asked:
@@ -131,7 +138,10 @@ async def test_members_of_a_group_share_no_state(tokenizer):
             return super().update_state(state, response)
 
     result = await played(
-        tokenizer, ScriptedClient(tokenizer, lambda request, choice: f"{choice}"), source(Noting()), size=3
+        tokenizer,
+        ScriptedClient(tokenizer, lambda request, choice: f"{choice}"),
+        source(Noting()),
+        size=3,
     )
     assert [t.metadata["said"][0] for t in result.trajectories] == ["0", "1", "2"]
     assert all(len(t.metadata["said"]) == 2 for t in result.trajectories)
@@ -145,7 +155,9 @@ async def test_another_text_opens_another_segment(tokenizer):
     client = ScriptedClient(tokenizer, lambda *_: "4")
     [trajectory] = (await played(tokenizer, client, source(Anew()), task=3, size=1)).trajectories
     rollout = trajectory.rollout
-    shown = [tokenizer.decode(segment.tokens, skip_special_tokens=False) for segment in rollout.segments]
+    shown = [
+        tokenizer.decode(segment.tokens, skip_special_tokens=False) for segment in rollout.segments
+    ]
     assert shown == [f"Turn {number}:4<|im_end|>" for number in range(3)]
     assert [sum(segment.mask) for segment in rollout.segments] == [2, 2, 2]
     assert trajectory.history[1].prompt == "Turn 1:"
@@ -160,16 +172,26 @@ class Chatting(BaseEnvironment):
     def update_state(self, state, response):
         state = super().update_state(state, response)
         state.done = state.step_count == 2
-        state.prompt += [{"role": "assistant", "content": response}, {"role": "user", "content": "Again."}]
+        state.prompt += [
+            {"role": "assistant", "content": response},
+            {"role": "user", "content": ("Again.")},
+        ]
         return state
 
 
 async def test_a_conversation_goes_on_from_its_tokens(tokenizer):
-    answer = lambda request, _: "3" if "/" in request.request_id else "<think>Hm.</think>4"  # noqa: E731
-    [kept] = (await played(tokenizer, ScriptedClient(tokenizer, answer), source(Chatting()), size=1)).trajectories
+    answer = lambda request, _: ("3") if "/" in request.request_id else "<think>Hm.</think>4"  # noqa: E731
+    [kept] = (
+        await played(tokenizer, ScriptedClient(tokenizer, answer), source(Chatting()), size=1)
+    ).trajectories
     assert kept.rollout.earlier == ()
     assert [turn.prompt for turn in kept.history] == ["Say 3", "Again."]
-    assert [message["content"] for message in kept.messages] == ["Say 3", "<think>Hm.</think>4", "Again.", "3"]
+    assert [message["content"] for message in kept.messages] == [
+        "Say 3",
+        "<think>Hm.</think>4",
+        "Again.",
+        ("3"),
+    ]
 
 
 async def test_a_text_is_a_message_of_the_users_in_chat_format(tokenizer):
@@ -194,7 +216,9 @@ async def test_code_that_may_block_runs_on_one_thread_of_its_episode(tokenizer, 
         return getattr(super(Own, self), method)(state, *given)
 
     setattr(Own, method, where)
-    result = await played(tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), source(Own()), size=3)
+    result = await played(
+        tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), source(Own()), size=3
+    )
     assert [t.step_count for t in result.trajectories] == [3, 3, 3]
     assert sorted(threads) == ["own-0-3/0", "own-0-3/1", "own-0-3/2"]
     assert all(len(own) == 1 for own in threads.values())
@@ -271,7 +295,9 @@ async def test_the_step_limit_truncates(tokenizer, kind):
 async def test_no_room_for_another_turn_truncates(tokenizer, kind):
     client = ScriptedClient(tokenizer, lambda *_: "xyxyxy")
     length = len(tokenizer.encode("Say 9:")) + 20
-    result = await played(tokenizer, client, source(kind()), task=9, runner={"max_token_length": length})
+    result = await played(
+        tokenizer, client, source(kind()), task=9, runner={"max_token_length": length}
+    )
     assert (result.failure, result.group.metadata["out_of_room"]) == (None, 2)
     for trajectory in result.trajectories:
         assert trajectory.truncated and trajectory.out_of_room
@@ -294,7 +320,10 @@ async def test_an_environment_that_never_ends_an_episode_is_named_once(tokenizer
         turns = [trajectory.step_count for trajectory in result.trajectories]
         counts = {name: result.group.metadata[name] for name in ("never_done", "never_done_turns")}
         assert counts == {"never_done": 2, "never_done_turns": sum(turns)} and min(turns) > 1
-    what = "nothing set state.done: Endless.update_state has to set it when the episode is over, or is_terminal"
+    what = (
+        "nothing set state.done: Endless.update_state has to set it when the episode is over, or"
+        " is_terminal"
+    )
     assert endless.endless == f"{turns[0]} turns and {what} has to return True"
     warnings = [entry for entry in warned if entry["event"] == "an episode does not end"]
     assert [entry["reason"] for entry in warnings] == [endless.endless]
@@ -302,7 +331,9 @@ async def test_an_environment_that_never_ends_an_episode_is_named_once(tokenizer
     assert cut.group.metadata["never_done"] == 0, "whoever set the limit knows that it ends them"
 
 
-async def test_a_long_episode_is_told_of_while_it_goes_on_and_an_end_takes_it_back(tokenizer, warned):
+async def test_a_long_episode_is_told_of_while_it_goes_on_and_an_end_takes_it_back(
+    tokenizer, warned
+):
     long, client = source(Counting()), ScriptedClient(tokenizer, lambda *_: "x")
     result = await played(tokenizer, client, long, task=70)
     assert result.failure is None and result.group.metadata["never_done"] == 0
@@ -313,15 +344,23 @@ async def test_a_long_episode_is_told_of_while_it_goes_on_and_an_end_takes_it_ba
 
 async def test_an_engine_failure_is_not_swallowed(tokenizer):
     broken = finished(0, "", [7], reason="error", error="NaN in the logits")
-    result = await played(tokenizer, ScriptedClient(tokenizer, lambda *_: broken), source(Careless()), size=1)
+    result = await played(
+        tokenizer, ScriptedClient(tokenizer, lambda *_: broken), source(Careless()), size=1
+    )
     assert result.failure == "NaN in the logits"
 
 
 @pytest.mark.parametrize(
     ("params", "failure"),
     [
-        ({"temperature": 0.5}, r"generate\(temperature=…\) inside an episode: it samples as the run does"),
-        ({"seed": 1, "top_p": 0.5}, r"generate\(seed=…, top_p=…\) inside an episode.*only max_tokens, stop, tools$"),
+        (
+            {"temperature": 0.5},
+            r"generate\(temperature=…\) inside an episode: it samples as the run does",
+        ),
+        (
+            {"seed": 1, "top_p": 0.5},
+            r"generate\(seed=…, top_p=…\) inside an episode.*only max_tokens, stop, tools$",
+        ),
     ],
 )
 async def test_an_episode_samples_as_the_run_does(tokenizer, params, failure):
@@ -354,7 +393,10 @@ async def test_length_and_stop_strings_may_be_a_turns_own(tokenizer):
 
     client = ScriptedClient(tokenizer, lambda *_: "x")
     await played(tokenizer, client, source(Own(), max_tokens=20, stop=("\n",)), size=1)
-    assert [(r.params.max_tokens, r.params.stop) for r in client.requests] == [(3, (".",)), (20, ("\n",))]
+    assert [(r.params.max_tokens, r.params.stop) for r in client.requests] == [
+        (3, (".",)),
+        (20, (("\n"),)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -363,16 +405,29 @@ async def test_length_and_stop_strings_may_be_a_turns_own(tokenizer):
         ({"step": lambda self, state: None}, "Bad.step returned None, not a State"),
         ({"build_prompt": lambda self, state: 3}, "Bad asks 3: expected text or messages"),
         ({"reset": lambda self: "no"}, "Bad.reset returned 'no', not a State"),
-        ({"is_terminal": lambda self, state: True}, "the episode ended before the policy was asked anything"),
-        ({"update_state": lambda self, state, response: {}[1]}, "Bad.update_state: FILE: KeyError: 1"),
-        ({"step": lambda self, state: next(iter([]))}, "Bad.step: FILE: RuntimeError: StopIteration:"),
+        (
+            {"is_terminal": lambda self, state: True},
+            ("the episode ended before the policy was asked anything"),
+        ),
+        (
+            {"update_state": lambda self, state, response: {}[1]},
+            ("Bad.update_state: FILE: KeyError: 1"),
+        ),
+        (
+            {"step": lambda self, state: next(iter([]))},
+            ("Bad.step: FILE: RuntimeError: StopIteration:"),
+        ),
     ],
 )
 async def test_what_goes_wrong_is_a_recorded_result(tokenizer, warned, attributes, failure):
     bad = type("Bad", (Counting,), attributes)
-    result = await played(tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), source(bad()), size=2)
+    result = await played(
+        tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), source(bad()), size=2
+    )
     assert re.sub(rf"{__file__}, line \d+", "FILE", result.failure) == failure
-    assert len([line for line in warned if "exc_info" in line]) == ("FILE" in failure), "one traceback for all"
+    assert len([line for line in warned if "exc_info" in line]) == ("FILE" in failure), (
+        "one traceback for all"
+    )
 
 
 async def test_a_blocking_generate_on_the_loop_is_refused(tokenizer):
@@ -380,7 +435,9 @@ async def test_a_blocking_generate_on_the_loop_is_refused(tokenizer):
         async def step(self, state):
             self.inference.generate([state.prompt])
 
-    result = await played(tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), source(Wrong()), size=1)
+    result = await played(
+        tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), source(Wrong()), size=1
+    )
     assert "await agenerate()" in result.failure
 
 
@@ -391,7 +448,9 @@ async def test_an_opening_that_is_not_the_groups_is_asked_for_again(tokenizer):
         def build_prompt(self, state):
             return f"Number {next(self.numbers)}:"
 
-    client = ScriptedClient(tokenizer, lambda request, _: "own" if "/" in request.request_id else "group")
+    client = ScriptedClient(
+        tokenizer, lambda request, _: ("own") if "/" in request.request_id else "group"
+    )
     result = await played(tokenizer, client, source(Random()), task=1, size=2)
     assert tuple(each.text for each in result.trajectories) == ("own", "own")
     assert "Number 0:" not in {t.prompt for t in result.trajectories}

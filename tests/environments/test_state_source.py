@@ -1,4 +1,5 @@
-"""A BaseEnvironment as the source of an [[environments]] entry: its tasks, its rewards, what is refused."""
+"""A BaseEnvironment as the source of an [[environments]] entry: its tasks, its rewards, what is
+refused."""
 
 import pytest
 
@@ -25,14 +26,19 @@ def test_tasks_are_functions_of_what_reset_takes():
             return State(prompt=f"number {self.count}")
 
     indexed, drawn = source(Counting()), source(Drawn())
-    assert [indexed.task(index).state.prompt for index in (2, 0, 2)] == ["Say 2:", "Say 0:", "Say 2:"]
+    assert [indexed.task(index).state.prompt for index in (2, 0, 2)] == [
+        "Say 2:",
+        "Say 0:",
+        ("Say 2:"),
+    ]
     assert indexed.task(1, "heldout").state.prompt == f"Say {HELDOUT_FIRST + 1}:"
     assert indexed.task(2).answer == "2"
     assert drawn.task(1) == drawn.task(1)
     assert drawn.task(1).key != drawn.task(2).key
     other = StateSource(drawn.config, Drawn, seed=5)
     assert other.task(1).state != drawn.task(1).state
-    assert other.task(1, "heldout").state == drawn.task(1, "heldout").state  # the same for every seed of a run
+    # the same for every seed of a run
+    assert other.task(1, "heldout").state == drawn.task(1, "heldout").state
     assert (indexed.in_order, drawn.in_order) == (False, False)
     in_order = StateSource(drawn.config, Plain, seed=0)
     assert in_order.in_order
@@ -106,10 +112,18 @@ async def test_a_class_of_the_users_is_played_and_scored(tmp_path, tokenizer):
     ("name", "fields", "message"),
     [
         ("NoReset", {}, r"NoReset does not define reset\(\)"),
-        ("Required", {}, r"Required.reset takes \(self, difficulty\), but it is called with \(self\)"),
+        (
+            "Required",
+            {},
+            r"Required.reset takes \(self, difficulty\), but it is called with \(self\)",
+        ),
         ("AsyncReset", {}, "AsyncReset.reset is async"),
         ("AsyncUpdate", {}, "AsyncUpdate.update_state is async"),
-        ("Short", {}, r"Short.update_state takes \(self, state\), but it is called with \(self, state, response\)"),
+        (
+            "Short",
+            {},
+            r"Short.update_state takes \(self, state\), but it is called with \(self, state, response\)",
+        ),
         ("Good", {"rewards": ()}, "an environment does not score itself: it needs rewards"),
         ("Good", {"options": {"stat": 1}}, r"but it is called with \(stat=…, seed=…\)"),
         ("Scores", {}, "scores its tasks itself: rewards has no effect"),
@@ -122,7 +136,14 @@ def test_a_class_that_cannot_work_is_refused(tmp_path, name, fields, message):
 
 def test_kinds_are_known_by_name():
     [built] = build_sources(
-        [EnvironmentConfig(kind="simple_text", name="x", options={"prompts": ["A", "B"]}, rewards=("builtin:json",))],
+        [
+            EnvironmentConfig(
+                kind="simple_text",
+                name="x",
+                options={"prompts": ["A", "B"]},
+                rewards=(("builtin:json"),),
+            )
+        ],
         seed=0,
     )
     assert [built.task(index).messages[0]["content"] for index in range(3)] == ["A", "B", "A"]

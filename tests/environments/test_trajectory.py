@@ -19,7 +19,9 @@ def test_spans_keep_mask_logprobs_and_versions():
     assert (rollout.temperature, rollout.stop_reason, rollout.sampled_tokens) == (0.7, "stop", 3)
 
 
-TRIMMING = "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }}<|im_end|>{% endfor %}<assistant>"
+TRIMMING = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }}<|im_end|>{% endfor %}<assistant>"
+)
 FORGETFUL = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 ASK, REPLY = {"role": "user", "content": "Sort: cab"}, {"role": "user", "content": "Wrong. Again."}
 TOOL = {"role": "tool", "content": "abc"}
@@ -33,25 +35,47 @@ def said(text):
 @pytest.mark.parametrize(
     ("template", "text", "answer", "expected"),
     [
-        (QWEN3, "bac", REPLY, "<|im_end|>\n<|im_start|>user\nWrong. Again.<|im_end|>\n<|im_start|>assistant\n"),
-        (QWEN3, "", REPLY, "<|im_end|>\n<|im_start|>user\nWrong. Again.<|im_end|>\n<|im_start|>assistant\n"),
-        (QWEN3, THOUGHT, TOOL, "<|im_end|>\n<|im_start|>tool\nabc<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            QWEN3,
+            "bac",
+            REPLY,
+            ("<|im_end|>\n<|im_start|>user\nWrong. Again.<|im_end|>\n<|im_start|>assistant\n"),
+        ),
+        (
+            QWEN3,
+            "",
+            REPLY,
+            ("<|im_end|>\n<|im_start|>user\nWrong. Again.<|im_end|>\n<|im_start|>assistant\n"),
+        ),
+        (
+            QWEN3,
+            THOUGHT,
+            TOOL,
+            ("<|im_end|>\n<|im_start|>tool\nabc<|im_end|>\n<|im_start|>assistant\n"),
+        ),
         (QWEN3, THOUGHT, REPLY, None),
         (TRIMMING, " bac\n", REPLY, "<|im_end|><user> Wrong. Again.<|im_end|><assistant>"),
         (FORGETFUL, "bac", REPLY, None),
     ],
 )
-def test_a_turn_goes_on_unless_the_template_rewrites_what_came_before(template, text, answer, expected):
+def test_a_turn_goes_on_unless_the_template_rewrites_what_came_before(
+    template, text, answer, expected
+):
     tokenizer = with_template(template)
-    before, after = (tokenizer.render_chat_text(turns) for turns in ([ASK], [ASK, said(text), answer]))
+    before, after = (
+        tokenizer.render_chat_text(turns) for turns in ([ASK], [ASK, said(text), answer])
+    )
     tail = continuation(tokenizer, before, text, after, last_token=0)
     assert (tail and tokenizer.decode(tail, skip_special_tokens=False)) == expected
 
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_continued_conversation_is_the_rendered_one(tokenizer, closed):
-    """Prompt + sampled turn + continuation = what the template makes of the whole, whether or not EOS was sampled."""
-    before, whole = (tokenizer.render_chat_text(turns) for turns in ([ASK], [ASK, said("bac"), REPLY]))
+    """Prompt + sampled turn + continuation = what the template makes of the whole, whether or
+    not EOS was sampled."""
+    before, whole = (
+        tokenizer.render_chat_text(turns) for turns in ([ASK], [ASK, said("bac"), REPLY])
+    )
     sampled = tokenizer.encode("bac", add_special_tokens=False)
     if closed:
         sampled += [end_of_turn(tokenizer)]
@@ -63,14 +87,17 @@ def test_a_continued_conversation_is_the_rendered_one(tokenizer, closed):
 @pytest.mark.parametrize(
     ("said", "after", "ended_by", "expected"),
     [
-        ("4", "Q: 2+2\nA:4\nQ: 3+3\nA:", "\n", "Q: 3+3\nA:"),  # the stop string was sampled: it is not given twice
+        # the stop string was sampled: it is not given twice
+        ("4", "Q: 2+2\nA:4\nQ: 3+3\nA:", "\n", "Q: 3+3\nA:"),
         ("4", "Q: 2+2\nA:4\nQ: 3+3\nA:", None, "\nQ: 3+3\nA:"),
         (" 4 ", "Q: 2+2\nA:4, then?", None, ", then?"),
         ("4", "Q: 2+2\nA: four", None, None),
         ("4", "Q: 1+1\nA:4\n", None, None),
     ],
 )
-def test_a_text_goes_on_where_the_next_one_begins_with_it(tokenizer, said, after, ended_by, expected):
+def test_a_text_goes_on_where_the_next_one_begins_with_it(
+    tokenizer, said, after, ended_by, expected
+):
     [last] = tokenizer.encode(ended_by or "4", add_special_tokens=False)
     tail = continuation(tokenizer, "Q: 2+2\nA:", said, after, last_token=last, stop=ended_by)
     assert (None if tail is None else tokenizer.decode(tail)) == expected
@@ -78,7 +105,8 @@ def test_a_text_goes_on_where_the_next_one_begins_with_it(tokenizer, said, after
 
 @pytest.mark.parametrize("family", ["llama2", "mistral", "gemma", "metaspace decoder", "gpt2"])
 def test_what_an_environment_answers_has_the_tokens_of_its_place(tmp_path, family):
-    """No dummy space before an observation, in a text or a chat; a sampled one is no part of a chat's answer."""
+    """No dummy space before an observation, in a text or a chat; a sampled one is no part of a
+    chat's answer."""
     tokenizer = make_tokenizer(tmp_path, family)
     before, said, after = "Q: 2+2\nA:", " 4", "Q: 2+2\nA: 4world is 5\nA:"
     tail = continuation(tokenizer, before, said, after, last_token=tokenizer.encode("4")[-1])

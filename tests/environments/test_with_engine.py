@@ -32,18 +32,23 @@ def collect(managed, client, sources, count, **options):
 
 def sources(*names, **fields):
     fields = {"group_size": 4, "max_tokens": 16} | fields
-    return build_sources([EnvironmentConfig(kind="tasks", name=name, **fields) for name in names], seed=3)
+    return build_sources(
+        [EnvironmentConfig(kind="tasks", name=name, **fields) for name in names], seed=3
+    )
 
 
 def agrees(client, tokenizer, group):
-    """The engine's own scores of the sequence are the log-probabilities that travelled with the rollout."""
+    """The engine's own scores of the sequence are the log-probabilities that travelled with the
+    rollout."""
     for number, rollout in enumerate(group.rollouts):
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         asked = Request(f"score-{group.group_id}-{number}", tuple(rollout.tokens), params)
         scored = asyncio.run(client.generate(asked)).prompt_logprobs
         for position, sampled in enumerate(rollout.mask):
             if sampled:
-                assert rollout.logprobs[position] == pytest.approx(scored.logprobs[position], abs=1e-4)
+                assert rollout.logprobs[position] == pytest.approx(
+                    scored.logprobs[position], abs=1e-4
+                )
 
 
 def test_rollouts_are_token_exact(tiny_engine, tiny_tokenizer, managed):
@@ -51,7 +56,8 @@ def test_rollouts_are_token_exact(tiny_engine, tiny_tokenizer, managed):
     groups = collect(managed, tiny_engine.client, sources("sum", "sort"), 4)
     after = tiny_engine.client.stats()
     prompts = [next(i for i, bit in enumerate(group.rollouts[0].mask) if bit) for group in groups]
-    assert after.prefill_tokens - before.prefill_tokens <= sum(prompts)  # once for each group of four
+    # once for each group of four
+    assert after.prefill_tokens - before.prefill_tokens <= sum(prompts)
     assert {group.environment for group in groups} == {"sum", "sort"}
     for group in groups:
         assert len(group.rollouts) == 4
@@ -62,7 +68,9 @@ def test_rollouts_are_token_exact(tiny_engine, tiny_tokenizer, managed):
 def test_the_same_seed_samples_the_same_groups_in_any_mode(tiny_engine, managed):
     def tokens(**options):
         groups = collect(managed, tiny_engine.client, sources("sum", "reverse"), 6, **options)
-        return [(group.group_id, [rollout.tokens for rollout in group.rollouts]) for group in groups]
+        return [
+            (group.group_id, [rollout.tokens for rollout in group.rollouts]) for group in groups
+        ]
 
     fixed = tokens(fixed_order=True)
     assert fixed == tokens(fixed_order=True)
@@ -95,11 +103,14 @@ def test_stop_frees_the_engine(tiny_engine, tiny_tokenizer):
 
 
 def test_heldout_accuracy_of_the_shipped_model(tiny_engine, tiny_tokenizer):
-    """It half-knows its tasks (docs/tiny_model.md): some answers right, some wrong, and the same ones again."""
+    """It half-knows its tasks (docs/tiny_model.md): some answers right, some wrong, and the same
+    ones again."""
 
     def run():
         problems = draw_problems(sources("sum", "count"), 24)
-        policy = EpisodePolicy(tiny_engine.client, tiny_tokenizer, temperature=0.0, max_token_length=LENGTH)
+        policy = EpisodePolicy(
+            tiny_engine.client, tiny_tokenizer, temperature=0.0, max_token_length=LENGTH
+        )
         return asyncio.run(evaluate(policy, problems, EvaluationConfig()))
 
     first = run()
@@ -125,19 +136,28 @@ class Watched:
 
     async def generate_many(self, requests):
         outputs = await self._client.generate_many(requests)
-        self.seen |= {request.request_id: (request, output) for request, output in zip(requests, outputs, strict=True)}
+        self.seen |= {
+            request.request_id: (request, output)
+            for request, output in zip(requests, outputs, strict=True)
+        }
         return outputs
 
 
 class Calculator(BaseEnvironment):
-    """The model writes; every turn of it is answered by a tool, in text, until it has had enough turns."""
+    """The model writes; every turn of it is answered by a tool, in text, until it has had enough
+    turns."""
 
     def reset(self, seed=0):
         rng = random.Random(seed)
-        return State(prompt=f"Sum: {rng.randrange(90)}+{rng.randrange(9)}\n", metadata={"turns": rng.randrange(1, 6)})
+        return State(
+            prompt=f"Sum: {rng.randrange(90)}+{rng.randrange(9)}\n",
+            metadata={"turns": rng.randrange(1, 6)},
+        )
 
     def build_prompt(self, state):
-        return state.prompt + "".join(f"{turn['response']}\nTool: {len(turn['response'])}\n" for turn in state.history)
+        return state.prompt + "".join(
+            f"{turn['response']}\nTool: {len(turn['response'])}\n" for turn in state.history
+        )
 
     def is_terminal(self, state):
         return state.step_count >= state.metadata["turns"]
@@ -161,17 +181,23 @@ class CalculatorItself(Calculator):
 def engines(tiny_engine, tiny_tokenizer):
     """What is trained, watched, and another module over the same engine."""
     watched = Watched(tiny_engine.client)
-    modules = [InferenceModule.over(client, tiny_tokenizer) for client in (watched, tiny_engine.client)]
+    modules = [
+        InferenceModule.over(client, tiny_tokenizer) for client in (watched, tiny_engine.client)
+    ]
     yield watched, *modules
     for module in modules:
         module.close()
 
 
 @pytest.mark.parametrize("kind", [Calculator, CalculatorItself])
-def test_the_sequence_is_what_the_engine_saw_and_the_mask_what_it_sampled(tiny_engine, tiny_tokenizer, engines, kind):
+def test_the_sequence_is_what_the_engine_saw_and_the_mask_what_it_sampled(
+    tiny_engine, tiny_tokenizer, engines, kind
+):
     watched, inference, other = engines
     environment = kind(inference) if kind is Calculator else kind(inference, other)
-    config = RolloutConfig(num_parallel=32, group_size=2, max_tokens=6, temperature=1.0, max_token_length=256)
+    config = RolloutConfig(
+        num_parallel=32, group_size=2, max_tokens=6, temperature=1.0, max_token_length=256
+    )
     with RolloutManager(environment, config) as manager:
         trajectories = manager.collect_rollouts(12)
     assert [t.error for t in trajectories] == [None] * 12
@@ -195,7 +221,11 @@ def test_the_sequence_is_what_the_engine_saw_and_the_mask_what_it_sampled(tiny_e
         assert (list(rollout.mask), position) == (given, len(rollout.tokens))
         text = tiny_tokenizer.decode(rollout.tokens, skip_special_tokens=False)
         assert len(re.findall(r"Tool: \d+\n", text)) >= trajectory.step_count - 1
-    agrees(tiny_engine.client, tiny_tokenizer, RolloutGroup("g", "e", tuple(t.rollout for t in trajectories[:4])))
+    agrees(
+        tiny_engine.client,
+        tiny_tokenizer,
+        RolloutGroup("g", "e", tuple(t.rollout for t in trajectories[:4])),
+    )
 
 
 def test_the_demonstration_and_the_example_run(capsys):
@@ -209,5 +239,7 @@ def test_the_demonstration_and_the_example_run(capsys):
     custom_environment.main()
     assert "turns on average" in capsys.readouterr().out
     reset = custom_environment.Retry(highest=9).reset
-    train, heldout = ({str(reset(seed, split)) for seed in range(200)} for split in ("train", "heldout"))
+    train, heldout = (
+        {str(reset(seed, split)) for seed in range(200)} for split in ("train", ("heldout"))
+    )
     assert train.isdisjoint(heldout) and heldout

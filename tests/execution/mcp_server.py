@@ -1,4 +1,5 @@
-"""An MCP server for tests: `python mcp_server.py [stdio | http PORT]`. Its tools fail in every way."""
+"""An MCP server for tests: `python mcp_server.py [stdio | http PORT]`. Its tools fail in every
+way."""
 
 import os
 import sys

@@ -10,14 +10,21 @@ from mlx_parallm.execution.action_grammar import Action, parse_actions, write_ac
 from mlx_parallm.execution.tool_calls import parse_tool_calls
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 def brief(text: str, **options: object) -> list[object]:
-    """(kind, name, arguments) of calls, (kind, text) of the rest, (kind, name, "error") of what cannot be read."""
+    """(kind, name, arguments) of calls, (kind, text) of the rest, (kind, name, "error") of what
+    cannot be read."""
     actions = parse_actions(text, **options)  # type: ignore[arg-type]
     return [
         (a.kind, a.text)
@@ -34,11 +41,23 @@ def brief(text: str, **options: object) -> list[object]:
         ('TOOL: say(text="a, b) (c", n=1)', [("tool", "say", {"text": "a, b) (c", "n": 1})]),
         (
             'TOOL: find(filter={"tags": ["x", null], "deep": {"on": true}}, top=[1, [2]])',
-            [("tool", "find", {"filter": {"tags": ["x", None], "deep": {"on": True}}, "top": [1, [2]]})],
+            [
+                (
+                    "tool",
+                    "find",
+                    {"filter": {"tags": ["x", None], "deep": {"on": True}}, "top": [1, [2]]},
+                )
+            ],
         ),
-        ("TOOL: find(filter={'on': true, 'n': None})", [("tool", "find", {"filter": {"on": True, "n": None}})]),
+        (
+            "TOOL: find(filter={'on': true, 'n': None})",
+            [("tool", "find", {"filter": {"on": True, "n": None}})],
+        ),
         ('TOOL: a.b-c/d({"x y": 1})', [("tool", "a.b-c/d", {"x y": 1})]),
-        ("DELEGATE: physics(target=120.5, wind=-3)", [("delegate", "physics", {"target": 120.5, "wind": -3})]),
+        (
+            "DELEGATE: physics(target=120.5, wind=-3)",
+            [("delegate", "physics", {"target": 120.5, "wind": -3})],
+        ),
         ("TOOL: now\nDELEGATE: rest()", [("tool", "now", {}), ("delegate", "rest", {})]),
         ("TOOL: math(2, b=3)", [("tool", "math", {"a": 2, "b": 3})]),
         ("TOOL: go(to=north, by=2 + 3)", [("tool", "go", {"to": "north", "by": "2 + 3"})]),
@@ -55,7 +74,8 @@ def brief(text: str, **options: object) -> list[object]:
         ("no TOOL: now() here", [("think", "no TOOL: now() here")]),
         (" \n", []),
         ("THINK:\nTHINK: x", [("think", "x")]),
-        ('TOOL: f(x="a\n b",\n  y=2)', [("tool", "f", "error")]),  # Python's strings end with their line
+        # Python's strings end with their line
+        ('TOOL: f(x="a\n b",\n  y=2)', [("tool", "f", "error")]),
         ('TOOL: f(x="a",\n  y=2)', [("tool", "f", {"x": "a", "y": 2})]),
         ("TOOL: f(x=1\nANSWER: 2", [("tool", "f", "error"), ("answer", "2")]),
         ("TOOL:\nANSWER: 2", [("tool", "", "error"), ("answer", "2")]),
@@ -86,7 +106,9 @@ def test_an_action_knows_its_place_and_why_it_cannot_be_read() -> None:
 @settings(max_examples=60, deadline=None)
 def test_a_written_call_is_read_back(name: str, arguments: dict[str, object]) -> None:
     line = write_action("delegate", name, arguments)
-    assert parse_actions(f"So:\n{line}\nANSWER: 1")[1] == Action("delegate", 4, 4 + len(line), name, arguments)
+    assert parse_actions(f"So:\n{line}\nANSWER: 1")[1] == Action(
+        "delegate", 4, 4 + len(line), name, arguments
+    )
 
 
 PIECES = [*"TOLf: (x=1,'\"[]{})\\\n0", "\nTOOL: f(", "\nANSWER: ", "DELEGATE:"]
@@ -102,7 +124,10 @@ def test_no_text_raises_and_actions_stand_in_order(text: str) -> None:
 
 def test_tool_lines_are_calls_beside_the_other_formats() -> None:
     add = {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
-    text = 'TOOL: add(1, b=2)\n<invoke name="now"/>\nTOOL: broken(\nDELEGATE: x(y=1)\nANSWER: add(3, 4)'
+    text = (
+        'TOOL: add(1, b=2)\n<invoke name="now"/>\nTOOL: broken(\nDELEGATE: x(y=1)\nANSWER: add(3,'
+        " 4)"
+    )
     calls = parse_tool_calls(text, [add], ["tool_line", "xml"])
     assert [(call.name, dict(call.arguments), call.raw_text) for call in calls] == [
         ("add", {"a": 1, "b": 2}, "TOOL: add(1, b=2)"),

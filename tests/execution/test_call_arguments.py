@@ -1,8 +1,10 @@
-"""Arguments as models write them: natural values without quotation marks are texts, and errors name the argument.
+"""Arguments as models write them: natural values without quotation marks are texts, and errors name
+the argument.
 
-The fault: `TOOL: list_directory(path=/tmp/x)` was "invalid syntax (<tool call>, line 1)". Other members that were
-looked at: dates with zeros in front, times, versions, addresses, globs, Windows paths, words of Python (`from`), commas
-and brackets in values, apostrophes, positional paths, lists of paths.
+The fault: `TOOL: list_directory(path=/tmp/x)` was "invalid syntax (<tool call>, line 1)". Other
+members that were looked at: dates with zeros in front, times, versions, addresses, globs, Windows
+paths, words of Python (`from`), commas and brackets in values, apostrophes, positional paths, lists
+of paths.
 """
 
 from typing import Any
@@ -21,23 +23,40 @@ READ: list[tuple[str, dict[str, Any]]] = [
         {"path": "/tmp/x", "n": 3, "ok": True, "no": False, "z": None, "y": None},
     ),
     ("city=New York, text=Hello, world, n=2", {"city": "New York", "text": "Hello, world", "n": 2}),
-    ("t=12:30, zip=01234, v=1.2.3, p=10%", {"t": "12:30", "zip": "01234", "v": "1.2.3", "p": "10%"}),
-    ("mail=a@b.c, glob=*.py, home=~/x, tag=#1", {"mail": "a@b.c", "glob": "*.py", "home": "~/x", "tag": "#1"}),
+    (
+        "t=12:30, zip=01234, v=1.2.3, p=10%",
+        {"t": "12:30", "zip": "01234", "v": "1.2.3", "p": ("10%")},
+    ),
+    (
+        "mail=a@b.c, glob=*.py, home=~/x, tag=#1",
+        {"mail": "a@b.c", "glob": "*.py", "home": "~/x", "tag": ("#1")},
+    ),
     ("from=Berlin, to=Rome, max-results=5", {"from": "Berlin", "to": "Rome", "max-results": 5}),
-    ("a=b-c, w=a/b, k=5kg, n=-5, f=.5, e=1e3", {"a": "b-c", "w": "a/b", "k": "5kg", "n": -5, "f": 0.5, "e": 1000.0}),
+    (
+        "a=b-c, w=a/b, k=5kg, n=-5, f=.5, e=1e3",
+        {"a": "b-c", "w": "a/b", "k": "5kg", "n": -5, "f": 0.5, "e": 1000.0},
+    ),
     ("file=/tmp/a(1).txt, b=false", {"file": "/tmp/a(1).txt", "b": False}),
-    ("paths=[/tmp/a, /tmp/b], colours=[red, 2, true]", {"paths": ["/tmp/a", "/tmp/b"], "colours": ["red", 2, True]}),
+    (
+        "paths=[/tmp/a, /tmp/b], colours=[red, 2, true]",
+        {"paths": ["/tmp/a", "/tmp/b"], "colours": ["red", 2, True]},
+    ),
     ("colours=[red, 2, true]", {"colours": ["red", 2, True]}),
     ("text=it's fine, n=1", {"text": "it's fine", "n": 1}),
     ('text=say "a, b" ok', {"text": 'say "a, b" ok'}),
     ("where=C:\\new\\dir", {"where": "C:\\new\\dir"}),
-    ("""path=/a, text="x, (y", list=["p", 'q']""", {"path": "/a", "text": "x, (y", "list": ["p", "q"]}),
+    (
+        """path=/a, text="x, (y", list=["p", 'q']""",
+        {"path": "/a", "text": "x, (y", "list": ["p", ("q")]},
+    ),
     ("q=what is 2+2?", {"q": "what is 2+2?"}),
 ]
 
 
 @pytest.mark.parametrize(("source", "arguments"), READ)
-def test_natural_values_are_texts_and_literals_stay_what_they_are(source: str, arguments: dict[str, Any]) -> None:
+def test_natural_values_are_texts_and_literals_stay_what_they_are(
+    source: str, arguments: dict[str, Any]
+) -> None:
     assert read_arguments(source, ()) == arguments
     [action] = parse_actions(f"TOOL: f({source})")
     assert (action.error, dict(action.arguments)) == (None, arguments)
@@ -48,7 +67,10 @@ def test_natural_values_are_texts_and_literals_stay_what_they_are(source: str, a
 def test_the_names_of_parameters_tell_a_comma_of_a_value_from_the_next_argument() -> None:
     url = "https://x.y/z?a=1,b=2"
     assert read_arguments(f"url={url}, n=1", ("url", "n")) == {"url": url, "n": 1}
-    assert read_arguments("/tmp/x, /tmp/y", ("source", "target")) == {"source": "/tmp/x", "target": "/tmp/y"}
+    assert read_arguments("/tmp/x, /tmp/y", ("source", "target")) == {
+        "source": "/tmp/x",
+        "target": ("/tmp/y"),
+    }
 
 
 @pytest.mark.parametrize(

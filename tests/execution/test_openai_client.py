@@ -1,4 +1,5 @@
-"""The client of other servers, against a real HTTP server that answers from a script and counts what it receives."""
+"""The client of other servers, against a real HTTP server that answers from a script and counts
+what it receives."""
 
 import asyncio
 import threading
@@ -66,8 +67,16 @@ def test_retry_after_is_obeyed(form: str) -> None:
 @pytest.mark.parametrize(
     ("refusal", "words", "tries"),
     [
-        ((429, {"Retry-After": "3600"}, {"error": {"message": "quota"}}), "quota; it asks to wait 3600 s", 1),
-        ((503, {}, {"error": {"message": "the model is loading"}}), r"the model is loading \(tried 3 times\)", 3),
+        (
+            (429, {"Retry-After": "3600"}, {"error": {"message": "quota"}}),
+            "quota; it asks to wait 3600 s",
+            1,
+        ),
+        (
+            (503, {}, {"error": {"message": "the model is loading"}}),
+            r"the model is loading \(tried 3 times\)",
+            3,
+        ),
     ],
 )
 def test_an_hour_and_a_last_try_are_given_up_with_the_servers_own_words(
@@ -90,7 +99,10 @@ def test_an_hour_and_a_last_try_are_given_up_with_the_servers_own_words(
     ],
 )
 def test_a_refusal_is_not_repeated(status: int, said: Any, words: str) -> None:
-    with server((status, {}, said)) as (url, received), pytest.raises(EndpointError, match=words) as refused:
+    with (
+        server((status, {}, said)) as (url, received),
+        pytest.raises(EndpointError, match=words) as refused,
+    ):
         post(url)
     assert len(received) == 1
     assert refused.value.status == (status if status != 200 else None)

@@ -1,4 +1,5 @@
-"""Hostile programs in every way of closing the doors that this machine has; the table is scripts/bench/sandbox.py."""
+"""Hostile programs in every way of closing the doors that this machine has; the table is
+scripts/bench/sandbox.py."""
 
 import asyncio
 import json
@@ -34,7 +35,10 @@ def sandbox(request, monkeypatch):
 
 
 def test_a_program_has_its_streams_and_its_end(sandbox):
-    run = sandbox.run("import sys\nprint(input()[::-1])\nprint('bad', file=sys.stderr)\nsys.exit(3)", stdin="añb\n")
+    run = sandbox.run(
+        "import sys\nprint(input()[::-1])\nprint('bad', file=sys.stderr)\nsys.exit(3)",
+        stdin=("añb\n"),
+    )
     assert (run.outcome, run.returncode, run.ok) == ("ended", 3, False)
     assert (run.stdout, run.stderr) == ("bña\n", "bad\n")
     assert run.protections == frozenset(PROTECTIONS) == sandbox.protections
@@ -45,14 +49,19 @@ def test_a_program_has_its_streams_and_its_end(sandbox):
 
 
 def test_bash_runs_too(sandbox):
-    run = sandbox.run('read line; echo "$line" | tr a-z A-Z > file; cat file', language="bash", stdin="hello\n")
+    run = sandbox.run(
+        'read line; echo "$line" | tr a-z A-Z > file; cat file', language="bash", stdin=("hello\n")
+    )
     assert (run.ok, run.stdout) == (True, "HELLO\n"), run.stderr
 
 
 def test_it_starts_in_an_empty_directory_without_an_environment(sandbox):
     made = f"made_{os.getpid()}"  # another test process may be here too
     run = sandbox.run(
-        f"import os\nopen('{made}', 'w').close()\nprint(sorted(os.listdir()), os.getcwd())\nprint(sorted(os.environ))",
+        (
+            f"import os\nopen('{made}', 'w').close()\nprint(sorted(os.listdir()),"
+            " os.getcwd())\nprint(sorted(os.environ))"
+        ),
     )
     assert f"['{made}', 'main.py'] " in run.stdout, run.stderr
     assert "['HOME', 'LANG', 'PATH', 'TMPDIR']" in run.stdout
@@ -69,7 +78,8 @@ def test_what_never_ends_is_ended(sandbox, program):
 
 
 def test_a_launcher_that_is_late_is_not_killed_before_what_it_has_to_end(sandbox, monkeypatch):
-    """The code leads a session of its own: of a launcher that is killed a fork bomb would be left."""
+    """The code leads a session of its own: of a launcher that is killed a fork bomb would be
+    left."""
     monkeypatch.setattr(module, "GRACE_S", 0.0)
     assert Sandbox(timeout_s=TIMEOUT_S).run(bench.FORK_BOMB).outcome == "timeout"
     assert bench.left_over() == 0
@@ -80,7 +90,9 @@ def test_memory_ends_where_the_limit_is(sandbox):
     assert "MemoryError" in run.stderr and run.returncode == 1
 
 
-@pytest.mark.parametrize("program", [bench.FILES_IN_MEMORY, bench.SHARED_MEMORY], ids=["memfd", "shared"])
+@pytest.mark.parametrize(
+    "program", [bench.FILES_IN_MEMORY, bench.SHARED_MEMORY], ids=["memfd", ("shared")]
+)
 def test_memory_that_no_limit_counts_is_refused(sandbox, program):
     if module.MACOS:
         pytest.skip("macOS has no such memory")
@@ -100,7 +112,9 @@ def test_memory_is_that_of_all_processes_together(sandbox):
 NAMED = "import ctypes\nctypes.CDLL(None).prctl(15, {!r}, 0, 0, 0)\n"
 
 
-@pytest.mark.parametrize("name", [b"\x0cVmSwap: -99999", b"\rVmSwap: -99999"], ids=["form feed", "return"])
+@pytest.mark.parametrize(
+    "name", [b"\x0cVmSwap: -99999", b"\rVmSwap: -99999"], ids=["form feed", ("return")]
+)
 def test_a_processs_name_says_nothing_about_its_memory(name):
     if module.MACOS:
         pytest.skip("Python may not fork there")
@@ -119,12 +133,16 @@ def test_a_processs_name_may_be_no_text(sandbox):
 def test_pages_that_forked_processes_share_count_once(sandbox):
     if module.MACOS:
         pytest.skip("Python may not fork there")
-    program = "kept = b'x' * (150 << 20)\n" + bench.FORKED_MEMORY.replace("200 << 20", "1").replace("(9)", "(0.3)")
+    program = "kept = b'x' * (150 << 20)\n" + bench.FORKED_MEMORY.replace("200 << 20", "1").replace(
+        "(9)", ("(0.3)")
+    )
     run = sandbox.run(program)
     assert run.outcome == "ended" and "held" in run.stdout, run
 
 
-@pytest.mark.parametrize("program", [bench.MANY_FILES, bench.REMOVED_FILES], ids=["files", "removed"])
+@pytest.mark.parametrize(
+    "program", [bench.MANY_FILES, bench.REMOVED_FILES], ids=["files", ("removed")]
+)
 def test_all_that_is_written_is_bounded(sandbox, program):
     if module.MACOS:
         pytest.skip("macOS bounds each file")
@@ -136,20 +154,24 @@ def calls(numbers):
     """A program that prints the numbers of the system calls that are not refused."""
     return (
         "import ctypes\nlibrary = ctypes.CDLL(None, use_errno=True)\nfor number in "
-        f"{numbers}:\n    if library.syscall(number, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != 1:\n"
+        f"{numbers}:\n    if library.syscall(number, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() !="
+        " 1:\n"
         "        print(number)\nprint('tried')"
     )
 
 
 def test_shared_memory_and_keys_and_new_namespaces_are_refused(sandbox):
-    """SysV's memory outlived the run without namespaces, and the session's keyring could be read in every way."""
+    """SysV's memory outlived the run without namespaces, and the session's keyring could be read
+    in every way."""
     if module.MACOS:
         pytest.skip("calls of Linux")
     machine = os.uname().machine
     lists = (launcher.UNCOUNTED_MEMORY_CALLS, launcher.KEY_CALLS, launcher.NAMESPACE_CALLS)
     run = sandbox.run(calls([number for numbers in lists for number in numbers[machine]]))
     assert run.stdout == "tried\n", run
-    cloned = sandbox.run(calls([launcher.CLONE[machine]]).replace("number, 0", "number, 0x10000000 | 17"))
+    cloned = sandbox.run(
+        calls([launcher.CLONE[machine]]).replace("number, 0", ("number, 0x10000000 | 17"))
+    )
     assert cloned.stdout == "tried\n", cloned
 
 
@@ -157,7 +179,9 @@ def test_shared_memory_and_keys_and_new_namespaces_are_refused(sandbox):
 @pytest.mark.long
 def test_directories_deeper_than_a_stack_are_removed(sandbox):
     mark = f"deep_{os.getpid()}"
-    run = sandbox.run(f"import os\nos.mkdir({mark!r})\nos.chdir({mark!r})\n{bench.DEEP_DIRECTORIES}")
+    run = sandbox.run(
+        f"import os\nos.mkdir({mark!r})\nos.chdir({mark!r})\n{bench.DEEP_DIRECTORIES}"
+    )
     assert run.outcome in ("ended", "disk"), run
     assert not list(Path(tempfile.gettempdir()).glob(f"mlx_parallm_sandbox_*/{mark}"))
 
@@ -235,15 +259,27 @@ def test_another_user_is_held_too():
     machine = os.uname().machine
     if os.getuid() or module.MACOS:
         pytest.skip("this user is the other tests'")
-    as_user = {"user": 65534, "group": 65534, "extra_groups": [], "env": environment, "cwd": "/", "text": True}
+    as_user = {
+        "user": 65534,
+        "group": 65534,
+        "extra_groups": [],
+        "env": environment,
+        "cwd": "/",
+        "text": True,
+    }
     try:
         subprocess.run(
-            [python, "-c", "import psutil, mlx_parallm.execution"], check=True, capture_output=True, **as_user
+            [python, "-c", "import psutil, mlx_parallm.execution"],
+            check=True,
+            capture_output=True,
+            **as_user,
         )
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"another user has no interpreter with this package: {error}")
     program = calls([*launcher.UNCOUNTED_MEMORY_CALLS[machine], *launcher.KEY_CALLS[machine]])
-    run = subprocess.run([python, "-c", ANOTHER_USER, program], capture_output=True, timeout=120, **as_user)
+    run = subprocess.run(
+        [python, "-c", ANOTHER_USER, program], capture_output=True, timeout=120, **as_user
+    )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert set(found) == {"namespaces", "landlock"}
@@ -291,7 +327,8 @@ def test_nothing_that_it_starts_outlives_it(sandbox):
 
 def test_no_other_process_can_be_signalled(sandbox):
     run = sandbox.run(
-        f"import os\nfor pid in ({os.getpid()}, os.getppid()):\n    try:\n        os.kill(pid, 9)\n        print(pid)\n"
+        f"import os\nfor pid in ({os.getpid()}, os.getppid()):\n    try:\n        os.kill(pid,"
+        " 9)\n        print(pid)\n"
         "    except OSError as error:\n        print(type(error).__name__)\n"
     )
     assert run.ok and str(os.getpid()) not in run.stdout.split()
@@ -340,17 +377,41 @@ for name, given in (("chmod", [0o700]), ("chown", [os.getuid(), os.getgid()])):
 refused("lchown", os.lchown, "own", os.getuid(), os.getgid())
 """
 REFUSED = [
-    *("prlimit True", "affinity True", "setpriority", "F_SETOWN", "F_SETSIG", "DGRAM", "RAW", "DGRAM, flags", "TIPC"),
-    *("FIOSETOWN", "SIOCSPGRP", "posix_acl", "setxattr 0", "removexattr 0", "setxattr 1", "removexattr 1"),
+    *(
+        "prlimit True",
+        "affinity True",
+        "setpriority",
+        "F_SETOWN",
+        "F_SETSIG",
+        "DGRAM",
+        "RAW",
+        "DGRAM, flags",
+        ("TIPC"),
+    ),
+    *(
+        "FIOSETOWN",
+        "SIOCSPGRP",
+        "posix_acl",
+        "setxattr 0",
+        "removexattr 0",
+        "setxattr 1",
+        ("removexattr 1"),
+    ),
 ]
 REFUSED_TO_OWNERS = ["chmod", "fchmod", "chown", "fchown", "lchown"]
 
 
 def test_without_namespaces_other_processes_and_files_are_out_of_reach(sandbox):
     if module.WAYS != ("landlock",):
-        pytest.skip("elsewhere other processes cannot be named, and its files are a file system of their own")
+        pytest.skip(
+            "elsewhere other processes cannot be named, and its files are a file system of"
+            " their"
+            " own"
+        )
     run = sandbox.run(REACHING_OUT)
-    assert run.stdout.splitlines() == REFUSED + (REFUSED_TO_OWNERS if os.getuid() else []), run.stderr
+    assert run.stdout.splitlines() == REFUSED + (REFUSED_TO_OWNERS if os.getuid() else []), (
+        run.stderr
+    )
     if os.getuid() == 0:
         script = "echo 'echo made' > x.sh; chmod +x x.sh; ./x.sh"
         assert sandbox.run(script, language="bash").stdout == "made\n"
@@ -371,7 +432,9 @@ def in_a_process(tmp_path, closing, program):
 
 @pytest.mark.parametrize("own_user", [False, True])
 def test_modes_belong_to_who_has_other_files(tmp_path, own_user):
-    found = in_a_process(tmp_path, f"l.deny_calls(namespaces=False, own_user={own_user})", REACHING_OUT)
+    found = in_a_process(
+        tmp_path, f"l.deny_calls(namespaces=False, own_user={own_user})", REACHING_OUT
+    )
     assert found == REFUSED + ([] if own_user else REFUSED_TO_OWNERS)
 
 
@@ -426,7 +489,8 @@ def test_no_datagram_reaches_a_socket_outside(sandbox):
             receiver.setblocking(False)
             with pytest.raises(BlockingIOError):
                 receiver.recv(9)
-        subprocess.run([sys.executable, "-c", program], check=True)  # the control: without a sandbox both come
+        # the control: without a sandbox both come
+        subprocess.run([sys.executable, "-c", program], check=True)
         assert abstract.recv(9) == named.recv(9) == b"out"
 
 
@@ -467,7 +531,9 @@ async def test_the_loop_goes_on_meanwhile_and_no_more_run_than_may(sandbox):
             await asyncio.sleep(0.005)
 
     ticking = asyncio.create_task(tick())
-    runs = await asyncio.gather(*(sandbox.arun("import time\ntime.sleep(0.1)\nprint(time.time())") for _ in range(4)))
+    runs = await asyncio.gather(
+        *(sandbox.arun("import time\ntime.sleep(0.1)\nprint(time.time())") for _ in range(4))
+    )
     ticking.cancel()
     assert ticks > 10
     ends = sorted(float(run.stdout) for run in runs)
@@ -479,12 +545,15 @@ def test_what_cannot_be_closed_is_refused(monkeypatch):
     given = frozenset({"limits"})
     monkeypatch.setattr(module, "_trial", lambda way: (given, "lacks files: no Landlock"))
     with pytest.raises(
-        ConfigError, match=r"protection of files, network, processes .*landlock: lacks files: no Landlock"
+        ConfigError,
+        match=r"protection of files, network, processes .*landlock: lacks files: no Landlock",
     ):
         Sandbox()
     assert Sandbox(require=["limits"]).protections == given
     monkeypatch.setattr(module, "_trial", lambda way: (None, "no such program"))
-    with pytest.raises(ConfigError, match=r"cannot run code on this machine \(landlock: no such program\)"):
+    with pytest.raises(
+        ConfigError, match=r"cannot run code on this machine \(landlock: no such program\)"
+    ):
         Sandbox(require=[])
 
 
@@ -524,7 +593,8 @@ def test_the_profile_for_macos():
 
 
 def test_the_way_of_macos_but_for_what_its_kernel_does(monkeypatch, tmp_path):
-    """sandbox-exec's place is taken by a program that closes nothing: start, end and time-out are the parent's."""
+    """sandbox-exec's place is taken by a program that closes nothing: start, end and time-out
+    are the parent's."""
     if os.getuid() == 0:  # another user has to be able to execute it
         monkeypatch.setattr(module.sys, "_base_executable", "/usr/bin/python3")
         if not Path("/usr/bin/python3").exists():

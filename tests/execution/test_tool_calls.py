@@ -21,12 +21,17 @@ from mlx_parallm.execution.tool_calls import (
 OWN = OwnFormat(("<tool_call>", "</tool_call>"), lambda text, tools: json.loads(text))
 ENDLESS = OwnFormat(("[TOOL_CALLS]", ""), lambda text, tools: json.loads(text))
 TOOLS = [
-    {"name": "search", "parameters": {"type": "object", "properties": {"query": {"type": "string"}, "limit": {}}}},
+    {
+        "name": "search",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}, "limit": {}}},
+    },
     "now",
 ]
 
 
-def found(text: str, tools: object = TOOLS, formats: object = "auto", own: OwnFormat | None = None) -> ParsedCalls:
+def found(
+    text: str, tools: object = TOOLS, formats: object = "auto", own: OwnFormat | None = None
+) -> ParsedCalls:
     calls = parse_tool_calls(text, tools, formats, own=own)  # type: ignore[arg-type]
     for place in (*calls, *calls.malformed):
         assert text[place.start_pos : place.end_pos] == place.raw_text != ""
@@ -51,11 +56,20 @@ def read(text: str, **options: object) -> list[tuple[str, dict[str, object]]]:
         ('```json\n{"broken": \n```', []),
         ('```python\n{"tool": "f"}\n```', []),
         ('<invoke name="f"><parameter name="x">1</parameter></invoke>', [("f", {"x": 1})]),
-        ("<invoke name='f'>\n<parameter name='x'> a &lt; b </parameter>\n</invoke >", [("f", {"x": "a < b"})]),
-        ('<invoke name="search"><parameter name="query">12</parameter></invoke>', [("search", {"query": "12"})]),
+        (
+            "<invoke name='f'>\n<parameter name='x'> a &lt; b </parameter>\n</invoke >",
+            [("f", {"x": ("a < b")})],
+        ),
+        (
+            '<invoke name="search"><parameter name="query">12</parameter></invoke>',
+            [("search", {"query": ("12")})],
+        ),
         ('<invoke name="now"/> and <invoke name="now"></invoke>', [("now", {}), ("now", {})]),
         ("USE_TOOL[search](MLX on Linux)", [("search", {"query": "MLX on Linux"})]),
-        ("USE_TOOL[ask](Newton's third law (1687)) said I", [("ask", {"input": "Newton's third law (1687)"})]),
+        (
+            "USE_TOOL[ask](Newton's third law (1687)) said I",
+            [("ask", {"input": ("Newton's third law (1687)")})],
+        ),
         ("USE_TOOL[search](2 + 3)", [("search", {"query": "2 + 3"})]),
         ("USE_TOOL[search](2+2=4)", [("search", {"query": "2+2=4"})]),
         ('USE_TOOL[search]("a ) b", limit=3)', [("search", {"query": "a ) b", "limit": 3})]),
@@ -65,20 +79,32 @@ def read(text: str, **options: object) -> list[tuple[str, dict[str, object]]]:
             "USE_TOOL[ask](find ':) ' in Newton's (2) texts) c)",
             [("ask", {"input": "find ':) ' in Newton's (2) texts"})],
         ),
-        ("USE_TOOL[ask](Newton's (and Kepler's) laws) c", [("ask", {"input": "Newton's (and Kepler's) laws"})]),
+        (
+            "USE_TOOL[ask](Newton's (and Kepler's) laws) c",
+            [("ask", {"input": ("Newton's (and Kepler's) laws")})],
+        ),
         ('USE_TOOL[ask](a 5" pipe (old)) and "x)"', [("ask", {"input": 'a 5" pipe (old)'})]),
         ("USE_TOOL[ask]('tis (so) good) c", [("ask", {"input": "'tis (so) good"})]),
         (
             "USE_TOOL[search](music of the '80s)\nUSE_TOOL[search](music of the '90s)",
-            [("search", {"query": "music of the '80s"}), ("search", {"query": "music of the '90s"})],
+            [
+                ("search", {"query": "music of the '80s"}),
+                ("search", {"query": ("music of the '90s")}),
+            ],
         ),
         (
             "USE_TOOL[ask](the '80s) USE_TOOL[ask](dogs' tails)",
             [("ask", {"input": "the '80s"}), ("ask", {"input": "dogs' tails"})],
         ),
         ("USE_TOOL[ask](the '80s) So:\nthe dogs' tails :)", [("ask", {"input": "the '80s"})]),
-        ("USE_TOOL[search](hits of the '90s) Let's see :)", [("search", {"query": "hits of the '90s"})]),
-        ('USE_TOOL[ask](say ":)" and\nNewton\'s) c)', [("ask", {"input": 'say ":)" and\nNewton\'s'})]),
+        (
+            "USE_TOOL[search](hits of the '90s) Let's see :)",
+            [("search", {"query": ("hits of the '90s")})],
+        ),
+        (
+            'USE_TOOL[ask](say ":)" and\nNewton\'s) c)',
+            [("ask", {"input": ('say ":)" and\nNewton\'s')})],
+        ),
         ('USE_TOOL[ask](Newton\'s "(" sign) c', [("ask", {"input": 'Newton\'s "(" sign'})]),
         ('USE_TOOL[ask]({"x": true})', [("ask", {"x": True})]),
         ("USE_TOOL[now]()", [("now", {})]),
@@ -94,9 +120,15 @@ def test_each_format_is_read(text: str, expected: list[tuple[str, dict[str, obje
 
 
 def test_a_models_own_format_goes_before_the_others() -> None:
-    text = 'a<tool_call>{"name": "f", "arguments": {"q": "search(1)"}}</tool_call>b<tool_call>[{"name": "g"}]'
+    text = (
+        'a<tool_call>{"name": "f", "arguments": {"q":'
+        ' "search(1)"}}</tool_call>b<tool_call>[{"name": "g"}]'
+    )
     assert read(text, own=OWN) == [("f", {"q": "search(1)"}), ("g", {})]
-    assert read('[TOOL_CALLS]{"name": "f"}[TOOL_CALLS]{"name": "g"}', own=ENDLESS) == [("f", {}), ("g", {})]
+    assert read('[TOOL_CALLS]{"name": "f"}[TOOL_CALLS]{"name": "g"}', own=ENDLESS) == [
+        ("f", {}),
+        ("g", {}),
+    ]
     several = found('<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call>', own=OWN)
     assert [(call.name, call.start_pos) for call in several] == [("f", 0), ("g", 0)]
 
@@ -138,7 +170,10 @@ def test_formats_can_be_chosen() -> None:
     text = '<invoke name="f"/> USE_TOOL[g]() h(1)'
     assert read(text, tools=(), formats="xml") == [("f", {})]
     assert read(text, tools=(), formats=("use_tool", "xml")) == [("f", {}), ("g", {})]
-    assert read("f(x=1) and then g(y='2')", tools=(), formats="function") == [("f", {"x": 1}), ("g", {"y": "2"})]
+    assert read("f(x=1) and then g(y='2')", tools=(), formats="function") == [
+        ("f", {"x": 1}),
+        ("g", {"y": ("2")}),
+    ]
     assert read("f(x=1)", tools=()) == []
     with pytest.raises(ConfigError, match="'yaml' is none of: auto, own, xml, json"):
         found("", formats="yaml")
@@ -180,10 +215,16 @@ def test_a_model_without_tools_in_its_template_is_told_in_words() -> None:
     assert told.startswith("You can use these tools:\n- count:") and told.endswith("\n\nHow many?")
     example = told.split("To call one, write\n")[1].removesuffix("\n\nHow many?")
     assert read(example.replace("{...}", "{}")) == [("NAME", {})]
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": ("How many?")},
+    ]
     first, second = with_instructions(messages, [tool_definition("count")])
     assert first["content"].startswith("Be brief.\n\nYou can use") and second is messages[1]
-    assert [m["role"] for m in with_instructions(messages[1:], [tool_definition("count")])] == ["system", "user"]
+    assert [m["role"] for m in with_instructions(messages[1:], [tool_definition("count")])] == [
+        "system",
+        ("user"),
+    ]
 
 
 JSON = st.recursive(
@@ -195,26 +236,71 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: not keyword.iskeyword(name))
+NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(
+    lambda name: not keyword.iskeyword(name)
+)
 WORDS = st.sampled_from(
     [
-        *("<invoke", ' name="search"', ">", "</invoke>", '<parameter name="query">', "</parameter>", "/>", "```"),
-        *("json", "\n", '{"tool": "search"', ', "arguments": {', "}", "]", "[", "USE_TOOL[", "search", "](", "("),
-        *(")", '"', "'", "<tool_call>", "</tool_call>", "\\", ",", "=", "*", "query", "1", "é", "\ud800", "\x00"),
+        *(
+            "<invoke",
+            ' name="search"',
+            ">",
+            "</invoke>",
+            '<parameter name="query">',
+            "</parameter>",
+            "/>",
+            ("```"),
+        ),
+        *(
+            "json",
+            "\n",
+            '{"tool": "search"',
+            ', "arguments": {',
+            "}",
+            "]",
+            "[",
+            "USE_TOOL[",
+            "search",
+            "](",
+            ("("),
+        ),
+        *(
+            ")",
+            '"',
+            "'",
+            "<tool_call>",
+            "</tool_call>",
+            "\\",
+            ",",
+            "=",
+            "*",
+            "query",
+            "1",
+            "é",
+            "\ud800",
+            ("\x00"),
+        ),
         *("0x", "1or", "f'{"),
     ]
 )
 
 
-@pytest.mark.parametrize("text", ["```" + " " * 30_000, "USE_TOOL[ " * 3000, "USE_TOOL[a" + "\n" * 30_000])
+@pytest.mark.parametrize(
+    "text", ["```" + " " * 30_000, "USE_TOOL[ " * 3000, "USE_TOOL[a" + "\n" * 30_000]
+)
 def test_long_runs_take_no_longer_than_they_are(text: str) -> None:
-    """The first took hours, in which no other thread of the process ran: the time grew with the cube of the length."""
+    """The first took hours, in which no other thread of the process ran: the time grew with the
+    cube of the length."""
     assert read(text) == []
 
 
 def test_parameters_that_are_not_closed_are_looked_for_once() -> None:
     """Each of them was searched to the end of the call: hours for this one."""
-    text = '<invoke name="f"><parameter name="a">1</parameter>' + '<parameter name="b">' * 100_000 + "</invoke>"
+    text = (
+        '<invoke name="f"><parameter name="a">1</parameter>'
+        + '<parameter name="b">' * 100_000
+        + ("</invoke>")
+    )
     [malformed] = parse_tool_calls(text).malformed
     assert malformed.reason == "there is '<parameter name=\"b\">' between the parameters"
 
@@ -233,7 +319,9 @@ def test_nothing_that_a_model_writes_raises(text: str) -> None:
     st.dictionaries(NAMES, JSON, max_size=3),
     st.text("ab\n)", max_size=9),
 )
-def test_what_is_written_is_what_is_read(before: str, name: str, arguments: dict[str, object], after: str) -> None:
+def test_what_is_written_is_what_is_read(
+    before: str, name: str, arguments: dict[str, object], after: str
+) -> None:
     written = json.dumps(arguments)
     fence = f'```json\n{{"tool": "{name}", "arguments": {written}}}\n```'
     for block, own in [
@@ -253,7 +341,9 @@ def test_what_is_written_is_what_is_read(before: str, name: str, arguments: dict
 @given(
     NAMES,
     st.dictionaries(
-        NAMES, st.text(alphabet="ab'\"\\)(,=é\n{}", max_size=8) | st.integers() | st.booleans(), max_size=3
+        NAMES,
+        st.text(alphabet="ab'\"\\)(,=é\n{}", max_size=8) | st.integers() | st.booleans(),
+        max_size=3,
     ),
 )
 def test_function_style_takes_pythons_own_spelling(name: str, arguments: dict[str, object]) -> None:

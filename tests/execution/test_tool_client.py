@@ -72,10 +72,18 @@ def test_read_only_tools_are_cached_and_others_are_not() -> None:
         assert (first.cached, second.cached, second.text) == (False, True, "3")
         assert [client.call("count").text for _ in range(3)] == ["1", "2", "3"]
         metrics = client.metrics()
-        assert (metrics["calls"], metrics["cache_hits"], metrics["restarts"], metrics["errors"]) == (5, 1, 0, 0)
+        assert (
+            metrics["calls"],
+            metrics["cache_hits"],
+            metrics["restarts"],
+            metrics["errors"],
+        ) == (5, 1, 0, 0)
         assert metrics["seconds"] > 0
-        same = asyncio.run(_together(client, 8, "add", {"a": 40, "b": 2}))  # the calls under way are one
-        assert [result.text for result in same] == ["42"] * 8 and sum(result.cached for result in same) == 7
+        # the calls under way are one
+        same = asyncio.run(_together(client, 8, "add", {"a": 40, "b": 2}))
+        assert [result.text for result in same] == ["42"] * 8 and sum(
+            result.cached for result in same
+        ) == 7
     with ToolClient([stdio(cache=False)]) as client:
         assert not any(client.call("add", {"a": 1, "b": 2}).cached for _ in range(2))
 
@@ -134,11 +142,16 @@ def test_a_server_that_does_not_start(server: MCPServer, words: str) -> None:
         assert client.call("add").error == "server"
 
 
-CRASHES = "import sys; print('reading', file=sys.stderr); raise RuntimeError('no such table: prices')"
+CRASHES = (
+    "import sys; print('reading', file=sys.stderr); raise RuntimeError('no such table: prices')"
+)
 CHATTERS = "import sys; print('Usage: server --db FILE'); sys.exit(2)"
 WAITS = "import sys, time; print('loading weights', file=sys.stderr, flush=True); time.sleep(60)"
 NO_JSON = "print('Listening on port 80', flush=True); import time; time.sleep(60)"
-FLOODS = "import sys; [print(f'line {n}', file=sys.stderr) for n in range(10**5)]; sys.exit('the last line')"
+FLOODS = (
+    "import sys; [print(f'line {n}', file=sys.stderr) for n in range(10**5)]; sys.exit('the last"
+    " line')"
+)
 
 
 @pytest.mark.parametrize(
@@ -159,15 +172,20 @@ FLOODS = "import sys; [print(f'line {n}', file=sys.stderr) for n in range(10**5)
         ),
     ],
 )
-def test_a_failed_start_has_the_servers_last_words(program: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """A crash, a usage line, a flood (only its end is kept), no answer to initialize, junk on stdout. Over HTTP, in the
-    middle of a call, and a command that does not exist: the tests around this one."""
+def test_a_failed_start_has_the_servers_last_words(
+    program: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A crash, a usage line, a flood (only its end is kept), no answer to initialize, junk on
+    stdout. Over HTTP, in the middle of a call, and a command that does not exist: the tests
+    around this one."""
     late = 2.0 if "time.sleep" in program else 30.0
     server = MCPServer("s", command=[sys.executable, "-c", program], start_timeout_s=late)
     with ToolClient([server]) as client, pytest.raises(ConfigError, match=words) as raised:
         client.definitions()
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 1400
-    assert capfd.readouterr().err == "", "neither the server's stderr nor a traceback of the SDK reaches the terminal"
+    assert capfd.readouterr().err == "", (
+        "neither the server's stderr nor a traceback of the SDK reaches the terminal"
+    )
 
 
 @pytest.mark.slow
@@ -179,7 +197,8 @@ def test_a_server_that_dies_in_a_call_leaves_its_last_words() -> None:
 
 
 def test_an_http_servers_error_answer_is_named() -> None:
-    """A wrong key, a full disk, another page at that address; a server that does not answer names its time-out."""
+    """A wrong key, a full disk, another page at that address; a server that does not answer
+    names its time-out."""
     release = threading.Event()
 
     class Wrong(BaseHTTPRequestHandler):
@@ -187,9 +206,10 @@ def test_an_http_servers_error_answer_is_named() -> None:
             self.rfile.read(int(self.headers.get("content-length") or 0))
             if self.path == "/hangs":
                 release.wait(30)
-            code, body = {"/key": (401, b'{"error": "no such key"}'), "/disk": (500, b"no space left")}.get(
-                self.path, (404, b"nothing here")
-            )
+            code, body = {
+                "/key": (401, b'{"error": "no such key"}'),
+                "/disk": (500, b"no space left"),
+            }.get(self.path, (404, b"nothing here"))
             self.send_response(code)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -222,7 +242,10 @@ def test_an_http_servers_error_answer_is_named() -> None:
 def test_an_sdk_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many servers need one of before 2.0; pip puts it in the place of ours."""
     monkeypatch.delattr("mcp.Client")
-    with ToolClient([stdio()]) as client, pytest.raises(ConfigError, match=r"Client.*pip install 'mlx-parallm\[mcp\]'"):
+    with (
+        ToolClient([stdio()]) as client,
+        pytest.raises(ConfigError, match=r"Client.*pip install 'mlx-parallm\[mcp\]'"),
+    ):
         client.definitions()
 
 
@@ -230,7 +253,9 @@ def test_callers_share_a_start_and_its_failure() -> None:
     """A start each would take its time-out for every caller, one after another."""
 
     with ToolClient([stdio("ends", restarts=0)]) as client:
-        assert {result.error for result in asyncio.run(_together(client, 20, "count", {}))} == {"server"}
+        assert {result.error for result in asyncio.run(_together(client, 20, "count", {}))} == {
+            ("server")
+        }
         assert client.metrics()["restarts"] == 0
         refused = client.call("add")  # no start: the next one is a minute away
         assert refused.error == "server" and "1 times in a row" in refused.text
@@ -238,21 +263,36 @@ def test_callers_share_a_start_and_its_failure() -> None:
 
 
 def test_what_cannot_be(client: ToolClient) -> None:
-    for changes in ({}, {"command": ["x"], "url": "http://x"}, {"url": "x"}, {"url": "http://x", "timeout_s": 0}):
+    for changes in (
+        {},
+        {"command": ["x"], "url": "http://x"},
+        {"url": "x"},
+        {"url": "http://x", "timeout_s": 0},
+    ):
         with pytest.raises(ConfigError, match="MCP server 's'"):
             MCPServer("s", **changes)
     with pytest.raises(ConfigError, match="already"):
         client.register_tool("greet", lambda: "")
-    with ToolClient([stdio(), stdio(name="again")]) as twice, pytest.raises(ConfigError, match="there is a tool 'add'"):
+    with (
+        ToolClient([stdio(), stdio(name="again")]) as twice,
+        pytest.raises(ConfigError, match=("there is a tool 'add'")),
+    ):
         twice.definitions()
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_no_process_is_left() -> None:
-    with ToolClient([stdio(), stdio(name="more", tools=["pid"])]) as client, pytest.raises(ConfigError):
+    with (
+        ToolClient([stdio(), stdio(name="more", tools=["pid"])]) as client,
+        pytest.raises(ConfigError),
+    ):
         client.definitions()
-    children = [child for child in psutil.Process().children(recursive=True) if PROGRAM in " ".join(child.cmdline())]
+    children = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if PROGRAM in " ".join(child.cmdline())
+    ]
     with ToolClient([stdio()]) as client:
         process = psutil.Process(int(client.call("pid").text))
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
@@ -262,14 +302,19 @@ def test_no_process_is_left() -> None:
 def test_over_http() -> None:
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, PROGRAM, "http", str(port)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [sys.executable, PROGRAM, "http", str(port)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     try:
         assert process.stderr is not None
         for line in process.stderr:
             if "running on" in line:
                 break
-        with ToolClient([MCPServer("http", url=f"http://127.0.0.1:{port}/mcp", tools=["add", "fail"])]) as client:
+        with ToolClient(
+            [MCPServer("http", url=f"http://127.0.0.1:{port}/mcp", tools=["add", "fail"])]
+        ) as client:
             assert [definition["name"] for definition in client.definitions()] == ["add", "fail"]
             assert client.call("add", {"a": 2, "b": 3}).text == "5"
             assert client.call("count").error == "unknown_tool"
@@ -280,5 +325,7 @@ def test_over_http() -> None:
         process.kill()
 
 
-async def _together(client: ToolClient, n: int, name: str, arguments: dict[str, object]) -> list[ToolResult]:
+async def _together(
+    client: ToolClient, n: int, name: str, arguments: dict[str, object]
+) -> list[ToolResult]:
     return await asyncio.gather(*(client.acall(name, arguments) for _ in range(n)))

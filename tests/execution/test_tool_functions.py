@@ -7,7 +7,12 @@ import threading
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.tool_client import MOST_LEFT_BEHIND, MCPToolClient, ToolClient, ToolResult
+from mlx_parallm.execution.tool_client import (
+    MOST_LEFT_BEHIND,
+    MCPToolClient,
+    ToolClient,
+    ToolResult,
+)
 
 
 def test_no_function_hangs_ends_or_breaks_the_client() -> None:
@@ -33,14 +38,16 @@ def test_no_function_hangs_ends_or_breaks_the_client() -> None:
     with ToolClient(functions=[first_of, leave, leave_later, pairs]) as client:
         found = asyncio.run(results(client))
         assert [result.error for result in found] == ["tool"] * 4
-        for result, words in zip(found, ("StopIteration", "SystemExit: 3", "SystemExit: 4", "TypeError"), strict=True):
+        for result, words in zip(
+            found, ("StopIteration", "SystemExit: 3", "SystemExit: 4", "TypeError"), strict=True
+        ):
             assert words in result.text
         assert client.call("first_of", {"names": [{1: 2, "a": 3}]}).error is None
 
 
 def test_functions_that_hang_hold_up_nobody() -> None:
-    """More calls hang than a pool has threads, to the end of the test; the others are answered all the same, and the
-    hanging ones in time."""
+    """More calls hang than a pool has threads, to the end of the test; the others are answered
+    all the same, and the hanging ones in time."""
     open_gate = threading.Event()
 
     def hang() -> str:
@@ -60,7 +67,9 @@ def test_functions_that_hang_hold_up_nobody() -> None:
         assert [result.text for result in answered] == [str(n) for n in range(50)]
         assert {result.text for result in hung} == {"hang: no answer within 1 s"}
         refused = client.call("fast", {"n": 1})
-        assert refused.error == "timeout" and f"{MOST_LEFT_BEHIND + 6} earlier calls" in refused.text
+        assert (
+            refused.error == "timeout" and f"{MOST_LEFT_BEHIND + 6} earlier calls" in refused.text
+        )
         metrics = client.metrics()
         assert (metrics["calls"], metrics["timeouts"]) == (51 + len(hung), 1 + len(hung))
         open_gate.set()

@@ -35,19 +35,31 @@ def client() -> Iterator[ToolClient]:
 
 def test_labels_are_generated_and_failures_left_out(client: ToolClient) -> None:
     rows = [{"prompt": f"{a} / {b}", "a": a, "b": b} for a, b in [(6, 3), (1, 0), (1, 4)]]
-    labelled, failed = generate_labels(client, rows, ToolQuestion("divide", {"a": "{a}", "b": "{b}"}))
+    labelled, failed = generate_labels(
+        client, rows, ToolQuestion("divide", {"a": "{a}", "b": ("{b}")})
+    )
     assert [row["answer"] for row in labelled] == [2.0, 0.25] and labelled[0]["prompt"] == "6 / 3"
     assert len(failed) == 1 and "ZeroDivisionError" in failed[0]
-    far, _ = generate_labels(client, rows[:1], ToolQuestion("shoot", {"angle": "{a}"}, "shot.distance"), "far")
+    far, _ = generate_labels(
+        client, rows[:1], ToolQuestion("shoot", {"angle": "{a}"}, "shot.distance"), ("far")
+    )
     assert far[0]["far"] == 12
 
 
 def test_labels_are_verified(client: ToolClient) -> None:
-    rows = [{"a": 6, "b": 3, "answer": "2"}, {"a": 6, "b": 3, "answer": "3"}, {"a": 1, "b": 0, "answer": "1"}]
+    rows = [
+        {"a": 6, "b": 3, "answer": "2"},
+        {"a": 6, "b": 3, "answer": "3"},
+        {"a": 1, "b": 0, "answer": ("1")},
+    ]
     divide = ToolQuestion("divide", {"a": "{a}", "b": "{b}"})
     confirmed, refused = verify_labels(client, rows, divide, equals="{answer}")
     assert confirmed == rows[:1]
-    assert len(refused) == 2 and refused[0].startswith("divide says 2.0") and "ZeroDivisionError" in refused[1]
+    assert (
+        len(refused) == 2
+        and refused[0].startswith("divide says 2.0")
+        and "ZeroDivisionError" in refused[1]
+    )
     even, _ = verify_labels(client, [{"n": 2}, {"n": 3}], ToolQuestion("is_even", {"n": "{n}"}))
     assert even == [{"n": 2}]
     with pytest.raises(ConfigError, match="there is no column 'm'; did you mean"):
@@ -74,4 +86,9 @@ def test_results_as_values() -> None:
             ToolQuestion("t", {}, "a.b").read(result)
     assert [is_true(value) for value in (True, 0, "YES", "wrong")] == [True, False, True, False]
     assert [is_true(value) for value in (2, "2", None)] == [None] * 3
-    assert agree("2.0000001", 2) and agree(" A  b", "a B") and not agree("2.1", 2) and not agree("two", 2)
+    assert (
+        agree("2.0000001", 2)
+        and agree(" A  b", "a B")
+        and not agree("2.1", 2)
+        and not agree("two", 2)
+    )

@@ -1,4 +1,5 @@
-"""The user's own code: found, checked before anything is built from it, and its faults told in one line."""
+"""The user's own code: found, checked before anything is built from it, and its faults told in
+one line."""
 
 from pathlib import Path
 
@@ -8,7 +9,14 @@ from mlx_parallm.config.load import load_config
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.execution import user_code as user_code_module
-from mlx_parallm.execution.user_code import absolute, is_async, load, load_function_of, name_of, user_code
+from mlx_parallm.execution.user_code import (
+    absolute,
+    is_async,
+    load,
+    load_function_of,
+    name_of,
+    user_code,
+)
 
 pytestmark = pytest.mark.usefixtures("own_search_path")
 
@@ -26,19 +34,33 @@ def write(directory: Path, text: str, name: str = "mine.py") -> Path:
         ("", "mine.py:f", "does not have the form"),
         ("", "python:no/such.py:f", "there is no file no/such.py"),
         ("", "python:no.such.module:f", "No module named 'no'"),
-        ("def correct(): ...\ndef other(): ...", "python:{}:corect", "no 'corect' in .*did you mean 'correct'"),
+        (
+            "def correct(): ...\ndef other(): ...",
+            "python:{}:corect",
+            ("no 'corect' in .*did you mean 'correct'"),
+        ),
         ("f = 3", "python:{}:f", "is int 3, not a function"),
         ("class f: ...", "python:{}:f", "is a class, not a function"),
         ("x = 1\ndef f(:\n", "python:{}:f", r"mine\.py, line 2: SyntaxError: "),
-        ("import os\nimport nowhere_to_be_found", "python:{}:f", r"mine\.py, line 2: ModuleNotFoundError: No module"),
-        ("def g():\n    return 1 / 0\n\ng()", "python:{}:f", r"mine\.py, line 2: ZeroDivisionError: division by zero"),
+        (
+            "import os\nimport nowhere_to_be_found",
+            "python:{}:f",
+            r"mine\.py, line 2: ModuleNotFoundError: No module",
+        ),
+        (
+            "def g():\n    return 1 / 0\n\ng()",
+            "python:{}:f",
+            r"mine\.py, line 2: ZeroDivisionError: division by zero",
+        ),
         ("import sys\nsys.exit('no')", "python:{}:f", r"mine\.py, line 2: SystemExit: no"),
         ("def f(): ...", "python:{}:f", r"takes \(\), but it is called with \(rewards\)"),
         ("def f(a, b): ...", "python:{}:f", r"takes \(a, b\), but it is called with \(rewards\)"),
         ("async def f(rewards): ...", "python:{}:f", "is async; it has to be a plain function"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(tmp_path: Path, text: str, reference: str, message: str) -> None:
+def test_what_cannot_work_is_said_in_one_line(
+    tmp_path: Path, text: str, reference: str, message: str
+) -> None:
     file = write(tmp_path, text)
     with pytest.raises(ConfigError, match=f"(?s)^the.key: .*{message}") as caught:
         load_function_of(("rewards",), reference.format(file), "the.key")
@@ -47,7 +69,10 @@ def test_what_cannot_work_is_said_in_one_line(tmp_path: Path, text: str, referen
 
 def test_a_file_is_run_once_and_finds_its_neighbours(tmp_path: Path) -> None:
     write(tmp_path, "VALUE = 41", "neighbour_of_mine.py")
-    file = write(tmp_path, "import neighbour_of_mine\nstate = [neighbour_of_mine.VALUE]\ndef f(): return state")
+    file = write(
+        tmp_path,
+        ("import neighbour_of_mine\nstate = [neighbour_of_mine.VALUE]\ndef f(): return state"),
+    )
     load(f"python:{file}:f", "k")().append(1)
     assert load(f"python:{file}:state", "k") == [41, 1]
 
@@ -82,7 +107,10 @@ def test_names_and_kinds_of_callables() -> None:
 def test_a_fault_names_the_line_of_the_users_file(tmp_path: Path) -> None:
     file = write(tmp_path, "import json\n\ndef f():\n    return json.loads('[')\n")
     function = load(f"python:{file}:f", "k")
-    with pytest.raises(ConfigError, match=r"^f: .*mine\.py, line 4: JSONDecodeError: "), user_code("f"):
+    with (
+        pytest.raises(ConfigError, match=r"^f: .*mine\.py, line 4: JSONDecodeError: "),
+        user_code("f"),
+    ):
         function()
     with pytest.raises(ParallmError, match=r"^our own$"), user_code("f"):
         raise ParallmError("our own")
@@ -99,7 +127,8 @@ def test_relative_files_lie_beside_the_configuration_or_in_the_working_directory
         write(directory, "", name)
     config = write(
         beside,
-        '[rl_training]\nadvantage = "python:a.py:f"\nloss = "python:my.module:g"\n[[environments]]\nkind = "dataset"\n'
+        '[rl_training]\nadvantage = "python:a.py:f"\nloss ='
+        ' "python:my.module:g"\n[[environments]]\nkind = "dataset"\n'
         'data = "rows.jsonl"\nheldout_data = "missing.jsonl"\nrewards = ["python:b.py:r"]\n',
         "run.toml",
     )
@@ -137,7 +166,9 @@ class Other: ...
 
 def own(tmp_path: Path, name: str):
     kind = f"python:{write(tmp_path, OWN_CLASS, 'env.py')}:{name}"
-    file = write(tmp_path, f'[[environments]]\nkind = "{kind}"\noptions = {{ word = "Say" }}\n', "run.toml")
+    file = write(
+        tmp_path, f'[[environments]]\nkind = "{kind}"\noptions = {{ word = "Say" }}\n', ("run.toml")
+    )
     return build_sources(load_config(file).environments, seed=0)
 
 
@@ -158,7 +189,9 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
         ("Other", "is a subclass neither of mlx_parallm.environments.state.BaseEnvironment nor of"),
     ],
 )
-def test_an_environment_that_cannot_work_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_an_environment_that_cannot_work_is_refused(
+    tmp_path: Path, name: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         own(tmp_path, name)
 
@@ -171,6 +204,8 @@ def test_a_directory_named_like_the_package_is_the_users() -> None:
 
 def test_an_object_of_this_process_is_shown_by_its_name() -> None:
     """TRL's eval_dataset was called python:this_process:eval_dataset in messages."""
-    assert user_code_module.shown(user_code_module.reference_to([], "eval_dataset")) == "eval_dataset"
+    assert user_code_module.shown(user_code_module.reference_to([], "eval_dataset")) == (
+        "eval_dataset"
+    )
     for reference in ("python:rows.py:rows", "rows.jsonl"):
         assert user_code_module.shown(reference) == reference

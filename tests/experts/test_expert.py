@@ -27,7 +27,13 @@ KINDS = ("gru", "lstm")
 
 
 def small(kind: str = "gru", **changes: object) -> RNNExpertBase:
-    settings = {"name": "e", "obs_dim": 3, "action_dim": 2, "hidden_dim": 8, "num_layers": 2} | changes
+    settings = {
+        "name": "e",
+        "obs_dim": 3,
+        "action_dim": 2,
+        "hidden_dim": 8,
+        "num_layers": 2,
+    } | changes
     return make_expert(kind, ExpertConfig(**settings))  # type: ignore[arg-type]
 
 
@@ -42,9 +48,13 @@ def shaken(expert: RNNExpertBase) -> RNNExpertBase:
 def test_the_log_probability_of_a_squashed_action() -> None:
     """Mean 0, deviation 1, u = 0.5: log N = -1.043939, log(1 - tanh² 0.5) = -0.240229 → -0.803710.
 
-    Bounds 0 and 4 make the action 2 · (tanh 0.5 + 1) = 2.924234, and the density half: -0.803710 - ln 2 = -1.496857.
+    Bounds 0 and 4 make the action 2 · (tanh 0.5 + 1) = 2.924234, and the density half: -0.803710 -
+    ln 2 = -1.496857.
     """
-    for low, high, action, expected in ((-1.0, 1.0, math.tanh(0.5), -0.803710), (0.0, 4.0, 2.924234, -1.496857)):
+    for low, high, action, expected in (
+        (-1.0, 1.0, math.tanh(0.5), -0.803710),
+        (0.0, 4.0, 2.924234, -1.496857),
+    ):
         expert = small(action_dim=1, action_low=low, action_high=high)
         expert.policy_log_std.bias = mx.zeros(1)
         log_prob, _, _ = expert.scores(mx.ones((1, 1, 3)), mx.array([[[0.5]]]), None)
@@ -57,7 +67,9 @@ def test_the_density_of_actions_sums_to_one() -> None:
     grid = np.linspace(-2 + 1e-4, 3 - 1e-4, 4001, dtype=np.float32)
     raw = np.arctanh(2 * (grid + 2) / 5 - 1)
     log_prob, _, _ = expert.scores(mx.ones((4001, 1, 3)), mx.array(raw[:, None, None]), None)
-    assert np.trapezoid(np.exp(np.array(log_prob[:, 0], np.float64)), grid) == pytest.approx(1.0, abs=1e-3)
+    assert np.trapezoid(np.exp(np.array(log_prob[:, 0], np.float64)), grid) == pytest.approx(
+        1.0, abs=1e-3
+    )
 
 
 def test_the_entropy_is_the_mean_of_minus_the_log_probability() -> None:
@@ -72,9 +84,12 @@ def test_the_entropy_is_the_mean_of_minus_the_log_probability() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_begins_with_orthogonal_weights(kind: str) -> None:
-    """Encoder: columns of length √2 at right angles. Each gate: W Wᵀ = 1. An LSTM begins by remembering."""
+    """Encoder: columns of length √2 at right angles. Each gate: W Wᵀ = 1. An LSTM begins by
+    remembering."""
     expert = small(kind, hidden_dim=8)
-    np.testing.assert_allclose(expert.encoder.weight.T @ expert.encoder.weight, 2 * np.eye(3), atol=1e-5)
+    np.testing.assert_allclose(
+        expert.encoder.weight.T @ expert.encoder.weight, 2 * np.eye(3), atol=1e-5
+    )
     wide = small(kind, obs_dim=20, hidden_dim=8).encoder.weight
     np.testing.assert_allclose(wide @ wide.T, 2 * np.eye(8), atol=1e-5)
     for layer in expert.layers:
@@ -101,7 +116,9 @@ def test_a_replay_says_what_was_said_at_each_step(kind: str, discrete: bool) -> 
         state = steps[-1].hidden
     raw = mx.stack([step.raw for step in steps], axis=1)
     for first in (0, 4):
-        log_probs, entropy, values = expert.scores(observations[:, first:], raw[:, first:], states[first])
+        log_probs, entropy, values = expert.scores(
+            observations[:, first:], raw[:, first:], states[first]
+        )
         for t in range(first, 10):
             np.testing.assert_allclose(log_probs[:, t - first], steps[t].log_prob, atol=1e-5)
             np.testing.assert_allclose(entropy[:, t - first], steps[t].entropy, atol=1e-5)
@@ -158,7 +175,9 @@ def test_a_registry(tmp_path: Path) -> None:
     once = registry.step("first", np.ones(3), deterministic=True)["action"]
     registry.step("first", np.ones(3))
     registry.reset_all()
-    np.testing.assert_array_equal(registry.step("first", np.ones(3), deterministic=True)["action"], once)
+    np.testing.assert_array_equal(
+        registry.step("first", np.ones(3), deterministic=True)["action"], once
+    )
     assert set(registry.get_all_parameters()) == {"first", "second"}
     with pytest.raises(ConfigError, match="already"):
         registry.register(first, "first")
@@ -167,7 +186,9 @@ def test_a_registry(tmp_path: Path) -> None:
     registry.save(tmp_path)
     others = ExpertRegistry()
     others.load(tmp_path)
-    np.testing.assert_array_equal(others.step("first", np.ones(3), deterministic=True)["action"], once)
+    np.testing.assert_array_equal(
+        others.step("first", np.ones(3), deterministic=True)["action"], once
+    )
     assert isinstance(others.get("second"), LSTMExpert)
     with pytest.raises(ConfigError, match="has no expert"):
         others.load(tmp_path / "nowhere")
@@ -181,7 +202,9 @@ def test_a_file_and_its_other_name(tmp_path: Path, suffix: str) -> None:
     for asked in (".npz", ".safetensors"):
         loaded = load_expert(tmp_path / f"best{asked}")
         assert loaded.config == expert.config
-        np.testing.assert_array_equal(loaded(np.ones(3), True)["action"], expert(np.ones(3), True)["action"])
+        np.testing.assert_array_equal(
+            loaded(np.ones(3), True)["action"], expert(np.ones(3), True)[("action")]
+        )
         expert.reset_hidden()
 
 
@@ -194,10 +217,13 @@ class Careful(GRUExpert):
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
 def test_a_subclass_comes_back_as_itself_or_not_at_all(tmp_path: Path, suffix: str) -> None:
-    """By the registry, by `load_expert`, by the trainer's checkpoint; a file never decides what code is run."""
+    """By the registry, by `load_expert`, by the trainer's checkpoint; a file never decides what
+    code is run."""
     own = Careful(ExpertConfig("own", obs_dim=4, hidden_dim=8))
     save_expert(tmp_path / f"own{suffix}", own)
-    with pytest.raises(CheckpointError, match=r"of your class Careful: load_expert\(path, Careful\)"):
+    with pytest.raises(
+        CheckpointError, match=r"of your class Careful: load_expert\(path, Careful\)"
+    ):
         load_expert(tmp_path / f"own{suffix}", LSTMExpert)
     assert type(load_expert(tmp_path / f"own{suffix}", LSTMExpert, Careful)) is Careful
     registry = ExpertRegistry()
@@ -207,7 +233,9 @@ def test_a_subclass_comes_back_as_itself_or_not_at_all(tmp_path: Path, suffix: s
     registry.load(tmp_path / "experts")
     assert (type(registry.get("own")), type(registry.get("plain"))) == (Careful, GRUExpert)
     seen = np.ones(4)
-    np.testing.assert_array_equal(registry.step("own", seen, True)["action"], own(seen, True)["action"])
+    np.testing.assert_array_equal(
+        registry.step("own", seen, True)["action"], own(seen, True)[("action")]
+    )
     with pytest.raises(CheckpointError, match=r"registry\.load"):
         ExpertRegistry().load(tmp_path / "experts")
     other = ExpertRegistry()

@@ -1,4 +1,5 @@
-"""Recurrent PPO: advantages at ends and cuts worked by hand, the first ratio, memory that is needed, resume."""
+"""Recurrent PPO: advantages at ends and cuts worked by hand, the first ratio, memory that is
+needed, resume."""
 
 import dataclasses
 import importlib
@@ -36,7 +37,8 @@ from mlx_parallm.systems.experts.tasks import (
 
 
 class RecallTask:
-    """The first observation is ±1; the second and last step shows nothing and pays for the action of that sign."""
+    """The first observation is ±1; the second and last step shows nothing and pays for the
+    action of that sign."""
 
     obs_dim, action_dim, num_actions, action_low, action_high = 1, 1, 2, -1.0, 1.0
 
@@ -59,7 +61,11 @@ class RecallTask:
         self._second = not self._second
         observations = blank if self._second else self._begin()
         return VectorStep(
-            observations, rewards, never if self._limit else ended, ended if self._limit else never, blank
+            observations,
+            rewards,
+            never if self._limit else ended,
+            ended if self._limit else never,
+            blank,
         )
 
 
@@ -80,7 +86,8 @@ def expert_for(task: object, kind: str = "gru", hidden_dim: int = 16) -> RNNExpe
 
 
 def test_pieces_of_episodes_and_their_advantages() -> None:
-    """γ = 0.5, λ = 1; one column of five steps, an end after the second. The horizon cuts the second episode.
+    """γ = 0.5, λ = 1; one column of five steps, an end after the second. The horizon cuts the
+    second episode.
 
     Rewards 0, 1 | 0, 0, 2 with γ V = 0.5 · 4 added by the collector: 4. Values 0.5, 0.5 | 0, 1, 2.
     First piece: A = [0 + 0.25 - 0.5 + 0.5 · 0.5, 1 - 0.5] = [0, 0.5].
@@ -100,30 +107,40 @@ def test_pieces_of_episodes_and_their_advantages() -> None:
     assert rows.lengths.tolist() == [2, 3]
     np.testing.assert_allclose(rows.advantages, [[0, 0.5, 0], [1, 1, 2]], atol=1e-6)
     assert rows.actions.tolist() == [[0, 1, 0], [2, 3, 4]]
-    assert rows.state[:, 0, 0].tolist() == [7.0, 0.0]  # only an episode's first piece goes on from before
+    # only an episode's first piece goes on from before
+    assert rows.state[:, 0, 0].tolist() == [7.0, 0.0]
     steps = rows.take(np.array([1, 0]), mean=1.0, deviation=2.0)
-    assert steps.mask.tolist() == [[True, True, False], [True, True, True]]  # what goes on from before is first
+    # what goes on from before is first
+    assert steps.mask.tolist() == [[True, True, False], [True, True, True]]
     np.testing.assert_allclose(np.array(steps.advantages)[1], [0, 0, 0.5])
     np.testing.assert_allclose(np.array(steps.returns)[1], [1, 2, 4])
     assert steps.state.state[:, 0, 0].tolist() == [7.0, 0.0] and not steps.state.begins.any()
 
 
 def test_short_pieces_share_a_row() -> None:
-    """Lengths 1, 3, 2, 1, the last with a memory: it begins row 0, the piece of 2 follows it; 3 fills row 1."""
+    """Lengths 1, 3, 2, 1, the last with a memory: it begins row 0, the piece of 2 follows it; 3
+    fills row 1."""
     line, offset = pack(np.array([1, 3, 2, 1]), np.array([False, False, False, True]))
     assert line.tolist() == [2, 1, 0, 0] and offset.tolist() == [0, 0, 1, 0]
 
 
 def test_packing_is_first_fit() -> None:
-    """Beside a search through all rows; and 50,000 single steps, for which that search would take minutes."""
+    """Beside a search through all rows; and 50,000 single steps, for which that search would
+    take minutes."""
     random = np.random.default_rng(0)
     for _ in range(100):
         lengths = random.integers(1, random.integers(2, 20), random.integers(1, 60))
         remembers = random.random(len(lengths)) < random.choice([0, 0.2, 1])
         room: list[int] = []
         line, offset = pack(lengths, remembers)
-        for piece in sorted(range(len(lengths)), key=lambda piece: (not remembers[piece], -lengths[piece])):
-            fitting = [] if remembers[piece] else [n for n, left in enumerate(room) if left >= lengths[piece]]
+        for piece in sorted(
+            range(len(lengths)), key=lambda piece: (not remembers[piece], -lengths[piece])
+        ):
+            fitting = (
+                []
+                if remembers[piece]
+                else [n for n, left in enumerate(room) if left >= lengths[piece]]
+            )
             row = fitting[0] if fitting else len(room)
             room += [] if fitting else [lengths.max()]
             assert (line[piece], offset[piece]) == (row, lengths.max() - room[row])
@@ -134,32 +151,43 @@ def test_packing_is_first_fit() -> None:
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 def test_an_episode_in_a_shared_row_counts_as_in_a_row_of_its_own(kind: str) -> None:
-    """Log-probabilities, values and gradients of packed rows, beside those of each piece by itself."""
+    """Log-probabilities, values and gradients of packed rows, beside those of each piece by
+    itself."""
     task = ProjectileTask(4)
     ppo = RecurrentPPO(expert_for(task, kind), task, RecurrentPPOConfig(horizon=12))
     for head in (ppo.expert.policy_mean, ppo.expert.value_head):
         head.weight = mx.random.normal(head.weight.shape)
     ppo.collect()
     columns = ppo.collect()
-    columns.ended[[1, 3, 4, 8], [0, 1, 1, 2]] = True  # short ones; what they contain does not matter here
+    # short ones; what they contain does not matter here
+    columns.ended[[1, 3, 4, 8], [0, 1, 1, 2]] = True
     rows = cut(columns, 0.9, 0.95)
     everything = np.arange(len(rows.lengths))
     together = rows.take(everything, 0.0, 1.0)
-    assert together.state.begins.any() and len(together.mask) < len(rows.lengths) and together.mask.sum() == 48
+    assert (
+        together.state.begins.any()
+        and len(together.mask) < len(rows.lengths)
+        and together.mask.sum() == 48
+    )
 
     def summed(batches: list[Steps]) -> tuple[float, list[mx.array]]:
         def loss(parameters: dict[str, Any]) -> mx.array:
             ppo.expert.update(parameters)
             parts = []
             for batch in batches:
-                logprobs, entropy, values = ppo.expert.scores(batch.observations, batch.actions, batch.state)
+                logprobs, entropy, values = ppo.expert.scores(
+                    batch.observations, batch.actions, batch.state
+                )
                 parts.append((batch.mask * batch.returns * (logprobs + values**2 + entropy)).sum())
             return sum(parts[1:], parts[0])
 
         value, gradient = mx.value_and_grad(loss)(ppo.expert.trainable_parameters())
         return value.item(), [array for _, array in tree_flatten(gradient)]
 
-    packed, alone = summed([together]), summed([rows.take(np.array([row]), 0.0, 1.0) for row in everything])
+    packed, alone = (
+        summed([together]),
+        summed([rows.take(np.array([row]), 0.0, 1.0) for row in everything]),
+    )
     assert packed[0] == pytest.approx(alone[0], rel=1e-4)
     for one, other in zip(packed[1], alone[1], strict=True):
         np.testing.assert_allclose(one, other, atol=2e-4 * float(mx.abs(other).max()) + 1e-5)
@@ -167,7 +195,8 @@ def test_an_episode_in_a_shared_row_counts_as_in_a_row_of_its_own(kind: str) -> 
 
 @pytest.mark.parametrize("limit", [False, True])
 def test_truncated_is_not_terminated(limit: bool) -> None:
-    """A value head that says 3 everywhere: only an episode that was truncated has γ · 3 in its last reward."""
+    """A value head that says 3 everywhere: only an episode that was truncated has γ · 3 in its
+    last reward."""
     task = RecallTask(4, limit)
     expert = expert_for(task)
     expert.value_head.weight, expert.value_head.bias = mx.zeros((1, 16)), mx.array([3.0])
@@ -180,7 +209,8 @@ def test_truncated_is_not_terminated(limit: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 def test_the_first_ratio_is_one_whatever_the_horizon_cuts(kind: str) -> None:
-    mx.random.seed(0)  # some heads drawn at random have a deviation so small that rounding alone moves a ratio by 7e-5
+    # some heads drawn at random have a deviation so small that rounding alone moves a ratio by 7e-5
+    mx.random.seed(0)
     task = ProjectileTask(8)
     ppo = RecurrentPPO(expert_for(task, kind), task, RecurrentPPOConfig(horizon=7))
     for head in (ppo.expert.policy_mean, ppo.expert.policy_log_std):
@@ -219,7 +249,9 @@ def test_a_constant_is_learned_and_training_may_end_early() -> None:
     ppo = RecurrentPPO(
         expert_for(task),
         task,
-        RecurrentPPOConfig(horizon=10, batch_size=320, epochs=4, learning_rate=0.01, reward_scale=0.1),
+        RecurrentPPOConfig(
+            horizon=10, batch_size=320, epochs=4, learning_rate=0.01, reward_scale=0.1
+        ),
     )
     ppo.train(20_000, report=lambda metrics: metrics["episode_return"] > 9.5)
     assert ppo.steps < 20_000
@@ -257,17 +289,24 @@ class ThermostatTask:
 
 @pytest.mark.slow
 def test_a_task_with_rewards_of_0_to_1_and_a_limit_of_time_is_learned_without_a_setting() -> None:
-    """Returns over 100 steps are near 80 there; unscaled, the value loss leaves the policy at 3.3 to 3.9 of 10."""
+    """Returns over 100 steps are near 80 there; unscaled, the value loss leaves the policy at
+    3.3 to 3.9 of 10."""
     mx.random.seed(0)
     task = ThermostatTask(16)
     ppo = RecurrentPPO(expert_for(task, hidden_dim=32), task)
     history = ppo.train(14_000)
     assert 0.03 < history[-1]["reward_scale"] < 0.12
-    assert np.mean([episode["return"] for episode in evaluate(ppo.expert, ThermostatTask(64), 64, seed=9)]) > 6
+    assert (
+        np.mean(
+            [episode["return"] for episode in evaluate(ppo.expert, ThermostatTask(64), 64, seed=9)]
+        )
+        > 6
+    )
 
 
 def test_the_scale_of_rewards() -> None:
-    """Worked in the docstring of `RewardScale`; a fixed one, small returns, no rewards yet; later ones count more."""
+    """Worked in the docstring of `RewardScale`; a fixed one, small returns, no rewards yet;
+    later ones count more."""
     ones = np.ones((10, 10))
     scale = RewardScale(None, 0.99)
     assert scale.factor == 1.0
@@ -291,7 +330,8 @@ def test_the_scale_of_rewards() -> None:
 
 
 def test_a_new_scale_changes_the_units_and_nothing_else() -> None:
-    """Values, rewards and the value head go over together: advantages are in proportion, log-probabilities the same."""
+    """Values, rewards and the value head go over together: advantages are in proportion,
+    log-probabilities the same."""
     task = ConstantTask(4)
     ppo = RecurrentPPO(expert_for(task), task, RecurrentPPOConfig(horizon=5))
     ppo.expert.value_head.bias = mx.array([3.0])
@@ -311,7 +351,9 @@ def test_goes_on_from_what_it_saved(tmp_path: Path) -> None:
     first = RecurrentPPO(expert_for(task), task, RecurrentPPOConfig(horizon=4))
     first.train(64)
     first.save(tmp_path / "latest")
-    second = RecurrentPPO(expert_for(task), RecallTask(8), RecurrentPPOConfig(horizon=4), seed=first.seed)
+    second = RecurrentPPO(
+        expert_for(task), RecallTask(8), RecurrentPPOConfig(horizon=4), seed=first.seed
+    )
     second.load(tmp_path / "latest")
     assert (second.steps, second.updates) == (first.steps, first.updates)
     rows = cut(first.collect(), 0.99, 0.95)
@@ -338,7 +380,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="the task has 2 actions"):
         RecurrentPPO(make_expert("gru", ExpertConfig("e", obs_dim=10, action_dim=1)), task)
     with pytest.raises(ConfigError, match="needs use_value_head"):
-        RecurrentPPO(make_expert("gru", ExpertConfig("e", obs_dim=10, action_dim=2, use_value_head=False)), task)
+        RecurrentPPO(
+            make_expert("gru", ExpertConfig("e", obs_dim=10, action_dim=2, use_value_head=False)),
+            task,
+        )
     with pytest.raises(ConfigError, match="do not fit the task's 2"):
         RecurrentPPO(make_expert("gru", ExpertConfig("e", obs_dim=1)), RecallTask(2))
     for changes in ({"horizon": 0}, {"gamma": 1.1}, {"learning_rate": float("inf")}):
@@ -366,7 +411,9 @@ def test_the_projectile() -> None:
     assert step.terminated[2] and not step.truncated.any()
     assert step.rewards[2] == pytest.approx(-0.51)
     assert step.observations[2, 4] == 0 and step.last_observations[2, 4] == 1
-    np.testing.assert_allclose(projectile_observation(100, 50, 150, -5, 3), [0.5, 0.25, 0.75, -0.5, 0.3, 0, 0, 0, 0, 0])
+    np.testing.assert_allclose(
+        projectile_observation(100, 50, 150, -5, 3), [0.5, 0.25, 0.75, -0.5, 0.3, 0, 0, 0, 0, 0]
+    )
 
 
 def test_gymnasium() -> None:
@@ -374,7 +421,9 @@ def test_gymnasium() -> None:
     task = GymnasiumTask("CartPole-v1", 4, {"max_episode_steps": 30})
     assert (task.obs_dim, task.num_actions) == (4, 2)
     played = evaluate(expert_for(task), task, 6, seed=0)
-    assert len(played) == 6 and all(episode["return"] == episode["length"] <= 30 for episode in played)
+    assert len(played) == 6 and all(
+        episode["return"] == episode["length"] <= 30 for episode in played
+    )
     task.reset(0)
     first, ended = None, None
     for _ in range(40):
@@ -384,7 +433,8 @@ def test_gymnasium() -> None:
             break
     assert ended is not None and ended.terminated.any()
     row = int(np.flatnonzero(ended.ended)[0])
-    assert np.abs(ended.last_observations[row, 2]) > 0.2 > np.abs(ended.observations[row, 2])  # fallen; upright again
+    # fallen; upright again
+    assert np.abs(ended.last_observations[row, 2]) > 0.2 > np.abs(ended.observations[row, 2])
     task.close()
     pendulum = GymnasiumTask("Pendulum-v1", 2)
     assert (pendulum.action_dim, pendulum.action_low, pendulum.action_high) == (1, -2.0, 2.0)
@@ -398,7 +448,8 @@ def test_gymnasium() -> None:
 @pytest.mark.parametrize(
     ("example", "steps", "scores"),
     [
-        ("train_simple_expert", 640, ("mean_error", 0.0, 1.0)),  # what judges it; a good and a bad value of it
+        # what judges it; a good and a bad value of it
+        ("train_simple_expert", 640, ("mean_error", 0.0, 1.0)),
         ("train_physics_expert", 2500, ("hit_rates", (1.0, 1.0), (0.0, 0.0))),
         ("train_gymnasium_expert", 640, ("mean_return", 500.0, 0.0)),
     ],
@@ -423,7 +474,9 @@ def test_an_example_trains_saves_and_goes_on(
         assert "best.safetensors" in capsys.readouterr().out
         assert json.loads((tmp_path / "latest" / "state.json").read_text())["steps"] == timesteps
     config = load_expert(tmp_path / "best.npz").config
-    assert config.obs_dim in (4, 10) and (config.num_layers == 2) == (example != "train_simple_expert")
+    assert config.obs_dim in (4, 10) and (config.num_layers == 2) == (
+        example != ("train_simple_expert")
+    )
     best = load_expert(tmp_path / "best.safetensors")
     best.encoder.bias = best.encoder.bias + 1.0  # another expert than the latest
     save_expert(tmp_path / "best.safetensors", best)
@@ -433,7 +486,9 @@ def test_an_example_trains_saves_and_goes_on(
     with monkeypatch.context() as scored:
         scored.setattr(module, name, lambda *_, **__: next(worse, bad))
         module.main()
-    assert (tmp_path / "best.safetensors").read_bytes() == before, "a resumed run keeps the best of the run before"
+    assert (tmp_path / "best.safetensors").read_bytes() == before, (
+        "a resumed run keeps the best of the run before"
+    )
     monkeypatch.setattr("sys.argv", [*program, "--resume", "--kind", "lstm"])
     with pytest.raises(SystemExit) as ended:
         exit_in_words(module.main)

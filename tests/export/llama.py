@@ -15,7 +15,9 @@ from mlx_parallm.deploy.export.model import ModelSource, open_model
 from mlx_parallm.deploy.export.vocabulary import read_vocabulary
 from tests.tiny_models import EXPERTS, QWEN3, save_checkpoint
 
-needs_llama = pytest.mark.skipif(not llama_server.available(), reason="needs xllamacpp or llama-server: extra `export`")
+needs_llama = pytest.mark.skipif(
+    not llama_server.available(), reason=("needs xllamacpp or llama-server: extra `export`")
+)
 
 LLAMA = QWEN3 | {"model_type": "llama", "num_key_value_heads": 2, "rope_theta": 5e5}
 GEMMA3: dict[str, Any] = QWEN3 | {
@@ -48,7 +50,32 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": QWEN3 | EXPERTS | {"model_type": "qwen3_moe"},
     "gemma3_text": GEMMA3,
 }
-IDS = [5, 17, 250, 33, 8, 90, 121, 64, 2, 30, 41, 77, 5, 99, 12, 200, 17, 18, 19, 20, 3, 9, 270, 100]
+IDS = [
+    5,
+    17,
+    250,
+    33,
+    8,
+    90,
+    121,
+    64,
+    2,
+    30,
+    41,
+    77,
+    5,
+    99,
+    12,
+    200,
+    17,
+    18,
+    19,
+    20,
+    3,
+    9,
+    270,
+    100,
+]
 COMPARED = 4  # prefixes of IDS, the longest first: they go beyond a window of 16
 
 
@@ -61,16 +88,23 @@ def checkpoint(path: Path, config: dict[str, Any], *, tied: bool = True, **optio
     rng = np.random.default_rng(1)
     for name, array in weights.items():
         if config["model_type"] == "gemma3_text" and "gate_proj" in name:
-            weights[name] = array * 1e6  # llama.cpp takes GELU from a table in float16: here it is 0 or x
+            # llama.cpp takes GELU from a table in float16: here it is 0 or x
+            weights[name] = array * 1e6
         if array.ndim == 1:
-            weights[name] = (array + mx.array(rng.normal(size=array.shape) * 0.2)).astype(array.dtype)
+            weights[name] = (array + mx.array(rng.normal(size=array.shape) * 0.2)).astype(
+                array.dtype
+            )
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
     return path
 
 
-def write(model: Path, file: Path, kind: str = "f32", adapter: Path | None = None) -> dict[str, int]:
+def write(
+    model: Path, file: Path, kind: str = "f32", adapter: Path | None = None
+) -> dict[str, int]:
     opened = open_model(ModelSource(str(model), adapter))
-    return write_model(file, opened, read_vocabulary(opened.tokenizer, opened.config, opened.path), kind)
+    return write_model(
+        file, opened, read_vocabulary(opened.tokenizer, opened.config, opened.path), kind
+    )
 
 
 def logprobs(model: Any, ids: list[int] = IDS) -> np.ndarray:
@@ -83,13 +117,19 @@ def logprobs(model: Any, ids: list[int] = IDS) -> np.ndarray:
 
 
 def difference(file: Path, expected: np.ndarray, adapter: Path | None = None) -> float:
-    """The largest difference of a log-probability of all tokens after `COMPARED` prefixes, from `expected`."""
+    """The largest difference of a log-probability of all tokens after `COMPARED` prefixes, from
+    `expected`."""
     found: list[float] = []
     with llama_server.running(file, adapter) as server:
         for place in range(len(IDS), 0, -1):
-            values = server.next_token(IDS[:place], 10**6).logprobs  # none where it is half a character
+            # none where it is half a character
+            values = server.next_token(IDS[:place], 10**6).logprobs
             assert len(values) in (0, expected.shape[1])
-            found += [max(abs(value - expected[place - 1, token]) for token, value in values.items())] if values else []
+            found += (
+                [max(abs(value - expected[place - 1, token]) for token, value in values.items())]
+                if values
+                else []
+            )
             if len(found) == COMPARED:
                 return max(found)
     raise AssertionError(f"only {len(found)} prefixes have log-probabilities: choose another seed")

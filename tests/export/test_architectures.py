@@ -1,4 +1,5 @@
-"""Every architecture of the table computes in a real llama.cpp what it computes here, on random weights."""
+"""Every architecture of the table computes in a real llama.cpp what it computes here, on random
+weights."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,16 @@ from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.gguf import architectures
 from mlx_parallm.models.gguf.architectures import ARCHITECTURES
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
-from tests.export.llama import GEMMA3, LLAMA, MODELS, checkpoint, difference, logprobs, needs_llama, write
+from tests.export.llama import (
+    GEMMA3,
+    LLAMA,
+    MODELS,
+    checkpoint,
+    difference,
+    logprobs,
+    needs_llama,
+    write,
+)
 from tests.tiny_models import EXPERTS, QWEN3, lora_config
 
 EXACT = 1e-4
@@ -47,7 +57,9 @@ def without_order(*_: Any) -> None:
     return None
 
 
-def without_offset(architecture: Any, name: str, arguments: Any, *, tied: bool) -> tuple[float, float]:
+def without_offset(
+    architecture: Any, name: str, arguments: Any, *, tied: bool
+) -> tuple[float, float]:
     return 0.0, 1.0
 
 
@@ -72,7 +84,7 @@ write_metadata, tensor_rows = architectures.write_metadata, SourceTensor.rows
         (LLAMA, "models.gguf.architectures.row_order", without_order),
         (LLAMA, "models.gguf.architectures.write_metadata", other_base),
         (GEMMA3, "models.gguf.architectures.changed", without_offset),
-        (MODELS["qwen3_moe"], "export.model.SourceTensor.rows", other_experts),
+        (MODELS["qwen3_moe"], "deploy.export.model.SourceTensor.rows", other_experts),
     ],
     ids=["permutation", "rope base", "norms", "experts"],
 )
@@ -101,7 +113,9 @@ def adapter(path: Path, model: Path, config: LoraConfig) -> Path:
 
 @needs_llama
 @pytest.mark.parametrize(
-    "config", [LLAMA, pytest.param(MODELS["qwen3_moe"], marks=pytest.mark.slow)], ids=["llama", "qwen3_moe"]
+    "config",
+    [LLAMA, pytest.param(MODELS["qwen3_moe"], marks=pytest.mark.slow)],
+    ids=["llama", ("qwen3_moe")],
 )
 def test_an_adapter_alone_is_the_merged_model(tmp_path: Path, config: dict[str, Any]) -> None:
     base = checkpoint(tmp_path / "base", config)
@@ -110,7 +124,9 @@ def test_an_adapter_alone_is_the_merged_model(tmp_path: Path, config: dict[str, 
     expected = logprobs(tmp_path / "merged")
     assert np.abs(expected - logprobs(base)).max() > 1.0
     write(base, tmp_path / "base.gguf")
-    layers = gguf_file.write_adapter(tmp_path / "lora.gguf", open_model(ModelSource(str(base), lora)))
+    layers = gguf_file.write_adapter(
+        tmp_path / "lora.gguf", open_model(ModelSource(str(base), lora))
+    )
     assert layers == len(open_model(ModelSource(str(base), lora)).layers)
     assert difference(tmp_path / "base.gguf", expected, tmp_path / "lora.gguf") <= EXACT
 
@@ -156,15 +172,29 @@ def test_ranks_and_scales_that_differ_share_one_alpha(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (QWEN3 | {"model_type": "phi3"}, "model_type 'phi3' cannot be exported as GGUF: only llama"),
-        (QWEN3 | EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": False}, "no norm_topk_prob = false"),
-        (QWEN3 | EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "no layers without experts"),
+        (
+            QWEN3 | {"model_type": "phi3"},
+            ("model_type 'phi3' cannot be exported as GGUF: only llama"),
+        ),
+        (
+            QWEN3 | EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": False},
+            ("no norm_topk_prob = false"),
+        ),
+        (
+            QWEN3 | EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+            ("no layers without experts"),
+        ),
         (GEMMA3 | {"query_pre_attn_scalar": 24}, "no query_pre_attn_scalar = 24, but 16"),
         (LLAMA | {"rope_traditional": True}, "no rope_traditional"),
-        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
+        (
+            LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            ("rope scaling of type 'dynamic'"),
+        ),
     ],
 )
-def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+def test_what_llama_cpp_computes_otherwise_is_refused(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
     model = checkpoint(tmp_path / "model", config)
     with pytest.raises(ModelError, match=reason):
         write(model, tmp_path / "model.gguf")
@@ -172,7 +202,10 @@ def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path: Path, config: di
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
-    base, other = checkpoint(tmp_path / "base", QWEN3), checkpoint(tmp_path / "other", QWEN3 | {"hidden_size": 32})
+    base, other = (
+        checkpoint(tmp_path / "base", QWEN3),
+        checkpoint(tmp_path / "other", QWEN3 | {"hidden_size": 32}),
+    )
     lora = adapter(tmp_path / "lora", other, lora_config(rank=2, alpha=2))
     with pytest.raises(AdapterError, match=r"is \[64 → .*was it trained on another model than"):
         open_model(ModelSource(str(base), lora))

@@ -1,4 +1,5 @@
-"""GGUFExporter: a run that trained all weights; the hosting profile; destinations that take no adapter."""
+"""GGUFExporter: a run that trained all weights; the hosting profile; destinations that take no
+adapter."""
 
 import shutil
 from pathlib import Path
@@ -29,14 +30,20 @@ def test_a_run_that_trained_all_weights_is_exported_as_it_is(tmp_path: Path) -> 
             shutil.copy(file, step / file.name)
     (step / "trainer_state.json").write_text("{}")
     (run / "final").symlink_to(step.name)
-    (run / "config.toml").write_text('[model]\nbase_path = "builtin:tiny"\n[rl_training.lora]\nenabled = false\n')
+    (run / "config.toml").write_text(
+        '[model]\nbase_path = "builtin:tiny"\n[rl_training.lora]\nenabled = false\n'
+    )
     made = tensors(GGUFExporter(str(run), tmp_path, name="whole").convert("F16", check="off"))
     base = tensors(GGUFExporter("builtin:tiny", tmp_path, name="base").convert("F16", check="off"))
     assert made.keys() == base.keys() and len(made) > 20
     assert all(np.array_equal(made[name], base[name]) for name in made)
     assert (tmp_path / "whole-f16-gguf" / "whole-f16.gguf").is_file()
-    assert destination_of([], source_of_run(run), "q8_0").directory == run / "whole-q8_0-gguf", "not where one stands"
-    assert destination_of([], ModelSource("builtin:tiny", None, "m"), "f16").directory == Path("m-f16-gguf")
+    assert destination_of([], source_of_run(run), "q8_0").directory == run / "whole-q8_0-gguf", (
+        "not where one stands"
+    )
+    assert destination_of([], ModelSource("builtin:tiny", None, "m"), "f16").directory == Path(
+        "m-f16-gguf"
+    )
 
 
 @pytest.mark.parametrize(("target", "who"), [("lmstudio", "LM Studio"), ("ollama:x", "Ollama")])
@@ -46,23 +53,39 @@ def test_an_adapter_alone_goes_into_no_program_that_loads_whole_models(
     monkeypatch.setenv("HOME", str(tmp_path))
     place = destination_of([target], ModelSource("builtin:tiny", None, "m"), "lora")
     with pytest.raises(ConfigError, match=f"{who}.*leave --adapter-only out"):
-        ExportPipeline(ModelSource("builtin:tiny", None, "m"), "f32", place, adapter_only=True).run()
+        ExportPipeline(
+            ModelSource("builtin:tiny", None, "m"), "f32", place, adapter_only=True
+        ).run()
 
 
 SHAPE = SimpleNamespace(
-    head_dim=128, num_hidden_layers=32, num_key_value_heads=8, max_position_embeddings=131072, hidden_size=4096
+    head_dim=128,
+    num_hidden_layers=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    hidden_size=4096,
 )
 
 
 def test_the_hosting_profile_fits_keys_and_values_into_what_the_file_leaves() -> None:
     cpu = Hardware("cpu", "x", 16, 16 * GIB, 16 * GIB)
-    # a token takes 2 · 32 · 8 · 128 · 2 = 131,072 bytes; 0.8 · 16 - 8 = 4.8 GiB hold 39,321: 4 requests of 9 · 1024
+    # a token takes 2 · 32 · 8 · 128 · 2 = 131,072 bytes; 0.8 · 16 - 8 = 4.8 GiB hold 39,321: 4
+    # requests of 9 · 1024
     profile = hosting_profile(cpu, 8 * GIB, SHAPE, memory=16 * GIB)
-    assert (profile.num_parallel, profile.num_ctx, profile.num_thread, profile.num_gpu) == (4, 9 * 1024, 14, 0)
+    assert (profile.num_parallel, profile.num_ctx, profile.num_thread, profile.num_gpu) == (
+        4,
+        9 * 1024,
+        14,
+        0,
+    )
     assert profile.to_env()["OLLAMA_NUM_PARALLEL"] == "4" and profile.note == ""
-    two = hosting_profile(Hardware("cpu", "x", 2, 16 * GIB, 16 * GIB), 8 * GIB, SHAPE, memory=16 * GIB)
+    two = hosting_profile(
+        Hardware("cpu", "x", 2, 16 * GIB, 16 * GIB), 8 * GIB, SHAPE, memory=16 * GIB
+    )
     assert (two.num_parallel, two.num_thread, two.num_ctx) == (1, 2, 32768)
-    gpu = hosting_profile(Hardware("cuda", "x", 4, 16 * GIB, 16 * GIB), 8 * GIB, SHAPE, memory=24 * GIB)
+    gpu = hosting_profile(
+        Hardware("cuda", "x", 4, 16 * GIB, 16 * GIB), 8 * GIB, SHAPE, memory=24 * GIB
+    )
     assert gpu.num_gpu == 999 and gpu.flash_attention and "-ngl 999" in gpu.llama_server("f")
     large = hosting_profile(cpu, 14 * GIB, SHAPE, memory=16 * GIB)
     assert (large.num_parallel, large.num_ctx) == (1, 2048) and "does not fit" in large.note

@@ -1,4 +1,5 @@
-"""`mlx_parallm convert MODEL.gguf OUT`: every architecture that is exported comes back; damage is refused by name."""
+"""`mlx_parallm convert MODEL.gguf OUT`: every architecture that is exported comes back; damage
+is refused by name."""
 
 import json
 from collections.abc import Callable
@@ -19,14 +20,28 @@ from mlx_parallm.models.gguf.from_gguf import convert_gguf, llama3_scaling
 from mlx_parallm.models.loading import load_tokenizer
 from tests.export.llama import LLAMA, MODELS, checkpoint, logprobs, write
 
-CONFIG_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-FURTHER_KEYS = ("intermediate_size", "rope_theta", "rms_norm_eps", "vocab_size", "tie_word_embeddings", "rope_scaling")
+CONFIG_KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    ("head_dim"),
+)
+FURTHER_KEYS = (
+    "intermediate_size",
+    "rope_theta",
+    "rms_norm_eps",
+    "vocab_size",
+    "tie_word_embeddings",
+    ("rope_scaling"),
+)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_comes_back(tmp_path: Path, name: str, tied: bool) -> None:
-    """Tensors, configuration, log-probabilities and ids; "mistral" comes back as the llama that it computes."""
+    """Tensors, configuration, log-probabilities and ids; "mistral" comes back as the llama that
+    it computes."""
     model = checkpoint(tmp_path / "model", MODELS[name], tied=tied)
     write(model, tmp_path / "model.gguf")
     report = convert_gguf(tmp_path / "model.gguf", tmp_path / "back", dtype="float32")
@@ -37,7 +52,10 @@ def test_a_model_comes_back(tmp_path: Path, name: str, tied: bool) -> None:
     assert report.model_type == ("llama" if name == "mistral" else MODELS[name]["model_type"])
     assert np.abs(logprobs(tmp_path / "back") - logprobs(model)).max() < 1e-4
     if name == "llama":
-        old, new = (load_tokenizer(path, ModelConfig(base_path=str(path))) for path in (model, tmp_path / "back"))
+        old, new = (
+            load_tokenizer(path, ModelConfig(base_path=str(path)))
+            for path in (model, tmp_path / "back")
+        )
         assert [new.encode(text) for text in texts()] == [old.encode(text) for text in texts()]
         assert new.chat_template == old.chat_template
         assert new.eos_token_ids == old.eos_token_ids
@@ -54,7 +72,8 @@ def test_dtype_of_the_weights(tmp_path: Path, dtype: str) -> None:
 
 
 def test_llama_3s_scaling_follows_from_its_divisors() -> None:
-    """Llama 3.1's own numbers: factor 8, low 1, high 4, 8192; divisors by the formula of transformers, by hand."""
+    """Llama 3.1's own numbers: factor 8, low 1, high 4, 8192; divisors by the formula of
+    transformers, by hand."""
     frequencies = 500000.0 ** (-np.arange(0, 128, 2) / 128)
     divisors = []
     for frequency in frequencies:
@@ -92,7 +111,8 @@ def other(path: Path, target: Path) -> None:
 
 
 def rewritten(**changes: Any) -> Callable[[Path, Path], None]:
-    """Return what copies a file with other keys: a value, or None to leave the key out; `drop` names a tensor."""
+    """Return what copies a file with other keys: a value, or None to leave the key out; `drop`
+    names a tensor."""
     dropped = changes.pop("drop", None)
 
     def rewrite(path: Path, target: Path) -> None:
@@ -103,10 +123,16 @@ def rewritten(**changes: Any) -> Callable[[Path, Path], None]:
         for key, field in reader.fields.items():
             if not key.startswith("GGUF.") and key not in done:
                 kind = field.types[0]
-                writer.add_key_value(key, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+                writer.add_key_value(
+                    key, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None
+                )
         for key, value in changes.items():
             if value is not None and key != "general_architecture":
-                kind = gguf.GGUFValueType.STRING if isinstance(value, str) else gguf.GGUFValueType.UINT32
+                kind = (
+                    gguf.GGUFValueType.STRING
+                    if isinstance(value, str)
+                    else gguf.GGUFValueType.UINT32
+                )
                 writer.add_key_value(key.replace("__", "."), value, kind)
         for tensor in reader.tensors:
             if tensor.name != dropped:
@@ -129,7 +155,10 @@ def rewritten(**changes: Any) -> Callable[[Path, Path], None]:
         (rewritten(split__count=3), "one of 3 parts"),
         (rewritten(general__type="adapter"), "no model but a adapter"),
         (rewritten(general__type="mmproj"), "no model but a mmproj"),
-        (rewritten(llama__attention__temperature_length=4), "llama.attention.temperature_length is not understood"),
+        (
+            rewritten(llama__attention__temperature_length=4),
+            ("llama.attention.temperature_length is not understood"),
+        ),
         (rewritten(llama__rope__scaling__type="yarn"), "'yarn' is not read"),
         (rewritten(llama__rope__dimension_count=8), "rope.dimension_count"),
         (rewritten(llama__block_count=None), "has no llama.block_count"),
@@ -143,11 +172,17 @@ def rewritten(**changes: Any) -> Callable[[Path, Path], None]:
         (rewritten(tokenizer__ggml__eos_token_id=99999), "a special token is 99999"),
         (rewritten(llama__attention__head_count=0), "make no model"),
         (rewritten(llama__embedding_length=48), "has shape"),
-        (rewritten(drop="blk.1.ffn_up.weight"), "1 tensors of llama are missing, blk.1.ffn_up.weight"),
+        (
+            rewritten(drop="blk.1.ffn_up.weight"),
+            ("1 tensors of llama are missing, blk.1.ffn_up.weight"),
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path, Path], None], message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path, Path], None],
+    message: str,
 ) -> None:
     """One line, exit code 2, nothing left behind."""
     write(checkpoint(tmp_path / "model", LLAMA), tmp_path / "model.gguf")
@@ -167,10 +202,17 @@ def test_what_is_not_understood_is_refused(
         (1e6, "in mlx.core.float16: choose --dtype"),
     ],
 )
-def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, number: float, message: str) -> None:
-    """In the file, or only in the dtype that was chosen: 1e6 is infinite in float16, and fits bfloat16."""
+def test_numbers_that_are_not_finite_are_refused(
+    tmp_path: Path, number: float, message: str
+) -> None:
+    """In the file, or only in the dtype that was chosen: 1e6 is infinite in float16, and fits
+    bfloat16."""
     write(checkpoint(tmp_path / "model", LLAMA), tmp_path / "model.gguf")
-    norm = next(t for t in gguf.GGUFReader(tmp_path / "model.gguf", "r+").tensors if t.name == "output_norm.weight")
+    norm = next(
+        t
+        for t in gguf.GGUFReader(tmp_path / "model.gguf", "r+").tensors
+        if t.name == ("output_norm.weight")
+    )
     norm.data[3] = number
     norm.data.base.flush()
     with pytest.raises(ModelError, match=message):

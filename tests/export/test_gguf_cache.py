@@ -1,4 +1,5 @@
-"""`--model FILE.gguf`: converted once into the user's cache, by one of several processes; each fault is one line."""
+"""`--model FILE.gguf`: converted once into the user's cache, by one of several processes; each
+fault is one line."""
 
 import json
 import subprocess
@@ -26,11 +27,14 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def folders(file: Path) -> list[str]:
-    return sorted(path.name for path in (file.parent / "cache/mlx_parallm/gguf").iterdir() if path.is_dir())
+    return sorted(
+        path.name for path in (file.parent / "cache/mlx_parallm/gguf").iterdir() if path.is_dir()
+    )
 
 
 def test_a_file_is_a_model(file: Path) -> None:
-    """It is checked and loaded as a directory is, converted once, and again in another dtype or when it changes."""
+    """It is checked and loaded as a directory is, converted once, and again in another dtype or
+    when it changes."""
     config = ModelConfig(base_path=str(file), dtype="float32")
     assert check_model(config, train=True)["model_type"] == "llama"
     (first,) = folders(file)
@@ -58,12 +62,17 @@ def test_a_damaged_copy_is_made_again(file: Path) -> None:
 
 def test_two_processes_at_once_convert_once(file: Path) -> None:
     program = (
-        "import sys; from mlx_parallm.models.loading import resolve_model_path; from mlx_parallm.system.log import"
-        " configure_logging; configure_logging(level='info'); print(resolve_model_path(sys.argv[1]))"
+        "import sys; from mlx_parallm.models.loading import resolve_model_path; from"
+        " mlx_parallm.system.log import"
+        " configure_logging; configure_logging(level='info');"
+        " print(resolve_model_path(sys.argv[1]))"
     )
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, str(file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for _ in range(2)
     ]
@@ -84,7 +93,20 @@ def test_each_fault_is_one_line(
     """Nothing stays in the cache but the lock."""
     bad = file.with_name("bad.gguf")
     bad.write_bytes(file.read_bytes()[:5000])
-    assert main(["export", "--base-model", str(bad), "--to", str(file.with_name("out")), "--verify", "off"]) == 2
+    assert (
+        main(
+            [
+                "export",
+                "--base-model",
+                str(bad),
+                "--to",
+                str(file.with_name("out")),
+                "--verify",
+                "off",
+            ]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert f"{bad} is damaged or cut short" in error
     assert "Traceback" not in error

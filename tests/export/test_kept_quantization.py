@@ -1,4 +1,5 @@
-"""`mlx_parallm convert --keep-quantization`: a GGUF file's own integers and scales, and nothing rounded."""
+"""`mlx_parallm convert --keep-quantization`: a GGUF file's own integers and scales, and nothing
+rounded."""
 
 import json
 from pathlib import Path
@@ -35,11 +36,18 @@ def quantised(path: Path, target: Path, kinds: dict[str, Type]) -> Path:
     for key, field in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             kind = field.types[0]
-            writer.add_key_value(key, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+            writer.add_key_value(
+                key, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None
+            )
     for tensor in reader.tensors:
-        wanted = next((kind for part, kind in kinds.items() if part in tensor.name and tensor.data.ndim > 1), None)
+        wanted = next(
+            (kind for part, kind in kinds.items() if part in tensor.name and tensor.data.ndim > 1),
+            None,
+        )
         data = np.array(tensor.data)
-        writer.add_tensor(tensor.name, data if wanted is None else gguf.quantize(data, wanted), raw_dtype=wanted)
+        writer.add_tensor(
+            tensor.name, data if wanted is None else gguf.quantize(data, wanted), raw_dtype=wanted
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -48,16 +56,25 @@ def quantised(path: Path, target: Path, kinds: dict[str, Type]) -> Path:
 
 
 def mixed(tmp_path: Path, name: str = "llama", *, tied: bool = True) -> Path:
-    """Embedding in Q8_0, queries and keys in Q4_0, the way down in Q5_0, the other matrices in Q4_1."""
+    """Embedding in Q8_0, queries and keys in Q4_0, the way down in Q5_0, the other matrices in
+    Q4_1."""
     write(checkpoint(tmp_path / "model", MODELS[name], tied=tied), tmp_path / "model.gguf")
-    kinds = {"token_embd": Type.Q8_0, "attn_q": Type.Q4_0, "attn_k": Type.Q4_0, "ffn_down": Type.Q5_0}
+    kinds = {
+        "token_embd": Type.Q8_0,
+        "attn_q": Type.Q4_0,
+        "attn_k": Type.Q4_0,
+        "ffn_down": Type.Q5_0,
+    }
     router = {"ffn_gate_inp": Type.F32}
-    return quantised(tmp_path / "model.gguf", tmp_path / "mixed.gguf", router | kinds | {"": Type.Q4_1})
+    return quantised(
+        tmp_path / "model.gguf", tmp_path / "mixed.gguf", router | kinds | {"": Type.Q4_1}
+    )
 
 
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
 def test_every_block_is_the_same_number(kind: Type) -> None:
-    """Random bytes in every block, random scales; compared with the reader of the `gguf` package."""
+    """Random bytes in every block, random scales; compared with the reader of the `gguf`
+    package."""
     draw = np.random.default_rng(0)
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = draw.integers(0, 256, (6 * 512 // numbers, size), dtype=np.uint8)
@@ -77,23 +94,32 @@ def test_every_block_is_the_same_number(kind: Type) -> None:
 
 @pytest.mark.parametrize(("name", "tied"), [("llama", True), ("llama", False), ("qwen3_moe", True)])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_kept_model_is_the_unpacked_one(tmp_path: Path, name: str, tied: bool, dtype: str) -> None:
-    """Bit for bit after dequantising, rows of q and k and experts included; the report counts what is unpacked."""
+def test_a_kept_model_is_the_unpacked_one(
+    tmp_path: Path, name: str, tied: bool, dtype: str
+) -> None:
+    """Bit for bit after dequantising, rows of q and k and experts included; the report counts
+    what is unpacked."""
     file = mixed(tmp_path, name, tied=tied)
     report = convert_gguf(file, tmp_path / "kept", dtype=dtype, keep=True)
     convert_gguf(file, tmp_path / "plain", dtype="float32")
     down = "ffn_down_exps" if name == "qwen3_moe" else "ffn_down"
-    assert f"unpacked to {dtype}: 2 Q5_0 tensors, blk.0.{down}.weight the first" in report.lines()[-1]
+    assert (
+        f"unpacked to {dtype}: 2 Q5_0 tensors, blk.0.{down}.weight the first" in report.lines()[-1]
+    )
     quantization = json.loads((tmp_path / "kept/config.json").read_text())["quantization"]
     assert (quantization["bits"], quantization["model.embed_tokens"]["bits"]) == (4, 8)
-    kept, plain = (dict(mx.load(str(tmp_path / part / "model.safetensors"))) for part in ("kept", "plain"))
+    kept, plain = (
+        dict(mx.load(str(tmp_path / part / "model.safetensors"))) for part in ("kept", ("plain"))
+    )
     packed = [tensor for tensor in kept if tensor.endswith(".scales")]
     assert len(packed) == (13 if tied else 14)
     for scales in packed:
         path = scales.removesuffix(".scales")
         parts = [kept[scales].astype(mx.float32), kept[f"{path}.biases"].astype(mx.float32)]
         bits = quantization.get(path, quantization)["bits"]
-        assert mx.array_equal(mx.dequantize(kept[f"{path}.weight"], *parts, 32, bits), plain[f"{path}.weight"])
+        assert mx.array_equal(
+            mx.dequantize(kept[f"{path}.weight"], *parts, 32, bits), plain[(f"{path}.weight")]
+        )
     rounding = 1e-4 if dtype == "float32" else 0.1  # of the norms and of what is unpacked
     assert np.abs(logprobs(tmp_path / "kept") - logprobs(tmp_path / "plain")).max() < rounding
 
@@ -104,7 +130,9 @@ def test_a_kept_model_answers_as_the_unpacked_one(tmp_path: Path) -> None:
     convert_gguf(file, tmp_path / "plain", dtype="float32")
 
     def answers(path: Path) -> Any:
-        with InferenceModule(str(path), config=Config(model=ModelConfig(dtype="float32"))) as module:
+        with InferenceModule(
+            str(path), config=Config(model=ModelConfig(dtype="float32"))
+        ) as module:
             return module.generate([IDS, IDS[:5]], 12, temperature=0.0, return_logits=True)
 
     kept, plain = answers(tmp_path / "kept"), answers(tmp_path / "plain")
@@ -131,14 +159,29 @@ def test_lora_trains_over_kept_weights(tmp_path: Path) -> None:
         optimizer.update(model, gradients)
         values.append(value.item())
     assert values[-1] < values[0]
-    after = {name.replace(".linear.", "."): np.array(array) for name, array in tree_flatten(model.parameters())}
+    after = {
+        name.replace(".linear.", "."): np.array(array)
+        for name, array in tree_flatten(model.parameters())
+    }
     assert [name for name, array in before.items() if not np.array_equal(array, after[name])] == []
 
 
 def test_each_refusal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = mixed(tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert main(["convert", str(file), str(tmp_path / "out"), "--keep-quantization", "--dtype", "bfloat16"]) == 2
+    assert (
+        main(
+            [
+                "convert",
+                str(file),
+                str(tmp_path / "out"),
+                "--keep-quantization",
+                "--dtype",
+                "bfloat16",
+            ]
+        )
+        == 2
+    )
     assert "keep them in float16 or float32" in capsys.readouterr().err
     with pytest.raises(ModelError, match="no weights that can stay packed: kept exactly: none"):
         convert_gguf(tmp_path / "model.gguf", tmp_path / "out", dtype="float16", keep=True)

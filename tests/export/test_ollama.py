@@ -1,4 +1,5 @@
-"""The client against a server that behaves as Ollama's documented HTTP API; Modelfile and Go template."""
+"""The client against a server that behaves as Ollama's documented HTTP API; Modelfile and Go
+template."""
 
 import hashlib
 import json
@@ -46,7 +47,9 @@ class OllamaHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/api/version":
             return self.answer(200, {"version": "0.35.0"})
-        return self.answer(200, {"models": [{"name": body["model"]} for body in self.state.created]})
+        return self.answer(
+            200, {"models": [{"name": body["model"]} for body in self.state.created]}
+        )
 
     def do_HEAD(self) -> None:
         self.answer(200 if self.path.removeprefix("/api/blobs/") in self.state.blobs else 404)
@@ -71,13 +74,18 @@ class OllamaHandler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         kept = [each for each in self.state.created if each["model"] != body["model"]]
         found, self.state.created = len(kept) < len(self.state.created), kept
-        self.answer(200) if found else self.answer(404, {"error": f"model '{body['model']}' not found"})
+        self.answer(200) if found else self.answer(
+            404, {"error": (f"model '{body['model']}' not found")}
+        )
 
     def create(self, body: dict[str, Any]) -> None:
         if self.state.refuse:
             return self.answer(400, {"error": self.state.refuse})
         missing = [digest for digest in body["files"].values() if digest not in self.state.blobs]
-        statuses: list[dict[str, str]] = [{"status": "parsing GGUF"}, {"status": "writing manifest"}]
+        statuses: list[dict[str, str]] = [
+            {"status": "parsing GGUF"},
+            {"status": ("writing manifest")},
+        ]
         if missing or self.state.refuse_late:
             statuses.append({"error": self.state.refuse_late or f"blob {missing[0]} not found"})
         else:
@@ -96,7 +104,9 @@ class OllamaHandler(BaseHTTPRequestHandler):
 @contextmanager
 def fake_ollama() -> Iterator[tuple[str, FakeOllama]]:
     state = FakeOllama()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (OllamaHandler,), {"state": state}))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("Handler", (OllamaHandler,), {"state": state})
+    )
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a connection that is cut here
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
@@ -128,7 +138,12 @@ def test_the_file_is_uploaded_under_its_digest_and_created(ollama: Ollama, file:
     deployer, state = ollama
     said: list[str] = []
     deployer.create(
-        "me/m", file, stops=["<|im_end|>", '"'], template="T", parameters={"temperature": 0.5}, progress=said.append
+        "me/m",
+        file,
+        stops=["<|im_end|>", '"'],
+        template="T",
+        parameters={"temperature": 0.5},
+        progress=said.append,
     )
     digest = f"sha256:{hashlib.sha256(FILE).hexdigest()}"
     assert state.blobs == {digest: FILE}
@@ -177,7 +192,9 @@ def test_a_refusal_is_one_line(ollama: Ollama, file: Path, where: str) -> None:
 def test_no_server_is_one_line(ollama: Ollama, file: Path) -> None:
     deployer, state = ollama
     state.cut = 99
-    with pytest.raises(EndpointError, match=r"no answer from Ollama at .*is `ollama serve` running"):
+    with pytest.raises(
+        EndpointError, match=r"no answer from Ollama at .*is `ollama serve` running"
+    ):
         deployer.create("m", file, stops=[])
     assert state.uploads == 4
     with pytest.raises(EndpointError, match="is not a URL"):
@@ -188,8 +205,11 @@ def test_no_server_is_one_line(ollama: Ollama, file: Path) -> None:
 
 
 def test_the_modelfile_names_every_stop() -> None:
-    assert modelfile("m.gguf", ["<|im_end|>", 'a"b'], "{{ .Prompt }}", {"num_ctx": 4096, "temperature": 0.7}) == (
-        'FROM ./m.gguf\nTEMPLATE """{{ .Prompt }}"""\nPARAMETER stop "<|im_end|>"\nPARAMETER stop "a\\"b"\n'
+    assert modelfile(
+        "m.gguf", ["<|im_end|>", 'a"b'], "{{ .Prompt }}", {"num_ctx": 4096, "temperature": 0.7}
+    ) == (
+        'FROM ./m.gguf\nTEMPLATE """{{ .Prompt }}"""\nPARAMETER stop "<|im_end|>"\nPARAMETER stop'
+        ' "a\\"b"\n'
         "PARAMETER num_ctx 4096\nPARAMETER temperature 0.7\n"
     )
     assert "TEMPLATE" not in modelfile("m.gguf", [], None, {})
@@ -204,18 +224,33 @@ ANSWER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     [
         (
             CHATML + ANSWER,
-            '{{- range .Messages }}{{ if eq .Role "system" }}{{ "<|im_start|>system\\n" }}{{ .Content }}'
-            '{{ "<|im_end|>\\n" }}{{ else if eq .Role "user" }}{{ "<|im_start|>user\\n" }}{{ .Content }}'
-            '{{ "<|im_end|>\\n" }}{{ else if eq .Role "assistant" }}{{ "<|im_start|>assistant\\n" }}{{ .Content }}'
+            '{{- range .Messages }}{{ if eq .Role "system" }}{{ "<|im_start|>system\\n" }}{{'
+            " .Content }}"
+            '{{ "<|im_end|>\\n" }}{{ else if eq .Role "user" }}{{ "<|im_start|>user\\n" }}{{'
+            " .Content }}"
+            '{{ "<|im_end|>\\n" }}{{ else if eq .Role "assistant" }}{{ "<|im_start|>assistant\\n"'
+            " }}{{ .Content }}"
             '{{ "<|im_end|>\\n" }}{{ end }}{{ end }}{{ "<|im_start|>assistant\\n" }}',
         ),
         (CHATML + "{% if tools %}{{ tools }}{% endif %}" + ANSWER, None),
         (CHATML.replace("m.content", "m.content | trim") + ANSWER, None),
-        ("{% if messages[0].role != 'system' %}<|im_start|>system\nHi<|im_end|>\n{% endif %}" + CHATML + ANSWER, None),
-        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML + ANSWER, None),
+        (
+            "{% if messages[0].role != 'system' %}<|im_start|>system\nHi<|im_end|>\n{% endif %}"
+            + CHATML
+            + ANSWER,
+            None,
+        ),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+            + CHATML
+            + ANSWER,
+            None,
+        ),
     ],
     ids=["chatml", "tools", "trimmed", "default system", "refuses system"],
 )
-def test_a_template_that_only_puts_text_around_messages_is_written_in_go(template: str, expected: str | None) -> None:
+def test_a_template_that_only_puts_text_around_messages_is_written_in_go(
+    template: str, expected: str | None
+) -> None:
     tokenizer = load_tokenizer(TINY_ASSETS, ModelConfig(chat_template=template))
     assert go_template(tokenizer) == expected

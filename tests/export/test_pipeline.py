@@ -1,4 +1,5 @@
-"""`mlx_parallm export` on the shipped model with an adapter: what is written is what is served here, or nothing is."""
+"""`mlx_parallm export` on the shipped model with an adapter: what is written is what is served
+here, or nothing is."""
 
 import json
 import math
@@ -80,12 +81,17 @@ def test_a_run_becomes_a_file_that_llama_cpp_answers_with_as_here(
     assert checked["passed"] and checked["texts"] == [200, 200] and checked["chats"] == [5, 5]
     equal, places = checked["choices"]
     assert places >= 16 and equal >= {"f32": places, "q8_0": 0.9 * places}[kind]
-    assert checked["remainder"] <= {"f32": 1e-4, "q8_0": checked["allowed"] / 2}[kind], "the bound is not close"
+    assert checked["remainder"] <= {"f32": 1e-4, "q8_0": checked["allowed"] / 2}[kind], (
+        "the bound is not close"
+    )
     assert (checked["rounding"] > 0) == (kind == "q8_0")
     assert (found["adapted_layers"], found["stops"]) == (21, ["<|im_end|>", "<|endoftext|>"])
     modelfile = (tmp_path / "out" / "Modelfile").read_text()
     assert modelfile.startswith(f"FROM ./first-{kind}.gguf\nTEMPLATE ")
-    assert 'PARAMETER stop "<|im_end|>"\nPARAMETER stop "<|endoftext|>"\nPARAMETER temperature 1\n' in modelfile
+    assert (
+        'PARAMETER stop "<|im_end|>"\nPARAMETER stop "<|endoftext|>"\nPARAMETER temperature 1\n'
+        in modelfile
+    )
 
 
 @needs_llama
@@ -93,7 +99,10 @@ def test_a_run_becomes_a_file_that_llama_cpp_answers_with_as_here(
 def test_an_adapter_alone_is_verified_beside_its_base(tmp_path: Path, run_directory: Path) -> None:
     result = export(run_directory, "--type", "f32", "--adapter-only", "--to", tmp_path / "out")
     assert result.returncode == 0, result.stderr
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["export.json", "first-lora.gguf"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "export.json",
+        ("first-lora.gguf"),
+    ]
     checked = report(tmp_path / "out")["verification"]
     assert checked["passed"] and checked["remainder"] <= 1e-4
 
@@ -109,7 +118,9 @@ def without_template(path: Path) -> None:
     ("fault", "reason"),
     [
         ("pre", "texts have other token ids"),
-        pytest.param("no pre", "texts have other token ids", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(
+            "no pre", "texts have other token ids", marks=[pytest.mark.slow, pytest.mark.long]
+        ),
         pytest.param("template", "the chat template makes another prompt", marks=pytest.mark.slow),
         pytest.param("rope base", OTHER, marks=pytest.mark.slow),
         pytest.param("rope base q4_k_m", OTHER, marks=[pytest.mark.slow, pytest.mark.long]),
@@ -129,7 +140,9 @@ def test_a_file_that_is_not_as_here_is_not_kept(
         monkeypatch.setattr("gguf.GGUFWriter.add_tokenizer_pre", lambda self, name: None)
     elif fault == "template":
         other = "{{ messages[0].content }}"
-        monkeypatch.setattr("gguf.GGUFWriter.add_chat_template", lambda self, text: self.add_string(KEY, other))
+        monkeypatch.setattr(
+            "gguf.GGUFWriter.add_chat_template", lambda self, text: self.add_string(KEY, other)
+        )
     elif "rope order" in fault:
         monkeypatch.setattr(architectures, "ARCHITECTURES", with_other_order())
     elif "one tensor" in fault:
@@ -150,8 +163,12 @@ def test_a_file_that_is_not_as_here_is_not_kept(
 
 
 def with_other_order() -> dict[str, architectures.Architecture]:
-    """Heads with their rows in llama.cpp's order where they should be in mlx-lm's, or the other way round."""
-    return {name: replace(each, permuted=not each.permuted) for name, each in architectures.ARCHITECTURES.items()}
+    """Heads with their rows in llama.cpp's order where they should be in mlx-lm's, or the other
+    way round."""
+    return {
+        name: replace(each, permuted=not each.permuted)
+        for name, each in architectures.ARCHITECTURES.items()
+    }
 
 
 def with_one_tensor_reversed(encode: Any) -> Any:
@@ -168,7 +185,8 @@ def with_one_tensor_reversed(encode: Any) -> Any:
 @needs_llama
 @pytest.mark.slow
 def test_a_type_that_no_tensor_has_is_told(tmp_path: Path) -> None:
-    """Rows of 128 are no multiple of 256: a q2_k of the tiny model holds none, and was verified as one."""
+    """Rows of 128 are no multiple of 256: a q2_k of the tiny model holds none, and was verified
+    as one."""
     result = export("--base-model", "builtin:tiny", "--type", "q2_k", "--to", tmp_path / "out")
     assert result.returncode == 0, result.stderr
     assert "no tensor of this file is Q2_K" in result.stdout and "Q4_0" in result.stdout
@@ -186,7 +204,9 @@ def test_divergences_of_hand_made_distributions() -> None:
     assert divergence(ours, dict(enumerate(ours.tolist()))) == 0.0
     assert divergence(ours, {0: math.log(0.25)}) == pytest.approx(0.1438, abs=1e-4)
     assert divergence(ours, {0: math.log(0.5)}) == 0.0, "what is not listed counts as one token"
-    assert mean_divergence([ours[None]], [np.log(np.array([[0.25, 0.5, 0.25]]))]) == pytest.approx(0.25 * math.log(2))
+    assert mean_divergence([ours[None]], [np.log(np.array([[0.25, 0.5, 0.25]]))]) == pytest.approx(
+        0.25 * math.log(2)
+    )
 
 
 def test_what_can_be_refused_is_refused_before_anything_is_written(
@@ -204,10 +224,16 @@ def test_what_can_be_refused_is_refused_before_anything_is_written(
         ([*tiny, "--to", "lmstudio:me"], "expected lmstudio:PUBLISHER/MODEL"),
         ([run_directory, "--to", "ollama:m", "--adapter-only"], "Ollama takes no adapter"),
         ([*tiny, "--to", tmp_path / "x", "--adapter-only"], "--adapter-only needs an adapter"),
-        (["--base-model", bare, "--to", tmp_path / "x"], "has no chat template: llama.cpp would take another model's"),
+        (
+            ["--base-model", bare, "--to", tmp_path / "x"],
+            ("has no chat template: llama.cpp would take another model's"),
+        ),
         ([tmp_path / "there"], "is no run directory"),
         ([*tiny, "--name", "a/b"], "it becomes a file's name, without /"),
-        ([*tiny, "--to", "ollama:m", "--ollama-url", "http://127.0.0.1:9"], "is `ollama serve` running"),
+        (
+            [*tiny, "--to", "ollama:m", "--ollama-url", "http://127.0.0.1:9"],
+            ("is `ollama serve` running"),
+        ),
         ([*tiny, "--verify", "http://127.0.0.1:9"], "http://127.0.0.1:9/tokenize does not answer"),
         ([*tiny, "--verify", "never"], "'never' is not a URL"),
     ]
@@ -221,11 +247,15 @@ def test_what_can_be_refused_is_refused_before_anything_is_written(
     assert "llama-quantize MODEL-bf16.gguf MODEL-q4_k_m.gguf Q4_K_M" in result.stderr
 
 
-def test_without_llama_cpp_it_says_that_nothing_was_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llama_cpp_it_says_that_nothing_was_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(llama_server, "available", lambda: False)
     bare = Path(shutil.copytree(TINY_ASSETS, tmp_path / "bare"))
     without_template(bare)
-    result = export("--base-model", bare, "--chat-template", "none", "--type", "f16", "--to", tmp_path / "out")
+    result = export(
+        "--base-model", bare, "--chat-template", "none", "--type", "f16", "--to", tmp_path / "out"
+    )
     assert result.returncode == 0, result.stderr
     assert "not verified: no llama.cpp here: `pip install xllamacpp`" in result.stdout
     assert report(tmp_path / "out")["verification"]["passed"] is False
@@ -234,8 +264,15 @@ def test_without_llama_cpp_it_says_that_nothing_was_verified(tmp_path: Path, mon
 
 @needs_llama
 @pytest.mark.slow
-def test_a_server_that_runs_is_compared_and_nothing_is_written(tmp_path: Path, run_directory: Path) -> None:
-    assert export(run_directory, "--type", "f16", "--verify", "off", "--to", tmp_path / "out").returncode == 0
+def test_a_server_that_runs_is_compared_and_nothing_is_written(
+    tmp_path: Path, run_directory: Path
+) -> None:
+    assert (
+        export(
+            run_directory, "--type", "f16", "--verify", "off", "--to", tmp_path / "out"
+        ).returncode
+        == 0
+    )
     with llama_server.running(tmp_path / "out" / "first-f16.gguf") as server:
         same = export(run_directory, "--type", "f16", "--verify", f"{server.url}/v1")
     assert same.returncode == 0 and "200 of 200 equal" in same.stdout
@@ -260,7 +297,10 @@ def test_ollama_gets_the_model_with_its_stops(
         state.refuse = "no space left on device"
         result = export(run_directory, "--to", "ollama:second", "--to", tmp_path / "kept", *options)
         assert result.returncode == 2
-        assert f"no space left on device. The file is in {tmp_path / 'kept'}" in result.stderr.splitlines()[-1]
+        assert (
+            f"no space left on device. The file is in {tmp_path / 'kept'}"
+            in result.stderr.splitlines()[-1]
+        )
         assert (tmp_path / "kept" / "first-q8_0.gguf").is_file()
 
 
@@ -282,7 +322,15 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
     result = subprocess.run(
-        [BIN / "mlx_parallm_export", "--base-model", "builtin:tiny", "--verify", "off", "--to", tmp_path / "out"],
+        [
+            BIN / "mlx_parallm_export",
+            "--base-model",
+            "builtin:tiny",
+            "--verify",
+            "off",
+            "--to",
+            tmp_path / "out",
+        ],
         preexec_fn=limit,
         capture_output=True,
         text=True,
@@ -295,7 +343,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_export_leaves_no_file_and_the_next_one_cleans_up(tmp_path: Path) -> None:
-    """It is killed while the file is half written: its last tensors wait for a pipe that nobody feeds."""
+    """It is killed while the file is half written: its last tensors wait for a pipe that nobody
+    feeds."""
     out, program = tmp_path / "out", tmp_path / "stopped.py"
     program.write_text(
         "import sys, time\n"

@@ -1,11 +1,22 @@
-"""The tokenizer in the file gives in a real llama.cpp the ids that it gives here; one that cannot is refused."""
+"""The tokenizer in the file gives in a real llama.cpp the ids that it gives here; one that
+cannot is refused."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.config.server import ModelConfig
@@ -50,20 +61,25 @@ def byte_level(rules: vocabulary.Rules) -> Tokenizer:
         if piece == "digits":
             parts.append(pre_tokenizers.Digits(individual_digits=True))
         elif piece in ("words", "bytes"):
-            parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=piece == "words"))
+            parts.append(
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=piece == ("words"))
+            )
         else:
             parts.append(pre_tokenizers.Split(Regex(piece), behavior="isolated"))
     tokenizer = Tokenizer(models.BPE(ignore_merges=whole))
     tokenizer.pre_tokenizer = parts[0] if len(parts) == 1 else pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=ROWS - 50, initial_alphabet=alphabet, special_tokens=SPECIAL)
+    trainer = trainers.BpeTrainer(
+        vocab_size=ROWS - 50, initial_alphabet=alphabet, special_tokens=SPECIAL
+    )
     tokenizer.train_from_iterator([*texts(), *texts()], trainer)
     return tokenizer
 
 
 def sentencepiece(*, prefix: bool) -> Tokenizer:
-    """A BPE tokenizer as those that come from SentencePiece: bytes as tokens, every split of a token is a merge."""
+    """A BPE tokenizer as those that come from SentencePiece: bytes as tokens, every split of a
+    token is a merge."""
     plain = Tokenizer(models.BPE())
     plain.normalizer = normalizers.Replace(" ", "\u2581")
     trainer = trainers.BpeTrainer(vocab_size=ROWS - 350, special_tokens=SPECIAL, limit_alphabet=200)
@@ -78,18 +94,26 @@ def sentencepiece(*, prefix: bool) -> Tokenizer:
         for cut in range(1, len(piece))
         if piece[:cut] in vocab and piece[cut:] in vocab
     ]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     tokenizer.normalizer = normalizers.Sequence(
         [*([normalizers.Prepend("\u2581")] if prefix else []), normalizers.Replace(" ", "\u2581")]
     )
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return tokenizer
 
 
 def read(path: Path) -> tuple[Any, vocabulary.Vocabulary]:
     tokenizer = load_tokenizer(path, ModelConfig(base_path=str(path)))
-    return tokenizer, read_vocabulary(tokenizer, json.loads((path / "config.json").read_text()), path)
+    return tokenizer, read_vocabulary(
+        tokenizer, json.loads((path / "config.json").read_text()), path
+    )
 
 
 def equal_texts(path: Path, pre: str | None = None) -> int:
@@ -114,7 +138,9 @@ def equal_texts(path: Path, pre: str | None = None) -> int:
         for rules, name in PRE_TOKENIZERS.items()
     ],
 )
-def test_each_pre_tokenizer_gives_the_same_ids(tmp_path: Path, rules: vocabulary.Rules, name: str) -> None:
+def test_each_pre_tokenizer_gives_the_same_ids(
+    tmp_path: Path, rules: vocabulary.Rules, name: str
+) -> None:
     path = checkpoint(tmp_path / "model", byte_level(rules))
     assert read(path)[1].pre == name
     assert equal_texts(path) == COUNT
@@ -125,7 +151,9 @@ def test_each_pre_tokenizer_gives_the_same_ids(tmp_path: Path, rules: vocabulary
 @needs_llama
 @pytest.mark.parametrize("prefix", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sentencepiece_gives_the_same_ids(tmp_path: Path, prefix: bool) -> None:
-    path = checkpoint(tmp_path / "model", sentencepiece(prefix=prefix), bos_token="<s>", unk_token="<unk>")
+    path = checkpoint(
+        tmp_path / "model", sentencepiece(prefix=prefix), bos_token="<s>", unk_token=("<unk>")
+    )
     found = read(path)[1]
     assert (found.kind, found.add_bos, found.add_space_prefix) == ("llama", True, prefix)
     assert equal_texts(path) == COUNT
@@ -133,7 +161,10 @@ def test_sentencepiece_gives_the_same_ids(tmp_path: Path, prefix: bool) -> None:
 
 def with_rules(path: Path, pattern: str) -> Path:
     """The tokenizer of Llama 3's rules, which says that it has others."""
-    path = checkpoint(path, byte_level(next(rules for rules, name in PRE_TOKENIZERS.items() if name == "llama-bpe")))
+    path = checkpoint(
+        path,
+        byte_level(next(rules for rules, name in PRE_TOKENIZERS.items() if name == ("llama-bpe"))),
+    )
     data = json.loads((path / "tokenizer.json").read_text())
     data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
     (path / "tokenizer.json").write_text(json.dumps(data))
@@ -142,7 +173,10 @@ def with_rules(path: Path, pattern: str) -> Path:
 
 def export_of(path: Path, **options: Any) -> pipeline.ExportPipeline:
     return pipeline.ExportPipeline(
-        ModelSource(str(path), name="m"), "f32", pipeline.Destination(path.parent / "out"), **options
+        ModelSource(str(path), name="m"),
+        "f32",
+        pipeline.Destination(path.parent / "out"),
+        **options,
     )
 
 
@@ -198,7 +232,9 @@ def test_every_stop_token_is_named(tmp_path: Path) -> None:
     assert found.stop_texts() == ["<|im_end|>", "</s>", "<unk>"]
     write_vocabulary(path / "v.gguf", found)
     fields = gguf.GGUFReader(path / "v.gguf").fields
-    assert [fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("eos", "eot", "eom")] == [4, 1, 2]
+    assert [
+        fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("eos", "eot", "eom")
+    ] == [4, 1, 2]
     assert fields["general.sampling.top_k"].contents() == 20
     assert fields["general.sampling.temp"].contents() == pytest.approx(0.6)
     assert fields["tokenizer.chat_template"].contents() == TEMPLATE
@@ -207,8 +243,11 @@ def test_every_stop_token_is_named(tmp_path: Path) -> None:
 @needs_llama
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_comes_back(tmp_path: Path, prefix: bool) -> None:
-    """The tokenizer made of a file: the ids of the first one and of llama.cpp, the same texts back, the same chats."""
-    path = checkpoint(tmp_path / "model", sentencepiece(prefix=prefix), bos_token="<s>", unk_token="<unk>")
+    """The tokenizer made of a file: the ids of the first one and of llama.cpp, the same texts
+    back, the same chats."""
+    path = checkpoint(
+        tmp_path / "model", sentencepiece(prefix=prefix), bos_token="<s>", unk_token=("<unk>")
+    )
     first, vocabulary = read(path)
     write_vocabulary(path / "v.gguf", vocabulary)
     back = tmp_path / "back"
@@ -224,4 +263,7 @@ def test_sentencepiece_comes_back(tmp_path: Path, prefix: bool) -> None:
         assert compare_chats(server, tokenizer, faults) == (len(CHATS), len(CHATS))
     for text in texts():
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert (tokenizer.eos_token_ids, tokenizer.bos_token_id) == (first.eos_token_ids, first.bos_token_id)
+    assert (tokenizer.eos_token_ids, tokenizer.bos_token_id) == (
+        first.eos_token_ids,
+        first.bos_token_id,
+    )

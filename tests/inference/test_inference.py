@@ -1,4 +1,5 @@
-"""InferenceModule over engines in this process: an own one, one that runs already, and the model of mlx_lm.load."""
+"""InferenceModule over engines in this process: an own one, one that runs already, and the model
+of mlx_lm.load."""
 
 import asyncio
 import subprocess
@@ -38,8 +39,13 @@ from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SUM = [{"role": "user", "content": "Sum: 47+38"}]
-NEVER_CLOSED = "from mlx_parallm.inference.module import *\nprint(InferenceModule('builtin:tiny').generate('a', 4))"
-CONFIG = load_config(None, ["server.max_model_len=256", "server.prefill_chunk=16", "server.batch_size=16"])
+NEVER_CLOSED = (
+    "from mlx_parallm.inference.module import"
+    " *\nprint(InferenceModule('builtin:tiny').generate('a', 4))"
+)
+CONFIG = load_config(
+    None, ["server.max_model_len=256", "server.prefill_chunk=16", ("server.batch_size=16")]
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,9 @@ def adapter(model: nn.Module, seed: int = 0) -> dict[str, LoraPair]:
     for path, layer in linear_layers(model).items():
         wide, out = linear_shape(layer)
         layers[path] = LoraPair(
-            mx.random.normal((wide, 4), key=next(keys)), mx.random.normal((4, out), key=next(keys)), 0.1
+            mx.random.normal((wide, 4), key=next(keys)),
+            mx.random.normal((4, out), key=next(keys)),
+            0.1,
         )
     mx.eval([array for pair in layers.values() for array in pair.arrays])
     return layers
@@ -101,7 +109,8 @@ def test_options_reach_the_sampler(inference: InferenceModule) -> None:
     assert stopped[0] == greedy[0][: greedy[0].index(greedy[0][3])]
     assert len(inference.generate("ab", 3, do_sample=False).token_ids[0]) <= 3
     long = [1] * 250
-    assert len(inference.generate([long], do_sample=False).token_ids[0]) <= 6  # 256 tokens are the context
+    # 256 tokens are the context
+    assert len(inference.generate([long], do_sample=False).token_ids[0]) <= 6
     with pytest.raises(ContextLengthError):
         inference.generate([long], max_new_tokens=7)
 
@@ -109,15 +118,25 @@ def test_options_reach_the_sampler(inference: InferenceModule) -> None:
 def test_scores_are_those_of_the_sampler(inference: InferenceModule) -> None:
     """And those of a plain forward over the untouched tree."""
     prompts = ["Reverse: hfkdo", "47+38 =", "x", [3, 5, 8, 13] * 6]
-    result = inference.generate(prompts, max_new_tokens=40, seed=3, return_logprobs=True, return_logits=True)
+    result = inference.generate(
+        prompts, max_new_tokens=40, seed=3, return_logprobs=True, return_logits=True
+    )
     assert len({token for ids in result.token_ids for token in ids}) >= 20
     scores = inference.get_logprobs(prompts, result)
     assert inference.loaded is not None
     for prompt, ids, sampled, score, logits in zip(
-        result.metadata["prompt_token_ids"], result.token_ids, result.logprobs, scores, result.logits, strict=True
+        result.metadata["prompt_token_ids"],
+        result.token_ids,
+        result.logprobs,
+        scores,
+        result.logits,
+        strict=True,
     ):
         assert sampled.dtype == score.dtype == logits.dtype == np.float32
-        assert sampled.shape == score.shape == (len(ids),) and logits.shape == (len(ids), inference.loaded.vocab_size)
+        assert sampled.shape == score.shape == (len(ids),) and logits.shape == (
+            len(ids),
+            inference.loaded.vocab_size,
+        )
         np.testing.assert_allclose(score, sampled, atol=1e-4)
         plain = inference.loaded.model(mx.array([*prompt, *ids])[None])[0].astype(mx.float32)
         expected = np.array(plain)[len(prompt) - 1 : -1]
@@ -170,16 +189,21 @@ def test_greedy_answers_are_kept_until_weights_change(own: InferenceModule) -> N
         return result[0], result.metadata["cached"][0]
 
     def steps() -> int:
-        assert own.client is not None and own.client.wait_idle(10), "the last step is counted after its answer is there"
+        assert own.client is not None and own.client.wait_idle(10), (
+            "the last step is counted after its answer is there"
+        )
         return own.client.stats().steps
 
     first, cached = ask()
     before = steps()
     assert (not cached, ask(), steps()) == (True, (first, True), before)
     assert (
-        not ask(stop="q")[1] and not ask("ba")[1] and not own.generate("ab", 9, do_sample=False).metadata["cached"][0]
+        not ask(stop="q")[1]
+        and not ask("ba")[1]
+        and not own.generate("ab", 9, do_sample=False).metadata["cached"][0]
     )
-    assert not any(own.generate("ab", 8, seed=1).metadata["cached"][0] for _ in range(2))  # sampled: never
+    # sampled: never
+    assert not any(own.generate("ab", 8, seed=1).metadata["cached"][0] for _ in range(2))
     own.weights.publish_adapter(adapter(own.loaded.model))
     assert ask() == (first, False)  # the base is what it was, and nobody says so
     own.adapter = "policy"
@@ -189,7 +213,8 @@ def test_greedy_answers_are_kept_until_weights_change(own: InferenceModule) -> N
     third, cached = ask()
     assert not cached and third != second
     assert set(own.generate("ab", 8, do_sample=False).metadata["policy_versions"][0]) == {2}
-    own.weights.add_adapter("other", adapter(own.loaded.model, seed=2))  # no new version, and still another answer
+    # no new version, and still another answer
+    own.weights.add_adapter("other", adapter(own.loaded.model, seed=2))
     own.adapter = "other"
     fourth, cached = ask()
     own.weights.add_adapter("other", adapter(own.loaded.model, seed=3))
@@ -209,16 +234,28 @@ def test_an_answer_during_which_weights_change_is_not_kept(
         return outputs
 
     monkeypatch.setattr(client, "generate_many", published_meanwhile)
-    assert [own.generate("ab", 4, do_sample=False).metadata["cached"] for _ in range(2)] == [[False], [False]]
+    assert [own.generate("ab", 4, do_sample=False).metadata["cached"] for _ in range(2)] == [
+        [False],
+        [False],
+    ]
 
 
-def test_the_oldest_answers_are_forgotten(own: InferenceModule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_answers_are_forgotten(
+    own: InferenceModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inference_engine, "CACHED_ANSWERS", 2)
 
     def cached(text: str) -> bool:
         return bool(own.generate(text, 1, do_sample=False).metadata["cached"][0])
 
-    assert [cached(text) for text in ("a", "b", "a", "c", "a", "b")] == [False, False, True, False, True, False]
+    assert [cached(text) for text in ("a", "b", "a", "c", "a", "b")] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_calls_of_many_threads_share_the_engines_steps(inference: InferenceModule) -> None:
@@ -244,7 +281,9 @@ def test_calls_of_many_threads_share_the_engines_steps(inference: InferenceModul
 async def test_asyncio_code_awaits_and_cancels(inference: InferenceModule) -> None:
     client = inference.client
     assert client is not None
-    together = await asyncio.gather(*(inference.agenerate(SUM, 8, do_sample=False) for _ in range(3)))
+    together = await asyncio.gather(
+        *(inference.agenerate(SUM, 8, do_sample=False) for _ in range(3))
+    )
     assert len({result[0] for result in together}) == 1
     before = client.stats().requests_aborted
     endless = asyncio.create_task(inference.agenerate([[7] * 10], 240, num_return_sequences=8))
@@ -264,7 +303,10 @@ def test_the_model_of_mlx_lm_stays_as_it_is(inference: InferenceModule) -> None:
     with InferenceModule(model=model, tokenizer=tokenizer) as adopted:
         result = adopted.generate(prompts, max_new_tokens=12, do_sample=False)
         assert adopted.source is model and adopted.max_model_len == 2048
-        assert result.token_ids == inference.generate(prompts, max_new_tokens=12, do_sample=False).token_ids
+        assert (
+            result.token_ids
+            == inference.generate(prompts, max_new_tokens=12, do_sample=False).token_ids
+        )
     assert [type(module) for module in model.modules()] == kinds
     assert [array.dtype for _, array in nn.utils.tree_flatten(model.parameters())] == arrays
 
@@ -274,29 +316,49 @@ def test_an_adapter_is_answered_with(inference: InferenceModule, tmp_path: Path)
     layers = adapter(inference.loaded.model)
     (tmp_path / "adapter").mkdir()
     save_adapter(tmp_path / "adapter", layers, num_layers=3)
-    with InferenceModule("builtin:tiny", adapter_path=tmp_path / "adapter", config=CONFIG) as adapted:
+    with InferenceModule(
+        "builtin:tiny", adapter_path=tmp_path / "adapter", config=CONFIG
+    ) as adapted:
         said = adapted.generate("ab", 8, do_sample=False)[0]
-        assert adapted.adapter == "policy" and said != inference.generate("ab", 8, do_sample=False)[0]
+        assert (
+            adapted.adapter == "policy" and said != inference.generate("ab", 8, do_sample=False)[0]
+        )
         adapted.adapter = None
-        assert adapted.generate("ab", 8, do_sample=False)[0] == inference.generate("ab", 8, do_sample=False)[0]
+        assert (
+            adapted.generate("ab", 8, do_sample=False)[0]
+            == inference.generate("ab", 8, do_sample=False)[0]
+        )
         assert adapted.weights is not None and adapted.weights.policy == "policy"
     with pytest.raises(ModelError):
         InferenceModule("builtin:tiny", adapter_path=tmp_path / "none")
 
 
-def test_over_a_running_engine(tiny_engine: TinyEngine, tiny_tokenizer: Any, inference: InferenceModule) -> None:
+def test_over_a_running_engine(
+    tiny_engine: TinyEngine, tiny_tokenizer: Any, inference: InferenceModule
+) -> None:
     with InferenceModule.over(tiny_engine.client, tiny_tokenizer) as over:
         result = over.generate([SUM, "47+38 ="], max_new_tokens=8, do_sample=False)
-        assert result.token_ids == inference.generate([SUM, "47+38 ="], max_new_tokens=8, do_sample=False).token_ids
-        assert over.generate(SUM, 8, do_sample=False).metadata["cached"] == [False]  # its weights are not known here
-        assert over.loaded is None and over.client is tiny_engine.client and over.tokenizer is not tiny_tokenizer
+        assert (
+            result.token_ids
+            == inference.generate([SUM, "47+38 ="], max_new_tokens=8, do_sample=False).token_ids
+        )
+        # its weights are not known here
+        assert over.generate(SUM, 8, do_sample=False).metadata["cached"] == [False]
+        assert (
+            over.loaded is None
+            and over.client is tiny_engine.client
+            and over.tokenizer is not tiny_tokenizer
+        )
     with pytest.raises(EngineUnavailableError, match="closed"):
         over.generate("a")
     assert tiny_engine.client.stats().alive
 
 
 def test_what_fails_in_the_engine_is_raised(tiny_tokenizer: Any) -> None:
-    for behaviour, error in (("fail", GenerationFailedError), ("unavailable", EngineUnavailableError)):
+    for behaviour, error in (
+        ("fail", GenerationFailedError),
+        ("unavailable", EngineUnavailableError),
+    ):
         with InferenceModule.over(FakeEngine(behaviour), tiny_tokenizer) as module:  # type: ignore[arg-type]
             with pytest.raises(error):
                 module.generate("a")
@@ -328,7 +390,10 @@ async def test_closing_ends_what_is_under_way(tiny_tokenizer: Any) -> None:
         ({"model": "m", "backend": "openai"}, "base_url"),
         ({"model": "m", "backend": "tpu"}, '"mlx"'),
         ({"model": "m", "base_url": "http://x/v1"}, 'belong to "openai"'),
-        ({"model": "builtin:tiny", "config": load_config(None, ["server.max_model_len=4096"])}, "2048 tokens"),
+        (
+            {"model": "builtin:tiny", "config": load_config(None, ["server.max_model_len=4096"])},
+            ("2048 tokens"),
+        ),
     ],
 )
 def test_what_cannot_be_made_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -345,10 +410,13 @@ def test_prompts_that_are_none_are_refused(inference: InferenceModule, prompts: 
 
 
 def test_a_response_as_text_has_the_tokens_that_it_has_behind_its_prompt(tmp_path: Path) -> None:
-    """A SentencePiece tokenizer would put a space before a response that is tokenised alone; the prompt as text, as a
-    chat and as ids."""
+    """A SentencePiece tokenizer would put a space before a response that is tokenised alone; the
+    prompt as text, as a chat and as ids."""
     tokenizer = make_tokenizer(tmp_path, "llama2")
-    backend, chat = inference_engine.EngineBackend(None, tokenizer), [{"role": "user", "content": "Hello"}]  # type: ignore[arg-type]
+    backend, chat = (
+        inference_engine.EngineBackend(None, tokenizer),
+        [{"role": "user", "content": "Hello"}],
+    )  # type: ignore[arg-type]
     for prompt in ("Hello\n", chat, tokenizer.encode("Hello\n")):
         before, after = backend._pair(prompt, "world")
         assert tokenizer.decode(after, opens_text=False) == "world"
@@ -370,6 +438,11 @@ def test_a_response_as_text_has_the_tokens_that_it_has_behind_its_prompt(tmp_pat
 )
 def test_programs_run_to_their_end(program: list[str], says: str) -> None:
     done = subprocess.run(
-        [sys.executable, *program], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+        [sys.executable, *program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "") and says in done.stdout, done

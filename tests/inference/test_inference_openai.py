@@ -26,12 +26,19 @@ def here(tiny_engine: TinyEngine, tiny_tokenizer: Any) -> Iterator[InferenceModu
 @pytest.fixture(scope="module")
 def remote(server: RunningServer) -> Iterator[InferenceModule]:
     """The same engine over HTTP."""
-    with InferenceModule("builtin:tiny", backend="openai", base_url=f"{server.url}/v1", api_key="unused") as module:
+    with InferenceModule(
+        "builtin:tiny", backend="openai", base_url=f"{server.url}/v1", api_key="unused"
+    ) as module:
         yield module
 
 
 def test_this_server_answers_as_its_engine(here: InferenceModule, remote: InferenceModule) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 40, "seed": 3, "num_return_sequences": 2, "return_logprobs": True}
+    options: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "seed": 3,
+        "num_return_sequences": 2,
+        "return_logprobs": True,
+    }
     near, far = here.generate(PROMPTS, **options), remote.generate(PROMPTS, **options)
     assert len({token for ids in near.token_ids for token in ids}) >= 20
     assert far.texts == near.texts and far.token_ids == near.token_ids
@@ -60,13 +67,20 @@ def test_what_an_endpoint_cannot_do_is_said(remote: InferenceModule) -> None:
         remote.get_logits(SUM, "85")
     with pytest.raises(RequestError, match="an OpenAI endpoint returns none"):
         remote.generate(SUM, return_logits=True)
-    assert (remote.client, remote.tokenizer, remote.adapter, remote.max_model_len) == (None, None, None, None)
+    assert (remote.client, remote.tokenizer, remote.adapter, remote.max_model_len) == (
+        None,
+        None,
+        None,
+        None,
+    )
     with pytest.raises(EndpointError, match="maximum context length") as refused:
         remote.generate([[1] * 300], 4)
     assert refused.value.status == 400
 
 
-def test_an_empty_prompt_has_the_same_message(here: InferenceModule, remote: InferenceModule) -> None:
+def test_an_empty_prompt_has_the_same_message(
+    here: InferenceModule, remote: InferenceModule
+) -> None:
     for prompt, response in (("", "c"), ("", "")):
         for module in (here, remote):
             with pytest.raises(RequestError, match=r"^prompt: the prompt is empty$"):
@@ -75,17 +89,24 @@ def test_an_empty_prompt_has_the_same_message(here: InferenceModule, remote: Inf
 
 def test_tools_are_the_endpoints_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     tokens = dict.fromkeys(("<tool_call>", "</tool_call>"), True)
-    tokenizer = tokenizer_with(tmp_path_factory.mktemp("hermes"), tokens, chat_template=HERMES_TEMPLATE)
+    tokenizer = tokenizer_with(
+        tmp_path_factory.mktemp("hermes"), tokens, chat_template=HERMES_TEMPLATE
+    )
     engine = ScriptedEngine(tokenizer)
     engine.texts = (
         'Yes.<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>',
         "USE_TOOL[weather](Bonn)",
     )
-    weather = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    weather = {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": ("string")}}},
+    }
     with running_server(engine, tokenizer) as server:
         remote = InferenceModule("fake", backend="vllm", base_url=f"{server.url}/v1")
         with remote:
-            responses, calls = remote.batch_generate_with_tools(["Rain?", SUM], [weather], num_return_sequences=2)
+            responses, calls = remote.batch_generate_with_tools(
+                ["Rain?", SUM], [weather], num_return_sequences=2
+            )
             assert responses == ["Yes.", engine.texts[1]] * 2
             for native, written in (calls[:2], calls[2:]):
                 assert [(c.name, c.arguments, c.raw_text, c.start_pos) for c in native] == [
@@ -94,8 +115,14 @@ def test_tools_are_the_endpoints_own(tmp_path_factory: pytest.TempPathFactory) -
                 assert [(c.name, c.arguments, c.raw_text) for c in written] == [
                     ("weather", {"city": "Bonn"}, engine.texts[1])
                 ]
-            told = [tokenizer.decode(asked.prompt_token_ids, skip_special_tokens=False) for asked in engine.asked]
-            assert all('"city"' in text for text in told) and sum("Rain?" in text for text in told) == 1
+            told = [
+                tokenizer.decode(asked.prompt_token_ids, skip_special_tokens=False)
+                for asked in engine.asked
+            ]
+            assert (
+                all('"city"' in text for text in told)
+                and sum("Rain?" in text for text in told) == 1
+            )
             with pytest.raises(RequestError, match="not token ids"):
                 remote.batch_generate_with_tools([[1, 2]], [weather])
 
@@ -105,27 +132,52 @@ def plain_openai(path: str, body: dict[str, Any]) -> tuple[int, dict[str, str], 
     if path not in ("/v1/chat/completions", "/v1/completions"):
         return 404, {}, {"detail": "Not Found"}
     if unknown := set(body) & {"return_token_ids", "top_k"}:
-        return 400, {}, {"error": {"message": f"Unrecognized request argument supplied: {unknown.pop()}"}}
+        return (
+            400,
+            {},
+            {"error": {"message": (f"Unrecognized request argument supplied: {unknown.pop()}")}},
+        )
     calls = [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}} for given in ("{}", "{", "[1]")
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
+        for given in ("{}", "{", ("[1]"))
     ]
-    message = {"role": "assistant", "content": None, "tool_calls": calls} if "tools" in body else {"content": "hi"}
+    message = (
+        {"role": "assistant", "content": None, "tool_calls": calls}
+        if "tools" in body
+        else {"content": ("hi")}
+    )
     said = {"message": message} if path.endswith("chat/completions") else {}
     choices = [{"index": n, "text": f"t{n}", "finish_reason": "stop", **said} for n in (1, 0)]
     return 200, {}, {"choices": choices[-body.get("n", 1) :]}
 
 
 def test_an_endpoint_without_token_ids_is_asked_without() -> None:
-    with scripted_http(plain_openai) as (url, asked), InferenceModule("gpt", backend="openai", base_url=url) as remote:
+    with (
+        scripted_http(plain_openai) as (url, asked),
+        InferenceModule("gpt", backend="openai", base_url=url) as remote,
+    ):
         result = remote.generate(["a"], 5, num_return_sequences=2, seed=7)
         assert (result.texts, result.token_ids, result.logprobs) == (["t0", "t1"], None, None)
         assert remote.generate([SUM, SUM], 5, seed=7).texts == ["hi", "hi"]
-        assert [body.pop("return_token_ids", None) for _, _, body in asked] == [True, None, None, None]
+        assert [body.pop("return_token_ids", None) for _, _, body in asked] == [
+            True,
+            None,
+            None,
+            None,
+        ]
         sent = {"model": "gpt", "max_tokens": 5, "seed": 7}
-        assert (asked[1].path, asked[1].body) == ("/v1/completions", {**sent, "prompt": "a", "n": 2})
-        one, other = sorted((body for _, _, body in asked[2:4]), key=lambda body: body["seed"] != 7)  # sent at once
+        assert (asked[1].path, asked[1].body) == (
+            "/v1/completions",
+            {**sent, "prompt": "a", "n": 2},
+        )
+        # sent at once
+        one, other = sorted((body for _, _, body in asked[2:4]), key=lambda body: body["seed"] != 7)
         assert one == {**sent, "messages": SUM}
-        assert other == {**one, "seed": other["seed"]} and isinstance(other["seed"], int) and other["seed"] != 7
+        assert (
+            other == {**one, "seed": other["seed"]}
+            and isinstance(other["seed"], int)
+            and other["seed"] != 7
+        )
         with pytest.raises(EndpointError, match="top_k"):
             remote.generate("a", top_k=3)
         with pytest.raises(EndpointError, match="returns no log-probabilities"):

@@ -49,21 +49,29 @@ def episode(client: Any, adapter: str | None = None) -> Iterator[list[Any]]:
 async def test_inside_an_episode_generate_is_its_next_turn(inference: InferenceModule) -> None:
     with episode(inference.client) as turns:
         result = inference.generate(["What?"], max_new_tokens=7, stop="!", return_logprobs=True)
-        assert (result[0], result.token_ids, result.logprobs[0].tolist()) == ("said", [(1, 2)], [-0.5, -1.0])
+        assert (result[0], result.token_ids, result.logprobs[0].tolist()) == (
+            "said",
+            [(1, 2)],
+            [-0.5, -1.0],
+        )
         assert result.metadata["policy_versions"] == [(3, 4)]
         assert (await inference.agenerate([SUM]))[0] == "said"
         assert turns == [("What?", {"max_tokens": 7, "stop": ("!",)}), (SUM, {})]
         tool = {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
         responses, [[call]] = inference.batch_generate_with_tools([SUM], [tool])
-        assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2}) and responses == ["USE_TOOL[add](1, 2)"]
-        assert turns[2][0][0]["role"] == "system" and turns[2][1] == {"tools": ()}  # the tiny template takes no tools
+        assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2}) and responses == [
+            ("USE_TOOL[add](1, 2)")
+        ]
+        # the tiny template takes no tools
+        assert turns[2][0][0]["role"] == "system" and turns[2][1] == {"tools": ()}
         for refused in ({"num_return_sequences": 2}, {"return_logits": True}):
             with pytest.raises(RolloutRejectedError):
                 inference.generate(["a"], **refused)
         for prompts in (["a", "b"], [[1, 2]]):
             with pytest.raises(RolloutRejectedError):
                 inference.generate(prompts)
-    with episode(inference.client, adapter="policy") as turns:  # this module is the base: a judge, say
+    # this module is the base: a judge, say
+    with episode(inference.client, adapter="policy") as turns:
         assert inference.generate(SUM, 4, do_sample=False)[0] != "said" and not turns
 
 
@@ -79,15 +87,23 @@ def test_tools_in_the_models_own_format(hermes: Any) -> None:
     engine.texts = (f"Let me see. {call}", "weather(city=Bonn)")
     with InferenceModule.over(engine, hermes) as inference:  # type: ignore[arg-type]
         prompts = ["Rain?", [{"role": "user", "content": "Snow?"}]]
-        responses, calls = inference.batch_generate_with_tools(prompts, ["weather"], num_return_sequences=2)
+        responses, calls = inference.batch_generate_with_tools(
+            prompts, ["weather"], num_return_sequences=2
+        )
         assert responses == [*engine.texts] * 2
         assert [[(c.name, c.arguments, c.raw_text) for c in found] for found in calls[:2]] == [
             [("weather", {"city": "Köln"}, call)],
             [("weather", {"city": "Bonn"}, "weather(city=Bonn)")],
         ]
         told = hermes.decode(engine.asked[0].prompt_token_ids, skip_special_tokens=False)
-        assert '"name": "weather"' in told and "Rain?" in told and told.endswith("<|im_start|>assistant\n")
-        responses, [xml, _] = inference.batch_generate_with_tools(prompts[0], ["weather"], formats="xml")
+        assert (
+            '"name": "weather"' in told
+            and "Rain?" in told
+            and told.endswith("<|im_start|>assistant\n")
+        )
+        responses, [xml, _] = inference.batch_generate_with_tools(
+            prompts[0], ["weather"], formats=("xml")
+        )
         assert not xml and not xml.malformed
         engine.texts = ("<tool_call>{broken</tool_call>",)
         [[broken]] = [c.malformed for c in inference.batch_generate_with_tools("a", ["weather"])[1]]
@@ -100,7 +116,9 @@ def test_tools_in_the_models_own_format(hermes: Any) -> None:
         assert len(engine.asked) == asked
 
 
-async def test_an_episodes_turn_shows_the_marks_of_calls_that_are_special_tokens(hermes: Any) -> None:
+async def test_an_episodes_turn_shows_the_marks_of_calls_that_are_special_tokens(
+    hermes: Any,
+) -> None:
     engine = ScriptedEngine(hermes)
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
     engine.texts = (call,)
@@ -111,16 +129,25 @@ async def test_an_episodes_turn_shows_the_marks_of_calls_that_are_special_tokens
     try:
         with InferenceModule.over(engine, hermes) as inference:  # type: ignore[arg-type]
             rain = [{"role": "user", "content": "Rain?"}]
-            [text], [[found]] = await asyncio.to_thread(inference.batch_generate_with_tools, rain, ["weather"])
+            [text], [[found]] = await asyncio.to_thread(
+                inference.batch_generate_with_tools, rain, [("weather")]
+            )
             assert (text, found.name, found.arguments) == (call, "weather", {"city": "Köln"})
-            asked = [*rain, {"role": "assistant", "content": text}, {"role": "tool", "content": "wet"}]
+            asked = [
+                *rain,
+                {"role": "assistant", "content": text},
+                {"role": "tool", "content": ("wet")},
+            ]
             await asyncio.to_thread(inference.batch_generate_with_tools, [asked], ["weather"])
     finally:
         CURRENT.reset(token)
     rollout = turns.trajectory(None).rollout
     sampled = hermes.encode(call, add_special_tokens=False)
-    assert not rollout.earlier and sum(rollout.mask) == 2 * len(sampled)  # one segment: what was sampled is the context
-    assert engine.asked[1].prompt_token_ids[: len(engine.asked[0].prompt_token_ids) + len(sampled)] == (
+    # one segment: what was sampled is the context
+    assert not rollout.earlier and sum(rollout.mask) == 2 * len(sampled)
+    assert engine.asked[1].prompt_token_ids[
+        : len(engine.asked[0].prompt_token_ids) + len(sampled)
+    ] == (
         *engine.asked[0].prompt_token_ids,
         *sampled,
     )

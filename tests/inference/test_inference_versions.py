@@ -20,7 +20,8 @@ from tests.inference.test_inference import CONFIG, adapter
 
 @pytest.mark.parametrize("what", ["adapter", "base"])
 def test_scores_of_one_text_are_of_one_version(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Whatever is published between its chunks: an adapter stays what it was, a new base begins anew."""
+    """Whatever is published between its chunks: an adapter stays what it was, a new base begins
+    anew."""
     with InferenceModule("builtin:tiny", config=CONFIG) as own:
         client, weights, model = own.client, own.weights, own.loaded and own.loaded.model
         assert isinstance(client, EngineClient) and weights is not None and model is not None
@@ -28,8 +29,12 @@ def test_scores_of_one_text_are_of_one_version(monkeypatch: pytest.MonkeyPatch, 
         weights.publish_adapter(adapter(model))
         own.adapter = "policy" if what == "adapter" else None
         before = own.get_logits(*text)[0], own.get_logprobs(*text)[0]
-        norms = [(name, array) for name, array in tree_flatten(model.parameters()) if "norm" in name]
-        parameters = {times: {name: array * 1.5 / times for name, array in norms} for times in (1, 3)}
+        norms = [
+            (name, array) for name, array in tree_flatten(model.parameters()) if "norm" in name
+        ]
+        parameters = {
+            times: {name: array * 1.5 / times for name, array in norms} for times in (1, 3)
+        }
         mx.eval(parameters)  # in the thread that has made them
         call, collect, calls = client.call, Scorer.collect, []
 
@@ -59,11 +64,14 @@ def test_scores_of_one_text_are_of_one_version(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(Scorer, "collect", collected)
         scores = own.get_logprobs(*text)[0]
         latest = own.get_logprobs(*text)[0]
-        assert not np.array_equal(later, latest) and np.array_equal(scores, later if what == "adapter" else latest)
+        assert not np.array_equal(later, latest) and np.array_equal(
+            scores, later if what == ("adapter") else latest
+        )
 
 
 def test_an_episode_keeps_its_transcript_when_training_begins_during_its_step() -> None:
-    """Training gives the module an adapter (`BackpropModule.publish`): the episode goes on as it began."""
+    """Training gives the module an adapter (`BackpropModule.publish`): the episode goes on as it
+    began."""
     stepping, release = threading.Event(), threading.Event()
 
     class Twice(BaseEnvironment):
@@ -93,7 +101,8 @@ def test_an_episode_keeps_its_transcript_when_training_begins_during_its_step() 
 
 @pytest.mark.parametrize("way", ["opponent", "base", "base plays the trained"])
 def test_only_the_policys_own_answers_are_turns_of_its_episode(way: str) -> None:
-    """Self-play, and asking the base inside a step: what a module has been before does not make it the policy."""
+    """Self-play, and asking the base inside a step: what a module has been before does not make
+    it the policy."""
 
     class TwoSpeak(BaseEnvironment):
         def reset(self, index: int = 0) -> State:
@@ -115,7 +124,9 @@ def test_only_the_policys_own_answers_are_turns_of_its_episode(way: str) -> None
         backprop.publish()
         backprop.publish()
         learner = other = own
-        with InferenceModule.over(own.client, own.tokenizer, "policy" if way == "opponent" else None) as second:
+        with InferenceModule.over(
+            own.client, own.tokenizer, ("policy") if way == "opponent" else None
+        ) as second:
             if way == "opponent":
                 other = second
             elif way != "base":

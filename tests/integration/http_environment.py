@@ -1,4 +1,5 @@
-"""An environment in a thread of the test, over HTTP, as one that is derived from atroposlib's BaseEnv speaks."""
+"""An environment in a thread of the test, over HTTP, as one that is derived from atroposlib's
+BaseEnv speaks."""
 
 import gzip
 import json
@@ -14,11 +15,14 @@ from mlx_parallm.environments.kinds.tasks import make_problem, score
 
 GROUP_SIZE = 8
 HAS_ATROPOS = find_spec("mlx_parallm.faces.atropos") is not None
-needs_atropos = pytest.mark.skipif(not HAS_ATROPOS, reason="groups come to /atropos, and that leaf is not here")
+needs_atropos = pytest.mark.skipif(
+    not HAS_ATROPOS, reason=("groups come to /atropos, and that leaf is not here")
+)
 
 
 class HttpEnvironment(threading.Thread):
-    """What an environment derived from atroposlib's BaseEnv does on the wire, with server_type vllm."""
+    """What an environment derived from atroposlib's BaseEnv does on the wire, with server_type
+    vllm."""
 
     def __init__(self, url: str, *, key: str | None = None, least: float | None = None) -> None:
         """`least`: the part of every batch that it wants."""
@@ -45,7 +49,12 @@ class HttpEnvironment(threading.Thread):
                 self.failure = repr(error)
 
     def _register(self) -> None:
-        body = {"max_token_length": 256, "desired_name": "sorting", "weight": 1.0, "group_size": GROUP_SIZE}
+        body = {
+            "max_token_length": 256,
+            "desired_name": "sorting",
+            "weight": 1.0,
+            "group_size": GROUP_SIZE,
+        }
         body |= {"min_batch_allocation": self._least}
         registered = self._queue.post("register-env", json=body).raise_for_status().json()
         assert registered["status"] == "success", registered
@@ -59,7 +68,9 @@ class HttpEnvironment(threading.Thread):
 
     def _post_group(self, number: int) -> None:
         problem = make_problem("sort", number, seed=1, split="train")
-        prompt = self._generate.post("/tokenize", json={"messages": list(problem.messages)}).raise_for_status()
+        prompt = self._generate.post(
+            "/tokenize", json={"messages": list(problem.messages)}
+        ).raise_for_status()
         ids = prompt.json()["tokens"]
         body = {
             "prompt": {"prompt_token_ids": ids},

@@ -1,4 +1,5 @@
-"""Real daemons in subprocesses: started on a free port, watched through their own /health, ended by signal."""
+"""Real daemons in subprocesses: started on a free port, watched through their own /health, ended
+by signal."""
 
 import contextlib
 import json
@@ -82,9 +83,12 @@ def write_config(
 
 
 class Daemon:
-    """One `mlx_parallm_train` or `mlx_parallm_serve` process. As a context manager it is killed on the way out."""
+    """One `mlx_parallm_train` or `mlx_parallm_serve` process. As a context manager it is killed
+    on the way out."""
 
-    def __init__(self, command: str, *arguments: str, port: int, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: str, *arguments: str, port: int, env: dict[str, str] | None = None
+    ) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(
@@ -113,11 +117,14 @@ class Daemon:
 
     def wait_until_ready(self, timeout: float = 60) -> "Daemon":
         deadline = time.monotonic() + timeout
-        with httpx.Client(verify=False) as http:  # one for all: a new one takes 25 ms of a core that the daemon wants
+        # one for all: a new one takes 25 ms of a core that the daemon wants
+        with httpx.Client(verify=False) as http:
             while time.monotonic() < deadline:
                 if self.process.poll() is not None:
                     self.wait()
-                    raise AssertionError(f"ended with {self.process.returncode} before it was ready:\n{self.output}")
+                    raise AssertionError(
+                        f"ended with {self.process.returncode} before it was ready:\n{self.output}"
+                    )
                 with contextlib.suppress(httpx.TransportError):
                     if http.get(self.url + "/health").status_code == 200:
                         return self
@@ -132,7 +139,11 @@ class Daemon:
 
 
 def train(config: Path, *arguments: str) -> Daemon:
-    port = next(int(line.split("=")[1]) for line in config.read_text().splitlines() if line.startswith("port"))
+    port = next(
+        int(line.split("=")[1])
+        for line in config.read_text().splitlines()
+        if line.startswith("port")
+    )
     return Daemon("mlx_parallm_train", "--config", str(config), *arguments, port=port)
 
 
@@ -149,6 +160,8 @@ def wait_for_step(daemon: Daemon, run: Path, step: int, timeout: float = 90) -> 
             return
         if daemon.process.poll() is not None:
             daemon.wait()
-            raise AssertionError(f"ended with {daemon.process.returncode} before step {step}:\n{daemon.output}")
+            raise AssertionError(
+                f"ended with {daemon.process.returncode} before step {step}:\n{daemon.output}"
+            )
         time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached in time")

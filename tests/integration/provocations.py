@@ -1,11 +1,12 @@
-"""Real training runs, each of which does not learn for one known reason. `tests/integration/test_diagnoses.py` and
-`scripts/bench/diagnoses.py` look whether `explain` names it.
+"""Real training runs, each of which does not learn for one known reason.
+`tests/integration/test_diagnoses.py` and `scripts/bench/diagnoses.py` look whether `explain` names
+it.
 
     python -m tests.integration.provocations DIRECTORY [--stalled-after SECONDS] [NAME …]
 
-One process makes them one after another (the daemon's own `TrainingRun`, model, engine, server and environments). Each
-ends as soon as it is named, or after its last step. Prints one JSON line a run; what the runs log goes to stderr, after
-a line `=== name`.
+One process makes them one after another (the daemon's own `TrainingRun`, model, engine, server and
+environments). Each ends as soon as it is named, or after its last step. Prints one JSON line a run;
+what the runs log goes to stderr, after a line `=== name`.
 """
 
 import argparse
@@ -40,9 +41,11 @@ from tests.integration.processes import free_port
 Work = Callable[[TrainingRun, str, threading.Event], None]  # the run, its URL, its stop
 
 LONGEST_STALL_S = 60.0
-"""Only a run that stands still ends by the clock: one that goes on ends at its last step, however slow it is."""
+"""Only a run that stands still ends by the clock: one that goes on ends at its last step,
+however slow it is."""
 ELSEWHERE = {"environment-stalled", "groups-refused"}
-"""Told live by the sources of rollouts, in their own words and after a minute: tested where they are."""
+"""Told live by the sources of rollouts, in their own words and after a minute: tested where they
+are."""
 TOKENS = 320  # of the tiny model
 USUAL_STALL_S = health.STALLED_AFTER_S
 BASE: dict[str, Any] = {
@@ -61,8 +64,9 @@ BASE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Provocation:
-    """`diagnosis` is to be named, None: nothing is. `environment`: "tasks", or one of `Scripted`, or "" = none, groups
-    come by HTTP. `beside`: work of another thread while the run goes on."""
+    """`diagnosis` is to be named, None: nothing is. `environment`: "tasks", or one of
+    `Scripted`, or "" = none, groups come by HTTP. `beside`: work of another thread while the run
+    goes on."""
 
     diagnosis: str | None
     environment: str = "noise"
@@ -89,13 +93,16 @@ class Sender(HttpEnvironment):
         version = self._run.weights.version
         if self._fault == "logprobs":
             data["inference_logprobs"] = [
-                [1.0 if value == 1.0 else value - 0.3 for value in row] for row in data["inference_logprobs"]
+                [1.0 if value == 1.0 else value - 0.3 for value in row]
+                for row in data[("inference_logprobs")]
             ]
         if self._fault == "no_logprobs":
             data["inference_logprobs"] = None
         if self._fault == "all_other" or (self._fault == "other" and len(self.replies) % 2):
             for name in ("tokens", "masks"):
-                data[name] = [[id if id < 0 else TOKENS - 1 - id for id in row] for row in data[name]]
+                data[name] = [
+                    [id if id < 0 else TOKENS - 1 - id for id in row] for row in data[name]
+                ]
         old = self._fault == "all_old" or (self._fault == "old" and len(self.replies) % 2)
         data["policy_versions"] = [[0 if old else version] * len(row) for row in data["tokens"]]
         return data
@@ -132,7 +139,8 @@ def unbounded(inputs: LossInputs) -> LossOutputs:
 
 HTTP = {"total_steps": 12}
 RECOMPUTE = {"atropos": BASE["rl_training"]["atropos"] | {"missing_logprobs": "recompute"}}
-PATIENT = {"max_staleness": 1000}  # the sender does not wait for the trainer: its groups age where steps are slow
+# the sender does not wait for the trainer: its groups age where steps are slow
+PATIENT = {"max_staleness": 1000}
 PROVOCATIONS: dict[str, Provocation] = {
     "nothing": Provocation(None, "tasks", {"total_steps": 12, "kl_beta": 1e-3}),
     "constant reward": Provocation("reward-constant", "constant"),
@@ -144,15 +152,21 @@ PROVOCATIONS: dict[str, Provocation] = {
     "a part for nothing": Provocation("reward-part-constant", "unused_part"),
     "all groups alike": Provocation("nothing-trained", "by_prompt"),
     "learned, but for an eighth": Provocation("learned", "learned", {"max_oversampling": 16}),
-    "a copy earns everything": Provocation("reward-hole", "hole", {"learning_rate": 5e-3, "total_steps": 120}),
+    "a copy earns everything": Provocation(
+        "reward-hole", "hole", {"learning_rate": 5e-3, "total_steps": 120}
+    ),
     "at most 0.7": Provocation("reward-below-1", "up_to_0.7", evaluation={"problems": 2}),
     "temperature 0.01": Provocation("same-answers", training={"temperature": 0.01}),
     "max_tokens 4": Provocation("truncation", entry={"max_tokens": 4}),
     "max_tokens 1": Provocation("eos-never-sampled", entry={"max_tokens": 1}),
     "no end of turns": Provocation("episodes-never-end", "endless"),
-    "high rate, KL watched": Provocation("kl-running-away", training={"learning_rate": 5e-2, "kl_beta": 1e-4}),
+    "high rate, KL watched": Provocation(
+        "kl-running-away", training={"learning_rate": 5e-2, "kl_beta": 1e-4}
+    ),
     "reward for brevity": Provocation("entropy-collapse", "brevity", {"learning_rate": 1e-2}),
-    "many epochs": Provocation("ratio-mismatch", training={"learning_rate": 1e-2, "update_epochs": 6, "batch_size": 4}),
+    "many epochs": Provocation(
+        "ratio-mismatch", training={"learning_rate": 1e-2, "update_epochs": 6, "batch_size": 4}
+    ),
     "shifted logprobs": Provocation("log-probability-mismatch", "", HTTP, beside=sends("logprobs")),
     "rate 1e-12": Provocation("learning-rate-too-small", training={"learning_rate": 1e-12}),
     "rate 1e-9, bfloat16": Provocation(
@@ -160,24 +174,36 @@ PROVOCATIONS: dict[str, Provocation] = {
         training={"learning_rate": 1e-9, "lora": {"enabled": False}},
         model={"dtype": "bfloat16"},
     ),
-    "old groups": Provocation("stale-rollouts", "", HTTP | {"max_staleness": 0}, beside=sends("old")),
-    "only old groups": Provocation("stale-rollouts", "", HTTP | {"max_staleness": 0}, beside=sends("all_old")),
+    "old groups": Provocation(
+        "stale-rollouts", "", HTTP | {"max_staleness": 0}, beside=sends("old")
+    ),
+    "only old groups": Provocation(
+        "stale-rollouts", "", HTTP | {"max_staleness": 0}, beside=sends("all_old")
+    ),
     "other tokenizer": Provocation("another-model", "", HTTP, beside=sends("other")),
     "only other tokenizer": Provocation("another-model", "", HTTP, beside=sends("all_other")),
-    "no logprobs": Provocation("no-log-probabilities", "", HTTP | RECOMPUTE | PATIENT, beside=sends("no_logprobs")),
+    "no logprobs": Provocation(
+        "no-log-probabilities", "", HTTP | RECOMPUTE | PATIENT, beside=sends("no_logprobs")
+    ),
     "falls silent": Provocation("environment-stalled", "silent"),
     "one late group": Provocation("environment-stalled", "late"),
     "sends nothing": Provocation("environment-stalled", "", HTTP, beside=registers_only),
     "reward raises": Provocation("groups-refused", "raises"),
-    "loss without bound": Provocation("not-finite", training={"loss": f"python:{__file__}:unbounded"}),
+    "loss without bound": Provocation(
+        "not-finite", training={"loss": (f"python:{__file__}:unbounded")}
+    ),
     "tight KL bound": Provocation(
-        "update-refused", training={"learning_rate": 1e-2, "weight_updates": {"max_publish_kl": 1e-6}}
+        "update-refused",
+        training={"learning_rate": 1e-2, "weight_updates": {"max_publish_kl": 1e-6}},
     ),
     "tight target KL": Provocation(
-        "no-update", training={"algorithm": "ppo", "learning_rate": 1e-2, "ppo": {"target_kl": 1e-3}}
+        "no-update",
+        training={"algorithm": "ppo", "learning_rate": 1e-2, "ppo": {"target_kl": 1e-3}},
     ),
     "lock held": Provocation(
-        "weights-not-published", training={"weight_updates": {"lock_timeout_ms": 1}}, beside=holds_the_lock
+        "weights-not-published",
+        training={"weight_updates": {"lock_timeout_ms": 1}},
+        beside=holds_the_lock,
     ),
 }
 if not HAS_ATROPOS:
@@ -193,7 +219,10 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
     data["server"]["port"] = port
     data |= {"model": provocation.model, "evaluation": provocation.evaluation}
     data["rl_training"] |= provocation.training
-    data["rl_training"] |= {"checkpoint_dir": str(directory), "run_name": name.replace(" ", "_").replace(",", "")}
+    data["rl_training"] |= {
+        "checkpoint_dir": str(directory),
+        "run_name": name.replace(" ", "_").replace(",", ("")),
+    }
     if provocation.environment:
         kind = f"python:{Path(__file__).with_name('scripted_environment.py')}:Scripted"
         entry = {"kind": kind, "name": provocation.environment, "group_size": 4, "max_tokens": 8}
@@ -202,7 +231,9 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
         if provocation.stalls:
             # "late" comes back, after more than ten steps of a slow machine; "silent" stays so
             entry["options"] = {
-                "silence_s": stalled_after_s + 20 if provocation.environment == "late" else LONGEST_STALL_S
+                "silence_s": stalled_after_s + 20
+                if provocation.environment == ("late")
+                else LONGEST_STALL_S
             }
         data["environments"] = [entry | provocation.entry]
     config = parse_config(data)
@@ -215,7 +246,9 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
     threads = [threading.Thread(target=_watch, args=watched)]
     if provocation.beside is not None:
         url = f"http://127.0.0.1:{port}"
-        threads.append(threading.Thread(target=_when_ready, args=(provocation.beside, run, url, stop)))
+        threads.append(
+            threading.Thread(target=_when_ready, args=(provocation.beside, run, url, stop))
+        )
     started = time.monotonic()
     for thread in threads:
         thread.start()
@@ -227,16 +260,29 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
             run.close()
             for thread in threads:
                 thread.join()
-    return {"name": name, "run": str(run_directory), "named": named, "seconds": round(time.monotonic() - started, 2)}
+    return {
+        "name": name,
+        "run": str(run_directory),
+        "named": named,
+        "seconds": round(time.monotonic() - started, 2),
+    }
 
 
 def _watch(
-    run: Path, diagnosis: str | None, named: list[str], heard: "Heard", stop: threading.Event, limit: float
+    run: Path,
+    diagnosis: str | None,
+    named: list[str],
+    heard: "Heard",
+    stop: threading.Event,
+    limit: float,
 ) -> None:
-    """Explains the run while it goes on, and stops it when the diagnosis is there and the run has said it itself."""
+    """Explains the run while it goes on, and stops it when the diagnosis is there and the run
+    has said it itself."""
     while not stop.wait(0.15):
         try:
-            findings = {finding.diagnosis.name: finding.diagnosis for finding in explain(run).findings}
+            findings = {
+                finding.diagnosis.name: finding.diagnosis for finding in explain(run).findings
+            }
         except ParallmError:  # not there yet
             findings = {}
         named[:] = findings
@@ -276,7 +322,10 @@ def main() -> None:
     configure_logging()
     for name in args.names or PROVOCATIONS:
         sys.stderr.write(f"=== {name}\n")
-        print(json.dumps(provoke(name, args.directory, stalled_after_s=args.stalled_after)), flush=True)
+        print(
+            json.dumps(provoke(name, args.directory, stalled_after_s=args.stalled_after)),
+            flush=True,
+        )
     release_streams()
 
 

@@ -1,4 +1,5 @@
-"""One rank of a launch, without a daemon: `python -m tests.integration.ranks_program WHAT`. Prints one JSON line."""
+"""One rank of a launch, without a daemon: `python -m tests.integration.ranks_program WHAT`.
+Prints one JSON line."""
 
 import json
 import os
@@ -21,7 +22,11 @@ assert mlx_parallm.__version__
 
 def calls(ranks: JoinedRanks) -> dict[str, object]:
     """Every call once. Sums are of several bundles and dtypes."""
-    given = [mx.full((3, 5), 2.0**ranks.rank), mx.array(7, mx.uint32), mx.full((4_000_000,), ranks.rank + 0.5)]
+    given = [
+        mx.full((3, 5), 2.0**ranks.rank),
+        mx.array(7, mx.uint32),
+        mx.full((4_000_000,), ranks.rank + 0.5),
+    ]
     sums = ranks.sum(given)
     assert sums is not None
     found: dict[str, object] = {

@@ -1,11 +1,19 @@
-"""An environment of one's own whose reward or slowness is one known way to not learn; `name` chooses it."""
+"""An environment of one's own whose reward or slowness is one known way to not learn; `name`
+chooses it."""
 
 import asyncio
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.environments.base import Environment, EnvironmentSource, Messages, SingleTurn, Split, Task
+from mlx_parallm.environments.base import (
+    Environment,
+    EnvironmentSource,
+    Messages,
+    SingleTurn,
+    Split,
+    Task,
+)
 from mlx_parallm.environments.kinds.tasks import make_problem
 from mlx_parallm.rewards.base import verifier
 from mlx_parallm.types import Trajectory
@@ -19,7 +27,8 @@ def noise(text: str) -> float:
 
 
 def brevity(responses: Sequence[Trajectory]) -> list[dict[str, float]]:
-    """Pays for being shorter than the others of the group: 0.5 on average, and 0.5 for all in the end."""
+    """Pays for being shorter than the others of the group: 0.5 on average, and 0.5 for all in
+    the end."""
     lengths = [response.rollout.sampled_tokens for response in responses]
     mean = sum(lengths) / len(lengths)
     return [{"reward": 0.5 + (mean - length) / 16} for length in lengths]
@@ -54,7 +63,9 @@ class Scripted(EnvironmentSource):
         problem = make_problem("sort", index, seed=self.seed, split=split)
         of_groups = {"brevity": brevity, "unused_part": unused_part}
         word = problem.messages[-1]["content"].rpartition(" ")[2]
-        reward = of_groups.get(self.config.name) or verifier(lambda text: self._reward(index, text, word))
+        reward = of_groups.get(self.config.name) or verifier(
+            lambda text: self._reward(index, text, word)
+        )
         return Task(f"{index}", self.open_with(problem.messages), reward)
 
     def environment(self, task: Task) -> Environment:
@@ -73,7 +84,9 @@ class Scripted(EnvironmentSource):
             "all_right": lambda: 1.0,
             "solved": lambda: 1.0 if index >= GROUPS_BEFORE else noise(text),
             "learned": lambda: 1.0 if index >= GROUPS_BEFORE and index % 8 else noise(text),
-            "hole": lambda: sum(a == b for a, b in zip(text, word, strict=False)) / max(len(text), len(word)),
+            "hole": lambda: (
+                sum(a == b for a, b in zip(text, word, strict=False)) / max(len(text), len(word))
+            ),
             "up_to_0.7": lambda: min(0.7, noise(text)),
             "raises": lambda: {}["answer"],
         }

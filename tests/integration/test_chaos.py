@@ -1,4 +1,5 @@
-"""Good requests among all that can go wrong; a whole server. The long form is scripts/soak/chaos.py."""
+"""Good requests among all that can go wrong; a whole server. The long form is
+scripts/soak/chaos.py."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""The daemon on rows of a file: it learns, serves what it learned, and goes on where it was stopped."""
+"""The daemon on rows of a file: it learns, serves what it learned, and goes on where it was
+stopped."""
 
 import json
 import math
@@ -23,7 +24,13 @@ def sets(directory: Path) -> list[str]:
 def daemon(config: Path) -> Daemon:
     given = sets(config.parent)
     port = int(given[0].partition("=")[2])
-    return Daemon("mlx_parallm_train", "--config", str(config), *(f"--set={entry}" for entry in given), port=port)
+    return Daemon(
+        "mlx_parallm_train",
+        "--config",
+        str(config),
+        *(f"--set={entry}" for entry in given),
+        port=port,
+    )
 
 
 @pytest.mark.long

@@ -1,4 +1,5 @@
-"""Each known way to not learn, provoked in a real run, is named: by `explain`, and on the health line while it runs."""
+"""Each known way to not learn, provoked in a real run, is named: by `explain`, and on the health
+line while it runs."""
 
 import json
 import os
@@ -24,7 +25,8 @@ ALLOWED = {
     "nothing-trained": {"no-variance", "reward-constant"},
     "oversampling": {"solved"},
     "kl-running-away": {"ratio-mismatch"},  # the same steps, too large
-    "entropy-collapse": {"ratio-mismatch", "no-variance", "reward-constant", "same-answers"},  # what it ends in
+    # what it ends in
+    "entropy-collapse": {"ratio-mismatch", "no-variance", "reward-constant", "same-answers"},
     "same-answers": {"entropy-collapse", "no-variance", "reward-constant"},
     "log-probability-mismatch": {"ratio-mismatch"},
     "ratio-mismatch": {"truncation"},
@@ -35,8 +37,11 @@ SHORT = {
     *("nothing", "constant reward", "no end of turns", "shifted logprobs"),
     *("rate 1e-12", "other tokenizer", "falls silent"),
 }
-"""One of each source of evidence; the rule of every diagnosis is tested by itself in tests/rl_training/monitor."""
-NAMES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in PROVOCATIONS]
+"""One of each source of evidence; the rule of every diagnosis is tested by itself in
+tests/rl_training/monitor."""
+NAMES = [
+    name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in PROVOCATIONS
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,11 @@ def provoked(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Path], dict[str, str]]:
     """The runs of the tests that were chosen: their directories, and what each logged."""
-    chosen = [item for item in request.session.items if getattr(item, "originalname", "") == "test_it_is_named"]
+    chosen = [
+        item
+        for item in request.session.items
+        if getattr(item, "originalname", "") == ("test_it_is_named")
+    ]
     names = [item.callspec.params["name"] for item in chosen if isinstance(item, pytest.Function)]
     directory = tmp_path_factory.mktemp("provoked")
     command = [
@@ -99,13 +108,16 @@ def test_it_is_named(name: str, provoked: Any, explained: Any) -> None:
 @needs_atropos
 def test_every_rule_is_provoked() -> None:
     diagnoses = {provocation.diagnosis for provocation in PROVOCATIONS.values()} - {None}
-    of_the_log = {"paused"}  # read in run.log, which a daemon alone writes: tests/rl_training/monitor/test_explain.py
+    # read in run.log, which a daemon alone writes: tests/rl_training/monitor/test_explain.py
+    of_the_log = {"paused"}
     assert {rule.name for rule in health.RULES} == diagnoses | of_the_log
 
 
 def test_the_command_says_it(provoked: Any) -> None:
     run = provoked[0]["constant reward"]
-    done = subprocess.run([BIN / "mlx_parallm_explain", run], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [BIN / "mlx_parallm_explain", run], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1, done.stderr
     assert "reward constant: every answer earned 0.5" in done.stdout
     assert f"{health.PAGE}#reward-constant" in done.stdout

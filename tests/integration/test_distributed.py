@@ -39,7 +39,10 @@ def launch(directory: Path, count: int, command: list[str]) -> list[subprocess.P
     for end in sockets:
         end.close()
     (directory / "hosts.json").write_text(json.dumps(hosts))
-    environment = os.environ | {"MLX_HOSTFILE": str(directory / "hosts.json"), "MKL_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "MLX_HOSTFILE": str(directory / "hosts.json"),
+        "MKL_NUM_THREADS": ("1"),
+    }
     return [
         subprocess.Popen(
             command,
@@ -55,7 +58,9 @@ def launch(directory: Path, count: int, command: list[str]) -> list[subprocess.P
     ]
 
 
-def outputs(ranks: list[subprocess.Popen[str]], timeout_s: float = 90) -> list[tuple[int, str, str]]:
+def outputs(
+    ranks: list[subprocess.Popen[str]], timeout_s: float = 90
+) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each; whoever is left then is killed."""
     try:
         results = []
@@ -107,12 +112,20 @@ def test_a_rank_with_another_model_is_refused_before_anything_is_started(tmp_pat
     shutil.copytree(resolve_model_path("builtin:tiny"), other)
     weights = dict(mx.load(str(other / "model.safetensors")))
     name = max(weights)
-    mx.save_safetensors(str(other / "model.safetensors"), weights | {name: weights[name] + 1e-3}, {"format": "mlx"})
+    mx.save_safetensors(
+        str(other / "model.safetensors"),
+        weights | {name: weights[name] + 1e-3},
+        {"format": ("mlx")},
+    )
     start = "import os, sys; from mlx_parallm.cli import train; sys.exit(train(sys.argv[1:3] + "
     start += "(['--model', sys.argv[3]] if os.environ['MLX_RANK'] == '1' else [])))"
-    first, second = outputs(launch(tmp_path, 2, [sys.executable, "-c", start, "--config", str(config), str(other)]))
+    first, second = outputs(
+        launch(tmp_path, 2, [sys.executable, "-c", start, "--config", str(config), str(other)])
+    )
     errors = [line for line in (first[2] + second[2]).splitlines() if line.startswith("error")]
-    assert errors == [f"error: rank 1: {other} is another model, or another version of it, than on rank 0"]
+    assert errors == [
+        (f"error: rank 1: {other} is another model, or another version of it, than on rank 0")
+    ]
     assert (first[0], second[0]) == (2, 0)
     assert not runs.exists() or not list(runs.iterdir())
 
@@ -136,10 +149,14 @@ def test_a_lost_rank_ends_the_collective_and_the_process(tmp_path: Path, how: st
 
 
 def test_a_rank_that_waits_for_one_that_never_comes_can_be_ended(tmp_path: Path) -> None:
-    """By a signal, or when its time is up: MLX's connecting holds Python's lock, so no handler of ours would run."""
+    """By a signal, or when its time is up: MLX's connecting holds Python's lock, so no handler
+    of ours would run."""
     config = write_config(tmp_path, steps=1, runs=tmp_path)
     command = [str(BIN / "mlx_parallm_train"), "--config", str(config)]
-    impatient = "from mlx_parallm.distributed import ranks as distributed; distributed.JOIN_S = 1; distributed.join()"
+    impatient = (
+        "from mlx_parallm.distributed import ranks as distributed; distributed.JOIN_S = 1;"
+        " distributed.join()"
+    )
     for started, code in ((command, -signal.SIGTERM), ([sys.executable, "-c", impatient], 1)):
         [alone, other] = launch(tmp_path, 2, started)
         other.kill()
@@ -158,7 +175,9 @@ def test_a_rank_that_waits_for_one_that_never_comes_can_be_ended(tmp_path: Path)
 
 def write_config(directory: Path, *, steps: int, runs: Path) -> Path:
     training = "deterministic = true\nupdate_epochs = 2"
-    return processes.write_config(directory, steps=steps, interval=1000, directory=runs, training=training)
+    return processes.write_config(
+        directory, steps=steps, interval=1000, directory=runs, training=training
+    )
 
 
 def train_with_ranks(config: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -174,7 +193,9 @@ def ask_while_paused(training: "Future[Any]", url: str) -> None:
     with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(6) as pool:
 
         def ranks_with(name: str) -> set[int]:
-            found = re.findall(rf'^mlx_parallm_rank_{name}{{rank="(\d)"}} [1-9]', http.get("/metrics").text, re.M)
+            found = re.findall(
+                rf'^mlx_parallm_rank_{name}{{rank="(\d)"}} [1-9]', http.get("/metrics").text, re.M
+            )
             return {int(rank) for rank in found}
 
         def ready() -> bool:
@@ -201,7 +222,8 @@ def ask_while_paused(training: "Future[Any]", url: str) -> None:
 
 
 def test_two_ranks_train_and_sample_as_one_process_does(tmp_path: Path) -> None:
-    """The first step has the same rollouts, so the same numbers; in each step every rank samples with its weights."""
+    """The first step has the same rollouts, so the same numbers; in each step every rank samples
+    with its weights."""
     one, two = tmp_path / "one", tmp_path / "two"
     train_here(write_config(tmp_path, steps=1, runs=one))
     port = free_port()
@@ -213,7 +235,15 @@ def test_two_ranks_train_and_sample_as_one_process_does(tmp_path: Path) -> None:
     assert launched.returncode == 0, launched.stderr
     first, second = (metrics(directory / "run") for directory in (one, two))
     assert [line["step"] for line in second] == [1, 2, 3]
-    for name in ("loss", "grad_norm", "entropy", "reward_mean", "tokens", "update_norm", "optimizer_updates"):
+    for name in (
+        "loss",
+        "grad_norm",
+        "entropy",
+        "reward_mean",
+        "tokens",
+        "update_norm",
+        ("optimizer_updates"),
+    ):
         assert second[0][name] == pytest.approx(first[0][name], rel=1e-4, abs=1e-6), name
     assert (two / "run/final").exists()
     with closing(RolloutStore(two / "run/rollouts.sqlite")) as store:
@@ -221,16 +251,24 @@ def test_two_ranks_train_and_sample_as_one_process_does(tmp_path: Path) -> None:
     for step, groups in taken.items():
         assert {group.metadata.get("rank", 0) for group in groups} == {0, 1}
         assert {version for group in groups for version in group.sampled_versions} == {step - 1}
-        assert second[step - 1]["logprob_diff_max"] < 1e-4, "each rank samples with the weights that are trained"
+        assert second[step - 1]["logprob_diff_max"] < 1e-4, (
+            "each rank samples with the weights that are trained"
+        )
     ids = [group.group_id for groups in taken.values() for group in groups]
     assert len(ids) == len(set(ids))
-    assert "training state taken from rank 0" not in launched.stderr, "no weights have crossed the network"
+    assert "training state taken from rank 0" not in launched.stderr, (
+        "no weights have crossed the network"
+    )
 
 
 @pytest.mark.long
 def test_a_launch_of_two_trains_as_one_process_does(tmp_path: Path) -> None:
     """The real mlx.launch."""
-    command = [str(BIN / "mlx_parallm_train"), "--config", str(write_config(tmp_path, steps=1, runs=tmp_path))]
+    command = [
+        str(BIN / "mlx_parallm_train"),
+        "--config",
+        str(write_config(tmp_path, steps=1, runs=tmp_path)),
+    ]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     launched = subprocess.run(
@@ -245,7 +283,10 @@ def test_a_launch_of_two_trains_as_one_process_does(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_deterministic_run_of_two_ranks_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    whole, halves = write_config(tmp_path, steps=4, runs=tmp_path / "whole").read_text(), tmp_path / "halves"
+    whole, halves = (
+        write_config(tmp_path, steps=4, runs=tmp_path / "whole").read_text(),
+        tmp_path / "halves",
+    )
     (tmp_path / "whole.toml").write_text(whole)
     config = write_config(tmp_path, steps=4, runs=halves)
     runs = [
@@ -257,17 +298,30 @@ def test_a_deterministic_run_of_two_ranks_resumes_to_the_same_bits(tmp_path: Pat
     first, second = (metrics(directory / "run") for directory in (tmp_path / "whole", halves))
     assert len(first) == len(second) == 4
     for ours, theirs in zip(first, second, strict=True):
-        for name in ("loss", "grad_norm", "entropy", "reward_mean", "tokens", "update_norm", "policy_version"):
+        for name in (
+            "loss",
+            "grad_norm",
+            "entropy",
+            "reward_mean",
+            "tokens",
+            "update_norm",
+            ("policy_version"),
+        ):
             assert ours[name] == theirs[name], (ours["step"], name)
-    adapters = [dict(mx.load(str(run / "run/final/adapters.safetensors"))) for run in (tmp_path / "whole", halves)]
-    assert all(mx.array_equal(array, adapters[1][name]).item() for name, array in adapters[0].items())
+    adapters = [
+        dict(mx.load(str(run / "run/final/adapters.safetensors")))
+        for run in (tmp_path / "whole", halves)
+    ]
+    assert all(
+        mx.array_equal(array, adapters[1][name]).item() for name, array in adapters[0].items()
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path: Path, killed: int) -> None:
-    """kill -9 in the middle of a run of two: the other one goes on from the checkpoint, and no group is lost, or
-    trained on twice."""
+    """kill -9 in the middle of a run of two: the other one goes on from the checkpoint, and no
+    group is lost, or trained on twice."""
     config = write_config(tmp_path, steps=40, runs=tmp_path)
     settings = ["rl_training.on_rank_lost='continue'", "rl_training.checkpoint_interval=3"]
     flags = ["--ranks", "2", *(part for setting in settings for part in ("--set", setting))]
@@ -277,10 +331,15 @@ def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path: Path, killed: in
         cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=default_signals,
     )  # fmt: skip
     written, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
-    while not (written.exists() and written.read_text().count("\n") >= 5) and time.monotonic() < deadline:
+    while (
+        not (written.exists() and written.read_text().count("\n") >= 5)
+        and time.monotonic() < deadline
+    ):
         assert parent.poll() is None, parent.communicate()
         time.sleep(0.02)
-    children = {int(child.environ()["MLX_RANK"]): child for child in psutil.Process(parent.pid).children()}
+    children = {
+        int(child.environ()["MLX_RANK"]): child for child in psutil.Process(parent.pid).children()
+    }
     children[killed].kill()
     _, said = parent.communicate(timeout=120)
     assert parent.returncode == 0, said
@@ -292,7 +351,9 @@ def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path: Path, killed: in
         known = store.known_ids()
     assert len(ids) == len(set(ids))
     numbers = sorted(int(each.rsplit("-", 1)[1]) for each in known)
-    assert numbers == list(range(len(numbers))), "every group that was started has come, also those of the killed rank"
+    assert numbers == list(range(len(numbers))), (
+        "every group that was started has come, also those of the killed rank"
+    )
 
 
 def test_a_killed_rank_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
@@ -300,7 +361,10 @@ def test_a_killed_rank_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     command = [str(BIN / "mlx_parallm_train"), "--config", str(config), "--resume", "auto"]
     ranks = launch(tmp_path, 2, command)
     written, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
-    while not (written.exists() and written.read_text().count("\n") >= 2) and time.monotonic() < deadline:
+    while (
+        not (written.exists() and written.read_text().count("\n") >= 2)
+        and time.monotonic() < deadline
+    ):
         assert ranks[0].poll() is None, ranks[0].communicate()
         time.sleep(0.05)
     ranks[1].send_signal(signal.SIGKILL)
@@ -310,18 +374,25 @@ def test_a_killed_rank_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     assert "--resume auto" in said
     done = len(metrics(tmp_path / "run"))
     assert list((tmp_path / "run").glob("step_*"))
-    train_here(config, f"rl_training.total_steps={done + 1}", resume="auto")  # the number of ranks may change
+    # the number of ranks may change
+    train_here(config, f"rl_training.total_steps={done + 1}", resume="auto")
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, done + 2))
 
 
-@pytest.mark.parametrize("where", ["in a step", pytest.param("between two", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "where", ["in a step", pytest.param("between two", marks=pytest.mark.long)]
+)
 def test_a_rank_that_is_asked_to_stop_stops_all_in_order(tmp_path: Path, where: str) -> None:
     """In a step, or while rank 0 waits for rollouts: of an external source that never sends any."""
     config = write_config(tmp_path, steps=400, runs=tmp_path)
     if where == "between two":
         text = config.read_text()
-        config.write_text(text[: text.index("[[environments]]")] + '[model]\nbase_path = "builtin:tiny"\n')
-    ranks = launch(tmp_path, 2, [str(BIN / "mlx_parallm_train"), "--config", str(config), "--resume", "auto"])
+        config.write_text(
+            text[: text.index("[[environments]]")] + ('[model]\nbase_path = "builtin:tiny"\n')
+        )
+    ranks = launch(
+        tmp_path, 2, [str(BIN / "mlx_parallm_train"), "--config", str(config), "--resume", ("auto")]
+    )
     told, written = threading.Event(), tmp_path / "run/metrics.jsonl"
     lines: list[str] = []
 
@@ -336,7 +407,11 @@ def test_a_rank_that_is_asked_to_stop_stops_all_in_order(tmp_path: Path, where: 
     reader.start()
     assert told.wait(60), lines
     deadline = time.monotonic() + 60
-    while where == "in a step" and not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
+    while (
+        where == "in a step"
+        and not (written.exists() and written.stat().st_size)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     ranks[1].terminate()
     try:

@@ -1,4 +1,5 @@
-"""`mlx_parallm_train --dry-run` as a user starts it: the shipped configurations, and environments that are broken."""
+"""`mlx_parallm_train --dry-run` as a user starts it: the shipped configurations, and
+environments that are broken."""
 
 import re
 import subprocess
@@ -10,7 +11,10 @@ from tests.integration.processes import BIN, train, write_config
 from tests.signals_reset import default_signals
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = [pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_4b_dataset", "qwen3_0.6b_dataset")]
+CONFIGS = [
+    pytest.param(name, marks=pytest.mark.long)
+    for name in ("qwen3_4b_dataset", ("qwen3_0.6b_dataset"))
+]
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +22,11 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shipped_configurations_as_shipped_but_for_the_model(name: str, tmp_path: Path) -> None:
     """From another directory: the example's paths are relative to the configuration file."""
-    settings = ["model.base_path=builtin:tiny", "environments.0.max_tokens=12", "rl_training.token_budget=4096"]
+    settings = [
+        "model.base_path=builtin:tiny",
+        "environments.0.max_tokens=12",
+        ("rl_training.token_budget=4096"),
+    ]
     flags = [part for setting in settings for part in ("--set", setting)]
     result = subprocess.run(
         [str(BIN / "mlx_parallm_train"), "--config", name, "--dry-run", *flags],
@@ -34,8 +42,12 @@ def test_shipped_configurations_as_shipped_but_for_the_model(name: str, tmp_path
     assert re.search(r"rows: the prompt, \d+ tokens", shown) and "<|im_start|>user⏎" in shown
     assert re.search(r"│ 7 +│", shown), "a whole group"
     measured = re.search(r"a step +│ [\d.]+ s \(mean of \d+ real steps\)", shown)
-    assert measured or "a step could not be filled" in shown, "the tiny model may find no answer that scores"
-    assert re.search(r"disk +│ needed [\d.]+ MiB", shown) and re.search(r"memory +│ needed [\d.]+ [MG]iB", shown)
+    assert measured or "a step could not be filled" in shown, (
+        "the tiny model may find no answer that scores"
+    )
+    assert re.search(r"disk +│ needed [\d.]+ MiB", shown) and re.search(
+        r"memory +│ needed [\d.]+ [MG]iB", shown
+    )
 
 
 def test_a_healthy_configuration_is_measured(tmp_path: Path) -> None:
@@ -63,4 +75,7 @@ def test_a_dry_run_takes_no_resume(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=3)
     with train(config, "--dry-run", "--resume", "auto") as daemon:
         assert daemon.wait() == 2
-    assert "error: --dry-run starts anew: leave out --resume" in daemon.output and "usage:" not in daemon.output
+    assert (
+        "error: --dry-run starts anew: leave out --resume" in daemon.output
+        and "usage:" not in daemon.output
+    )

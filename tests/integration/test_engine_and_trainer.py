@@ -1,4 +1,5 @@
-"""The contract that everything rests on: engine and trainer agree on the log-probability of every sampled token."""
+"""The contract that everything rests on: engine and trainer agree on the log-probability of
+every sampled token."""
 
 import asyncio
 import copy
@@ -39,7 +40,9 @@ def sample(requests: list[Request], thread: EngineThread) -> list[RequestOutput]
     ("blocks_per_eval", "dora", "by_tokens"),
     [(0, False, True), (1, False, True), (1, True, True), (1, False, False)],
 )
-def test_64_ragged_sequences_agree_to_1e_4(blocks_per_eval: int, dora: bool, by_tokens: bool) -> None:
+def test_64_ragged_sequences_agree_to_1e_4(
+    blocks_per_eval: int, dora: bool, by_tokens: bool
+) -> None:
     with short_segments():
         agree(blocks_per_eval, dora, by_tokens)
 
@@ -48,7 +51,9 @@ def agree(blocks_per_eval: int, dora: bool, by_tokens: bool) -> None:
     loaded = load_model(ModelConfig())
     values = {"blocks_per_eval": blocks_per_eval, "batch_size": SEQUENCES, "token_budget": 1024}
     training = parse_config({"rl_training": values | {"lora": {"use_dora": dora}}}).rl_training
-    policy = TrainedPolicy(copy.deepcopy(loaded.model), training, source=loaded.path, model_config=loaded.config)
+    policy = TrainedPolicy(
+        copy.deepcopy(loaded.model), training, source=loaded.path, model_config=loaded.config
+    )
     mx.random.seed(3)
     for layer in trainer_lora_layers(policy.model).values():
         layer.lora_b = mx.random.normal(layer.lora_b.shape) * 0.02
@@ -62,7 +67,11 @@ def agree(blocks_per_eval: int, dora: bool, by_tokens: bool) -> None:
     lora = prepare_for_serving(loaded.model)
     tokenizer = load_tokenizer(loaded.path, ModelConfig())
     options = engine_options(
-        max_model_len=256, vocab_size=loaded.vocab_size, max_rows=24, prefill_chunk=64, by_tokens=by_tokens
+        max_model_len=256,
+        vocab_size=loaded.vocab_size,
+        max_rows=24,
+        prefill_chunk=64,
+        by_tokens=by_tokens,
     )
     names = ServedModels("m", adapter_versions=dict, version=lambda: 0, policy_adapter="policy")
     thread = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)

@@ -1,4 +1,5 @@
-"""[evaluation] in a whole run, and the command on what it left: its best checkpoint answers as the run said."""
+"""[evaluation] in a whole run, and the command on what it left: its best checkpoint answers as
+the run said."""
 
 import json
 import subprocess
@@ -31,9 +32,15 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_best_checkpoint_is_the_one_that_answered_best_while_training_went_on(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_the_one_that_answered_best_while_training_went_on(
+    tmp_path: Path,
+) -> None:
     config = write_config(tmp_path, steps=STEPS, interval=1000)
-    settings = (f"evaluation.problems={PROBLEMS}", f"evaluation.every={EVERY}", "rl_training.keep_checkpoints=1")
+    settings = (
+        f"evaluation.problems={PROBLEMS}",
+        f"evaluation.every={EVERY}",
+        ("rl_training.keep_checkpoints=1"),
+    )
     train_here(
         config,
         *settings,
@@ -47,8 +54,14 @@ def test_the_best_checkpoint_is_the_one_that_answered_best_while_training_went_o
     assert {line["step"] for line in found} == {0, *range(EVERY, STEPS + 1, EVERY)}
     assert done[-1]["step"] == lines[STEPS]["eval/step"] == STEPS
     for line in done[1:]:
-        assert line["version"] == lines[line["step"]]["policy_version"], "of the weights of its own step"
-    late = [line for line in lines.values() if "eval/step" in line and line["eval/step"] < line["step"]]
+        assert line["version"] == lines[line["step"]]["policy_version"], (
+            "of the weights of its own step"
+        )
+    late = [
+        line
+        for line in lines.values()
+        if "eval/step" in line and line["eval/step"] < line[("step")]
+    ]
     assert late, "training went on meanwhile"
     assert all(line["policy_version"] > line["eval/version"] for line in late)
 
@@ -60,8 +73,17 @@ def test_the_best_checkpoint_is_the_one_that_answered_best_while_training_went_o
     assert (run / "samples.html").read_text().count("<article>") == 9
 
     out = tmp_path / "results"
-    command = [str(BIN / "mlx_parallm_eval"), "--config", str(run / "config.toml"), "--lora-path", str(run / "best")]
-    ended = subprocess.run([*command, "--output", str(out)], capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        str(BIN / "mlx_parallm_eval"),
+        "--config",
+        str(run / "config.toml"),
+        "--lora-path",
+        str(run / "best"),
+    ]
+    ended = subprocess.run(
+        [*command, "--output", str(out)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stderr
-    # the same weights in other company: the last bits of a log-probability may differ, and with them a near tie
+    # the same weights in other company: the last bits of a log-probability may differ, and with
+    # them a near tie
     assert differing(then, json.loads((out / "results.json").read_text())) <= 1

@@ -1,4 +1,5 @@
-"""Run log, samples and trackers of a whole run, and of its resume in another place; no secret in any of their files."""
+"""Run log, samples and trackers of a whole run, and of its resume in another place; no secret in
+any of their files."""
 
 import json
 import shutil
@@ -62,17 +63,26 @@ def wandb_history(run: Path) -> tuple[set[str], list[dict[str, Any]], dict[str, 
         ids.add(file.stem.removeprefix("run-"))
         for data in log_records(file.read_bytes()):
             record = Record.FromString(data)
-            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            items = {
+                item.key or "/".join(item.nested_key): item.value_json
+                for item in record.history.item
+            }
             if items:
                 lines.append({key: json.loads(value) for key, value in items.items()})
-            config |= {update.key: json.loads(update.value_json) for update in record.run.config.update}
+            config |= {
+                update.key: json.loads(update.value_json) for update in record.run.config.update
+            }
     return ids, lines, config
 
 
 def expected(line: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in line.items():
-        inner = {f"{key}/{name}": one for name, one in expected(value).items()} if isinstance(value, dict) else None
+        inner = (
+            {f"{key}/{name}": one for name, one in expected(value).items()}
+            if isinstance(value, dict)
+            else None
+        )
         flat |= inner if inner is not None else {} if value is None else {key: value}
     return flat
 
@@ -94,7 +104,9 @@ def test_a_run_and_its_resume_elsewhere(tmp_path: Path) -> None:
     logging = '[logging]\nlevel = "debug"\nsample_every = 2\ntrackers = ["wandb", "tensorboard"]\n'
     config.write_text(config.read_text() + logging)
     key = ["--set", f"server.api_key={SECRETS['MLX_PARALLM_API_KEY']}"]
-    with Daemon("mlx_parallm_train", "--config", str(config), *key, port=0, env=ENVIRONMENT) as daemon:
+    with Daemon(
+        "mlx_parallm_train", "--config", str(config), *key, port=0, env=ENVIRONMENT
+    ) as daemon:
         assert daemon.wait() == 0, daemon.output
     first = daemon.output
 
@@ -102,9 +114,16 @@ def test_a_run_and_its_resume_elsewhere(tmp_path: Path) -> None:
     moved.parent.mkdir()
     shutil.move(tmp_path / "checkpoints" / "run", moved)
     shutil.rmtree(tmp_path / "checkpoints")
-    again = ["--set", f"rl_training.atropos.wandb_group=http://env:{URL_KEY}@host", "--set", f"server.port={port}"]
+    again = [
+        "--set",
+        f"rl_training.atropos.wandb_group=http://env:{URL_KEY}@host",
+        "--set",
+        (f"server.port={port}"),
+    ]
     settings = [*key, *again, "--set", "rl_training.total_steps=5"]
-    with Daemon("mlx_parallm_train", "--resume", str(moved), *settings, port=port, env=ENVIRONMENT) as daemon:
+    with Daemon(
+        "mlx_parallm_train", "--resume", str(moved), *settings, port=port, env=ENVIRONMENT
+    ) as daemon:
         assert daemon.wait() == 0, daemon.output
     assert not (tmp_path / "checkpoints").exists(), "nothing goes where the run was before"
 
@@ -118,12 +137,23 @@ def test_a_run_and_its_resume_elsewhere(tmp_path: Path) -> None:
     assert [line["step"] for line in tables] == [2, 4]
     assert saved["rl_training"]["total_steps"] == 5
     for line in lines:
-        numbers = {key: float(value) for key, value in expected(line).items() if isinstance(value, int | float)}
-        found = {name: value for step, name, value in scalars(moved / "tensorboard") if step == line["step"]}
+        numbers = {
+            key: float(value)
+            for key, value in expected(line).items()
+            if isinstance(value, int | float)
+        }
+        found = {
+            name: value
+            for step, name, value in scalars(moved / "tensorboard")
+            if step == line["step"]
+        }
         assert found == pytest.approx(numbers, rel=1e-6)
 
     samples = [json.loads(line) for line in (moved / "samples.jsonl").read_text().splitlines()]
-    assert [(sample["step"], sample["which"]) for sample in samples[::3]] == [(2, "first"), (4, "first")]
+    assert [(sample["step"], sample["which"]) for sample in samples[::3]] == [
+        (2, "first"),
+        (4, ("first")),
+    ]
     logged = [json.loads(line) for line in (moved / "run.log").read_text().splitlines()]
     assert [line["step"] for line in logged if line["event"] == "step"] == [1, 2, 3, 4, 5]
     assert {line["part"] for line in logged if "part" in line} >= {"display", "trackers"}
@@ -134,7 +164,9 @@ def test_a_key_that_may_not_change_is_one_line_and_leaves_the_run_as_it_was(tmp_
     run = tmp_path / "run"
     shutil.copytree(DATA / "run_schema_1", run, symlinks=True)
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
-    with Daemon("mlx_parallm_train", "--resume", str(run), "--set", "rl_training.lora.rank=4", port=0) as daemon:
+    with Daemon(
+        "mlx_parallm_train", "--resume", str(run), "--set", "rl_training.lora.rank=4", port=0
+    ) as daemon:
         assert daemon.wait() == 2, daemon.output
     assert "may not change: rl_training.lora.rank (2 → 4)" in daemon.output
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before

@@ -40,7 +40,9 @@ def test_a_run_without_its_rollouts_goes_on_and_says_what_is_lost(tmp_path: Path
     shutil.copytree(DATA / run.name, run, symlinks=True)
     (run / "rollouts.sqlite").unlink()
     config = load_config(run / "config.toml", saved=True)
-    config = config.model_copy(update={"rl_training": config.rl_training.model_copy(update={"total_steps": 3})})
+    config = config.model_copy(
+        update={"rl_training": config.rl_training.model_copy(update={"total_steps": 3})}
+    )
     stop.set()  # it builds everything and ends
     configure_logging(level="warning")
     with capture_logs() as logs:
@@ -50,7 +52,9 @@ def test_a_run_without_its_rollouts_goes_on_and_says_what_is_lost(tmp_path: Path
 
 
 def start(config: Config, run: Path, stop: threading.Event) -> None:
-    training = training_run(config, http=False, resume=str(run), stop=stop, console=Console(quiet=True))
+    training = training_run(
+        config, http=False, resume=str(run), stop=stop, console=Console(quiet=True)
+    )
     try:
         training.start()
     finally:

@@ -1,5 +1,5 @@
-"""A deterministic run that was killed and resumed writes the numbers of one that never was, and so does a replay of it.
-Long form: scripts/soak/resume_bits.py."""
+"""A deterministic run that was killed and resumed writes the numbers of one that never was, and
+so does a replay of it. Long form: scripts/soak/resume_bits.py."""
 
 import random
 import subprocess
@@ -13,7 +13,17 @@ from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from scripts.soak.resume_bits import Run, differences, kill_once, without_times
 
 STEPS = 3
-TRAINED = ("loss", "kl", "entropy", "grad_norm", "clip_fraction", "ratio_mean", "update_norm", "tokens", "reward_mean")
+TRAINED = (
+    "loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "clip_fraction",
+    "ratio_mean",
+    "update_norm",
+    "tokens",
+    ("reward_mean"),
+)
 REPLAYS = """
 import sys
 from mlx_parallm.cli import replay
@@ -40,7 +50,9 @@ def test_kill_9_in_the_middle_of_a_step_changes_no_bit(reference: Run, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_replay_with_the_settings_of_a_deterministic_run_repeats_it_bit_for_bit(reference: Run) -> None:
+def test_a_replay_with_the_settings_of_a_deterministic_run_repeats_it_bit_for_bit(
+    reference: Run,
+) -> None:
     subprocess.run([sys.executable, "-c", REPLAYS, str(reference.path)], check=True, timeout=120)
     again, later = (
         trained(list(MetricsFile(reference.path.with_name(name) / METRICS_FILE).read()))

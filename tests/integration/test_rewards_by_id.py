@@ -1,4 +1,5 @@
-"""Eight lines with the openai client train the tiny model: examples/rewards_by_id against a real daemon."""
+"""Eight lines with the openai client train the tiny model: examples/rewards_by_id against a real
+daemon."""
 
 import subprocess
 import sys
@@ -19,8 +20,14 @@ pytestmark = pytest.mark.slow
 def train(tmp_path: Path, **settings: object) -> Daemon:
     """The daemon with the example's configuration; the run's directory is tmp_path/run."""
     port = free_port()
-    place = {"server.port": port, "rl_training.checkpoint_dir": tmp_path, "rl_training.run_name": "run"}
-    flags = [part for key, value in (place | settings).items() for part in ("--set", f"{key}={value}")]
+    place = {
+        "server.port": port,
+        "rl_training.checkpoint_dir": tmp_path,
+        "rl_training.run_name": ("run"),
+    }
+    flags = [
+        part for key, value in (place | settings).items() for part in ("--set", (f"{key}={value}"))
+    ]
     return Daemon("mlx_parallm_train", "--config", str(EXAMPLE / "letters.toml"), *flags, port=port)
 
 
@@ -30,7 +37,11 @@ def test_eight_lines_of_the_openai_client_train_the_model(tmp_path: Path) -> Non
     with train(tmp_path, **{"rl_training.total_steps": 18}) as daemon:
         daemon.wait_until_ready()
         script = tmp_path / "train.py"
-        script.write_text((EXAMPLE / "train.py").read_text().replace("127.0.0.1:8000", f"127.0.0.1:{daemon.port}"))
+        script.write_text(
+            (EXAMPLE / "train.py")
+            .read_text()
+            .replace("127.0.0.1:8000", (f"127.0.0.1:{daemon.port}"))
+        )
         subprocess.run([sys.executable, str(script)], check=True, timeout=240)
         assert daemon.wait() == 0, daemon.output
     lines = metrics(tmp_path / "run")
@@ -41,13 +52,16 @@ def test_eight_lines_of_the_openai_client_train_the_model(tmp_path: Path) -> Non
 
 
 def test_who_may_be_rewarded_and_what_a_kill_leaves(tmp_path: Path) -> None:
-    """The policy and its other names; not the base. A rewarded group survives kill -9, and its id is known after it."""
+    """The policy and its other names; not the base. A rewarded group survives kill -9, and its
+    id is known after it."""
     ask = [{"role": "user", "content": "Reverse: abcd"}]
     with train(tmp_path) as daemon, daemon.wait_until_ready().client() as client:
 
         def answer(model: str) -> str:
             messages: list = ask
-            return client.chat.completions.create(model=model, messages=messages, n=2, max_tokens=8).id
+            return client.chat.completions.create(
+                model=model, messages=messages, n=2, max_tokens=8
+            ).id
 
         def reward(response_id: str) -> None:
             client.post("/rewards", body={"id": response_id, "rewards": [0, 1]}, cast_to=object)
@@ -61,7 +75,9 @@ def test_who_may_be_rewarded_and_what_a_kill_leaves(tmp_path: Path) -> None:
         daemon.process.kill()
         daemon.wait()
     store = RolloutStore(tmp_path / "run" / "rollouts.sqlite")
-    assert {group.group_id for group in store.waiting()} == {f"{response_id}-0" for response_id in rewarded}
+    assert {group.group_id for group in store.waiting()} == {
+        f"{response_id}-0" for response_id in rewarded
+    }
     store.close()
     with train(tmp_path, **{"rl_training.resume": "auto"}) as daemon:
         daemon.wait_until_ready()

@@ -1,4 +1,5 @@
-"""`serve_priority` reaches both threads: the engine's steps and the trainer's evaluations take their turns by it."""
+"""`serve_priority` reaches both threads: the engine's steps and the trainer's evaluations take
+their turns by it."""
 
 import asyncio
 import threading
@@ -51,10 +52,14 @@ class Counted(Turns):
 def test_the_engine_takes_turns_and_says_when_it_is_idle() -> None:
     turns = Counted("serve")
     served = serve(qwen3_model(), max_rows=4)
-    thread = EngineThread(lambda: served.engine, ServedModels("m", adapter_versions=dict, version=lambda: 0), turns)
+    thread = EngineThread(
+        lambda: served.engine, ServedModels("m", adapter_versions=dict, version=lambda: 0), turns
+    )
     thread.start()
     try:
-        asyncio.run(thread.client.generate_many([request("a", [1, 2, 3], max_tokens=8, ignore_eos=True)]))
+        asyncio.run(
+            thread.client.generate_many([request("a", [1, 2, 3], max_tokens=8, ignore_eos=True)])
+        )
         assert turns.idle.wait(10)
         assert turns.steps >= 8
     finally:
@@ -64,14 +69,25 @@ def test_the_engine_takes_turns_and_says_when_it_is_idle() -> None:
 @pytest.mark.slow
 def test_a_run_has_the_configured_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Counted] = []
-    monkeypatch.setattr(serving, "Turns", lambda priority: made.append(Counted(priority)) or made[-1])
-    training = {"serve_priority": "serve", "total_steps": 1, "batch_size": 8, "checkpoint_dir": str(tmp_path)}
+    monkeypatch.setattr(
+        serving, "Turns", lambda priority: made.append(Counted(priority)) or made[-1]
+    )
+    training = {
+        "serve_priority": "serve",
+        "total_steps": 1,
+        "batch_size": 8,
+        "checkpoint_dir": str(tmp_path),
+    }
     training |= {"run_name": "run", "atropos": {"rollout_batch_size": 16, "max_token_length": 64}}
     environment = {"kind": "tasks", "name": "reverse", "group_size": 8, "max_tokens": 8}
-    config = parse_config({"server": {"port": 0}, "rl_training": training, "environments": [environment]})
+    config = parse_config(
+        {"server": {"port": 0}, "rl_training": training, "environments": [environment]}
+    )
 
     def run() -> None:
-        started = training_run(config, resume=None, stop=threading.Event(), console=Console(file=StringIO()))
+        started = training_run(
+            config, resume=None, stop=threading.Event(), console=Console(file=StringIO())
+        )
         try:
             started.execute()
         finally:

@@ -17,12 +17,22 @@ from tests.integration.processes import Daemon, free_port
 from tests.tiny_models import lora_config
 
 pytestmark = pytest.mark.slow
-STARTS = 3  # those above and every training daemon of these tests, which has the same threads, must end with 0 as well
+# those above and every training daemon of these tests, which has the same threads, must end with 0
+# as well
+STARTS = 3
 
 
 def serve(*arguments: str) -> Daemon:
     port = free_port()
-    return Daemon("mlx_parallm_serve", "--model-path", "builtin:tiny", "--port", str(port), *arguments, port=port)
+    return Daemon(
+        "mlx_parallm_serve",
+        "--model-path",
+        "builtin:tiny",
+        "--port",
+        str(port),
+        *arguments,
+        port=port,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +44,18 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mx.random.seed(0)
     inject_lora(tree, lora_config(4, 8))
     layers = adapter_layers(tree)
-    changed = {path: LoraPair(p.a, mx.random.normal(p.b.shape), p.scale) for path, p in layers.items()}
+    changed = {
+        path: LoraPair(p.a, mx.random.normal(p.b.shape), p.scale) for path, p in layers.items()
+    }
     save_adapter(directory, changed, num_layers=len(tree.layers))
     return directory
 
 
 def answer(client: openai.OpenAI, model: str) -> str | None:
     messages = [{"role": "user", "content": "Sort: dcba"}]
-    reply = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=8)
+    reply = client.chat.completions.create(
+        model=model, messages=messages, temperature=0, max_tokens=8
+    )
     return reply.choices[0].message.content
 
 
@@ -63,7 +77,11 @@ def test_base_and_adapters_by_name(adapter: Path) -> None:
 def test_an_unnamed_adapter_is_the_served_model_and_the_base_stays_reachable(adapter: Path) -> None:
     with serve("--lora-path", str(adapter)) as daemon:
         client = daemon.wait_until_ready().client()
-        assert answer(client, "default") == answer(client, "loud") != answer(client, "builtin:tiny:base")
+        assert (
+            answer(client, "default")
+            == answer(client, "loud")
+            != answer(client, ("builtin:tiny:base"))
+        )
         daemon.send(signal.SIGTERM)
         assert daemon.wait() == 0
 
@@ -79,7 +97,9 @@ def test_an_unnamed_adapter_is_the_served_model_and_the_base_stays_reachable(ada
         (["--model-path", "/nowhere"], "/nowhere"),
     ],
 )
-def test_what_cannot_be_served_is_one_line_and_exit_code_2(adapter: Path, arguments: list[str], message: str) -> None:
+def test_what_cannot_be_served_is_one_line_and_exit_code_2(
+    adapter: Path, arguments: list[str], message: str
+) -> None:
     with serve(*[argument.format(adapter=adapter) for argument in arguments]) as daemon:
         assert daemon.wait(timeout=60) == 2
     errors = [line for line in daemon.output.splitlines() if line.startswith("error: ")]
@@ -90,7 +110,8 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(adapter: Path, argume
 
 @pytest.mark.timeout(600)
 def test_starts_and_stops_all_exit_zero() -> None:
-    """MLX with MKL aborts at exit when a thread leaves its streams behind (10 of 16 runs without our clean-up)."""
+    """MLX with MKL aborts at exit when a thread leaves its streams behind (10 of 16 runs without
+    our clean-up)."""
 
     def once(_: int) -> int:
         with serve() as daemon:

@@ -1,4 +1,5 @@
-"""[[tools.mcp]] in a run's TOML: a dataset environment and a reward call a real MCP server; counts in metrics."""
+"""[[tools.mcp]] in a run's TOML: a dataset environment and a reward call a real MCP server;
+counts in metrics."""
 
 import json
 import sys
@@ -77,9 +78,18 @@ def test_a_server_in_a_runs_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert first["rewards/tool/mean"] >= 1, "the tool's number is the score"
     assert first["tools/calls"] + second["tools/calls"] >= 16
     assert first["tools/errors"] == second["tools/restarts"] == 0
-    assert first["tools/cache_hits"] + second["tools/cache_hits"] >= 8, "add is read-only: a group asks it once"
-    assert "mlx_parallm_tool_calls_total" in text and 'mlx_parallm_tool_errors_total{kind="timeout"} 0.0' in text
+    assert first["tools/cache_hits"] + second["tools/cache_hits"] >= 8, (
+        "add is read-only: a group asks it once"
+    )
+    assert (
+        "mlx_parallm_tool_calls_total" in text
+        and 'mlx_parallm_tool_errors_total{kind="timeout"} 0.0' in text
+    )
     saved = (tmp_path / "run/config.toml").read_text()
     assert '"$TOOLS_TEST_TOKEN"' in saved and "hush" not in saved
-    left = [child for child in psutil.Process().children(recursive=True) if str(PROGRAM) in " ".join(child.cmdline())]
+    left = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if str(PROGRAM) in " ".join(child.cmdline())
+    ]
     assert left == []

@@ -1,4 +1,5 @@
-"""The training daemon as a whole: it serves while it learns, stops in order, and comes back where it was."""
+"""The training daemon as a whole: it serves while it learns, stops in order, and comes back
+where it was."""
 
 import json
 import shutil
@@ -31,10 +32,14 @@ def test_answers_all_through_a_run_under_rising_versions(tmp_path: Path) -> None
             while not done.is_set():
                 try:
                     answer = client.chat.completions.create(
-                        model="default", messages=[{"role": "user", "content": "Reverse: abc"}], max_tokens=8
+                        model="default",
+                        messages=[{"role": "user", "content": "Reverse: abc"}],
+                        max_tokens=8,
                     )
                     versions.append(answer.model_extra["policy_version"])
-                    pinned = client.completions.create(model=f"policy@{versions[-1]}", prompt="abc", max_tokens=2)
+                    pinned = client.completions.create(
+                        model=f"policy@{versions[-1]}", prompt="abc", max_tokens=2
+                    )
                     assert pinned.model_extra["policy_version"] == versions[-1]
                 except openai.OpenAIError as error:
                     if daemon.process.poll() is None and not done.is_set():
@@ -59,12 +64,22 @@ def test_answers_all_through_a_run_under_rising_versions(tmp_path: Path) -> None
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert lines[-1]["policy_version"] == 20
     assert max(line["logprob_diff_max"] for line in lines) < 1e-4
-    assert json.loads((run / "final" / "adapter_config.json").read_text())["model"] == "builtin:tiny"
-    for name in ("config.toml", "rollouts.sqlite", "latest", "final/adapters.safetensors", "reward.png"):
+    assert json.loads((run / "final" / "adapter_config.json").read_text())["model"] == (
+        "builtin:tiny"
+    )
+    for name in (
+        "config.toml",
+        "rollouts.sqlite",
+        "latest",
+        "final/adapters.safetensors",
+        ("reward.png"),
+    ):
         assert (run / name).exists(), name
 
 
-def test_a_signal_saves_and_exits_zero_within_ten_seconds_and_a_resume_goes_on(tmp_path: Path) -> None:
+def test_a_signal_saves_and_exits_zero_within_ten_seconds_and_a_resume_goes_on(
+    tmp_path: Path,
+) -> None:
     config = write_config(tmp_path, steps=500, interval=400)
     run = tmp_path / "checkpoints" / "run"
     with train(config) as daemon:
@@ -75,13 +90,17 @@ def test_a_signal_saves_and_exits_zero_within_ten_seconds_and_a_resume_goes_on(t
         assert time.monotonic() - started < 10
     stopped_at = metrics(run)[-1]["step"]
     assert (run / "latest").resolve().name == f"step_{stopped_at:06d}"
-    with train(config, "--resume", str(run), "--set", f"rl_training.total_steps={stopped_at + 1}") as daemon:
+    with train(
+        config, "--resume", str(run), "--set", f"rl_training.total_steps={stopped_at + 1}"
+    ) as daemon:
         assert daemon.wait() == 0, daemon.output
     assert [line["step"] for line in metrics(run)] == list(range(1, stopped_at + 2))
 
 
 @pytest.mark.long
-def test_a_run_killed_before_its_first_checkpoint_starts_over_with_its_groups(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_over_with_its_groups(
+    tmp_path: Path,
+) -> None:
     config = write_config(tmp_path, steps=500, interval=400)
     run, copied = tmp_path / "checkpoints" / "run", tmp_path / "copy" / "run"
     with train(config) as daemon:
@@ -92,7 +111,10 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over_with_its_groups(tm
     assert accepted > 0
     shutil.copytree(run, copied, symlinks=True)
     place = ["--set", f"rl_training.checkpoint_dir={copied.parent}"]
-    for directory, resume in ((run, ["--resume", "auto"]), (copied, ["--resume", str(copied), *place])):
+    for directory, resume in (
+        (run, ["--resume", "auto"]),
+        (copied, ["--resume", str(copied), *place]),
+    ):
         with train(config, *resume, "--set", "rl_training.total_steps=1") as daemon:
             assert daemon.wait() == 0, daemon.output
         assert [line["step"] for line in metrics(directory)] == [1]
@@ -109,11 +131,14 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over_with_its_groups(tm
         ("rl_training.atropos.api_url=localhost:8001", "begins with http://"),
     ],
 )
-def test_a_start_that_fails_is_one_line_and_leaves_nothing(tmp_path: Path, setting: str, message: str) -> None:
+def test_a_start_that_fails_is_one_line_and_leaves_nothing(
+    tmp_path: Path, setting: str, message: str
+) -> None:
     tree = make_model({"model_type": "qwen3"} | read_config(resolve_model_path("builtin:tiny")))
     inject_lora(tree, lora_config(2, 4))
     (tmp_path / "adapter").mkdir()
-    save_adapter(tmp_path / "adapter", adapter_layers(tree), num_layers=len(tree.layers))  # rank 2, the run's is 4
+    # rank 2, the run's is 4
+    save_adapter(tmp_path / "adapter", adapter_layers(tree), num_layers=len(tree.layers))
     config = write_config(tmp_path, steps=1)
     with train(config, "--set", setting.format(tmp=tmp_path)) as daemon:
         assert daemon.wait() == 2, daemon.output

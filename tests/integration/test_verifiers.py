@@ -1,7 +1,9 @@
-"""verifiers 0.4 itself against the daemon: its environments, played by its own client, with the example's adapter.
+"""verifiers 0.4 itself against the daemon: its environments, played by its own client, with the
+example's adapter.
 
-Skipped where build/verifiers is missing (scripts/setup_verifiers makes it): continuous integration has no time for the
-minutes of installation; it checks /inference/v1/generate by the rules of that client (tests/server/test_inference.py).
+Skipped where build/verifiers is missing (scripts/setup_verifiers makes it): continuous integration
+has no time for the minutes of installation; it checks /inference/v1/generate by the rules of that
+client (tests/server/test_inference.py).
 """
 
 import os
@@ -26,15 +28,22 @@ VENV = ROOT / "build" / "verifiers"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 GIVEN = -100
 needs_verifiers = pytest.mark.skipif(
-    not (VENV / ".ready").exists(), reason="build/verifiers is missing: scripts/setup_verifiers makes it"
+    not (VENV / ".ready").exists(),
+    reason=("build/verifiers is missing: scripts/setup_verifiers makes it"),
 )
 
 
 def train(tmp_path: Path, **settings: object) -> Daemon:
     """The daemon with the example's configuration; the run's directory is tmp_path/run."""
     port = free_port()
-    place = {"server.port": port, "rl_training.checkpoint_dir": tmp_path, "rl_training.run_name": "run"}
-    flags = [part for key, value in (place | settings).items() for part in ("--set", f"{key}={value}")]
+    place = {
+        "server.port": port,
+        "rl_training.checkpoint_dir": tmp_path,
+        "rl_training.run_name": ("run"),
+    }
+    flags = [
+        part for key, value in (place | settings).items() for part in ("--set", (f"{key}={value}"))
+    ]
     return Daemon("mlx_parallm_train", "--config", str(EXAMPLE / "letters.toml"), *flags, port=port)
 
 
@@ -53,9 +62,15 @@ def adapter(daemon: Daemon, *flags: str) -> subprocess.Popen[str]:
 def scores(daemon: Daemon, tokens: list[int]) -> list[float]:
     """The server's own log-probability of each token but the first."""
     body = {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
-    [choice] = httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=60).raise_for_status().json()["choices"]
+    [choice] = (
+        httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=60)
+        .raise_for_status()
+        .json()[("choices")]
+    )
     entries = choice["prompt_logprobs"]
-    return [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
+    return [
+        entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)
+    ]
 
 
 @needs_verifiers
@@ -93,15 +108,21 @@ def test_its_own_client_brings_exactly_what_was_sampled(kind: str, tmp_path: Pat
         group: dict[str, Any] = httpx.get(f"{daemon.url}/atropos/latest_example").json()
         assert len(group["tokens"]) == 8
         compared = 0
-        for tokens, labels, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
-            for label, logprob, score in zip(labels[1:], logprobs[1:], scores(daemon, tokens), strict=True):
+        for tokens, labels, logprobs in zip(
+            group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+        ):
+            for label, logprob, score in zip(
+                labels[1:], logprobs[1:], scores(daemon, tokens), strict=True
+            ):
                 if label != GIVEN:
                     assert abs(logprob - score) < 1e-4
                     compared += 1
             spans = [sampled for sampled, _ in groupby(label != GIVEN for label in labels)]
             given = httpx.post(
                 f"{daemon.url}/detokenize",
-                json={"tokens": [t for t, label in zip(tokens, labels, strict=True) if label == GIVEN]},
+                json={
+                    "tokens": [t for t, label in zip(tokens, labels, strict=True) if label == GIVEN]
+                },
             ).json()["prompt"]
             assert spans.count(True) == (3 if tools else 1)
             assert given.count("Reverse: ") == (3 if tools else 1)  # what the tool says is given
@@ -115,7 +136,10 @@ def test_its_own_client_brings_exactly_what_was_sampled(kind: str, tmp_path: Pat
 def test_the_tiny_model_learns_from_two_of_them_at_once(tmp_path: Path) -> None:
     with train(tmp_path, **{"rl_training.total_steps": 30}) as daemon:
         daemon.wait_until_ready()
-        players = [adapter(daemon, "--in-flight", "4"), adapter(daemon, "--in-flight", "2", "--tools")]
+        players = [
+            adapter(daemon, "--in-flight", "4"),
+            adapter(daemon, "--in-flight", "2", ("--tools")),
+        ]
         try:
             assert daemon.wait(timeout=800) == 0, daemon.output
         finally:

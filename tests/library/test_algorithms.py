@@ -44,14 +44,18 @@ class ShareOfALetter:
     def __init__(self, letter: str = "a") -> None:
         self.letter = letter
 
-    def compute_rewards(self, trajectories: list[Trajectory], method: str = "absolute") -> list[float]:
+    def compute_rewards(
+        self, trajectories: list[Trajectory], method: str = "absolute"
+    ) -> list[float]:
         return [t.response.count(self.letter) / max(len(t.response), 1) for t in trajectories]
 
 
 class Length:
     """Differs between answers of any policy."""
 
-    def compute_rewards(self, trajectories: list[Trajectory], method: str = "absolute") -> list[float]:
+    def compute_rewards(
+        self, trajectories: list[Trajectory], method: str = "absolute"
+    ) -> list[float]:
         return [float(sum(t.rollout.tokens) % 97) for t in trajectories]
 
 
@@ -62,12 +66,21 @@ def inference() -> Iterator[InferenceModule]:
 
 
 def make(
-    kind: type[BaseAlgorithm], inference: InferenceModule, computer: Any, *, tokens: int = 4, **settings: Any
+    kind: type[BaseAlgorithm],
+    inference: InferenceModule,
+    computer: Any,
+    *,
+    tokens: int = 4,
+    **settings: Any,
 ) -> BaseAlgorithm:
     env = SimpleTextEnvironment(inference, prompts=PROMPTS)
     manager = RolloutManager(env, RolloutConfig(num_parallel=16, max_tokens=tokens))
-    backprop_settings = settings.pop("backprop", {"kl_coef": 0.0, "lora": LoraConfig(rank=4, alpha=8.0)})
-    backprop = BackpropModule(inference, optim.AdamW(3e-3), config=BackpropConfig(**backprop_settings))
+    backprop_settings = settings.pop(
+        "backprop", {"kl_coef": 0.0, "lora": LoraConfig(rank=4, alpha=8.0)}
+    )
+    backprop = BackpropModule(
+        inference, optim.AdamW(3e-3), config=BackpropConfig(**backprop_settings)
+    )
     callbacks = settings.pop("callbacks", ())
     return kind(env, manager, computer, backprop, AlgorithmConfig(**settings), callbacks=callbacks)
 
@@ -93,11 +106,16 @@ def test_an_iteration_trains_serves_and_tells(inference: InferenceModule) -> Non
     assert metrics == told
     assert [line.iteration for line in metrics] == [1, 2] and algorithm.iteration == 2
     assert all(
-        line.num_trajectories >= 8 and line.reward_min <= line.reward_mean <= line.reward_max for line in metrics
+        line.num_trajectories >= 8 and line.reward_min <= line.reward_mean <= line.reward_max
+        for line in metrics
     )
     assert metrics[0].line["optimizer_updates"] == 4, "ppo_epochs"
-    assert metrics[0].line["staleness_max"] == metrics[1].line["staleness_max"] == 0, "sampled by the newest weights"
-    assert metrics[1].line["logprob_diff_max"] < 1e-3, "and the trainer finds them as likely as the engine did"
+    assert metrics[0].line["staleness_max"] == metrics[1].line["staleness_max"] == 0, (
+        "sampled by the newest weights"
+    )
+    assert metrics[1].line["logprob_diff_max"] < 1e-3, (
+        "and the trainer finds them as likely as the engine did"
+    )
     assert inference.adapter == "policy"
     [trajectory] = algorithm.rollout_manager.collect_rollouts(1, group_size=1)
     sampled = np.array(trajectory.rollout.logprobs)[np.array(trajectory.rollout.mask, bool)]
@@ -115,32 +133,61 @@ def test_a_group_is_the_answers_to_one_prompt(inference: InferenceModule) -> Non
     assert [len(prompts) for prompts in opened] == [1, 1, 1] and len(set.union(*opened)) == 3
     assert [len(group.rollouts) for group in groups] == [4, 4, 4]
     assert [group.index for group in groups] == [0, 1, 2]
-    assert all(rollout.scores["reward"] == sum(rollout.tokens) % 97 for group in groups for rollout in group.rollouts)
+    assert all(
+        rollout.scores["reward"] == sum(rollout.tokens) % 97
+        for group in groups
+        for rollout in group.rollouts
+    )
 
 
 def test_only_the_upper_part_is_learned_from_when_asked(inference: InferenceModule) -> None:
-    algorithm = make(GRPOAlgorithm, inference, Length(), batch_size=8, group_size=4, filter_percentile=50)
+    algorithm = make(
+        GRPOAlgorithm, inference, Length(), batch_size=8, group_size=4, filter_percentile=50
+    )
     for group in algorithm._collect(2):
         middle = np.percentile([rollout.reward for rollout in group.rollouts], 50)
-        assert [rollout.zero_advantage for rollout in group.rollouts] == [r.reward < middle for r in group.rollouts]
+        assert [rollout.zero_advantage for rollout in group.rollouts] == [
+            r.reward < middle for r in group.rollouts
+        ]
 
 
 def test_the_algorithms_differ_in_what_the_daemon_is_told(inference: InferenceModule) -> None:
     found = {}
     for name, kind in ALGORITHMS.items():
-        algorithm = make(kind, inference, Length(), batch_size=8, mini_batch_size=4, learning_rate=2e-4, kl_coef=0.03)
-        keys = algorithm.config.over(algorithm.backprop.config), algorithm.config.training_keys(kind.name, 64)
+        algorithm = make(
+            kind,
+            inference,
+            Length(),
+            batch_size=8,
+            mini_batch_size=4,
+            learning_rate=2e-4,
+            kl_coef=0.03,
+        )
+        keys = (
+            algorithm.config.over(algorithm.backprop.config),
+            algorithm.config.training_keys(kind.name, 64),
+        )
         found[name] = algorithm.backprop._run_config(kind.name, *keys).rl_training
-        assert found[name].learning_rate == 2e-4 and found[name].kl_beta == 0.03, "the AlgorithmConfig's word"
+        assert found[name].learning_rate == 2e-4 and found[name].kl_beta == 0.03, (
+            "the AlgorithmConfig's word"
+        )
         assert (found[name].batch_size, found[name].atropos.rollout_batch_size) == (4, 8)
-    assert [found[name].loss for name in ("ppo", "grpo", "reinforce")] == ["clip", "clip", "reinforce"]
+    assert [found[name].loss for name in ("ppo", "grpo", "reinforce")] == [
+        "clip",
+        "clip",
+        ("reinforce"),
+    ]
     assert [found[name].update_epochs for name in ("ppo", "grpo", "reinforce")] == [4, 4, 1]
     assert found["grpo"].advantage == "std" and found["reinforce"].advantage_whiten
 
 
 def test_ppo_learns_values_and_reinforce_makes_one_pass(inference: InferenceModule) -> None:
-    [line] = make(PPOAlgorithm, inference, Length(), batch_size=8, ppo_epochs=2).train(1, progress_bar=False)
-    assert line.value_loss is not None and line.value_loss > 0 and line.line["optimizer_updates"] == 2
+    [line] = make(PPOAlgorithm, inference, Length(), batch_size=8, ppo_epochs=2).train(
+        1, progress_bar=False
+    )
+    assert (
+        line.value_loss is not None and line.value_loss > 0 and line.line["optimizer_updates"] == 2
+    )
 
 
 def test_all_weights_are_trained_and_served(inference: InferenceModule) -> None:
@@ -152,7 +199,11 @@ def test_all_weights_are_trained_and_served(inference: InferenceModule) -> None:
         backprop={"lora": LoraConfig(enabled=False), "kl_coef": 0.01},
     )
     [line] = algorithm.train(1, progress_bar=False)
-    assert line.line["optimizer_updates"] == 1 and inference.adapter is None and line.kl == pytest.approx(0, abs=1e-6)
+    assert (
+        line.line["optimizer_updates"] == 1
+        and inference.adapter is None
+        and line.kl == pytest.approx(0, abs=1e-6)
+    )
     [trajectory] = algorithm.rollout_manager.collect_rollouts(1, group_size=1)
     sampled = np.array(trajectory.rollout.logprobs)[np.array(trajectory.rollout.mask, bool)]
     np.testing.assert_allclose(algorithm.backprop.get_logprobs([trajectory])[0], sampled, atol=1e-3)
@@ -164,7 +215,9 @@ def test_updates_by_hand_between_iterations(inference: InferenceModule) -> None:
     algorithm.train(1, progress_bar=False)
     trajectories = algorithm.rollout_manager.collect_rollouts(4, group_size=1)
     for _ in range(3):
-        algorithm.backprop.update(algorithm.backprop.compute_loss(trajectories, [1.0, -1.0, 1.0, -1.0]))
+        algorithm.backprop.update(
+            algorithm.backprop.compute_loss(trajectories, [1.0, -1.0, 1.0, -1.0])
+        )
     [line] = algorithm.train(1, progress_bar=False)
     assert line.line["dropped_stale"] == 0 and line.line["staleness_max"] == 0
 
@@ -172,7 +225,13 @@ def test_updates_by_hand_between_iterations(inference: InferenceModule) -> None:
 def test_the_reference_follows_when_asked(inference: InferenceModule) -> None:
     values = {"kl_coef": 0.01, "lora": LoraConfig(rank=4, alpha=8.0)}
     algorithm = make(
-        GRPOAlgorithm, inference, Length(), batch_size=8, group_size=4, update_ref_every=2, backprop=values
+        GRPOAlgorithm,
+        inference,
+        Length(),
+        batch_size=8,
+        group_size=4,
+        update_ref_every=2,
+        backprop=values,
     )
     kls = [line.kl for line in algorithm.train(3, progress_bar=False)]
     assert kls[1] is not None and kls[2] is not None and kls[1] > 0
@@ -184,13 +243,18 @@ def test_the_reference_follows_when_asked(inference: InferenceModule) -> None:
 
 
 def test_what_does_not_fit_is_refused(inference: InferenceModule) -> None:
-    with pytest.raises(ConfigError, match=r"batch_size \(9\) is not a multiple of group_size \(8\)"):
+    with pytest.raises(
+        ConfigError, match=r"batch_size \(9\) is not a multiple of group_size \(8\)"
+    ):
         make(GRPOAlgorithm, inference, Length(), batch_size=9)
     with pytest.raises(ConfigError, match="at least 2"):
         make(GRPOAlgorithm, inference, Length(), group_size=1)
     with pytest.raises(ConfigError, match="ppo_epochs can only be 1"):
         make(REINFORCEAlgorithm, inference, Length(), ppo_epochs=4)
-    with pytest.raises(ConfigError, match="so ppo_epochs can only be 1; PPOAlgorithm and GRPOAlgorithm take several"):
+    with pytest.raises(
+        ConfigError,
+        match=("so ppo_epochs can only be 1; PPOAlgorithm and GRPOAlgorithm take several"),
+    ):
         make(REINFORCEAlgorithm, inference, Length(), backprop={"ppo_epochs": 2})
     with pytest.raises(ConfigError, match="'a2c': choose one of ppo, grpo, reinforce"):
         create_algorithm("a2c")
@@ -199,7 +263,9 @@ def test_what_does_not_fit_is_refused(inference: InferenceModule) -> None:
         algorithm.save_checkpoint()
     parts = (algorithm.env, algorithm.rollout_manager, algorithm.reward_computer)
     with pytest.raises(ConfigError, match="another environment"):
-        PPOAlgorithm(SimpleTextEnvironment(inference, prompts=PROMPTS), *parts[1:], algorithm.backprop)
+        PPOAlgorithm(
+            SimpleTextEnvironment(inference, prompts=PROMPTS), *parts[1:], algorithm.backprop
+        )
     with pytest.raises(ConfigError, match="another model"):
         PPOAlgorithm(*parts, BackpropModule("some/other-model"))
     with pytest.raises(ConfigError, match="value_head=False"):
@@ -210,9 +276,15 @@ def test_what_does_not_fit_is_refused(inference: InferenceModule) -> None:
 
 @pytest.mark.parametrize(
     ("given", "match"),
-    [([1.0], "1 scores for 8"), ([None] * 8, "expected a list of 8 numbers"), ([float("nan")] * 8, "is nan")],
+    [
+        ([1.0], "1 scores for 8"),
+        ([None] * 8, "expected a list of 8 numbers"),
+        ([float("nan")] * 8, ("is nan")),
+    ],
 )
-def test_rewards_that_are_no_rewards(inference: InferenceModule, given: list[Any], match: str) -> None:
+def test_rewards_that_are_no_rewards(
+    inference: InferenceModule, given: list[Any], match: str
+) -> None:
     class Wrong:
         def compute_rewards(self, trajectories: Any, method: str = "absolute") -> Any:
             return given
@@ -226,7 +298,13 @@ def test_rewards_that_are_no_rewards(inference: InferenceModule, given: list[Any
 
 @pytest.mark.slow
 def test_a_checkpoint_is_the_daemons_and_training_goes_on_from_it(tmp_path: Path) -> None:
-    settings = {"batch_size": 8, "group_size": 4, "checkpoint_dir": tmp_path, "run_name": "run", "save_every": 1}
+    settings = {
+        "batch_size": 8,
+        "group_size": 4,
+        "checkpoint_dir": tmp_path,
+        "run_name": "run",
+        "save_every": 1,
+    }
     with InferenceModule("builtin:tiny") as inference:
         algorithm = make(GRPOAlgorithm, inference, Length(), **settings)
         algorithm.train(3, progress_bar=False)
@@ -252,7 +330,8 @@ def test_a_checkpoint_is_the_daemons_and_training_goes_on_from_it(tmp_path: Path
         algorithm.close()
     with InferenceModule("builtin:tiny") as inference:
         again = load_algorithm_from_checkpoint(run, *_parts(inference))
-        assert inference.weights is not None and inference.weights.version >= version > 1  # it fell to 1
+        # it fell to 1
+        assert inference.weights is not None and inference.weights.version >= version > 1
         assert type(again) is GRPOAlgorithm and again.iteration == 3 and again.group_size == 4
         for old, new in zip(kept, arrays(again), strict=True):
             np.testing.assert_array_equal(old, new)
@@ -263,7 +342,9 @@ def test_a_checkpoint_is_the_daemons_and_training_goes_on_from_it(tmp_path: Path
         [line] = again.train(1, progress_bar=False)
         assert line.iteration == 4
         again.close()
-    assert [json.loads(text)["step"] for text in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert [
+        json.loads(text)["step"] for text in (run / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 3, 4]
     with pytest.raises(CheckpointError, match=r"no checkpoint of an algorithm"):
         load_algorithm_from_checkpoint(tmp_path / "elsewhere", *_parts(inference))
 
@@ -271,7 +352,9 @@ def test_a_checkpoint_is_the_daemons_and_training_goes_on_from_it(tmp_path: Path
 def _parts(inference: InferenceModule) -> tuple[Any, ...]:
     env = SimpleTextEnvironment(inference, prompts=PROMPTS)
     backprop = BackpropModule(
-        inference, optim.AdamW(3e-3), config=BackpropConfig(kl_coef=0.0, lora=LoraConfig(rank=4, alpha=8.0))
+        inference,
+        optim.AdamW(3e-3),
+        config=BackpropConfig(kl_coef=0.0, lora=LoraConfig(rank=4, alpha=8.0)),
     )
     return env, RolloutManager(env, RolloutConfig(max_tokens=4)), Length(), backprop
 
@@ -286,7 +369,9 @@ def test_a_loss_of_ones_own_and_no_environment_twice(inference: InferenceModule)
 
     env, manager, computer, backprop = _parts(inference)
     config = AlgorithmConfig(batch_size=4, group_size=4, ppo_epochs=1)
-    [metrics] = GRPOAlgorithm(None, manager, computer, backprop, config, loss=own).train(1, progress_bar=False)
+    [metrics] = GRPOAlgorithm(None, manager, computer, backprop, config, loss=own).train(
+        1, progress_bar=False
+    )
     assert seen and metrics.line["own"] == pytest.approx(metrics.loss)
     assert manager.environments[0] is env
 
@@ -294,7 +379,9 @@ def test_a_loss_of_ones_own_and_no_environment_twice(inference: InferenceModule)
 def test_trackers_need_a_place() -> None:
     with pytest.raises(ConfigError, match="tensorboard needs checkpoint_dir"):
         AlgorithmConfig(trackers=("tensorboard",))
-    assert AlgorithmConfig(use_wandb=True, checkpoint_dir="x", trackers=("trackio",)).all_trackers == (
+    assert AlgorithmConfig(
+        use_wandb=True, checkpoint_dir="x", trackers=("trackio",)
+    ).all_trackers == (
         "trackio",
         "wandb",
     )
@@ -315,18 +402,27 @@ def test_trackers_need_a_place() -> None:
 def test_it_learns(kind: type[BaseAlgorithm], inference: InferenceModule) -> None:
     """A short version of scripts/bench/primitives.py."""
     values = {"kl_coef": 0.0, "entropy_coef": 0.0, "gamma": 1.0}
-    algorithm = make(kind, inference, ShareOfALetter("q"), tokens=6, batch_size=32, ppo_epochs=1, backprop=values)
+    algorithm = make(
+        kind, inference, ShareOfALetter("q"), tokens=6, batch_size=32, ppo_epochs=1, backprop=values
+    )
     rewards = [line.reward_mean for line in algorithm.train(12, progress_bar=False)]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.15, rewards
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["pareto", "backprop", *(pytest.param(name, marks=pytest.mark.long) for name in ("ppo_text", "grpo_svrl"))]
+    "name",
+    [
+        "pareto",
+        "backprop",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("ppo_text", ("grpo_svrl"))),
+    ],
 )
 def test_the_examples_run(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout and "Traceback" not in done.stderr, done.stderr[-2000:]
     assert not list(tmp_path.iterdir()), "an example leaves nothing behind"

@@ -1,4 +1,5 @@
-"""BackpropModule: its numbers against numpy's, its losses against the formulas, its gradients against differences."""
+"""BackpropModule: its numbers against numpy's, its losses against the formulas, its gradients
+against differences."""
 
 import math
 from dataclasses import replace
@@ -22,15 +23,22 @@ from tests.rl_training.tiny_models import make_model
 PLAIN = {"kl_coef": 0.0, "entropy_coef": 0.0}
 
 
-def make(*, lora: bool = True, learning_rate: float = 1e-2, seed: int = 0, **values: Any) -> BackpropModule:
+def make(
+    *, lora: bool = True, learning_rate: float = 1e-2, seed: int = 0, **values: Any
+) -> BackpropModule:
     config = BackpropConfig(
-        lora=LoraConfig(enabled=lora, rank=4, alpha=8.0) if lora else LoraConfig(enabled=False), **values
+        lora=LoraConfig(enabled=lora, rank=4, alpha=8.0) if lora else LoraConfig(enabled=False),
+        **values,
     )
-    return BackpropModule(make_model("qwen3", seed=seed), optim.AdamW(learning_rate, weight_decay=0.0), config=config)
+    return BackpropModule(
+        make_model("qwen3", seed=seed), optim.AdamW(learning_rate, weight_decay=0.0), config=config
+    )
 
 
 def played(groups: int = 2) -> list[Trajectory]:
-    return [Trajectory("text", rollout) for group in random_groups(groups) for rollout in group.rollouts]
+    return [
+        Trajectory("text", rollout) for group in random_groups(groups) for rollout in group.rollouts
+    ]
 
 
 def sampled(trajectory: Trajectory) -> np.ndarray:
@@ -58,19 +66,24 @@ def test_advantages_are_those_of_the_definition(cut_off: bool) -> None:
     rewards, values = rng.normal(size=20).tolist(), rng.normal(size=20 + cut_off).tolist()
     backprop = make(normalize_advantages=False)
     np.testing.assert_allclose(
-        backprop.compute_advantages(rewards, values), recursion(rewards, values, 0.99, 0.95), atol=1e-9
+        backprop.compute_advantages(rewards, values),
+        recursion(rewards, values, 0.99, 0.95),
+        atol=1e-9,
     )
 
 
 def test_episodes_do_not_reach_into_each_other() -> None:
-    """One recursion over everything that was collected would carry the second episode's value into the first one."""
+    """One recursion over everything that was collected would carry the second episode's value
+    into the first one."""
     backprop = make(normalize_advantages=False)
     episodes = [([0.0, 1.0], [0.4, 0.6]), ([1.0, 0.0, 2.0], [0.1, 0.2, 0.3])]
     found = backprop.compute_advantages([e[0] for e in episodes], [e[1] for e in episodes])
     for own, (rewards, values) in zip(found, episodes, strict=True):
         np.testing.assert_allclose(own, recursion(rewards, values, 0.99, 0.95), atol=1e-9)
     at_the_end = backprop.compute_advantages([1.0, 2.0], [[0.4, 0.6], [0.1, 0.2, 0.3]])
-    np.testing.assert_allclose(at_the_end[1], recursion([0.0, 0.0, 2.0], [0.1, 0.2, 0.3], 0.99, 0.95), atol=1e-9)
+    np.testing.assert_allclose(
+        at_the_end[1], recursion([0.0, 0.0, 2.0], [0.1, 0.2, 0.3], 0.99, 0.95), atol=1e-9
+    )
 
 
 def test_normalised_advantages_have_mean_0_and_deviation_1_over_all_episodes() -> None:
@@ -121,7 +134,9 @@ def test_a_number_for_each_token_counts_for_that_token() -> None:
     logprobs = backprop.get_logprobs(trajectories)
     advantages = [np.linspace(-1.0, 1.0, len(row)) for row in logprobs]
     expected = -(np.concatenate(logprobs) * np.concatenate(advantages)).mean()
-    assert backprop.compute_loss(trajectories, advantages).item() == pytest.approx(expected, abs=1e-6)
+    assert backprop.compute_loss(trajectories, advantages).item() == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 def test_losses_add_up() -> None:
@@ -129,11 +144,17 @@ def test_losses_add_up() -> None:
     advantages, returns = [1.0, -1.0] * 4, [0.5, 0.25] * 4
     policy = backprop.compute_ppo_loss(trajectories, advantages)
     value = backprop.compute_value_loss(trajectories, returns)
-    assert value.item() == pytest.approx(0.5 * np.mean(np.repeat(np.square(returns), _lengths(trajectories))), abs=1e-6)
-    assert (policy + 0.5 * value).item() == pytest.approx(policy.item() + 0.5 * value.item(), abs=1e-6)
+    assert value.item() == pytest.approx(
+        0.5 * np.mean(np.repeat(np.square(returns), _lengths(trajectories))), abs=1e-6
+    )
+    assert (policy + 0.5 * value).item() == pytest.approx(
+        policy.item() + 0.5 * value.item(), abs=1e-6
+    )
     bare = make(**PLAIN).compute_ppo_loss(trajectories, advantages)
     entropy = backprop.compute_entropy(trajectories).item()
-    assert policy.item() == pytest.approx(bare.item() - 0.01 * entropy, abs=1e-5), "the KL is 0 at first"
+    assert policy.item() == pytest.approx(bare.item() - 0.01 * entropy, abs=1e-5), (
+        "the KL is 0 at first"
+    )
     with pytest.raises(ConfigError, match="same trajectories"):
         policy + backprop.compute_value_loss(trajectories[:4], returns[:4])
 
@@ -169,7 +190,9 @@ def test_a_loss_of_ones_own_is_a_loss() -> None:
 
     advantages = [1.0, -1.0, 0.5, 2.0]
     own = backprop.compute_custom_loss(trajectories, advantages, reinforce)
-    assert own.item() == pytest.approx(backprop.compute_loss(trajectories, advantages).item(), abs=1e-6)
+    assert own.item() == pytest.approx(
+        backprop.compute_loss(trajectories, advantages).item(), abs=1e-6
+    )
     assert backprop.update(own)["grad_norm"] > 0
     wrong = backprop.compute_custom_loss(trajectories, advantages, lambda inputs: 3.0)  # type: ignore[arg-type,return-value]
     with pytest.raises(ConfigError, match="expected LossOutputs"):
@@ -177,7 +200,8 @@ def test_a_loss_of_ones_own_is_a_loss() -> None:
 
 
 def test_an_update_goes_down_the_gradient() -> None:
-    """AdamW's first step is the rate against the sign of the gradient: compared with differences of the loss."""
+    """AdamW's first step is the rate against the sign of the gradient: compared with differences
+    of the loss."""
     backprop, trajectories = make(**PLAIN, learning_rate=1e-4, max_grad_norm=0.0), played()
     loss = backprop.compute_ppo_loss(trajectories, [1.0, -1.0, 0.5, -2.0] * 2)
     slots = backprop.policy.slots
@@ -197,7 +221,11 @@ def test_an_update_goes_down_the_gradient() -> None:
     metrics = backprop.update(loss)
     assert metrics["loss"] == pytest.approx(value, abs=1e-6)
     step = np.array(slots.read([place])[0]) - before
-    told = [(slope, step[entry]) for slope, entry in zip(slopes, entries, strict=True) if abs(slope) > 1e-4]
+    told = [
+        (slope, step[entry])
+        for slope, entry in zip(slopes, entries, strict=True)
+        if abs(slope) > 1e-4
+    ]
     assert len(told) >= 2
     assert all(-np.sign(slope) * moved == pytest.approx(1e-4, rel=0.05) for slope, moved in told)
     assert loss.item() < value
@@ -205,7 +233,8 @@ def test_an_update_goes_down_the_gradient() -> None:
 
 
 def test_a_loss_may_be_updated_by_again() -> None:
-    """PPO's epochs: the values before stay those of the first time, so the clip of the value loss acts later."""
+    """PPO's epochs: the values before stay those of the first time, so the clip of the value
+    loss acts later."""
     backprop, trajectories = make(**PLAIN, ppo_clip_range=0.05), played()
     loss = backprop.compute_value_loss(trajectories, [1.0] * len(trajectories))
     fractions = [backprop.update(loss)["value_clip_fraction"] for _ in range(3)]
@@ -219,7 +248,9 @@ def test_values_are_learned() -> None:
     assert all(np.all(values == 0) for values in backprop.compute_values(trajectories))
     for _ in range(8):
         backprop.update(backprop.compute_value_loss(trajectories, [0.5] * len(trajectories)))
-    assert np.concatenate(backprop.compute_values(trajectories)).mean() == pytest.approx(0.5, abs=0.15)
+    assert np.concatenate(backprop.compute_values(trajectories)).mean() == pytest.approx(
+        0.5, abs=0.15
+    )
 
 
 # ---------------------------------------------------------------------- the reference
@@ -230,12 +261,17 @@ def test_a_kl_that_divides_by_the_sampler_needs_its_log_probabilities() -> None:
     backprop, trajectories = make(**PLAIN, kl_estimator="k3_ratio"), played()
     assert backprop.compute_kl(trajectories).item() == pytest.approx(0.0, abs=1e-7)
     with pytest.raises(ConfigError, match=r'"k3_ratio" divides .* choose kl_estimator = "k3"'):
-        backprop.compute_kl([replace(trajectory.rollout, logprobs=None) for trajectory in trajectories])
+        backprop.compute_kl(
+            [replace(trajectory.rollout, logprobs=None) for trajectory in trajectories]
+        )
 
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_the_reference_stays_until_it_is_updated(lora: bool) -> None:
-    backprop, trajectories = make(lora=lora, **PLAIN, learning_rate=2e-3 if lora else 2e-4), played()
+    backprop, trajectories = (
+        make(lora=lora, **PLAIN, learning_rate=2e-3 if lora else 2e-4),
+        played(),
+    )
     before = backprop.get_logprobs(trajectories)
     assert backprop.compute_kl(trajectories).item() == pytest.approx(0.0, abs=1e-7)
     for _ in range(3):
@@ -258,10 +294,14 @@ def test_ema_keeps_its_share_of_the_reference(lora: bool) -> None:
     names, now = backprop.policy.slots.names, backprop.policy.slots.read()
     assert backprop.policy.reference_arrays is not None
     compared = 0
-    for name, old, new, ref in zip(names, first, now, backprop.policy.reference_arrays, strict=True):
+    for name, old, new, ref in zip(
+        names, first, now, backprop.policy.reference_arrays, strict=True
+    ):
         if lora and not name.endswith(".lora_b"):
             continue  # adapter off says nothing of A
-        np.testing.assert_allclose(np.array(ref), 0.75 * old + 0.25 * np.array(new), atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            np.array(ref), 0.75 * old + 0.25 * np.array(new), atol=1e-6, err_msg=name
+        )
         compared += not np.array_equal(old, np.array(new))
     assert compared > 2
     with pytest.raises(ConfigError, match="'copy' or 'ema'"):
@@ -278,7 +318,9 @@ def test_a_reference_of_ones_own(lora: bool) -> None:
         for model in (other, make_model("qwen3"))
     ]
     d = apart[0] - apart[1]
-    assert backprop.compute_kl(trajectories).item() == pytest.approx(np.minimum(np.exp(d) - 1 - d, 10).mean(), rel=1e-4)
+    assert backprop.compute_kl(trajectories).item() == pytest.approx(
+        np.minimum(np.exp(d) - 1 - d, 10).mean(), rel=1e-4
+    )
     np.testing.assert_array_equal(np.concatenate(backprop.get_logprobs(trajectories)), apart[1])
     if lora:
         with pytest.raises(ConfigError, match="another model: no average"):
@@ -296,7 +338,8 @@ def test_a_reference_of_ones_own(lora: bool) -> None:
 def test_an_episode_of_several_segments_is_one_trajectory() -> None:
     early, late = played(1)[:2]
     whole = Rollout(
-        **{name: getattr(late.rollout, name) for name in late.rollout.__slots__} | {"earlier": (early.rollout,)}
+        **{name: getattr(late.rollout, name) for name in late.rollout.__slots__}
+        | {"earlier": (early.rollout,)}
     )
     backprop = make(**PLAIN)
     [together] = backprop.get_logprobs([whole])
@@ -321,8 +364,18 @@ def test_one_number_has_many_names() -> None:
 
 def test_the_defaults_are_those_of_the_specification() -> None:
     config = BackpropConfig()
-    assert (config.gamma, config.gae_lambda, config.ppo_clip_range, config.kl_coef) == (0.99, 0.95, 0.2, 0.1)
-    assert (config.ppo_epochs, config.entropy_coef, config.max_grad_norm, config.ema_alpha) == (4, 0.01, 1.0, 0.99)
+    assert (config.gamma, config.gae_lambda, config.ppo_clip_range, config.kl_coef) == (
+        0.99,
+        0.95,
+        0.2,
+        0.1,
+    )
+    assert (config.ppo_epochs, config.entropy_coef, config.max_grad_norm, config.ema_alpha) == (
+        4,
+        0.01,
+        1.0,
+        0.99,
+    )
     training = make(learning_rate=3e-4).run_config.rl_training
     assert (training.ppo.gamma, training.ppo.gae_lambda, training.clip_ratio, training.kl_beta) == (
         0.99,
@@ -336,7 +389,12 @@ def test_the_defaults_are_those_of_the_specification() -> None:
 def test_an_optimizer_is_read_for_its_numbers() -> None:
     model = make_model("qwen3")
     run = BackpropModule(model, optim.Adam(2e-4, betas=[0.8, 0.9])).run_config.rl_training
-    assert (run.optimizer, run.adam_beta1, run.adam_beta2, run.weight_decay) == ("adamw", 0.8, 0.9, 0.0)
+    assert (run.optimizer, run.adam_beta1, run.adam_beta2, run.weight_decay) == (
+        "adamw",
+        0.8,
+        0.9,
+        0.0,
+    )
     assert BackpropModule(model, optim.Lion(1e-4)).run_config.rl_training.optimizer == "lion"
     with pytest.raises(ConfigError, match="SGD: expected one of"):
         BackpropModule(model, optim.SGD(1e-3))

@@ -9,7 +9,12 @@ import pytest
 from mlx_parallm.environments.estimates import estimate
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
-from mlx_parallm.faces.primitives import InferenceModule, RolloutConfig, SimpleTextEnvironment, evaluate
+from mlx_parallm.faces.primitives import (
+    InferenceModule,
+    RolloutConfig,
+    SimpleTextEnvironment,
+    evaluate,
+)
 from mlx_parallm.types import Trajectory
 
 ROLLOUTS = RolloutConfig(max_tokens=4, prompt_format="chat")
@@ -29,12 +34,19 @@ class Sums(BaseEnvironment):
 
 
 def right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    return [float(completion.strip() == expected) for completion, expected in zip(completions, answer, strict=True)]
+    return [
+        float(completion.strip() == expected)
+        for completion, expected in zip(completions, answer, strict=True)
+    ]
 
 
 class Right:
-    def compute_rewards(self, trajectories: list[Trajectory], method: str = "absolute") -> list[float]:
-        return right([t.response for t in trajectories], [t.metadata["answer"] for t in trajectories])
+    def compute_rewards(
+        self, trajectories: list[Trajectory], method: str = "absolute"
+    ) -> list[float]:
+        return right(
+            [t.response for t in trajectories], [t.metadata["answer"] for t in trajectories]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +60,9 @@ def test_held_out_problems_are_answered_and_counted(inference: InferenceModule) 
     greedy = inference.generate(prompts, max_new_tokens=4, temperature=0.0)
     correct = right(list(greedy), [str(index + 7) for index in range(10)])
     found = evaluate(Sums(inference), Right(), problems=50, samples=4, rollouts=ROLLOUTS)
-    assert [problem.prompt for problem in found.problems] == [f"Sum: {index}+7" for index in range(10)]
+    assert [problem.prompt for problem in found.problems] == [
+        f"Sum: {index}+7" for index in range(10)
+    ]
     numbers, expected = found.numbers(), estimate(correct)
     ends = [numbers[f"accuracy{end}"] for end in ("", "_low", "_high")]
     assert ends == [expected.mean, expected.low, expected.high] and ends[1] < ends[2]
@@ -80,8 +94,14 @@ def broken(completions: list[str], **columns: Any) -> list[float]:
         ({"environment": Sums()}, "the environment has no InferenceModule: pass inference="),
     ],
 )
-def test_what_is_wrong_is_said(inference: InferenceModule, arguments: dict[str, Any], match: str) -> None:
-    given: dict[str, Any] = {"environment": Sums(inference), "reward": right, "problems": 2} | arguments
+def test_what_is_wrong_is_said(
+    inference: InferenceModule, arguments: dict[str, Any], match: str
+) -> None:
+    given: dict[str, Any] = {
+        "environment": Sums(inference),
+        "reward": right,
+        "problems": 2,
+    } | arguments
     with pytest.raises(ConfigError, match=match):
         evaluate(**given)
 
@@ -91,7 +111,11 @@ def test_a_reward_that_raises_is_no_accuracy_of_0(inference: InferenceModule) ->
         evaluate(Sums(inference), broken, problems=2, rollouts=ROLLOUTS)
 
 
-def test_problems_that_are_trained_on_are_told(inference: InferenceModule, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_that_are_trained_on_are_told(
+    inference: InferenceModule, capsys: pytest.CaptureFixture[str]
+) -> None:
     environment = SimpleTextEnvironment(inference, prompts=["Sort: dbca", "Sort: ba"])
-    found = evaluate(environment, lambda completions: [1.0] * len(completions), problems=9, rollouts=ROLLOUTS)
+    found = evaluate(
+        environment, lambda completions: [1.0] * len(completions), problems=9, rollouts=ROLLOUTS
+    )
     assert found.numbers()["accuracy"] == 1 and len(found.problems) == 2

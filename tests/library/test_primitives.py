@@ -1,4 +1,5 @@
-"""`mlx_parallm.faces.primitives`: every name that the specification prints, and its first example as it is printed."""
+"""`mlx_parallm.faces.primitives`: every name that the specification prints, and its first
+example as it is printed."""
 
 import inspect
 from pathlib import Path
@@ -10,8 +11,22 @@ import mlx_parallm
 from mlx_parallm.faces import primitives
 
 PRINTED = (
-    *("InferenceModule", "SimpleTextEnvironment", "SVRLEnvironment", "ConversationEnvironment", "BaseEnvironment"),
-    *("State", "RolloutManager", "RolloutConfig", "BackpropModule", "BackpropConfig", "PPOAlgorithm", "GRPOAlgorithm"),
+    *(
+        "InferenceModule",
+        "SimpleTextEnvironment",
+        "SVRLEnvironment",
+        "ConversationEnvironment",
+        ("BaseEnvironment"),
+    ),
+    *(
+        "State",
+        "RolloutManager",
+        "RolloutConfig",
+        "BackpropModule",
+        "BackpropConfig",
+        "PPOAlgorithm",
+        ("GRPOAlgorithm"),
+    ),
     *("REINFORCEAlgorithm", "AlgorithmConfig", "SVRLRewardComputer", "ParetoRewardComputer"),
 )
 
@@ -58,7 +73,8 @@ algo = PPOAlgorithm(
 
 metrics = algo.train(num_iterations=ITERATIONS, progress_bar=True)
 """
-"""The specification's, but for the import path, how the model and its optimizer are made, and how long it trains."""
+"""The specification's, but for the import path, how the model and its optimizer are made, and
+how long it trains."""
 
 
 def test_every_printed_name_is_there() -> None:
@@ -71,7 +87,13 @@ def test_every_printed_name_is_there() -> None:
 def test_the_three_lists_of_names_agree() -> None:
     assert set(primitives.__all__) <= set(dir(primitives)), "every name has a home"
     source = inspect.getsource(primitives).partition("__all__ =")[0]
-    typed = source.partition("if TYPE_CHECKING:")[2].replace("(", " ").replace(")", " ").replace(",", " ").split()
+    typed = (
+        source.partition("if TYPE_CHECKING:")[2]
+        .replace("(", " ")
+        .replace(")", " ")
+        .replace(",", " ")
+        .split()
+    )
     assert set(primitives.__all__) <= set(typed)
 
 

@@ -33,9 +33,15 @@ def options(loss: str = "clip", **settings: Any) -> LossOptions:
 
 
 def inputs(
-    scale: float, *, rows: slice | list[int] = slice(None), new: np.ndarray = NEW, pad: int = 0, **more: Any
+    scale: float,
+    *,
+    rows: slice | list[int] = slice(None),
+    new: np.ndarray = NEW,
+    pad: int = 0,
+    **more: Any,
 ) -> LossInputs:
-    """`rows`: a micro-batch of these. `more`: further fields; arrays [B, T] are cut and padded too."""
+    """`rows`: a micro-batch of these. `more`: further fields; arrays [B, T] are cut and padded
+    too."""
 
     def array(values: np.ndarray) -> mx.array:
         return mx.array(np.pad(values[rows], ((0, 0), (0, pad))).astype(np.float32))
@@ -48,7 +54,10 @@ def inputs(
         "entropy": ENTROPY,
     } | more
     return LossInputs(
-        **{name: array(value) if isinstance(value, np.ndarray) else value for name, value in fields.items()},
+        **{
+            name: array(value) if isinstance(value, np.ndarray) else value
+            for name, value in fields.items()
+        },
         mask=array(MASK) > 0,
         token_normalizer=float(MASK.sum()),
         sequence_normalizer=6.0,

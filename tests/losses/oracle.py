@@ -1,5 +1,6 @@
-"""The policy losses a second time: numpy, float64, each formula as its paper has it. `frozen` are the log-probabilities
-again, wherever a formula takes no gradient through them; so a difference quotient in `new` is its gradient."""
+"""The policy losses a second time: numpy, float64, each formula as its paper has it. `frozen`
+are the log-probabilities again, wherever a formula takes no gradient through them; so a
+difference quotient in `new` is its gradient."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,9 @@ def _bounds(clip_ratio: float, clip_ratio_high: float | None) -> tuple[float, fl
 class Terms:
     """What the formulas read. `frozen` holds no gradient: see the top."""
 
-    def __init__(self, level: str, settings: dict[str, Any], new: Array, frozen: Array, old: Array) -> None:
+    def __init__(
+        self, level: str, settings: dict[str, Any], new: Array, frozen: Array, old: Array
+    ) -> None:
         self.new, self.settings, self.advantages = new, settings, fixtures.ADVANTAGES
         self.ratio, self.held = _ratio(level, new, frozen, old), _ratio(level, frozen, frozen, old)
         self.bounds = _bounds(settings.get("clip_ratio", 0), settings.get("clip_ratio_high"))
@@ -45,16 +48,22 @@ class Terms:
 
 def _dual_clip(t: Terms) -> Array:
     upper = np.maximum(-t.ratio * t.advantages, -np.clip(t.ratio, *t.bounds) * t.advantages)
-    return np.where(t.advantages < 0, np.minimum(upper, -t.settings["dual_clip"] * t.advantages), upper)
+    return np.where(
+        t.advantages < 0, np.minimum(upper, -t.settings["dual_clip"] * t.advantages), upper
+    )
 
 
 def _sapo(t: Terms) -> Array:
-    tau = np.where(t.advantages > 0, t.settings["sapo_tau_positive"], t.settings["sapo_tau_negative"])
+    tau = np.where(
+        t.advantages > 0, t.settings["sapo_tau_positive"], t.settings[("sapo_tau_negative")]
+    )
     return -4 / tau / (1 + np.exp(-tau * (t.ratio - 1))) * t.advantages
 
 
 def _dppo(t: Terms) -> Array:
-    too_far = np.where(t.advantages > 0, t.moved > t.settings["dppo_high"], t.moved < -t.settings["dppo_low"])
+    too_far = np.where(
+        t.advantages > 0, t.moved > t.settings["dppo_high"], t.moved < -t.settings[("dppo_low")]
+    )
     return np.where(too_far, 0, -t.ratio * t.advantages)
 
 
@@ -119,14 +128,22 @@ def loss_of(
     frozen: Array = fixtures.NEW,
 ) -> float:
     """`registry.policy_loss` on the fixtures' inputs."""
-    values, unweighted = token_values(loss, level, settings, new, frozen, fixtures.rollout_logprobs(scale))
-    kl = KL[kl_estimator](fixtures.REF - new, _ratio(level, new, frozen, fixtures.rollout_logprobs(scale)))
+    values, unweighted = token_values(
+        loss, level, settings, new, frozen, fixtures.rollout_logprobs(scale)
+    )
+    kl = KL[kl_estimator](
+        fixtures.REF - new, _ratio(level, new, frozen, fixtures.rollout_logprobs(scale))
+    )
     total = weights * values + unweighted + kl_beta * kl
-    bonus = entropy_weight * AGGREGATIONS[entropy_aggregation](np.where(fixtures.MASK, fixtures.ENTROPY, 0))
+    bonus = entropy_weight * AGGREGATIONS[entropy_aggregation](
+        np.where(fixtures.MASK, fixtures.ENTROPY, 0)
+    )
     return float(AGGREGATIONS[aggregation](np.where(fixtures.MASK, total, 0)) - bonus)
 
 
-def gradient(function: Callable[[Array], float], at: Array = fixtures.NEW, step: float = 1e-6) -> Array:
+def gradient(
+    function: Callable[[Array], float], at: Array = fixtures.NEW, step: float = 1e-6
+) -> Array:
     """Central differences: off by about 1e-10 here."""
     found = np.zeros_like(at)
     for index in np.ndindex(at.shape):

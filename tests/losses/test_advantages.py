@@ -20,13 +20,17 @@ from tests.rl_training.rollouts import make_group, make_rollout
 
 def test_population_std() -> None:
     assert group_advantages([1, 0, 0]) == pytest.approx([1.414214, -0.707107, -0.707107], abs=1e-6)
-    assert group_advantages([0.001, 0.002]) == pytest.approx([-1, 1], abs=1e-4), "a small real difference counts"
+    assert group_advantages([0.001, 0.002]) == pytest.approx([-1, 1], abs=1e-4), (
+        "a small real difference counts"
+    )
     expected = np.array([0.5, 0.25, 1]) - 7 / 12
     assert group_advantages([0.5, 0.25, 1]) == pytest.approx(expected / expected.std(), abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    "rewards", [[0.5] * 4, [0.1 + 0.2, 0.3, 0.3], [1e9 + 1e-6, 1e9], [0.7]], ids=["equal", "rounding", "large", "one"]
+    "rewards",
+    [[0.5] * 4, [0.1 + 0.2, 0.3, 0.3], [1e9 + 1e-6, 1e9], [0.7]],
+    ids=["equal", "rounding", "large", ("one")],
 )
 def test_equal_rewards_have_no_variance(rewards: list[float]) -> None:
     """0.1 + 0.2 is not 0.3: divided by its own std that difference would be an advantage of 1.4."""
@@ -36,7 +40,9 @@ def test_equal_rewards_have_no_variance(rewards: list[float]) -> None:
 
 def test_a_kind_that_there_is_not() -> None:
     for rewards in ([1.0, 0.0], [1.0, 1.0]):
-        with pytest.raises(ValueError, match="'grpo' is no kind of advantage; there are std, std_sample, mean"):
+        with pytest.raises(
+            ValueError, match=("'grpo' is no kind of advantage; there are std, std_sample, mean")
+        ):
             group_advantages(rewards, "grpo")  # type: ignore[arg-type]
 
 
@@ -46,16 +52,22 @@ GROUPS = ([1, 0, 0], [0.5, 0.25, 1])
 @pytest.mark.parametrize(
     ("kind", "epsilon", "expected"),
     [
-        ("std_sample", 1e-6, [1.154699, -0.577349, -0.577349, -0.218217, -0.872869, 1.091087]),  # verl
+        # verl
+        ("std_sample", 1e-6, [1.154699, -0.577349, -0.577349, -0.218217, -0.872869, 1.091087]),
         ("std_sample", 1e-4, [1.154501, -0.57725, -0.57725, -0.218161, -0.872643, 1.090804]),  # TRL
-        ("std", 1e-4, [1.413914, -0.706957, -0.706957, -0.267176, -1.068702, 1.335878]),  # mlx-lm-lora
+        # mlx-lm-lora
+        ("std", 1e-4, [1.413914, -0.706957, -0.706957, -0.267176, -1.068702, 1.335878]),
         ("mean", 0.0, [0.666667, -0.333333, -0.333333, -0.083333, -0.333333, 0.416667]),
         ("rloo", 0.0, [1, -0.5, -0.5, -0.125, -0.5, 0.625]),
         ("none", 0.0, [1, 0, 0, 0.5, 0.25, 1]),
     ],
 )
 def test_other_trainers_numbers(kind: AdvantageKind, epsilon: float, expected: list[float]) -> None:
-    found = [value for rewards in GROUPS for value in group_advantages(rewards, kind, epsilon=epsilon) or ()]
+    found = [
+        value
+        for rewards in GROUPS
+        for value in group_advantages(rewards, kind, epsilon=epsilon) or ()
+    ]
     assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -76,7 +88,10 @@ def test_raw_rewards_are_never_without_a_word() -> None:
 def test_whitening() -> None:
     assert whiten(np.array([1, 0, 0.5])) == pytest.approx([1, -1, 0], abs=1e-6)
     values = np.random.default_rng(0).normal(3, 7, 1000).astype(np.float32)
-    assert (whiten(values).mean(), whiten(values).std(ddof=1)) == (pytest.approx(0, abs=1e-12), pytest.approx(1))
+    assert (whiten(values).mean(), whiten(values).std(ddof=1)) == (
+        pytest.approx(0, abs=1e-12),
+        pytest.approx(1),
+    )
     assert whiten(np.array([4.0])).tolist() == [0]
     noise = np.full(100, 0.3) + 1e-12 * np.arange(100)
     assert np.abs(whiten(noise)).max() < 1e-6  # rounding noise stays noise
@@ -88,14 +103,20 @@ def test_to_go() -> None:
 
 
 def test_overlong_penalty() -> None:
-    """DAPO's R_length with its sign turned: (L_max - L_cache - L) / L_cache between the two lengths."""
-    found = [overlong_penalty(length, max_length=20, buffer=4) for length in (0, 16, 17, 19, 20, 25)]
+    """DAPO's R_length with its sign turned: (L_max - L_cache - L) / L_cache between the two
+    lengths."""
+    found = [
+        overlong_penalty(length, max_length=20, buffer=4) for length in (0, 16, 17, 19, 20, 25)
+    ]
     assert found == [0, 0, 0.25, 0.75, 1, 1]
 
 
 def test_advantages_go_to_every_token() -> None:
     group = make_group("g", [1, 0])
-    assert token_advantages(group, group_advantages) == ((pytest.approx(1.0),) * 5, (pytest.approx(-1.0),) * 5)
+    assert token_advantages(group, group_advantages) == (
+        (pytest.approx(1.0),) * 5,
+        (pytest.approx(-1.0),) * 5,
+    )
     assert token_advantages(make_group("g", [1, 1]), group_advantages) is None
 
 
@@ -103,13 +124,21 @@ def test_an_environments_own_advantages_win() -> None:
     rollouts = (make_rollout(reward=1), make_rollout(reward=1))
     per_rollout = RolloutGroup("g", "test", rollouts, advantages=(0.3, 0.0))
     assert token_advantages(per_rollout, group_advantages) == ((0.3,) * 5, (0.0,) * 5)
-    per_token = RolloutGroup("g", "test", rollouts, advantages=((0, 0, 0, 1.0, 2.0), (0, 0, 0, 0, 0)))
+    per_token = RolloutGroup(
+        "g", "test", rollouts, advantages=((0, 0, 0, 1.0, 2.0), (0, 0, 0, 0, 0))
+    )
     assert token_advantages(per_token, group_advantages) == ((0, 0, 0, 1.0, 2.0), (0, 0, 0, 0, 0))
-    assert token_advantages(RolloutGroup("g", "test", rollouts, advantages=(0.0, 0.0)), group_advantages) is None
+    assert (
+        token_advantages(
+            RolloutGroup("g", "test", rollouts, advantages=(0.0, 0.0)), group_advantages
+        )
+        is None
+    )
 
 
 def test_a_zeroed_rollout_counts_in_the_mean_and_learns_nothing() -> None:
-    """Rewards 3, 0, 0 → mean 1 → 2, -1, -1; the last one is zeroed, also where the environment gave it an advantage."""
+    """Rewards 3, 0, 0 → mean 1 → 2, -1, -1; the last one is zeroed, also where the environment
+    gave it an advantage."""
     one, zeroed = make_rollout(reward=3.0), make_rollout(zero_advantage=True)
 
     def rows(*rollouts: Rollout, advantages: tuple[float, ...] | None = None) -> object:
@@ -124,7 +153,8 @@ def test_a_zeroed_rollout_counts_in_the_mean_and_learns_nothing() -> None:
 @pytest.mark.parametrize("kind", ["std", "std_sample", "mean", "rloo", "none"])
 @pytest.mark.parametrize("size", [1e154, 1e200, 1e308])
 def test_no_size_of_reward_overflows(kind: AdvantageKind, size: float) -> None:
-    """math.fsum and a square of a float raise OverflowError; the advantages are those of [1, -1, 0] times the size."""
+    """math.fsum and a square of a float raise OverflowError; the advantages are those of [1, -1,
+    0] times the size."""
     got = group_advantages([size, -size, 0.0], kind)
     expected = group_advantages([1.0, -1.0, 0.0], kind)
     scale = 1.0 if kind.startswith("std") else size

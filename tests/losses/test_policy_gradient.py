@@ -1,4 +1,5 @@
-"""Policy losses against other trainers' printed numbers, a float64 oracle, hand-worked cases, and invariances."""
+"""Policy losses against other trainers' printed numbers, a float64 oracle, hand-worked cases,
+and invariances."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,8 @@ from tests.losses import fixtures, oracle
 
 Loss = Callable[[LossInputs], LossOutputs]
 
-COVERED = [loss for loss in LOSSES if loss in oracle.FORMULAS]  # tests/test_documented.py: all have to be
+# tests/test_documented.py: all have to be
+COVERED = [loss for loss in LOSSES if loss in oracle.FORMULAS]
 COMBINATIONS = [
     (loss, level)
     for loss in COVERED
@@ -26,7 +28,9 @@ COMBINATIONS = [
 
 
 def value_and_grad(loss: Loss, inputs: LossInputs) -> tuple[float, np.ndarray]:
-    value, gradient = mx.value_and_grad(lambda x: loss(replace(inputs, logprobs=x)).loss)(inputs.logprobs)
+    value, gradient = mx.value_and_grad(lambda x: loss(replace(inputs, logprobs=x)).loss)(
+        inputs.logprobs
+    )
     return value.item(), np.array(gradient)
 
 
@@ -48,10 +52,23 @@ DAPO = {"clip_ratio": 0.2, "clip_ratio_high": 0.28}
 PRINTED: list[tuple[str, dict[str, Any], float, tuple[float, float], tuple[float, float]]] = [
     # loss, options, divisor of the printed numbers, (value, gradient norm) in set A, in set B
     ("dual_clip", DAPO, 1, (0.051254, 0.158295), (0.251462, 0.100155)),  # verl ppo token-mean
-    ("dual_clip", DAPO | {"aggregation": "sequence"}, 1, (-0.015323, 0.154209), (0.143163, 0.071620)),
-    ("dual_clip", DAPO | {"aggregation": "sequence_sum"}, 1, (0.170847, 0.527649), (0.838206, 0.333850)),
     (
-        *("clip", DAPO | {"ratio_level": "sequence", "aggregation": "sequence"}, 1),  # verl gspo, TRL
+        "dual_clip",
+        DAPO | {"aggregation": "sequence"},
+        1,
+        (-0.015323, 0.154209),
+        (0.143163, 0.071620),
+    ),
+    (
+        "dual_clip",
+        DAPO | {"aggregation": "sequence_sum"},
+        1,
+        (0.170847, 0.527649),
+        (0.838206, 0.333850),
+    ),
+    (
+        # verl gspo, TRL
+        *("clip", DAPO | {"ratio_level": "sequence", "aggregation": "sequence"}, 1),
         *((-0.016057, 0.152533), (-0.007851, 0.115421)),
     ),
     (
@@ -60,25 +77,41 @@ PRINTED: list[tuple[str, dict[str, Any], float, tuple[float, float], tuple[float
     ),
     ("sapo", {"aggregation": "sequence"}, 1, (-0.042269, 0.152869), (-0.137485, 0.139641)),  # verl
     ("cispo", DAPO, 1, (-0.087392, 0.158295), (-0.083350, 0.162631)),  # verl
-    ("cispo", {"clip_ratio": 1.0, "clip_ratio_high": 0.15}, 1, (-0.084871, 0.155271), (-0.063885, 0.139074)),  # TRL
-    ("clip", DAPO | {"aggregation": "sequence"}, 1, (-0.015323, 0.154209), (0.166193, 0.156272)),  # TRL grpo
-    ("clip", DAPO, 1, (0.051254, 0.158295), (0.278672, 0.193167)),  # TRL dapo
-    ("clip", DAPO | {"aggregation": "constant"}, 1, (0.021356, 0.065956), (0.116113, 0.080486)),  # TRL dr_grpo, L = 8
+    # TRL
     (
-        *("two_sided", DAPO | {"ratio_delta": 1.1, "aggregation": "sequence"}, 1),  # TRL grpo, delta
+        "cispo",
+        {"clip_ratio": 1.0, "clip_ratio_high": 0.15},
+        1,
+        (-0.084871, 0.155271),
+        (-0.063885, 0.139074),
+    ),
+    # TRL grpo
+    ("clip", DAPO | {"aggregation": "sequence"}, 1, (-0.015323, 0.154209), (0.166193, 0.156272)),
+    ("clip", DAPO, 1, (0.051254, 0.158295), (0.278672, 0.193167)),  # TRL dapo
+    # TRL dr_grpo, L = 8
+    ("clip", DAPO | {"aggregation": "constant"}, 1, (0.021356, 0.065956), (0.116113, 0.080486)),
+    (
+        # TRL grpo, delta
+        *("two_sided", DAPO | {"ratio_delta": 1.1, "aggregation": "sequence"}, 1),
         *((-0.000901, 0.100332), (0.036769, 0.057635)),
     ),
     ("dppo", {}, 1, (0.051276, 0.158292), (0.336246, 0.193382)),  # prime-rl
     ("dppo", {"dppo_low": 0.05, "dppo_high": 0.05}, 1, (0.082188, 0.136114), (0.336246, 0.193382)),
-    ("importance_sampling", {}, 20, (1.025081, 3.165893), (0.837132, 5.702854)),  # Tinker: the sum of 20 tokens
-    ("clip", {"clip_ratio": 0.2}, 20, (1.057185, 2.856238), (5.789437, 3.863333)),  # Tinker ppo 0.8 / 1.2
+    # Tinker: the sum of 20 tokens
+    ("importance_sampling", {}, 20, (1.025081, 3.165893), (0.837132, 5.702854)),
+    # Tinker ppo 0.8 / 1.2
+    ("clip", {"clip_ratio": 0.2}, 20, (1.057185, 2.856238), (5.789437, 3.863333)),
     ("reinforce", {"aggregation": "sequence_sum"}, 1, (-0.293000, 0.514512), (-0.293000, 0.514512)),
 ]
 
 
 @pytest.mark.parametrize(("loss", "options", "divisor", "set_a", "set_b"), PRINTED)
 def test_other_trainers_numbers(
-    loss: str, options: dict[str, Any], divisor: int, set_a: tuple[float, float], set_b: tuple[float, float]
+    loss: str,
+    options: dict[str, Any],
+    divisor: int,
+    set_a: tuple[float, float],
+    set_b: tuple[float, float],
 ) -> None:
     for scale, (value, norm) in ((0.1, set_a), (0.6, set_b)):
         got, gradient = value_and_grad(made(loss, **options), fixtures.inputs(scale))
@@ -88,7 +121,9 @@ def test_other_trainers_numbers(
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize(("loss", "level"), COMBINATIONS)
-def test_value_and_gradient_equal_the_float64_oracle(loss: str, level: str, aggregation: str) -> None:
+def test_value_and_gradient_equal_the_float64_oracle(
+    loss: str, level: str, aggregation: str
+) -> None:
     def in_float64(new: np.ndarray) -> float:
         return oracle.loss_of(
             new,
@@ -111,13 +146,23 @@ def test_value_and_gradient_equal_the_float64_oracle(loss: str, level: str, aggr
 
 @pytest.mark.parametrize("entropy_aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_the_entropy_has_an_aggregation_of_its_own(aggregation: str, entropy_aggregation: str) -> None:
-    """TRL's bonus is the mean over tokens whatever its loss_type divides by: with weight 0.05 and 20 tokens the slope
-    by each token's entropy is -0.05 / 20 = -0.0025. The six rows have 5, 3, 4, 2, 5 and 1 tokens, so "sequence" gives
-    -0.05 / (6 · length), "sequence_sum" -0.05 / 6, "constant" -0.05 / (6 · 8)."""
-    loss = made("clip", aggregation=aggregation, entropy_weight=0.05, entropy_aggregation=entropy_aggregation)
+def test_the_entropy_has_an_aggregation_of_its_own(
+    aggregation: str, entropy_aggregation: str
+) -> None:
+    """TRL's bonus is the mean over tokens whatever its loss_type divides by: with weight 0.05
+    and 20 tokens the slope by each token's entropy is -0.05 / 20 = -0.0025. The six rows have 5,
+    3, 4, 2, 5 and 1 tokens, so "sequence" gives -0.05 / (6 · length), "sequence_sum" -0.05 / 6,
+    "constant" -0.05 / (6 · 8)."""
+    loss = made(
+        "clip",
+        aggregation=aggregation,
+        entropy_weight=0.05,
+        entropy_aggregation=entropy_aggregation,
+    )
     inputs = fixtures.inputs(0.6)
-    slope = np.array(mx.grad(lambda entropy: loss(replace(inputs, entropy=entropy)).loss)(inputs.entropy))
+    slope = np.array(
+        mx.grad(lambda entropy: loss(replace(inputs, entropy=entropy)).loss)(inputs.entropy)
+    )
     lengths = np.array(fixtures.LENGTHS)[:, None]
     divisors = {"token": 20.0, "sequence": 6 * lengths, "sequence_sum": 6.0, "constant": 6 * 8.0}
     wanted = np.where(fixtures.MASK, -0.05 / divisors[entropy_aggregation], 0.0)
@@ -125,7 +170,12 @@ def test_the_entropy_has_an_aggregation_of_its_own(aggregation: str, entropy_agg
     assert loss(inputs).loss.item() == pytest.approx(
         oracle.loss_of(
             *(fixtures.NEW,),
-            **{"loss": "clip", "scale": 0.6, "aggregation": aggregation, "settings": {"clip_ratio": 0.2}},
+            **{
+                "loss": "clip",
+                "scale": 0.6,
+                "aggregation": aggregation,
+                "settings": {"clip_ratio": 0.2},
+            },
             **{"entropy_weight": 0.05, "entropy_aggregation": entropy_aggregation},
         ),
         rel=1e-5,
@@ -135,22 +185,32 @@ def test_the_entropy_has_an_aggregation_of_its_own(aggregation: str, entropy_agg
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
 @pytest.mark.parametrize("estimator", oracle.KL)
-def test_every_kl_in_the_loss_equals_the_oracle(estimator: str, level: str, aggregation: str) -> None:
-    """With every level of the ratio and every aggregation: "k3_ratio" is k3 times the ratio that the loss has."""
+def test_every_kl_in_the_loss_equals_the_oracle(
+    estimator: str, level: str, aggregation: str
+) -> None:
+    """With every level of the ratio and every aggregation: "k3_ratio" is k3 times the ratio that
+    the loss has."""
 
     def in_float64(new: np.ndarray) -> float:
         return oracle.loss_of(
             new,
             **{"loss": "clip", "scale": 0.6, "settings": oracle.SETTINGS["clip"], "level": level},
-            **{"aggregation": aggregation, "kl_beta": 0.7, "kl_estimator": estimator, "frozen": shifted},
+            **{
+                "aggregation": aggregation,
+                "kl_beta": 0.7,
+                "kl_estimator": estimator,
+                "frozen": shifted,
+            },
         )
 
-    shifted = fixtures.NEW + 0.013  # |ref - new| is 0 somewhere in the fixture, where "abs" has no slope
+    # |ref - new| is 0 somewhere in the fixture, where "abs" has no slope
+    shifted = fixtures.NEW + 0.013
     inputs = fixtures.inputs(0.6, new=shifted, kl_beta=0.7)
     options = {"ratio_level": level, "aggregation": aggregation, **oracle.SETTINGS["clip"]}
     value, slope = value_and_grad(made("clip", kl_estimator=estimator, **options), inputs)
     expected = oracle.gradient(in_float64, shifted)
-    assert value == pytest.approx(in_float64(shifted), rel=1e-5, abs=1e-7)  # some are sums of 0.003 of float32 numbers
+    # some are sums of 0.003 of float32 numbers
+    assert value == pytest.approx(in_float64(shifted), rel=1e-5, abs=1e-7)
     assert np.linalg.norm(slope - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
@@ -159,14 +219,17 @@ def test_every_kl_in_the_loss_equals_the_oracle(estimator: str, level: str, aggr
 def test_on_policy_every_loss_learns_and_knows_good_from_bad(loss: str, level: str) -> None:
     """At ratio 1 the gradient of each is that of -A · logprobs, up to a constant."""
     inputs = replace(fixtures.inputs(0.6), rollout_logprobs=mx.array(fixtures.NEW, mx.float32))
-    _, gradient = value_and_grad(made(loss, **({} if loss in WITHOUT_LEVEL else {"ratio_level": level})), inputs)
+    _, gradient = value_and_grad(
+        made(loss, **({} if loss in WITHOUT_LEVEL else {"ratio_level": level})), inputs
+    )
     wanted = -fixtures.ADVANTAGES * fixtures.MASK / 20
     np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
     ("loss", "level", "aggregation"),
-    [(*which, "sequence") for which in COMBINATIONS] + [("clip", "token", name) for name in oracle.AGGREGATIONS],
+    [(*which, "sequence") for which in COMBINATIONS]
+    + [("clip", "token", name) for name in oracle.AGGREGATIONS],
 )
 def test_cutting_padding_and_order_change_nothing(loss: str, level: str, aggregation: str) -> None:
     function = full(loss, level, aggregation)
@@ -178,15 +241,27 @@ def test_cutting_padding_and_order_change_nothing(loss: str, level: str, aggrega
     for (rows, _), (_, slope) in zip(cuts, found, strict=True):
         np.testing.assert_allclose(slope[:, :5], gradient[rows], atol=1e-7)
     for name, total in function(full_inputs()).metrics.items():
-        assert sum(function(part).metrics[name].item() for part in parts) == pytest.approx(total.item(), abs=1e-6)
+        assert sum(function(part).metrics[name].item() for part in parts) == pytest.approx(
+            total.item(), abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize(("loss", "level"), COMBINATIONS)
 def test_what_the_mask_hides_may_be_anything(loss: str, level: str, poison: float) -> None:
     clean = full_inputs(old_logprobs=fixtures.rollout_logprobs(0.5))
-    names = ("logprobs", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "entropy", "weights")
-    dirty = replace(clean, **{name: mx.where(clean.mask, getattr(clean, name), poison) for name in names})
+    names = (
+        "logprobs",
+        "rollout_logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+        "advantages",
+        "entropy",
+        ("weights"),
+    )
+    dirty = replace(
+        clean, **{name: mx.where(clean.mask, getattr(clean, name), poison) for name in names}
+    )
     value, gradient = value_and_grad(full(loss, level), dirty)
     expected, expected_gradient = value_and_grad(full(loss, level), clean)
     assert value == pytest.approx(expected, abs=1e-7)
@@ -209,7 +284,8 @@ def one_token(ratio: float, advantage: float, logprob: float = 0.0) -> LossInput
     [
         ("clip", 1.5, 1.0, -1.28, 0.0, 1),
         ("clip", 0.5, 1.0, -0.5, -0.5, 0),
-        ("clip", 0.5, -1.0, 0.8, 0.0, 1),  # a bad token already made rarer: the pessimistic branch is the clipped one
+        # a bad token already made rarer: the pessimistic branch is the clipped one
+        ("clip", 0.5, -1.0, 0.8, 0.0, 1),
         ("clip", 2.0, -1.0, 2.0, 2.0, 0),  # a bad token made likelier: the gradient has to stay
         ("clip", 1.0, 0.7, -0.7, -0.7, 0),
         ("dual_clip", 5.0, -1.0, 3.0, 0.0, 1),
@@ -260,15 +336,26 @@ def test_clip_fraction_and_ratio_count_the_tokens_of_set_b() -> None:
 
 def test_ratio_levels_worked() -> None:
     row = mx.array([[True, True, False]])
-    inputs = LossInputs(mx.log(mx.array([[0.4, 0.1, 0.3]])), mx.log(mx.array([[0.2, 0.2, 0.9]])), row, row, 2.0, 1.0)
-    for level, wanted in (("token", [2.0, 0.5]), ("sequence", [1.0, 1.0]), ("sequence_token", [1.0, 1.0])):
+    inputs = LossInputs(
+        mx.log(mx.array([[0.4, 0.1, 0.3]])), mx.log(mx.array([[0.2, 0.2, 0.9]])), row, row, 2.0, 1.0
+    )
+    for level, wanted in (
+        ("token", [2.0, 0.5]),
+        ("sequence", [1.0, 1.0]),
+        ("sequence_token", [1.0, 1.0]),
+    ):
         ratio = Terms(inputs, fixtures.options(ratio_level=level)).ratio
         assert ratio.tolist()[0][:2] == pytest.approx(wanted)
 
 
-def test_the_ratio_is_against_the_old_policy_where_there_is_one_and_the_weights_stay_constant() -> None:
+def test_the_ratio_is_against_the_old_policy_where_there_is_one_and_the_weights_stay_constant() -> (
+    None
+):
     both = fixtures.inputs(0.6, old_logprobs=fixtures.rollout_logprobs(0.1))
-    assert value_and_grad(made("clip"), both)[0] == value_and_grad(made("clip"), fixtures.inputs(0.1))[0]
+    assert (
+        value_and_grad(made("clip"), both)[0]
+        == value_and_grad(made("clip"), fixtures.inputs(0.1))[0]
+    )
     halved = replace(both, weights=mx.full((6, 5), 0.5))
     value, gradient = value_and_grad(made("clip"), halved)
     expected, expected_gradient = value_and_grad(made("clip"), both)
@@ -300,9 +387,13 @@ def test_reinforce_needs_no_sampler() -> None:
     assert "ratio_mean" not in outputs.metrics
 
 
-@pytest.mark.parametrize(("level", "limit"), [("token", 20.0), ("sequence", 10.0), ("sequence_token", 10.0)])
+@pytest.mark.parametrize(
+    ("level", "limit"), [("token", 20.0), ("sequence", 10.0), ("sequence_token", 10.0)]
+)
 def test_an_absurd_ratio_stays_finite(level: str, limit: float) -> None:
-    value, gradient = value_and_grad(made("importance_sampling", ratio_level=level), one_token(np.exp(80.0), -1.0))
+    value, gradient = value_and_grad(
+        made("importance_sampling", ratio_level=level), one_token(np.exp(80.0), -1.0)
+    )
     assert value == pytest.approx(np.exp(limit), rel=1e-5)
     assert np.isfinite(gradient).all()
 
@@ -319,7 +410,9 @@ def test_weighted_terms_need_their_inputs() -> None:
 
 
 def test_aggregations_worked() -> None:
-    inputs = replace(one_token(1.0, 1.0), mask=mx.array([[True, True], [True, False]]), max_length=4.0)
+    inputs = replace(
+        one_token(1.0, 1.0), mask=mx.array([[True, True], [True, False]]), max_length=4.0
+    )
     inputs = replace(inputs, token_normalizer=3.0, sequence_normalizer=2.0)
     values = mx.array([[1.0, 2.0], [6.0, np.nan]])
     wanted = {"token": 3.0, "sequence": 3.75, "sequence_sum": 4.5, "constant": 1.125}
@@ -327,7 +420,8 @@ def test_aggregations_worked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "norm"), [("k1", 0.0075, 0.223607), ("k2", 0.002688, 0.016394), ("k3", 0.002680, 0.016350)]
+    ("name", "value", "norm"),
+    [("k1", 0.0075, 0.223607), ("k2", 0.002688, 0.016394), ("k3", 0.002680, 0.016350)],
 )
 def test_kl_of_other_trainers(name: str, value: float, norm: float) -> None:
     inputs = fixtures.inputs(0.1)
@@ -349,26 +443,33 @@ def test_kl_worked() -> None:
 
 
 def test_k3_by_the_ratio_of_a_sequence_worked() -> None:
-    """Two tokens with ratios 2 and 0.5, log-probability -1 and d = ref - new = 0.3 and -0.4: k3 = e^0.3 - 1.3 =
-    0.049859 and e^-0.4 - 0.6 = 0.070320. By token (2 · 0.049859 + 0.5 · 0.070320) / 2 = 0.067439. The sequence's ratio
-    is exp((ln 2 - ln 2) / 2) = 1: (0.049859 + 0.070320) / 2 = 0.060089, TRL's with importance_sampling_level
-    "sequence". Its slope by the first token: (k3' + the ratio's share) / 2 with k3' = 1 - e^0.3 = -0.349859 and a share
-    of (0.049859 + 0.070320) / 2 = 0.060089: -0.144885."""
+    """Two tokens with ratios 2 and 0.5, log-probability -1 and d = ref - new = 0.3 and -0.4: k3
+    = e^0.3 - 1.3 = 0.049859 and e^-0.4 - 0.6 = 0.070320. By token (2 · 0.049859 + 0.5 ·
+    0.070320) / 2 = 0.067439. The sequence's ratio is exp((ln 2 - ln 2) / 2) = 1: (0.049859 +
+    0.070320) / 2 = 0.060089, TRL's with importance_sampling_level "sequence". Its slope by the
+    first token: (k3' + the ratio's share) / 2 with k3' = 1 - e^0.3 = -0.349859 and a share of
+    (0.049859 + 0.070320) / 2 = 0.060089: -0.144885."""
     d, moved = np.array([[0.3, -0.4]]), np.log([[2.0, 0.5]])
     new = mx.full((1, 2), -1.0)
     row = lambda values: mx.array(values.astype(np.float32))  # noqa: E731
-    inputs = LossInputs(new, row(-1.0 - moved), mx.zeros((1, 2)), mx.ones((1, 2), mx.bool_), 2.0, 1.0)
+    inputs = LossInputs(
+        new, row(-1.0 - moved), mx.zeros((1, 2)), mx.ones((1, 2), mx.bool_), 2.0, 1.0
+    )
     inputs = replace(inputs, ref_logprobs=row(-1.0 + d), kl_beta=1.0)
     by_token, _ = value_and_grad(made("clip", kl_estimator="k3_ratio"), inputs)
     assert by_token == pytest.approx(0.067439, abs=1e-6)
-    value, slope = value_and_grad(made("clip", kl_estimator="k3_ratio", ratio_level="sequence"), inputs)
+    value, slope = value_and_grad(
+        made("clip", kl_estimator="k3_ratio", ratio_level="sequence"), inputs
+    )
     assert value == pytest.approx(0.060089, abs=1e-6)
     assert slope[0, 0] == pytest.approx(-0.144885, abs=1e-6)
 
 
 def kl_of_token(name: str, new: float, ref: float, old: float) -> tuple[float, float]:
     """The estimate, and its slope by `new`."""
-    inputs = replace(one_token(1.0, 1.0), rollout_logprobs=mx.array([[old]]), ref_logprobs=mx.array([[ref]]))
+    inputs = replace(
+        one_token(1.0, 1.0), rollout_logprobs=mx.array([[old]]), ref_logprobs=mx.array([[ref]])
+    )
     estimate = lambda x: token_kl(replace(inputs, logprobs=x), name).sum()  # noqa: E731
     value, slope = mx.value_and_grad(estimate)(mx.array([[new]]))
     return value.item(), slope.item()
@@ -376,8 +477,9 @@ def kl_of_token(name: str, new: float, ref: float, old: float) -> tuple[float, f
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_which_estimator_is_unbiased(stale: bool) -> None:
-    """Σ old(x) · estimate over all four tokens, and its gradient by the logits, against KL(π || ref) in float64. On the
-    policy's own tokens k2 and k3_ratio have its gradient, on an older policy's k3_ratio alone."""
+    """Σ old(x) · estimate over all four tokens, and its gradient by the logits, against KL(π ||
+    ref) in float64. On the policy's own tokens k2 and k3_ratio have its gradient, on an older
+    policy's k3_ratio alone."""
     logits, ref = np.array([0.3, -1.1, 0.8, 0.1]), np.array([-0.4, 0.2, 0.5, -0.9])
     old = np.array([1.0, -0.2, -0.5, 0.4])
     log = lambda z: z - np.log(np.exp(z).sum())  # noqa: E731
@@ -387,7 +489,9 @@ def test_which_estimator_is_unbiased(stale: bool) -> None:
 
     def mean(name: str, z: mx.array) -> mx.array:
         row = (z - mx.logsumexp(z))[None]
-        inputs = LossInputs(row, mx.array(sampled_by[None], mx.float32), row, mx.ones((1, 4), mx.bool_), 4, 1)
+        inputs = LossInputs(
+            row, mx.array(sampled_by[None], mx.float32), row, mx.ones((1, 4), mx.bool_), 4, 1
+        )
         inputs = replace(inputs, ref_logprobs=mx.array(log(ref)[None], mx.float32))
         return (mx.array(np.exp(sampled_by), mx.float32) * token_kl(inputs, name)[0]).sum()
 
@@ -396,20 +500,25 @@ def test_which_estimator_is_unbiased(stale: bool) -> None:
         value, slope = mx.value_and_grad(partial(mean, name))(mx.array(logits, mx.float32))
         values[name] = value.item() == pytest.approx(kl(logits), rel=1e-5)
         right |= {name} if np.allclose(np.array(slope), true_slope, atol=1e-6) else set()
-    assert {name for name, exact in values.items() if exact} == ({"k3_ratio"} if stale else {"k1", "k3", "k3_ratio"})
+    assert {name for name, exact in values.items() if exact} == (
+        {("k3_ratio")} if stale else {"k1", "k3", "k3_ratio"}
+    )
     assert right == ({"k3_ratio"} if stale else {"k2", "k3_ratio"})
 
 
 @pytest.mark.parametrize("d", [-1000.0, 5.0, 1000.0])
 def test_k3_ratio_of_an_absurd_token_pulls_the_right_way(d: float) -> None:
-    """A cap on the value must not turn the slope, ratio · (new - ref), whose logarithm is kept within ±20."""
+    """A cap on the value must not turn the slope, ratio · (new - ref), whose logarithm is kept
+    within ±20."""
     value, slope = kl_of_token("k3_ratio", -1.0, -1.0 + d, -1.0)
     assert value == pytest.approx(10.0)
     assert slope == pytest.approx(-max(min(d, 20.0), -20.0))
 
 
 def test_k3_ratio_needs_the_log_probabilities_of_the_sampler() -> None:
-    bare = replace(one_token(1.0, 1.0), rollout_logprobs=None, ref_logprobs=mx.zeros((1, 1)), kl_beta=0.1)
+    bare = replace(
+        one_token(1.0, 1.0), rollout_logprobs=None, ref_logprobs=mx.zeros((1, 1)), kl_beta=0.1
+    )
     with pytest.raises(ValueError, match="rollout_logprobs"):
         made("reinforce", kl_estimator="k3_ratio")(bare)
 

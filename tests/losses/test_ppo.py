@@ -1,4 +1,5 @@
-"""PPO's advantages, returns and value loss: verl's numbers, worked cases, float64 oracles, invariances."""
+"""PPO's advantages, returns and value loss: verl's numbers, worked cases, float64 oracles,
+invariances."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +36,9 @@ def inputs(rows: slice = slice(None), values: np.ndarray = VALUES) -> LossInputs
         return mx.array(numbers[rows].astype(np.float32))
 
     given = fixtures.inputs(0.1, rows=rows)
-    return replace(given, values=array(values), old_values=array(OLD_VALUES), returns=array(returns()))
+    return replace(
+        given, values=array(values), old_values=array(OLD_VALUES), returns=array(returns())
+    )
 
 
 def oracle(values: np.ndarray, clip: float) -> float:
@@ -45,7 +48,9 @@ def oracle(values: np.ndarray, clip: float) -> float:
 
 
 def gradient(given: LossInputs, clip: float) -> np.ndarray:
-    return np.array(mx.grad(lambda v: value_loss(replace(given, values=v), clip=clip).loss)(given.values))
+    return np.array(
+        mx.grad(lambda v: value_loss(replace(given, values=v), clip=clip).loss)(given.values)
+    )
 
 
 def test_verls_value_loss() -> None:
@@ -57,10 +62,16 @@ def test_verls_value_loss() -> None:
 
 @pytest.mark.parametrize(
     ("value", "target", "loss", "slope"),
-    [(0.5, 1.0, 0.245, 0.0), (0.5, 0.0, 0.125, 0.5), (0.2, 1.0, 0.32, -0.8), (-0.5, -1.0, 0.405, 0.0)],
+    [
+        (0.5, 1.0, 0.245, 0.0),
+        (0.5, 0.0, 0.125, 0.5),
+        (0.2, 1.0, 0.32, -0.8),
+        (-0.5, -1.0, 0.405, 0.0),
+    ],
 )
 def test_worked_cases(value: float, target: float, loss: float, slope: float) -> None:
-    """V_old = 0.1, clip 0.2: a move with the return is held, the way back is open, inside the bound nothing is held."""
+    """V_old = 0.1, clip 0.2: a move with the return is held, the way back is open, inside the
+    bound nothing is held."""
     one = mx.ones((1, 1))
     given = LossInputs(
         logprobs=one,
@@ -97,7 +108,9 @@ def test_the_parts_of_a_mini_batch_add_up_and_what_is_not_trained_on_is_not_read
     parts = [value_loss(inputs(rows), clip=0.2) for rows in (slice(0, 1), slice(1, 4), slice(4, 6))]
     assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item(), abs=1e-7)
     for name, metric in whole.metrics.items():
-        assert sum(part.metrics[name].item() for part in parts) == pytest.approx(metric.item(), abs=1e-6)
+        assert sum(part.metrics[name].item() for part in parts) == pytest.approx(
+            metric.item(), abs=1e-6
+        )
     poisoned = inputs(values=np.where(fixtures.MASK, VALUES, np.nan))
     assert value_loss(poisoned, clip=0.2).loss.item() == pytest.approx(whole.loss.item(), abs=1e-7)
     assert np.isfinite(gradient(poisoned, 0.2)).all()
@@ -110,24 +123,39 @@ def test_what_it_needs(missing: str) -> None:
 
 
 def policy(given: LossInputs) -> LossOutputs:
-    loss = -mx.where(given.mask, given.logprobs * given.advantages, 0.0).sum() / given.token_normalizer
+    loss = (
+        -mx.where(given.mask, given.logprobs * given.advantages, 0.0).sum() / given.token_normalizer
+    )
     return LossOutputs(loss, {"policy_loss": loss})
 
 
 @pytest.mark.parametrize("old", [False, True])
 def test_beside_a_policy_loss(old: bool) -> None:
-    """policy + coefficient · value; approx_kl against what the ratio is against: old_logprobs where they are there."""
+    """policy + coefficient · value; approx_kl against what the ratio is against: old_logprobs
+    where they are there."""
     before = fixtures.NEW - 0.2 * np.cos(1.0 + _I + _T) if old else fixtures.rollout_logprobs(0.1)
     given = replace(inputs(), old_logprobs=mx.array(before.astype(np.float32)) if old else None)
     outputs = with_value_loss(policy, clip=0.2, coefficient=0.3)(given)
-    assert outputs.loss.item() == pytest.approx(policy(given).loss.item() + 0.3 * 0.158579, abs=1e-6)
+    assert outputs.loss.item() == pytest.approx(
+        policy(given).loss.item() + 0.3 * 0.158579, abs=1e-6
+    )
     d = (fixtures.NEW - before)[fixtures.MASK]
-    assert outputs.metrics["approx_kl"].item() == pytest.approx((np.exp(d) - 1 - d).mean(), rel=1e-4)
-    assert outputs.metrics.keys() == {"policy_loss", "value_loss", "value_clip_fraction", "approx_kl"}
+    assert outputs.metrics["approx_kl"].item() == pytest.approx(
+        (np.exp(d) - 1 - d).mean(), rel=1e-4
+    )
+    assert outputs.metrics.keys() == {
+        "policy_loss",
+        "value_loss",
+        "value_clip_fraction",
+        ("approx_kl"),
+    }
 
 
 def prepared(
-    lengths: Sequence[int], rewards: Sequence[float], values: np.ndarray, penalty: np.ndarray | None = None
+    lengths: Sequence[int],
+    rewards: Sequence[float],
+    values: np.ndarray,
+    penalty: np.ndarray | None = None,
 ) -> PreparedBatch:
     """The reward stands on every token, as the trainer has it."""
     count = sum(lengths)
@@ -152,20 +180,29 @@ def credited(batch: PreparedBatch, *, gamma: float, gae_lambda: float) -> Prepar
 
 def test_verls_advantages() -> None:
     found = credited(of_fixture(OLD_COLUMN), gamma=0.99, gae_lambda=0.95)
-    np.testing.assert_allclose(found.advantages[:5], [1.276118, 0.890426, 1.501413, 1.129974, 1.756116], atol=1e-6)
+    np.testing.assert_allclose(
+        found.advantages[:5], [1.276118, 0.890426, 1.501413, 1.129974, 1.756116], atol=1e-6
+    )
     assert found.returns is not None
-    np.testing.assert_allclose(found.returns[:5], [0.801068, 0.841221, 0.89444, 0.9405, 1.0], atol=1e-6)
+    np.testing.assert_allclose(
+        found.returns[:5], [0.801068, 0.841221, 0.89444, 0.9405, 1.0], atol=1e-6
+    )
     assert found.advantages.dtype == found.returns.dtype == np.float32
 
 
 def test_a_worked_advantage() -> None:
-    found = gae(np.array([0.0, 1.0]), np.array([0.4, 0.6]), np.array([1]), gamma=1.0, gae_lambda=0.5)
+    found = gae(
+        np.array([0.0, 1.0]), np.array([0.4, 0.6]), np.array([1]), gamma=1.0, gae_lambda=0.5
+    )
     np.testing.assert_allclose(found, [0.4, 0.4])
 
 
-@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (0.9, 0.7), (1.0, 0.0), (0.97, 1.0)])
+@pytest.mark.parametrize(
+    ("gamma", "gae_lambda"), [(1.0, 0.95), (0.9, 0.7), (1.0, 0.0), (0.97, 1.0)]
+)
 def test_against_the_sum_that_it_stands_for(gamma: float, gae_lambda: float) -> None:
-    """A_t = Σ_k (γλ)^k δ_{t+k} within each sequence; some sequences are empty; every token has a penalty."""
+    """A_t = Σ_k (γλ)^k δ_{t+k} within each sequence; some sequences are empty; every token has a
+    penalty."""
     rng = np.random.default_rng(3)
     lengths = (4, 0, 7, 1, 0, 3, 0)
     rewards = tuple(rng.normal(size=len(lengths)).tolist())
@@ -177,15 +214,23 @@ def test_against_the_sum_that_it_stands_for(gamma: float, gae_lambda: float) -> 
         if length:
             r[-1] += np.float32(reward)
         deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(length)]
-        expected += [sum((gamma * gae_lambda) ** k * deltas[t + k] for k in range(length - t)) for t in range(length)]
+        expected += [
+            sum((gamma * gae_lambda) ** k * deltas[t + k] for k in range(length - t))
+            for t in range(length)
+        ]
         start += length
     raw = np.array(expected)
-    found = credited(prepared(lengths, rewards, values, penalty), gamma=gamma, gae_lambda=gae_lambda)
+    found = credited(
+        prepared(lengths, rewards, values, penalty), gamma=gamma, gae_lambda=gae_lambda
+    )
     assert found.returns is not None
     np.testing.assert_allclose(found.returns, raw + values, atol=1e-6)
-    np.testing.assert_allclose(found.advantages, (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8), atol=1e-5)
+    np.testing.assert_allclose(
+        found.advantages, (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8), atol=1e-5
+    )
     if gamma == 1.0 and gae_lambda == 0.0:
-        assert abs(found.returns[-1] - (rewards[5] - penalty[-1])) < 1e-6  # only the last one sees the reward
+        # only the last one sees the reward
+        assert abs(found.returns[-1] - (rewards[5] - penalty[-1])) < 1e-6
 
 
 def test_lambda_1_is_the_reward_to_go_whatever_the_values_are() -> None:
@@ -199,20 +244,36 @@ def test_a_tools_answer_is_passed_over() -> None:
     found = []
     for mask in ((0, 1, 1, 1), (0, 1, 0, 0, 1, 0, 1, 0)):
         rows = [
-            Rollout(tuple(range(3, 3 + len(mask))), mask, (0.0,) * len(mask), (0,) * len(mask), 1.0, {"reward": reward})
+            Rollout(
+                tuple(range(3, 3 + len(mask))),
+                mask,
+                (0.0,) * len(mask),
+                (0,) * len(mask),
+                1.0,
+                {"reward": reward},
+            )
             for reward in (1.0, 0.0)
         ]
         batch = make_batch([RolloutGroup("g", "test", tuple(rows))], estimate=raw_rewards)
-        scores = {"old_logprobs": np.zeros(6, np.float32), "old_values": np.array([0.1, 0.5, 0.3] * 2, np.float32)}
-        found.append(prepare(batch, scores, finish=lambda p: credited(p, gamma=0.9, gae_lambda=0.8)))
+        scores = {
+            "old_logprobs": np.zeros(6, np.float32),
+            "old_values": np.array([0.1, 0.5, 0.3] * 2, np.float32),
+        }
+        found.append(
+            prepare(batch, scores, finish=lambda p: credited(p, gamma=0.9, gae_lambda=0.8))
+        )
     np.testing.assert_array_equal(found[0].returns, found[1].returns)
     np.testing.assert_array_equal(found[0].advantages, found[1].advantages)
-    # δ = [0.9 · 0.5 - 0.1, 0.9 · 0.3 - 0.5, 1 - 0.3] = [0.35, -0.23, 0.7]; A_1 = -0.23 + 0.72 · 0.7 = 0.274
-    np.testing.assert_allclose(found[0].returns[:3], [0.35 + 0.72 * 0.274 + 0.1, 0.774, 1.0], atol=1e-6)
+    # δ = [0.9 · 0.5 - 0.1, 0.9 · 0.3 - 0.5, 1 - 0.3] = [0.35, -0.23, 0.7]; A_1 = -0.23 + 0.72 · 0.7
+    # = 0.274
+    np.testing.assert_allclose(
+        found[0].returns[:3], [0.35 + 0.72 * 0.274 + 0.1, 0.774, 1.0], atol=1e-6
+    )
 
 
 def test_explained_variance() -> None:
-    """1 for values that are the returns, 0 for one value everywhere, and what the formula says in between."""
+    """1 for values that are the returns, 0 for one value everywhere, and what the formula says
+    in between."""
 
     def explained(values: np.ndarray) -> float:
         return credited(of_fixture(values), gamma=1.0, gae_lambda=1.0).metrics["explained_variance"]
@@ -220,7 +281,9 @@ def test_explained_variance() -> None:
     targets = np.repeat(np.array(REWARDS, float), fixtures.LENGTHS)
     assert explained(targets) == pytest.approx(1.0, abs=1e-6)
     assert explained(np.full(20, 0.7)) == pytest.approx(0.0, abs=1e-6)
-    assert explained(OLD_COLUMN) == pytest.approx(1 - (targets - OLD_COLUMN).var() / targets.var(), abs=1e-6)
+    assert explained(OLD_COLUMN) == pytest.approx(
+        1 - (targets - OLD_COLUMN).var() / targets.var(), abs=1e-6
+    )
     same = credited(prepared((2, 2), (1, 1), np.zeros(4)), gamma=1.0, gae_lambda=1.0)
     assert "explained_variance" not in same.metrics, "returns without a spread"
 

@@ -1,4 +1,5 @@
-"""Another policy than a language model learns by the same PPO: a recurrent one of four weights, and a token model."""
+"""Another policy than a language model learns by the same PPO: a recurrent one of four weights,
+and a token model."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,8 @@ from tests.rl_training.rollouts import make_rollout
 
 
 class Recurrent(nn.Module):
-    """A GRU over observations [B, T, D]; which of two actions, and what reward is to be expected."""
+    """A GRU over observations [B, T, D]; which of two actions, and what reward is to be
+    expected."""
 
     def __init__(self, inputs: int = 1, hidden: int = 4) -> None:
         super().__init__()
@@ -33,20 +35,31 @@ class Recurrent(nn.Module):
         hidden = self.memory(observations, hidden=state)
         logprobs = nn.log_softmax(self.choice(hidden), axis=-1)
         entropy = -(mx.exp(logprobs) * logprobs).sum(axis=-1)
-        return mx.take_along_axis(logprobs, actions[..., None], axis=-1)[..., 0], entropy, self.value(hidden)[..., 0]
+        return (
+            mx.take_along_axis(logprobs, actions[..., None], axis=-1)[..., 0],
+            entropy,
+            self.value(hidden)[..., 0],
+        )
 
 
 class Tokens:
-    """A language model as a `Policy`: an observation is a token, an action the next one, the memory those before."""
+    """A language model as a `Policy`: an observation is a token, an action the next one, the
+    memory those before."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def act(self, observations: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
-        seen = observations[:, None] if state is None else mx.concatenate([state, observations[:, None]], axis=1)
+        seen = (
+            observations[:, None]
+            if state is None
+            else mx.concatenate([state, observations[:, None]], axis=1)
+        )
         return self.model(seen)[:, -1].argmax(axis=-1), seen
 
-    def scores(self, observations: mx.array, actions: mx.array, state: None) -> tuple[mx.array, mx.array, mx.array]:
+    def scores(
+        self, observations: mx.array, actions: mx.array, state: None
+    ) -> tuple[mx.array, mx.array, mx.array]:
         logits, hidden = LayerStack(self.model).forward(observations)
         logprobs, entropy = token_logprobs_and_entropy(logits, actions, 1.0)
         return logprobs, entropy, self.model.value_head(hidden)
@@ -60,9 +73,10 @@ def ppo_loss(policy: Policy, steps: Steps) -> mx.array:
 def test_the_loss_of_a_policy_whose_numbers_are_known() -> None:
     """All weights 0: either action has the probability ½, the value is 0.
 
-    Rewards 0 and 1, V 0.4 and 0.6, γ = 1, λ = 0.5 → A = [0.4, 0.4], R = [0.8, 1]. The actor's probabilities were 0.4
-    and 0.25 → ratios 1.25 and 2, both cut at 1.2: -0.48. The value 0 is held at V_old - 0.2 = [0.2, 0.4], which is
-    nearer to R, so the plain error counts: ½ (0.64 + 1) / 2 = 0.41. Together -0.48 + 0.5 · 0.41 = -0.275.
+    Rewards 0 and 1, V 0.4 and 0.6, γ = 1, λ = 0.5 → A = [0.4, 0.4], R = [0.8, 1]. The actor's
+    probabilities were 0.4 and 0.25 → ratios 1.25 and 2, both cut at 1.2: -0.48. The value 0 is held
+    at V_old - 0.2 = [0.2, 0.4], which is nearer to R, so the plain error counts: ½ (0.64 + 1) / 2 =
+    0.41. Together -0.48 + 0.5 · 0.41 = -0.275.
     """
     policy = Recurrent()
     policy.update({"choice": {k: mx.zeros_like(v) for k, v in policy.choice.parameters().items()}})
@@ -83,13 +97,16 @@ def test_the_loss_of_a_policy_whose_numbers_are_known() -> None:
 
 
 def test_a_recurrent_policy_learns_what_it_has_to_remember() -> None:
-    """The first observation says which action the second step, which sees nothing, is rewarded for."""
+    """The first observation says which action the second step, which sees nothing, is rewarded
+    for."""
     mx.random.seed(0)
     policy, rng = Recurrent(hidden=8), np.random.default_rng(0)
     adam, chances = Adam(learning_rate=0.03), []
     for _ in range(40):
         seen = rng.integers(0, 2, 64)
-        observations = mx.array(np.stack([2.0 * seen - 1, np.zeros(64)], axis=1)[..., None].astype(np.float32))
+        observations = mx.array(
+            np.stack([2.0 * seen - 1, np.zeros(64)], axis=1)[..., None].astype(np.float32)
+        )
         actions, state = [], None
         for step in range(2):
             action, state = policy.act(observations[:, step], state)
@@ -99,9 +116,17 @@ def test_a_recurrent_policy_learns_what_it_has_to_remember() -> None:
         rewards = np.stack([np.zeros(64), np.array(chosen[:, 1]) == seen], axis=1)
         chances.append(rewards[:, 1].mean())
         flat = np.array(values, np.float64).reshape(-1)
-        advantages = gae(rewards.reshape(-1), flat, np.arange(1, 128, 2), gamma=0.99, gae_lambda=0.95)
+        advantages = gae(
+            rewards.reshape(-1), flat, np.arange(1, 128, 2), gamma=0.99, gae_lambda=0.95
+        )
         steps = Steps(
-            *(observations, chosen, mx.ones((64, 2), mx.bool_), mx.stop_gradient(logprobs), mx.stop_gradient(values)),
+            *(
+                observations,
+                chosen,
+                mx.ones((64, 2), mx.bool_),
+                mx.stop_gradient(logprobs),
+                mx.stop_gradient(values),
+            ),
             advantages=mx.array(advantages.reshape(64, 2), mx.float32),
             returns=mx.array((advantages + flat).reshape(64, 2), mx.float32),
         )

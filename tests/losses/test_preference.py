@@ -1,4 +1,5 @@
-"""Losses on pairs, labelled completions and examples: printed reference values, a float64 oracle, invariances."""
+"""Losses on pairs, labelled completions and examples: printed reference values, a float64
+oracle, invariances."""
 
 import itertools
 import math
@@ -11,7 +12,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.losses.preference import cpo_loss, dft_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
+from mlx_parallm.losses.preference import (
+    cpo_loss,
+    dft_loss,
+    dpo_loss,
+    kto_loss,
+    nll_loss,
+    orpo_loss,
+    simpo_loss,
+)
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 
 LENGTHS = (4, 6, 5, 3, 7, 2, 1, 8)  # of completions: four pairs, or eight labelled rows
@@ -40,7 +49,9 @@ def make_rows(seed: int = 0) -> Rows:
     return Rows(logprobs, logprobs + rng.normal(0, 0.6, shape), mask)
 
 
-def inputs(rows: Rows, part: slice = slice(None), logprobs: np.ndarray | None = None, **others: Any) -> LossInputs:
+def inputs(
+    rows: Rows, part: slice = slice(None), logprobs: np.ndarray | None = None, **others: Any
+) -> LossInputs:
     values = rows.logprobs if logprobs is None else logprobs
     advantages = np.repeat((LABELS * np.where(LABELS > 0, 1.5, 0.8))[:, None], WIDTH, 1)
 
@@ -108,18 +119,25 @@ def oracle_dpo(
         "ipo": lambda: (margins(logprobs, rows, means) - 1 / (2 * beta)) ** 2,
         "ipo_sum": lambda: (margins(logprobs, rows) - 1 / (2 * beta)) ** 2,
         "sigmoid_norm": lambda: -log_sigmoid(beta * margins(logprobs, rows, means)),
-        "exo_pair": lambda: sigmoid(h) * (log_sigmoid(h) - np.log(1 - e)) + sigmoid(-h) * (log_sigmoid(-h) - np.log(e)),
+        "exo_pair": lambda: (
+            sigmoid(h) * (log_sigmoid(h) - np.log(1 - e))
+            + sigmoid(-h) * (log_sigmoid(-h) - np.log(e))
+        ),
         "nca_pair": lambda: -log_sigmoid(c) - 0.5 * log_sigmoid(-c) - 0.5 * log_sigmoid(-r),
         "bco_pair": lambda: -log_sigmoid(c) - log_sigmoid(-r),
         "sppo_hard": lambda: (c / beta - 0.5 / beta) ** 2 + (r / beta + 0.5 / beta) ** 2,
         "apo_zero": lambda: 1 - sigmoid(c) + sigmoid(r),
         "apo_down": lambda: sigmoid(c) + 1 - sigmoid(h),
-        "discopop": lambda: -log_sigmoid(h) * (1 - sigmoid(h / 0.05)) + np.exp(-h) * sigmoid(h / 0.05),
+        "discopop": lambda: (
+            -log_sigmoid(h) * (1 - sigmoid(h / 0.05)) + np.exp(-h) * sigmoid(h / 0.05)
+        ),
         "sft": lambda: -sums(logprobs, rows)[0::2].sum() / rows.mask[0::2].sum() * np.ones(len(h)),
     }
     kinds = [loss_type] if isinstance(loss_type, str) else loss_type
     weights = loss_weights or [1.0] * len(kinds)
-    return float(sum(weight * values[kind]().mean() for kind, weight in zip(kinds, weights, strict=True)))
+    return float(
+        sum(weight * values[kind]().mean() for kind, weight in zip(kinds, weights, strict=True))
+    )
 
 
 def oracle_orpo(logprobs: np.ndarray, rows: Rows, *, beta: float) -> float:
@@ -166,12 +184,30 @@ CASES: dict[str, tuple[Callable[..., LossOutputs], Callable[..., float], dict[st
     "ipo_sum": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.3, "loss_type": "ipo_sum"}),
     **{
         kind: (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.3, "loss_type": kind, "discopop_tau": 0.05})
-        for kind in ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sft")
+        for kind in (
+            "sigmoid_norm",
+            "nca_pair",
+            "bco_pair",
+            "sppo_hard",
+            "apo_zero",
+            "apo_down",
+            "discopop",
+            ("sft"),
+        )
     },
-    "exo_pair": (dpo_loss, oracle_dpo, {"beta": 0.5, "loss_type": "exo_pair", "label_smoothing": 0.1}),
+    "exo_pair": (
+        dpo_loss,
+        oracle_dpo,
+        {"beta": 0.5, "loss_type": "exo_pair", "label_smoothing": 0.1},
+    ),
     "mpo": (
         *(dpo_loss, oracle_dpo),
-        PLAIN | {"beta": 0.3, "loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0)},
+        PLAIN
+        | {
+            "beta": 0.3,
+            "loss_type": ("sigmoid", "bco_pair", "sft"),
+            "loss_weights": (0.8, 0.2, 1.0),
+        },
     ),
     "orpo": (orpo_loss, oracle_orpo, {"beta": 0.4}),
     "simpo": (simpo_loss, oracle_simpo, {"beta": 2.0, "gamma": 1.0}),
@@ -184,12 +220,16 @@ PAIRED = [name for name in CASES if name not in ("kto", "nll", "dft")]
 every_loss = pytest.mark.parametrize("name", CASES)
 
 
-def loss_and_gradient(name: str, given: LossInputs) -> tuple[float, np.ndarray, Mapping[str, float]]:
+def loss_and_gradient(
+    name: str, given: LossInputs
+) -> tuple[float, np.ndarray, Mapping[str, float]]:
     loss, _, options = CASES[name]
     told: dict[str, mx.array] = {}
 
     def objective(logprobs: mx.array) -> mx.array:
-        fields = {key: getattr(given, key) for key in given.__dataclass_fields__} | {"logprobs": logprobs}
+        fields = {key: getattr(given, key) for key in given.__dataclass_fields__} | {
+            "logprobs": logprobs
+        }
         outputs = loss(LossInputs(**fields), **options)
         told.update(outputs.metrics)
         return outputs.loss
@@ -236,15 +276,30 @@ CHOSEN, REJECTED = [[-0.5] * 8, [-0.575] * 8], [[-0.65] * 10, [-0.6] * 10]
         *(
             (partial(dpo_loss, beta=0.1, loss_type=kind, discopop_tau=0.05, **PLAIN), expected)
             for kind, expected in (
-                *(("apo_zero", 0.972507), ("apo_down", 0.987523), ("bco_pair", 1.332057), ("nca_pair", 1.359625)),
-                *(("sppo_hard", 39.61), ("sigmoid_norm", 0.686917), ("discopop", 0.870281), ("sft", 0.5)),
+                *(
+                    ("apo_zero", 0.972507),
+                    ("apo_down", 0.987523),
+                    ("bco_pair", 1.332057),
+                    ("nca_pair", 1.359625),
+                ),
+                *(
+                    ("sppo_hard", 39.61),
+                    ("sigmoid_norm", 0.686917),
+                    ("discopop", 0.870281),
+                    ("sft", 0.5),
+                ),
             )
         ),
         (partial(dpo_loss, beta=0.1, loss_type="exo_pair", label_smoothing=0.1), 0.451973),
         (
             partial(
                 *(dpo_loss,),
-                **PLAIN | {"beta": 0.1, "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+                **PLAIN
+                | {
+                    "beta": 0.1,
+                    "loss_type": ["sigmoid", "bco_pair", "sft"],
+                    "loss_weights": [0.8, 0.2, 1.0],
+                },
             ),
             1.278138,
         ),
@@ -254,28 +309,35 @@ CHOSEN, REJECTED = [[-0.5] * 8, [-0.575] * 8], [[-0.65] * 10, [-0.6] * 10]
     ],
 )
 def test_other_trainers_numbers(loss: Callable[[LossInputs], LossOutputs], expected: float) -> None:
-    pair = printed([CHOSEN[0], REJECTED[0]], [CHOSEN[1], REJECTED[1]], constants={"chosen_tokens": 8.0})
+    pair = printed(
+        [CHOSEN[0], REJECTED[0]], [CHOSEN[1], REJECTED[1]], constants={"chosen_tokens": 8.0}
+    )
     assert loss(pair).loss.item() == pytest.approx(expected, abs=1e-6 * max(1, expected))
 
 
 def test_dft_worked() -> None:
-    """(e^-1 + 2 e^-2 + 6 e^-6) / 3 = 0.217808, and the slope by the first is -e^-1 / 3 = -0.122626."""
+    """(e^-1 + 2 e^-2 + 6 e^-6) / 3 = 0.217808, and the slope by the first is -e^-1 / 3 =
+    -0.122626."""
     given = printed([[-1.0, -2.0], [-6.0]], [[0.0, 0.0], [0.0]])
     assert dft_loss(given).loss.item() == pytest.approx(0.217808, abs=1e-6)
-    slope = mx.grad(lambda logprobs: dft_loss(replace(given, logprobs=logprobs)).loss)(given.logprobs)
+    slope = mx.grad(lambda logprobs: dft_loss(replace(given, logprobs=logprobs)).loss)(
+        given.logprobs
+    )
     assert slope[0, 0].item() == pytest.approx(-0.122626, abs=1e-6)
 
 
 def test_apo_zero_of_single_rows_worked() -> None:
-    """KTO with kl = 0: σ(-0.06) = 0.485004 for the ratio 0.6 as a desirable row, σ(-0.05) = 0.487503 for -0.5 as an
-    undesirable one; the mean is 0.486254. TRL's apo_zero_unpaired."""
+    """KTO with kl = 0: σ(-0.06) = 0.485004 for the ratio 0.6 as a desirable row, σ(-0.05) =
+    0.487503 for -0.5 as an undesirable one; the mean is 0.486254. TRL's apo_zero_unpaired."""
     given = printed(
         [CHOSEN[0], REJECTED[0]],
         [CHOSEN[1], REJECTED[1]],
         constants={"kl": 0.0, "desirable": 1.0, "undesirable": 1.0},
     )
     labels = mx.array([[1.0], [-1.0]]) * given.advantages
-    assert kto_loss(replace(given, advantages=labels), beta=0.1).loss.item() == pytest.approx(0.486254, abs=1e-6)
+    assert kto_loss(replace(given, advantages=labels), beta=0.1).loss.item() == pytest.approx(
+        0.486254, abs=1e-6
+    )
 
 
 def test_other_trainers_log_odds() -> None:
@@ -283,7 +345,9 @@ def test_other_trainers_log_odds() -> None:
     assert orpo_loss(pair, beta=0.1).metrics["log_odds"].item() == pytest.approx(0.344512, abs=1e-6)
 
 
-@pytest.mark.parametrize(("rows", "sign", "expected"), [(CHOSEN, 1.0, 0.492501), (REJECTED, -1.0, 0.480011)])
+@pytest.mark.parametrize(
+    ("rows", "sign", "expected"), [(CHOSEN, 1.0, 0.492501), (REJECTED, -1.0, 0.480011)]
+)
 def test_other_trainers_kto(rows: list[list[float]], sign: float, expected: float) -> None:
     constants = {"kl": 0.3, "desirable": 1.0, "undesirable": 1.0}
     row = printed(rows[:1], rows[1:], constants=constants)
@@ -332,7 +396,9 @@ def test_only_the_completions_tokens_count(name: str) -> None:
 def test_how_a_mini_batch_is_cut_changes_nothing(name: str, cuts: tuple[int, ...]) -> None:
     rows = make_rows(1)
     whole = loss_and_gradient(name, inputs(rows))
-    parts = [loss_and_gradient(name, inputs(rows, slice(a, b))) for a, b in itertools.pairwise(cuts)]
+    parts = [
+        loss_and_gradient(name, inputs(rows, slice(a, b))) for a, b in itertools.pairwise(cuts)
+    ]
     assert sum(part[0] for part in parts) == pytest.approx(whole[0], abs=1e-6)
     np.testing.assert_allclose(np.concatenate([part[1] for part in parts]), whole[1], atol=1e-6)
     for key, value in whole[2].items():
@@ -372,7 +438,9 @@ def test_what_dpo_tells() -> None:
     assert metrics["rewards/rejected"] == pytest.approx(0.1 * rejected.mean(), abs=1e-6)
     assert metrics["rewards/margins"] == pytest.approx(0.1 * (chosen - rejected).mean(), abs=1e-6)
     assert metrics["rewards/accuracies"] == pytest.approx((chosen > rejected).mean())
-    assert metrics["logps/chosen"] == pytest.approx(sums(rows.logprobs, rows)[0::2].mean(), abs=1e-5)
+    assert metrics["logps/chosen"] == pytest.approx(
+        sums(rows.logprobs, rows)[0::2].mean(), abs=1e-5
+    )
 
 
 def test_what_kto_tells() -> None:

@@ -1,4 +1,5 @@
-"""A server that speaks the hub's endpoints for one repository, with the headers that huggingface.co sends."""
+"""A server that speaks the hub's endpoints for one repository, with the headers that
+huggingface.co sends."""
 
 import json
 import threading
@@ -25,7 +26,8 @@ class FakeHub:
     """What the server answers, and what it was asked."""
 
     files: dict[str, bytes] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)  # of files that are listed larger than they are
+    # of files that are listed larger than they are
+    sizes: dict[str, int] = field(default_factory=dict)
     info: Refusal | None = None
     content: Refusal | None = None
     asked: list[str] = field(default_factory=list)
@@ -34,7 +36,11 @@ class FakeHub:
     @property
     def fetched(self) -> set[str]:
         """Files whose content was sent."""
-        return {line.rpartition("/")[2] for line in self.asked if line.startswith("GET") and "/resolve/" in line}
+        return {
+            line.rpartition("/")[2]
+            for line in self.asked
+            if line.startswith("GET") and "/resolve/" in line
+        }
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -56,7 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith(api) and self.hub.info:
             self._refuse(self.hub.info)
         elif "/revision/" in path and not path.endswith(("/main", COMMIT)):
-            self._refuse(Refusal(404, "RevisionNotFound", f"Invalid rev id: {path.rpartition('/')[2]}"))
+            self._refuse(
+                Refusal(404, "RevisionNotFound", (f"Invalid rev id: {path.rpartition('/')[2]}"))
+            )
         elif path.startswith(f"{api}/tree/"):
             self._send(json.dumps([self._entry(name) for name in self.hub.files]).encode())
         elif path.startswith(api):
@@ -65,12 +73,19 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.hub.content:
             self._refuse(self.hub.content)
         elif (name := path.rpartition("/")[2]) in self.hub.files:
-            self._send(self.hub.files[name], {"ETag": f'"{abs(hash(name)):040x}"', "X-Repo-Commit": COMMIT})
+            self._send(
+                self.hub.files[name], {"ETag": f'"{abs(hash(name)):040x}"', "X-Repo-Commit": COMMIT}
+            )
         else:
             self._refuse(Refusal(404, "EntryNotFound", "Entry not found"))
 
     def _entry(self, name: str) -> dict[str, object]:
-        return {"type": "file", "path": name, "size": self._size(name), "oid": f"{abs(hash(name)):040x}"}
+        return {
+            "type": "file",
+            "path": name,
+            "size": self._size(name),
+            "oid": (f"{abs(hash(name)):040x}"),
+        }
 
     def _size(self, name: str) -> int:
         return self.hub.sizes.get(name, len(self.hub.files[name]))

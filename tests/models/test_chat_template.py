@@ -31,7 +31,10 @@ def with_template(template: str, **options: Any) -> Tokenizer:
 def printed(use: str, arguments: Any, role: str = "assistant") -> str:
     """What a template that takes tools shows of a call's arguments, with `a` for them."""
     template = (
-        "{# tools #}{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+        (
+            "{# tools #}{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a ="
+            " c.function.arguments %}"
+        )
         + use
         + "{% endfor %}{% endfor %}"
     )
@@ -59,7 +62,8 @@ TEXT_USES = (
 
 @pytest.mark.parametrize("use", TEXT_USES)
 def test_arguments_print_as_the_clients_own_text(use: str) -> None:
-    """Whatever a template does to print them or to join them with text (verl #7664: Python's repr, or \\u escapes)."""
+    """Whatever a template does to print them or to join them with text (verl #7664: Python's
+    repr, or \\u escapes)."""
     assert printed(use, CITY) == CITY
     assert printed(use, {"city": "München"}) == '{"city": "München"}'
     assert printed(use, '{"a": 1.10, "a": 1e400}') == '{"a": 1.10, "a": 1e400}'
@@ -79,7 +83,9 @@ JSON_USES: dict[str, str] = {
     "{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}": (
         'ok=true;no=null;n=1.0;deep={"a": [false, null, "ü"]};title=x;'
     ),
-    "{% for k, v in a | items %}{{ k ~ v }};{% endfor %}": 'oktrue;nonull;n1.0;deep{"a": [false, null, "ü"]};titlex;',
+    "{% for k, v in a | items %}{{ k ~ v }};{% endfor %}": (
+        'oktrue;nonull;n1.0;deep{"a": [false, null, "ü"]};titlex;'
+    ),
     "{% for k in a %}{{ k }}{{ a[k] | string }};{% endfor %}": (
         'oktrue;nonull;n1.0;deep{"a": [false, null, "ü"]};titlex;'
     ),
@@ -91,7 +97,9 @@ JSON_USES: dict[str, str] = {
     "{{ a.no is string }}{{ a.title is string }}{{ a.deep is mapping }}{{ a.deep.a is sequence }}": (
         "FalseTrueTrueTrue"
     ),
-    "{{ 1 if a.no else 0 }}{{ 1 if a.ok else 0 }}{{ a.no == none }}{{ a.ok == true }}": "01TrueTrue",
+    "{{ 1 if a.no else 0 }}{{ 1 if a.ok else 0 }}{{ a.no == none }}{{ a.ok == true }}": (
+        "01TrueTrue"
+    ),
     "{{ a.keys() | join(',') }}{{ 'city' in a }}{{ a.get('n') }}{{ a.missing is defined }}": (
         "ok,no,n,deep,titleFalse1.0False"
     ),
@@ -102,7 +110,8 @@ JSON_USES: dict[str, str] = {
 
 @pytest.mark.parametrize("use", JSON_USES)
 def test_a_mapping_and_what_lies_in_it(use: str) -> None:
-    """The same from an object and from its text. Nothing in it prints as Python's `True`, `None` or `{'a': …`."""
+    """The same from an object and from its text. Nothing in it prints as Python's `True`, `None`
+    or `{'a': …`."""
     assert printed(use, MIXED) == JSON_USES[use]
     assert printed(use, json.dumps(MIXED)) == JSON_USES[use]
 
@@ -119,32 +128,56 @@ def test_a_template_cannot_reach_what_lies_behind() -> None:
             assert printed(use, CITY) == ""
         except RequestError as error:
             assert "unsafe" in str(error) or "undefined" in str(error)
-    for use in ("{% set _ = a.update({'x': 1}) %}", "{% set _ = a.pop('city') %}", "{% set _ = a.x.append(1) %}"):
+    for use in (
+        "{% set _ = a.update({'x': 1}) %}",
+        "{% set _ = a.pop('city') %}",
+        ("{% set _ = a.x.append(1) %}"),
+    ):
         with pytest.raises(RequestError, match="refuses these messages"):
             printed(use, '{"city": 1, "x": []}')
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in ("plain", "kimi")])
 def test_transformers_renders_the_same(name: str) -> None:
-    """Where transformers prints JSON too: the same text, markup of the answer and continued messages included."""
+    """Where transformers prints JSON too: the same text, markup of the answer and continued
+    messages included."""
     tokenizer, theirs = (
         with_template(TEMPLATES[name], tool_parser="json_tools"),
         AutoTokenizer.from_pretrained(TINY_ASSETS),
     )
     arguments = {"city": "München", "n": 3, "items": ["a", {"b": 1.5}]}
-    tools = [{"type": "function", "function": {"description": "<ü>", "name": "f", "parameters": {"type": "object"}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"description": "<ü>", "name": "f", "parameters": {"type": ("object")}},
+        }
+    ]
 
     def chat(value: Any) -> list[dict[str, Any]]:
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": value}}
-        answer = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}
+        answer = {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [call],
+        }
         return [USER, answer, {"role": "tool", "tool_call_id": "c", "name": "f", "content": "rain"}]
 
     value = json.dumps(arguments, ensure_ascii=False) if name == "deepseek" else arguments
     expected = theirs.apply_chat_template(
-        chat(value), tools=tools, chat_template=TEMPLATES[name], add_generation_prompt=True, tokenize=False
+        chat(value),
+        tools=tools,
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=True,
+        tokenize=False,
     )
-    for form in (arguments, json.dumps(arguments), json.dumps(arguments, ensure_ascii=False, separators=(", ", ": "))):
-        if name != "deepseek" or form != json.dumps(arguments):  # there the client's own escapes are shown
+    for form in (
+        arguments,
+        json.dumps(arguments),
+        json.dumps(arguments, ensure_ascii=False, separators=(", ", (": "))),
+    ):
+        # there the client's own escapes are shown
+        if name != "deepseek" or form != json.dumps(arguments):
             assert tokenizer.render_chat_text(chat(form), tools=tools) == expected
     continued = [USER, {"role": "assistant", "content": "It  "}]
     options = {"continue_final_message": True, "add_generation_prompt": False}
@@ -154,7 +187,9 @@ def test_transformers_renders_the_same(name: str) -> None:
 
 
 def test_a_final_message_that_is_not_shown_cannot_be_continued() -> None:
-    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
     with pytest.raises(RequestError, match="does not show the message"):
         with_template(template).render_chat_text(
             [USER, {"role": "assistant", "content": "x"}], continue_final_message=True
@@ -164,14 +199,18 @@ def test_a_final_message_that_is_not_shown_cannot_be_continued() -> None:
 @pytest.mark.parametrize("name", ["self", "source", "caller", "variables"])
 def test_an_argument_of_any_name_reaches_the_template(name: str) -> None:
     """Python's own names of parameters are none of the template's (`self` stays Jinja's)."""
-    tokenizer = with_template("{% for m in messages %}{{ m.content }}{% endfor %} {{ " + name + " }}")
+    tokenizer = with_template(
+        "{% for m in messages %}{{ m.content }}{% endfor %} {{ " + name + (" }}")
+    )
     shown = tokenizer.render_chat_text([USER], template_kwargs={name: "x"})
     assert shown.startswith("Wetter? ") and (shown.endswith("x") or name == "self")
 
 
 @pytest.mark.parametrize("name", ["chat_template", "messages", "tools"])
 def test_what_is_no_argument_of_a_template_is_refused_from_everywhere(name: str) -> None:
-    with pytest.raises(RequestError, match=f"'chat_template_kwargs' cannot set '{name}'") as refused:
+    with pytest.raises(
+        RequestError, match=f"'chat_template_kwargs' cannot set '{name}'"
+    ) as refused:
         with_template("{{ messages }}").render_chat([USER], template_kwargs={name: []})
     assert refused.value.param == "chat_template_kwargs"
 
@@ -199,17 +238,24 @@ def test_a_template_in_python_gets_an_object_or_its_text() -> None:
 
 
 def test_tools_that_a_template_leaves_out_are_taught_wherever_they_come_from() -> None:
-    """The server, rows and TRL alike: they all render here. A bare result that the template prints stays as it is."""
+    """The server, rows and TRL alike: they all render here. A bare result that the template
+    prints stays as it is."""
     tokenizer = with_template(TEMPLATES["plain"])
     call = {"id": "c", "function": {"name": "f", "arguments": '{"n": 1.10}'}}
-    history = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "ü"}]
+    history = [
+        USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": ("ü")},
+    ]
     tools = [{"type": "function", "function": {"name": "f", "description": "Grüße"}}]
     text = tokenizer.render_chat_text(history, tools=tools)
     assert text.startswith("<|im_start|>system\nYou can use these tools:\n- f: Grüße Arguments: {}")
     assert '<tool_call>\n{"name": "f", "arguments": {"n": 1.10}}\n</tool_call>' in text
     assert "<|im_start|>user\n<tool_response>\nü\n</tool_response><|im_end|>" in text
     assert "<tool_response>" in tokenizer.render_chat_text(history)
-    assert "<|im_start|>tool\nü" in tokenizer.render_chat_text([USER, {"role": "tool", "content": "ü"}])
+    assert "<|im_start|>tool\nü" in tokenizer.render_chat_text(
+        [USER, {"role": "tool", "content": ("ü")}]
+    )
 
 
 def test_arguments_stay_a_mapping_of_python() -> None:
@@ -238,7 +284,13 @@ class Harmful:
 
 
 def test_a_template_sees_plain_json_and_never_a_callers_object() -> None:
-    extra = {"e": Colour.RED, "f": np.float32(0.5), "b": np.bool_(False), "p": Place(name="Ulm"), "t": (1, 2)}
+    extra = {
+        "e": Colour.RED,
+        "f": np.float32(0.5),
+        "b": np.bool_(False),
+        "p": Place(name="Ulm"),
+        "t": (1, 2),
+    }
     template = "{{ x | tojson }}{{ x.d.picture }}{{ x.d.picture.save is defined }}"
     values = extra | {"d": Part("Bonn", Harmful())}
     text = render_template(template, [USER], continue_final_message=False, x=values)

@@ -18,7 +18,9 @@ from mlx_parallm.system.blas import BlasStatus
 from tests.rl_training.making import make_config, make_trainer
 from tests.tiny_models import QWEN3, make_model
 
-pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler")
+pytestmark = pytest.mark.skipif(
+    not cpu_kernels.available(), reason=("needs MLX on the CPU and a C++ compiler")
+)
 
 CASES = {  # B, heads, H, L, T, mask
     "causal": (2, 4, 2, 130, 130, "causal"),
@@ -35,7 +37,10 @@ CASES = {  # B, heads, H, L, T, mask
 def case(request: pytest.FixtureRequest) -> tuple[list[mx.array], mx.array | str | None]:
     batch, heads, kv_heads, count, positions, mask = CASES[request.param]
     mx.random.seed(1)
-    queries, keys = mx.random.normal((batch, heads, count, 16)), mx.random.normal((batch, kv_heads, positions, 16))
+    queries, keys = (
+        mx.random.normal((batch, heads, count, 16)),
+        mx.random.normal((batch, kv_heads, positions, 16)),
+    )
     arrays = [3 * queries, keys, mx.random.normal((batch, kv_heads, positions, 24))]
     if mask in ("rows", "all"):
         shape = (batch, 1, count, positions) if mask == "rows" else (count, positions)
@@ -43,7 +48,9 @@ def case(request: pytest.FixtureRequest) -> tuple[list[mx.array], mx.array | str
     return arrays, mask
 
 
-def in_float64(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> np.ndarray:
+def in_float64(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None
+) -> np.ndarray:
     q, k, v = (np.array(x, dtype=np.float64) for x in (queries, keys, values))
     k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     scores = 0.3 * np.einsum("bhld,bhtd->bhlt", q, k)
@@ -55,7 +62,9 @@ def in_float64(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arr
     return np.einsum("bhlt,bhtd->bhld", weights / weights.sum(axis=-1, keepdims=True), v)
 
 
-@pytest.mark.parametrize("block", [cpu_attention.BLOCK, 1 << 14, 1], ids=["large", "small", "least"])
+@pytest.mark.parametrize(
+    "block", [cpu_attention.BLOCK, 1 << 14, 1], ids=["large", "small", ("least")]
+)
 def test_it_is_softmax_attention(
     case: tuple[list[mx.array], mx.array | str | None], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +114,9 @@ def test_neither_way_holds_the_scores_of_all_heads() -> None:
     mx.reset_peak_memory()
     mx.eval(cpu_attention.attention(*arrays, 0.3, "causal"))
     forward = mx.get_peak_memory() - before
-    _, slopes = mx.vjp(lambda q, k, v: cpu_attention.attention(q, k, v, 0.3, "causal"), arrays, [arrays[0]])
+    _, slopes = mx.vjp(
+        lambda q, k, v: cpu_attention.attention(q, k, v, 0.3, "causal"), arrays, [arrays[0]]
+    )
     mx.reset_peak_memory()
     mx.eval(slopes)
     assert forward < scores / 2
@@ -130,15 +141,25 @@ def test_it_takes_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_seen_weighs_nothing_and_a_query_that_sees_nothing_gets_zeros() -> None:
     arrays = [mx.random.normal((1, 2, 80, 8)) for _ in range(3)]
     seen = mx.tri(80, 80, -1, dtype=mx.bool_)  # the first query sees nothing
-    arrays[2] = mx.concatenate([arrays[2][:, :, :-1], mx.full((1, 2, 1, 8), 1e35)], axis=2)  # which nobody sees
+    # which nobody sees
+    arrays[2] = mx.concatenate([arrays[2][:, :, :-1], mx.full((1, 2, 1, 8), 1e35)], axis=2)
     found = cpu_attention.attention(*arrays, 0.3, seen)
-    _, slopes = mx.vjp(lambda q, k, v: cpu_attention.attention(q, k, v, 0.3, seen), arrays, [mx.ones((1, 2, 80, 8))])
+    _, slopes = mx.vjp(
+        lambda q, k, v: cpu_attention.attention(q, k, v, 0.3, seen),
+        arrays,
+        [mx.ones((1, 2, 80, 8))],
+    )
     assert mx.abs(found).max().item() < 10 and mx.abs(found[:, :, 0]).max().item() == 0
-    assert all(mx.isfinite(slope).all().item() for slope in slopes) and mx.abs(slopes[0][:, :, 0]).max().item() == 0
+    assert (
+        all(mx.isfinite(slope).all().item() for slope in slopes)
+        and mx.abs(slopes[0][:, :, 0]).max().item() == 0
+    )
     assert mx.abs(slopes[2][:, :, -1]).max().item() == 0
 
 
-def test_a_models_prefill_goes_there_and_its_decode_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_prefill_goes_there_and_its_decode_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, tokens = make_model(QWEN3), mx.arange(80)[None] % 32
     assert route_attention(model)
     caches = make_prompt_cache(model)
@@ -153,14 +174,17 @@ def test_a_models_prefill_goes_there_and_its_decode_does_not(monkeypatch: pytest
     assert len(counts) == QWEN3["num_hidden_layers"]
     monkeypatch.setattr(routing, "takes", lambda *_: False)
     caches = make_prompt_cache(model)
-    for ours, plain in zip(found, [model(tokens, cache=caches), model(tokens[:, :1], cache=caches)], strict=True):
+    for ours, plain in zip(
+        found, [model(tokens, cache=caches), model(tokens[:, :1], cache=caches)], strict=True
+    ):
         np.testing.assert_allclose(ours, plain, atol=5e-5)
 
 
 def test_a_trainers_model_goes_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(QWEN3)
     module = sys.modules[type(model.layers[0].self_attn).__module__]
-    monkeypatch.setattr(module, "scaled_dot_product_attention", mlx_lm_attention)  # as mlx-lm has it
+    # as mlx-lm has it
+    monkeypatch.setattr(module, "scaled_dot_product_attention", mlx_lm_attention)
     make_trainer(make_config())
     assert module.scaled_dot_product_attention is not mlx_lm_attention
 

@@ -1,4 +1,5 @@
-"""The CPU's own exp, SwiGLU, RoPE and quantised products against float64 and MLX, forward and backward."""
+"""The CPU's own exp, SwiGLU, RoPE and quantised products against float64 and MLX, forward and
+backward."""
 
 import copy
 import gc
@@ -21,14 +22,20 @@ from mlx_parallm.models.lora import linear_layers
 from tests.tiny_models import QWEN3, make_model
 
 needs_cpu = pytest.mark.skipif(not cpu_kernels.on_cpu(), reason="MLX computes on a GPU")
-needs_compiler = pytest.mark.skipif(not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    not cpu_kernels.available(), reason=("needs MLX on the CPU and a C++ compiler")
+)
 
 
 @pytest.mark.parametrize(
     ("power", "exact", "lowest", "fused", "error"),
     [
-        pytest.param(cpu_kernels.exp_minus, np.exp, -87.0, True, 1.3e-7, marks=needs_compiler, id="e"),
-        pytest.param(cpu_kernels.exp2_minus, np.exp2, -100.0, True, 1.3e-7, marks=needs_compiler, id="2"),
+        pytest.param(
+            cpu_kernels.exp_minus, np.exp, -87.0, True, 1.3e-7, marks=needs_compiler, id=("e")
+        ),
+        pytest.param(
+            cpu_kernels.exp2_minus, np.exp2, -100.0, True, 1.3e-7, marks=needs_compiler, id=("2")
+        ),
         pytest.param(cpu_kernels.exp_minus, np.exp, -87.0, False, 5e-6, id="e, MLX's own"),
         pytest.param(cpu_kernels.exp2_minus, np.exp2, -100.0, False, 6e-6, id="2, MLX's own"),
     ],
@@ -43,13 +50,25 @@ def test_powers_are_as_right_as_their_docstrings_say(
 ) -> None:
     monkeypatch.setattr(cpu_kernels, "available", lambda: fused)
     whole = -np.arange(0.0, -lowest)  # and what lies beside them, where another power of two begins
-    edges = np.concatenate([whole, whole * np.log(2), np.nextafter(whole, 1), np.nextafter(whole * np.log(2), -200)])
-    x = mx.array(np.concatenate([np.linspace(lowest, 0, 50_001), edges.clip(lowest, 0)]).astype(np.float32))
+    edges = np.concatenate(
+        [whole, whole * np.log(2), np.nextafter(whole, 1), np.nextafter(whole * np.log(2), -200)]
+    )
+    x = mx.array(
+        np.concatenate([np.linspace(lowest, 0, 50_001), edges.clip(lowest, 0)]).astype(np.float32)
+    )
     found = np.array(power(x[None], mx.array([[0.0]])))[0].astype(np.float64)
     assert np.abs(found / exact(np.array(x, np.float64)) - 1).max() < error
-    few = power(mx.array([[7.0, 3.0, -200.0, -1e30, -float("inf"), float("nan")]]), mx.array([[7.0]]))[0].tolist()
-    assert few[:2] == [1.0, pytest.approx(exact(-4.0), rel=error)] and max(few[2:5]) < 1e-37 and np.isnan(few[5])
-    assert np.isnan(power(mx.array([[1.0, 2.0]]), mx.array([[float("nan")]]))).all(), "of a row with NaN all are"
+    few = power(
+        mx.array([[7.0, 3.0, -200.0, -1e30, -float("inf"), float("nan")]]), mx.array([[7.0]])
+    )[0].tolist()
+    assert (
+        few[:2] == [1.0, pytest.approx(exact(-4.0), rel=error)]
+        and max(few[2:5]) < 1e-37
+        and np.isnan(few[5])
+    )
+    assert np.isnan(power(mx.array([[1.0, 2.0]]), mx.array([[float("nan")]]))).all(), (
+        "of a row with NaN all are"
+    )
 
 
 @needs_compiler
@@ -67,8 +86,11 @@ def test_each_is_one_loop(name: str, tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_threads_that_share_sizes_get_the_functions_that_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX finds a trace by an address: one that outlived its function would be taken for that of another."""
+def test_threads_that_share_sizes_get_the_functions_that_they_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLX finds a trace by an address: one that outlived its function would be taken for that of
+    another."""
     monkeypatch.setattr(cpu_kernels, "TRACES", 4)
     monkeypatch.setattr(cpu_kernels, "_traces", cpu_kernels._Traces())
     turns, wrong = [threading.Semaphore(1), threading.Semaphore(0)], list[str]()
@@ -76,10 +98,18 @@ def test_threads_that_share_sizes_get_the_functions_that_they_ask_for(monkeypatc
     def compute(own: int) -> None:
         for call in range(600):
             turns[own].acquire()
-            x = mx.array(-np.random.default_rng(call // 2).random(1 + call * 7 % 11).astype(np.float32) * 20)
-            power, exact = [(cpu_kernels.exp_minus, np.exp), (cpu_kernels.exp2_minus, np.exp2)][call // 3 % 2]
+            x = mx.array(
+                -np.random.default_rng(call // 2).random(1 + call * 7 % 11).astype(np.float32) * 20
+            )
+            power, exact = [(cpu_kernels.exp_minus, np.exp), (cpu_kernels.exp2_minus, np.exp2)][
+                call // 3 % 2
+            ]
             # Every fourth is a part of something larger that is compiled, as in a training step.
-            called = mx.compile(lambda x, power=power: power(x, mx.array([0.0]))) if call // 2 % 4 == 3 else power
+            called = (
+                mx.compile(lambda x, power=power: power(x, mx.array([0.0])))
+                if call // 2 % 4 == 3
+                else power
+            )
             found = called(x) if called is not power else power(x, mx.array([0.0]))
             if np.abs(np.array(found) / exact(np.array(x, np.float64)) - 1).max() > 1e-6:
                 wrong.append(f"{power.__name__} of {x.size}, call {call} of thread {own}")
@@ -99,10 +129,15 @@ def test_a_compiler_that_fails_is_as_none(tmp_path: Path) -> None:
     """In a process of its own, with a directory for temporary files that has no loops yet."""
     (tmp_path / "g++").write_text('#!/bin/sh\ntest "$1" = --version\n')
     (tmp_path / "g++").chmod(0o755)
-    program = "import mlx.core as mx; from mlx_parallm.models import cpu_kernels as c; assert not c.available();"
+    program = (
+        "import mlx.core as mx; from mlx_parallm.models import cpu_kernels as c; assert not"
+        " c.available();"
+    )
     program += "print(c.exp_minus(mx.array([0.0]), mx.array([0.0])).item())"
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 and done.stdout.endswith("1.0\n"), done.stderr
     assert "MLX cannot compile" in done.stdout + done.stderr
 
@@ -112,7 +147,9 @@ def test_row_maxima(shape: tuple[int, ...], tmp_path: Path) -> None:
     x = mx.random.normal(shape, key=mx.random.key(1))
     mx.export_to_dot(str(tmp_path / "graph.dot"), cpu_kernels.row_maxima(x))
     by_halves = "Maximum" in (tmp_path / "graph.dot").read_text()
-    assert by_halves == (cpu_kernels.on_cpu() and shape[-1] > 5), "few numbers, or short rows, are one reduction"
+    assert by_halves == (cpu_kernels.on_cpu() and shape[-1] > 5), (
+        "few numbers, or short rows, are one reduction"
+    )
     x[..., 0, -1] = -float("inf")
     assert mx.array_equal(cpu_kernels.row_maxima(x), x.max(axis=-1, keepdims=True))
     x[..., 0, shape[-1] // 2] = float("nan")
@@ -121,7 +158,11 @@ def test_row_maxima(shape: tuple[int, ...], tmp_path: Path) -> None:
 
 def test_swiglu_and_its_gradient_are_right_to_1e_6() -> None:
     """d/dx σ(x) x u = u σ (1 + x (1 - σ)), d/du = σ x, in float64."""
-    gate, up, slope = mx.linspace(-30.0, 30.0, 60_001), mx.full((60_001,), 1.5), mx.full((60_001,), -0.5)
+    gate, up, slope = (
+        mx.linspace(-30.0, 30.0, 60_001),
+        mx.full((60_001,), 1.5),
+        mx.full((60_001,), -0.5),
+    )
     x = np.array(gate, dtype=np.float64)
     share = 1 / (1 + np.exp(-x))
     (value,), (by_gate, by_up) = mx.vjp(cpu_kernels.swiglu, [gate, up], [slope])
@@ -130,7 +171,9 @@ def test_swiglu_and_its_gradient_are_right_to_1e_6() -> None:
         (by_gate, -0.5 * 1.5 * share * (1 + x * (1 - share))),
         (by_up, -0.5 * share * x),
     ):
-        assert (np.abs(np.array(found, dtype=np.float64) - exact) / np.maximum(np.abs(x), 1)).max() < 1e-6
+        assert (
+            np.abs(np.array(found, dtype=np.float64) - exact) / np.maximum(np.abs(x), 1)
+        ).max() < 1e-6
     assert np.isnan(cpu_kernels.swiglu(mx.array([float("nan")]), mx.array([1.0])).item())
 
 
@@ -151,7 +194,8 @@ def test_a_swiglu_model_is_served_by_the_fast_one() -> None:
     tokens, projection = mx.arange(24)[None], model.layers[0].mlp.up_proj
     assert cpu_kernels.use_fast_swiglu(model) == QWEN3["num_hidden_layers"]
     assert set(linear_layers(model)) == set(linear_layers(plain))
-    assert model.layers[0].mlp.up_proj is projection  # the arrays stay shared with whoever holds them
+    # the arrays stay shared with whoever holds them
+    assert model.layers[0].mlp.up_proj is projection
     assert type(plain.layers[0].mlp) is not cpu_kernels.FastMLP
     assert mx.abs(model(tokens) - plain(tokens)).max() < 1e-5
 
@@ -169,7 +213,9 @@ def test_fast_rope_turns_each_row_at_its_position_as_mlx_does(scale: float) -> N
         cos, sin = np.cos(angles)[:, None, None], np.sin(angles)[:, None, None]
         a, b = np.array(x)[..., :16], np.array(x)[..., 16:]
         np.testing.assert_allclose(
-            fast(x, offset=offsets), np.concatenate([a * cos - b * sin, b * cos + a * sin], -1), atol=2e-3
+            fast(x, offset=offsets),
+            np.concatenate([a * cos - b * sin, b * cos + a * sin], -1),
+            atol=2e-3,
         )
         np.testing.assert_allclose(fast(x, offset=offsets), plain(x, offset=offsets), atol=1e-6)
     moved = offsets + 1
@@ -183,7 +229,10 @@ def test_rope_of_pairs_or_of_a_part_is_mlx_own() -> None:
     assert cpu_kernels.use_fast_rope(Block(nn.RoPE(32, traditional=True))) == 0
     block = Block(nn.RoPE(16))
     cpu_kernels.use_fast_rope(block)
-    x, offsets = mx.random.normal((2, 2, 1, 32), key=mx.random.key(0)), mx.array([3, 5], dtype=mx.int32)
+    x, offsets = (
+        mx.random.normal((2, 2, 1, 32), key=mx.random.key(0)),
+        mx.array([3, 5], dtype=mx.int32),
+    )
     np.testing.assert_array_equal(block.mlp(x, offset=offsets), nn.RoPE(16)(x, offset=offsets))
 
 
@@ -192,7 +241,11 @@ class OtherMLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(8, 16),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+        )
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.down_proj(nn.gelu(self.gate_proj(x)) * self.up_proj(x))
@@ -223,14 +276,19 @@ def test_without_a_compiler_mlx_computes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cpu_kernels, "available", lambda: False)
     assert cpu_kernels.use_fast_swiglu(make_model(QWEN3)) == 0
     assert cpu_kernels.use_fast_rope(make_model(QWEN3)) == 0
-    assert cpu_kernels.exp_minus(mx.array([0.5]), mx.array([1.0])).item() == pytest.approx(np.exp(-0.5), rel=1e-6)
+    assert cpu_kernels.exp_minus(mx.array([0.5]), mx.array([1.0])).item() == pytest.approx(
+        np.exp(-0.5), rel=1e-6
+    )
 
 
 FORMATS = [(2, 64), (3, 64), (4, 32), (4, 64), (4, 128), (6, 64), (8, 64)]
 
 
-def layers(bits: int = 4, group_size: int = 64, *, bias: bool = False, dtype: mx.Dtype = mx.float32) -> tuple:
-    """MLX's layer and ours over the same arrays, and the weights that they stand for, in float64."""
+def layers(
+    bits: int = 4, group_size: int = 64, *, bias: bool = False, dtype: mx.Dtype = mx.float32
+) -> tuple:
+    """MLX's layer and ours over the same arrays, and the weights that they stand for, in
+    float64."""
     mx.random.seed(bits)
     linear = nn.Linear(256, 96, bias=bias)
     linear.set_dtype(dtype)
@@ -245,7 +303,9 @@ def layers(bits: int = 4, group_size: int = 64, *, bias: bool = False, dtype: mx
 @needs_cpu
 @pytest.mark.parametrize(("bits", "group_size"), FORMATS)
 @pytest.mark.parametrize("shape", [(40, 256), (5, 8, 256)])
-def test_products_and_gradients_are_those_of_the_weights(bits: int, group_size: int, shape: tuple[int, ...]) -> None:
+def test_products_and_gradients_are_those_of_the_weights(
+    bits: int, group_size: int, shape: tuple[int, ...]
+) -> None:
     _, ours, weights = layers(bits, group_size)
     x, slope = mx.random.normal(shape), mx.random.normal((*shape[:-1], 96))
     (y,), (gradient,) = mx.vjp(ours, [x], [slope])
@@ -303,12 +363,15 @@ def test_other_formats_stay_and_names_and_checks_hold() -> None:
     assert cpu_kernels.use_unpacking(model) == 1 and cpu_kernels.use_unpacking(model) == 0
     assert [name for name, _ in nn.utils.tree_flatten(model.parameters())] == names
     assert len(linear_layers(model)) == 2 and isinstance(model.layers[0], nn.QuantizedLinear)
-    assert "lora" not in names and not nn.utils.tree_flatten(copy.deepcopy(model).layers[0].trainable_parameters())
+    assert "lora" not in names and not nn.utils.tree_flatten(
+        copy.deepcopy(model).layers[0].trainable_parameters()
+    )
 
 
 @needs_cpu
 def test_no_unpacked_weights_wait_for_the_backward_pass() -> None:
-    """24 layers of 512 × 512: 1 MiB each when unpacked. Plainly differentiated all of them are there at once."""
+    """24 layers of 512 × 512: 1 MiB each when unpacked. Plainly differentiated all of them are
+    there at once."""
     model = nn.Sequential(*[nn.QuantizedLinear(512, 512, bias=False) for _ in range(24)])
     cpu_kernels.use_unpacking(model)
     x = mx.random.normal((16, 512))
@@ -324,7 +387,9 @@ def test_no_unpacked_weights_wait_for_the_backward_pass() -> None:
 
     def plainly(v: mx.array) -> mx.array:
         for layer in model.layers:
-            weights = mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits)
+            weights = mx.dequantize(
+                layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits
+            )
             v = v @ weights.T
         return v
 

@@ -1,4 +1,5 @@
-"""DoRA and rsLoRA against plain float64 twins; ranges of blocks; QLoRA; what is published is what was trained."""
+"""DoRA and rsLoRA against plain float64 twins; ranges of blocks; QLoRA; what is published is
+what was trained."""
 
 import copy
 import json
@@ -46,7 +47,9 @@ def numpy_dora(x, weight, bias, a, b, scale, magnitude):
 
 def dense(layer: nn.Module) -> np.ndarray:
     if isinstance(layer, nn.QuantizedLinear):
-        weight = mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits)
+        weight = mx.dequantize(
+            layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits
+        )
         return np.array(weight, np.float64)
     return np.array(layer.weight, np.float64)
 
@@ -99,7 +102,9 @@ def test_a_row_of_zeros_stays_zero() -> None:
     linear = nn.Linear(8, 3, bias=False)
     linear.weight = linear.weight * mx.array([[1.0], [0.0], [1.0]])
     layer = DoRALinear(linear, (8, 3), 2, 1.0)
-    y, slope = mx.value_and_grad(lambda m: (setattr(layer, "m", m), layer(mx.ones((1, 8))).sum())[1])(layer.m)
+    y, slope = mx.value_and_grad(
+        lambda m: (setattr(layer, "m", m), layer(mx.ones((1, 8))).sum())[1]
+    )(layer.m)
     assert np.isfinite(y.item()) and np.isfinite(np.array(slope)).all()
     assert layer(mx.ones((1, 8)))[0, 1].item() == 0.0
 
@@ -115,7 +120,9 @@ def test_served_adapters_answer_as_the_trainers(config: dict, bits: int) -> None
     expected, base = tree(TOKENS), model(TOKENS)
     weights = SharedWeights(model, policy="policy", keep_versions=1)
     lora, dora = adapter_layers(lora_tree), adapter_layers(tree)
-    from_disk = {path: LoraPair(pair.a, pair.b, pair.scale, pair.magnitude) for path, pair in dora.items()}
+    from_disk = {
+        path: LoraPair(pair.a, pair.b, pair.scale, pair.magnitude) for path, pair in dora.items()
+    }
     weights.add_adapter("lora", lora)
     weights.add_adapter("dora", from_disk)  # gains computed from the served base
     weights.publish_adapter(dora)  # gains that the trainer gave
@@ -125,15 +132,24 @@ def test_served_adapters_answer_as_the_trainers(config: dict, bits: int) -> None
         context.activate([weights.find(name)] * 3)
         alone[name] = model(TOKENS)
     for name in ("dora", "policy"):
-        assert mx.allclose(alone[name], expected, rtol=1e-4, atol=1e-4 * mx.abs(expected).max().item())
+        assert mx.allclose(
+            alone[name], expected, rtol=1e-4, atol=1e-4 * mx.abs(expected).max().item()
+        )
     assert mx.allclose(alone["lora"], lora_tree(TOKENS), rtol=1e-5, atol=1e-4)
     assert min(mx.abs(alone[name] - base).max().item() for name in ("lora", "dora")) > 0.5
-    for rows in ([None, "dora", "lora"], ["policy", None, "dora"], ["lora", "policy", None], ["dora", None, None]):
+    for rows in (
+        [None, "dora", "lora"],
+        ["policy", None, "dora"],
+        ["lora", "policy", None],
+        ["dora", None, None],
+    ):
         context.activate([weights.find(name) if name else None for name in rows])
         mixed = model(TOKENS)
         for row, name in enumerate(rows):
             if name is None:
-                assert mx.array_equal(mixed[row], base[row]), "rows without an adapter are bit-equal"
+                assert mx.array_equal(mixed[row], base[row]), (
+                    "rows without an adapter are bit-equal"
+                )
             else:
                 assert mx.allclose(mixed[row], alone[name][row], rtol=1e-4, atol=1e-3)
 
@@ -146,7 +162,10 @@ def test_a_dora_beside_a_lora_changes_no_bit_of_its_rows() -> None:
         layers = adapter_layers(trained(model, lora_config(4, 8, dora=name == "dora"), seed=seed))
         weights.add_adapter(name, layers)
         slots[name] = weights.find(name)
-    plain = AdapterSlot("plain", weights.add_adapter("x", {p: LoraPair(q.a, q.b, q.scale) for p, q in layers.items()}))
+    plain = AdapterSlot(
+        "plain",
+        weights.add_adapter("x", {p: LoraPair(q.a, q.b, q.scale) for p, q in layers.items()}),
+    )
     context = prepare_for_serving(model)
     context.activate([slots["one"], slots["two"], plain])  # the same arrays, without the magnitudes
     without = model(TOKENS)
@@ -162,7 +181,8 @@ def test_a_dora_beside_a_lora_changes_no_bit_of_its_rows() -> None:
 
 @pytest.mark.parametrize("config", [QWEN3, BIASED])
 def test_a_dora_beside_full_weight_training_follows_the_base(config: dict) -> None:
-    """Its gains are of the base that it was loaded beside: a publish of other weights makes them anew."""
+    """Its gains are of the base that it was loaded beside: a publish of other weights makes them
+    anew."""
     model = make_model(config)
     dora = adapter_layers(trained(model, lora_config(4, 8, dora=True)))
     moved = {
@@ -179,7 +199,9 @@ def test_a_dora_beside_full_weight_training_follows_the_base(config: dict) -> No
     weights.publish_parameters(moved)
     context.activate([weights.find("dora")] * 3)
     expected = tree(TOKENS)
-    assert mx.allclose(model(TOKENS), expected, rtol=1e-4, atol=1e-4 * mx.abs(expected).max().item())
+    assert mx.allclose(
+        model(TOKENS), expected, rtol=1e-4, atol=1e-4 * mx.abs(expected).max().item()
+    )
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -211,14 +233,29 @@ def test_pefts_dora_and_patterns_are_read(tmp_path: Path) -> None:
     prefix, rng = "base_model.model.model.layers.1.self_attn", np.random.default_rng(0)
     tensors = {}
     for name in ("q_proj", "o_proj"):
-        tensors[f"{prefix}.{name}.lora_A.weight"] = mx.array(rng.normal(size=(4, 64)).astype(np.float32))
-        tensors[f"{prefix}.{name}.lora_B.weight"] = mx.array(rng.normal(size=(64, 4)).astype(np.float32))
-        tensors[f"{prefix}.{name}.lora_magnitude_vector"] = mx.array(rng.normal(size=(64,)).astype(np.float32))
+        tensors[f"{prefix}.{name}.lora_A.weight"] = mx.array(
+            rng.normal(size=(4, 64)).astype(np.float32)
+        )
+        tensors[f"{prefix}.{name}.lora_B.weight"] = mx.array(
+            rng.normal(size=(64, 4)).astype(np.float32)
+        )
+        tensors[f"{prefix}.{name}.lora_magnitude_vector"] = mx.array(
+            rng.normal(size=(64,)).astype(np.float32)
+        )
     mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
-    config = {"r": 4, "lora_alpha": 6, "use_dora": True, "use_rslora": True, "alpha_pattern": {"self_attn.o_.*": 10}}
+    config = {
+        "r": 4,
+        "lora_alpha": 6,
+        "use_dora": True,
+        "use_rslora": True,
+        "alpha_pattern": {"self_attn.o_.*": 10},
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     layers = load_adapter(tmp_path).layers
-    assert {path[-6:]: pair.scale for path, pair in layers.items()} == {"q_proj": 3.0, "o_proj": 5.0}
+    assert {path[-6:]: pair.scale for path, pair in layers.items()} == {
+        "q_proj": 3.0,
+        "o_proj": 5.0,
+    }
     for path, pair in layers.items():
         expected = tensors[f"base_model.model.{path}.lora_magnitude_vector"]
         assert mx.array_equal(pair.magnitude, expected)
@@ -229,7 +266,8 @@ def test_pefts_dora_and_patterns_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "blocks"), [("all", {0, 1, 2}), ("last 1", {2}), ("last 3", {0, 1, 2}), ((0, 1), {0}), ((1, 3), {1, 2})]
+    ("layers", "blocks"),
+    [("all", {0, 1, 2}), ("last 1", {2}), ("last 3", {0, 1, 2}), ((0, 1), {0}), ((1, 3), {1, 2})],
 )
 def test_a_range_of_blocks(layers: tuple[int, int] | str, blocks: set[int]) -> None:
     model = make_model(QWEN3 | {"num_hidden_layers": 3, "tie_word_embeddings": False})
@@ -270,7 +308,11 @@ def test_qlora_trains_on_every_width(bits: int, dora: bool) -> None:
     for path, layer in linear_layers(model).items():
         linear_layers(unpacked)[path].weight = mx.array(dense(layer).astype(np.float32))
     unpacked.model.embed_tokens.weight = mx.dequantize(
-        model.model.embed_tokens.weight, model.model.embed_tokens.scales, model.model.embed_tokens.biases, 64, bits
+        model.model.embed_tokens.weight,
+        model.model.embed_tokens.scales,
+        model.model.embed_tokens.biases,
+        64,
+        bits,
     )
     gradients = []
     for base in (model, unpacked):
@@ -281,8 +323,12 @@ def test_qlora_trains_on_every_width(bits: int, dora: bool) -> None:
             return mx.logsumexp(tree(TOKENS), axis=-1).mean()
 
         gradients.append(dict(tree_flatten(nn.value_and_grad(tree, loss)()[1])))
-    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) == 14 * (3 if dora else 2)
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) == 14 * (
+        3 if dora else 2
+    )
     for name, array in gradients[0].items():
         other = gradients[1][name]
-        assert mx.linalg.norm(array - other).item() <= 2e-3 * mx.linalg.norm(other).item() + 1e-7, name
+        assert mx.linalg.norm(array - other).item() <= 2e-3 * mx.linalg.norm(other).item() + 1e-7, (
+            name
+        )
         assert mx.linalg.norm(other).item() > 0, name

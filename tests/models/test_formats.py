@@ -1,4 +1,5 @@
-"""Directories that are no complete checkpoint in safetensors: each said in one line, with what helps."""
+"""Directories that are no complete checkpoint in safetensors: each said in one line, with what
+helps."""
 
 import json
 import os
@@ -42,7 +43,9 @@ def refusal(path: Path) -> str:
 def test_a_sharded_checkpoint_loads(sharded: Path) -> None:
     loaded = load_model(ModelConfig(base_path=str(sharded)))
     expected = dict(tree_flatten(make_model().parameters()))
-    assert all(mx.array_equal(a, expected[name]) for name, a in tree_flatten(loaded.model.parameters()))
+    assert all(
+        mx.array_equal(a, expected[name]) for name, a in tree_flatten(loaded.model.parameters())
+    )
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -52,7 +55,10 @@ def test_shards_that_are_missing(sharded: Path, indexed: bool) -> None:
     if not indexed:
         (sharded / INDEX_FILE).unlink()
     text = refusal(sharded)
-    assert "lacks 2 of its 4 weight files (model-00002-of-00004.safetensors, model-00003-of-00004.safetensors)" in text
+    assert (
+        "lacks 2 of its 4 weight files (model-00002-of-00004.safetensors,"
+        " model-00003-of-00004.safetensors)"
+    ) in text
     assert f"`hf download OWNER/NAME --local-dir {sharded}`" in text
 
 
@@ -65,7 +71,9 @@ def test_a_link_to_a_file_that_is_gone(sharded: Path) -> None:
     file = sharded / "model-00002-of-00004.safetensors"
     file.unlink()
     file.symlink_to(sharded / "no such blob")
-    assert f"{file} cannot be read: No such file or directory; fetch it completely" in refusal(sharded)
+    assert f"{file} cannot be read: No such file or directory; fetch it completely" in refusal(
+        sharded
+    )
 
 
 def test_a_file_that_was_cut_short(sharded: Path) -> None:
@@ -73,7 +81,10 @@ def test_a_file_that_was_cut_short(sharded: Path) -> None:
     size = file.stat().st_size
     os.truncate(file, size - 7)
     text = refusal(sharded)
-    assert f"{file} is damaged or its download is incomplete: {size - 7:,} of {size:,} bytes are there" in text
+    assert (
+        f"{file} is damaged or its download is incomplete: {size - 7:,} of {size:,} bytes are there"
+        in text
+    )
     file.write_bytes(b"<html>not found</html>")
     assert "it has no safetensors header" in refusal(sharded)
 
@@ -90,8 +101,14 @@ def only(*names: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (only("adapter_config.json", "adapters.safetensors"), "is an adapter, not a model: set model.lora_path = '{}'"),
-        (only("adapter_config.json", "adapter_model.safetensors", "config.json"), "is an adapter, not a model"),
+        (
+            only("adapter_config.json", "adapters.safetensors"),
+            ("is an adapter, not a model: set model.lora_path = '{}'"),
+        ),
+        (
+            only("adapter_config.json", "adapter_model.safetensors", "config.json"),
+            ("is an adapter, not a model"),
+        ),
         (only("model.Q4_K_M.gguf"), "{} holds GGUF, llama.cpp's format: name the file itself"),
         (only("config.json", "pytorch_model-00001-of-00002.bin"), "PyTorch weights only (.bin)"),
         (only(), "{} has no config.json"),
@@ -127,11 +144,14 @@ def test_quantisations_that_mlx_lm_does_not_read(settings: dict[str, Any], text:
         check_quantization({"quantization_config": settings}, "acme/model", quantize=False)
     assert "`mlx_lm.convert --hf-path OWNER/NAME -q" in str(caught.value)
     with pytest.raises(ModelError, match=text):
-        check_quantization({"text_config": {"quantization_config": settings}}, "acme/model", quantize=False)
+        check_quantization(
+            {"text_config": {"quantization_config": settings}}, "acme/model", quantize=False
+        )
 
 
 def test_an_awq_checkpoint_in_four_bits_is_what_its_layout_says(tmp_path: Path) -> None:
-    """AutoAWQ's "gemm" layout, written here by its definition: columns 0,2,4,6,1,3,5,7 of each eight in one word."""
+    """AutoAWQ's "gemm" layout, written here by its definition: columns 0,2,4,6,1,3,5,7 of each
+    eight in one word."""
     path = save_checkpoint(tmp_path / "m", dtype=mx.float16)
     stored, expected = {}, {}
     for name, weight in dict(mx.load(str(path / "model.safetensors"))).items():
@@ -141,8 +161,14 @@ def test_an_awq_checkpoint_in_four_bits_is_what_its_layout_says(tmp_path: Path) 
         prefix, (out, width) = name.removesuffix(".weight"), weight.shape
         levels = mx.random.randint(0, 16, (width, out), key=mx.random.key(len(stored)))
         zeros = mx.random.randint(0, 16, (width // 64, out), key=mx.random.key(len(stored) + 1))
-        scales = mx.random.uniform(0.01, 0.02, (width // 64, out), key=mx.random.key(2)).astype(mx.float16)
-        stored |= {f"{prefix}.qweight": pack(levels), f"{prefix}.qzeros": pack(zeros), f"{prefix}.scales": scales}
+        scales = mx.random.uniform(0.01, 0.02, (width // 64, out), key=mx.random.key(2)).astype(
+            mx.float16
+        )
+        stored |= {
+            f"{prefix}.qweight": pack(levels),
+            f"{prefix}.qzeros": pack(zeros),
+            f"{prefix}.scales": scales,
+        }
         wide = [mx.repeat(array.astype(mx.float32), 64, axis=0) for array in (zeros, scales)]
         expected[prefix] = ((levels.astype(mx.float32) - wide[0]) * wide[1]).T
     mx.save_safetensors(str(path / "model.safetensors"), stored)
@@ -156,5 +182,12 @@ def test_an_awq_checkpoint_in_four_bits_is_what_its_layout_says(tmp_path: Path) 
 
 
 def pack(levels: mx.array) -> mx.array:
-    columns = levels.reshape(levels.shape[0], -1, 8)[..., mx.array([0, 2, 4, 6, 1, 3, 5, 7])].astype(mx.uint32)
-    return (columns << (4 * mx.arange(8, dtype=mx.uint32))).sum(axis=-1).astype(mx.uint32).view(mx.int32)
+    columns = levels.reshape(levels.shape[0], -1, 8)[
+        ..., mx.array([0, 2, 4, 6, 1, 3, 5, 7])
+    ].astype(mx.uint32)
+    return (
+        (columns << (4 * mx.arange(8, dtype=mx.uint32)))
+        .sum(axis=-1)
+        .astype(mx.uint32)
+        .view(mx.int32)
+    )

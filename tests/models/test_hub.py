@@ -1,4 +1,5 @@
-"""The hub, spoken to over HTTP: what is fetched, what is refused before it is, and each failure in words."""
+"""The hub, spoken to over HTTP: what is fetched, what is refused before it is, and each failure
+in words."""
 
 import json
 import shutil
@@ -26,13 +27,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: dict[str, bytes]) -> Iterator[FakeHub]:
+def hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: dict[str, bytes]
+) -> Iterator[FakeHub]:
     with fake_hub() as server:
         server.files = dict(checkpoint)
         constants = huggingface_hub.constants
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            server.url + ("/{repo_id}/resolve/{revision}/{filename}"),
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
@@ -48,7 +53,9 @@ def refusal(revision: str | None = None) -> str:
     return text
 
 
-def test_a_model_is_downloaded_and_found_again_without_the_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_downloaded_and_found_again_without_the_hub(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.files["README.md"] = b"not for us"
     check_model(ModelConfig(base_path=REPOSITORY), train=True)
     assert hub.fetched == {"config.json"}
@@ -75,10 +82,22 @@ def test_a_gated_model(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("info", "text"),
     [
-        (Refusal(401, "", "Invalid credentials in Authorization header"), "refuses your token .* `hf auth login`"),
-        (Refusal(403, "", "Forbidden"), "your token may not read 'acme/model': give it read access"),
-        (Refusal(401, "", "Invalid username or password."), "no model 'acme/model' on the hub: check the name"),
-        (Refusal(404, "RepoNotFound", "Repository not found"), "no model 'acme/model' on the hub: check the name"),
+        (
+            Refusal(401, "", "Invalid credentials in Authorization header"),
+            ("refuses your token .* `hf auth login`"),
+        ),
+        (
+            Refusal(403, "", "Forbidden"),
+            ("your token may not read 'acme/model': give it read access"),
+        ),
+        (
+            Refusal(401, "", "Invalid username or password."),
+            ("no model 'acme/model' on the hub: check the name"),
+        ),
+        (
+            Refusal(404, "RepoNotFound", "Repository not found"),
+            ("no model 'acme/model' on the hub: check the name"),
+        ),
     ],
 )
 def test_what_the_hub_refuses(hub: FakeHub, info: Refusal, text: str) -> None:
@@ -97,7 +116,8 @@ def test_offline(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     text = refusal()
     assert "is not in the local cache and" in text
     assert "`hf download acme/model --local-dir DIR`" in text
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    # nobody listens there
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "http://127.0.0.1:9 cannot be reached: go online once" in refusal()
 
 
@@ -107,7 +127,9 @@ def test_a_cache_with_a_part_of_the_model_is_said_to_be_one(hub: FakeHub) -> Non
     assert "`hf download" in refusal()
 
 
-def test_too_little_disk_is_said_before_the_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_is_said_before_the_download(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.sizes["model.safetensors"] = 9_000_000_000
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**10, 9 * 10**9, 10**9))
@@ -125,7 +147,9 @@ def test_too_little_disk_is_said_before_the_download(hub: FakeHub, monkeypatch: 
         (["config.json", "pytorch_model.bin"], r"has PyTorch weights only .*save_pretrained"),
     ],
 )
-def test_other_formats_are_refused_before_the_download(hub: FakeHub, names: list[str], text: str) -> None:
+def test_other_formats_are_refused_before_the_download(
+    hub: FakeHub, names: list[str], text: str
+) -> None:
     hub.files = dict.fromkeys(names, b"{}")
     with pytest.raises(ModelError, match=text):
         download(REPOSITORY, None)
@@ -136,8 +160,16 @@ def test_what_config_json_shows_is_refused_before_the_weights(hub: FakeHub) -> N
     model = ModelConfig(base_path=REPOSITORY)
     for change, kind, text in [
         ({"model_type": "perceptron"}, ModelError, "model_type 'perceptron' is unknown to mlx-lm"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ModelError, "GPTQ to 4 bits"),
-        ({"quantization": {"bits": 4, "group_size": 64}}, ConfigError, r"already quantised \(4 bits, groups of 64\)"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            ModelError,
+            ("GPTQ to 4 bits"),
+        ),
+        (
+            {"quantization": {"bits": 4, "group_size": 64}},
+            ConfigError,
+            r"already quantised \(4 bits, groups of 64\)",
+        ),
     ]:
         shutil.rmtree(huggingface_hub.constants.HF_HUB_CACHE, ignore_errors=True)
         hub.files["config.json"] = json.dumps(QWEN3 | change).encode()
@@ -150,13 +182,25 @@ def test_what_config_json_shows_is_refused_before_the_weights(hub: FakeHub) -> N
 def test_the_command_says_it_in_one_line(hub: FakeHub, tmp_path: Path) -> None:
     hub.content = Refusal(403, "GatedRepo", "Access to model acme/model is restricted.")
     program = "import sys; from mlx_parallm.cli import train; sys.exit(train(sys.argv[1:]))"
-    arguments = ["--config", "quickstart", "--set", f"model.base_path={REPOSITORY}", "--set", "server.port=0"]
+    arguments = [
+        "--config",
+        "quickstart",
+        "--set",
+        f"model.base_path={REPOSITORY}",
+        "--set",
+        ("server.port=0"),
+    ]
     result = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "MKL_NUM_THREADS": "1", "PATH": "/usr/bin"},
+        env={
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "MKL_NUM_THREADS": "1",
+            "PATH": ("/usr/bin"),
+        },
         check=False,
     )
     lines = [line for line in result.stderr.splitlines() if "gated" in line]

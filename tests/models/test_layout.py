@@ -1,5 +1,5 @@
-"""Prompts computed once for all rows that share them, and unrelated sequences packed into one row: same scores, same
-gradients, fewer tokens, and no sequence sees another."""
+"""Prompts computed once for all rows that share them, and unrelated sequences packed into one
+row: same scores, same gradients, fewer tokens, and no sequence sees another."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,7 +13,13 @@ from mlx_lm.models.qwen3 import TransformerBlock
 from mlx_parallm.models import blockwise
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.layer_stack import LayerStack
-from mlx_parallm.models.layout import TokenBatch, compare_layouts, pack_rows, share_prompts, shareable
+from mlx_parallm.models.layout import (
+    TokenBatch,
+    compare_layouts,
+    pack_rows,
+    share_prompts,
+    shareable,
+)
 from tests.rl_training.step.test_blockwise import with_4_bit_base, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
 
@@ -44,10 +50,13 @@ def model_of(architecture: str) -> nn.Module:
 
 
 def batch(
-    *, seed: int = 0, prompts: tuple[int, ...] = (9, 5, 9), rows: tuple[int, ...] = (0, 1, 0, 0, 2, 1)
+    *,
+    seed: int = 0,
+    prompts: tuple[int, ...] = (9, 5, 9),
+    rows: tuple[int, ...] = (0, 1, 0, 0, 2, 1),
 ) -> TokenBatch:
-    """Rows of three prompts (`rows`: which), two of one length, each with 1 to 6 sampled tokens, some of them unscored
-    in the middle, with a temperature each."""
+    """Rows of three prompts (`rows`: which), two of one length, each with 1 to 6 sampled tokens,
+    some of them unscored in the middle, with a temperature each."""
     rng = np.random.default_rng(seed)
     texts = [rng.integers(0, 40, length) for length in prompts]
     tokens, mask = np.zeros((len(rows), 16), np.int32), np.zeros((len(rows), 16), bool)
@@ -82,7 +91,11 @@ def test_rows_are_taken_apart_where_the_first_token_is_scored() -> None:
     inputs = np.array([[7, 8, 1, 2], [7, 8, 3, 0], [7, 9, 3, 4]], np.int32)
     shared = share_prompts(inputs, np.array([1, 2, 3, 5, 6, 9, 11], np.int32))
     assert shared.prompts[:, :2].tolist() == [[7, 8], [7, 9]] and shared.lengths.tolist() == [2, 2]
-    assert shared.rests[:, :2].tolist() == [[1, 2], [3, 0], [3, 4]] and shared.owner.tolist() == [0, 0, 1]
+    assert shared.rests[:, :2].tolist() == [[1, 2], [3, 0], [3, 4]] and shared.owner.tolist() == [
+        0,
+        0,
+        1,
+    ]
     assert shared.prompts.shape[1] == shared.rests.shape[1] == 8  # buckets
     rest = 2 * 8
     assert shared.positions.tolist() == [1, rest, rest + 1, 1, rest + 8, 8 + 1, rest + 2 * 8 + 1]
@@ -103,7 +116,9 @@ def test_scores_and_gradients_are_those_of_the_rows(architecture: str) -> None:
 
 @pytest.mark.parametrize("prepare", [with_full_weights, with_4_bit_base])
 @pytest.mark.parametrize("blocks", [0, 1, 2])
-def test_of_all_weights_and_over_a_quantised_base(prepare: Callable[[nn.Module], nn.Module], blocks: int) -> None:
+def test_of_all_weights_and_over_a_quantised_base(
+    prepare: Callable[[nn.Module], nn.Module], blocks: int
+) -> None:
     check(BlockwiseModel(prepare(make_model()), blocks_per_eval=blocks), batch())
 
 
@@ -127,11 +142,17 @@ def check(parts: BlockwiseModel, tokens: TokenBatch) -> None:
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, a, b in zip(parts.slots.names, gradients, plain_gradients, strict=True):
         assert mx.linalg.norm(b.reshape(-1)).item() > 0, name
-        # sums in another order: with OpenBLAS 1.0e-5 (olmo2's norms), with MKL 3e-6; a wrong position is 1e-2 and more
-        assert mx.linalg.norm((a - b).reshape(-1)).item() <= 3e-5 * mx.linalg.norm(b.reshape(-1)).item(), name
+        # sums in another order: with OpenBLAS 1.0e-5 (olmo2's norms), with MKL 3e-6; a wrong
+        # position is 1e-2 and more
+        assert (
+            mx.linalg.norm((a - b).reshape(-1)).item()
+            <= 3e-5 * mx.linalg.norm(b.reshape(-1)).item()
+        ), name
 
 
-def test_shared_and_packed_rows_send_fewer_tokens_through_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_and_packed_rows_send_fewer_tokens_through_the_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     parts, seen = BlockwiseModel(with_lora(make_model()), blocks_per_eval=1), list[int]()
     forward = TransformerBlock.__call__
 
@@ -142,7 +163,9 @@ def test_shared_and_packed_rows_send_fewer_tokens_through_the_blocks(monkeypatch
     monkeypatch.setattr(TransformerBlock, "__call__", counting)
     one_group = batch(prompts=(9,), rows=(0,) * 6)
     parts.score(one_group)
-    assert one_group.compact is not None and sum(seen) == 3 * one_group.compact.tokens == 3 * (16 + 6 * 8)
+    assert one_group.compact is not None and sum(seen) == 3 * one_group.compact.tokens == 3 * (
+        16 + 6 * 8
+    )
     seen.clear()
     parts.score(plain(one_group))
     assert sum(seen) == 3 * 6 * 15
@@ -164,7 +187,8 @@ def test_no_tracer_stays_behind() -> None:
     ("architecture", "extra", "unshared", "unpacked"),
     [
         ("gemma3_text", {}, "RotatingKVCache", "RotatingKVCache"),
-        ("gemma2", {}, "do not take", "off by|do not take"),  # its mask has to fit keys of five axes
+        # its mask has to fit keys of five axes
+        ("gemma2", {}, "do not take", "off by|do not take"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "do not take", None),
         ("gpt2", GPT2, None, "depends on the position"),
     ],
@@ -174,7 +198,10 @@ def test_what_cannot_be_shared_or_packed_says_why_and_goes_on(
 ) -> None:
     parts = BlockwiseModel(with_lora(make_model(architecture, **extra)), blocks_per_eval=1)
     assert not parts.fallback
-    for reason, found, tokens in ((unshared, parts.unshared, batch()), (unpacked, parts.unpacked, packed_batch())):
+    for reason, found, tokens in (
+        (unshared, parts.unshared, batch()),
+        (unpacked, parts.unpacked, packed_batch()),
+    ):
         if reason is not None:
             assert re.search(reason, found)
             np.testing.assert_array_equal(parts.score(tokens)[0], parts.score(plain(tokens))[0])
@@ -220,11 +247,14 @@ def test_small_heads_are_made_whole_and_large_ones_in_pieces() -> None:
 
 @pytest.mark.slow
 def test_a_large_head_takes_little_memory_and_gives_the_same_gradient() -> None:
-    """1,024 tokens × 8,192 vocabulary: 32 MiB of logits. The naive way holds several such arrays."""
+    """1,024 tokens × 8,192 vocabulary: 32 MiB of logits. The naive way holds several such
+    arrays."""
     model = with_lora(make_model(vocab_size=8192))
     parts = BlockwiseModel(model, blocks_per_eval=1)
     rng = np.random.default_rng(0)
-    inputs, targets = (mx.array(rng.integers(0, 8192, shape), mx.int32) for shape in ((8, 128), (1024,)))
+    inputs, targets = (
+        mx.array(rng.integers(0, 8192, shape), mx.int32) for shape in ((8, 128), (1024,))
+    )
     tokens = TokenBatch(inputs, mx.arange(1024, dtype=mx.int32), targets)
     weights = mx.random.normal((1024,))
     mx.eval(inputs, targets, tokens.positions, weights)
@@ -261,7 +291,9 @@ LENGTHS = (9, 1, 5, 12, 2, 3, 16)  # of what goes into the model
 ROWS = (3, 2, 1, 1)  # 15, 14, 3 and 16 tokens
 
 
-def packed_batch(lengths: Sequence[int] = LENGTHS, counts: Sequence[int] = ROWS, *, seed: int = 0) -> TokenBatch:
+def packed_batch(
+    lengths: Sequence[int] = LENGTHS, counts: Sequence[int] = ROWS, *, seed: int = 0
+) -> TokenBatch:
     """Tokens 0 … 39. The last position of a sequence is scored, and about half of the others."""
     rng = np.random.default_rng(seed)
     tokens, mask = np.zeros((len(lengths), 20), np.int32), np.zeros((len(lengths), 20), bool)
@@ -272,7 +304,11 @@ def packed_batch(lengths: Sequence[int] = LENGTHS, counts: Sequence[int] = ROWS,
     positions = np.flatnonzero(mask).astype(np.int32)
     targets = np.roll(tokens, -1, axis=1).reshape(-1)[positions]
     return TokenBatch(
-        mx.array(tokens), mx.array(positions), mx.array(targets), 0.8, pack_rows(tokens, positions, counts)
+        mx.array(tokens),
+        mx.array(positions),
+        mx.array(targets),
+        0.8,
+        pack_rows(tokens, positions, counts),
     )
 
 
@@ -290,12 +326,18 @@ def test_packed_scores_and_gradients_are_those_of_the_rows(architecture: str) ->
     check_packed(with_lora(model_of(architecture)), packed_batch())
 
 
-@pytest.mark.parametrize(("prepare", "blocks"), [(with_full_weights, 0), (with_full_weights, 2), (with_4_bit_base, 1)])
-def test_packed_all_weights_and_over_a_quantised_base(prepare: Callable[[nn.Module], nn.Module], blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("prepare", "blocks"), [(with_full_weights, 0), (with_full_weights, 2), (with_4_bit_base, 1)]
+)
+def test_packed_all_weights_and_over_a_quantised_base(
+    prepare: Callable[[nn.Module], nn.Module], blocks: int
+) -> None:
     check_packed(prepare(make_model()), packed_batch(), blocks)
 
 
-@pytest.mark.parametrize(("lengths", "counts"), [((1, 1, 1), (3,)), ((8, 8), (2,)), ((15, 1), (2,)), ((4,), (1,))])
+@pytest.mark.parametrize(
+    ("lengths", "counts"), [((1, 1, 1), (3,)), ((8, 8), (2,)), ((15, 1), (2,)), ((4,), (1,))]
+)
 def test_packed_boundaries(lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:
     check_packed(with_lora(make_model()), packed_batch(lengths, counts))
 
@@ -308,9 +350,13 @@ def check_packed(model: nn.Module, tokens: TokenBatch, blocks: int = 1) -> None:
     value, _, gradients = parts.loss_and_gradients(tokens, objective)
     expected, _, rows = parts.loss_and_gradients(plain(tokens), objective)
     assert value.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
-    whole, other = (np.concatenate([np.array(g, np.float64).ravel() for g in found]) for found in (rows, gradients))
+    whole, other = (
+        np.concatenate([np.array(g, np.float64).ravel() for g in found])
+        for found in (rows, gradients)
+    )
     assert np.linalg.norm(whole) > 0
-    # sums in another order: with OpenBLAS's AVX-512 2e-6; a token that sees another sequence is 1e-2 and more
+    # sums in another order: with OpenBLAS's AVX-512 2e-6; a token that sees another sequence is
+    # 1e-2 and more
     assert np.linalg.norm(other - whole) <= 1e-5 * np.linalg.norm(whole)
 
 
@@ -323,12 +369,18 @@ def test_no_token_sees_another_sequence(changed: int) -> None:
     tokens = np.array(after.inputs)
     tokens[changed, : lengths[changed]] = 39 - tokens[changed, : lengths[changed]]
     after = TokenBatch(
-        mx.array(tokens), after.positions, after.targets, 0.8, pack_rows(tokens, np.array(after.positions), counts)
+        mx.array(tokens),
+        after.positions,
+        after.targets,
+        0.8,
+        pack_rows(tokens, np.array(after.positions), counts),
     )
     owner = np.array(before.positions) // tokens.shape[1]
     [one, other] = [np.array(parts.score(found)[0]) for found in (before, after)]
     for sequence in range(3):
-        assert np.array_equal(one[owner == sequence], other[owner == sequence]) == (sequence != changed)
+        assert np.array_equal(one[owner == sequence], other[owner == sequence]) == (
+            sequence != changed
+        )
 
 
 def test_no_gradient_reaches_another_sequence() -> None:
@@ -337,16 +389,28 @@ def test_no_gradient_reaches_another_sequence() -> None:
     tokens = np.array([[1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24]], np.int32)
     positions = np.array([3, 7, 11], np.int32)
     packed = TokenBatch(
-        mx.array(tokens), mx.array(positions), mx.array([5, 6, 7], mx.int32), 1.0, pack_rows(tokens, positions, [3])
+        mx.array(tokens),
+        mx.array(positions),
+        mx.array([5, 6, 7], mx.int32),
+        1.0,
+        pack_rows(tokens, positions, [3]),
     )
     _, _, gradients = parts.loss_and_gradients(packed, lambda logprobs, _: (logprobs[1], ()))
-    embedding = np.abs(np.array(gradients[parts.slots.names.index("model.embed_tokens.weight")])).sum(axis=1)
+    embedding = np.abs(
+        np.array(gradients[parts.slots.names.index("model.embed_tokens.weight")])
+    ).sum(axis=1)
     assert set(np.flatnonzero(embedding)) == {11, 12, 13, 14}
 
 
 @pytest.mark.parametrize(
     ("off", "on_cpu", "used"),
-    [(0.0005, True, True), (0.004, True, False), (0.004, False, True), (0.03, False, True), (0.1, False, False)],
+    [
+        (0.0005, True, True),
+        (0.004, True, False),
+        (0.004, False, True),
+        (0.03, False, True),
+        (0.1, False, False),
+    ],
 )
 def test_scores_may_be_off_by_more_on_a_gpu(
     off: float, on_cpu: bool, used: bool, monkeypatch: pytest.MonkeyPatch

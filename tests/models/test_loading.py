@@ -1,4 +1,5 @@
-"""Checkpoints in Hugging Face layout: found, loaded as float32 on CPU, quantised on request, and refused in words."""
+"""Checkpoints in Hugging Face layout: found, loaded as float32 on CPU, quantised on request, and
+refused in words."""
 
 import json
 from pathlib import Path
@@ -34,7 +35,9 @@ def test_loading_reads_the_weights_that_were_saved(tmp_path: Path) -> None:
     assert mx.allclose(loaded.model(tokens), make_model(LLAMA3_ROPE, seed=3)(tokens), atol=1e-5)
 
 
-def test_a_model_class_without_its_parents_constructor_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_class_without_its_parents_constructor_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """recurrent_gemma of mlx-lm 0.32.2."""
     read = loading.load_hf_model
 
@@ -91,7 +94,9 @@ def test_numbers_that_no_model_has_are_named(key: str, value: float, tmp_path: P
         lambda: loading.check_model(ModelConfig(base_path=str(path)), train=True),
         lambda: load_model(ModelConfig(base_path=str(path))),
     ):
-        with pytest.raises(ModelError, match=rf"config.json: {key} = {value}: expected more than 0"):
+        with pytest.raises(
+            ModelError, match=rf"config.json: {key} = {value}: expected more than 0"
+        ):
             check()
 
 
@@ -103,7 +108,8 @@ def test_chat_templates_from_text_and_file(tmp_path: Path) -> None:
     for source in (template, str(file)):
         tokenizer = load_tokenizer(TINY_ASSETS, ModelConfig(chat_template=source))
         assert tokenizer.render_chat_text(messages, template_kwargs={"tail": "!"}) == "[user]hi!"
-    # Free text of any length is no path (OSError 36 above 255 bytes), and a null character is none of a path either.
+    # Free text of any length is no path (OSError 36 above 255 bytes), and a null character is none
+    # of a path either.
     for free in (
         template + "{# " + "x" * 300 + " #}",
         template + "{# \0 #}",
@@ -111,7 +117,9 @@ def test_chat_templates_from_text_and_file(tmp_path: Path) -> None:
         "a/" * 3000 + template,
     ):
         tokenizer = load_tokenizer(TINY_ASSETS, ModelConfig(chat_template=free))
-        assert tokenizer.render_chat_text(messages, template_kwargs={"tail": "!"}).endswith("[user]hi!")
+        assert tokenizer.render_chat_text(messages, template_kwargs={"tail": "!"}).endswith(
+            "[user]hi!"
+        )
     (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
     for missing, reason in (
         (tmp_path / "none.jinja", "no file"),
@@ -120,6 +128,8 @@ def test_chat_templates_from_text_and_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelError, match=rf"model.chat_template: .*{reason}"):
             load_tokenizer(TINY_ASSETS, ModelConfig(chat_template=str(missing)))
-    broken = load_tokenizer(TINY_ASSETS, ModelConfig(chat_template="{{ raise_exception('no system role') }}"))
+    broken = load_tokenizer(
+        TINY_ASSETS, ModelConfig(chat_template=("{{ raise_exception('no system role') }}"))
+    )
     with pytest.raises(RequestError, match="refuses these messages: no system role"):
         broken.render_chat_text(messages)

@@ -40,7 +40,9 @@ from tests.tiny_models import lora_config, make_model
 TOKENS = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
 
 
-def trained_tree(model: nn.Module, config: LoraConfig, seed: int = 1, spread: float = 0.1) -> nn.Module:
+def trained_tree(
+    model: nn.Module, config: LoraConfig, seed: int = 1, spread: float = 0.1
+) -> nn.Module:
     """A trainer's tree whose B and magnitudes have moved."""
     tree = copy.deepcopy(model)
     mx.random.seed(seed)
@@ -59,7 +61,11 @@ def test_a_new_adapter_changes_nothing_and_only_it_is_trainable(dora: bool) -> N
     tree = copy.deepcopy(model)
     paths = inject_lora(tree, lora_config(4, 8, ("q_proj", "down_proj"), dora=dora))
     assert len(paths) == 4
-    assert mx.allclose(tree(TOKENS), model(TOKENS), atol=1e-4) if dora else mx.array_equal(tree(TOKENS), model(TOKENS))
+    assert (
+        mx.allclose(tree(TOKENS), model(TOKENS), atol=1e-4)
+        if dora
+        else mx.array_equal(tree(TOKENS), model(TOKENS))
+    )
     names = {name for name, _ in tree_flatten(tree.trainable_parameters())}
     leaves = ("lora_a", "lora_b", "m") if dora else ("lora_a", "lora_b")
     assert names == {f"{path}.{leaf}" for path in paths for leaf in leaves}
@@ -69,7 +75,10 @@ def test_a_new_adapter_changes_nothing_and_only_it_is_trainable(dora: bool) -> N
 def test_the_layer_is_mlx_lms_with_the_same_seed() -> None:
     linear, x = nn.Linear(24, 10), mx.random.normal((3, 24))
     layers = []
-    for make in (lambda: LoRALinear(linear, (24, 10), 4, 2.5), lambda: Theirs.from_base(linear, r=4, scale=2.5)):
+    for make in (
+        lambda: LoRALinear(linear, (24, 10), 4, 2.5),
+        lambda: Theirs.from_base(linear, r=4, scale=2.5),
+    ):
         mx.random.seed(3)
         layers.append(make())
     assert mx.array_equal(layers[0].lora_a, layers[1].lora_a)
@@ -79,10 +88,16 @@ def test_the_layer_is_mlx_lms_with_the_same_seed() -> None:
     np.testing.assert_allclose(layers[0](x), layers[1](x), atol=1e-6)
 
 
-@pytest.mark.parametrize(("rank", "alpha", "rslora", "scale"), [(4, 12, False, 3.0), (9, 6, True, 2.0)])
-def test_the_update_is_the_scale_times_b_a(rank: int, alpha: int, rslora: bool, scale: float) -> None:
+@pytest.mark.parametrize(
+    ("rank", "alpha", "rslora", "scale"), [(4, 12, False, 3.0), (9, 6, True, 2.0)]
+)
+def test_the_update_is_the_scale_times_b_a(
+    rank: int, alpha: int, rslora: bool, scale: float
+) -> None:
     model = make_model()
-    tree = trained_tree(model, lora_config(rank, alpha, ("model.layers.0.self_attn.q_proj",), rslora=rslora))
+    tree = trained_tree(
+        model, lora_config(rank, alpha, ("model.layers.0.self_attn.q_proj",), rslora=rslora)
+    )
     (pair,) = adapter_layers(tree).values()
     assert pair.scale == scale
     x = np.random.default_rng(0).normal(size=(3, 64))
@@ -104,7 +119,9 @@ def test_serving_shares_the_base_with_the_trainer() -> None:
 
 def test_so_are_those_of_models_that_call_their_blocks_otherwise(tmp_path: Path) -> None:
     sizes = {"n_ctx": 64, "n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 64}
-    model = blueprint({"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 128, **sizes})
+    model = blueprint(
+        {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 128, **sizes}
+    )
     mx.eval(model.parameters())
     tree = trained_tree(model, lora_config(4, 8))
     save_adapter(tmp_path, adapter_layers(tree), num_layers=2)
@@ -141,13 +158,22 @@ def test_tensors_that_would_be_left_out_are_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "config"),
-    [((), "{}"), ((0, 4), "{}"), ((2, 4), '{"lora_alpha": "much"}'), ((2, 4), '{"alpha_pattern": [1]}')],
+    [
+        ((), "{}"),
+        ((0, 4), "{}"),
+        ((2, 4), '{"lora_alpha": "much"}'),
+        ((2, 4), ('{"alpha_pattern": [1]}')),
+    ],
 )
-def test_damaged_peft_adapters_are_refused(tmp_path: Path, shape: tuple[int, ...], config: str) -> None:
+def test_damaged_peft_adapters_are_refused(
+    tmp_path: Path, shape: tuple[int, ...], config: str
+) -> None:
     tensors = {f"base_model.model.x.lora_{name}.weight": mx.zeros(shape) for name in "AB"}
     mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
     (tmp_path / "adapter_config.json").write_text(config)
-    with pytest.raises(AdapterError, match=r"adapter_config\.json does not fit adapter_model\.safetensors"):
+    with pytest.raises(
+        AdapterError, match=r"adapter_config\.json does not fit adapter_model\.safetensors"
+    ):
         load_adapter(tmp_path)
 
 
@@ -159,7 +185,9 @@ def peft_adapter(directory: Path, *, rank: int = 2, fill: float = 0.0, **config:
     path = "base_model.model.model.layers.0.self_attn.q_proj"
     tensors = {f"{path}.lora_{name}.weight": mx.full(shape, fill) for name, shape in shapes.items()}
     mx.save_safetensors(str(directory / "adapter_model.safetensors"), tensors)
-    (directory / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 2, **config}))
+    (directory / "adapter_config.json").write_text(
+        json.dumps({"r": rank, "lora_alpha": 2, **config})
+    )
     return directory
 
 
@@ -205,7 +233,9 @@ def test_a_pipe_is_no_configuration(tmp_path: Path) -> None:
         load_adapter(tmp_path)
 
 
-def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_cut_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cut(path: str) -> dict[str, mx.array]:
         tensors = loaded(path)
         os.truncate(path, 300)
@@ -228,7 +258,11 @@ def test_a_rescaled_adapter_keeps_its_effect_in_the_trainer(tmp_path: Path) -> N
 
 
 def test_the_names_that_the_specification_prints(tmp_path: Path) -> None:
-    save_adapter(tmp_path, adapter_layers(trained_tree(make_model(), lora_config(2, 2, ("q_proj",)))), num_layers=2)
+    save_adapter(
+        tmp_path,
+        adapter_layers(trained_tree(make_model(), lora_config(2, 2, ("q_proj",)))),
+        num_layers=2,
+    )
     expected = tmp_path / "adapters.safetensors"
     assert find_adapter_file(tmp_path / "lora_weights.safetensors") == expected
     assert find_adapter_file(tmp_path) == find_adapter_file(expected) == expected
@@ -239,13 +273,19 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"'qproj' matches no linear layer; there are: .*q_proj"):
         inject_lora(copy.deepcopy(model), lora_config(2, 2, ("qproj",)))
     wrong = {"model.layers.0.self_attn.q_proj": LoraPair(mx.zeros((32, 2)), mx.zeros((2, 64)), 1.0)}
-    with pytest.raises(AdapterError, match=r"x: model.layers.0.self_attn.q_proj is \[64 → 64\].*\(32, 2\)"):
+    with pytest.raises(
+        AdapterError, match=r"x: model.layers.0.self_attn.q_proj is \[64 → 64\].*\(32, 2\)"
+    ):
         check_adapter(linear_shapes(model), wrong, "x")
     flat = {"model.layers.0.self_attn.q_proj": LoraPair(mx.zeros(()), mx.zeros(()), 1.0)}
     with pytest.raises(AdapterError, match=r"q_proj is \[64 → 64\]"):
         check_adapter(linear_shapes(model), flat, "x")
     with pytest.raises(AdapterError, match=r"no linear layer 'model\.layers\.9\.q'"):
-        check_adapter(linear_shapes(model), {"model.layers.9.q": wrong["model.layers.0.self_attn.q_proj"]}, "x")
+        check_adapter(
+            linear_shapes(model),
+            {"model.layers.9.q": wrong["model.layers.0.self_attn.q_proj"]},
+            ("x"),
+        )
     (tmp_path / "run" / "final").mkdir(parents=True)
     with pytest.raises(AdapterError, match=r"no adapter at .*did you mean .*run/final\?"):
         find_adapter_file(tmp_path / "run")

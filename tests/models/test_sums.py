@@ -1,4 +1,5 @@
-"""Large reductions against float64; MLX's own sum of a row misses each of these bounds by far on a CPU."""
+"""Large reductions against float64; MLX's own sum of a row misses each of these bounds by far on
+a CPU."""
 
 import mlx.core as mx
 import numpy as np
@@ -45,7 +46,9 @@ def test_log_probabilities_and_entropies_over_a_large_vocabulary(vocabulary: int
 def test_rows_of_any_width() -> None:
     for width in (1, 1024, 1056, 4096, 5001):
         values = RNG.random((3, width)).astype(np.float32)
-        assert np.array(row_sums(mx.array(values))) == pytest.approx(values.astype(np.float64).sum(-1), rel=3e-6)
+        assert np.array(row_sums(mx.array(values))) == pytest.approx(
+            values.astype(np.float64).sum(-1), rel=3e-6
+        )
     assert logsumexp(mx.full((1, 2048), -mx.inf)).item() == -np.inf
 
 
@@ -55,4 +58,6 @@ def test_a_gpu_keeps_its_own_reductions(monkeypatch: pytest.MonkeyPatch) -> None
     assert mx.default_device().type != mx.cpu or sums.adds_in_order()
     monkeypatch.setattr(sums, "adds_in_order", lambda: False)
     assert mx.array_equal(sums.logsumexp(x), mx.logsumexp(x, axis=-1))
-    assert mx.array_equal(sums.row_sums(x), x.sum(axis=-1)) and sums.total(x).item() == x.sum().item()
+    assert (
+        mx.array_equal(sums.row_sums(x), x.sum(axis=-1)) and sums.total(x).item() == x.sum().item()
+    )

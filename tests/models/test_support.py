@@ -67,7 +67,9 @@ STATE_SPACE = {
     ids=["unknown", "no model_type"],
 )
 @pytest.mark.parametrize("train", [True, False])
-def test_what_mlx_lm_does_not_know_is_refused(config: dict[str, Any], text: str, train: bool) -> None:
+def test_what_mlx_lm_does_not_know_is_refused(
+    config: dict[str, Any], text: str, train: bool
+) -> None:
     with pytest.raises(ModelError, match=text):
         check_config(config, train=train)
 
@@ -87,7 +89,9 @@ def test_a_model_of_any_size_is_checked_without_memory_and_leaves_the_random_sta
 
 def test_a_configuration_that_cannot_be_built_is_refused_and_leaves_the_random_state() -> None:
     before = mx.random.state[0].tolist()
-    with pytest.raises(ModelError, match=r"'qwen3': mlx-lm cannot build it from this config\.json: .*hidden_size"):
+    with pytest.raises(
+        ModelError, match=r"'qwen3': mlx-lm cannot build it from this config\.json: .*hidden_size"
+    ):
         check_config({"model_type": "qwen3"}, train=True)
     with pytest.raises(ModelError, match=r"cannot build it .*ZeroDivisionError"):
         check_config(LLAMA3_ROPE | {"num_attention_heads": 0, "head_dim": None}, train=True)
@@ -95,14 +99,17 @@ def test_a_configuration_that_cannot_be_built_is_refused_and_leaves_the_random_s
     check_config({"model_type": "qwen3", "model_file": "own.py"}, train=True)
 
 
-def test_an_architecture_that_ends_the_process_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_architecture_that_ends_the_process_is_an_error_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(support, "model_classes", lambda config: exit(1))
     with pytest.raises(ModelError, match="'olmo' needs a package that is not installed"):
         check_config({"model_type": "olmo"}, train=True)
 
 
 class Undifferentiable(nn.Module):
-    """Stands for a layer whose forward is a Metal kernel: MLX has no gradient for this operation either."""
+    """Stands for a layer whose forward is a Metal kernel: MLX has no gradient for this operation
+    either."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return mx.linalg.qr(x, stream=mx.cpu)[1]
@@ -112,7 +119,10 @@ def test_a_layer_without_a_gradient_is_named() -> None:
     model = make_model()
     assert layer_without_gradient(model) == ""
     model.layers[1].mlp = Undifferentiable()
-    assert re.match(r"layer 1 \(self_attn: Attention\) has no gradient on this device: ", layer_without_gradient(model))
+    assert re.match(
+        r"layer 1 \(self_attn: Attention\) has no gradient on this device: ",
+        layer_without_gradient(model),
+    )
 
 
 def test_the_table_lists_what_is_installed() -> None:
@@ -121,28 +131,49 @@ def test_the_table_lists_what_is_installed() -> None:
 
 
 def test_the_table_says_what_the_check_says() -> None:
-    cells = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    rows = {cell[0].strip("| `"): [text.partition(":")[0].strip() for text in cell[2:5]] for cell in cells}
+    cells = [
+        line.split(" | ")
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+    ]
+    rows = {
+        cell[0].strip("| `"): [text.partition(":")[0].strip() for text in cell[2:5]]
+        for cell in cells
+    }
     for name in ("qwen3", "llama", "qwen3_moe", "qwen3_next", "mamba", "kimi_linear"):
         assert rows[name][0] == "full speed"
     assert rows["rwkv7"][0] == "no", "its kernel has no gradient on Metal"
     for name in ("talkie", "gptj"):
-        assert rows[name][0] == "full speed", "their blocks take the hidden state elsewhere than first"
+        assert rows[name][0] == "full speed", (
+            "their blocks take the hidden state elsewhere than first"
+        )
     for name in ("gemma3n", "gemma4", "hunyuan"):
         assert rows[name][0] == "full speed", "blocks hand them more than one hidden state"
     for name in ("kimi_k3", "iquestloopcoder"):
         assert rows[name][0] == "as one graph"
     assert sum(row[0] == "slowly" for row in rows.values()) <= 2
     assert sum(row[1] == "no" for row in rows.values()) <= 3
-    assert rows["qwen3_5"][1:] == ["snapshots", "by tokens"] and rows["mamba"][1:] == ["snapshots", "states"]
-    assert rows["gemma2"][1:] == ["yes", "rectangle"] and rows["gpt_bigcode"][1:] == ["yes", "one by one"]
+    assert rows["qwen3_5"][1:] == ["snapshots", "by tokens"] and rows["mamba"][1:] == [
+        "snapshots",
+        ("states"),
+    ]
+    assert rows["gemma2"][1:] == ["yes", "rectangle"] and rows["gpt_bigcode"][1:] == [
+        "yes",
+        ("one by one"),
+    ]
 
 
-@pytest.mark.parametrize(("name", "adapted", "read"), [("gemma3n", "q_proj", "_coefs"), ("kimi_k3", "o_proj", "_res_")])
-def test_layers_whose_weight_the_model_reads_get_no_adapter(name: str, adapted: str, read: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "adapted", "read"), [("gemma3n", "q_proj", "_coefs"), ("kimi_k3", "o_proj", ("_res_"))]
+)
+def test_layers_whose_weight_the_model_reads_get_no_adapter(
+    name: str, adapted: str, read: str
+) -> None:
     model = small_model(name)
     paths = inject_lora(model, lora_config(rank=2, alpha=4.0))
     assert any(path.endswith(adapted) for path in paths)
-    assert not any(read in path for path in paths) and any(read in path for path, _ in model.named_modules())
+    assert not any(read in path for path in paths) and any(
+        read in path for path, _ in model.named_modules()
+    )
     logits = model.train()(mx.arange(6, dtype=mx.int32)[None] + 1)
     assert mx.isfinite(logits).all().item()

@@ -42,7 +42,9 @@ def tokenizer(loaded):
 
 
 def prompt_tokens(tokenizer, content):
-    return tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
 
 
 def test_it_is_small_enough_to_ship():
@@ -75,7 +77,8 @@ def test_the_chat_template_takes_every_role(tokenizer):
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     assert text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAdd 1 and 2.<|im_end|>\n"
-        "<|im_start|>assistant\n3<|im_end|>\n<|im_start|>user\nSort: ba<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>assistant\n3<|im_end|>\n<|im_start|>user\nSort:"
+        " ba<|im_end|>\n<|im_start|>assistant\n"
     )
     closed = tokenizer.apply_chat_template(turns[:3], add_generation_prompt=False, tokenize=False)
     assert closed.endswith("3<|im_end|>\n")
@@ -103,12 +106,15 @@ def test_prompts_are_short(tokenizer, task):
 
 @pytest.mark.slow
 def test_it_half_knows_its_tasks(loaded, tokenizer):
-    """Greedy answers to held-out problems: neither none nor all right, or there is nothing to learn by reward."""
+    """Greedy answers to held-out problems: neither none nor all right, or there is nothing to
+    learn by reward."""
     from mlx_lm import generate
 
     model, _ = loaded
     right = 0
-    problems = [make_problem(task, index, seed=0, split="heldout") for task in TASKS for index in range(20)]
+    problems = [
+        make_problem(task, index, seed=0, split="heldout") for task in TASKS for index in range(20)
+    ]
     for problem in problems:
         prompt = prompt_tokens(tokenizer, problem.messages[0]["content"])
         right += generate(model, tokenizer, prompt, max_tokens=10).strip() == problem.answer

@@ -1,10 +1,12 @@
-"""What a token stands for in its place, and the tokens of a text behind a prompt, over families of tokenizers.
+"""What a token stands for in its place, and the tokens of a text behind a prompt, over families of
+tokenizers.
 
-The kind: a piece that is decoded or encoded alone loses, or gets, what its place would give it. Looked at: Llama 2's
-dummy space from the normaliser (before each stretch between special tokens) and Metaspace's ("first", "always",
-"never"), Gemma's without one, byte fallback, a decoder that does not know byte fallback, Unigram, special tokens that
-swallow the white space behind them (Phi-3), byte level with and without a prefix space, Llama 3's splits, added words
-with spaces and with letters of GPT-2's alphabet, WordPiece's joints, clean-up of spaces, tokenizers in Python.
+The kind: a piece that is decoded or encoded alone loses, or gets, what its place would give it.
+Looked at: Llama 2's dummy space from the normaliser (before each stretch between special tokens)
+and Metaspace's ("first", "always", "never"), Gemma's without one, byte fallback, a decoder that
+does not know byte fallback, Unigram, special tokens that swallow the white space behind them
+(Phi-3), byte level with and without a prefix space, Llama 3's splits, added words with spaces and
+with letters of GPT-2's alphabet, WordPiece's joints, clean-up of spaces, tokenizers in Python.
 """
 
 import random
@@ -16,8 +18,37 @@ from mlx_parallm.models.token_text import TokenPieces, byte_level_alphabet
 from mlx_parallm.models.tokenizer import CONTEXT, Tokenizer
 from tests.tokenizer_families import ANY_TEXT, FAMILIES, SENTENCEPIECE, make_tokenizer
 
-PARTS = ["Hello", " world", "world", "wor", "ld", " ", "  ", "\n", "é", "€", "🙂", "你好", "世界", "x", ".", ", ", "42"]
-PARTS += ["    return", "<|user|>", "<|assistant|>\n", "</s>", " é", "two words", "don't", "\n\n", "\t", "👩‍🚀"]
+PARTS = [
+    "Hello",
+    " world",
+    "world",
+    "wor",
+    "ld",
+    " ",
+    "  ",
+    "\n",
+    "é",
+    "€",
+    "🙂",
+    "你好",
+    "世界",
+    "x",
+    ".",
+    ", ",
+    ("42"),
+]
+PARTS += [
+    "    return",
+    "<|user|>",
+    "<|assistant|>\n",
+    "</s>",
+    " é",
+    "two words",
+    "don't",
+    "\n\n",
+    "\t",
+    ("👩‍🚀"),
+]
 DRAWS = 250
 
 Make = Callable[[str], Tokenizer]
@@ -39,20 +70,31 @@ def texts(seed: str, parts: list[str] = PARTS) -> list[tuple[str, str]]:
     """Prompts and what follows them, cut anywhere."""
     rng = random.Random(seed)
     drawn = [
-        ("".join(rng.choices(parts, k=rng.randint(0, 5))), "".join(rng.choices(parts, k=rng.randint(1, 5))))
+        (
+            "".join(rng.choices(parts, k=rng.randint(0, 5))),
+            "".join(rng.choices(parts, k=rng.randint(1, 5))),
+        )
         for _ in range(DRAWS)
     ]
-    return [("Hello", " world"), ("Hello wor", "ld"), ("Hello ", "world"), ("<|assistant|>\n", "world"), *drawn]
+    return [
+        ("Hello", " world"),
+        ("Hello wor", "ld"),
+        ("Hello ", "world"),
+        ("<|assistant|>\n", "world"),
+        *drawn,
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_in_their_places_are_the_text(make: Make, family: str) -> None:
-    """Joined, the tokens' bytes are the text's, and their texts too where characters are whole. Any ids, at random too;
-    shown or not, a stream gives the same."""
+    """Joined, the tokens' bytes are the text's, and their texts too where characters are whole.
+    Any ids, at random too; shown or not, a stream gives the same."""
     tokenizer = make(family)
     rng = random.Random(family)
     samples = [tokenizer.encode(prompt + text) for prompt, text in texts(family)]
-    samples += [rng.choices(range(tokenizer.vocab_size), k=rng.randint(1, 12)) for _ in range(DRAWS)]
+    samples += [
+        rng.choices(range(tokenizer.vocab_size), k=rng.randint(1, 12)) for _ in range(DRAWS)
+    ]
     for ids in samples:
         for skip in (True, False):
             whole = tokenizer.decode(ids, skip_special_tokens=skip)
@@ -72,13 +114,15 @@ def test_tokens_in_their_places_are_the_text(make: Make, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_is_as_the_tokenizer_s_own_decoder_shows_it(make: Make, family: str) -> None:
-    """Where that one is right: not where it takes a run of bytes apart that is no character, reads "é" among GPT-2's
-    letters, puts a space before `[SEP]`, or does not know byte fallback."""
+    """Where that one is right: not where it takes a run of bytes apart that is no character,
+    reads "é" among GPT-2's letters, puts a space before `[SEP]`, or does not know byte fallback."""
     tokenizer = make(family)
     for prompt, text in texts(family):
         ids = tokenizer.encode(prompt + text)
         for skip in (True, False):
-            own = tokenizer._hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            own = tokenizer._hf.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
             if family in ("metaspace decoder", "added words") and own != prompt + text:
                 continue
             if "word piece" in family and not skip:
@@ -94,7 +138,8 @@ def test_every_text_comes_back(make: Make, family: str) -> None:
             continue
         whole = prompt + text
         shown = tokenizer.decode(tokenizer.encode(whole))
-        if whole.startswith(" "):  # Metaspace puts none before it then, so the two texts have the same tokens
+        # Metaspace puts none before it then, so the two texts have the same tokens
+        if whole.startswith(" "):
             assert shown in (whole, whole[1:])
         else:
             assert shown.removeprefix(" " if "prefix" in family else "") == whole
@@ -102,8 +147,9 @@ def test_every_text_comes_back(make: Make, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_completion_has_the_tokens_that_it_has_behind_its_prompt(make: Make, family: str) -> None:
-    """Where the prompt's tokens begin the whole's, the rest of those; where the join merges, no space is put in or
-    lost. Families that normalise white space: as far as a text comes back at all."""
+    """Where the prompt's tokens begin the whole's, the rest of those; where the join merges, no
+    space is put in or lost. Families that normalise white space: as far as a text comes back at
+    all."""
     tokenizer = make(family)
     merged = 0
     for prompt, completion in texts(family):
@@ -114,8 +160,12 @@ def test_a_completion_has_the_tokens_that_it_has_behind_its_prompt(make: Make, f
             continue
         merged += 1
         if family in ANY_TEXT:
-            show = [tokenizer.decode(ids, skip_special_tokens=False) for ids in (before, [*before, *behind])]
-            stretches = completion.split("<")[0]  # behind a special token a dummy space is the tokenizer's own
+            show = [
+                tokenizer.decode(ids, skip_special_tokens=False)
+                for ids in (before, [*before, *behind])
+            ]
+            # behind a special token a dummy space is the tokenizer's own
+            stretches = completion.split("<")[0]
             assert show[1].startswith(show[0] + stretches)
             assert len(behind) > 0
     assert merged, "the draws hold joins that merge"
@@ -128,7 +178,9 @@ def test_a_join_that_merges_keeps_the_prompt_and_adds_no_space(make: Make, famil
     ids = [*prompt, *tokenizer.encode_after("Hello wor", "ld, world")]
     assert tokenizer.decode(ids).lstrip() == "Hello world, world"
     one = [*tokenizer.encode("Hello"), *tokenizer.encode_after("Hello", " world")]
-    assert tokenizer.decode(one).lstrip() == "Hello world" and one == tokenizer.encode("Hello world")
+    assert tokenizer.decode(one).lstrip() == "Hello world" and one == tokenizer.encode(
+        "Hello world"
+    )
     line = tokenizer.encode_after("user: hi\nassistant:\n", "world")
     assert tokenizer.decode(line, opens_text=False) == "world"
 
@@ -161,12 +213,17 @@ def test_sentencepiece_keeps_its_space_and_its_bytes(make: Make, family: str) ->
     world = vocabulary.get("▁world", vocabulary.get("▁w"))
     word = " world" if "▁world" in vocabulary else " w"
     assert tokenizer.token_text(world) == word and tokenizer.token_bytes(world) == word.encode()
-    assert tokenizer.token_texts([world, world]) == [word if family in ("gemma", "metaspace never") else word[1:], word]
+    assert tokenizer.token_texts([world, world]) == [
+        word if family in ("gemma", ("metaspace never")) else word[1:],
+        word,
+    ]
     assert tokenizer.decode([world], opens_text=False) == word
     if family == "unigram":
         return
     smile = [vocabulary[f"<0x{byte:02X}>"] for byte in "🙂".encode()]
-    assert [tokenizer.token_bytes(token) for token in smile] == [bytes([byte]) for byte in "🙂".encode()]
+    assert [tokenizer.token_bytes(token) for token in smile] == [
+        bytes([byte]) for byte in "🙂".encode()
+    ]
     assert tokenizer.token_text(smile[0]) == "\ufffd"
     reader = tokenizer.detokenizer()
     assert [reader.add(token) for token in [world, *smile, smile[0], world]][1:] == [
@@ -179,13 +236,20 @@ def test_sentencepiece_keeps_its_space_and_its_bytes(make: Make, family: str) ->
     ]
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "prefix" not in name and "word piece" not in name])
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if "prefix" not in name and "word piece" not in name]
+)
 def test_what_follows_a_prompt_is_read_as_it_was_tokenised(make: Make, family: str) -> None:
-    """Text → tokens behind a prompt → text. Llama 2's and Phi-3's tokenizers put their space behind a special token
-    too, where it is no text; Mistral's and Gemma's do not."""
+    """Text → tokens behind a prompt → text. Llama 2's and Phi-3's tokenizers put their space
+    behind a special token too, where it is no text; Mistral's and Gemma's do not."""
     tokenizer = make(family)
     assert tokenizer.opens_text(tokenizer.encode("")), "<s> alone"
-    behind = "llama2" in family or family in ("phi3", "metaspace always", "metaspace decoder", "unigram")
+    behind = "llama2" in family or family in (
+        "phi3",
+        "metaspace always",
+        "metaspace decoder",
+        ("unigram"),
+    )
     for prompt in ("Hello", "<|user|>Hello</s><|assistant|>", "<|user|>Hello</s><|assistant|>\n"):
         ids = tokenizer.encode(prompt)
         opens = tokenizer.opens_text(ids)
@@ -204,7 +268,8 @@ def test_added_words_show_as_they_are_written(make: Make, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_each_token_of_a_known_text_stands(make: Make, family: str) -> None:
-    """A prompt that is shown as it was sent: `<s>` before it takes no place, nor does a dummy space."""
+    """A prompt that is shown as it was sent: `<s>` before it takes no place, nor does a dummy
+    space."""
     tokenizer = make(family)
     for prompt, text in texts(family):
         whole = prompt + text
@@ -221,7 +286,8 @@ def test_where_each_token_of_a_known_text_stands(make: Make, family: str) -> Non
 
 
 class InPython:
-    """A tokenizer over tiktoken's ranks, as Kimi's and Qwen 1's code has them: one gives letters, one gives bytes."""
+    """A tokenizer over tiktoken's ranks, as Kimi's and Qwen 1's code has them: one gives
+    letters, one gives bytes."""
 
     all_special_ids = (256,)
 
@@ -243,7 +309,9 @@ def test_tokenizers_in_python_have_exact_bytes(raw: bool) -> None:
 
     pieces = TokenPieces(InPython(raw=raw), decode, {256}, 257)
     assert (
-        b"".join(map(pieces.inner, "🙂 é".encode())) == "🙂 é".encode() == b"".join(map(pieces.first, "🙂 é".encode()))
+        b"".join(map(pieces.inner, "🙂 é".encode()))
+        == "🙂 é".encode()
+        == b"".join(map(pieces.first, "🙂 é".encode()))
     )
     assert (pieces.inner(256), pieces.inner(300)) == (b"<end>", b"")
 
@@ -252,4 +320,7 @@ def test_ids_beyond_the_vocabulary_stand_for_nothing(make: Make) -> None:
     """A model's embedding is often padded."""
     tokenizer = make("llama2")
     beyond, [*hello] = tokenizer.vocab_size + 5, tokenizer.encode("Hello")
-    assert tokenizer.decode([beyond, *hello, beyond]) == "Hello" and tokenizer.token_bytes(beyond) == b""
+    assert (
+        tokenizer.decode([beyond, *hello, beyond]) == "Hello"
+        and tokenizer.token_bytes(beyond) == b""
+    )

@@ -19,7 +19,9 @@ def test_special_tokens_do_not_show_and_bytes_are_exact(tiny_tokenizer: Tokenize
     (eos, *_) = tiny_tokenizer.eos_token_ids
     ids = [*tiny_tokenizer.encode("ab", add_special_tokens=False), eos]
     assert tiny_tokenizer.decode(ids) == "ab"
-    assert tiny_tokenizer.decode(ids, skip_special_tokens=False) == "ab" + tiny_tokenizer.token_text(eos)
+    assert tiny_tokenizer.decode(
+        ids, skip_special_tokens=False
+    ) == "ab" + tiny_tokenizer.token_text(eos)
     smile = tiny_tokenizer.encode("🙂", add_special_tokens=False)
     assert b"".join(tiny_tokenizer.token_bytes(token) for token in smile) == "🙂".encode()
 
@@ -51,7 +53,8 @@ def test_a_tokenizer_with_a_decoder_of_its_own_keeps_it(tiny_tokenizer: Tokenize
 def test_a_text_beyond_the_context_is_tokenised_without_a_warning(
     tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """transformers' "will result in indexing errors" is untrue here: such a request is refused before it runs."""
+    """transformers' "will result in indexing errors" is untrue here: such a request is refused
+    before it runs."""
     hf = tiny_tokenizer._hf
     monkeypatch.setattr(hf, "model_max_length", 4)
     monkeypatch.setattr(hf, "deprecation_warnings", {})  # it warns once in the life of a tokenizer

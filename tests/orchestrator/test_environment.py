@@ -1,4 +1,5 @@
-"""kind = "hybrid" against a scripted planner: groups, masks, metadata for the learner, limits, wrong options."""
+"""kind = "hybrid" against a scripted planner: groups, masks, metadata for the learner, limits,
+wrong options."""
 
 import asyncio
 import itertools
@@ -28,7 +29,11 @@ from tests.environments.scripted_client import ScriptedClient
 
 TASKS = [
     {"prompt": "What is 6 * 7?", "goal": {"expected_answer": 42}, "type": "math"},
-    {"prompt": "Hit 100 m.", "goal": {"target": 100, "wind": 2, "tolerance": 1.0}, "type": "physics"},
+    {
+        "prompt": "Hit 100 m.",
+        "goal": {"target": 100, "wind": 2, "tolerance": 1.0},
+        "type": ("physics"),
+    },
 ]
 MATH, AIM = 0, 1
 SHOOT = "DELEGATE: aim(target=100, wind=2)"
@@ -52,7 +57,10 @@ def tools() -> Iterator[EpisodeTools]:
 
 
 def source(
-    expert: str, tools: EpisodeTools | None = None, allowed: tuple[str, ...] | None = None, **options: Any
+    expert: str,
+    tools: EpisodeTools | None = None,
+    allowed: tuple[str, ...] | None = None,
+    **options: Any,
 ) -> StateSource:
     config = EnvironmentConfig(
         kind="hybrid",
@@ -66,7 +74,9 @@ def source(
     return made
 
 
-def play(made: StateSource, tokenizer: Tokenizer, *turns: str, longest: int = 1024, **plan: Any) -> GroupResult:
+def play(
+    made: StateSource, tokenizer: Tokenizer, *turns: str, longest: int = 1024, **plan: Any
+) -> GroupResult:
     """One group; every rollout writes `turns` one after the other, the last one again and again."""
 
     def answer(request: Request, choice: int) -> str:
@@ -95,7 +105,11 @@ def test_a_product(expert: str, tools: EpisodeTools, tiny_tokenizer: Tokenizer) 
     # -0.01 a step, correct 1, exact 0.5, fast 0.5, efficient 0.2
     assert first.rollout.reward == metadata["reward"] == pytest.approx(2.18)
     opening = first.history[0].prompt
-    assert "TOOL: NAME" in opening and "math_solve(expression)" in opening and "- aim: Aim at a target" in opening
+    assert (
+        "TOOL: NAME" in opening
+        and "math_solve(expression)" in opening
+        and "- aim: Aim at a target" in opening
+    )
     # One sequence of tokens; what the tool said is masked.
     assert not first.rollout.earlier
     sampled = list(itertools.compress(first.rollout.tokens, first.rollout.mask))
@@ -109,33 +123,54 @@ def test_the_tools_of_the_planner_alone_are_limited(
 ) -> None:
     made = source(expert, tools, allowed)
     shot = "TOOL: physics_simulate(angle=45, velocity=30)"
-    [first, _] = play(made, tiny_tokenizer, shot, SHOOT, "ANSWER: done", task_index=AIM).trajectories
+    [first, _] = play(
+        made, tiny_tokenizer, shot, SHOOT, "ANSWER: done", task_index=AIM
+    ).trajectories
     refused, *shots = first.metadata["tool_calls"]
-    assert refused["error"] == "unknown_tool" and refused["text"].endswith(f"there are: {', '.join(allowed) or 'none'}")
-    assert len(shots) == 10 and all(call["error"] is None and call["expert"] == "aim" for call in shots)
+    assert refused["error"] == "unknown_tool" and refused["text"].endswith(
+        f"there are: {', '.join(allowed) or 'none'}"
+    )
+    assert len(shots) == 10 and all(
+        call["error"] is None and call["expert"] == "aim" for call in shots
+    )
     opening = first.history[0].prompt
     assert "- physics_simulate(" not in opening and ("math_solve" in opening) == bool(allowed)
 
 
-def test_an_environment_with_tools_of_its_own(expert: str, tools: EpisodeTools, tiny_tokenizer: Tokenizer) -> None:
+def test_an_environment_with_tools_of_its_own(
+    expert: str, tools: EpisodeTools, tiny_tokenizer: Tokenizer
+) -> None:
     made = source(expert)
     made.template = HybridEnvironment(tasks=one_of_two, tools=tools)  # type: ignore[arg-type]
     made.use_tools(None)
-    [first, _] = play(made, tiny_tokenizer, "TOOL: math_solve(6 * 7)", "ANSWER: 42", task_index=MATH).trajectories
+    [first, _] = play(
+        made, tiny_tokenizer, "TOOL: math_solve(6 * 7)", "ANSWER: 42", task_index=MATH
+    ).trajectories
     assert first.metadata["solved"]
 
 
-def test_the_experts_steps_go_with_the_group(expert: str, tools: EpisodeTools, tiny_tokenizer: Tokenizer) -> None:
+def test_the_experts_steps_go_with_the_group(
+    expert: str, tools: EpisodeTools, tiny_tokenizer: Tokenizer
+) -> None:
     made = source(expert, tools, learn="both")
     aim = AIM
     result = play(made, tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim)
     first, second = result.group.metadata[STEPS]
-    assert [episode["expert"] for episode in first] == ["aim"] and first != second  # each rollout has its own noise
-    again = play(source(expert, tools, learn="both"), tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim)
+    # each rollout has its own noise
+    assert [episode["expert"] for episode in first] == ["aim"] and first != second
+    again = play(
+        source(expert, tools, learn="both"), tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim
+    )
     assert again.group.metadata[STEPS] == [first, second]  # the same episodes, bit for bit
     heldout = play(made, tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim, split="train")
     assert STEPS in heldout.group.metadata
-    planner = play(source(expert, tools, learn="planner"), tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim)
+    planner = play(
+        source(expert, tools, learn="planner"),
+        tiny_tokenizer,
+        SHOOT,
+        "ANSWER: done",
+        task_index=aim,
+    )
     assert STEPS not in planner.group.metadata  # the most likely actions; nothing to learn from
 
 
@@ -146,7 +181,11 @@ def test_a_summary_in_the_place_of_the_conversation(
     calls = ["TOOL: math_solve(1 + 1)", "TOOL: math_solve(2 + 2)", "ANSWER: 4"]
     [first, _] = play(made, tiny_tokenizer, *calls, task_index=MATH).trajectories
     last = first.history[-1].prompt
-    assert last.startswith("What is 6 * 7?") and "- math_solve -> 2" in last and "- math_solve -> 4" in last
+    assert (
+        last.startswith("What is 6 * 7?")
+        and "- math_solve -> 2" in last
+        and "- math_solve -> 4" in last
+    )
     assert len(first.rollout.earlier) == 2  # each turn is a sequence of its own
 
 
@@ -157,7 +196,9 @@ def test_limits(expert: str, tiny_tokenizer: Tokenizer) -> None:
     assert first.metadata["timed_out"] and first.rollout.reward == pytest.approx(-0.02 - 2.0 - 0.5)
     # No room for a second turn: an episode without an answer.
     made = source(expert, instructions="")
-    [first, _] = play(made, tiny_tokenizer, "THINK: " + "long " * 15, task_index=aim, longest=100).trajectories
+    [first, _] = play(
+        made, tiny_tokenizer, "THINK: " + "long " * 15, task_index=aim, longest=100
+    ).trajectories
     assert first.out_of_room and first.metadata["answer_text"] is None
     assert first.rollout.reward == pytest.approx(-0.01 - 1.0 - 0.5)
 
@@ -172,9 +213,15 @@ def test_limits(expert: str, tiny_tokenizer: Tokenizer) -> None:
         ({"learn": "both", "ppo": {"gama": 1}}, "gamma"),
         ({"ppo": {"gamma": 0.9}}, 'ppo has no effect with learn = "planner"'),
         ({"min_steps": 5}, "min_steps has no effect"),
-        ({"learn": "both", "alternate_every": 5}, 'alternate_every has no effect .*: set learn = "alternate"'),
+        (
+            {"learn": "both", "alternate_every": 5},
+            ('alternate_every has no effect .*: set learn = "alternate"'),
+        ),
         ({"learn": "both", "experts": {}}, "there is no expert"),
-        ({"learn": "both", "ppo": {"horizon": 5}}, r"ppo\.horizon has no effect here: .* set min_steps"),
+        (
+            {"learn": "both", "ppo": {"horizon": 5}},
+            r"ppo\.horizon has no effect here: .* set min_steps",
+        ),
         ({"learn": "both", "ppo": {"recurrent": False}}, r"ppo\.recurrent has no effect"),
         ({"controls": {"aim": "projectil"}}, "projectile"),
         ({"controls": {"nobody": "projectile"}}, "nobody"),

@@ -29,10 +29,15 @@ EXPERT = "final/learners/hybrid/aim/expert.safetensors"
 
 
 class Delegates(HybridEnvironment):
-    """Whatever the planner writes becomes a delegation, then an answer; its text decides the target."""
+    """Whatever the planner writes becomes a delegation, then an answer; its text decides the
+    target."""
 
     def update_state(self, state: State, response: str) -> State:
-        action = "ANSWER: done" if state.step_count else f"DELEGATE: aim(target={50 + len(response) % 100}, wind=1)"
+        action = (
+            ("ANSWER: done")
+            if state.step_count
+            else f"DELEGATE: aim(target={50 + len(response) % 100}, wind=1)"
+        )
         return super().update_state(state, action)
 
 
@@ -67,7 +72,11 @@ def configuration(tmp_path: Path, name: str, **options: Any) -> Path:
         "run_name": name,
         "atropos": {"rollout_batch_size": 8, "max_token_length": 96},
     }
-    config = {"model": {"base_path": "builtin:tiny"}, "server": {"port": 0}, "rl_training": training}
+    config = {
+        "model": {"base_path": "builtin:tiny"},
+        "server": {"port": 0},
+        "rl_training": training,
+    }
     config["tools"] = {"mcp": [SERVER]}
     path = tmp_path / f"{name}.toml"
     path.write_text(tomli_w.dumps(config | {"environments": [environment]}))
@@ -79,7 +88,9 @@ def train(path: Path, *, resume: str | None = None, at_step: Any = None) -> None
 
     def run() -> None:
         stop = threading.Event()
-        made = training_run(load_config(path), resume=resume, stop=stop, console=Console(file=StringIO()))
+        made = training_run(
+            load_config(path), resume=resume, stop=stop, console=Console(file=StringIO())
+        )
         if at_step is not None:
             made.events.subscribe(StepFinished, lambda event: at_step(made, stop, event))
         try:
@@ -107,10 +118,14 @@ def test_a_stopped_run_goes_on_and_the_server_answers_meanwhile(tmp_path: Path) 
         if event.line["step"] == 1:
             client = OpenAI(base_url=f"{made.serving.url}/v1/hybrid", api_key="none")
             messages: Any = [{"role": "user", "content": "Sum: 1+2"}]
-            replies.append(client.chat.completions.create(model="default", messages=messages, max_tokens=4))
+            replies.append(
+                client.chat.completions.create(model="default", messages=messages, max_tokens=4)
+            )
             with pytest.raises(BadRequestError, match="stream"):
                 client.chat.completions.create(model="default", messages=messages, stream=True)
-            wrong = httpx.post(f"{made.serving.url}/v1/hybrid/chat/completions", json={"messages": []})
+            wrong = httpx.post(
+                f"{made.serving.url}/v1/hybrid/chat/completions", json={"messages": []}
+            )
             assert wrong.status_code == 400 and "messages" in wrong.json()["error"]["message"]
         if event.line["step"] == 2:
             stop.set()
@@ -127,16 +142,20 @@ def test_a_stopped_run_goes_on_and_the_server_answers_meanwhile(tmp_path: Path) 
     assert lines(tmp_path / "through")[0]["tools/calls"] > 0
     through, stopped = lines(tmp_path / "through"), lines(tmp_path / "stopped")
     learned = [key for key in through[-1] if key.startswith("experts/aim/")]
-    assert {"experts/aim/return", "experts/aim/learned_steps", "experts/aim/policy_loss"} <= set(learned)
+    assert {"experts/aim/return", "experts/aim/learned_steps", "experts/aim/policy_loss"} <= set(
+        learned
+    )
     for one, other in zip(through, stopped, strict=True):
         assert [one.get(key) for key in [*learned, "reward_mean"]] == [
             other.get(key) for key in [*learned, "reward_mean"]
         ]
-        # Turns that come after tools reach the engine in other company, which changes the last bits.
+        # Turns that come after tools reach the engine in other company, which changes the last
+        # bits.
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-6)
     assert load_expert(tmp_path / "through" / EXPERT).config.name == "aim"
     start, end, again = (
-        weights(tmp_path / name) for name in ("aim.safetensors", f"through/{EXPERT}", f"stopped/{EXPERT}")
+        weights(tmp_path / name)
+        for name in ("aim.safetensors", f"through/{EXPERT}", (f"stopped/{EXPERT}"))
     )
     assert any((end[name] != start[name]).any() for name in end)
     assert all((end[name] == again[name]).all() for name in end)
@@ -146,6 +165,8 @@ def test_a_stopped_run_goes_on_and_the_server_answers_meanwhile(tmp_path: Path) 
 def test_the_planner_stays_while_the_experts_learn(tmp_path: Path) -> None:
     train(configuration(tmp_path, "experts", learn="experts"))
     made = lines(tmp_path / "experts")
-    assert [line["optimizer_updates"] for line in made] == [0] * 4 and made[-1]["policy_version"] == 0
+    assert [line["optimizer_updates"] for line in made] == [0] * 4 and made[-1][
+        "policy_version"
+    ] == 0
     assert all(line["sequences"] == 8 and line["reward_mean"] is not None for line in made)
     assert made[-1]["experts/aim/learned_steps"] > 0

@@ -15,11 +15,19 @@ from mlx_parallm.systems.experts import ExpertRegistry, RecurrentPPOConfig
 from mlx_parallm.systems.experts.registry import physics_controller
 from mlx_parallm.systems.orchestrator import Orchestrator
 from mlx_parallm.systems.orchestrator.control import ExpertSteps, direct
-from mlx_parallm.systems.orchestrator.learning import STEPS, ActingExperts, ExpertLearner, LearningSchedule, piece_of
+from mlx_parallm.systems.orchestrator.learning import (
+    STEPS,
+    ActingExperts,
+    ExpertLearner,
+    LearningSchedule,
+    piece_of,
+)
 from mlx_parallm.systems.orchestrator.tool_server import physics_simulate
 from mlx_parallm.types import RolloutGroup
 
-PPO = RecurrentPPOConfig(epochs=4, batch_size=64, learning_rate=3e-3, gamma=0.9, value_clip=0.0, target_kl=None)
+PPO = RecurrentPPOConfig(
+    epochs=4, batch_size=64, learning_rate=3e-3, gamma=0.9, value_clip=0.0, target_kl=None
+)
 
 
 def learner(schedule: LearningSchedule, seed: int = 0) -> tuple[ExpertLearner, ActingExperts]:
@@ -36,8 +44,12 @@ def groups(acting: ActingExperts, count: int, seed: int = 0) -> list[RolloutGrou
     kept = []
     with ToolClient(functions=[physics_simulate]) as client:
         for number in range(count):
-            orchestrator = Orchestrator(None, acting.registry, client, explore=True, seed=1000 * seed + number)
-            orchestrator.reset({"prompt": "Hit it.", "goal": {"target": 120.0, "wind": 0.0, "tolerance": 1.0}})
+            orchestrator = Orchestrator(
+                None, acting.registry, client, explore=True, seed=1000 * seed + number
+            )
+            orchestrator.reset(
+                {"prompt": "Hit it.", "goal": {"target": 120.0, "wind": 0.0, "tolerance": 1.0}}
+            )
             orchestrator.step("DELEGATE: aim(target=120, wind=0)")
             kept.append([steps.to_json() for steps in orchestrator.expert_steps])
     kept = json.loads(json.dumps(kept))
@@ -49,10 +61,19 @@ def weights(expert: Any) -> dict[str, np.ndarray]:
 
 
 def test_the_schedule() -> None:
-    table = {learn: LearningSchedule(learn, alternate_every=2) for learn in ("planner", "experts", "alternate", "both")}
-    planner = {learn: [schedule.planner(step) for step in range(1, 6)] for learn, schedule in table.items()}
-    experts = {learn: [schedule.experts(step) for step in range(1, 6)] for learn, schedule in table.items()}
-    assert planner["planner"] == planner["both"] == experts["experts"] == experts["both"] == [True] * 5
+    table = {
+        learn: LearningSchedule(learn, alternate_every=2)
+        for learn in ("planner", "experts", "alternate", ("both"))
+    }
+    planner = {
+        learn: [schedule.planner(step) for step in range(1, 6)] for learn, schedule in table.items()
+    }
+    experts = {
+        learn: [schedule.experts(step) for step in range(1, 6)] for learn, schedule in table.items()
+    }
+    assert (
+        planner["planner"] == planner["both"] == experts["experts"] == experts["both"] == [True] * 5
+    )
     assert experts["planner"] == planner["experts"] == [False] * 5
     assert planner["alternate"] == [True, True, False, False, True]
     assert experts["alternate"] == [False, False, True, True, False]
@@ -63,7 +84,9 @@ def test_the_schedule() -> None:
 
 
 def test_the_value_behind_a_cut_is_part_of_the_last_reward() -> None:
-    steps = ExpertSteps("x", [[0.0]] * 2, [[0.1]] * 2, [-1.0] * 2, [0.5] * 2, [1.0, 2.0], last_value=10.0)
+    steps = ExpertSteps(
+        "x", [[0.0]] * 2, [[0.1]] * 2, [-1.0] * 2, [0.5] * 2, [1.0, 2.0], last_value=10.0
+    )
     piece = piece_of(steps, RecurrentPPOConfig(gamma=0.9), np.zeros((1, 4)))
     assert piece.rewards.tolist() == [1.0, 11.0]
     discrete = ExpertSteps("x", [[0.0]], [3], [-1.0], [0.5], [1.0])
@@ -91,7 +114,9 @@ def test_the_learning_rate_falls_over_the_run() -> None:
     trainer = learning.trainers["aim"]
     for step, share in ((1, 1.0), (4, 0.4), (5, 0.2)):
         learning.learn(step, groups(acting, 2, step), total_steps=5)
-        assert float(trainer.optimizer.learning_rate) == pytest.approx(trainer.config.learning_rate * share)
+        assert float(trainer.optimizer.learning_rate) == pytest.approx(
+            trainer.config.learning_rate * share
+        )
     learning.learn(6, groups(acting, 2, 6))  # a run without an end
     assert float(trainer.optimizer.learning_rate) == pytest.approx(trainer.config.learning_rate)
 
@@ -101,8 +126,17 @@ def test_steps_wait_until_there_are_enough() -> None:
     first = learning.learn(1, groups(acting, 2, 1))
     assert "experts/aim/learned_steps" not in first
     later = learning.learn(2, groups(acting, 3, 2))
-    made = [group for seed, count in ((1, 2), (2, 3)) for group in groups(learner(learning.schedule)[1], count, seed)]
-    lengths = [len(one["rewards"]) for group in made for rollout in group.metadata[STEPS] for one in rollout]
+    made = [
+        group
+        for seed, count in ((1, 2), (2, 3))
+        for group in groups(learner(learning.schedule)[1], count, seed)
+    ]
+    lengths = [
+        len(one["rewards"])
+        for group in made
+        for rollout in group.metadata[STEPS]
+        for one in rollout
+    ]
     assert later["experts/aim/learned_steps"] == sum(lengths)
 
 
@@ -112,18 +146,25 @@ def test_frozen_experts_stay_as_they_are() -> None:
     assert not acting.explore and learning.trains_policy(1) and not learning.trains_policy(2)
     learning.learn(1, groups(acting, 4))
     assert acting.explore  # the next step is the experts'
-    assert all((before[name] == value).all() for name, value in weights(acting.registry.get("aim")).items())
+    assert all(
+        (before[name] == value).all() for name, value in weights(acting.registry.get("aim")).items()
+    )
     learning.learn(2, groups(acting, 4))
     assert not acting.explore
-    assert any((before[name] != value).any() for name, value in weights(acting.registry.get("aim")).items())
+    assert any(
+        (before[name] != value).any() for name, value in weights(acting.registry.get("aim")).items()
+    )
 
 
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
     schedule = LearningSchedule("both", min_steps=45)
 
-    def steps(learning: ExpertLearner, acting: ActingExperts, first: int, last: int) -> dict[str, np.ndarray]:
+    def steps(
+        learning: ExpertLearner, acting: ActingExperts, first: int, last: int
+    ) -> dict[str, np.ndarray]:
         for step in range(first, last + 1):
-            learning.learn(step, groups(acting, 3, step))  # fewer than 45 steps: some wait in the checkpoint
+            # fewer than 45 steps: some wait in the checkpoint
+            learning.learn(step, groups(acting, 3, step))
         return weights(acting.registry.get("aim"))
 
     through = learner(schedule)

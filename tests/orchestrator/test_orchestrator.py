@@ -26,7 +26,11 @@ from mlx_parallm.systems.orchestrator.reward import HybridTask
 from mlx_parallm.systems.orchestrator.tasks import routing_task
 from mlx_parallm.systems.orchestrator.tool_server import math_solve, physics_simulate
 
-AIM = {"prompt": "Hit 100 m.", "goal": {"target": 100.0, "wind": 2.0, "tolerance": 1.0}, "type": "physics"}
+AIM = {
+    "prompt": "Hit 100 m.",
+    "goal": {"target": 100.0, "wind": 2.0, "tolerance": 1.0},
+    "type": ("physics"),
+}
 SUM = {"prompt": "What is 6 * 7?", "goal": {"expected_answer": 42}, "type": "math"}
 
 
@@ -46,14 +50,25 @@ def registry(seed: int = 0) -> ExpertRegistry:
 def test_a_call_then_the_answer(tools: ToolClient) -> None:
     orchestrator = Orchestrator(None, registry(), tools)
     assert orchestrator.reset(SUM).startswith("What is 6 * 7?")
-    result = orchestrator.step("THINK: a tool knows\nTOOL: math_solve(expression=6 * 7)\nANSWER: 41")
+    result = orchestrator.step(
+        "THINK: a tool knows\nTOOL: math_solve(expression=6 * 7)\nANSWER: 41"
+    )
     # The answer of the same turn was written before the result was there.
-    assert result.tool_result is not None and result.tool_result.text == "42" and result.info["left_out"] == 1
+    assert (
+        result.tool_result is not None
+        and result.tool_result.text == "42"
+        and result.info["left_out"] == 1
+    )
     assert (result.done, result.text) == (False, "math_solve -> 42")
-    assert "- math_solve -> 42" in result.observation and "- TOOL: math_solve(expression=6 * 7)" in result.observation
+    assert (
+        "- math_solve -> 42" in result.observation
+        and "- TOOL: math_solve(expression=6 * 7)" in result.observation
+    )
     end = orchestrator.step("ANSWER: 42")
     assert end.done and orchestrator.solved and end.text == ""
-    assert result.reward == pytest.approx(-0.01) and end.reward == pytest.approx(-0.01 + 1 + 0.5 + 0.5 + 0.2)
+    assert result.reward == pytest.approx(-0.01) and end.reward == pytest.approx(
+        -0.01 + 1 + 0.5 + 0.5 + 0.2
+    )
     assert orchestrator.total_reward == pytest.approx(2.18)
     with pytest.raises(RuntimeError):
         orchestrator.step("ANSWER: 42")
@@ -88,7 +103,9 @@ def test_a_slow_tool_is_a_time_out() -> None:
         return "late"
 
     with ToolClient(functions=[wait]) as client:
-        orchestrator = Orchestrator(OrchestratorConfig(tool_call_timeout=0.05), ExpertRegistry(), client)
+        orchestrator = Orchestrator(
+            OrchestratorConfig(tool_call_timeout=0.05), ExpertRegistry(), client
+        )
         orchestrator.reset(SUM)
         result = orchestrator.step("TOOL: wait()")
         release.set()
@@ -105,7 +122,9 @@ def test_the_time_limit_of_a_call_is_the_orchestrators_where_it_has_one() -> Non
 
     with ToolClient(functions=[slow], function_timeout_s=0.05) as client:
         for seconds, text in ((30.0, "late"), (None, "slow: no answer within 0.05 s")):
-            orchestrator = Orchestrator(OrchestratorConfig(tool_call_timeout=seconds), ExpertRegistry(), client)
+            orchestrator = Orchestrator(
+                OrchestratorConfig(tool_call_timeout=seconds), ExpertRegistry(), client
+            )
             orchestrator.reset(SUM)
             assert orchestrator.step("TOOL: slow()").tool_result.text == text
 
@@ -127,7 +146,10 @@ def test_an_expert_acts_as_in_its_training_environment(tools: ToolClient) -> Non
         action = np.tanh(np.array(kept.raw_actions[number]))
         taken = task.step(action[None])
         angle, velocity = shot_of(action)
-        assert step["arguments"]["angle"] == pytest.approx(angle, abs=1e-4) and 0 <= step["arguments"]["angle"] <= 90
+        assert (
+            step["arguments"]["angle"] == pytest.approx(angle, abs=1e-4)
+            and 0 <= step["arguments"]["angle"] <= 90
+        )
         assert step["arguments"]["velocity"] == pytest.approx(velocity, abs=1e-4)
         assert step["result"]["distance"] == pytest.approx(flight(angle, velocity, 2.0), abs=1e-3)
         assert kept.rewards[number] == pytest.approx(taken.rewards[0], abs=1e-5)
@@ -138,10 +160,13 @@ def test_an_expert_acts_as_in_its_training_environment(tools: ToolClient) -> Non
 
 
 def test_kept_steps_replay_to_ratio_one(tools: ToolClient) -> None:
-    """Log-probabilities and values of the loop are those that recurrent PPO computes over the whole row."""
+    """Log-probabilities and values of the loop are those that recurrent PPO computes over the
+    whole row."""
     experts = registry()
     experts.get("aim").value_head.weight = mx.random.normal((1, 64))  # it begins at zero
-    orchestrator = Orchestrator(OrchestratorConfig(max_expert_steps=4), experts, tools, explore=True)
+    orchestrator = Orchestrator(
+        OrchestratorConfig(max_expert_steps=4), experts, tools, explore=True
+    )
     orchestrator.reset(AIM | {"goal": AIM["goal"] | {"tolerance": 1e-6}})
     orchestrator.step("DELEGATE: aim(target=100, wind=2)")
     [kept] = orchestrator.expert_steps
@@ -150,7 +175,8 @@ def test_kept_steps_replay_to_ratio_one(tools: ToolClient) -> None:
     scores = expert.scores(rows(kept.observations), rows(kept.raw_actions), None)
     np.testing.assert_allclose(np.array(scores[0])[0], kept.log_probs, atol=1e-5)
     np.testing.assert_allclose(np.array(scores[2])[0], kept.values, atol=1e-5)
-    assert len(kept.rewards) == 4 and kept.last_value != 0.0  # cut after four steps: the next state still counts
+    # cut after four steps: the next state still counts
+    assert len(kept.rewards) == 4 and kept.last_value != 0.0
 
 
 def test_the_seed_decides_what_an_expert_samples(tools: ToolClient) -> None:
@@ -192,7 +218,14 @@ def test_a_tool_that_fails_ends_the_loop() -> None:
         assert len(orchestrator.expert_steps) == 1
 
 
-WRONG = [{}, {"target": "x"}, {"target": 49}, {"target": 90, "wind": 6}, {"target": 90, "speed": 1}, {"target": True}]
+WRONG = [
+    {},
+    {"target": "x"},
+    {"target": 49},
+    {"target": 90, "wind": 6},
+    {"target": 90, "speed": 1},
+    {"target": True},
+]
 
 
 @pytest.mark.parametrize("arguments", WRONG)
@@ -203,12 +236,17 @@ def test_wrong_arguments_of_a_delegation(arguments: Any) -> None:
 
 def test_an_expert_without_a_loop_is_refused(tools: ToolClient) -> None:
     experts = registry()
-    experts.register(GRUExpert(ExpertConfig("pole", obs_dim=4, discrete_actions=True, num_actions=2)))
+    experts.register(
+        GRUExpert(ExpertConfig("pole", obs_dim=4, discrete_actions=True, num_actions=2))
+    )
     with pytest.raises(ConfigError, match="pole"):
         Orchestrator(None, experts, tools)
     with pytest.raises(ConfigError, match="nobody"):
         Orchestrator(None, registry(), tools, controls={"nobody": ProjectileLoop})
-    assert Orchestrator(None, experts, tools, controls={"pole": ProjectileLoop}).controls["pole"] is ProjectileLoop
+    assert (
+        Orchestrator(None, experts, tools, controls={"pole": ProjectileLoop}).controls["pole"]
+        is ProjectileLoop
+    )
 
 
 def test_views() -> None:
@@ -242,9 +280,13 @@ def test_hybrid_env(tools: ToolClient) -> None:
 
 
 def test_hybrid_env_obeys_its_orchestrators_settings(tools: ToolClient) -> None:
-    """Every number that both have, in the orchestrator's configuration alone, and replaced by HybridEnv's own."""
+    """Every number that both have, in the orchestrator's configuration alone, and replaced by
+    HybridEnv's own."""
     rewards = RewardConfig(
-        step_penalty=-0.3, valid_tool_call_reward=0.2, expert_delegation_reward=0.1, expert_success_bonus=0.0
+        step_penalty=-0.3,
+        valid_tool_call_reward=0.2,
+        expert_delegation_reward=0.1,
+        expert_success_bonus=0.0,
     )
     config = OrchestratorConfig(max_steps=2, rewards=rewards, max_expert_steps=1)
     call, aim = "TOOL: math_solve(expression=6 * 7)", "DELEGATE: aim(target=100, wind=2)"
@@ -258,17 +300,28 @@ def test_hybrid_env_obeys_its_orchestrators_settings(tools: ToolClient) -> None:
 
     assert play(("THINK: so", "THINK: and so")) == ([-0.3, -0.3 - 2.0], [False, True])
     assert play((call, aim))[0] == [-0.1, pytest.approx(-0.2 - 2.0)]
-    own = {"step_penalty": -0.5, "tool_call_reward": 0.0, "expert_use_reward": 0.4, "max_episode_length": 3}
+    own = {
+        "step_penalty": -0.5,
+        "tool_call_reward": 0.0,
+        "expert_use_reward": 0.4,
+        "max_episode_length": 3,
+    }
     assert play((call, aim, "THINK: so"), **own) == ([-0.5, -0.1, -2.5], [False, False, True])
-    assert play(("THINK: so",), step_penalty=0.0)[0] == [0.0], "0 is a value, not the absence of one"
+    assert play(("THINK: so",), step_penalty=0.0)[0] == [0.0], (
+        "0 is a value, not the absence of one"
+    )
     for length in (0, -1):
         with pytest.raises(ConfigError, match="max_steps"):
-            HybridEnv(Orchestrator(config, registry(), tools), task_pool=[SUM], max_episode_length=length)
+            HybridEnv(
+                Orchestrator(config, registry(), tools), task_pool=[SUM], max_episode_length=length
+            )
 
 
 def test_a_type_that_is_nearly_one_is_refused(tools: ToolClient) -> None:
     orchestrator = Orchestrator(None, registry(), tools)
-    with pytest.raises(ConfigError, match="type 'phisics' has no reward function; did you mean 'physics'"):
+    with pytest.raises(
+        ConfigError, match=("type 'phisics' has no reward function; did you mean 'physics'")
+    ):
         orchestrator.reset({**SUM, "type": "phisics"})
     orchestrator.reset({**SUM, "type": "geography"})  # of the data's own
 
@@ -276,13 +329,19 @@ def test_a_type_that_is_nearly_one_is_refused(tools: ToolClient) -> None:
 def test_environments_side_by_side(tools: ToolClient) -> None:
     def make(number: int) -> HybridEnv:
         orchestrator = Orchestrator(None, registry(), tools, seed=number)
-        return HybridEnv(orchestrator, task_generator=lambda index: routing_task(index, seed=number))
+        return HybridEnv(
+            orchestrator, task_generator=lambda index: routing_task(index, seed=number)
+        )
 
     with VectorizedHybridEnv([make(0), make(1)]) as envs:
         first = envs.reset()
         assert len(first) == 2 and first[0] != first[1]
         seen, rewards, dones, infos = envs.step(["ANSWER: nothing", "DELEGATE: aim(target=90)"])
-        assert dones == [True, False] and infos[0]["final_observation"] != seen[0] and len(rewards) == 2
+        assert (
+            dones == [True, False]
+            and infos[0]["final_observation"] != seen[0]
+            and len(rewards) == 2
+        )
         assert "final_observation" not in infos[1] and "Step 2" in seen[1] and "Step 1" in seen[0]
         assert infos[1]["expert_result"].steps > 0
         with pytest.raises(ValueError, match="2 actions"):

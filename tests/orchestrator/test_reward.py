@@ -33,7 +33,9 @@ class Played:
 
 def shot(distance: float, wind: float = 0.0, expert: str = "aim", error: Any = None) -> CallRecord:
     result = ToolResult("", {"distance": distance}, error)
-    return CallRecord("physics_simulate", {"angle": 45.0, "velocity": 40.0, "wind": wind}, result, expert)
+    return CallRecord(
+        "physics_simulate", {"angle": 45.0, "velocity": 40.0, "wind": wind}, result, expert
+    )
 
 
 def solve(text: str = "42", error: Any = None) -> CallRecord:
@@ -50,7 +52,8 @@ def test_the_end_of_a_sum() -> None:
     assert final(Played(sum_, "42", 2, [solve()])) == pytest.approx(2.2)
     assert final(Played(sum_, "42", 5, [solve()])) == pytest.approx(1.7)
     assert final(Played(sum_, "42", 5, [solve()] * 4)) == pytest.approx(1.5)
-    assert final(Played(sum_, "42.005", 9, [solve()] * 4)) == pytest.approx(1.0)  # within 0.01, not exact
+    # within 0.01, not exact
+    assert final(Played(sum_, "42.005", 9, [solve()] * 4)) == pytest.approx(1.0)
     assert final(Played(sum_, "45", 2)) == pytest.approx(0.5)  # within a tenth: 3 ≤ 4.2
     assert final(Played(sum_, "47", 2)) == pytest.approx(-0.5)
     assert final(Played(sum_, "", 2)) == final(Played(sum_, None, 2)) == pytest.approx(-1.0)
@@ -66,7 +69,10 @@ def test_the_end_of_a_shot() -> None:
     assert final(Played(aim, "done", 6, [*many, shot(104.0, 2.0)])) == pytest.approx(0.6)
     assert final(Played(aim, "done", 6, [*many, shot(106.0, 2.0)])) == pytest.approx(-0.4)
     # A shot in another wind, or a failed one, hits nothing, whatever the planner says.
-    assert nearest_shot(Played(aim, "hit!", 2, [shot(100.0, 0.0), shot(100.0, 2.0, error="timeout")])) == math.inf
+    assert (
+        nearest_shot(Played(aim, "hit!", 2, [shot(100.0, 0.0), shot(100.0, 2.0, error="timeout")]))
+        == math.inf
+    )
     assert physics_reward(Played(aim, "hit!", 2, [])) == -0.5
     assert not is_solved(RewardConfig(), Played(aim, "hit!", 2, [shot(100.0, 0.0)]))
     assert is_solved(RewardConfig(), Played(aim, "hit!", 2, [shot(100.0, 2.0)]))
@@ -83,18 +89,30 @@ def test_constraints_are_judged_at_the_end() -> None:
     assert (
         violations(Played(task, calls=[solve(), shot(1.0), shot(2.0)])) == []
     )  # an expert's calls are not the planner's
-    assert violations(Played(task, calls=[solve(error="tool"), shot(1.0)])) == ["math_solve was not used"]
+    assert violations(Played(task, calls=[solve(error="tool"), shot(1.0)])) == [
+        ("math_solve was not used")
+    ]
     # correct 1 + fast 0.5 + efficient 0.2 - two violations
     assert final(Played(task, "yes", 2, [solve(), solve()])) == pytest.approx(0.7)
 
 
 def test_steps() -> None:
     config = RewardConfig(valid_tool_call_reward=0.05, expert_delegation_reward=0.03)
-    assert step_reward(config, "think", None) == step_reward(config, "answer", None) == pytest.approx(-0.01)
+    assert (
+        step_reward(config, "think", None)
+        == step_reward(config, "answer", None)
+        == pytest.approx(-0.01)
+    )
     assert step_reward(config, "tool", None) == pytest.approx(0.04)
     assert step_reward(config, "tool", "unknown_tool") == pytest.approx(-0.11)
-    assert step_reward(config, "tool", "malformed") == step_reward(config, "delegate", "unknown_expert")
-    assert step_reward(config, "tool", "timeout") == step_reward(config, "tool", "tool") == pytest.approx(-0.21)
+    assert step_reward(config, "tool", "malformed") == step_reward(
+        config, "delegate", ("unknown_expert")
+    )
+    assert (
+        step_reward(config, "tool", "timeout")
+        == step_reward(config, "tool", "tool")
+        == pytest.approx(-0.21)
+    )
     assert step_reward(config, "delegate", None) == pytest.approx(0.02)
     assert step_reward(config, "delegate", None, success=True) == pytest.approx(0.22)
 

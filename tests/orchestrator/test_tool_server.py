@@ -24,11 +24,18 @@ CALLS = [
 
 
 def test_the_simulation_is_the_experts() -> None:
-    for angle, velocity, wind in ((45.0, 50.0, 0.0), (12.5, 88.0, -4.5), (90.0, 10.0, 5.0), (0.0, 10.0, 1.0)):
+    for angle, velocity, wind in (
+        (45.0, 50.0, 0.0),
+        (12.5, 88.0, -4.5),
+        (90.0, 10.0, 5.0),
+        (0.0, 10.0, 1.0),
+    ):
         landed = physics_simulate(angle, velocity, wind)["distance"]
         assert landed == pytest.approx(float(flight(angle, velocity, wind)), rel=1e-12, abs=1e-12)
     # 45°, 50 m/s: t = 100 · 0.707107 / 9.81 = 7.208 s, d = 2500 / 9.81 = 254.84 m
-    assert physics_simulate(45, 50) == pytest.approx({"distance": 254.842, "time": 7.20802}, abs=1e-3)
+    assert physics_simulate(45, 50) == pytest.approx(
+        {"distance": 254.842, "time": 7.20802}, abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("transport", ["stdio", "http"])
@@ -36,7 +43,9 @@ def test_a_server_process_answers_as_the_functions(transport: str) -> None:
     process = None
     if transport == "http":
         port = free_port()
-        process = subprocess.Popen([*COMMAND, "--port", str(port)], stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [*COMMAND, "--port", str(port)], stderr=subprocess.PIPE, text=True
+        )
         assert process.stderr is not None
         for line in process.stderr:  # uvicorn's own words, when it listens
             if "Uvicorn running" in line:
@@ -45,13 +54,22 @@ def test_a_server_process_answers_as_the_functions(transport: str) -> None:
     else:
         server = MCPServer("tools", command=COMMAND)
     try:
-        with ToolClient([server]) as served, ToolClient(functions=[math_solve, physics_simulate]) as own:
-            assert {tool["name"] for tool in served.definitions()} == {"math_solve", "physics_simulate"}
+        with (
+            ToolClient([server]) as served,
+            ToolClient(functions=[math_solve, physics_simulate]) as own,
+        ):
+            assert {tool["name"] for tool in served.definitions()} == {
+                "math_solve",
+                ("physics_simulate"),
+            }
             for name, arguments in CALLS:
                 there, here = served.call(name, arguments), own.call(name, arguments)
                 assert there.error == here.error, (name, arguments, there)
                 if here.error is None:
-                    assert there.text.split() == here.text.split() or there.structured == here.structured
+                    assert (
+                        there.text.split() == here.text.split()
+                        or there.structured == here.structured
+                    )
                 if name == "physics_simulate":
                     assert there.structured == here.structured
             assert served.call(*CALLS[0]).cached and not served.call(*CALLS[0], cached=False).cached
@@ -64,7 +82,8 @@ def test_a_server_process_answers_as_the_functions(transport: str) -> None:
 def test_the_server_loads_no_mlx() -> None:
     """It starts in the time of the SDK alone."""
     program = (
-        "import sys; from mlx_parallm.systems.orchestrator.tool_server import make_server; make_server();"
+        "import sys; from mlx_parallm.systems.orchestrator.tool_server import make_server;"
+        " make_server();"
         "sys.exit('mlx.core' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -18,18 +18,29 @@ from mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo import command,
 def words(tmp_path: Path, *more: str) -> list[str]:
     mx.random.seed(0)
     save_expert(tmp_path / "best.safetensors", physics_controller())
-    own = ["--model", "builtin:tiny", "--physics-expert", str(tmp_path / "best.npz")]  # either suffix finds it
+    # either suffix finds it
+    own = ["--model", "builtin:tiny", "--physics-expert", str(tmp_path / "best.npz")]
     return command(parse([*own, "--checkpoint-dir", str(tmp_path / "run"), *more]))
 
 
 def test_the_run_that_it_begins(tmp_path: Path) -> None:
     more = ("--iterations", "7", "--group-size", "8", "--lr", "2e-4", "--set", "server.port=0")
     given = words(tmp_path, *more)
-    assert given == ["train", "--config", str(tmp_path / "run" / "hybrid.toml"), "--set", "server.port=0"]
+    assert given == [
+        "train",
+        "--config",
+        str(tmp_path / "run" / "hybrid.toml"),
+        "--set",
+        ("server.port=0"),
+    ]
     config = load_config(given[2], ["server.port=0"])
     assert (config.rl_training.total_steps, config.rl_training.learning_rate) == (7, 2e-4)
     [environment] = config.environments
-    assert (environment.kind, environment.group_size, environment.options["learn"]) == ("hybrid", 8, "both")
+    assert (environment.kind, environment.group_size, environment.options["learn"]) == (
+        "hybrid",
+        8,
+        ("both"),
+    )
     assert list(environment.options["experts"]) == ["physics_controller"]
     assert config.tools.mcp[0].command[-1] == "mlx_parallm.systems.orchestrator.tool_server"
     assert config.rl_training.atropos.rollout_batch_size == 128
@@ -50,9 +61,23 @@ def test_bad_input(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_expert_is_one_line(tmp_path: Path) -> None:
     module = "mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo"
-    given = [sys.executable, "-m", module, "--model", "builtin:tiny", "--physics-expert", str(tmp_path / "none.npz")]
-    ended = subprocess.run(given, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
-    assert ended.returncode == 2 and ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
+    given = [
+        sys.executable,
+        "-m",
+        module,
+        "--model",
+        "builtin:tiny",
+        "--physics-expert",
+        str(tmp_path / "none.npz"),
+    ]
+    ended = subprocess.run(
+        given, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
+    )
+    assert (
+        ended.returncode == 2
+        and ended.stderr.startswith("error: ")
+        and ended.stderr.count("\n") == 1
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -64,10 +89,20 @@ def test_it_trains_in_an_empty_directory(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     module = "mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo"
-    given = [sys.executable, "-m", module, "--model", "builtin:tiny", "--physics-expert", str(tmp_path / "best.npz")]
+    given = [
+        sys.executable,
+        "-m",
+        module,
+        "--model",
+        "builtin:tiny",
+        "--physics-expert",
+        str(tmp_path / "best.npz"),
+    ]
     short = ["--no-instructions", "--max-tokens", "8", "--max-token-length", "96"]
     given += ["--iterations", "1", "--prompts", "2", *short, "--set", "server.port=0"]
-    ended = subprocess.run(given, capture_output=True, text=True, timeout=120, cwd=empty, check=False)
+    ended = subprocess.run(
+        given, capture_output=True, text=True, timeout=120, cwd=empty, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     run = empty / "checkpoints" / "hybrid_grpo" / "run"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -22,7 +22,10 @@ def trainer() -> Iterator[GRPOTrainer]:
                 tools.call("math_solve", {"expression": prompt.removeprefix("Sum: ")}).text
                 for prompt in map(str, prompts)
             ]
-            return [float(text == answer) + len(text) / 100 for text, answer in zip(completions, wanted, strict=True)]
+            return [
+                float(text == answer) + len(text) / 100
+                for text, answer in zip(completions, wanted, strict=True)
+            ]
 
         path = str(directory_of("builtin:tiny"))
         model, tokenizer = mlx_lm.load(path)

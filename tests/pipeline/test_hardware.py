@@ -7,12 +7,22 @@ import pytest
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.systems import pipeline
 from mlx_parallm.systems.pipeline import hardware
-from mlx_parallm.systems.pipeline.hardware import BILLION, HardwareConfig, detect_hardware, parameters_of
+from mlx_parallm.systems.pipeline.hardware import (
+    BILLION,
+    HardwareConfig,
+    detect_hardware,
+    parameters_of,
+)
 
 
 def test_the_ryzen_preset_is_the_specifications() -> None:
     config = pipeline.get_ryzen_optimized_config()
-    assert (config.cpu_cores, config.cpu_threads, config.ram_gb, config.has_avx2) == (16, 32, 40.0, True)
+    assert (config.cpu_cores, config.cpu_threads, config.ram_gb, config.has_avx2) == (
+        16,
+        32,
+        40.0,
+        True,
+    )
     assert (config.recommended_batch_size, config.lora_r, config.lora_alpha) == (2, 16, 32)
     assert (config.num_generations, config.use_bf16, config.quantization) == (6, True, "q8_0")
     assert detect_hardware(pipeline.RYZEN_OPTIMIZED) == config
@@ -35,7 +45,12 @@ def test_the_ryzen_preset_is_the_specifications() -> None:
 )
 def test_memory_decides(backend: str, gigabytes: float, wanted: tuple[float | str, ...]) -> None:
     config = machine(backend, gigabytes)
-    chosen = (config.recommended_batch_size, config.recommended_billions, config.lora_r, config.num_generations)
+    chosen = (
+        config.recommended_batch_size,
+        config.recommended_billions,
+        config.lora_r,
+        config.num_generations,
+    )
     assert (*chosen, config.quantization) == wanted
     assert "GiB" in config.why["rank"]
 
@@ -60,7 +75,8 @@ def test_a_small_model_takes_the_top_tier_and_a_large_one_a_base_in_4_bits() -> 
     assert "0.01 billion parameters are few" in small.why["rank"]
     large = machine("cpu", 8.0).for_model(3 * BILLION)  # 5.6 GiB of 8; 8.5 bits: 3.0 GiB of 6.4
     assert (large.lora_r, large.quantize_base, large.quantization) == (4, True, "q8_0")
-    assert machine("cpu", 8.0).for_model(8 * BILLION).quantization == "q6_k"  # 6.1 GiB of 6.4; q8_0 takes 7.9
+    # 6.1 GiB of 6.4; q8_0 takes 7.9
+    assert machine("cpu", 8.0).for_model(8 * BILLION).quantization == "q6_k"
     keys = large.settings(1024)
     assert keys["rl_training.lora.rank"] == 4 and keys["rl_training.token_budget"] == 1024
     assert any("4 bits" in line and "more than half" in line for line in large.summary())

@@ -37,7 +37,9 @@ PARTS = {
 }
 
 
-def trace(answer: str, question: str = "Write it.", score: float | None = None, number: int = 0) -> Trace:
+def trace(
+    answer: str, question: str = "Write it.", score: float | None = None, number: int = 0
+) -> Trace:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     made = new_trace(messages, session_id=f"{question}-{number}", source="test")
     if score is not None:
@@ -46,14 +48,20 @@ def trace(answer: str, question: str = "Write it.", score: float | None = None, 
 
 
 def test_each_reward_is_its_part() -> None:
-    """Every class says what the engine says of its part, of a Trace and of an ExecutionTrace; the engine takes them."""
+    """Every class says what the engine says of its part, of a Trace and of an ExecutionTrace;
+    the engine takes them."""
     good, bad = trace("```python\nprint(1)\n```"), trace("```python\nprint(\n```\n<b>x</b>")
     engine = RewardEngine([part() for part in PARTS])
     for part, name in PARTS.items():
         for each in (good, bad, ExecutionTrace(bad)):
             result = part().compute(each)
-            assert result == RewardResult(name, engine.compute_all(each)[name], engine.weights[name])
-    assert CodeExecutionReward().compute(good).score == 1.0 and CodeExecutionReward().compute(bad).score == 0.0
+            assert result == RewardResult(
+                name, engine.compute_all(each)[name], engine.weights[name]
+            )
+    assert (
+        CodeExecutionReward().compute(good).score == 1.0
+        and CodeExecutionReward().compute(bad).score == 0.0
+    )
     assert SyntaxValidationReward().compute(bad).score == 0.0
     assert FormatComplianceReward().compute(bad).score == pytest.approx(0.8)
     assert FormatComplianceReward(threshold=0.9).compute(bad).score == 0.0
@@ -72,14 +80,18 @@ def traces() -> list[Trace]:
 
 
 def test_rows_by_builder_and_from_files(tmp_path: Path) -> None:
-    """The builders, the pipeline over files with a rule or a reward, and the rows as the examples' types say."""
+    """The builders, the pipeline over files with a rule or a reward, and the rows as the
+    examples' types say."""
     dataset = KTODatasetBuilder(test_fraction=0.0, near_duplicates=1.0).build_dataset(traces())
     wanted = KTOExample(
         prompt=[{"role": "user", "content": "Say a."}],
         completion=[{"role": "assistant", "content": "good a"}],
         label=True,
     )
-    assert wanted in dataset.train and sum(row["label"] for row in dataset.train) == 8 == len(dataset.train) / 2
+    assert (
+        wanted in dataset.train
+        and sum(row["label"] for row in dataset.train) == 8 == len(dataset.train) / 2
+    )
     builder = GRPODatasetBuilder(test_fraction=0.0, near_duplicates=1.0)
     [first, *_] = grouped = builder.build_dataset(map(ExecutionTrace, traces())).train
     assert len(grouped) == 8 and set(GRPOExample.__annotations__) <= set(first)
@@ -87,16 +99,24 @@ def test_rows_by_builder_and_from_files(tmp_path: Path) -> None:
     assert len((tmp_path / "grpo" / "train.jsonl").read_text().splitlines()) == 8
 
     write_lines(
-        [trace(f"{word} {n}", f"Say {n}.", None, n) for n in range(8) for word in ("good", "bad")], tmp_path / "t.jsonl"
+        [trace(f"{word} {n}", f"Say {n}.", None, n) for n in range(8) for word in ("good", "bad")],
+        tmp_path / "t.jsonl",
     )
     (tmp_path / "score.py").write_text(
         "def good(completions): return [float('good' in c[0]['content']) for c in completions]"
     )
     (tmp_path / "rule.py").write_text("def good(trace): return 'good' in trace.final_response")
-    for labels in ({"rewards": [f"{tmp_path}/score.py:good"]}, {"rules": [f"{tmp_path}/rule.py:good"]}):
+    for labels in (
+        {"rewards": [f"{tmp_path}/score.py:good"]},
+        {"rules": [(f"{tmp_path}/rule.py:good")]},
+    ):
         found = DatasetPipeline(tmp_path / "t.jsonl", **labels)
-        rows = found.build_kto_dataset(tmp_path / "kto", test_fraction=0.0, near_duplicates=1.0).train
-        assert {row["completion"][0]["content"].split()[0] for row in rows if row["label"]} == {"good"}
+        rows = found.build_kto_dataset(
+            tmp_path / "kto", test_fraction=0.0, near_duplicates=1.0
+        ).train
+        assert {row["completion"][0]["content"].split()[0] for row in rows if row["label"]} == {
+            ("good")
+        }
         assert len((tmp_path / "kto" / "train.jsonl").read_text().splitlines()) == len(rows) == 16
         assert len(found.build_grpo_dataset(test_fraction=0.0).train) == 8
         assert len(found.build("sft", test_fraction=0.0, near_duplicates=1.0).train) == 8
@@ -106,8 +126,15 @@ def test_rows_by_builder_and_from_files(tmp_path: Path) -> None:
 def test_the_trainer_of_rows(tmp_path: Path) -> None:
     """KTO for one step on rows that the builder made; the adapter is where PEFT looks for it."""
     rows = KTODatasetBuilder(test_fraction=0.0, near_duplicates=1.0).build_dataset(traces()).train
-    arguments = {"max_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "report_to": "none"}
-    config = TrainingConfig("builtin:tiny", "kto", tmp_path / "run", lora={"r": 2}, arguments=arguments)
+    arguments = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "report_to": ("none"),
+    }
+    config = TrainingConfig(
+        "builtin:tiny", "kto", tmp_path / "run", lora={"r": 2}, arguments=arguments
+    )
     trainer = RLTrainer(config)
     assert trainer.train(rows).global_step == 1
     trainer.save_model(tmp_path / "adapter")

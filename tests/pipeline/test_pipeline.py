@@ -1,4 +1,5 @@
-"""The whole way on the shipped model: one command, killed in the training, finished by the same command."""
+"""The whole way on the shipped model: one command, killed in the training, finished by the same
+command."""
 
 import importlib.util
 import json
@@ -33,7 +34,17 @@ def correct(prompts, completions, **columns):
     wanted = [prompt[-1]["content"].removeprefix("Reverse: ")[::-1] for prompt in prompts]
     return [float(answer[0]["content"] == right) for answer, right in zip(completions, wanted)]
 """
-STAGES = ["traces", "label", "dataset", "dry_run", "baseline", "train", "evaluate", "export", "deploy"]
+STAGES = [
+    "traces",
+    "label",
+    "dataset",
+    "dry_run",
+    "baseline",
+    "train",
+    "evaluate",
+    "export",
+    ("deploy"),
+]
 
 
 def write_traces_of_words(path: Path, count: int = 120) -> None:
@@ -43,7 +54,10 @@ def write_traces_of_words(path: Path, count: int = 120) -> None:
     for number in range(count):
         word = "".join(source.choices("abcdefghijklm", k=4))
         for name, answer in (("right", word[::-1]), ("wrong", word)):
-            messages = [{"role": "user", "content": f"Reverse: {word}"}, {"role": "assistant", "content": answer}]
+            messages = [
+                {"role": "user", "content": f"Reverse: {word}"},
+                {"role": "assistant", "content": answer},
+            ]
             traces.append(new_trace(messages, session_id=f"{number}-{name}", source="test"))
     write_lines(traces, path)
 
@@ -57,9 +71,35 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(*more: str) -> list[str]:
-    flags = ["--traces", "traces.jsonl", "--base-model", "builtin:tiny", "--method", "sft", "--reward"]
-    flags += ["score.py:correct", "--work", "work", "--test-fraction", "0.2", "--epochs", "2", "--type", "q8_0"]
-    return ["pipeline", *flags, "--deploy", "out", "--set", "rl_training.checkpoint_interval=1", *more]
+    flags = [
+        "--traces",
+        "traces.jsonl",
+        "--base-model",
+        "builtin:tiny",
+        "--method",
+        "sft",
+        ("--reward"),
+    ]
+    flags += [
+        "score.py:correct",
+        "--work",
+        "work",
+        "--test-fraction",
+        "0.2",
+        "--epochs",
+        "2",
+        "--type",
+        ("q8_0"),
+    ]
+    return [
+        "pipeline",
+        *flags,
+        "--deploy",
+        "out",
+        "--set",
+        "rl_training.checkpoint_interval=1",
+        *more,
+    ]
 
 
 @needs_llama
@@ -71,7 +111,8 @@ def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(
     words = [sys.executable, "-m", "mlx_parallm", *command()]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     run = place / "work" / "train" / "run"
-    while not any(run.glob("step_*/trainer_state.json")):  # a checkpoint that a resume can begin with
+    # a checkpoint that a resume can begin with
+    while not any(run.glob("step_*/trainer_state.json")):
         assert process.poll() is None
         time.sleep(0.02)
     state = json.loads((place / "work" / STATE_FILE).read_text())
@@ -88,9 +129,16 @@ def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(
     for found in (results["evaluation"], results["exported"]):
         assert found["after"] > found["before"] + 0.1, found
     assert results["exported"]["verification"]["faults"] == []
-    assert {file.name for file in (place / "out").iterdir()} == {"model-q8_0.gguf", "Modelfile", "export.json"}
+    assert {file.name for file in (place / "out").iterdir()} == {
+        "model-q8_0.gguf",
+        "Modelfile",
+        ("export.json"),
+    }
     page = (place / "work" / REPORT_FILE).read_text()
-    assert "<polyline" in page and "http" not in page.replace("https://", "http://").split("<details>")[0]
+    assert (
+        "<polyline" in page
+        and "http" not in page.replace("https://", "http://").split("<details>")[0]
+    )
 
     assert main(command()) == 0
     assert capsys.readouterr().out.count("unchanged, skipped") == len(STAGES)
@@ -134,13 +182,19 @@ def test_what_cannot_work_is_one_line(
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (["--deploy", "ollama:words", "--ollama-url", "http://127.0.0.1:9"], "Ollama has to run before the training"),
+        (
+            ["--deploy", "ollama:words", "--ollama-url", "http://127.0.0.1:9"],
+            ("Ollama has to run before the training"),
+        ),
         (["--deploy", "ollama:words", "--ollama-url", "127.0.0.1:9"], "is not a URL"),
         (["--deploy", "ollama:my words"], "a name of Ollama's is letters"),
         (["--deploy", "score.py/out"], "score.py is a file"),
         (["--work", "score.py/work"], "score.py is a file"),
         (["--type", "q9_9"], "expected one of f32"),
-        (["--base-model", "untemplated"], "could not be exported: the tokenizer has no chat template"),
+        (
+            ["--base-model", "untemplated"],
+            ("could not be exported: the tokenizer has no chat template"),
+        ),
         (["--base-model", "unknown"], "could not be exported"),
         (["--set", 'logging.trackers=["trackio"]'], "trackio"),
         (["no package"], r"needs the package gguf"),
@@ -148,19 +202,30 @@ def test_what_cannot_work_is_one_line(
     ],
 )
 def test_what_a_later_stage_needs_is_missed_before_the_first(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str], reason: str
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    reason: str,
 ) -> None:
-    """Of deploying, exporting, training, and of all: no stage has begun, and nothing was trained."""
+    """Of deploying, exporting, training, and of all: no stage has begun, and nothing was
+    trained."""
     find_spec = importlib.util.find_spec
     missing = {"gguf"} if more == ["no package"] else {"trackio"}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name in missing else find_spec(name, *a))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *a: None if name in missing else find_spec(name, *a),
+    )
     if more == ["no disk"]:
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     if "--base-model" in more:
         shutil.copytree(directory_of("builtin:tiny"), place / more[-1])
         for file in (place / more[-1]).glob("*template*"):
             file.unlink()
-        for name, key in (("config.json", "model_type"), ("tokenizer_config.json", "chat_template")):
+        for name, key in (
+            ("config.json", "model_type"),
+            ("tokenizer_config.json", ("chat_template")),
+        ):
             document = json.loads((place / more[-1] / name).read_text())
             if key == "chat_template":
                 document.pop(key, None)
@@ -173,27 +238,39 @@ def test_what_a_later_stage_needs_is_missed_before_the_first(
     assert said.out == "" and not (place / "work" / "traces").exists()
 
 
-def test_a_model_that_comes_with_the_dry_run_is_checked_after_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_comes_with_the_dry_run_is_checked_after_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model of the hub is not here at the start; it is before anything long begins."""
     options = check_options(PipelineOptions((place / "traces.jsonl",), "builtin:tiny", type="q9_9"))
     with closing(WorkDirectory(place / "work")) as work:
         stages = Stages(options, detect_hardware(CPU_ONLY), work)
         with monkeypatch.context() as away:
-            away.setattr("mlx_parallm.systems.pipeline.requirements.directory_of", lambda name: None)
+            away.setattr(
+                "mlx_parallm.systems.pipeline.requirements.directory_of", lambda name: None
+            )
             stages.check_requirements()
         monkeypatch.setattr(stages, "_training_command", lambda directory: ["train"])
         monkeypatch.setattr(work, "command", lambda *arguments: None)
-        with pytest.raises(ConfigError, match="could not be exported: --type q9_9: expected one of"):
+        with pytest.raises(
+            ConfigError, match=("could not be exported: --type q9_9: expected one of")
+        ):
             stages._watch = lambda: None
             stages._dry_run(place)
 
 
-def test_without_llama_cpp_it_says_so_at_the_start(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llama_cpp_it_says_so_at_the_start(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mlx_parallm.deploy.export.llama_server.available", lambda: False)
-    options = check_options(PipelineOptions((place / "traces.jsonl",), "builtin:tiny", type="f16", rewards=("r",)))
+    options = check_options(
+        PipelineOptions((place / "traces.jsonl",), "builtin:tiny", type="f16", rewards=(("r"),))
+    )
     with closing(WorkDirectory(place / "work")) as work:
         [line] = Stages(options, detect_hardware(CPU_ONLY), work).check_requirements()
-    assert line.startswith("no llama.cpp here: the exported file will not be verified, and not asked the held-out")
+    assert line.startswith(
+        "no llama.cpp here: the exported file will not be verified, and not asked the held-out"
+    )
 
 
 def test_a_stage_that_fails_stands_in_the_results_and_the_report(place: Path) -> None:
@@ -201,7 +278,9 @@ def test_a_stage_that_fails_stands_in_the_results_and_the_report(place: Path) ->
     collected = place / "rl_traces"
     collected.mkdir()
     write_lines([new_trace(messages, session_id="1", source="test")], collected / "traces.jsonl")
-    pipeline = TrainingPipeline("isaa", "builtin:tiny", "sft", traces=[collected / "traces.jsonl"], profile=CPU_ONLY)
+    pipeline = TrainingPipeline(
+        "isaa", "builtin:tiny", "sft", traces=[collected / "traces.jsonl"], profile=CPU_ONLY
+    )
     with pytest.raises(StageFailedError, match="held out"):
         pipeline.run_full_pipeline(say=lambda line: None)
     assert pipeline.work == place / "rl_training" / "isaa"
@@ -215,7 +294,9 @@ def test_without_a_reward_function_grpo_learns_one_from_the_labels(place: Path) 
     for trace in found:
         trace.note(rewards={"reward": {"score": float(trace.id.endswith("right")), "weight": 1.0}})
     write_lines(found, place / "traces.jsonl")
-    options = check_options(PipelineOptions((place / "traces.jsonl",), "builtin:tiny", test_fraction=0.2))
+    options = check_options(
+        PipelineOptions((place / "traces.jsonl",), "builtin:tiny", test_fraction=0.2)
+    )
     with closing(WorkDirectory(place / "work")) as work:
         stages = Stages(options, detect_hardware(CPU_ONLY), work)
         for stage in stages.all()[:3]:
@@ -229,12 +310,18 @@ def test_without_a_reward_function_grpo_learns_one_from_the_labels(place: Path) 
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "weights"), [(20, 80, (4.0, 1.0)), (60, 20, (1.0, 3.0)), (50, 50, (1.0, 1.0))]
+    ("right", "wrong", "weights"),
+    [(20, 80, (4.0, 1.0)), (60, 20, (1.0, 3.0)), (50, 50, (1.0, 1.0))],
 )
-def test_both_labels_of_kto_count_alike(place: Path, right: int, wrong: int, weights: tuple[float, float]) -> None:
+def test_both_labels_of_kto_count_alike(
+    place: Path, right: int, wrong: int, weights: tuple[float, float]
+) -> None:
     found = []
     for number in range(right + wrong):
-        messages = [{"role": "user", "content": f"Q{number}"}, {"role": "assistant", "content": f"A{number}"}]
+        messages = [
+            {"role": "user", "content": f"Q{number}"},
+            {"role": "assistant", "content": (f"A{number}")},
+        ]
         found.append(new_trace(messages, session_id=f"{number}", source="test"))
         found[-1].note(rewards={"reward": {"score": float(number < right), "weight": 1.0}})
     write_lines(found, place / "traces.jsonl")
@@ -251,5 +338,7 @@ def test_both_labels_of_kto_count_alike(place: Path, right: int, wrong: int, wei
     good = sum(json.loads(row)["label"] for row in rows)
     bad = len(rows) - good
     assert preference.desirable_weight * good == pytest.approx(preference.undesirable_weight * bad)
-    assert (preference.desirable_weight, preference.undesirable_weight) == pytest.approx(weights, rel=0.3)
+    assert (preference.desirable_weight, preference.undesirable_weight) == pytest.approx(
+        weights, rel=0.3
+    )
     assert min(preference.desirable_weight, preference.undesirable_weight) == 1.0

@@ -1,4 +1,5 @@
-"""The work directory: unchanged stages are skipped, others are not, and a kill leaves nothing running."""
+"""The work directory: unchanged stages are skipped, others are not, and a kill leaves nothing
+running."""
 
 import os
 import signal
@@ -12,7 +13,13 @@ import psutil
 import pytest
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.systems.pipeline.work import Json, PipelineStage, StageFailedError, WorkDirectory, digest_of
+from mlx_parallm.systems.pipeline.work import (
+    Json,
+    PipelineStage,
+    StageFailedError,
+    WorkDirectory,
+    digest_of,
+)
 
 
 @pytest.fixture
@@ -21,7 +28,9 @@ def work(tmp_path: Path) -> Iterator[WorkDirectory]:
         yield directory
 
 
-def stage(source: Path, calls: list[str], *, resumes: bool = False, fails: bool = False) -> PipelineStage:
+def stage(
+    source: Path, calls: list[str], *, resumes: bool = False, fails: bool = False
+) -> PipelineStage:
     def run(directory: Path) -> Json:
         calls.append("again" if (directory / "half").exists() else "anew")
         (directory / "half").write_text("x")
@@ -48,7 +57,9 @@ def test_an_unchanged_stage_is_skipped_also_by_the_next_process(tmp_path: Path) 
     assert (tmp_path / "work" / "copy" / "copy").read_text() == "two"
 
 
-def test_a_file_that_cannot_be_read_or_written_is_an_error_of_its_stage(work: WorkDirectory) -> None:
+def test_a_file_that_cannot_be_read_or_written_is_an_error_of_its_stage(
+    work: WorkDirectory,
+) -> None:
     def full(directory: Path) -> Json:
         raise OSError(28, "No space left on device")
 
@@ -57,7 +68,9 @@ def test_a_file_that_cannot_be_read_or_written_is_an_error_of_its_stage(work: Wo
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_a_stage_that_failed_begins_anew_or_goes_on(tmp_path: Path, work: WorkDirectory, resumes: bool) -> None:
+def test_a_stage_that_failed_begins_anew_or_goes_on(
+    tmp_path: Path, work: WorkDirectory, resumes: bool
+) -> None:
     source, calls = tmp_path / "source", list[str]()
     source.write_text("one")
     with pytest.raises(StageFailedError):
@@ -119,6 +132,8 @@ def test_a_directory_with_files_of_others_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "train" / "mine.txt").write_text("x")
     with pytest.raises(CheckpointError, match="holds other files"):
         WorkDirectory(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"train"} and (tmp_path / "train" / "mine.txt").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"train"} and (
+        tmp_path / "train" / "mine.txt"
+    ).exists()
     for _ in range(2):  # an empty one, and its own before any stage
         WorkDirectory(tmp_path / "new").close()

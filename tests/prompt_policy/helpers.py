@@ -13,7 +13,11 @@ from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
 from mlx_parallm.systems.prompt_policy.experience import Experience
 
 SIZE = 16
-SMALL = (f"prompt_policy.ppo.input_dim={SIZE}", "prompt_policy.ppo.hidden_dim=8", "prompt_policy.ppo.min_buffer_size=8")
+SMALL = (
+    f"prompt_policy.ppo.input_dim={SIZE}",
+    "prompt_policy.ppo.hidden_dim=8",
+    ("prompt_policy.ppo.min_buffer_size=8"),
+)
 
 
 def small_config(directory: Path, *overrides: str) -> Config:
@@ -41,9 +45,16 @@ def vector(seed: int = 0) -> np.ndarray:
 
 def experience(seed: int = 0, **changes: Any) -> Experience:
     values = {"action": 0, "reward": 0.5, "done": True, "log_prob": -1.609438, "value": 0.0}
-    return Experience(**{"state": vector(seed), "next_state": vector(seed + 1), **values, **changes})
+    return Experience(
+        **{"state": vector(seed), "next_state": vector(seed + 1), **values, **changes}
+    )
 
 
 def experience_body(seed: int = 0, **changes: Any) -> dict[str, Any]:
-    body = {"state": vector(seed).tolist(), "action": 0, "reward": 0.5, "next_state": vector(seed + 1).tolist()}
+    body = {
+        "state": vector(seed).tolist(),
+        "action": 0,
+        "reward": 0.5,
+        "next_state": vector(seed + 1).tolist(),
+    }
     return body | {"done": True, "log_prob": -1.6, "value": 0.0} | changes

@@ -34,7 +34,10 @@ def test_prompts_with_common_words_lie_near_each_other() -> None:
     assert np.array_equal(
         rows,
         HashedEmbedder(1536).embed(
-            ["sort a list in Python", *["sort this list with Python", "a poem about the autumn moon", ""]]
+            [
+                "sort a list in Python",
+                *["sort this list with Python", "a poem about the autumn moon", ("")],
+            ]
         ),
     )
 
@@ -47,7 +50,9 @@ def test_embeddings_that_are_no_numbers_are_refused_and_large_ones_get_length_1(
 
 
 def test_an_embedding_of_another_size_says_what_to_set() -> None:
-    with pytest.raises(EndpointError, match=r"vectors of 3 numbers .* set prompt_policy.ppo.input_dim = 3"):
+    with pytest.raises(
+        EndpointError, match=r"vectors of 3 numbers .* set prompt_policy.ppo.input_dim = 3"
+    ):
         checked(np.ones((1, 3)), 1, 16, "m")
 
 
@@ -69,7 +74,10 @@ def test_categories(prompt: str, category: str) -> None:
 
 
 def test_without_a_sign_it_is_a_question_and_not_sure() -> None:
-    assert (classify_prompt("hm").category, classify_prompt("hm").confidence) == ("GENERAL_QA", 0.25)
+    assert (classify_prompt("hm").category, classify_prompt("hm").confidence) == (
+        "GENERAL_QA",
+        0.25,
+    )
 
 
 def texts(prompt: str, name: str) -> str:
@@ -79,18 +87,25 @@ def texts(prompt: str, name: str) -> str:
 
 
 def test_each_mutation_does_what_it_is_called() -> None:
-    wordy = 'Hi! I hope you are well. Could you please list "please" and `just` in French, if you don\'t mind? Thanks!'
+    wordy = (
+        'Hi! I hope you are well. Could you please list "please" and `just` in French, if you'
+        " don't mind? Thanks!"
+    )
     assert texts(wordy, "context-reduction") == 'List "please" and `just` in French.'
     several = "Read the log, then count the errors and plot the counts of Monday and Tuesday."
     assert texts(several, "task-decomposition").startswith(
-        "Do the following, one after the other:\n1. Read the log\n2. Count the errors\n3. Plot the counts of Monday and"
+        "Do the following, one after the other:\n1. Read the log\n2. Count the errors\n3. Plot"
+        " the counts of Monday and"
         " Tuesday\n\n"
     )
     one = texts("Write a poem about rain.", "task-decomposition")
     assert one.startswith("Write a poem about rain.\n\nWork in these steps:\n1. Decide")
     crash = "Fix the crash at start."
     added = {
-        "try-catch-style": ["If this cannot be done as it stands:", *(f"- {line}" for line in FALLBACKS["mend"])],
+        "try-catch-style": [
+            "If this cannot be done as it stands:",
+            *(f"- {line}" for line in FALLBACKS[("mend")]),
+        ],
         "expansion": [
             "Go about it like this:",
             *(f"- {step}" for step in STEPS["GENERAL_QA"]),
@@ -102,8 +117,12 @@ def test_each_mutation_does_what_it_is_called() -> None:
         assert texts(crash, name) == "\n".join([crash, "", *lines])
     assert '"robust": gives a clear error' in texts("Make it robust.", "expansion")
     constrained = texts("What is a heat pump?", "constraint-addition")
-    assert {line.removeprefix("- ") for line in constrained.splitlines()[3:]} < set(CONSTRAINTS["GENERAL_QA"])
-    assert constrained.count("\n- ") == 2 and constrained == texts("What is a heat pump?", "constraint-addition")
+    assert {line.removeprefix("- ") for line in constrained.splitlines()[3:]} < set(
+        CONSTRAINTS[("GENERAL_QA")]
+    )
+    assert constrained.count("\n- ") == 2 and constrained == texts(
+        "What is a heat pump?", ("constraint-addition")
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,9 +147,14 @@ def test_a_reduction_never_drops_a_part_of_the_task(prompt: str) -> None:
     assert mutate(prompt, "context-reduction") is None
 
 
-@pytest.mark.parametrize("unit", ["a" + " " * 19_998, "“", "if it ", "\n", "fix and ", "i hope you ", " ,", "please "])
-def test_a_prompt_of_the_longest_length_is_not_gone_through_again_from_each_place_in_it(unit: str) -> None:
-    """Each takes milliseconds; n³ steps, at 20,000 characters, would take hours, and n² many seconds."""
+@pytest.mark.parametrize(
+    "unit", ["a" + " " * 19_998, "“", "if it ", "\n", "fix and ", "i hope you ", " ,", ("please ")]
+)
+def test_a_prompt_of_the_longest_length_is_not_gone_through_again_from_each_place_in_it(
+    unit: str,
+) -> None:
+    """Each takes milliseconds; n³ steps, at 20,000 characters, would take hours, and n² many
+    seconds."""
     prompt = (unit * LONGEST_PROMPT)[: LONGEST_PROMPT - 1] + "b"
     for name in RULES:
         mutate(prompt, name)
@@ -159,7 +183,9 @@ def test_a_reward_model_is_saved_and_its_errors_say_what_is_wrong(tmp_path: Path
     model = default_reward_model()
     model.save(tmp_path / "model.json")
     prompt = "Hello! Please write a poem."
-    assert RewardModel.load(tmp_path / "model.json").score(prompt).score == model.score(prompt).score
+    assert (
+        RewardModel.load(tmp_path / "model.json").score(prompt).score == model.score(prompt).score
+    )
     scored = model.score(prompt)
     assert scored.explanation.startswith("filler -") and scored.breakdown["filler"] < 0
     with pytest.raises(ConfigError, match="it takes 10 of each"):
@@ -172,8 +198,8 @@ def test_a_reward_model_is_saved_and_its_errors_say_what_is_wrong(tmp_path: Path
 
 
 def test_a_person_corrects_the_judge(tmp_path: Path) -> None:
-    """The judge says 0.9 always; a person, asked in rounds 2 and 4 of 4 for half of two, says 0.3: corrected there, and
-    0.9 - 0.6 = 0.3 afterwards."""
+    """The judge says 0.9 always; a person, asked in rounds 2 and 4 of 4 for half of two, says
+    0.3: corrected there, and 0.9 - 0.6 = 0.3 afterwards."""
     deps = make_deps(small_config(tmp_path).prompt_policy)
     asked = []
 
@@ -186,14 +212,21 @@ def test_a_person_corrects_the_judge(tmp_path: Path) -> None:
 
     try:
         options = RLAIFOptions(rounds=4, prompts_per_round=2, human_every=2, human_share=0.5)
-        rounds = asyncio.run(learn_from_judge(deps, ["What is rain?", "Explain snow."], says, person, options))
+        rounds = asyncio.run(
+            learn_from_judge(deps, ["What is rain?", "Explain snow."], says, person, options)
+        )
         assert [r.rewards for r in rounds] == [
             pytest.approx([0.9, 0.9]),
             pytest.approx([0.3, 0.3]),
             pytest.approx([0.3, 0.3]),
             pytest.approx([0.3, 0.3]),
         ]
-        assert [(r.validated, r.corrected) for r in rounds] == [(0, 0), (1, 1), (0, 0), (1, 1)] and len(asked) == 2
+        assert [(r.validated, r.corrected) for r in rounds] == [
+            (0, 0),
+            (1, 1),
+            (0, 0),
+            (1, 1),
+        ] and len(asked) == 2
         assert [r.updated for r in rounds] == [False, False, False, True]  # 8 experiences
         assert deps.service.history().experiences == 8
     finally:

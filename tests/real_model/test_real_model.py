@@ -24,7 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 GGUF = ROOT / "build" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHTS = "1e7c8a1c726e693f3ef812fec44c0efdf79020fe1e36d5cd8a07e0341da3e3aa"
 IDS = "7886c8a58d8a0c4e01b8bb113e8fe44076b8ce8641c042a204344f76d2143561"
-TEXTS = ("你好，世界 🎉🚀👩‍🚀 naïve — 𝒳", "def f(x):\n    return x ** 12345", "\t  <|im_start|>user\n", "")
+TEXTS = (
+    "你好，世界 🎉🚀👩‍🚀 naïve — 𝒳",
+    "def f(x):\n    return x ** 12345",
+    "\t  <|im_start|>user\n",
+    "",
+)
 SAID = TEXTS[0]
 WEATHER = {
     "type": "function",
@@ -88,7 +93,10 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.real_model,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not GGUF.is_file(), reason=f"no {GGUF.relative_to(ROOT)}: scripts/get_smollm2 downloads it"),
+    pytest.mark.skipif(
+        not GGUF.is_file(),
+        reason=(f"no {GGUF.relative_to(ROOT)}: scripts/get_smollm2 downloads it"),
+    ),
 ]
 
 
@@ -117,7 +125,9 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(model: Path) -> Iterator[openai.OpenAI]:
     port = free_port()
-    with Daemon("mlx_parallm_serve", "--model-path", str(model), "--port", str(port), port=port) as daemon:
+    with Daemon(
+        "mlx_parallm_serve", "--model-path", str(model), "--port", str(port), port=port
+    ) as daemon:
         yield daemon.wait_until_ready(300).client().with_options(timeout=300)
 
 
@@ -131,7 +141,9 @@ def test_weights_and_token_ids_are_those_that_were_measured(model: Path) -> None
     assert digest(*(np.array(weights[name]).tobytes() for name in sorted(weights))) == WEIGHTS
     tokenizer = load_tokenizer(model, ModelConfig())
     ids = [tokenizer.encode(text) for text in TEXTS]
-    assert [tokenizer.decode(own) for own in ids] == [text.replace("<|im_start|>", "") for text in TEXTS]
+    assert [tokenizer.decode(own) for own in ids] == [
+        text.replace("<|im_start|>", "") for text in TEXTS
+    ]
     assert digest(json.dumps(ids).encode()) == IDS
 
 
@@ -148,9 +160,13 @@ def test_a_stream_of_emoji_and_chinese_is_whole(client: openai.OpenAI) -> None:
     choices = [chunk.choices[0] for chunk in stream if chunk.choices]
     pieces = [choice.delta.content or "" for choice in choices]
     assert "".join(pieces) == SAID and len(pieces) > 5 and not any("�" in piece for piece in pieces)
-    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content or ()]
+    tokens = [
+        token for choice in choices if choice.logprobs for token in choice.logprobs.content or ()
+    ]
     text = bytes(byte for token in tokens for byte in token.bytes or ()).decode()
-    assert text.removesuffix("<|im_end|>") == SAID, "the token that ends the turn is counted, and is no text"
+    assert text.removesuffix("<|im_end|>") == SAID, (
+        "the token that ends the turn is counted, and is no text"
+    )
     assert choices[-1].finish_reason == "stop"
 
 
@@ -175,7 +191,10 @@ def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": "Invent a person."}],
-        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}},
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "person", "schema": PERSON, "strict": True},
+        },
         max_tokens=100,
         n=2,
     )
@@ -187,9 +206,13 @@ def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
 def test_a_step_of_grpo_moves_the_adapter_and_no_more_than_it(run: Path) -> None:
     (line,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert line["sequences"] == 8 and line["optimizer_updates"] == 1 and line["weights_moved"] > 0
-    assert abs(line["ratio_mean"] - 1) < 1e-3 and line["logprob_diff_max"] < 1e-3, "engine and trainer agree"
+    assert abs(line["ratio_mean"] - 1) < 1e-3 and line["logprob_diff_max"] < 1e-3, (
+        "engine and trainer agree"
+    )
     adapter = mx.load(str(run / "final" / "adapters.safetensors"))
-    assert any(float(mx.abs(array).max()) > 0 for name, array in adapter.items() if name.endswith("lora_b"))
+    assert any(
+        float(mx.abs(array).max()) > 0 for name, array in adapter.items() if name.endswith("lora_b")
+    )
 
 
 def test_a_merge_changes_the_projections_alone_and_its_file_passes_the_check_of_export(
@@ -197,13 +220,30 @@ def test_a_merge_changes_the_projections_alone_and_its_file_passes_the_check_of_
 ) -> None:
     """llama.cpp reads the file, and `export` compares what it answers."""
     pytest.importorskip("xllamacpp")
-    merge = ["merge", "--base-model", str(model), "--lora-path", str(run / "final"), "--output-path"]
+    merge = [
+        "merge",
+        "--base-model",
+        str(model),
+        "--lora-path",
+        str(run / "final"),
+        ("--output-path"),
+    ]
     assert cli.main([*merge, str(tmp_path / "merged")]) == 0
-    base, merged = (mx.load(str(folder / "model.safetensors")) for folder in (model, tmp_path / "merged"))
+    base, merged = (
+        mx.load(str(folder / "model.safetensors")) for folder in (model, tmp_path / "merged")
+    )
     assert set(merged) == set(base)
     changed = {name for name in base if not mx.array_equal(base[name], merged[name])}
     assert changed and all(".layers." in name and name.endswith("proj.weight") for name in changed)
-    export = ["export", "--base-model", str(tmp_path / "merged"), "--type", "f16", "--to", str(tmp_path / "file")]
+    export = [
+        "export",
+        "--base-model",
+        str(tmp_path / "merged"),
+        "--type",
+        "f16",
+        "--to",
+        str(tmp_path / "file"),
+    ]
     assert cli.main(export) == 0
     (file,) = (tmp_path / "file").glob("*.gguf")
     assert file.read_bytes()[:4] == b"GGUF" and file.stat().st_size > 2 * 134_515_008

@@ -1,4 +1,5 @@
-"""builtin:tool_call by hand: BFCL's rules for the full mark, the parts below it, and the shipped rows of BFCL."""
+"""builtin:tool_call by hand: BFCL's rules for the full mark, the parts below it, and the shipped
+rows of BFCL."""
 
 import json
 from pathlib import Path
@@ -21,7 +22,11 @@ WEATHER = {
     "name": "weather",
     "parameters": {
         "type": "object",
-        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"type": "string"}},
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"type": ("string")},
+        },
         "required": ["city", "days"],
     },
 }
@@ -47,7 +52,8 @@ RIGHT = written("weather", city="Paris", days=3)
         (RIGHT, 1.0),
         (f"I look it up. {RIGHT}", 1.0),
         (written("weather", city="paris france", days=3, unit="Celsius"), 1.0),
-        (written("weather", city="Paris", days="3"), 0.8),  # two of two parameters, one of two values
+        # two of two parameters, one of two values
+        (written("weather", city="Paris", days="3"), 0.8),
         (written("weather", city="Paris", days=3, hours=1), 0.8),  # two of three: 0.4 + 0.6 · 2 / 3
         (written("weather", city="Paris"), 0.7),  # one of two: 0.4 + 0.6 / 2
         (written("weather", town="Paris"), 0.4),
@@ -69,7 +75,8 @@ def test_parallel_calls_come_in_any_order() -> None:
     oslo = written("weather", city="Oslo", days=1)
     assert scored(f"{oslo}\n{RIGHT}", PARIS, OSLO) == 1.0
     assert scored(RIGHT, PARIS, OSLO) == 0.5
-    assert scored(f"{RIGHT}\n{RIGHT}", PARIS, OSLO) == pytest.approx((1.0 + 0.6) / 2)  # right names, wrong values
+    # right names, wrong values
+    assert scored(f"{RIGHT}\n{RIGHT}", PARIS, OSLO) == pytest.approx((1.0 + 0.6) / 2)
     assert scored(written("now"), {"now": {}}) == 1.0
 
 
@@ -85,13 +92,29 @@ def test_where_no_call_is_wanted() -> None:
         ({"type": "float"}, [5], [5, 5.0], ["5"]),
         ({"type": "integer"}, [1], [1], [True, 1.0, "1"]),
         ({"type": "boolean"}, [True], [True], [1, "true", False]),
-        ({"type": "string"}, ["April 1, 2024", ""], ["april 1 2024", "April_1-2024", ""], ["April 2, 2024", 1]),
+        (
+            {"type": "string"},
+            ["April 1, 2024", ""],
+            ["april 1 2024", "April_1-2024", ""],
+            ["April 2, 2024", 1],
+        ),
         ({"type": "any"}, ["it's"], ['it"s'], [["it's"]]),
-        ({"type": "integer"}, ["count"], ["count"], ["Count", 3]),  # a variable stands for the value
-        ({"type": "array", "items": {"type": "number"}}, [[1.5, 2.0]], [[1.5, 2.0]], [[1.5, 2], [2.0, 1.5], 1.5]),
+        # a variable stands for the value
+        ({"type": "integer"}, ["count"], ["count"], ["Count", 3]),
+        (
+            {"type": "array", "items": {"type": "number"}},
+            [[1.5, 2.0]],
+            [[1.5, 2.0]],
+            [[1.5, 2], [2.0, 1.5], 1.5],
+        ),
         ({"type": "tuple", "items": {"type": "string"}}, [["a b"]], [["A-B"]], [["a", "b"], "a b"]),
         ({"type": "array", "items": {"type": "string"}}, [["a"], ""], [["a"], []], [[1]]),
-        ({"type": "dict"}, [{"a": [1, 2], "b": ["x", ""]}], [{"a": 2}, {"a": 1, "b": "X"}], [{}, {"a": 3}, {"c": 1}]),
+        (
+            {"type": "dict"},
+            [{"a": [1, 2], "b": ["x", ""]}],
+            [{"a": 2}, {"a": 1, "b": "X"}],
+            [{}, {"a": 3}, {"c": 1}],
+        ),
         (
             {"type": "array", "items": {"type": "dict"}},
             [[{"a": [1]}, {"a": [2]}]],
@@ -102,7 +125,9 @@ def test_where_no_call_is_wanted() -> None:
     ],
     ids=lambda value: str(value.get("type")) if isinstance(value, dict) else "",
 )
-def test_values(kind: dict[str, Any], accepted: list[Any], right: list[Any], wrong: list[Any]) -> None:
+def test_values(
+    kind: dict[str, Any], accepted: list[Any], right: list[Any], wrong: list[Any]
+) -> None:
     assert [value for value in right if not accepts(value, accepted, kind)] == []
     assert [value for value in wrong if accepts(value, accepted, kind)] == []
 
@@ -132,9 +157,15 @@ def test_calls_are_read_in_the_models_own_format() -> None:
     [
         ({"tools": "no JSON", "calls": [PARIS]}, "tools cannot be read"),
         ({"tools": [{"description": "nameless"}], "calls": [PARIS]}, "tools cannot be read"),
-        ({"tools": [NOW], "calls": [PARIS]}, "'weather' of the row's 'calls' is not among its tools"),
+        (
+            {"tools": [NOW], "calls": [PARIS]},
+            ("'weather' of the row's 'calls' is not among its tools"),
+        ),
         ({"tools": [WEATHER], "calls": "weather"}, "no list of calls"),
-        ({"tools": [WEATHER], "calls": [{"weather": {"city": "Paris"}}]}, "lists of accepted values"),
+        (
+            {"tools": [WEATHER], "calls": [{"weather": {"city": "Paris"}}]},
+            ("lists of accepted values"),
+        ),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named(row: dict[str, Any], message: str) -> None:
@@ -152,7 +183,9 @@ def test_nested_values_that_are_no_lists_are_named_and_no_crash() -> None:
 def test_columns_are_checked_before_a_run() -> None:
     def made(columns: list[str], **options: Any) -> RewardFunctions:
         options = {"tool_call": options}
-        return RewardFunctions(["builtin:tool_call"], (), columns=columns, key="rewards", options=options)
+        return RewardFunctions(
+            ["builtin:tool_call"], (), columns=columns, key="rewards", options=options
+        )
 
     made(["tools", "truth"], column="truth")
     with pytest.raises(ConfigError, match="calls"):
@@ -170,7 +203,9 @@ async def test_every_shipped_row_can_be_answered_right() -> None:
     config = load_config(ROOT / "train_configs" / "smollm2_tools.toml")
     source = DatasetSource(config.environments[0], seed=0)
     assert (len(source.rows.train), len(source.rows.heldout)) == (200, 60)
-    for row, split in [(row, "train") for row in source.rows.train] + [(r, "heldout") for r in source.rows.heldout]:
+    for row, split in [(row, "train") for row in source.rows.train] + [
+        (r, "heldout") for r in source.rows.heldout
+    ]:
         assert row.tools and row.prompt[-1]["content"].endswith(make_rows.ASK), split
         reward = source.rewards.for_row(row.prompt, row.columns, TrainingProgress)
         [call] = row.columns["calls"]
@@ -179,7 +214,9 @@ async def test_every_shipped_row_can_be_answered_right() -> None:
         first = {key: plain_value(value) for key, value in arguments.items()}
         rollout = Rollout((1,), (1,), (0.0,), (0,), 1.0, {}, stop_reason="stop")
         texts = [written(name, **first), written(name, **first, more=1)]
-        right, wrong = await reward([Trajectory(text, rollout, step_count=1, group_id="g") for text in texts])
+        right, wrong = await reward(
+            [Trajectory(text, rollout, step_count=1, group_id="g") for text in texts]
+        )
         assert right["reward"] == 1.0 > wrong["reward"] >= 0.4, row.columns["id"]
 
 
@@ -195,7 +232,10 @@ def plain_value(value: Any) -> Any:
 def test_no_function_is_in_both_files() -> None:
     rows = ROOT / "examples" / "tool_calling"
     train, heldout = (
-        [json.loads(line) for line in (rows / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        [
+            json.loads(line)
+            for line in (rows / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         for name in ("train", "heldout")
     )
     names = [set().union(*map(make_rows.offered, part)) for part in (train, heldout)]
@@ -204,23 +244,34 @@ def test_no_function_is_in_both_files() -> None:
 
 def test_rows_are_split_by_all_functions_that_they_offer() -> None:
     def row(number: int, *names: str) -> dict[str, Any]:
-        return {"id": number, "tools": [{"type": "function", "function": {"name": name}} for name in names]}
+        return {
+            "id": number,
+            "tools": [{"type": "function", "function": {"name": name}} for name in names],
+        }
 
     rows = [row(n, f"f{n % 7}", f"g{n % 5}") for n in range(40)]
     train, held = make_rows.split(rows, 40, 2, 0)
     assert len(held) == 2 and 0 < len(train) < 38
-    assert not set().union(*map(make_rows.offered, held)) & set().union(*map(make_rows.offered, train))
+    assert not set().union(*map(make_rows.offered, held)) & set().union(
+        *map(make_rows.offered, train)
+    )
     assert make_rows.split(rows, 40, 2, 1)[1] != held
 
 
 def test_types_get_the_names_of_json_schema() -> None:
     bfcl = {
         "type": "dict",
-        "properties": {"type": {"type": "any"}, "to": {"type": "tuple", "items": {"type": "float"}}},
+        "properties": {
+            "type": {"type": "any"},
+            "to": {"type": "tuple", "items": {"type": ("float")}},
+        },
     }
     assert make_rows.to_json_schema(bfcl) == {
         "type": "object",
-        "properties": {"type": {"type": "string"}, "to": {"type": "array", "items": {"type": "number"}}},
+        "properties": {
+            "type": {"type": "string"},
+            "to": {"type": "array", "items": {"type": ("number")}},
+        },
     }
 
 
@@ -251,8 +302,11 @@ reward_options = { regex = { pattern = "^[0-9a-m]" } }
 
 @pytest.mark.slow
 def test_a_run_scores_the_calls(tmp_path: Path) -> None:
-    row = {"prompt": "Weather?", "tools": [WEATHER], "calls": []}  # an untrained model makes no call, which is right
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"prompt": f"{n}?"}) + "\n" for n in range(4)))
+    # an untrained model makes no call, which is right
+    row = {"prompt": "Weather?", "tools": [WEATHER], "calls": []}
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row | {"prompt": f"{n}?"}) + "\n" for n in range(4))
+    )
     (tmp_path / "run.toml").write_text(RUN)
     train_here(tmp_path / "run.toml", f'rl_training.checkpoint_dir="{tmp_path}"')
     [step] = metrics(tmp_path / "run")

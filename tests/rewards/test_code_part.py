@@ -29,19 +29,34 @@ def code():
 
 
 RIGHT = answer("def double(n):\n    return 2 * n")
-TESTS = ["assert double(2) == 4", "assert double(0) == 0", "assert double(3) == 7", "assert double(-1) == -2"]
+TESTS = [
+    "assert double(2) == 4",
+    "assert double(0) == 0",
+    "assert double(3) == 7",
+    ("assert double(-1) == -2"),
+]
 
 
 def test_blocks_are_found():
-    text = "```python\na\n```\ntext ```no``` block\n   ```JSON x=1\n{}\n  ```\n```\nb\n```\n```python\nopen"
+    text = (
+        "```python\na\n```\ntext ```no``` block\n   ```JSON x=1\n{}\n "
+        " ```\n```\nb\n```\n```python\nopen"
+    )
     assert fenced(text) == [("python", "a\n"), ("json", "{}\n"), ("", "b\n")]
 
 
-OLD_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+OLD_FENCE = re.compile(
+    r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
+)
 
 
 @given(
-    st.lists(st.sampled_from(["```", " ```\t", "```py", "``` Py x```", "a", "", " ", "\r", "``", "```\r"]), max_size=9)
+    st.lists(
+        st.sampled_from(
+            ["```", " ```\t", "```py", "``` Py x```", "a", "", " ", "\r", "``", "```\r"]
+        ),
+        max_size=9,
+    )
 )
 def test_blocks_are_those_of_the_expression_that_says_what_one_is(lines):
     text = "\n".join(lines)
@@ -49,7 +64,8 @@ def test_blocks_are_those_of_the_expression_that_says_what_one_is(lines):
 
 
 def test_the_work_of_finding_blocks_grows_with_the_text():
-    """The expression took 4 s for 30 kB, in which no other thread ran: every opening was followed to the end."""
+    """The expression took 4 s for 30 kB, in which no other thread ran: every opening was
+    followed to the end."""
     looked_at = 0
 
     class Line(str):
@@ -74,7 +90,9 @@ async def test_the_last_line_of_an_answer_does_not_change_the_tests(code):
 
 async def test_a_failed_test_is_shown_with_its_line():
     run = Sandbox(timeout_s=20).run(HARNESS % ("x = 1\n", "\nassert x == 2\n"), stdin=f"{WORD}\n")
-    assert run.returncode == 1 and 'answer.py", line 4' in run.stderr and "assert x == 2" in run.stderr
+    assert (
+        run.returncode == 1 and 'answer.py", line 4' in run.stderr and "assert x == 2" in run.stderr
+    )
 
 
 async def test_the_share_of_tests_that_pass(code):
@@ -93,7 +111,10 @@ async def test_the_last_block_counts(code):
 
 
 async def test_to_leave_early_passes_nothing(code):
-    early = [answer(f"import os, sys\n{way}") for way in ("sys.exit(0)", "os._exit(0)", "print = exit = None")]
+    early = [
+        answer(f"import os, sys\n{way}")
+        for way in ("sys.exit(0)", "os._exit(0)", ("print = exit = None"))
+    ]
     assert await code(completions=early, tests=[["assert False"]] * 3) == [0, 0, 0]
 
 
@@ -151,7 +172,9 @@ async def test_code_would_find_a_word_that_is_kept(code):
     """The positive control of the search."""
     end = '__import__("os").write(1, b"\\n" + _word() + _run(%r, %r))'
     assert end in HARNESS
-    kept = HARNESS.replace(end, '_kept = _word()\n__import__("os").write(1, b"\\n" + _kept + _run(%r, %r))')
+    kept = HARNESS.replace(
+        end, ('_kept = _word()\n__import__("os").write(1, b"\\n" + _kept + _run(%r, %r))')
+    )
     run = Sandbox(timeout_s=20).run(kept % (HOSTILE, ""), stdin=f"{WORD}\n")
     assert (run.outcome, run.returncode) == ("ended", 0), run.stderr
     assert f"\n{WORD}\n" in run.stdout
@@ -159,9 +182,14 @@ async def test_code_would_find_a_word_that_is_kept(code):
 
 async def test_what_a_test_may_expect_of_its_place(code):
     block = "from __future__ import annotations\nimport sys\ndef name(): return __name__"
-    tests = ["assert name() == '__main__' and sys.modules['__main__'].name is name", "assert sys.stdin.read() == ''"]
+    tests = [
+        "assert name() == '__main__' and sys.modules['__main__'].name is name",
+        ("assert sys.stdin.read() == ''"),
+    ]
     assert await code(completions=[answer(block)], tests=[tests]) == [1]
-    assert await code(completions=[answer("print('no end', end='')")], tests=[["assert True"]]) == [1]
+    assert await code(completions=[answer("print('no end', end='')")], tests=[["assert True"]]) == [
+        1
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +198,10 @@ async def test_what_a_test_may_expect_of_its_place(code):
         "import sys\nsys.stdout = open(1, 'w', closefd=False)\nprint('mine')",
         "import io, sys\nsys.stdout = io.StringIO()\nprint('nowhere')\nsys.stdout.close()",
         "import sys\nsys.stdout = None",
-        "import inspect\ndef own(n):\n    return n\nassert inspect.getsource(own).endswith('return n\\n')",
+        (
+            "import inspect\ndef own(n):\n    return n\nassert"
+            " inspect.getsource(own).endswith('return n\\n')"
+        ),
     ],
     ids=["another stream", "closed", "none", "source"],
 )
@@ -180,19 +211,29 @@ async def test_what_an_answer_may_do_and_reach_its_end(code, block):
 
 async def test_input_and_output(code):
     cases = [{"input": "3\n4\n", "output": "7"}, {"input": "1\n1\n", "output": "3"}]
-    texts = [answer("print(int(input()) + int(input()), ' ')"), answer("print(7)\nraise SystemExit(1)")]
+    texts = [
+        answer("print(int(input()) + int(input()), ' ')"),
+        answer("print(7)\nraise SystemExit(1)"),
+    ]
     assert await code(completions=texts, tests=[cases, cases]) == [0.5, 0]
 
 
 async def test_without_tests_it_has_to_run(code):
-    texts = [answer("print(1)") + answer("exit 1", "bash"), answer("true", "sh"), "no code", answer("{}", "json")]
+    texts = [
+        answer("print(1)") + answer("exit 1", "bash"),
+        answer("true", "sh"),
+        "no code",
+        answer("{}", ("json")),
+    ]
     assert await code(completions=texts) == [0.5, 1, None, None]
     assert await code(completions=texts[:1], tests=[None]) == [0.5]
 
 
 async def test_a_conversation_and_a_threshold():
     code = made(threshold=0.6, require=[])
-    completions = [[{"role": "assistant", "content": text}] for text in (RIGHT, answer("double = abs"))]
+    completions = [
+        [{"role": "assistant", "content": text}] for text in (RIGHT, answer("double = abs"))
+    ]
     assert await code(completions=completions, tests=[TESTS] * 2) == [1, 0]
 
 

@@ -27,7 +27,9 @@ def test_a_weighted_sum_of_binary_and_soft_parts():
     answers = [trajectory("4"), trajectory("five"), trajectory("4.0")]
     assert computer.compute_rewards(answers) == [0.75, -1.0, -0.75]
     statistics = computer.compute_objective_statistics(answers)
-    assert statistics["right"] == pytest.approx({"mean": 1 / 3, "std": 2**0.5 / 3, "min": 0, "max": 1})
+    assert statistics["right"] == pytest.approx(
+        {"mean": 1 / 3, "std": 2**0.5 / 3, "min": 0, "max": 1}
+    )
     assert statistics["brevity"]["mean"] == pytest.approx(-8 / 3)
 
 
@@ -68,16 +70,22 @@ def test_parts_named_as_in_a_configuration_are_called_for_a_group_with_its_metad
 
 def test_relative_and_pareto_compare_the_answers_of_one_prompt():
     """A batch of two prompts: the first one's answers are all better than the second one's."""
-    answers = [trajectory("x" * size, group=group) for group, size in [("a", 1), ("b", 9), ("a", 2), ("b", 8)]]
+    answers = [
+        trajectory("x" * size, group=group)
+        for group, size in [("a", 1), ("b", 9), ("a", 2), ("b", 8)]
+    ]
     computer = ParetoRewardComputer(objective_functions=[brevity], objective_names=["brevity"])
     assert computer.compute_rewards(answers, method="relative") == [1.0, -1.0, -1.0, 1.0]
     assert computer.compute_rewards(answers, method="pareto") == [1.0, 0.5, 0.5, 1.0]
-    assert computer.compute_rewards(answers) == [1.0, 0.5, 0.5, 1.0]  # a Pareto computer's own method
+    # a Pareto computer's own method
+    assert computer.compute_rewards(answers) == [1.0, 0.5, 0.5, 1.0]
 
 
 def test_trajectories_that_are_alone_in_their_group_are_compared_with_each_other():
     answers = [trajectory("x" * size, group=str(size)) for size in (3, 1, 2)]
-    assert ParetoRewardComputer(objectives=[brevity]).compute_rewards(answers) == pytest.approx([1 / 3, 1, 2 / 3])
+    assert ParetoRewardComputer(objectives=[brevity]).compute_rewards(answers) == pytest.approx(
+        [1 / 3, 1, 2 / 3]
+    )
 
 
 def test_the_front_of_all_trajectories_has_the_duplicates_and_not_the_incomplete():
@@ -102,7 +110,11 @@ def test_normalized_rewards_have_mean_0_and_deviation_1_whatever_the_method():
 
 def test_what_no_part_scores_gets_the_mean_of_the_others():
     computer = WeightedRewardComputer([lambda t: None if t.text == "?" else len(t.text)], ["size"])
-    assert computer.compute_rewards([trajectory("a"), trajectory("?"), trajectory("abc")]) == [1.0, 2.0, 3.0]
+    assert computer.compute_rewards([trajectory("a"), trajectory("?"), trajectory("abc")]) == [
+        1.0,
+        2.0,
+        3.0,
+    ]
     with pytest.raises(RolloutRejectedError, match="no part applies"):
         computer.compute_rewards([trajectory("?")])
 
@@ -114,12 +126,18 @@ def svrl(given, *, spent=0.0, steps=1, **more):
 
 def test_svrl_is_quality_less_the_cost_of_verifying():
     """1 - 0.1 · 3/10 + 0.05 · (20 - 4)/20 and the same without the answer."""
-    episodes = [svrl("42", spent=3.0, steps=4), svrl("41", spent=3.0, steps=4), svrl(None, spent=10.0, steps=20)]
+    episodes = [
+        svrl("42", spent=3.0, steps=4),
+        svrl("41", spent=3.0, steps=4),
+        svrl(None, spent=10.0, steps=20),
+    ]
     assert SVRLRewardComputer().compute_rewards(episodes) == pytest.approx([1.01, 0.01, -0.1])
 
 
 def test_svrl_weights_and_evaluator_are_the_callers():
-    computer = SVRLRewardComputer(lambda episode: 0.5, verification_weight=1.0, efficiency_weight=0.0)
+    computer = SVRLRewardComputer(
+        lambda episode: 0.5, verification_weight=1.0, efficiency_weight=0.0
+    )
     assert computer.compute_rewards([svrl("41", spent=2.5)]) == [0.25]
 
 
@@ -130,7 +148,13 @@ def test_svrl_objectives_are_task_cost_and_efficiency():
 
 @pytest.mark.parametrize(
     ("given", "answer", "score"),
-    [("42.0", "42", 1), (" Paris ", "paris", 1), ("New  York", "new york", 1), ("4", "42", 0), ("nan", "nan", 0)],
+    [
+        ("42.0", "42", 1),
+        (" Paris ", "paris", 1),
+        ("New  York", "new york", 1),
+        ("4", "42", 0),
+        ("nan", "nan", 0),
+    ],
 )
 def test_a_final_answer_is_a_number_or_a_text(given, answer, score):
     computer = SVRLRewardComputer(verification_weight=0.0, efficiency_weight=0.0)
@@ -153,9 +177,15 @@ def test_svrl_wants_the_account_of_its_environment():
         (lambda: WeightedRewardComputer([right], weights=[1, 2]), "2 weights for 1 parts"),
         (lambda: WeightedRewardComputer([right, right]), "two parts have the name 'right'"),
         (lambda: WeightedRewardComputer(["right"]), "neither a function nor"),
-        (lambda: WeightedRewardComputer([right], weights=[float("nan")]), "the weight of 'right' is nan"),
+        (
+            lambda: WeightedRewardComputer([right], weights=[float("nan")]),
+            ("the weight of 'right' is nan"),
+        ),
         (lambda: create_reward_computer("parreto"), "did you mean 'pareto'"),
-        (lambda: WeightedRewardComputer([right]).compute_rewards([trajectory()], "best"), "absolute, relative, pareto"),
+        (
+            lambda: WeightedRewardComputer([right]).compute_rewards([trajectory()], "best"),
+            ("absolute, relative, pareto"),
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(make, message):
@@ -165,7 +195,9 @@ def test_what_cannot_work_is_refused(make, message):
 
 def test_a_part_that_fails_is_named():
     with pytest.raises(RolloutRejectedError, match=r"^clever: .*KeyError: 'mood'$"):
-        WeightedRewardComputer([lambda t: t.metadata["mood"]], ["clever"]).compute_rewards([trajectory()])
+        WeightedRewardComputer([lambda t: t.metadata["mood"]], ["clever"]).compute_rewards(
+            [trajectory()]
+        )
     with pytest.raises(RolloutRejectedError, match="odd is nan"):
         WeightedRewardComputer([lambda t: float("nan")], ["odd"]).compute_rewards([trajectory()])
 
@@ -173,4 +205,6 @@ def test_a_part_that_fails_is_named():
 def test_computers_by_their_kinds():
     assert isinstance(create_reward_computer("svrl", verification_weight=0.2), SVRLRewardComputer)
     assert isinstance(create_reward_computer("pareto", objectives=[right]), ParetoRewardComputer)
-    assert create_reward_computer("custom", objective_functions=[right]).compute_rewards([trajectory("4")]) == [1.0]
+    assert create_reward_computer("custom", objective_functions=[right]).compute_rewards(
+        [trajectory("4")]
+    ) == [1.0]

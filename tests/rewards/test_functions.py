@@ -1,5 +1,5 @@
-"""Rewards: functions as TRL calls them, what `rewards`, `reward_method` and `reward_options` of a configuration make of
-a group, and what is said of those that cannot be used."""
+"""Rewards: functions as TRL calls them, what `rewards`, `reward_method` and `reward_options` of
+a configuration make of a group, and what is said of those that cannot be used."""
 
 import asyncio
 import itertools
@@ -36,10 +36,16 @@ def functions(tmp_path):
 
 async def scores(functions, *texts, prompt=PLAIN, row=ROW, progress=TrainingProgress, **noted):
     group = [trajectory(text, **noted) for text in texts]
-    return [dict(rollout.scores) for rollout in await score_group(functions.for_row(prompt, row, progress), group)]
+    return [
+        dict(rollout.scores)
+        for rollout in await score_group(functions.for_row(prompt, row, progress), group)
+    ]
 
 
-SEES = "seen = []\ndef f(**given):\n    seen.append(given)\n    return [1.0] * len(given['completions'])\n"
+SEES = (
+    "seen = []\ndef f(**given):\n    seen.append(given)\n    return [1.0] *"
+    " len(given['completions'])\n"
+)
 
 
 def seen(functions):
@@ -65,8 +71,14 @@ async def test_what_a_function_sees_of_a_plain_prompt_and_of_a_conversation(func
 
 
 async def test_only_parameters_that_a_function_has_are_passed(functions):
-    made = functions("def f(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]")
-    assert await scores(made, "4", "5") == [{"rewards/f": 1.0, "reward": 1.0}, {"rewards/f": 0.0, "reward": 0.0}]
+    made = functions(
+        "def f(completions, answer):\n    return [float(c == a) for c, a in zip(completions,"
+        " answer)]"
+    )
+    assert await scores(made, "4", "5") == [
+        {"rewards/f": 1.0, "reward": 1.0},
+        {"rewards/f": 0.0, "reward": 0.0},
+    ]
 
 
 TWO = """
@@ -84,7 +96,9 @@ judge = Judge()
 
 
 async def test_several_functions_are_added_up_by_their_weights(functions):
-    got = await scores(functions(TWO, "right", "short", "judge", weights=(2.0, 1.0, -1.0)), "4", "55", "?")
+    got = await scores(
+        functions(TWO, "right", "short", "judge", weights=(2.0, 1.0, -1.0)), "4", "55", ("?")
+    )
     assert got == [
         {"rewards/right": 1.0, "rewards/short": 1.0, "rewards/Judge": 0.5, "reward": 2.5},
         {"rewards/right": 0.0, "rewards/short": 0.5, "rewards/Judge": 0.5, "reward": 0.0},
@@ -93,7 +107,9 @@ async def test_several_functions_are_added_up_by_their_weights(functions):
 
 
 async def test_what_no_function_scores_learns_nothing_and_moves_no_mean(functions):
-    made = functions("def f(completions):\n    return [None if c == '?' else float(len(c)) for c in completions]")
+    made = functions(
+        "def f(completions):\n    return [None if c == '?' else float(len(c)) for c in completions]"
+    )
     rollouts = await score_group(
         made.for_row(PLAIN, ROW, TrainingProgress), [trajectory(text) for text in ("a", "?", "abc")]
     )
@@ -103,11 +119,17 @@ async def test_what_no_function_scores_learns_nothing_and_moves_no_mean(function
 
 
 async def test_none_for_a_whole_group_is_a_reward_of_0_that_teaches_nothing(functions):
-    """The advantage is 0 as in TRL ("unscorable"): the group counts, and the run goes on. A group that was left
-    UNSCORED (the judge is away) is another thing: it is dropped with the reason."""
+    """The advantage is 0 as in TRL ("unscorable"): the group counts, and the run goes on. A
+    group that was left UNSCORED (the judge is away) is another thing: it is dropped with the
+    reason."""
     made = functions("def f(completions):\n    return [None] * len(completions)")
-    group = await score_group(made.for_row(PLAIN, ROW, TrainingProgress), [trajectory("a"), trajectory("b")])
-    assert [(rollout.reward, rollout.zero_advantage) for rollout in group] == [(0.0, True), (0.0, True)]
+    group = await score_group(
+        made.for_row(PLAIN, ROW, TrainingProgress), [trajectory("a"), trajectory("b")]
+    )
+    assert [(rollout.reward, rollout.zero_advantage) for rollout in group] == [
+        (0.0, True),
+        (0.0, True),
+    ]
     two = functions(
         "def f(completions):\n    return [None] * len(completions)\n"
         "def g(completions):\n    return ['unscored'] * len(completions)",
@@ -118,7 +140,10 @@ async def test_none_for_a_whole_group_is_a_reward_of_0_that_teaches_nothing(func
 
 
 async def test_log_metric_is_kept_beside_the_scores(functions):
-    text = "def f(completions, log_metric, log_extra):\n    log_metric('size', 1)\n    log_metric('size', 4)\n"
+    text = (
+        "def f(completions, log_metric, log_extra):\n    log_metric('size', 1)\n   "
+        " log_metric('size', 4)\n"
+    )
     [got] = await scores(functions(text + "    log_extra('x', completions)\n    return [1]"), "a")
     assert got == {"rewards/f": 1.0, "reward": 1.0, "metrics/size": 2.5}
 
@@ -143,18 +168,28 @@ async def test_log_metric_is_kept_beside_the_scores(functions):
 @pytest.mark.parametrize("kind", ["def", "async def"])
 async def test_what_cannot_be_trained_on_is_refused_by_name(functions, kind, body, message):
     with pytest.raises(RolloutRejectedError, match=message):
-        await scores(functions(f"{kind} f(completions, log_metric, trainer_state):\n    {body}"), "a", "b")
+        await scores(
+            functions(f"{kind} f(completions, log_metric, trainer_state):\n    {body}"), "a", ("b")
+        )
 
 
 @pytest.mark.parametrize(
     ("text", "columns", "message"),
     [
-        ("def f(completions, solution): ...", ROW, r"'solution' is not a column.*did you mean .*answer, .*level"),
+        (
+            "def f(completions, solution): ...",
+            ROW,
+            r"'solution' is not a column.*did you mean .*answer, .*level",
+        ),
         ("def f(prompts, answer): ...", ROW, "sees no completions"),
         ("def f(completions, /, **kw): ...", ROW, "called by keyword"),
         ("def f(completions, completion): ...", ROW, "'completion' is not a column"),
         ("class f: ...", ROW, "is a class, not a function"),
-        (SEES, ("prompt", "completions"), r"^rewards: the data has a column 'completions'.*rename the column"),
+        (
+            SEES,
+            ("prompt", "completions"),
+            r"^rewards: the data has a column 'completions'.*rename the column",
+        ),
     ],
 )
 def test_a_signature_that_cannot_work_is_refused_at_once(functions, text, columns, message):
@@ -168,7 +203,10 @@ async def test_a_plain_function_blocks_neither_the_loop_nor_an_async_one(functio
         "def f(completions):\n    threads.add(threading.current_thread().name)\n    entered.set()\n"
         "    assert leave.wait(30)\n    return [1.0]\nasync def g(completions):\n    return [2.0]"
     )
-    both, other = functions(text, "f", "g"), functions("async def g(completions):\n    return [4.0]", "g")
+    both, other = (
+        functions(text, "f", "g"),
+        functions("async def g(completions):\n    return [4.0]", ("g")),
+    )
     state = both._functions[0].call.__globals__
     waiting = asyncio.create_task(scores(both, "a"))
     await asyncio.to_thread(state["entered"].wait, 30)
@@ -179,14 +217,18 @@ async def test_a_plain_function_blocks_neither_the_loop_nor_an_async_one(functio
 
 
 async def test_a_plain_function_may_run_a_loop_of_its_own(functions):
-    text = "import asyncio\nasync def ask():\n    return 0.25\ndef f(completions):\n    return [asyncio.run(ask())]"
+    text = (
+        "import asyncio\nasync def ask():\n    return 0.25\ndef f(completions):\n    return"
+        " [asyncio.run(ask())]"
+    )
     [got] = await scores(functions(text), "a")
     assert got["reward"] == 0.25
 
 
 async def test_a_function_cannot_spoil_the_row(functions):
     made = functions(
-        "def f(completions, choices):\n    return [choices.pop().pop() for _ in completions]", columns=["choices"]
+        "def f(completions, choices):\n    return [choices.pop().pop() for _ in completions]",
+        columns=[("choices")],
     )
     row = {"choices": [1.0, 2.0]}
     for _ in range(2):
@@ -198,7 +240,9 @@ async def test_no_error_ends_the_thread_of_plain_functions(functions, error):
     with pytest.raises(RolloutRejectedError, match=f"^f: {error.rpartition('.')[2]}$"):
         await scores(functions(f"import asyncio\ndef f(completions):\n    raise {error}"), "4")
     async with asyncio.timeout(10):
-        assert await scores(functions("def f(completions): return [1.0]"), "4") == [{"reward": 1.0, "rewards/f": 1.0}]
+        assert await scores(functions("def f(completions): return [1.0]"), "4") == [
+            {"reward": 1.0, "rewards/f": 1.0}
+        ]
 
 
 async def test_scores_made_one_by_one_are_the_functions_too(functions):
@@ -209,7 +253,9 @@ async def test_scores_made_one_by_one_are_the_functions_too(functions):
 
 async def test_a_plain_function_that_never_ends_holds_up_no_other_call(functions):
     text = "import threading\nstarted, let_go = threading.Event(), threading.Event()\n"
-    hanging = functions(text + "def f(completions):\n    started.set()\n    let_go.wait()\n    return [0.0]\n")
+    hanging = functions(
+        text + ("def f(completions):\n    started.set()\n    let_go.wait()\n    return [0.0]\n")
+    )
     names = hanging._functions[0].call.__globals__
     other = functions("def f(completions): return [1.0]")
     first = asyncio.create_task(scores(hanging, "4"))
@@ -296,7 +342,9 @@ async def test_pareto_has_each_reward_as_an_objective(made):
 
 
 async def test_options_are_keyword_arguments_and_come_before_columns(made):
-    functions = made("near", "near", reward_options={"near": {"target": 3}, "near#2": {"target": 5}})
+    functions = made(
+        "near", "near", reward_options={"near": {"target": 3}, "near#2": {"target": 5}}
+    )
     [got] = await scores(functions, "abc", row={"target": 100})
     assert got == {"rewards/near": 0.0, "rewards/near#2": -2.0, "reward": -2.0}
 
@@ -316,7 +364,9 @@ async def test_a_built_in_part_is_made_from_its_options(made, monkeypatch):
 
 
 async def test_a_computer_that_stands_alone_is_asked_for_the_method(made):
-    functions = made("Longest", reward_method="relative", reward_options={"Longest": {"bonus": 0.5}})
+    functions = made(
+        "Longest", reward_method="relative", reward_options={"Longest": {"bonus": 0.5}}
+    )
     got = await scores(functions, "abc", "a")
     assert [score["reward"] for score in got] == [1.5, 0.5]  # as it said: nothing is ranked again
     [function] = functions._functions
@@ -353,7 +403,8 @@ async def test_one_function_may_say_that_nothing_can_score_an_answer(made):
 async def test_a_column_that_a_task_lacks_is_named(made):
     functions = made("letters", columns=None)
     with pytest.raises(
-        RolloutRejectedError, match=r"^letters needs 'wanted', which the task does not have; available: .*completions"
+        RolloutRejectedError,
+        match=r"^letters needs 'wanted', which the task does not have; available: .*completions",
     ):
         await scores(functions, "a")
 
@@ -361,8 +412,16 @@ async def test_a_column_that_a_task_lacks_is_named(made):
 @pytest.mark.parametrize(
     ("names", "more", "message"),
     [
-        (("size",), {"reward_options": {"sise": {}}}, "'sise', which is none of the rewards; did you mean 'size'"),
-        (("near",), {"reward_options": {"near": {"completions": 1}}}, "every call of the function passes itself"),
+        (
+            ("size",),
+            {"reward_options": {"sise": {}}},
+            ("'sise', which is none of the rewards; did you mean 'size'"),
+        ),
+        (
+            ("near",),
+            {"reward_options": {"near": {"completions": 1}}},
+            ("every call of the function passes itself"),
+        ),
         (("steps",), {"reward_options": {"steps": {"most": 1}}}, "has no option 'most'"),
         (("Longest",), {"reward_options": {"Longest": {"boonus": 1}}}, "boonus"),
         (("instance",), {"reward_options": {"instance": {"bonus": 1}}}, "is an object already"),
@@ -384,7 +443,10 @@ def test_weights_and_keys_have_to_fit():
         RewardFunctions.from_config(EnvironmentConfig(kind="simple_text", name="t"), columns=None)
     for entry, message in (
         ({"kind": "tasks", "name": "sum", "reward_method": "pareto"}, "reward_method belongs"),
-        ({"kind": "svrl", "rewards": ["builtin:svrl"], "reward_weights": [1, 2]}, "2 reward_weights for 1 rewards"),
+        (
+            {"kind": "svrl", "rewards": ["builtin:svrl"], "reward_weights": [1, 2]},
+            ("2 reward_weights for 1 rewards"),
+        ),
         ({"kind": "svrl", "reward_method": "best"}, "reward_method"),
         ({"kind": "svrl", "data": "rows.jsonl"}, "data belongs"),
     ):
@@ -406,18 +468,24 @@ def test_files_of_options_are_found_beside_the_configuration_and_by_a_resume(tmp
         (here / name).write_text("{}")
     (here / "run.toml").write_text(
         '[[environments]]\nkind = "dataset"\ndata = "rows.jsonl"\n'
-        'rewards = ["builtin:learned", "builtin:json", "builtin:judge"]\n[environments.reward_options]\n'
+        'rewards = ["builtin:learned", "builtin:json",'
+        ' "builtin:judge"]\n[environments.reward_options]\n'
         'learned = { path = "a reward" }\njson = { schema = "answer.schema" }\n'
         'judge = { judge = "http://x/v1", model = "key", api_key_file = "key" }\n'
         '[[environments]]\nkind = "svrl"\n'
-        'options = { tasks = "rows.jsonl", tools = ["python:score.py:f"], facts = "nowhere.json", note = "key" }\n'
+        'options = { tasks = "rows.jsonl", tools = ["python:score.py:f"], facts = "nowhere.json",'
+        ' note = "key" }\n'
     )
     monkeypatch.chdir(elsewhere)
     config = load_config(here / "run.toml")
     options = config.environments[0].reward_options
     assert options["learned"] == {"path": str(here / "a reward")}
     assert options["json"] == {"schema": str(here / "answer.schema")}
-    assert options["judge"] == {"judge": "http://x/v1", "model": "key", "api_key_file": str(here / "key")}
+    assert options["judge"] == {
+        "judge": "http://x/v1",
+        "model": "key",
+        "api_key_file": str(here / "key"),
+    }
     assert config.environments[1].options == {
         "tasks": str(here / "rows.jsonl"),
         "tools": [f"python:{here / 'score.py'}:f"],
@@ -426,7 +494,9 @@ def test_files_of_options_are_found_beside_the_configuration_and_by_a_resume(tmp
     }
     (elsewhere / "config.toml").write_text(config.to_toml())
     monkeypatch.chdir(tmp_path)
-    assert load_config(elsewhere / "config.toml", saved=True).environments[0].reward_options == options
+    assert (
+        load_config(elsewhere / "config.toml", saved=True).environments[0].reward_options == options
+    )
 
 
 # ---------------------------------------------------------------------- the group's reward
@@ -435,13 +505,19 @@ def test_files_of_options_are_found_beside_the_configuration_and_by_a_resume(tmp
 def test_exact_match_forgives_white_space_only_and_a_verifier_scores_each_answer_on_its_own():
     scores = exact_match("42")([trajectory(text) for text in ("42", " 42\n", "4 2", "42.", "")])
     assert [score["reward"] for score in scores] == [1.0, 1.0, 0.0, 0.0, 0.0]
-    assert verifier(len)([trajectory("ab"), trajectory("abcd")]) == [{"reward": 2.0}, {"reward": 4.0}]
+    assert verifier(len)([trajectory("ab"), trajectory("abcd")]) == [
+        {"reward": 2.0},
+        {"reward": 4.0},
+    ]
 
 
 async def test_a_reward_sees_the_whole_group():
     def rank(responses):
         longest = max(len(entry.text) for entry in responses)
-        return [{"reward": float(len(entry.text) == longest), "length": len(entry.text)} for entry in responses]
+        return [
+            {"reward": float(len(entry.text) == longest), "length": len(entry.text)}
+            for entry in responses
+        ]
 
     rollouts = await score_group(rank, [trajectory("a"), trajectory("abc"), trajectory("ab")])
     assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 0.0]
@@ -457,7 +533,10 @@ async def test_a_reward_sees_the_whole_group():
         ([{"reward": 1.0}, {"score": 1.0}], 'no "reward"'),
         ([{"reward": 1.0}, {"reward": float("nan")}], "nan"),
         ([{"reward": 1.0}, {"reward": 1.0, "part": float("inf")}], "'part' is inf"),
-        ([{"reward": 1.0}, {"reward": 1e308}], r"'reward' is 1e\+308, not a number of at most ±1e\+09"),
+        (
+            [{"reward": 1.0}, {"reward": 1e308}],
+            r"'reward' is 1e\+308, not a number of at most ±1e\+09",
+        ),
     ],
 )
 async def test_scores_that_cannot_be_trained_on_are_refused(scores, message):

@@ -1,4 +1,5 @@
-"""The instruction-following example: each constraint by hand, and the holes that a phrase or a copy would use."""
+"""The instruction-following example: each constraint by hand, and the holes that a phrase or a
+copy would use."""
 
 import json
 import re
@@ -31,17 +32,34 @@ KEYED = {"kind": "json", "keys": ["title", "text"]}
         ({"kind": "sentences", "number": 2}, "Rain falls from dark clouds. Fields drink it.", RAIN),
         ({"kind": "sentences", "number": 1}, RAIN, "rain falls from dark clouds onto fields"),
         (ENDS, f"{RAIN} That is all.", f"That is all. {RAIN}"),
-        ({"kind": "keyword", "word": "fields", "times": 1}, RAIN + " Nobody minds it.", RAIN + " fields drink."),
+        (
+            {"kind": "keyword", "word": "fields", "times": 1},
+            RAIN + " Nobody minds it.",
+            RAIN + (" fields drink."),
+        ),
         ({"kind": "no_comma"}, RAIN, "rain, falling from dark clouds onto fields."),
-        (KEYED, json.dumps({"title": "rain", "text": RAIN}), json.dumps({"title": "rain", "body": RAIN})),
-        (KEYED, json.dumps({"title": "rain", "text": RAIN}), "Here: " + json.dumps({"title": "rain", "text": RAIN})),
-        (KEYED, json.dumps({"title": "rain", "text": RAIN}), json.dumps({"title": 1, "text": RAIN})),
+        (
+            KEYED,
+            json.dumps({"title": "rain", "text": RAIN}),
+            json.dumps({"title": "rain", "body": RAIN}),
+        ),
+        (
+            KEYED,
+            json.dumps({"title": "rain", "text": RAIN}),
+            "Here: " + json.dumps({"title": "rain", "text": RAIN}),
+        ),
+        (
+            KEYED,
+            json.dumps({"title": "rain", "text": RAIN}),
+            json.dumps({"title": 1, "text": RAIN}),
+        ),
     ],
     ids=lambda value: str(value.get("kind")) if isinstance(value, dict) else "",
 )
 def test_a_constraint_holds_or_not(constraint: dict[str, Any], right: str, wrong: str) -> None:
     assert (scored(right, constraint), scored(wrong, constraint)) == (1.0, 0.0)
-    assert rewards.has_content(wrong, PROMPT, "rain", [constraint])  # so it is the constraint that failed
+    # so it is the constraint that failed
+    assert rewards.has_content(wrong, PROMPT, "rain", [constraint])
 
 
 def test_the_score_is_the_share_of_the_constraints() -> None:
@@ -69,17 +87,30 @@ def test_an_answer_without_content_scores_nothing(text: str) -> None:
     assert scored(text, {"kind": "at_most", "words": 90}) == 0.0
 
 
-@pytest.mark.parametrize("text", ['{"title": "rain", "text": "rain"}', '{"title": "", "text": ""}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ['{"title": "rain", "text": "rain"}', '{"title": "", "text": ""}', "[" * 100_000]
+)
 def test_json_without_content_scores_nothing(text: str) -> None:
     assert scored(text, KEYED) == 0.0
 
 
 def test_the_keyword_alone_is_no_content() -> None:
-    assert scored("rain water water water water water.", {"kind": "keyword", "word": "water", "times": 5}) == 0.0
+    assert (
+        scored(
+            "rain water water water water water.", {"kind": "keyword", "word": "water", "times": 5}
+        )
+        == 0.0
+    )
 
 
 @pytest.mark.parametrize(
-    ("topic", "word"), [("castles", "castle"), ("volcanoes", "volcano"), ("libraries", "library"), ("glass", "glass")]
+    ("topic", "word"),
+    [
+        ("castles", "castle"),
+        ("volcanoes", "volcano"),
+        ("libraries", "library"),
+        ("glass", ("glass")),
+    ],
 )
 def test_the_singular_names_the_topic(topic: str, word: str) -> None:
     assert rewards.names(topic, topic)
@@ -106,5 +137,10 @@ def test_topics_and_pairs_are_held_out(tmp_path: Path) -> None:
     assert not [pair for pair in pairs(train) if pair in make_rows.HELD_OUT_PAIRS]
     assert sum(pair in make_rows.HELD_OUT_PAIRS for pair in pairs(heldout)) == 40
     assert set.union(*pairs(train)) == set(rewards.CHECKS) == set(make_rows.KINDS)
-    assert all(re.search(rf"\b{row['topic']}\b", row["prompt"]) and len(row["constraints"]) == 2 for row in train)
-    assert make_rows.make_rows(5, heldout=True, seed=0) != make_rows.make_rows(5, heldout=True, seed=1)
+    assert all(
+        re.search(rf"\b{row['topic']}\b", row["prompt"]) and len(row["constraints"]) == 2
+        for row in train
+    )
+    assert make_rows.make_rows(5, heldout=True, seed=0) != make_rows.make_rows(
+        5, heldout=True, seed=1
+    )

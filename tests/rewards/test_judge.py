@@ -63,15 +63,22 @@ def text_of(body):
 
 def answers_in(body):
     """The answers of a comparison, in the order in which the judge sees them."""
-    return [part.partition(" ---\n")[2].partition("\n--- end")[0] for part in text_of(body).split("\n--- answer ")[1:]]
+    return [
+        part.partition(" ---\n")[2].partition("\n--- end")[0]
+        for part in text_of(body).split("\n--- answer ")[1:]
+    ]
 
 
 async def test_scores_from_0_to_10(endpoint, judging, tmp_path):
     (tmp_path / "key").write_text("sesame\n")
-    endpoint.answer = lambda body: f"Fine.\n**Score:** {len(text_of(body).split('--- answer ---')[1].split()[0])}/10"
+    endpoint.answer = lambda body: (
+        f"Fine.\n**Score:** {len(text_of(body).split('--- answer ---')[1].split()[0])}/10"
+    )
     judge = judging(endpoint.url, api_key_file=str(tmp_path / "key"), criteria="Longer is better.")
     metrics = {}
-    scores = await judge(["why?"] * 4, ["aaaaaaa", "bb", "aaaaaaa", "cccccccccc"], metrics.__setitem__)
+    scores = await judge(
+        ["why?"] * 4, ["aaaaaaa", "bb", "aaaaaaa", "cccccccccc"], metrics.__setitem__
+    )
     assert scores == [0.7, 0.2, 0.7, 1.0]
     path, key, body = endpoint.seen[0]
     assert (path, key) == ("/v1/chat/completions", "Bearer sesame")
@@ -79,7 +86,12 @@ async def test_scores_from_0_to_10(endpoint, judging, tmp_path):
     assert "Longer is better." in text_of(body) and "why?" in text_of(body)
     assert len(endpoint.seen) == 3, "equal answers are judged once"
     assert metrics == {
-        **{"judge/requests": 3, "judge/prompt_tokens": 300, "judge/completion_tokens": 21, "judge/unscored": 0}
+        **{
+            "judge/requests": 3,
+            "judge/prompt_tokens": 300,
+            "judge/completion_tokens": 21,
+            "judge/unscored": 0,
+        }
     }
 
 
@@ -91,9 +103,13 @@ async def test_ranked_within_the_group(endpoint, judging):
 
     endpoint.answer = answer
     texts = ["a" * n for n in (3, 1, 5, 2, 3)]
-    assert await judging(endpoint.url, mode="rank")(["q"] * 5, texts) == pytest.approx([2 / 3, 0, 1, 1 / 3, 2 / 3])
+    assert await judging(endpoint.url, mode="rank")(["q"] * 5, texts) == pytest.approx(
+        [2 / 3, 0, 1, 1 / 3, 2 / 3]
+    )
     assert len(endpoint.seen) == 1
-    assert answers_in(endpoint.seen[0][2]) != sorted(set(texts)), "not in an order that gives the best one away"
+    assert answers_in(endpoint.seen[0][2]) != sorted(set(texts)), (
+        "not in an order that gives the best one away"
+    )
     assert await judging(endpoint.url, mode="rank")(["q"] * 2, ["same", "same"]) == [0.5, 0.5]
     assert len(endpoint.seen) == 1
 
@@ -101,8 +117,12 @@ async def test_ranked_within_the_group(endpoint, judging):
 async def test_what_cannot_be_read_leaves_a_trajectory_unscored(endpoint):
     endpoint.answer = lambda body: "Score: 8" if "\ngood\n" in text_of(body) else "I cannot say."
     options = {"judge": {"judge": endpoint.url, "model": "wise"}}
-    made = RewardFunctions(["builtin:judge", "builtin:answer_match"], (), columns=["answer"], key="r", options=options)
-    group = [Trajectory(text, Rollout((1,), (1,), (0.0,), (0,), 1.0, {})) for text in ("good", "odd")]
+    made = RewardFunctions(
+        ["builtin:judge", "builtin:answer_match"], (), columns=["answer"], key="r", options=options
+    )
+    group = [
+        Trajectory(text, Rollout((1,), (1,), (0.0,), (0,), 1.0, {})) for text in ("good", ("odd"))
+    ]
     reward = made.for_row("q", {"answer": "odd"}, TrainingProgress)
     first, second = await score_group(reward, group)
     assert (first.reward, first.zero_advantage) == (0.8, False)
@@ -122,15 +142,22 @@ async def test_a_busy_endpoint_is_asked_again_and_then_given_up(endpoint, judgin
     assert await judging(endpoint.url, retries=2)(["q"], ["a"]) == [1.0]
     assert len(endpoint.seen) == 3
     endpoint.answer = lambda body: (503, {"Retry-After": "0"})
-    with pytest.raises(RolloutRejectedError, match=f"judge: {endpoint.url}/chat/completions: HTTP 503.*tried 2 times"):
+    with pytest.raises(
+        RolloutRejectedError,
+        match=(f"judge: {endpoint.url}/chat/completions: HTTP 503.*tried 2 times"),
+    ):
         await judging(endpoint.url, retries=1)(["q"], ["a"])
     assert len(endpoint.seen) == 5
 
 
-async def test_one_request_that_is_not_answered_is_unscored_and_told(endpoint, judging, monkeypatch):
+async def test_one_request_that_is_not_answered_is_unscored_and_told(
+    endpoint, judging, monkeypatch
+):
     told = []
     monkeypatch.setattr(judge_module.log, "warning", lambda event, **fields: told.append(fields))
-    endpoint.answer = lambda body: "Score: 10" if "\ngood\n" in text_of(body) else (503, {"Retry-After": "0"})
+    endpoint.answer = lambda body: (
+        ("Score: 10") if "\ngood\n" in text_of(body) else (503, {"Retry-After": "0"})
+    )
     assert await judging(endpoint.url, retries=0)(["q"] * 2, ["good", "odd"]) == [1.0, UNSCORED]
     assert [(line["requests"], line["of"]) for line in told] == [(1, 2)]
     assert f"{endpoint.url}/chat/completions: HTTP 503" in told[0]["problem"]
@@ -147,19 +174,24 @@ async def test_a_group_that_nobody_judged_says_where_nobody_was():
     options = {"judge": {"judge": url, "model": "wise", "retries": 0, "timeout_s": 5}}
     made = RewardFunctions(["builtin:judge"], (), columns=[], key="r", options=options)
     group = [Trajectory(text, Rollout((1,), (1,), (0.0,), (0,), 1.0, {})) for text in ("a", "b")]
-    with pytest.raises(RolloutRejectedError, match=f"judge: {url}/chat/completions cannot be reached") as failed:
+    with pytest.raises(
+        RolloutRejectedError, match=f"judge: {url}/chat/completions cannot be reached"
+    ) as failed:
         await score_group(made.for_row("q", {}, TrainingProgress), group)
     assert isinstance(failed.value.__cause__, EndpointError) and failed.value.__cause__.may_pass
     await asyncio.wrap_future(threads.ASYNC_FUNCTIONS.submit(made._functions[0].call.aclose()))
 
 
 async def test_our_own_server_as_the_judge(engine, judging):
-    """A model that knows no more than to sort letters gives no score; what it has cost is counted all the same."""
+    """A model that knows no more than to sort letters gives no score; what it has cost is
+    counted all the same."""
     metrics = {}
     tokenizer = load_tokenizer(resolve_model_path(TINY.base_path), TINY)
     with running_server(engine.client, tokenizer) as server:
         judge = judging(f"{server.url}/v1", model="builtin:tiny", max_tokens=8)
-        assert await judge([[{"role": "user", "content": "Sort: cab"}]], ["abc"], metrics.__setitem__) == [UNSCORED]
+        assert await judge(
+            [[{"role": "user", "content": "Sort: cab"}]], ["abc"], metrics.__setitem__
+        ) == [UNSCORED]
     assert metrics["judge/prompt_tokens"] > 50 and 1 <= metrics["judge/completion_tokens"] <= 8
 
 
@@ -195,11 +227,23 @@ async def test_the_base_is_asked_with_the_adapter_off(tiny_tokenizer):
     rollouts = await score_group(made.for_row("q", {}, TrainingProgress), group)
     assert [rollout.reward for rollout in rollouts] == [0.9, 0.9]
     [request] = seen
-    assert (request.adapter, request.params.temperature, request.params.max_tokens) == (None, 0.0, 256)
+    assert (request.adapter, request.params.temperature, request.params.max_tokens) == (
+        None,
+        0.0,
+        256,
+    )
 
 
 def test_how_answers_of_judges_are_read():
-    texts = ["Score: 7", "score = 7.5 / 10", "**Score**: 10", "Score: 3 … Score: 4", "8", "8/10 well", "Score: 11"]
+    texts = [
+        "Score: 7",
+        "score = 7.5 / 10",
+        "**Score**: 10",
+        "Score: 3 … Score: 4",
+        "8",
+        "8/10 well",
+        ("Score: 11"),
+    ]
     assert [parse_score(text) for text in texts] == [0.7, 0.75, 1.0, 0.4, 0.8, None, None]
     assert [parse_score(text) for text in ("", "Score: -1", "Score: seven", "100")] == [None] * 4
     assert parse_ranking("Ranking: 1 > 2\nNo. Ranking: 2 > 3 > 1.", 3) == [1, 2, 0]

@@ -1,4 +1,5 @@
-"""The learned reward: the fit against a closed form, and what it learns from constructed episodes."""
+"""The learned reward: the fit against a closed form, and what it learns from constructed
+episodes."""
 
 import json
 import math
@@ -27,7 +28,9 @@ def episodes(count, seed):
     rows, labels = [], []
     for _ in range(count):
         good = rng.random() < 0.5
-        tools = ["calculator"] * (rng.random() < (0.85 if good else 0.3)) + ["search"] * rng.randrange(3)
+        tools = ["calculator"] * (rng.random() < (0.85 if good else 0.3)) + [
+            "search"
+        ] * rng.randrange(3)
         doubt = ["maybe"] * (rng.random() < (0.1 if good else 0.9))
         words = [*rng.choices(SENTENCE.split(), k=rng.randint(5, 30)), *doubt]
         rng.shuffle(words)
@@ -38,7 +41,8 @@ def episodes(count, seed):
 
 
 def auc(scores, labels):
-    """The share of pairs of a good and a bad one that are in the right order, ties a half: by brute force."""
+    """The share of pairs of a good and a bad one that are in the right order, ties a half: by
+    brute force."""
     good = [s for s, label in zip(scores, labels, strict=True) if label]
     bad = [s for s, label in zip(scores, labels, strict=True) if not label]
     return sum((g > b) + (g == b) / 2 for g in good for b in bad) / (len(good) * len(bad))
@@ -61,7 +65,9 @@ def test_the_penalty_holds_where_the_classes_can_be_told_apart():
 
     def loss(at):
         logits = rows @ at[:-1] + at[-1]
-        return np.sum(np.log1p(np.exp(-np.where(labels == 1, logits, -logits)))) + 0.5 * np.sum(at[:-1] ** 2)
+        return np.sum(np.log1p(np.exp(-np.where(labels == 1, logits, -logits)))) + 0.5 * np.sum(
+            at[:-1] ** 2
+        )
 
     at = np.append(weights, bias)
     for direction in np.eye(5):
@@ -99,7 +105,9 @@ def test_ten_of_each_label_are_needed():
 
 
 @pytest.mark.parametrize(
-    "change", [{"format": 2}, {"buckets": 8}, {"weights": [0.0]}, {"other": 1}], ids=lambda change: next(iter(change))
+    "change",
+    [{"format": 2}, {"buckets": 8}, {"weights": [0.0]}, {"other": 1}],
+    ids=lambda change: next(iter(change)),
 )
 def test_a_file_that_is_something_else(tmp_path, change):
     file = tmp_path / "reward.json"

@@ -5,7 +5,13 @@ import random
 
 import pytest
 
-from mlx_parallm.rewards.methods import average_ranks, combine, pareto_ranks, pareto_rewards, standardize
+from mlx_parallm.rewards.methods import (
+    average_ranks,
+    combine,
+    pareto_ranks,
+    pareto_rewards,
+    standardize,
+)
 
 
 def dominates(a, b):
@@ -13,21 +19,27 @@ def dominates(a, b):
 
 
 def fronts_by_definition(points):
-    """The front of a point is the length of the longest chain of points that dominate each other above it."""
+    """The front of a point is the length of the longest chain of points that dominate each other
+    above it."""
     ranks = {}
-    for point in sorted(set(points), key=sum, reverse=True):  # who dominates a point has a larger sum
+    # who dominates a point has a larger sum
+    for point in sorted(set(points), key=sum, reverse=True):
         above = [ranks[other] for other in ranks if dominates(other, point)]
         ranks[point] = 1 + max(above, default=-1)
     return [ranks[point] for point in points]
 
 
 def test_fronts_equal_brute_force_on_200_random_sets():
-    """1 to 4 objectives on a grid of integers, so that points, and single objectives, are often equal."""
+    """1 to 4 objectives on a grid of integers, so that points, and single objectives, are often
+    equal."""
     rng = random.Random(0)
     duplicates = deepest = 0
     for number in range(200):
         size, objectives = rng.randint(1, 200), 1 + number % 4
-        points = [tuple(rng.randrange(rng.choice([2, 4, 8])) for _ in range(objectives)) for _ in range(size)]
+        points = [
+            tuple(rng.randrange(rng.choice([2, 4, 8])) for _ in range(objectives))
+            for _ in range(size)
+        ]
         expected = fronts_by_definition(points)
         assert pareto_ranks(points) == expected
         assert pareto_rewards(points) == [1 - rank / (max(expected) + 1) for rank in expected]
@@ -42,7 +54,9 @@ def test_fronts_equal_those_of_moocore(objectives):
     moocore = pytest.importorskip("moocore")
     rng = random.Random(objectives)
     for _ in range(20):
-        points = [[float(rng.randrange(6)) for _ in range(objectives)] for _ in range(rng.randint(2, 100))]
+        points = [
+            [float(rng.randrange(6)) for _ in range(objectives)] for _ in range(rng.randint(2, 100))
+        ]
         ranks = pareto_ranks(points)
         assert [rank == 0 for rank in ranks] == moocore.is_nondominated(
             points, maximise=True, keep_weakly=True
@@ -51,8 +65,14 @@ def test_fronts_equal_those_of_moocore(objectives):
 
 
 def test_equal_points_are_on_the_front_together():
-    """The published implementation dropped the second of two equal points: [1, 0, 1, 0] for this set."""
-    assert [rank == 0 for rank in pareto_ranks([(2, 1), (2, 1), (1, 2), (1, 1)])] == [True, True, True, False]
+    """The published implementation dropped the second of two equal points: [1, 0, 1, 0] for this
+    set."""
+    assert [rank == 0 for rank in pareto_ranks([(2, 1), (2, 1), (1, 2), (1, 1)])] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_all_on_one_front_are_worth_1():
@@ -84,7 +104,9 @@ def test_absolute_leaves_out_what_does_not_apply():
 def test_relative_is_the_z_score_of_the_rank_of_the_sum():
     """Sums 1, 0.5, 1, none: ranks 2.5, 1, 2.5; mean 2, deviation sqrt(0.5)."""
     half = 0.5 / 0.5**0.5
-    assert combine("relative", PARTS, {"a": 1.0, "b": 0.25}) == pytest.approx([half, -2 * half, half, None])
+    assert combine("relative", PARTS, {"a": 1.0, "b": 0.25}) == pytest.approx(
+        [half, -2 * half, half, None]
+    )
 
 
 def test_pareto_ranks_who_has_all_objectives():

@@ -14,8 +14,12 @@ from mlx_parallm.rewards.part_tools import to_binary
 from mlx_parallm.rewards.parts import PARTS, WEIGHTS
 from mlx_parallm.types import Rollout, Trajectory
 
-needs_math = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is an extra")
-needs_schema = pytest.mark.skipif(importlib.util.find_spec("jsonschema") is None, reason="jsonschema is an extra")
+needs_math = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason=("math-verify is an extra")
+)
+needs_schema = pytest.mark.skipif(
+    importlib.util.find_spec("jsonschema") is None, reason=("jsonschema is an extra")
+)
 
 
 def trajectory(text="", tokens=1, steps=1, **metadata):
@@ -24,8 +28,11 @@ def trajectory(text="", tokens=1, steps=1, **metadata):
 
 
 async def score(name, trajectories, options=None, prompt="asked", **row):
-    """Scores of one part for a group, through the resolution of `rewards = ["builtin:…"]`; None: it did not judge."""
-    made = RewardFunctions([f"builtin:{name}"], (), columns=tuple(row), key="rewards", options={name: options or {}})
+    """Scores of one part for a group, through the resolution of `rewards = ["builtin:…"]`; None:
+    it did not judge."""
+    made = RewardFunctions(
+        [f"builtin:{name}"], (), columns=tuple(row), key="rewards", options={name: options or {}}
+    )
     parts, _ = await made.parts(prompt, row, trajectories, TrainingProgress)
     return [entry[name] for entry in parts]
 
@@ -54,11 +61,15 @@ def test_to_binary():
 
 
 async def test_weights_of_parts_make_the_sum():
-    made = RewardFunctions(["builtin:answer_match", "builtin:efficiency"], (), columns=["answer"], key="rewards")
+    made = RewardFunctions(
+        ["builtin:answer_match", "builtin:efficiency"], (), columns=["answer"], key=("rewards")
+    )
     group = [trajectory("4", tokens=500, steps=3), trajectory("5", tokens=500, steps=3)]
     rollouts = await score_group(made.for_row("2+2", {"answer": "4"}, TrainingProgress), group)
     efficiency = (0.4 * 0.75 + 0.3 * 0.8) / 0.7
-    assert [rollout.reward for rollout in rollouts] == pytest.approx([1 + 0.5 * efficiency, 0.5 * efficiency])
+    assert [rollout.reward for rollout in rollouts] == pytest.approx(
+        [1 + 0.5 * efficiency, 0.5 * efficiency]
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +77,11 @@ async def test_weights_of_parts_make_the_sum():
     [
         ({}, ["Paris", " paris.\n", '"Paris"', "New Paris", ""], [1, 1, 1, 0, 0]),
         ({"exact": True}, ["Paris", " Paris\n", "paris", "Paris."], [1, 1, 0, 0]),
-        ({"pattern": r"#### *(.*?)(?:\n|$)"}, ["so\n#### paris\n", "#### Rome\n#### Paris", "Paris"], [1, 1, 0]),
+        (
+            {"pattern": r"#### *(.*?)(?:\n|$)"},
+            ["so\n#### paris\n", "#### Rome\n#### Paris", "Paris"],
+            [1, 1, 0],
+        ),
     ],
 )
 async def test_answer_match(options, texts, expected):
@@ -75,30 +90,47 @@ async def test_answer_match(options, texts, expected):
 
 async def test_answer_match_takes_another_column_and_leaves_empty_rows_out():
     assert await text_scores("answer_match", "4", options={"column": "solution"}, solution=4) == [1]
-    assert await text_scores("answer_match", "4", options={"column": "solution"}, solution=None) == [None]
+    assert await text_scores(
+        "answer_match", "4", options={"column": "solution"}, solution=None
+    ) == [None]
     with pytest.raises(ConfigError, match="'solution' is not a column"):
         await text_scores("answer_match", "4", options={"column": "solution"}, answer="4")
 
 
 async def test_regex():
     assert await text_scores("regex", "a 12 b", "none", options={"pattern": r"\d+"}) == [1, 0]
-    assert await text_scores("regex", "12", "a 12", options={"pattern": r"\d+", "whole": True}) == [1, 0]
+    assert await text_scores("regex", "12", "a 12", options={"pattern": r"\d+", "whole": True}) == [
+        1,
+        0,
+    ]
     with pytest.raises(ConfigError, match="pattern"):
         await text_scores("regex", "x", options={"pattern": "("})
 
 
 async def test_json_that_is_valid():
     fenced = 'So:\n```json\n{"a": 1}\n```\n'
-    assert await text_scores("json", '{"a": [1]}', "{a: 1}", fenced, "NaN", "[" * 5000) == [1, 0, 1, 0, 0]
+    assert await text_scores("json", '{"a": [1]}', "{a: 1}", fenced, "NaN", "[" * 5000) == [
+        1,
+        0,
+        1,
+        0,
+        0,
+    ]
 
 
 @needs_schema
 async def test_json_that_fits_a_schema(tmp_path):
-    schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 0}},
+        "required": [("age")],
+    }
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema))
     for given in (schema, str(file)):
-        assert await text_scores("json", '{"age": 3}', '{"age": -1}', "{}", options={"schema": given}) == [1, 0, 0]
+        assert await text_scores(
+            "json", '{"age": 3}', '{"age": -1}', "{}", options={"schema": given}
+        ) == [1, 0, 0]
     with pytest.raises(ConfigError, match="schema"):
         await text_scores("json", "1", options={"schema": {"type": "nothing"}})
     with pytest.raises(ConfigError, match="missing"):
@@ -120,7 +152,9 @@ async def test_length_and_overlong():
     group = [trajectory(tokens=n) for n in (1, 5, 10, 15, 25)]
     assert await score("length", group, {"target": 10}) == pytest.approx([0.1, 0.5, 1, 0.5, 0])
     # DAPO with L_max 20 and L_cache 8: 0 up to 12 tokens, -3/8 at 15, -1 from 20 on.
-    assert await score("overlong", group, {"length": 20, "buffer": 8}) == pytest.approx([0, 0, 0, -0.375, -1])
+    assert await score("overlong", group, {"length": 20, "buffer": 8}) == pytest.approx(
+        [0, 0, 0, -0.375, -1]
+    )
     for options in ({"length": 5, "buffer": 8}, {"length": 5, "buffer": 0}):
         with pytest.raises(ConfigError, match="buffer"):
             await score("overlong", group, options)
@@ -135,7 +169,11 @@ async def test_tool_success():
 
 
 async def test_task_completion():
-    tasks = [{"created": 4, "completed": 3, "failed": 1}, {"created": 2, "failed": 2}, {"created": 0}]
+    tasks = [
+        {"created": 4, "completed": 3, "failed": 1},
+        {"created": 2, "failed": 2},
+        {"created": 0},
+    ]
     group = [*(trajectory(tasks=entry) for entry in tasks), trajectory()]
     assert await score("task_completion", group) == pytest.approx([0.75 - 0.05, 0, None, None])
 
@@ -150,7 +188,9 @@ async def test_efficiency():
     assert await score("efficiency", group) == pytest.approx(expected)
     # 1000 tokens, 5 calls, 6 steps as the budgets: a half, a fifth and a half are left.
     options = {"tokens": 1000, "calls": 5, "steps": 6}
-    assert (await score("efficiency", group[:1], options))[0] == pytest.approx(0.4 * 0.5 + 0.3 * 0.2 + 0.3 * 0.5)
+    assert (await score("efficiency", group[:1], options))[0] == pytest.approx(
+        0.4 * 0.5 + 0.3 * 0.2 + 0.3 * 0.5
+    )
 
 
 async def test_syntax():

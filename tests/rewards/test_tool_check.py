@@ -47,7 +47,12 @@ async def test_a_tool_judges_each_answer() -> None:
     verify = {"name": "correct", "arguments": {"a": "{a}", "answer": "{completion}"}}
     # the third is no number: the tool refuses it, which is the answer's fault
     assert await scores(verify, {"a": 5}, "5.0", "6", "five") == [1.0, 0.0, 0.0]
-    equal = {"name": "solve", "arguments": {"question": "{question}"}, "equals": "{completion}", "pattern": r"= (\d+)"}
+    equal = {
+        "name": "solve",
+        "arguments": {"question": "{question}"},
+        "equals": "{completion}",
+        "pattern": r"= (\d+)",
+    }
     assert await scores(equal, {"question": "2+3"}, "2+3 = 5", "= 6", "5") == [1.0, 0.0, 0.0]
     number = {"name": "solve", "arguments": {"question": "{completion}+0"}}
     assert await scores(number, {}, "0.25", "3") == [0.25, 3.0]
@@ -85,8 +90,12 @@ async def test_a_function_of_the_users_gets_the_client(tmp_path: Any) -> None:
         "    value = tool_client.call('solve', {'question': question[0]}).text\n"
         "    return [float(float(text) == float(value)) for text in completions]\n"
     )
-    functions = RewardFunctions([f"python:{tmp_path}/own.py:right"], (), columns=["question"], key="rewards")
+    functions = RewardFunctions(
+        [f"python:{tmp_path}/own.py:right"], (), columns=["question"], key=("rewards")
+    )
     with ToolClient(functions=[solve]) as client:
         functions.use_tools(client)
-        parts, _ = await functions.parts("?", {"question": "2+3"}, rollouts("5", "6"), TrainingProgress)
+        parts, _ = await functions.parts(
+            "?", {"question": "2+3"}, rollouts("5", "6"), TrainingProgress
+        )
     assert parts == [{"right": 1.0}, {"right": 0.0}]

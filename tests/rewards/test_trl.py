@@ -1,4 +1,5 @@
-"""The same reward functions on the same completions: TRL's own call against ours. Skipped without TRL."""
+"""The same reward functions on the same completions: TRL's own call against ours. Skipped
+without TRL."""
 
 import asyncio
 import importlib.util
@@ -12,7 +13,9 @@ from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.types import Rollout, Trajectory
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install trl"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("trl") is None, reason=("TRL is not installed: pip install trl")
+    ),
     pytest.mark.filterwarnings("ignore"),
 ]
 WEIGHTS = (1.0, 0.25, -2.0, 1.0, 0.5, 1.0, 0.125)
@@ -48,7 +51,8 @@ TOKENS = ((5, 1), (5, 6, 7, 1), (5, 6, 7, 8, 9, 1), (3,), (4, 4, 4, 4, 4, 1), (1
 
 
 def trl_scores(functions, prompt, columns):
-    """Per function and weighted, from GRPOTrainer._calculate_rewards and the sum that follows it there."""
+    """Per function and weighted, from GRPOTrainer._calculate_rewards and the sum that follows it
+    there."""
     import torch
     from transformers import TrainerState
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -84,7 +88,14 @@ def trl_scores(functions, prompt, columns):
 async def our_scores(made, prompt, columns):
     row = {"prompt": prompt, **columns}
     rollouts = [
-        Rollout((2, *ids), (0, *(1,) * len(ids)), (0.0,) * (len(ids) + 1), (0,) * (len(ids) + 1), 1.0, {})
+        Rollout(
+            (2, *ids),
+            (0, *(1,) * len(ids)),
+            (0.0,) * (len(ids) + 1),
+            (0,) * (len(ids) + 1),
+            1.0,
+            {},
+        )
         for ids in TOKENS
     ]
     responses = [Trajectory(text, rollout) for text, rollout in zip(TEXTS, rollouts, strict=True)]

@@ -8,4 +8,6 @@ ROLLOUT = Rollout((1, 2, 3, 9), (0, 0, 1, 1), (0.0, 0.0, -0.5, -0.1), (0, 0, 3, 
 
 
 def trajectory(text: str = "", *, steps: int = 1, group: str = "", **metadata: Any) -> Trajectory:
-    return Trajectory(text, ROLLOUT, prompt="2+2?", step_count=steps, metadata=metadata, group_id=group)
+    return Trajectory(
+        text, ROLLOUT, prompt="2+2?", step_count=steps, metadata=metadata, group_id=group
+    )

@@ -1,4 +1,5 @@
-"""The loop with all its parts, over a source that plays a bandit with the policy's own probabilities."""
+"""The loop with all its parts, over a source that plays a bandit with the policy's own
+probabilities."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,12 @@ import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
-from mlx_parallm.rl_training.events import CheckpointSaved, RunEvents, StepFinished, WeightsPublished
+from mlx_parallm.rl_training.events import (
+    CheckpointSaved,
+    RunEvents,
+    StepFinished,
+    WeightsPublished,
+)
 from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import MetricsFile
@@ -32,9 +38,12 @@ GROUP = 8
 
 
 class Bandit:
-    """Asked for groups it plays them at once with the served weights. One token; `reward(token)`."""
+    """Asked for groups it plays them at once with the served weights. One token;
+    `reward(token)`."""
 
-    def __init__(self, trainer: Trainer, weights: SharedWeights, store: RolloutStore, events: list[str]) -> None:
+    def __init__(
+        self, trainer: Trainer, weights: SharedWeights, store: RolloutStore, events: list[str]
+    ) -> None:
         self.trainer, self.weights, self.store, self.events = trainer, weights, store, events
         self.next = 0
         self.reward: Callable[[int], float] = lambda token: float(token < 20)
@@ -57,7 +66,9 @@ class Bandit:
                 )
                 for token in tokens
             )
-            wanted -= self.store.add(RolloutGroup(f"g{self.next}", "b", rollouts, index=self.next), source="bandit")
+            wanted -= self.store.add(
+                RolloutGroup(f"g{self.next}", "b", rollouts, index=self.next), source=("bandit")
+            )
             self.next += 1
 
     def state(self) -> dict[str, Any]:
@@ -84,26 +95,41 @@ class Run:
 
 
 def open_run(
-    directory: Path, *, resume: bool | str = False, poison: Any = None, control: RunControl | None = None, **values: Any
+    directory: Path,
+    *,
+    resume: bool | str = False,
+    poison: Any = None,
+    control: RunControl | None = None,
+    **values: Any,
 ) -> Run:
     """Builds the parts as `rl_training.train` does; `poison` wraps the loss."""
-    config = make_config(**{"batch": 16, "total_steps": 6, "checkpoint_interval": 2, "max_staleness": 0} | values)
+    config = make_config(
+        **{"batch": 16, "total_steps": 6, "checkpoint_interval": 2, "max_staleness": 0} | values
+    )
     store = RolloutStore(directory / "rollouts.sqlite")
     algorithm = make_algorithm(config)
     if poison is not None:
         algorithm = replace(algorithm, loss=poison(algorithm.loss))
     trainer = Trainer(make_policy(config), config, algorithm)
     metrics = MetricsFile(directory / "metrics.jsonl")
-    checkpointer = Checkpointer(directory, trainer.policy, trainer.optimizer, keep=config.keep_checkpoints)
+    checkpointer = Checkpointer(
+        directory, trainer.policy, trainer.optimizer, keep=config.keep_checkpoints
+    )
     state = None
     if resume:
-        found = find_checkpoint(str(directory if resume is True else directory / resume), directory.parent, None)
+        found = find_checkpoint(
+            str(directory if resume is True else directory / resume), directory.parent, None
+        )
         assert found is not None
         state = checkpointer.resume(found, store, metrics)
     numbers = VersionNumbers(store)
     served = checkpointer.served(found, state) if state else {}
-    versions = state.restored_versions(numbers, served_known=bool(served)) if state else VersionSteps()
-    shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0], keep_versions=1)
+    versions = (
+        state.restored_versions(numbers, served_known=bool(served)) if state else VersionSteps()
+    )
+    shared = SharedWeights(
+        make_model(), policy="policy", version=versions.newest[0], keep_versions=1
+    )
     events: list[str] = []
     bandit = Bandit(trainer, shared, store, events)
     bandit.next = state.sources["bandit"]["next"] if state else 0
@@ -117,11 +143,27 @@ def open_run(
         updater.resume(served, due=state.publish_is_due(config.weight_updates.update_every_n_steps))
     rollback_service = RollbackService()
     rollbacks = Rollbacks(rollback_service, directory, trainer, updater)
-    buffer = build_buffer(store, versions, trainer, config, group_sizes=[GROUP], request_groups=bandit)
-    parts = Parts(trainer, buffer, versions, updater, checkpointer, metrics, {"bandit": bandit}, rollbacks)
+    buffer = build_buffer(
+        store, versions, trainer, config, group_sizes=[GROUP], request_groups=bandit
+    )
+    parts = Parts(
+        trainer, buffer, versions, updater, checkpointer, metrics, {"bandit": bandit}, rollbacks
+    )
     control = replace(control or RunControl(), wait_turn_s=0.05)
     loop = TrainingLoop(parts, config, control=control, events=stream, state=state)
-    return Run(config, directory, parts, bandit, store, shared, loop, rollback_service, stream, events, published)
+    return Run(
+        config,
+        directory,
+        parts,
+        bandit,
+        store,
+        shared,
+        loop,
+        rollback_service,
+        stream,
+        events,
+        published,
+    )
 
 
 @contextmanager

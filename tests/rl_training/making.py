@@ -15,9 +15,18 @@ from tests.rl_training.tiny_models import SHAPE, make_model
 
 
 def make_config(
-    *, rank: int = 4, lora: bool | dict[str, Any] = True, dropout: float = 0.0, batch: int = 16, **values: Any
+    *,
+    rank: int = 4,
+    lora: bool | dict[str, Any] = True,
+    dropout: float = 0.0,
+    batch: int = 16,
+    **values: Any,
 ) -> RLTrainingConfig:
-    defaults: dict[str, Any] = {"learning_rate": 1e-2, "batch_size": min(8, batch), "total_steps": 20}
+    defaults: dict[str, Any] = {
+        "learning_rate": 1e-2,
+        "batch_size": min(8, batch),
+        "total_steps": 20,
+    }
     others = {
         "lora": {"enabled": bool(lora), "rank": rank, "alpha": 2 * rank, "dropout": dropout}
         | (lora if isinstance(lora, dict) else {}),
@@ -27,7 +36,11 @@ def make_config(
 
 
 def make_policy(
-    config: RLTrainingConfig, *, architecture: str = "qwen3", dtype: mx.Dtype = mx.float32, **needs: bool
+    config: RLTrainingConfig,
+    *,
+    architecture: str = "qwen3",
+    dtype: mx.Dtype = mx.float32,
+    **needs: bool,
 ) -> TrainedPolicy:
     model = make_model(architecture)
     model.set_dtype(dtype)
@@ -37,18 +50,26 @@ def make_policy(
     return TrainedPolicy(model, config, source=source, model_config=config_json, **needs)
 
 
-def make_trainer(config: RLTrainingConfig, *, algorithm: Algorithm | None = None, **policy: Any) -> Trainer:
+def make_trainer(
+    config: RLTrainingConfig, *, algorithm: Algorithm | None = None, **policy: Any
+) -> Trainer:
     algorithm = algorithm or make_algorithm(config)
-    return Trainer(make_policy(config, needs_values=algorithm.needs_values, **policy), config, algorithm)
+    return Trainer(
+        make_policy(config, needs_values=algorithm.needs_values, **policy), config, algorithm
+    )
 
 
 def weights(trainer: Trainer) -> dict[str, np.ndarray]:
     slots = trainer.policy.slots
-    return {name: np.array(array.astype(mx.float32)) for name, array in zip(slots.names, slots.read(), strict=True)}
+    return {
+        name: np.array(array.astype(mx.float32))
+        for name, array in zip(slots.names, slots.read(), strict=True)
+    }
 
 
 def assert_same_training(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
-    """Equal up to what MKL's dependence on the alignment of memory becomes where AdamW divides by almost nothing.
+    """Equal up to what MKL's dependence on the alignment of memory becomes where AdamW divides by
+    almost nothing.
 
     An update that is left out, or made with other moments, is off by 0.1 here.
     """
@@ -67,4 +88,8 @@ def perturb_adapter(policy: TrainedPolicy) -> None:
 
 
 def adapter_arrays(layers: dict[str, LoraPair]) -> dict[str, np.ndarray]:
-    return {f"{path}.{part}": np.array(getattr(pair, part)) for path, pair in layers.items() for part in ("a", "b")}
+    return {
+        f"{path}.{part}": np.array(getattr(pair, part))
+        for path, pair in layers.items()
+        for part in ("a", ("b"))
+    }

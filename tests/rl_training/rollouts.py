@@ -32,13 +32,18 @@ def make_rollout(
     )
 
 
-def make_group(group_id: str, rewards: Sequence[float], *, index: int | None = None, **rollout: object) -> RolloutGroup:
+def make_group(
+    group_id: str, rewards: Sequence[float], *, index: int | None = None, **rollout: object
+) -> RolloutGroup:
     rollouts = tuple(make_rollout(reward=reward, **rollout) for reward in rewards)
     return RolloutGroup(group_id, "test", rollouts, index=index)
 
 
-def random_groups(count: int, size: int = 4, *, seed: int = 0, vocab: int = 40) -> list[RolloutGroup]:
-    """Groups of ragged random rollouts with random rewards and plausible behaviour log-probabilities."""
+def random_groups(
+    count: int, size: int = 4, *, seed: int = 0, vocab: int = 40
+) -> list[RolloutGroup]:
+    """Groups of ragged random rollouts with random rewards and plausible behaviour
+    log-probabilities."""
     rng = np.random.default_rng(seed)
     groups = []
     for number in range(count):
@@ -55,7 +60,9 @@ def random_groups(count: int, size: int = 4, *, seed: int = 0, vocab: int = 40) 
     return groups
 
 
-def make_batch(groups: Sequence[RolloutGroup], *, step: int = 1, estimate: Estimator = group_advantages) -> TrainBatch:
+def make_batch(
+    groups: Sequence[RolloutGroup], *, step: int = 1, estimate: Estimator = group_advantages
+) -> TrainBatch:
     sequences = []
     for group in groups:
         advantages = token_advantages(group, estimate)

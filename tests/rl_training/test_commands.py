@@ -1,4 +1,5 @@
-"""Orders of people to a run that goes on: who may change what, where it is written, what a resume makes of it."""
+"""Orders of people to a run that goes on: who may change what, where it is written, what a
+resume makes of it."""
 
 import threading
 from pathlib import Path
@@ -37,7 +38,9 @@ class Run:
     def __init__(self, path: Path, *, alone: bool = True, **training: Any) -> None:
         self.config = parse_config({"rl_training": training})
         self.stop, self.loop, self.path = threading.Event(), Loop(), path
-        self.commands = RunCommands(path, self.stop, config=lambda: self.config, step=lambda: 7, alone=alone)
+        self.commands = RunCommands(
+            path, self.stop, config=lambda: self.config, step=lambda: 7, alone=alone
+        )
 
     def perform(self) -> None:
         self.commands.perform(self.loop, self.keep)
@@ -46,7 +49,10 @@ class Run:
         self.config = with_settings(self.config, values)
 
     def marks(self) -> list[tuple[int, str, str]]:
-        return [(line["step"], line["kind"], line["text"]) for line in MetricsFile(self.path / MARKS_FILE).read()]
+        return [
+            (line["step"], line["kind"], line["text"])
+            for line in MetricsFile(self.path / MARKS_FILE).read()
+        ]
 
 
 def test_orders_wait_for_the_trainer_and_become_marks(tmp_path: Path) -> None:
@@ -54,7 +60,9 @@ def test_orders_wait_for_the_trainer_and_become_marks(tmp_path: Path) -> None:
     saved = run.commands.checkpoint()
     changed = run.commands.change({"learning_rate": 5e-4, "temperature": 1.0})
     run.commands.mark("note", "so far so good")
-    assert not saved.done() and not changed.done() and run.commands.settings()["learning_rate"] == 1e-3
+    assert (
+        not saved.done() and not changed.done() and run.commands.settings()["learning_rate"] == 1e-3
+    )
     run.perform()
     assert saved.result() == {"checkpoint": "step_000007"}
     assert changed.result() == {"learning_rate": [1e-3, 5e-4]}, "what stays is no change"
@@ -116,16 +124,27 @@ def test_a_resume_goes_on_with_what_was_changed() -> None:
     def config(**training: Any) -> Config:
         return parse_config({"rl_training": training})
 
-    assert restored_settings(config(learning_rate=1e-3), changes) == {"learning_rate": 2e-4, "temperature": 0.8}
-    assert restored_settings(config(learning_rate=2e-4, temperature=0.8), changes) == {}, "the saved configuration"
+    assert restored_settings(config(learning_rate=1e-3), changes) == {
+        "learning_rate": 2e-4,
+        "temperature": 0.8,
+    }
+    assert restored_settings(config(learning_rate=2e-4, temperature=0.8), changes) == {}, (
+        "the saved configuration"
+    )
     on_purpose = config(learning_rate=7e-4)
     assert restored_settings(on_purpose, changes) == {"temperature": 0.8}
     overridden = overridden_settings(on_purpose, changes)
     assert overridden == {"learning_rate": [2e-4, 7e-4]}
-    assert overridden_settings(config(learning_rate=1e-3), changes) == {}, "the file that the run began with"
+    assert overridden_settings(config(learning_rate=1e-3), changes) == {}, (
+        "the file that the run began with"
+    )
     changes.append({"step": 8, "settings": overridden})
-    assert restored_settings(config(learning_rate=1e-3), changes)["learning_rate"] == 7e-4, "also from the old file"
+    assert restored_settings(config(learning_rate=1e-3), changes)["learning_rate"] == 7e-4, (
+        "also from the old file"
+    )
     assert overridden_settings(config(learning_rate=7e-4), changes) == {}
     with_kl = [{"step": 3, "settings": {"kl_beta": [0.1, 0.2]}}]
     assert overridden_settings(config(kl_beta=0.3), with_kl) == {"kl_beta": [0.2, 0.3]}
-    assert overridden_settings(config(kl_beta=0.0), with_kl) == {}, "its file says whether there is a reference"
+    assert overridden_settings(config(kl_beta=0.0), with_kl) == {}, (
+        "its file says whether there is a reference"
+    )

@@ -51,8 +51,13 @@ def test_a_block_that_raises_has_no_span() -> None:
 
 
 def test_a_run_tells_everything_in_its_order(tmp_path: Path) -> None:
-    """What the dashboard draws: groups with rewards, publishes, metrics lines, and lanes of time."""
-    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and hasattr(kind, "__slots__")]
+    """What the dashboard draws: groups with rewards, publishes, metrics lines, and lanes of
+    time."""
+    kinds = [
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type) and hasattr(kind, ("__slots__"))
+    ]
     with running(tmp_path / "run", total_steps=2) as run:
         seen: list[object] = []
         for kind in kinds:

@@ -36,7 +36,9 @@ def test_distance_is_the_mean_over_sampled_tokens(trainer: Trainer) -> None:
     pairs = zip(second.logprobs, second.mask, strict=True)
     moved = replace(second, logprobs=tuple(value - 6.0 * sampled for value, sampled in pairs))
     expected = 6.0 * second.sampled_tokens / (first.sampled_tokens + second.sampled_tokens)
-    assert LogprobMismatchCheck(trainer).distance([first, moved]) == pytest.approx(expected, abs=1e-4)
+    assert LogprobMismatchCheck(trainer).distance([first, moved]) == pytest.approx(
+        expected, abs=1e-4
+    )
 
 
 def test_only_what_is_far_off_is_named(trainer: Trainer) -> None:
@@ -55,7 +57,9 @@ def test_one_unlikely_answer_is_no_other_model(trainer: Trainer) -> None:
     assert not check(replace(group, rollouts=rollouts))
 
 
-def test_a_group_that_fits_costs_one_of_its_sequences(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_fits_costs_one_of_its_sequences(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group = own_group(trainer)
     scored: list[int] = []
     score = BlockwiseModel.score

@@ -52,19 +52,34 @@ def test_on_policy_order(tmp_path: Path) -> None:
     """Rollouts of step n + 1 start after publish, metrics line and checkpoint of step n."""
     with running(tmp_path / "run", total_steps=3) as run:
         run.loop.run()
-        asks = [event for event in run.events if not (event.startswith("ask") and "ask 2" not in event)]
+        asks = [
+            event for event in run.events if not (event.startswith("ask") and "ask 2" not in event)
+        ]
         assert asks == [
-            "ask 2 of v0", "line 1", "ask 2 of v1", "line 2", "saved step_000002", "ask 2 of v2", "line 3",
+            "ask 2 of v0", "line 1", "ask 2 of v1", "line 2", "saved step_000002", "ask 2 of v2", (
+                "line 3"
+            ),
             "saved step_000003",
         ]  # fmt: skip
 
 
 def test_overlapping_order(tmp_path: Path) -> None:
-    """With one step of staleness the next step's groups are asked for before this one is trained."""
+    """With one step of staleness the next step's groups are asked for before this one is
+    trained."""
     with running(tmp_path / "run", total_steps=3, max_staleness=1, checkpoint_interval=9) as run:
         run.loop.run()
-        asks = [event for event in run.events if not (event.startswith("ask") and "ask 2" not in event)]
-        assert asks == ["ask 2 of v0", "ask 2 of v0", "line 1", "ask 2 of v1", "line 2", "line 3", "saved step_000003"]
+        asks = [
+            event for event in run.events if not (event.startswith("ask") and "ask 2" not in event)
+        ]
+        assert asks == [
+            "ask 2 of v0",
+            "ask 2 of v0",
+            "line 1",
+            "ask 2 of v1",
+            "line 2",
+            "line 3",
+            ("saved step_000003"),
+        ]
         assert [line["staleness"] for line in run.lines] == [0, 1, 1]
         assert [line["mismatch_fresh"] for line in run.lines] == [True, False, False]
 
@@ -84,7 +99,13 @@ def test_publishing_every_second_step(tmp_path: Path) -> None:
     with running(tmp_path / "run", **values) as run:
         run.loop.run()
         assert [line["policy_version"] for line in run.lines] == [0, 1, 1, 2, 3]
-        assert [line["publish_ms"] is None for line in run.lines] == [True, False, True, False, False]
+        assert [line["publish_ms"] is None for line in run.lines] == [
+            True,
+            False,
+            True,
+            False,
+            False,
+        ]
         assert sum(line["dropped_stale"] for line in run.lines) == 0
 
 
@@ -97,7 +118,8 @@ def test_publishing_too_rarely_for_the_staleness_limit_is_refused(tmp_path: Path
 
 
 def test_a_busy_lock_keeps_the_old_weights_and_is_tried_again(tmp_path: Path) -> None:
-    """On-policy rollouts can only come after the publish, so it is tried again while waiting for them."""
+    """On-policy rollouts can only come after the publish, so it is tried again while waiting for
+    them."""
     entered, leave = threading.Event(), threading.Event()
 
     def hold(run: Run) -> None:
@@ -123,9 +145,15 @@ def test_a_busy_lock_keeps_the_old_weights_and_is_tried_again(tmp_path: Path) ->
         run.loop.run()
         reader.join()
         first, second = run.lines
-        assert (first["policy_version"], first["publish_ms"], first["publish_timeouts"]) == (0, None, 1)
+        assert (first["policy_version"], first["publish_ms"], first["publish_timeouts"]) == (
+            0,
+            None,
+            1,
+        )
         assert second["policy_version"] == 2
-        assert [report.version for report in run.published] == [1, 2], "the publish that was tried again too"
+        assert [report.version for report in run.published] == [1, 2], (
+            "the publish that was tried again too"
+        )
         assert told == [(1, 1), (2, 2)], "the other ranks are told once rank 0 serves it"
         assert (second["staleness"], second["dropped_stale"]) == (0, 0)
         assert waits
@@ -138,7 +166,11 @@ def poisoned_from(step_calls: int) -> Any:
         def poisoned(inputs: LossInputs) -> LossOutputs:
             calls.append(1)
             outputs = loss(inputs)
-            return outputs if len(calls) <= step_calls else LossOutputs(outputs.loss * float("nan"), outputs.metrics)
+            return (
+                outputs
+                if len(calls) <= step_calls
+                else LossOutputs(outputs.loss * float("nan"), outputs.metrics)
+            )
 
         return poisoned
 
@@ -165,8 +197,15 @@ def test_a_solved_task_does_not_hang(tmp_path: Path) -> None:
         warned = [entry for entry in logs if entry["event"] == "step with fewer rollouts"]
         assert [entry["step"] for entry in warned] == [1], "the same reason is told once"
         for line in run.lines:
-            assert "16 sequences short: of 8 groups with one reward for all answers 8 were all right" in line["gave_up"]
-            assert (line["loss"], line["reward_mean"], line["groups_without_variance"]) == (None, 1.0, 1.0)
+            assert (
+                "16 sequences short: of 8 groups with one reward for all answers 8 were all right"
+                in line[("gave_up")]
+            )
+            assert (line["loss"], line["reward_mean"], line["groups_without_variance"]) == (
+                None,
+                1.0,
+                1.0,
+            )
         assert run.shared.version == 0
 
 
@@ -188,7 +227,10 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_two_resumes_from_copies_write_the_same(tmp_path: Path) -> None:
     values = {"deterministic": True, "total_steps": 6, "checkpoint_interval": 2}
-    with pytest.raises(Interrupt), running(tmp_path / "a", control=interrupt_at(3), **values) as run:
+    with (
+        pytest.raises(Interrupt),
+        running(tmp_path / "a", control=interrupt_at(3), **values) as run,
+    ):
         run.loop.run()
     assert [line["step"] for line in run.lines] == [1, 2, 3]
     shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
@@ -207,7 +249,9 @@ def test_two_resumes_from_copies_write_the_same(tmp_path: Path) -> None:
     with running(tmp_path / "straight", **values) as straight:
         straight.loop.run()
     assert_same_training(weights(a.parts.trainer), weights(straight.parts.trainer))
-    assert [line["reward_mean"] for line in straight.lines] == [line["reward_mean"] for line in a.lines]
+    assert [line["reward_mean"] for line in straight.lines] == [
+        line["reward_mean"] for line in a.lines
+    ]
 
 
 class StopAt:
@@ -223,11 +267,20 @@ class StopAt:
 
 @pytest.mark.slow
 def test_stopping_inside_a_step_saves_the_place_and_goes_on_there(tmp_path: Path) -> None:
-    values = {"total_steps": 4, "checkpoint_interval": 9, "token_budget": 32, "update_epochs": 2, "packing": False}
+    values = {
+        "total_steps": 4,
+        "checkpoint_interval": 9,
+        "token_budget": 32,
+        "update_epochs": 2,
+        "packing": False,
+    }
     with running(tmp_path / "whole", **values) as whole:
         whole.loop.run()
-    # it asks before each batch and each micro-batch: 1 + 8 times in a step of 2 epochs, 2 mini-batches of 2 of 4 rows
-    with running(tmp_path / "run", control=RunControl(should_stop=StopAt(9 + 1 + 3)), **values) as run:
+    # it asks before each batch and each micro-batch: 1 + 8 times in a step of 2 epochs, 2
+    # mini-batches of 2 of 4 rows
+    with running(
+        tmp_path / "run", control=RunControl(should_stop=StopAt(9 + 1 + 3)), **values
+    ) as run:
         assert run.loop.run() == "stopped"
         assert [line["step"] for line in run.lines] == [1]
         assert (run.directory / "latest").resolve().name == "step_000001_mb0001"
@@ -236,23 +289,31 @@ def test_stopping_inside_a_step_saves_the_place_and_goes_on_there(tmp_path: Path
     older = shutil.copytree(tmp_path / "run", tmp_path / "older", symlinks=True)
     with running(tmp_path / "run", resume=True, **values) as run:
         assert run.parts.updater.served().keys() == served.keys()
-        assert all(mx.array_equal(array, served[name]) for name, array in run.parts.updater.served().items())
+        assert all(
+            mx.array_equal(array, served[name])
+            for name, array in run.parts.updater.served().items()
+        )
         assert run.parts.updater.state() == UpdaterState(dirty=True)
         assert run.loop.run() == "finished"
         for one, other in zip(run.lines, whole.lines, strict=True):
             for key in ("step", "reward_mean", "optimizer_updates", "policy_version"):
                 assert one[key] == other[key]
         assert_same_training(weights(run.parts.trainer), weights(whole.parts.trainer))
-        assert run.shared.version == whole.shared.version, "what was served before is served on until the step ends"
+        assert run.shared.version == whole.shared.version, (
+            "what was served before is served on until the step ends"
+        )
     for name in ("served.safetensors", "SHA256SUMS"):
         (older / "step_000001_mb0001" / name).unlink()
     with running(older, resume=True, **values) as run:
         assert run.loop.run() == "finished"
-        assert run.shared.version == whole.shared.version + 1, "half-trained weights have a version of their own"
+        assert run.shared.version == whole.shared.version + 1, (
+            "half-trained weights have a version of their own"
+        )
 
 
 def test_a_publish_that_was_due_is_made_after_a_resume(tmp_path: Path) -> None:
-    """The lock was busy at the end of the step that the checkpoint is of; on-policy rollouts can only come after it."""
+    """The lock was busy at the end of the step that the checkpoint is of; on-policy rollouts can
+    only come after it."""
     stop = threading.Event()
     control = RunControl(should_stop=stop.is_set, while_waiting=stop.set)
     values: dict[str, Any] = {"weight_updates": {"lock_timeout_ms": 1}, "total_steps": 2}
@@ -274,13 +335,21 @@ def test_a_publish_that_was_due_is_made_after_a_resume(tmp_path: Path) -> None:
     with running(tmp_path / "run", resume=True, **values) as run:
         assert run.parts.updater.state() == UpdaterState(dirty=True, due=True)
         assert run.loop.run() == "finished"
-        assert [report.version for report in run.published] == [2, 3], "1 was given out, and perhaps served"
+        assert [report.version for report in run.published] == [2, 3], (
+            "1 was given out, and perhaps served"
+        )
         assert run.lines[1]["staleness_max"] == 0
 
 
 def test_scores_and_the_adaptive_coefficient_go_on_too(tmp_path: Path) -> None:
     """Stopped after the first of the second step's four updates."""
-    values = {"total_steps": 4, "checkpoint_interval": 9, "token_budget": 32, "update_epochs": 2, "packing": False}
+    values = {
+        "total_steps": 4,
+        "checkpoint_interval": 9,
+        "token_budget": 32,
+        "update_epochs": 2,
+        "packing": False,
+    }
     values |= {"kl_beta": 0.1, "kl_target": 0.01, "kl_horizon": 64, "sampler_correction": "tis"}
     with running(tmp_path / "whole", **values) as whole:
         whole.loop.run()
@@ -300,7 +369,12 @@ def test_scores_and_the_adaptive_coefficient_go_on_too(tmp_path: Path) -> None:
 
 def test_a_step_that_goes_on_keeps_the_reason_why_it_is_small(tmp_path: Path) -> None:
     """Its second group is dropped; stopped after the first of its two updates."""
-    values = {"total_steps": 2, "checkpoint_interval": 9, "update_epochs": 2, "max_oversampling": 1.0}
+    values = {
+        "total_steps": 2,
+        "checkpoint_interval": 9,
+        "update_epochs": 2,
+        "max_oversampling": 1.0,
+    }
     trainers: list[Trainer] = []
     control = RunControl(should_stop=lambda: trainers[0].optimizer.updates == 5)
     with running(tmp_path / "run", control=control, **values) as run:
@@ -310,14 +384,19 @@ def test_a_step_that_goes_on_keeps_the_reason_why_it_is_small(tmp_path: Path) ->
         assert (run.directory / "latest").resolve().name == "step_000001_mb0001"
     with running(tmp_path / "run", resume=True, **values) as run:
         assert run.loop.run() == "finished"
-        assert "of 1 groups with one reward for all answers 1 were all right" in run.lines[1]["gave_up"]
+        assert (
+            "of 1 groups with one reward for all answers 1 were all right"
+            in run.lines[1][("gave_up")]
+        )
         assert (run.lines[1]["groups"], run.lines[1]["dropped_without_variance"]) == (2, 1)
 
 
 def test_stopping_while_waiting_saves_the_last_step(tmp_path: Path) -> None:
     stop = threading.Event()
     with running(
-        tmp_path / "run", control=RunControl(should_stop=stop.is_set, while_waiting=stop.set), total_steps=9
+        tmp_path / "run",
+        control=RunControl(should_stop=stop.is_set, while_waiting=stop.set),
+        total_steps=9,
     ) as run:
         ask = run.bandit.__call__
         run.parts.buffer._request_groups = lambda n: ask(n) if run.loop.step < 3 else None

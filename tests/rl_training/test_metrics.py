@@ -15,7 +15,12 @@ from mlx_parallm.rl_training.metrics import KEYS, MetricsFile, complete
 def test_a_line_has_every_key_and_only_json() -> None:
     line = complete({"step": 1, "loss": math.nan, "kl": math.inf, "reward_mean": 0.5, "extra": 3})
     assert list(line) == [*KEYS, "extra"]
-    assert (line["loss"], line["kl"], line["reward_mean"], line["entropy"]) == (None, None, 0.5, None)
+    assert (line["loss"], line["kl"], line["reward_mean"], line["entropy"]) == (
+        None,
+        None,
+        0.5,
+        None,
+    )
     json.dumps(line, allow_nan=False)
 
 

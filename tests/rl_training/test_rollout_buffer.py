@@ -12,7 +12,13 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.faces.library.algorithms import CollectedGroups
 from mlx_parallm.losses.advantages import PLAIN, Shaping, group_advantages, token_advantages
 from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, Minimum, RolloutBuffer, fillable_up_to
+from mlx_parallm.rl_training.rollout_buffer import (
+    NO_VARIANCE,
+    TOO_OLD,
+    Minimum,
+    RolloutBuffer,
+    fillable_up_to,
+)
 from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
 from mlx_parallm.rl_training.step.batch import TrainBatch, quantile
 from mlx_parallm.rollout_store.checks import OTHER_MODEL, TOO_LARGE
@@ -23,9 +29,12 @@ from tests.rl_training.rollouts import make_group, make_rollout
 
 
 class Player:
-    """An in-process source: every group asked for is in the store at once. `rewards(index)` of the index-th group."""
+    """An in-process source: every group asked for is in the store at once. `rewards(index)` of
+    the index-th group."""
 
-    def __init__(self, store: RolloutStore, rewards: Callable[[int], list[float]], version: int = 0) -> None:
+    def __init__(
+        self, store: RolloutStore, rewards: Callable[[int], list[float]], version: int = 0
+    ) -> None:
         self.store, self.rewards, self.version = store, rewards, version
         self.asked: list[int] = []
         self.next = 0
@@ -33,18 +42,24 @@ class Player:
     def __call__(self, n: int) -> None:
         self.asked.append(n)
         for _ in range(n):
-            group = make_group(f"g{self.next}", self.rewards(self.next), index=self.next, version=self.version)
+            group = make_group(
+                f"g{self.next}", self.rewards(self.next), index=self.next, version=self.version
+            )
             self.store.add(group, source="test")
             self.next += 1
 
 
-def make_buffer(store: RolloutStore, versions: VersionSteps | None = None, **values: Any) -> RolloutBuffer:
+def make_buffer(
+    store: RolloutStore, versions: VersionSteps | None = None, **values: Any
+) -> RolloutBuffer:
     """`values`: keys of [rl_training], `rollout_batch_size`, and arguments of RolloutBuffer."""
     names = ("group_sizes", "request_groups", "minimums", "misfit", "shaping")
     options = {"group_sizes": [2]} | {name: values.pop(name) for name in names if name in values}
     estimate = values.pop("estimate", group_advantages)
     config = RLTrainingConfig()
-    atropos = config.atropos.model_copy(update={"rollout_batch_size": values.pop("rollout_batch_size", 8)})
+    atropos = config.atropos.model_copy(
+        update={"rollout_batch_size": values.pop("rollout_batch_size", 8)}
+    )
     config = config.model_copy(update={"atropos": atropos, **values})
     return RolloutBuffer(store, versions or VersionSteps(), estimate, config, **options)
 
@@ -84,7 +99,10 @@ def test_groups_without_variance_are_dropped_counted_and_replaced(store: Rollout
 
 
 def test_statistics_begin_anew_with_each_step(store: RolloutStore) -> None:
-    add(store, *[make_group(f"g{i}", [0, 1] if i < 4 else [0, 3], stop_reason="length") for i in range(8)])
+    add(
+        store,
+        *[make_group(f"g{i}", [0, 1] if i < 4 else [0, 3], stop_reason="length") for i in range(8)],
+    )
     buffer = make_buffer(store)
     assert buffer.collect(1, timeout_s=0).statistics.reward_mean == pytest.approx(0.5)
     second = buffer.collect(2, timeout_s=0).statistics
@@ -97,12 +115,14 @@ def test_statistics_begin_anew_with_each_step(store: RolloutStore) -> None:
 
 
 def test_groups_that_are_too_old_are_dropped(store: RolloutStore) -> None:
-    """Versions 1 and 2 were published after steps 1 and 2. In step 3, version 0 is 2 steps old, version 1 is 1."""
+    """Versions 1 and 2 were published after steps 1 and 2. In step 3, version 0 is 2 steps old,
+    version 1 is 1."""
     versions = VersionSteps()
     versions.record(1, 1)
     versions.record(2, 2)
     mixed = make_group("mixed", [0, 1], version=2)
-    oldest = replace(mixed.rollouts[0], policy_versions=(0, 0, 0, 0, 2))  # one sampled token of version 0
+    # one sampled token of version 0
+    oldest = replace(mixed.rollouts[0], policy_versions=(0, 0, 0, 0, 2))
     add(
         store,
         make_group("old", [0, 1], version=0),
@@ -130,14 +150,18 @@ def test_tokens_that_were_given_do_not_make_a_group_old(store: RolloutStore) -> 
     group = make_group("g", [0, 1], version=5)
     rollouts = tuple(replace(r, policy_versions=(0, 0, 0, 5, 5)) for r in group.rollouts)
     add(store, replace(group, rollouts=rollouts))
-    assert make_buffer(store, versions, max_staleness=0, rollout_batch_size=2).collect(6, timeout_s=0) is not None
+    assert (
+        make_buffer(store, versions, max_staleness=0, rollout_batch_size=2).collect(6, timeout_s=0)
+        is not None
+    )
 
 
 @pytest.mark.parametrize("read_under", [4, -1])
 def test_a_sequence_is_fresh_only_if_its_prompt_was_read_by_the_same_weights(
     store: RolloutStore, read_under: int
 ) -> None:
-    """Keys and values of older weights in the cache move the log-probabilities of what is sampled later."""
+    """Keys and values of older weights in the cache move the log-probabilities of what is
+    sampled later."""
     versions = VersionSteps()
     versions.record(4, 4)
     versions.record(5, 5)
@@ -175,11 +199,15 @@ def test_what_a_former_process_left_is_not_an_answer_to_a_request(store: Rollout
 
 
 def test_mixed_sizes_fill_a_batch_exactly(store: RolloutStore) -> None:
-    add(store, make_group("a", [0, 1, 2]), make_group("b", [0, 1, 2, 3]), make_group("c", [0, 1, 2]))
+    add(
+        store, make_group("a", [0, 1, 2]), make_group("b", [0, 1, 2, 3]), make_group("c", [0, 1, 2])
+    )
     buffer = make_buffer(store, rollout_batch_size=7, group_sizes=[3, 4])
     assert buffer.collect(1, timeout_s=0).group_ids == ("a", "b")
     add(store, make_group("d", [0, 1, 2]), make_group("e", [0, 1, 2, 3]))
-    assert buffer.collect(2, timeout_s=0).group_ids == ("c", "e"), "3 + 3 leaves 1, which no group fills"
+    assert buffer.collect(2, timeout_s=0).group_ids == ("c", "e"), (
+        "3 + 3 leaves 1, which no group fills"
+    )
 
 
 def test_a_batch_size_that_no_mix_reaches_is_an_error_at_start(store: RolloutStore) -> None:
@@ -198,7 +226,9 @@ def test_sizes_from_outside_that_never_fit_end_in_a_smaller_batch(store: Rollout
 
 
 @pytest.mark.parametrize("useful", [0, 1])
-def test_a_step_is_given_up_after_refills_without_one_trainable_group(store: RolloutStore, useful: int) -> None:
+def test_a_step_is_given_up_after_refills_without_one_trainable_group(
+    store: RolloutStore, useful: int
+) -> None:
     player = Player(store, lambda i: [0, 1] if i < useful else [1, 1])
     buffer = make_buffer(store, request_groups=player, max_empty_rounds=3, max_oversampling=0.0)
     batch = requested(buffer)
@@ -209,33 +239,44 @@ def test_a_step_is_given_up_after_refills_without_one_trainable_group(store: Rol
 
 
 @pytest.mark.parametrize(("bound", "asked"), [(1.0, [4]), (2.5, [4, 4, 2]), (4.0, [4, 4, 8])])
-def test_what_a_step_samples_is_bounded(store: RolloutStore, bound: float, asked: list[int]) -> None:
+def test_what_a_step_samples_is_bounded(
+    store: RolloutStore, bound: float, asked: list[int]
+) -> None:
     """One group of ten is useful: a step of 4 groups would sample 40."""
     player = Player(store, lambda i: [0, 1] if i % 10 == 0 else [0, 0] if i % 10 < 3 else [1, 1])
     batch = requested(make_buffer(store, request_groups=player, max_oversampling=bound))
     assert player.asked == asked
     useful = -(-sum(asked) // 10)
     assert len(batch.sequences) == 2 * useful
-    assert f"max_oversampling = {bound:g} ends the step {8 - 2 * useful} sequences short" in batch.gave_up
+    assert (
+        f"max_oversampling = {bound:g} ends the step {8 - 2 * useful} sequences short"
+        in batch.gave_up
+    )
     wrong = {1.0: 2, 2.5: 2, 4.0: 4}[bound]
     lost = sum(asked) - useful
-    assert f"of {lost} groups with one reward for all answers {lost - wrong} were all right and {wrong} all wrong" in (
-        batch.gave_up
-    )
+    assert (
+        f"of {lost} groups with one reward for all answers {lost - wrong} were all right and"
+        f" {wrong} all wrong"
+    ) in (batch.gave_up)
     assert batch.statistics.dropped_without_variance == lost
 
 
 def test_a_refill_is_sized_by_the_share_of_useful_groups(store: RolloutStore) -> None:
     """3 of 12 were useful: 9 more need 36, of which the bound leaves 4 · 12 - 12."""
     player = Player(store, lambda i: [0, 1] if i % 4 == 0 else [1, 1])
-    batch = requested(make_buffer(store, request_groups=player, rollout_batch_size=24, max_oversampling=100.0))
+    batch = requested(
+        make_buffer(store, request_groups=player, rollout_batch_size=24, max_oversampling=100.0)
+    )
     assert player.asked == [12, 12, 24]
     assert len(batch.sequences) == 24 and not batch.gave_up
 
 
 def test_a_step_does_not_eat_the_groups_of_later_ones_beyond_its_bound(store: RolloutStore) -> None:
-    """With max_staleness = 4 five steps' groups are on their way: one step used to go through all of them."""
-    buffer = make_buffer(store, request_groups=lambda n: None, max_staleness=4, max_oversampling=2.0)
+    """With max_staleness = 4 five steps' groups are on their way: one step used to go through
+    all of them."""
+    buffer = make_buffer(
+        store, request_groups=lambda n: None, max_staleness=4, max_oversampling=2.0
+    )
     buffer.request(1, 5)
     for i in range(12):
         store.add(make_group(f"g{i}", [1, 1], index=i), source="test")
@@ -250,14 +291,18 @@ def test_groups_without_variance_are_kept_where_nothing_replaces_them(store: Rol
     player = Player(store, lambda i: [1, 1] if i % 2 else [0, 1])
     batch = requested(make_buffer(store, request_groups=player, dynamic_sampling=False))
     assert player.asked == [4]
-    assert [sequence.advantages[0] for sequence in batch.sequences] == pytest.approx([-1, 1, 0, 0] * 2)
+    assert [sequence.advantages[0] for sequence in batch.sequences] == pytest.approx(
+        [-1, 1, 0, 0] * 2
+    )
     assert not batch.gave_up and not store.drop_reasons()
     statistics = batch.statistics
     assert (statistics.groups_without_variance, statistics.dropped_without_variance) == (0.5, 0)
     assert statistics.environments["test"]["trained_groups"] == 4
     again = make_buffer(store, dynamic_sampling=False)
     store.restore(0)
-    assert [s.advantages for s in again.resume(1, batch.group_ids).sequences] == [s.advantages for s in batch.sequences]
+    assert [s.advantages for s in again.resume(1, batch.group_ids).sequences] == [
+        s.advantages for s in batch.sequences
+    ]
 
 
 def test_uniform_sampling_follows_the_seed(store: RolloutStore) -> None:
@@ -265,7 +310,11 @@ def test_uniform_sampling_follows_the_seed(store: RolloutStore) -> None:
     add(store, *groups)
 
     def chosen(seed: int) -> tuple[str, ...]:
-        ids = make_buffer(store, buffer_sampling="uniform", seed=seed).collect(1, timeout_s=0).group_ids
+        ids = (
+            make_buffer(store, buffer_sampling="uniform", seed=seed)
+            .collect(1, timeout_s=0)
+            .group_ids
+        )
         store.restore(0)
         return ids
 
@@ -277,7 +326,9 @@ def test_uniform_sampling_follows_the_seed(store: RolloutStore) -> None:
 def test_priority_takes_the_largest_advantages(store: RolloutStore) -> None:
     add(store, *[make_group(f"g{i}", [0, i]) for i in (1, 5, 2, 4, 3, 0)])
     mean = partial(group_advantages, kind="mean")
-    buffer = make_buffer(store, estimate=mean, rollout_batch_size=6, buffer_sampling="priority", group_sizes=[])
+    buffer = make_buffer(
+        store, estimate=mean, rollout_batch_size=6, buffer_sampling="priority", group_sizes=[]
+    )
     assert buffer.collect(1, timeout_s=0).group_ids == ("g5", "g4", "g3")
     assert store.drop_reasons() == {NO_VARIANCE: 1}
 
@@ -301,7 +352,10 @@ def test_the_work_of_a_choice_is_a_multiple_of_what_there_is_to_choose_from(samp
         groups = [replace(group, rollouts=Rollouts(group.rollouts)) for group in groups]
         store = CollectedGroups(lambda n: groups)
         buffer = make_buffer(
-            store, buffer_sampling=sampling, rollout_batch_size=2 * count, request_groups=store.request
+            store,
+            buffer_sampling=sampling,
+            rollout_batch_size=2 * count,
+            request_groups=store.request,
         )
         buffer.request(1)
         Rollouts.asked = 0
@@ -319,7 +373,11 @@ def test_advantages_of_a_group_that_waits_are_computed_once() -> None:
         computed.append(rewards)
         return (-1.0, 1.0)
 
-    options: dict[str, Any] = {"buffer_sampling": "uniform", "estimate": estimate, "request_groups": store.request}
+    options: dict[str, Any] = {
+        "buffer_sampling": "uniform",
+        "estimate": estimate,
+        "request_groups": store.request,
+    }
     buffer = make_buffer(store, rollout_batch_size=12, **options)
     buffer.request(1)
     while buffer.collect(1, timeout_s=0) is None:
@@ -328,7 +386,9 @@ def test_advantages_of_a_group_that_waits_are_computed_once() -> None:
 
 
 def test_deterministic_mode_waits_for_all_and_goes_by_index(store: RolloutStore) -> None:
-    buffer = make_buffer(store, request_groups=lambda n: None, deterministic=True, rollout_batch_size=4)
+    buffer = make_buffer(
+        store, request_groups=lambda n: None, deterministic=True, rollout_batch_size=4
+    )
     buffer.request(1)
     store.add(make_group("b", [0, 1], index=1), source="test")
     add(store, make_group("extern", [0, 1]))
@@ -344,12 +404,15 @@ def test_an_interrupted_step_gets_its_groups_back(store: RolloutStore) -> None:
     again = make_buffer(store)
     batch = again.resume(1, first.group_ids[::-1])
     assert batch.group_ids == first.group_ids[::-1]
-    assert sorted(s.advantages for s in batch.sequences) == sorted(s.advantages for s in first.sequences)
+    assert sorted(s.advantages for s in batch.sequences) == sorted(
+        s.advantages for s in first.sequences
+    )
     assert again.collect(2, timeout_s=0).group_ids == ("g4", "g5", "g6", "g7")
 
 
 def test_what_is_reset_is_forgotten_although_it_was_read(store: RolloutStore) -> None:
-    """`/atropos/reset_data` drops groups in the store that the buffer holds already, some of them chosen."""
+    """`/atropos/reset_data` drops groups in the store that the buffer holds already, some of
+    them chosen."""
     buffer = make_buffer(store)
     add(store, make_group("chosen", [0, 1]), make_group("too large", [0, 1, 0, 1, 0, 1, 1]))
     assert buffer.collect(1, timeout_s=0) is None
@@ -357,13 +420,18 @@ def test_what_is_reset_is_forgotten_although_it_was_read(store: RolloutStore) ->
     add(store, *[make_group(f"new{i}", [0, 2]) for i in range(4)])
     batch = buffer.collect(1, timeout_s=0)
     assert batch.group_ids == ("new0", "new1", "new2", "new3")
-    assert (batch.statistics.groups, batch.statistics.reward_mean) == (4, 1.0), "those dropped are not counted"
+    assert (batch.statistics.groups, batch.statistics.reward_mean) == (4, 1.0), (
+        "those dropped are not counted"
+    )
     assert store.drop_reasons() == {"reset": 2}
 
 
 @pytest.mark.parametrize("sampling", ["fifo", "uniform"])
-def test_groups_of_another_model_are_dropped_counted_and_replaced(store: RolloutStore, sampling: str) -> None:
-    """Asked once of each that is about to enter a batch, and of none that was played here (it has an index)."""
+def test_groups_of_another_model_are_dropped_counted_and_replaced(
+    store: RolloutStore, sampling: str
+) -> None:
+    """Asked once of each that is about to enter a batch, and of none that was played here (it
+    has an index)."""
     asked: list[str] = []
 
     def misfit(group: RolloutGroup) -> bool:
@@ -371,33 +439,53 @@ def test_groups_of_another_model_are_dropped_counted_and_replaced(store: Rollout
         return group.group_id.startswith("foreign")
 
     foreign = [make_group(f"foreign{i}", [0, 1]) for i in range(3)]
-    add(store, *foreign, make_group("constant", [1, 1]), *[make_group(f"g{i}", [0, 1]) for i in range(2)])
+    add(
+        store,
+        *foreign,
+        make_group("constant", [1, 1]),
+        *[make_group(f"g{i}", [0, 1]) for i in range(2)],
+    )
     buffer = make_buffer(store, misfit=misfit, sampling=sampling)
     assert buffer.collect(1, timeout_s=0) is None
-    add(store, make_group("g2", [0, 1]), *[make_group(f"own{i}", [0, 1], index=i) for i in range(2)])
+    add(
+        store, make_group("g2", [0, 1]), *[make_group(f"own{i}", [0, 1], index=i) for i in range(2)]
+    )
     while (batch := buffer.collect(1, timeout_s=0)) is None:
         assert str(buffer.health()).startswith(
-            "another model's groups: 3 dropped while step 1 waited for its batch; their log-probabilities are far from"
+            "another model's groups: 3 dropped while step 1 waited for its batch; their"
+            " log-probabilities are far from"
         )
         add(store, make_group(f"late{len(asked)}", [0, 1]))
     assert not [group_id for group_id in batch.group_ids if group_id.startswith("foreign")]
-    assert store.drop_reasons() == {OTHER_MODEL: len([a for a in asked if a.startswith("foreign")]), NO_VARIANCE: 1}
+    assert store.drop_reasons() == {
+        OTHER_MODEL: len([a for a in asked if a.startswith("foreign")]),
+        NO_VARIANCE: 1,
+    }
     assert batch.statistics.dropped_misfit == store.drop_reasons()[OTHER_MODEL]
     assert len(asked) == len(set(asked))
     assert not [group_id for group_id in asked if group_id.startswith(("own", "constant"))]
 
 
-def test_segments_of_an_episode_share_its_advantage_and_count_as_one_sequence(store: RolloutStore) -> None:
-    """Rewards 1 and 0: advantages 1 and -1. The first episode has two segments, so three sequences are trained on."""
+def test_segments_of_an_episode_share_its_advantage_and_count_as_one_sequence(
+    store: RolloutStore,
+) -> None:
+    """Rewards 1 and 0: advantages 1 and -1. The first episode has two segments, so three
+    sequences are trained on."""
     versions = VersionSteps()
     versions.record(1, 1)
     group = make_group("g", [1, 0], version=1)
     earlier = make_rollout((7,), prompt=(4,), version=0)
-    group = replace(group, rollouts=(replace(group.rollouts[0], earlier=(earlier,)), group.rollouts[1]))
+    group = replace(
+        group, rollouts=(replace(group.rollouts[0], earlier=(earlier,)), group.rollouts[1])
+    )
     buffer = make_buffer(store, versions, rollout_batch_size=2, max_staleness=1)
     add(store, group)
     batch = buffer.collect(2, timeout_s=0)
-    assert [sequence.rollout.tokens for sequence in batch.sequences] == [(4, 7), (1, 2, 3, 5, 6), (1, 2, 3, 5, 6)]
+    assert [sequence.rollout.tokens for sequence in batch.sequences] == [
+        (4, 7),
+        (1, 2, 3, 5, 6),
+        (1, 2, 3, 5, 6),
+    ]
     assert [sequence.advantages for sequence in batch.sequences] == [
         pytest.approx((1.0,) * 2),
         pytest.approx((1.0,) * 5),
@@ -409,10 +497,16 @@ def test_segments_of_an_episode_share_its_advantage_and_count_as_one_sequence(st
     assert statistics.completion_tokens_mean == (3 + 2) / 2
 
 
-def test_groups_without_logprobs_are_counted_and_left_out_of_what_needs_them(store: RolloutStore) -> None:
+def test_groups_without_logprobs_are_counted_and_left_out_of_what_needs_them(
+    store: RolloutStore,
+) -> None:
     unknown = tuple(replace(rollout, logprobs=None) for rollout in make_group("x", [0, 1]).rollouts)
     buffer = make_buffer(store, rollout_batch_size=4)
-    add(store, make_group("g", [0, 1], logprob=-0.25), replace(make_group("x", [0, 1]), rollouts=unknown))
+    add(
+        store,
+        make_group("g", [0, 1], logprob=-0.25),
+        replace(make_group("x", [0, 1]), rollouts=unknown),
+    )
     batch = buffer.collect(1, timeout_s=0)
     assert batch.statistics.groups_without_logprobs == 1
     assert batch.statistics.rollout_entropy == 0.25
@@ -434,7 +528,9 @@ def requested(buffer: RolloutBuffer, step: int = 1) -> TrainBatch:
     return collected(buffer, step)
 
 
-def test_places_of_an_environment_that_stops_delivering_go_to_the_others(store: RolloutStore) -> None:
+def test_places_of_an_environment_that_stops_delivering_go_to_the_others(
+    store: RolloutStore,
+) -> None:
     minimums = {"b": Minimum(4, 4)}
     buffer = make_buffer(store, request_groups=lambda n: None, minimums=lambda: minimums)
     add(store, *[of("a", f"a{i}", [0, 1]) for i in range(6)])
@@ -457,10 +553,14 @@ def test_a_minimum_is_lifted_when_its_groups_teach_nothing(store: RolloutStore) 
         add(store, *[of("a", f"p{i}", [0, 1], index=i) for i in range(start, start + n)])
         asked.append(n)
 
-    buffer = make_buffer(store, request_groups=ask, minimums=lambda: {"h": Minimum(4, 2)}, max_empty_rounds=3)
+    buffer = make_buffer(
+        store, request_groups=ask, minimums=lambda: {"h": Minimum(4, 2)}, max_empty_rounds=3
+    )
     add(store, *[of("h", f"h{i}", [1, 1]) for i in range(2)])
     buffer.request(1)
-    assert [buffer.collect(1, timeout_s=0) for _ in range(6)] == [None] * 6, "it delivers: its places are kept"
+    assert [buffer.collect(1, timeout_s=0) for _ in range(6)] == [None] * 6, (
+        "it delivers: its places are kept"
+    )
     assert len(asked) == 1, "nobody can ask for its groups"
     add(store, of("h", "h2", [1, 1]))
     healths: list[str | None] = []
@@ -475,7 +575,11 @@ def test_a_minimum_is_lifted_when_its_groups_teach_nothing(store: RolloutStore) 
 @pytest.mark.parametrize("sampling", ["uniform", "priority"])
 def test_a_minimum_holds_however_groups_are_chosen(store: RolloutStore, sampling: str) -> None:
     buffer = make_buffer(store, buffer_sampling=sampling, minimums=lambda: {"b": Minimum(4, 2)})
-    add(store, *[of("a", f"a{i}", [0, 9]) for i in range(9)], *[of("b", f"b{i}", [0, 1]) for i in range(2)])
+    add(
+        store,
+        *[of("a", f"a{i}", [0, 9]) for i in range(9)],
+        *[of("b", f"b{i}", [0, 1]) for i in range(2)],
+    )
     assert sorted(group.environment for group in collected(buffer).groups) == ["a", "a", "b", "b"]
 
 
@@ -484,7 +588,12 @@ def test_numbers_of_each_environment(store: RolloutStore) -> None:
     versions.record(1, 1)
     versions.record(2, 2)
     buffer = make_buffer(store, versions, max_staleness=1, rollout_batch_size=6)
-    add(store, of("a", "old", [0, 1], version=0), of("a", "a0", [0, 1], version=1), of("a", "a1", [1, 1], version=2))
+    add(
+        store,
+        of("a", "old", [0, 1], version=0),
+        of("a", "a0", [0, 1], version=1),
+        of("a", "a1", [1, 1], version=2),
+    )
     add(store, of("b", "b0", [0, 3], version=2), of("a", "a2", [0, 1], version=2))
     numbers = collected(buffer, 3).statistics.environments
     assert numbers["a"] == {
@@ -506,7 +615,9 @@ def group_of(group_id: str, *rollouts: Any) -> RolloutGroup:
 
 
 def buffer_of(store: RolloutStore, shaping: Shaping, size: int = 4) -> RolloutBuffer:
-    return make_buffer(store, estimate=mean_only, rollout_batch_size=size, shaping=shaping, group_sizes=[])
+    return make_buffer(
+        store, estimate=mean_only, rollout_batch_size=size, shaping=shaping, group_sizes=[]
+    )
 
 
 def test_what_is_configured() -> None:
@@ -515,7 +626,9 @@ def test_what_is_configured() -> None:
         return make_shaping(config, make_algorithm(config))
 
     assert made() == PLAIN
-    everything = made(overlong_buffer=4, overlong_length=20, mask_truncated=True, algorithm="reinforce_pp")
+    everything = made(
+        overlong_buffer=4, overlong_length=20, mask_truncated=True, algorithm=("reinforce_pp")
+    )
     assert everything == Shaping(20, 4, mask_truncated=True, leave_out_marked=True)
     assert made(kl_beta=0.1, kl_in="reward").leave_out_marked, "it makes another advantage of 0"
 
@@ -534,38 +647,57 @@ def test_the_length_of_an_episode_is_that_of_all_its_segments() -> None:
 
 
 def test_reported_is_the_environments_reward(store: RolloutStore) -> None:
-    store.add(group_of("g", *(make_rollout((5,) * length, reward=1.0) for length in (4, 4, 8, 8))), source="http")
-    batch = buffer_of(store, replace(PLAIN, overlong_length=8, overlong_buffer=4)).collect(1, timeout_s=0)
+    store.add(
+        group_of("g", *(make_rollout((5,) * length, reward=1.0) for length in (4, 4, 8, 8))),
+        source=("http"),
+    )
+    batch = buffer_of(store, replace(PLAIN, overlong_length=8, overlong_buffer=4)).collect(
+        1, timeout_s=0
+    )
     assert batch.statistics.reward_mean == 1.0
     assert [s.advantages[-1] for s in batch.sequences] == pytest.approx([0.5, 0.5, -0.5, -0.5])
 
 
-def test_no_token_of_a_cut_answer_is_trained_on_and_it_counts_in_the_means(store: RolloutStore) -> None:
-    """Rewards 1, 0, 0 (cut), 0 → mean 0.25. All five sequences are in the batch, so that it has as many updates and
-    the loss's mean as many parts as without a cut (TRL); those of the cut episode have no trained token, after a resume
-    too."""
+def test_no_token_of_a_cut_answer_is_trained_on_and_it_counts_in_the_means(
+    store: RolloutStore,
+) -> None:
+    """Rewards 1, 0, 0 (cut), 0 → mean 0.25. All five sequences are in the batch, so that it has
+    as many updates and the loss's mean as many parts as without a cut (TRL); those of the cut
+    episode have no trained token, after a resume too."""
     rollouts = [make_rollout(reward=reward, stop_reason="stop") for reward in (1.0, 0.0, 0.0, 0.0)]
     rollouts[2] = replace(rollouts[2], stop_reason="length", earlier=(make_rollout(),))
     store.add(group_of("g", *rollouts), source="http")
     buffer = buffer_of(store, replace(PLAIN, mask_truncated=True))
     batch = buffer.collect(1, timeout_s=0)
-    assert [s.advantages[-1] for s in batch.sequences if s.trained] == pytest.approx([0.75, -0.25, -0.25])
+    assert [s.advantages[-1] for s in batch.sequences if s.trained] == pytest.approx(
+        [0.75, -0.25, -0.25]
+    )
     assert [s.trained > 0 for s in batch.sequences] == [True, True, False, False, True]
     assert batch.sequences[3].rollout.tokens == rollouts[2].tokens
     assert batch.statistics.truncated_fraction == 0.25
     again = buffer_of(store, replace(PLAIN, mask_truncated=True)).resume(1, ["g"])
-    assert [(s.rollout, s.advantages) for s in again.sequences] == [(s.rollout, s.advantages) for s in batch.sequences]
+    assert [(s.rollout, s.advantages) for s in again.sequences] == [
+        (s.rollout, s.advantages) for s in batch.sequences
+    ]
     assert len(buffer_of(store, PLAIN).resume(1, ["g"]).sequences) == 5
 
 
 def test_a_group_that_was_cut_throughout_is_dropped(store: RolloutStore) -> None:
-    store.add(group_of("g", *(make_rollout(reward=r, stop_reason="length") for r in (0.0, 1.0))), source="http")
-    assert buffer_of(store, replace(PLAIN, mask_truncated=True), size=2).collect(1, timeout_s=0) is None
+    store.add(
+        group_of("g", *(make_rollout(reward=r, stop_reason="length") for r in (0.0, 1.0))),
+        source=("http"),
+    )
+    assert (
+        buffer_of(store, replace(PLAIN, mask_truncated=True), size=2).collect(1, timeout_s=0)
+        is None
+    )
     assert store.drop_reasons() == {NO_VARIANCE: 1}
 
 
 def test_marked_ones_are_left_out_where_an_advantage_of_0_teaches(store: RolloutStore) -> None:
-    rollouts = [make_rollout(reward=reward) for reward in (1.0, 0.0)] + [make_rollout(zero_advantage=True)] * 2
+    rollouts = [make_rollout(reward=reward) for reward in (1.0, 0.0)] + [
+        make_rollout(zero_advantage=True)
+    ] * 2
     store.add(group_of("g", *rollouts), source="http")
     batch = buffer_of(store, replace(PLAIN, leave_out_marked=True)).collect(1, timeout_s=0)
     assert [s.advantages[-1] for s in batch.sequences if s.trained] == pytest.approx([0.75, -0.25])
@@ -573,7 +705,9 @@ def test_marked_ones_are_left_out_where_an_advantage_of_0_teaches(store: Rollout
     assert len(buffer_of(store, PLAIN).resume(1, ["g"]).sequences) == 4
 
 
-@pytest.mark.parametrize("rewards", [[1e308, 1e308, 0, 0], [1e308, -1e308, 0, 0], [1e200, -1e200, 1, 0]])
+@pytest.mark.parametrize(
+    "rewards", [[1e308, 1e308, 0, 0], [1e308, -1e308, 0, 0], [1e200, -1e200, 1, 0]]
+)
 def test_a_stored_group_that_would_overflow_is_dropped_with_the_reason(
     store: RolloutStore, rewards: list[float]
 ) -> None:

@@ -22,14 +22,22 @@ SHAPE: dict[str, Any] = {
 EXTRA: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "gemma2": {"query_pre_attn_scalar": 8.0},
-    "gptj": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 64, "n_positions": 128, "rotary_dim": 8}
+    "gptj": {
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_inner": 64,
+        "n_positions": 128,
+        "rotary_dim": 8,
+    }
     | {"layer_norm_epsilon": 1e-5},
     "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8.0},
 }
 
 
 def make_model(architecture: str = "qwen3", seed: int = 0, **overrides: Any) -> nn.Module:
-    """A random model with parameters away from their initial special values, evaluated and frozen."""
+    """A random model with parameters away from their initial special values, evaluated and
+    frozen."""
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
     config = SHAPE | EXTRA.get(architecture, {}) | {"model_type": architecture} | overrides

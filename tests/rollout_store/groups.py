@@ -42,7 +42,9 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 score = st.floats(-MAX_REWARD, MAX_REWARD)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | finite | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -60,10 +62,13 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     return Rollout(
         tokens=column(st.integers(0, 200_000)),
         mask=mask,
-        logprobs=tuple(value if sampled else 0.0 for value, sampled in zip(column(logprob), mask, strict=True)),
+        logprobs=tuple(
+            value if sampled else 0.0 for value, sampled in zip(column(logprob), mask, strict=True)
+        ),
         policy_versions=column(st.integers(0, 2**40)),
         temperature=draw(st.floats(0.01, 2.0)),
-        scores={"reward": draw(score)} | draw(st.dictionaries(st.text(max_size=4), score, max_size=2)),
+        scores={"reward": draw(score)}
+        | draw(st.dictionaries(st.text(max_size=4), score, max_size=2)),
         stop_reason=draw(st.none() | st.sampled_from(("stop", "length"))),
         processed_logprobs=draw(st.none() | st.just(column(finite))),
         error=draw(st.none() | st.text(max_size=5)),

@@ -33,7 +33,9 @@ def test_what_means_nothing_passes(changes: dict[str, Any]) -> None:
 
 def test_rollouts_without_logprobs_are_refused_unless_they_may_be_recomputed() -> None:
     group = make_group(rollouts=(make_rollout(), make_rollout(logprobs=None)))
-    with pytest.raises(RolloutRejectedError, match=r'server_type vllm.*missing_logprobs = "recompute"'):
+    with pytest.raises(
+        RolloutRejectedError, match=r'server_type vllm.*missing_logprobs = "recompute"'
+    ):
         check(group)
     check_group(group, vocab_size=VOCAB_SIZE, max_token_length=16, missing_logprobs="recompute")
     half = make_group(rollouts=(make_rollout(logprobs=()),))
@@ -54,7 +56,10 @@ def test_every_segment_is_checked() -> None:
         ({"logprobs": (0.0,) * 6}, "6 logprobs for 5 tokens"),
         ({"policy_versions": ()}, "0 policy versions for 5 tokens"),
         ({"processed_logprobs": (0.0,)}, "1 processed logprobs for 5 tokens"),
-        ({"tokens": (1, 2, 3, 4, VOCAB_SIZE)}, f"token 4 has id {VOCAB_SIZE}, outside the vocabulary of {VOCAB_SIZE}"),
+        (
+            {"tokens": (1, 2, 3, 4, VOCAB_SIZE)},
+            (f"token 4 has id {VOCAB_SIZE}, outside the vocabulary of {VOCAB_SIZE}"),
+        ),
         ({"tokens": (1, -1, 3, 4, 5)}, "token 1 has id -1"),
         ({"mask": (0, 0, 2, 1, 1)}, "values other than 0 and 1"),
         ({"mask": (0, 0, 0, 0, 0)}, "no token was sampled"),
@@ -68,7 +73,10 @@ def test_every_segment_is_checked() -> None:
         ({"temperature": -1.0}, "temperature -1.0"),
         ({"scores": {"style": 1.0}}, "no score named 'reward'"),
         ({"scores": {"reward": NAN}}, "the score 'reward' is nan"),
-        ({"scores": {"reward": 1e200}}, "the score 'reward' is 1e+200, not a number of at most ±1e+09"),
+        (
+            {"scores": {"reward": 1e200}},
+            ("the score 'reward' is 1e+200, not a number of at most ±1e+09"),
+        ),
         ({"logprobs": (0.0, 0.0, -1e308, -0.1, -0.1)}, "the logprob of token 2 is -1e+308"),
         ({"scores": {"reward": 1.0, "style": INF}}, "the score 'style' is inf"),
     ],

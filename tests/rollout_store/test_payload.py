@@ -31,7 +31,9 @@ def test_segments_and_missing_logprobs_come_back() -> None:
     segments = (make_rollout(prompt=1, scores={}), make_rollout(sampled=1, scores={}, version=3))
     unknown = make_rollout(-1.0, logprobs=None, processed_logprobs=(0.0, 0.0, -0.5, -0.5, -0.5))
     rows = ((0.5,) * 5, (-0.5,) * 5, (0.0,) * 5)
-    group = make_group(rollouts=(unknown, make_rollout(earlier=segments), make_rollout()), advantages=rows)
+    group = make_group(
+        rollouts=(unknown, make_rollout(earlier=segments), make_rollout()), advantages=rows
+    )
     assert decode_group(encode_group(group)) == group
 
 

@@ -23,7 +23,8 @@ LARGE = 40_000  # bytes of a group's noise, which does not compress
 
 
 def add_steps(store: RolloutStore, steps: int, *, groups: int = 2, noise: int = 0) -> None:
-    """`groups` groups for each step: `3-0` is the first that step 3 took, the last of a step is dropped."""
+    """`groups` groups for each step: `3-0` is the first that step 3 took, the last of a step is
+    dropped."""
     for step in range(1, steps + 1):
         names = [f"{step}-{number}" for number in range(groups)]
         for name in names:
@@ -34,7 +35,9 @@ def add_steps(store: RolloutStore, steps: int, *, groups: int = 2, noise: int = 
 
 def kept(store: RolloutStore) -> list[str]:
     with store.database.reading() as connection:
-        rows = connection.execute("SELECT group_id FROM groups JOIN payloads USING (sequence) ORDER BY sequence")
+        rows = connection.execute(
+            "SELECT group_id FROM groups JOIN payloads USING (sequence) ORDER BY sequence"
+        )
         return [group_id for (group_id,) in rows]
 
 
@@ -99,9 +102,15 @@ def test_a_restore_further_back_than_what_is_kept_leaves_the_pruned_and_says_so(
 
 
 def test_policy_versions_lie_beside_the_group(store):
-    store.add(make_group("a", rollouts=(make_rollout(version=3), make_rollout(version=7))), source="test")
+    store.add(
+        make_group("a", rollouts=(make_rollout(version=3), make_rollout(version=7))),
+        source=("test"),
+    )
     with store.database.reading() as connection:
-        assert connection.execute("SELECT first_version, last_version FROM groups").fetchone() == (3, 7)
+        assert connection.execute("SELECT first_version, last_version FROM groups").fetchone() == (
+            3,
+            7,
+        )
 
 
 # ---------------------------------------------------------------------- one commit for many
@@ -128,7 +137,9 @@ def test_groups_that_come_during_a_commit_share_the_next_one(store, monkeypatch)
 def test_all_that_share_a_commit_learn_that_it_failed(store):
     with ThreadPoolExecutor(4) as pool:
         with store._changed:
-            adding = [pool.submit(store.add, make_group(f"g{number}"), source="t") for number in range(4)]
+            adding = [
+                pool.submit(store.add, make_group(f"g{number}"), source="t") for number in range(4)
+            ]
             until(lambda: len(store._arrivals) == 4)
             pages = store.database.connection.execute("PRAGMA page_count").fetchone()[0]
             store.database.connection.execute(f"PRAGMA max_page_count = {pages}")
@@ -149,7 +160,9 @@ def test_below_the_reserve_no_group_is_accepted(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "free_bytes", lambda directory: free)
     assert store.add(make_group("a"), source="t")
     free = 10**9 - 1
-    with pytest.raises(StoreError, match=r"no group is accepted: 1\.00 GB are free.*min_free_gb.*sent again"):
+    with pytest.raises(
+        StoreError, match=r"no group is accepted: 1\.00 GB are free.*min_free_gb.*sent again"
+    ):
         store.add(make_group("b"), source="t")
     assert store.known_ids() == {"a"}
     store.take(["a"], 1)  # what is there can still be trained on
@@ -172,7 +185,8 @@ def test_the_reserve_by_default_is_a_share_of_a_small_disk(tmp_path, monkeypatch
     assert files.shortage(tmp_path, 0) is None
 
 
-# ---------------------------------------------------------------------- files of other times and places
+# ---------------------------------------------------------------------- files of other times and
+# places
 
 SCHEMA_1 = """
 CREATE TABLE groups (
@@ -195,14 +209,21 @@ def old_database(path: Path) -> None:
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.executescript(SCHEMA_1)
-    rows = [("a", "taken", 3, None), ("b", "dropped", 4, "no variance"), ("c", "waiting", None, None)]
+    rows = [
+        ("a", "taken", 3, None),
+        ("b", "dropped", 4, "no variance"),
+        ("c", "waiting", None, None),
+    ]
     for name, state, step, reason in rows:
         connection.execute(
-            "INSERT INTO groups (group_id, source, environment, rollouts, received, state, step, reason, payload)"
+            "INSERT INTO groups (group_id, source, environment, rollouts, received, state, step,"
+            " reason, payload)"
             " VALUES (?, 'environments', 'sums', 2, 1.5, ?, ?, ?, ?)",
             (name, state, step, reason, encode_group(make_group(name))),
         )
-    connection.execute("INSERT INTO rejects (source, reason, received) VALUES ('env', 'no scores', 2.5)")
+    connection.execute(
+        "INSERT INTO rejects (source, reason, received) VALUES ('env', 'no scores', 2.5)"
+    )
     connection.execute("INSERT INTO notes VALUES ('k', '[1]')")
     connection.close()
 
@@ -270,7 +291,8 @@ def test_reading_only_beside_a_writer(store):
 
 
 def test_reading_what_nobody_writes_leaves_no_file_behind(tmp_path):
-    """Also beside the reader: a run that goes on meanwhile is seen, while it writes and after it has ended again."""
+    """Also beside the reader: a run that goes on meanwhile is seen, while it writes and after it
+    has ended again."""
     path = tmp_path / "r.sqlite"
     with closing(RolloutStore(path)) as store:
         store.add(make_group("a"), source="t")
@@ -299,8 +321,9 @@ def test_commits_are_synchronised_with_the_drive(store):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_accepted_group_is_accounted_for_whatever_happens(tmp_path, seed):
-    """Groups come, steps take and drop them, checkpoints are made and resumed from (after a kill, an older one too),
-    and all is pruned that may be: in the end each group was consumed once in the timeline that counts."""
+    """Groups come, steps take and drop them, checkpoints are made and resumed from (after a
+    kill, an older one too), and all is pruned that may be: in the end each group was consumed
+    once in the timeline that counts."""
     random, path = Random(seed), tmp_path / "r.sqlite"
     store, accepted, step = RolloutStore(path), 0, 0
     consumed: dict[str, int] = {}  # of this timeline
@@ -331,7 +354,9 @@ def test_every_accepted_group_is_accounted_for_whatever_happens(tmp_path, seed):
         assert counts.waiting + counts.taken + counts.dropped == accepted
         assert counts.taken + counts.dropped == len(consumed)
     left = store.waiting()
-    assert {group.group_id for group in left} | consumed.keys() == {f"g{number}" for number in range(accepted)}
+    assert {group.group_id for group in left} | consumed.keys() == {
+        f"g{number}" for number in range(accepted)
+    }
     assert left == [make_group(group.group_id) for group in left]
 
 

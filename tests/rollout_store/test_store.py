@@ -130,7 +130,9 @@ def test_of_a_flood_of_rejects_the_newest_are_remembered_and_all_are_counted(sto
     monkeypatch.setattr("mlx_parallm.rollout_store.store.KEPT_REASONS", 5)
     for number in range(8):
         store.reject(None, source="env", reason=f"reason {number}")
-    assert [reject.reason for reject in store.rejects()] == [f"reason {number}" for number in (7, 6, 5, 4, 3)]
+    assert [reject.reason for reject in store.rejects()] == [
+        f"reason {number}" for number in (7, 6, 5, 4, 3)
+    ]
     assert store.counts().rejected == 8
 
 
@@ -201,7 +203,9 @@ def test_a_full_database_refuses_and_keeps_what_it_has(store):
     pages = store.database.connection.execute("PRAGMA page_count").fetchone()[0]
     store.database.connection.execute(f"PRAGMA max_page_count = {pages}")
     large = make_group("large", metadata={"noise": os.urandom(50_000).hex()})
-    with pytest.raises(StoreError, match=r"rollouts\.sqlite.*cannot be written.*full.*free some space"):
+    with pytest.raises(
+        StoreError, match=r"rollouts\.sqlite.*cannot be written.*full.*free some space"
+    ):
         store.add(large, source="test")
     assert store.known_ids() == {"a"}
     store.database.connection.execute("PRAGMA max_page_count = 100000")
@@ -222,7 +226,9 @@ def test_a_database_that_another_process_holds_is_a_clear_error(tmp_path):
 
 
 def test_what_is_no_database_or_a_newer_one_is_refused(tmp_path):
-    (tmp_path / "text.sqlite").write_text("not a database, but long enough to look like a header of one" * 3)
+    (tmp_path / "text.sqlite").write_text(
+        "not a database, but long enough to look like a header of one" * 3
+    )
     with pytest.raises(StoreError, match="not a database"):
         RolloutStore(tmp_path / "text.sqlite")
     RolloutStore(tmp_path / "new.sqlite").close()

@@ -25,12 +25,28 @@ def make_run(
     environment: str = "sum",
     numbers: dict[str, Any] | None = None,
 ) -> Path:
-    """`answers`: of each evaluation the greedy rewards by problem; it is after the step of its number."""
+    """`answers`: of each evaluation the greedy rewards by problem; it is after the step of its
+    number."""
     path.mkdir(parents=True)
-    (path / "config.toml").write_text(f'[rl_training]\nrun_name = "{path.name}"\n{settings}\n{rest}')
+    (path / "config.toml").write_text(
+        f'[rl_training]\nrun_name = "{path.name}"\n{settings}\n{rest}'
+    )
     lines = [
-        {"step": step, "reward_mean": reward, "kl": 0.01 * step, "entropy": 1.0 / step, "tokens": 500, "groups": 2}
-        | {"sequences": 8, "optimizer_updates": 2, "time_rollout_s": 1.5, "time_train_s": 0.5, "time_publish_s": None}
+        {
+            "step": step,
+            "reward_mean": reward,
+            "kl": 0.01 * step,
+            "entropy": 1.0 / step,
+            "tokens": 500,
+            "groups": 2,
+        }
+        | {
+            "sequences": 8,
+            "optimizer_updates": 2,
+            "time_rollout_s": 1.5,
+            "time_train_s": 0.5,
+            "time_publish_s": None,
+        }
         for step, reward in enumerate(rewards, 1)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -42,15 +58,20 @@ def make_run(
             "score": sum(rewards) / len(rewards),
             "environments": {
                 environment: {
-                    "numbers": numbers or {"accuracy": 0.8, "accuracy_low": 0.49, "accuracy_high": 0.943},
-                    "problems": [{"key": f"p{n}", "greedy": r, "sampled": []} for n, r in enumerate(rewards)],
+                    "numbers": numbers
+                    or {"accuracy": 0.8, "accuracy_low": 0.49, "accuracy_high": 0.943},
+                    "problems": [
+                        {"key": f"p{n}", "greedy": r, "sampled": []} for n, r in enumerate(rewards)
+                    ],
                     "examples": [],
                 }
             },
         }
         for step, rewards in enumerate(answers)
     ]
-    (path / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+    (path / "evaluations.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in evaluations)
+    )
     return path
 
 
@@ -94,7 +115,9 @@ def test_numbers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_settings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = '[[environments]]\nkind = "tasks"\nname = "reverse"\nweight = 2.0\n'
-    a = make_run(tmp_path / "a", rest='[server]\nport = 1\n[model]\nbase_path = "x"\n' + SUMS + words)
+    a = make_run(
+        tmp_path / "a", rest='[server]\nport = 1\n[model]\nbase_path = "x"\n' + SUMS + words
+    )
     b = make_run(tmp_path / "b", settings="total_steps = 9", rest=SUMS + "group_size = 3\n")
     runs = read_runs([a, b])
     assert differing(runs) == {
@@ -103,7 +126,9 @@ def test_settings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "environments.sum.group_size": ["8", "3"],
         "environments.reverse": ["there", "–"],
     }
-    same = make_run(tmp_path / "c" / "a", rest='[server]\nport = 2\n[model]\nbase_path = "x"\n' + SUMS + words)
+    same = make_run(
+        tmp_path / "c" / "a", rest='[server]\nport = 2\n[model]\nbase_path = "x"\n' + SUMS + words
+    )
     assert "no setting differs" in compare(capsys, a, same)
     (same / "config.toml").write_text("[rl_training]\nalgorithm = 7\n")
     text = compare(capsys, a, same, b)
@@ -111,7 +136,9 @@ def test_settings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [cell.strip() for cell in cells(text, "rl_training.total_steps")] == ["4", "–", "9"]
 
 
-def test_a_secret_of_a_configuration_is_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_secret_of_a_configuration_is_hidden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = make_run(tmp_path / "a", rest='[server]\napi_key = "very-secret-key"\n')
     assert "very-secret" not in compare(capsys, a, make_run(tmp_path / "b", rest=""))
 
@@ -124,7 +151,10 @@ def test_a_secret_of_a_configuration_is_hidden(tmp_path: Path, capsys: pytest.Ca
         # two gained and none lost: p = 2 / 2² = 0.5
         ([1.0] * 2 + [0.0] * 6 + [1.0], "no significant difference: sum (at"),
         # rewards in between: the interval of the difference leaves out 0, or holds it
-        ([0.4] * 8 + [0.9], "B is better than A: sum (mean reward); no significant difference: sum (at"),
+        (
+            [0.4] * 8 + [0.9],
+            ("B is better than A: sum (mean reward); no significant difference: sum (at"),
+        ),
     ],
 )
 def test_whether_a_difference_is_more_than_chance(
@@ -140,7 +170,9 @@ def test_whether_a_difference_is_more_than_chance(
         assert "0.0391" in text
 
 
-def test_evaluations_that_share_no_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluations_that_share_no_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = make_run(tmp_path / "a", (0.1,), answers=[[1.0]])
     b = make_run(tmp_path / "b", (0.1,), answers=[[1.0]], environment="sort")
     text = compare(capsys, a, b)
@@ -164,7 +196,9 @@ def test_a_curve_has_no_gaps() -> None:
     assert curve(evaluations, [*evaluations, (5, 1.0)], (0.0, 1.0), 48) == "▁▁██▁ "
 
 
-def test_the_scale_of_a_curve_is_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scale_of_a_curve_is_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A reward is drawn from 0 to 1, as in the panel: 0.433 was ▁."""
     a, b = make_run(tmp_path / "a", (0.433, 1.0)), make_run(tmp_path / "b", (0.433, 0.433))
     lines = compare(capsys, a, b).partition("curves: ")[2].splitlines()
@@ -179,7 +213,9 @@ def test_the_scale_of_a_curve_is_beside_it(tmp_path: Path, capsys: pytest.Captur
     ]
 
 
-def test_the_curves_of_all_runs_are_in_one_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_curves_of_all_runs_are_in_one_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = [make_run(tmp_path / f"cost ${name}$", [0.1 * name] * 30) for name in (1, 5, 9)]
     text = compare(capsys, *runs, "--png", tmp_path / "runs.png")
     assert f"curves: {tmp_path / 'runs.png'}\n" in text
@@ -190,43 +226,78 @@ def test_the_curves_of_all_runs_are_in_one_picture(tmp_path: Path, capsys: pytes
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["runs.png"]
 
 
-def test_names_of_others_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_others_reach_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hostile = "\x1b]0;pwned\x07"
-    runs = [make_run(tmp_path / name, (0.1,), answers=[[1.0]], environment=hostile) for name in "ab"]
+    runs = [
+        make_run(tmp_path / name, (0.1,), answers=[[1.0]], environment=hostile) for name in ("ab")
+    ]
     text = compare(capsys, *runs)
     assert "]0;pwned" in text and "\x1b" not in text and "\x07" not in text
 
 
-def test_a_run_on_rows_is_judged_by_its_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_rows_is_judged_by_its_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = [make_run(tmp_path / name, rest="") for name in "ab"]
     for run, losses in zip(runs, ((3.0, 1.0), (2.0, 2.5)), strict=True):
-        lines = [{"step": n, "loss": loss, "groups": 0, "sequences": 4} for n, loss in enumerate(losses, 1)]
+        lines = [
+            {"step": n, "loss": loss, "groups": 0, "sequences": 4}
+            for n, loss in enumerate(losses, 1)
+        ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = compare(capsys, *runs)
-    assert [cell.strip() for cell in cells(text, "loss, began → now")] == ["3.000 → 1.000", "2.000 → 2.500"]
-    assert [cell.strip() for cell in cells(text, "loss, best")] == ["1.000 (to step 2)", "2.000 (to step 1)"]
+    assert [cell.strip() for cell in cells(text, "loss, began → now")] == [
+        "3.000 → 1.000",
+        ("2.000 → 2.500"),
+    ]
+    assert [cell.strip() for cell in cells(text, "loss, best")] == [
+        "1.000 (to step 2)",
+        ("2.000 (to step 1)"),
+    ]
 
 
 def test_a_small_kl_is_no_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [make_run(tmp_path / name, (0.5, 0.5)) for name in "ab"]
-    lines = [{"step": n, "reward_mean": 0.5, "kl": kl, "groups": 2} for n, kl in enumerate((0.0, 3.1e-5), 1)]
+    lines = [
+        {"step": n, "reward_mean": 0.5, "kl": kl, "groups": 2}
+        for n, kl in enumerate((0.0, 3.1e-5), 1)
+    ]
     (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "0.0000 → 3.1e-05" in [cell.strip() for cell in cells(compare(capsys, *runs), "KL, began → now")]
+    assert "0.0000 → 3.1e-05" in [
+        cell.strip() for cell in cells(compare(capsys, *runs), ("KL, began → now"))
+    ]
 
 
-def test_loss_and_reward_have_axes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rewarded, lost = make_run(tmp_path / "rewarded", (0.0, 1.0)), make_run(tmp_path / "lost", rest="")
-    lines = [{"step": n, "loss": loss, "groups": 0, "sequences": 4} for n, loss in enumerate((9.0, 5.0), 1)]
+def test_loss_and_reward_have_axes_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewarded, lost = (
+        make_run(tmp_path / "rewarded", (0.0, 1.0)),
+        make_run(tmp_path / "lost", rest=("")),
+    )
+    lines = [
+        {"step": n, "loss": loss, "groups": 0, "sequences": 4}
+        for n, loss in enumerate((9.0, 5.0), 1)
+    ]
     (lost / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     curves = compare(capsys, rewarded, lost).partition("curves:")[2]
     rows = [" ".join(row.split()) for row in curves.splitlines()]
     assert "reward, 0 to 1 A 0.000 ▁█ 1.000" in rows and "loss, 5 to 9 B 9.000 █▁ 5.000" in rows
     compare(capsys, rewarded, lost, "--png", tmp_path / "runs.png")
-    alone = compare(capsys, rewarded, make_run(tmp_path / "b", (0.5,)), "--png", tmp_path / "alone.png")
-    assert alone and Image.open(tmp_path / "runs.png").height > Image.open(tmp_path / "alone.png").height
+    alone = compare(
+        capsys, rewarded, make_run(tmp_path / "b", (0.5,)), "--png", tmp_path / "alone.png"
+    )
+    assert (
+        alone
+        and Image.open(tmp_path / "runs.png").height > Image.open(tmp_path / "alone.png").height
+    )
 
 
-def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = (make_run(tmp_path / name) for name in "ab")
     assert "–" in compare(capsys, a, b), "runs that have made no step"
     for arguments, words in (

@@ -1,4 +1,5 @@
-"""mlx_parallm_eval over the shipped tiny model: over HTTP from a real server, and in a process of its own."""
+"""mlx_parallm_eval over the shipped tiny model: over HTTP from a real server, and in a process
+of its own."""
 
 import json
 import re
@@ -54,14 +55,19 @@ def results(directory: Path) -> dict[str, Any]:
 
 def answers(directory: Path) -> dict[tuple[str, str, str], tuple[str, float]]:
     rows = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
-    return {(row["environment"], row["key"], row["which"]): (row["completion"], row["reward"]) for row in rows}
+    return {
+        (row["environment"], row["key"], row["which"]): (row["completion"], row["reward"])
+        for row in rows
+    }
 
 
 def test_over_http_and_here_the_same_model_gives_the_same_greedy_answers(
     server: Any, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
-    code = cli.evaluate(["--config", str(config), "--url", f"{server.url}/v1", "--output", str(there)])
+    code = cli.evaluate(
+        ["--config", str(config), "--url", f"{server.url}/v1", "--output", str(there)]
+    )
     assert code == 0
     told = capsys.readouterr().out
     assert re.search(r"sum +│ accuracy +│ [01]\.\d{3} │ \d\.\d{3} to \d\.\d{3} +│ +10 │ +0", told)
@@ -78,8 +84,14 @@ def test_over_http_and_here_the_same_model_gives_the_same_greedy_answers(
     greedy = {key: value for key, value in answers(here).items() if key[2] == "greedy"}
     assert greedy == {key: value for key, value in answers(there).items() if key[2] == "greedy"}
     for name in ("sum", "reverse"):
-        numbers = [results(place)["environments"][name]["numbers"]["accuracy"] for place in (here, there)]
-        assert numbers[0] == numbers[1] == sum(value for key, (_, value) in greedy.items() if key[0] == name) / 10
+        numbers = [
+            results(place)["environments"][name]["numbers"]["accuracy"] for place in (here, there)
+        ]
+        assert (
+            numbers[0]
+            == numbers[1]
+            == sum(value for key, (_, value) in greedy.items() if key[0] == name) / 10
+        )
     capsys.readouterr()
     assert cli.evaluate(["--compare", str(here), str(there)]) == 0
     told = capsys.readouterr().out
@@ -98,7 +110,16 @@ class Tags(HTMLParser):
 
 def test_the_page_has_every_answer_and_no_script(server: Any, config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    flags = ["--config", str(config), "--url", f"{server.url}/v1", "--problems", "2", "--samples", "0"]
+    flags = [
+        "--config",
+        str(config),
+        "--url",
+        f"{server.url}/v1",
+        "--problems",
+        "2",
+        "--samples",
+        ("0"),
+    ]
     assert cli.evaluate([*flags, "--output", str(out)]) == 0
     page = (out / "samples.html").read_text()
     tags = Tags()
@@ -112,10 +133,16 @@ def test_the_page_has_every_answer_and_no_script(server: Any, config: Path, tmp_
     ("flags", "words"),
     [
         (["--url", "http://127.0.0.1:1/v1"], "cannot be reached"),
-        (["--url", "{server}/v1", "--model", "nobody"], "every answer failed: .*The model 'nobody' does not exist"),
+        (
+            ["--url", "{server}/v1", "--model", "nobody"],
+            ("every answer failed: .*The model 'nobody' does not exist"),
+        ),
         (["--url", "not-a-url"], "is not a URL"),
         (["--problems", "0"], "evaluation.problems is 0"),
-        (["--set", "evaluation.greedy=false", "--samples", "0"], "neither greedy answers nor samples"),
+        (
+            ["--set", "evaluation.greedy=false", "--samples", "0"],
+            ("neither greedy answers nor samples"),
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(
@@ -127,7 +154,12 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--config", "x", "--compare", "a", "b"], ["--config", "x", "--url", "u", "--lora-path", "a"]]
+    "flags",
+    [
+        [],
+        ["--config", "x", "--compare", "a", "b"],
+        ["--config", "x", "--url", "u", "--lora-path", ("a")],
+    ],
 )
 def test_flags_that_do_not_go_together(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -171,7 +203,9 @@ class Endpoint:
         self.replies, self.asked = list(replies), []  # type: ignore[var-annotated]
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append((path, {key: value for key, value in body.items() if key != "return_token_ids"}))
+        self.asked.append(
+            (path, {key: value for key, value in body.items() if key != ("return_token_ids")})
+        )
         return self.replies.pop(0)
 
     def policy(self, inference: Any = None, **options: Any) -> EndpointPolicy:
@@ -186,7 +220,11 @@ def chat(text: str, reason: str = "stop", **more: Any) -> dict[str, Any]:
 
 def turn(prompt: Any) -> TurnRequest:
     config = EnvironmentConfig(
-        kind="tasks", name="sum", max_tokens=7, stop=("\n",), chat_template_kwargs={"enable_thinking": False}
+        kind="tasks",
+        name="sum",
+        max_tokens=7,
+        stop=("\n",),
+        chat_template_kwargs={"enable_thinking": False},
     )
     return TurnRequest("t", prompt, config, seed=2**31 + 5, overrides={}, options={})
 
@@ -194,14 +232,24 @@ def turn(prompt: Any) -> TurnRequest:
 async def test_a_turn_is_one_request_and_records_the_tokens_that_the_endpoint_names() -> None:
     messages = ({"role": "system", "content": "Be brief"}, {"role": "user", "content": "Why?\n"})
     endpoint = Endpoint(chat("Because.", "length", token_ids=[4, 5]), {"choices": [{"text": " 4"}]})
-    policy = endpoint.policy(template_kwargs={"enable_thinking": True, "x": 1}).with_sampling(0.5, 0.9)
+    policy = endpoint.policy(template_kwargs={"enable_thinking": True, "x": 1}).with_sampling(
+        0.5, 0.9
+    )
     sequences: list[SequenceRecorder] = []
     completion = await policy.sample(turn(messages), sequences, None)
-    assert (completion.text, completion.finish_reason, completion.token_ids) == ("Because.", "length", (4, 5))
+    assert (completion.text, completion.finish_reason, completion.token_ids) == (
+        "Because.",
+        "length",
+        (4, 5),
+    )
     assert (await policy.sample(turn("2 + 2 ="), sequences, None)).text == " 4"
     assert len(sequences) == 2, "no turn continues another one's tokens"
     assert policy.backend.completion_tokens == 3
-    common = {"model": "m", "chat_template_kwargs": {"enable_thinking": False, "x": 1}, "max_tokens": 7}
+    common = {
+        "model": "m",
+        "chat_template_kwargs": {"enable_thinking": False, "x": 1},
+        "max_tokens": 7,
+    }
     common |= {"temperature": 0.5, "top_p": 0.9, "stop": ["\n"], "seed": 5}
     assert endpoint.asked == [
         ("/chat/completions", common | {"messages": list(messages)}),
@@ -242,10 +290,13 @@ class AsksItself(BaseEnvironment):
 
 @pytest.mark.parametrize("kind", ["TwoTurns", "AsksItself"])
 async def test_a_second_turn_holds_the_first(tmp_path: Path, kind: str) -> None:
-    """Played by the runner of the engine's environments, also where the environment asks by itself."""
+    """Played by the runner of the engine's environments, also where the environment asks by
+    itself."""
     (tmp_path / "two_turns.py").write_text(ENVIRONMENTS)
     rewards = ("builtin:answer_match",) if kind == "AsksItself" else ()
-    config = EnvironmentConfig(kind=f"python:{tmp_path}/two_turns.py:{kind}", name="two", rewards=rewards)
+    config = EnvironmentConfig(
+        kind=f"python:{tmp_path}/two_turns.py:{kind}", name="two", rewards=rewards
+    )
     problems = draw_problems(build_sources([config], seed=0), 1)
     endpoint = Endpoint(chat("first"), chat("second"))
     with InferenceModule("m", backend="openai", base_url=Endpoint.base_url) as inference:
@@ -264,8 +315,14 @@ async def test_an_endpoints_calls_are_made_and_answered_as_its_api_has_it() -> N
         return a + b
 
     function = {"name": "add", "arguments": '{"a": 2, "b": 40}'}
-    called = {"content": "Let me see.", "tool_calls": [{"id": "x", "type": "function", "function": function}]}
-    reply = {"choices": [{"message": called, "finish_reason": "tool_calls"}], "usage": {"completion_tokens": 3}}
+    called = {
+        "content": "Let me see.",
+        "tool_calls": [{"id": "x", "type": "function", "function": function}],
+    }
+    reply = {
+        "choices": [{"message": called, "finish_reason": "tool_calls"}],
+        "usage": {"completion_tokens": 3},
+    }
     endpoint = Endpoint(reply, chat("42"))
     rewards = {"rewards": ("builtin:regex",), "reward_options": {"regex": {"pattern": "42"}}}
     options = {"tasks": [{"prompt": f"What is {n} + 40?"} for n in range(30)]}

@@ -1,4 +1,5 @@
-"""mlx_parallm_replay: other settings on a run's rollouts; on a run that was written by hand, and on a real one."""
+"""mlx_parallm_replay: other settings on a run's rollouts; on a run that was written by hand, and
+on a real one."""
 
 import json
 from pathlib import Path
@@ -58,7 +59,13 @@ def run(tmp_path: Path) -> Path:
     store.close()
     metrics = MetricsFile(run / METRICS_FILE)
     for step in STEPS:
-        values = {"step": step, "policy_version": step, "loss": 7.0, "reward_mean": 0.5, "groups": 2}
+        values = {
+            "step": step,
+            "policy_version": step,
+            "loss": 7.0,
+            "reward_mean": 0.5,
+            "groups": 2,
+        }
         metrics.append(complete(values | {"eval/score": 0.3}))
     (run / "config.toml").write_text(parse_config(CONFIG).to_toml())
     return run
@@ -75,32 +82,54 @@ def test_it_trains_on_what_the_steps_took_and_leaves_the_run_alone(run: Path) ->
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert [line["tokens"] for line in lines] == [40, 40, 40]
     assert [line["optimizer_updates"] for line in lines] == [2, 2, 2]
-    assert [line["reward_mean"] for line in lines] == [0.5] * 3, "the data's own numbers are the run's"
+    assert [line["reward_mean"] for line in lines] == [0.5] * 3, (
+        "the data's own numbers are the run's"
+    )
     assert all(np.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
     assert (variant.directory / "final" / "adapters.safetensors").is_file()
     assert (variant.directory / "config.toml").is_file()
-    assert not (run.parent / "latest").exists(), "a replay is no run that something could go on from"
-    after = {file.name: file.read_bytes() for file in run.iterdir() if file.is_file() and "sqlite-" not in file.name}
+    assert not (run.parent / "latest").exists(), (
+        "a replay is no run that something could go on from"
+    )
+    after = {
+        file.name: file.read_bytes()
+        for file in run.iterdir()
+        if file.is_file() and "sqlite-" not in file.name
+    }
     assert after == {name: content for name, content in before.items() if "sqlite-" not in name}
 
 
 def test_variants_differ_where_their_settings_do(run: Path) -> None:
-    found = replay(run, [(), ("rl_training.learning_rate=1e-2",), ("rl_training.advantage=mean",)], steps=2)
+    found = replay(
+        run, [(), ("rl_training.learning_rate=1e-2",), ("rl_training.advantage=mean",)], steps=2
+    )
     plain, fast, mean = (variant.lines for variant in found.variants)
-    assert [variant.directory.name for variant in found.variants] == ["run-replay", "run-replay-2", "run-replay-3"]
+    assert [variant.directory.name for variant in found.variants] == [
+        "run-replay",
+        "run-replay-2",
+        ("run-replay-3"),
+    ]
     assert [len(lines) for lines in (plain, fast, mean)] == [2, 2, 2]
-    # rewards 0, 1, 1, 0: their standard deviation is 1/2, so "std" has advantages twice those of "mean"
+    # rewards 0, 1, 1, 0: their standard deviation is 1/2, so "std" has advantages twice those of
+    # "mean"
     assert mean[0]["loss"] != pytest.approx(plain[0]["loss"], rel=1e-3)
     assert fast[0]["update_norm"] == pytest.approx(10 * plain[0]["update_norm"], rel=0.2)
     assert fast[1]["loss"] != plain[1]["loss"]
 
 
-def test_the_table_has_the_run_and_its_variants_side_by_side(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli_tools.replay([str(run), "--steps", "1", "--variant", "rl_training.learning_rate=1e-2"]) == 0
+def test_the_table_has_the_run_and_its_variants_side_by_side(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli_tools.replay([str(run), "--steps", "1", "--variant", "rl_training.learning_rate=1e-2"])
+        == 0
+    )
     told = capsys.readouterr()
     [loss] = [line.split() for line in told.out.splitlines() if line.startswith("loss")]
     assert loss[1] == "7"
-    assert float(loss[2]) == pytest.approx(json.loads((run.with_name("run-replay") / METRICS_FILE).read_text())["loss"])
+    assert float(loss[2]) == pytest.approx(
+        json.loads((run.with_name("run-replay") / METRICS_FILE).read_text())[("loss")]
+    )
     assert "answers that it would not have given" in " ".join(told.out.split())
     assert "step 1: loss" in told.err and "eval/" not in told.out
 
@@ -108,8 +137,18 @@ def test_the_table_has_the_run_and_its_variants_side_by_side(run: Path, capsys: 
 @pytest.mark.parametrize(
     ("overrides", "start", "error", "message"),
     [
-        (("model.base_path=/elsewhere",), None, ConfigError, "model may not change: the rollouts of"),
-        (("rl_training.lora.quantize_base=true",), None, ConfigError, "quantize_base may not change"),
+        (
+            ("model.base_path=/elsewhere",),
+            None,
+            ConfigError,
+            ("model may not change: the rollouts of"),
+        ),
+        (
+            ("rl_training.lora.quantize_base=true",),
+            None,
+            ConfigError,
+            ("quantize_base may not change"),
+        ),
         ((), "step_000002", CheckpointError, "has no such checkpoint. There are: none"),
         (("rl_training.learning_rat=1",), None, ConfigError, "did you mean"),
     ],

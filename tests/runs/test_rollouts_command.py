@@ -21,7 +21,9 @@ def run(tmp_path: Path) -> Path:
     store = RolloutStore(run / "rollouts.sqlite")
     for name, version in (("sums-0", 0), ("sums-1", 2), ("sums-2", 2), ("sums-3", 5)):
         store.add(
-            make_group(name, rollouts=(make_rollout(version=version), make_rollout(0.0, version=version))),
+            make_group(
+                name, rollouts=(make_rollout(version=version), make_rollout(0.0, version=version))
+            ),
             source="environments",
         )
     store.add(make_group("far", size=3, environment="gsm8k_0"), source="atropos:0")
@@ -42,21 +44,35 @@ def rollouts(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     return capsys.readouterr().out
 
 
-def test_counts_by_state_environment_and_version(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_by_state_environment_and_version(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = json.loads(rollouts(capsys, run, "--counts", "--json"))
-    assert found["groups"] == {"waiting": 1, "taken": 3, "dropped": 1, "quarantined": 1, "rejected": 2}
+    assert found["groups"] == {
+        "waiting": 1,
+        "taken": 3,
+        "dropped": 1,
+        "quarantined": 1,
+        "rejected": 2,
+    }
     [far, sums] = found["environments"]
     names = ("environment", "source", "waiting", "quarantined", "sequences")
     assert [far[name] for name in names] == ["gsm8k_0", "atropos:0", 1, 1, 5]
     assert [sums[name] for name in ("taken", "dropped", "sequences", "pruned")] == [3, 1, 8, 3]
     versions = [
-        tuple(entry[name] for name in ("version", "waiting", "taken", "dropped")) for entry in found["versions"]
+        tuple(entry[name] for name in ("version", "waiting", "taken", "dropped"))
+        for entry in found[("versions")]
     ]
     assert versions == [(0, 1, 1, 0), (2, 0, 1, 1), (5, 0, 1, 0)]
     assert found["dropped"] == {"too old": 1, OTHER_MODEL: 1}
-    assert {entry["reason"] for entry in found["rejected"]} == {"the reward is nan", "the group has no rollouts"}
+    assert {entry["reason"] for entry in found["rejected"]} == {
+        "the reward is nan",
+        ("the group has no rollouts"),
+    }
     text = rollouts(capsys, run, "--counts")
-    assert text.startswith("my-run: groups: 1 waiting, 3 taken, 1 dropped, 1 quarantined, 2 rejected")
+    assert text.startswith(
+        "my-run: groups: 1 waiting, 3 taken, 1 dropped, 1 quarantined, 2 rejected"
+    )
     assert "sequences  pruned  last received" in text
     for words in ("gsm8k_0", "too old", "atropos:0: the reward is nan", "policy version"):
         assert words in text
@@ -79,7 +95,9 @@ def test_one_group_and_one_rollout(run: Path, capsys: pytest.CaptureFixture[str]
     assert second["number"] == 1
 
 
-def test_a_pruned_group_still_says_what_became_of_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pruned_group_still_says_what_became_of_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert json.loads(rollouts(capsys, run, "--show", "sums-2", "--json"))["rollouts"] is None
     text = rollouts(capsys, run, "--show", "sums-2")
     assert "sums-2: dropped by step 1: too old" in text and "the tokens were pruned" in text
@@ -114,7 +132,14 @@ def test_it_reads_while_the_run_writes(run: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{tmp}"], "is no run directory (no metrics.jsonl, rollouts.sqlite or config.toml); runs in it: my-run"),
+        (
+            ["{tmp}"],
+            (
+                "is no run directory (no metrics.jsonl, rollouts.sqlite or config.toml); runs in"
+                " it:"
+                " my-run"
+            ),
+        ),
         (["{tmp}/nothing"], "nothing is no run directory"),
         (["{run}", "--show", "ghost"], "no group 'ghost'"),
         (["{run}", "--show", "sums-"], "several groups begin with 'sums-': sums-0, sums-1"),

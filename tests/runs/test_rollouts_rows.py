@@ -1,4 +1,5 @@
-"""mlx_parallm rollouts: single answers with texts, parts, advantages and reasons; filters, orders, whole groups."""
+"""mlx_parallm rollouts: single answers with texts, parts, advantages and reasons; filters,
+orders, whole groups."""
 
 import json
 import sqlite3
@@ -18,23 +19,32 @@ HOSTILE = "\x1b]0;pwned\x07\x1b[2J"
 
 def make_run(path: Path, settings: str = 'advantage = "rloo"') -> Path:
     path.mkdir()
-    (path / "config.toml").write_text(f'[model]\nbase_path = "builtin:tiny"\n[rl_training]\n{settings}\n')
+    (path / "config.toml").write_text(
+        f'[model]\nbase_path = "builtin:tiny"\n[rl_training]\n{settings}\n'
+    )
     return path
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Oldest to newest: `sums-0` taken by step 1, `sums-1` dropped by 2, `words-2` dropped by 3, `tools-3` waits."""
+    """Oldest to newest: `sums-0` taken by step 1, `sums-1` dropped by 2, `words-2` dropped by 3,
+    `tools-3` waits."""
     run = make_run(tmp_path / "my-run")
     store = RolloutStore(run / "rollouts.sqlite")
     three = tuple(
-        answered("Sum: 1+2", text, scores={"reward": reward, "rewards/right": right, "rewards/short": 0.25})
+        answered(
+            "Sum: 1+2",
+            text,
+            scores={"reward": reward, "rewards/right": right, "rewards/short": 0.25},
+        )
         for text, reward, right in (("3", 1.0, 1.0), ("Seven", 0.0, 0.0), ("12", 0.0, 0.0))
     )
     equal = tuple(answered("Sum: 4+4", "8", scores={"reward": 0.5}) for _ in range(2))
     old = tuple(answered("Spell", "abc", scores={"reward": reward}) for reward in (-1.0, 0.75))
     tools = tuple(
-        answered("What time?", '<tool_call>{"name": "clock"}</tool_call>', "noon", text, scores=scores)
+        answered(
+            "What time?", '<tool_call>{"name": "clock"}</tool_call>', "noon", text, scores=scores
+        )
         for text, scores in (("12", {"reward": 0.9}), ("late", {"reward": 0.1}))
     )
     groups = (
@@ -44,7 +54,10 @@ def run(tmp_path: Path) -> Path:
         ("tools-3", "tools", tools),
     )
     for name, environment, rollouts in groups:
-        store.add(RolloutGroup(name, environment, rollouts, metadata={"answer": "3"}), source="environments")
+        store.add(
+            RolloutGroup(name, environment, rollouts, metadata={"answer": "3"}),
+            source=("environments"),
+        )
     store.take(["sums-0"], 1)
     store.drop(["sums-1"], 2, NO_VARIANCE)
     store.drop(["words-2"], 3, TOO_OLD)
@@ -65,22 +78,40 @@ def ids(capsys: pytest.CaptureFixture[str], *arguments: Any) -> list[str]:
     return [row["id"] for row in rows(capsys, *arguments)]
 
 
-def test_a_row_has_text_parts_advantage_and_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_has_text_parts_advantage_and_reason(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = {row["id"]: row for row in rows(capsys, run)}
-    assert list(found)[:2] == ["tools-3#0", "tools-3#1"] and list(found)[-1] == "sums-0#2", "the newest group first"
+    assert list(found)[:2] == ["tools-3#0", "tools-3#1"] and list(found)[-1] == "sums-0#2", (
+        "the newest group first"
+    )
     right = found["sums-0#0"]
     # rloo: the reward less the mean of the others: 1 - 0, 0 - (1 + 0) / 2
     assert [found[f"sums-0#{n}"]["advantage"] for n in range(3)] == pytest.approx([1.0, -0.5, -0.5])
     assert right["parts"] == {"rewards/right": 1.0, "rewards/short": 0.25}
-    assert (right["reward"], right["step"], right["version"], right["environment"]) == (1.0, 1, 3, "sums")
-    assert (right["completion"], right["prompt"].endswith("Sum: 1+2"), right["why"]) == ("3", True, "used by step 1")
+    assert (right["reward"], right["step"], right["version"], right["environment"]) == (
+        1.0,
+        1,
+        3,
+        ("sums"),
+    )
+    assert (right["completion"], right["prompt"].endswith("Sum: 1+2"), right["why"]) == (
+        "3",
+        True,
+        ("used by step 1"),
+    )
     assert found["sums-1#0"]["why"] == f"dropped by step 2: {NO_VARIANCE}"
     assert found["words-2#0"]["advantage"] is None, "it was never computed"
     assert found["tools-3#0"]["why"] == "waits: the run is stopped; --resume takes it to a step"
     assert found["tools-3#0"]["advantage"] == pytest.approx(0.8)
     assert found["tools-3#0"]["completion"] == '<tool_call>{"name": "clock"}</tool_call>⟦noon⟧12'
     text = look(capsys, run, "--environment", "sums")
-    for words in ("sums-0#1  reward 0 · advantage -0.500", "rewards/right 1 · rewards/short 0.25", "Seven", "Sum: 1+2"):
+    for words in (
+        "sums-0#1  reward 0 · advantage -0.500",
+        "rewards/right 1 · rewards/short 0.25",
+        "Seven",
+        ("Sum: 1+2"),
+    ):
         assert words in text
     assert "no variance" in text and "used by step 1" in text
 
@@ -109,11 +140,15 @@ def test_worst_and_best_first(run: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--reward", "7"], []),
     ],
 )
-def test_filters(run: Path, capsys: pytest.CaptureFixture[str], filters: list[str], expected: list[str]) -> None:
+def test_filters(
+    run: Path, capsys: pytest.CaptureFixture[str], filters: list[str], expected: list[str]
+) -> None:
     assert ids(capsys, run, *filters) == expected
 
 
-def test_the_ids_of_the_list_and_their_beginnings_can_be_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ids_of_the_list_and_their_beginnings_can_be_shown(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for row in rows(capsys, run):
         [whole] = rows(capsys, run, "--show", row["id"])
         assert whole["rollouts"][0]["id"] == row["id"]
@@ -125,7 +160,10 @@ def test_a_group_as_a_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     text = look(capsys, run, "--show", "tools-3")
     assert text.count("What time?") == 1, "one prompt for both"
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line]
-    assert ["model", '<tool_call>{"name": "clock"}</tool_call>'] in lines and ["environment", "noon"] in lines
+    assert ["model", '<tool_call>{"name": "clock"}</tool_call>'] in lines and [
+        "environment",
+        "noon",
+    ] in lines
     assert ["model", "late"] in lines
     assert "#0  reward 0.9 · advantage +0.800 · version 3" in text and "ended by stop" in text
     assert "expected answer: 3" in text
@@ -143,14 +181,19 @@ def test_left_out_and_hopeless_ones_say_so(tmp_path: Path, capsys: Any) -> None:
     store = RolloutStore(run / "rollouts.sqlite")
     rollouts = tuple(
         answered("Sum", "5", scores={"reward": reward}, **changes)
-        for reward, changes in ((1.0, {}), (0.0, {"stop_reason": "length"}), (0.5, {"zero_advantage": True}))
+        for reward, changes in (
+            (1.0, {}),
+            (0.0, {"stop_reason": "length"}),
+            (0.5, {"zero_advantage": True}),
+        )
     )
     store.add(RolloutGroup("mixed", "sums", rollouts), source="environments")
     store.add(RolloutGroup("equal", "sums", rollouts[:1] * 2), source="environments")
     store.close()
     (run / "final").mkdir()
     equal, _, first, cut, marked = rows(capsys, run)
-    # std: mean 0.5, population std 0.408248 → 0.5 / 0.408248 = 1.224745; what is left out counts in the mean only
+    # std: mean 0.5, population std 0.408248 → 0.5 / 0.408248 = 1.224745; what is left out counts in
+    # the mean only
     assert [row["advantage"] for row in (first, cut, marked)] == pytest.approx([1.224745, 0.0, 0.0])
     assert cut["why"].endswith("not trained on: it was cut off (mask_truncated)")
     assert marked["why"].endswith("not trained on: its environment marked it (zero_advantage)")
@@ -160,12 +203,16 @@ def test_left_out_and_hopeless_ones_say_so(tmp_path: Path, capsys: Any) -> None:
     (run / "final").rmdir()
     [equal, *_] = rows(capsys, run)
     assert equal["why"].endswith(
-        "--resume takes it to a step, which will drop it: nothing can be learned from it (no variance)"
+        "--resume takes it to a step, which will drop it: nothing can be learned from it (no"
+        " variance)"
     )
 
 
-def test_advantages_of_a_run_with_a_loss_that_only_its_program_has(tmp_path: Path, capsys: Any) -> None:
-    """They do not depend on the loss: "not known: … `mlx_parallm eval` needs …" was about something else."""
+def test_advantages_of_a_run_with_a_loss_that_only_its_program_has(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """They do not depend on the loss: "not known: … `mlx_parallm eval` needs …" was about
+    something else."""
     run = make_run(tmp_path / "run", 'loss = "python:this_process:mine"\nadvantage = "mean"')
     store = RolloutStore(run / "rollouts.sqlite")
     answers = tuple(answered("Sum", "5", scores={"reward": reward}) for reward in (1.0, 0.0))
@@ -175,12 +222,16 @@ def test_advantages_of_a_run_with_a_loss_that_only_its_program_has(tmp_path: Pat
     assert "not known" not in look(capsys, run)
 
 
-def test_where_equal_groups_are_kept_none_is_said_to_be_dropped(tmp_path: Path, capsys: Any) -> None:
+def test_where_equal_groups_are_kept_none_is_said_to_be_dropped(
+    tmp_path: Path, capsys: Any
+) -> None:
     run = make_run(tmp_path / "run", "dynamic_sampling = false")
     store = RolloutStore(run / "rollouts.sqlite")
     store.add(RolloutGroup("equal", "sums", (answered("Sum", "5"),) * 2), source="environments")
     store.close()
-    assert {row["why"] for row in rows(capsys, run)} == {"waits: the run is stopped; --resume takes it to a step"}
+    assert {row["why"] for row in rows(capsys, run)} == {
+        ("waits: the run is stopped; --resume takes it to a step")
+    }
 
 
 def test_own_advantages_of_each_token_are_a_range(tmp_path: Path, capsys: Any) -> None:
@@ -249,13 +300,23 @@ def test_control_characters_of_others_reach_no_terminal(
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     run = make_run(tmp_path / "run", "")
     rollouts = tuple(
-        answered(f"Sum {HOSTILE}", f"{HOSTILE}{n}", scores={"reward": float(n)}, error=HOSTILE) for n in range(2)
+        answered(f"Sum {HOSTILE}", f"{HOSTILE}{n}", scores={"reward": float(n)}, error=HOSTILE)
+        for n in range(2)
     )
     store = RolloutStore(run / "rollouts.sqlite")
-    store.add(RolloutGroup(HOSTILE, HOSTILE, rollouts, metadata={"answer": HOSTILE}), source=HOSTILE)
+    store.add(
+        RolloutGroup(HOSTILE, HOSTILE, rollouts, metadata={"answer": HOSTILE}), source=HOSTILE
+    )
     store.reject({}, source=HOSTILE, reason=HOSTILE)
     store.close()
-    for arguments in ([], ["--show", HOSTILE], ["--show", f"{HOSTILE}#0"], ["--counts"], ["--rejects"], ["--json"]):
+    for arguments in (
+        [],
+        ["--show", HOSTILE],
+        ["--show", f"{HOSTILE}#0"],
+        ["--counts"],
+        ["--rejects"],
+        [("--json")],
+    ):
         text = look(capsys, run, *arguments)
         assert "]0;pw" in text, arguments
         assert "\x1b]" not in text and "\x1b[2J" not in text and "\x07" not in text, arguments
@@ -276,7 +337,9 @@ def test_control_characters_of_others_reach_no_terminal(
         (["--worst", "--best"], "not allowed with"),
     ],
 )
-def test_wrong_arguments(run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_wrong_arguments(
+    run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
     with pytest.raises(SystemExit) as end:
         cli.rollouts([str(run), *arguments])
     assert end.value.code == 2

@@ -31,7 +31,9 @@ def save(run: Path, step: int = 12, state: dict[str, Any] | None = None, **confi
     for number in range(3, 13):
         metrics.append(METRICS | {"step": number})
     saver = Checkpointer(run, trainer.policy, trainer.optimizer, keep=3, keep_best=True)
-    return saver.save(state_at(step, optimizer_updates=24, metrics=METRICS, **(state or {})), final=True)
+    return saver.save(
+        state_at(step, optimizer_updates=24, metrics=METRICS, **(state or {})), final=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,13 @@ def test_what_is_in_a_checkpoint(run: Path) -> None:
     assert found["metrics"] == {"reward_mean": 0.25, "loss": -0.5, "grad_norm": 1.5}
     assert found["bytes"] == sum(file.stat().st_size for file in (run / "step_000012").iterdir())
     text = as_text(found)
-    for part in ("complete", "DoRA", "rank 4, scale 2.0, layers 21", "muon, 24 updates", "(latest, best)"):
+    for part in (
+        "complete",
+        "DoRA",
+        "rank 4, scale 2.0, layers 21",
+        "muon, 24 updates",
+        ("(latest, best)"),
+    ):
         assert part in text
     assert describe(run / "final")["links"] == ["final"]
 
@@ -64,7 +72,11 @@ def test_full_weights_and_a_step_in_progress(tmp_path: Path) -> None:
     state = {"in_progress": in_progress(3), "unpublished": True}
     found = describe(save(tmp_path, 2, state, lora=False))
     assert (found["kind"], found["adapter"], found["mini_batches"]) == ("full weights", None, 3)
-    assert found["complete"] and "3 mini-batches of the next" in as_text(found) and "not served" in as_text(found)
+    assert (
+        found["complete"]
+        and "3 mini-batches of the next" in as_text(found)
+        and "not served" in as_text(found)
+    )
 
 
 def test_as_a_command(run: Path) -> None:
@@ -90,14 +102,18 @@ def test_as_a_command(run: Path) -> None:
         ("adapter_config.json", "{}", "adapter_config.json cannot be read"),
     ],
 )
-def test_damage_is_named(run: Path, file: str, content: str | None, problem: str, tmp_path: Path) -> None:
+def test_damage_is_named(
+    run: Path, file: str, content: str | None, problem: str, tmp_path: Path
+) -> None:
     copy = tmp_path / "step_000012"
     shutil.copytree(run / "step_000012", copy)
     whole = (copy / file).read_bytes()
     if content is None:
         (copy / file).unlink()
     else:
-        (copy / file).write_bytes(whole[: len(whole) // 2] if content == "half" else content.encode())
+        (copy / file).write_bytes(
+            whole[: len(whole) // 2] if content == ("half") else content.encode()
+        )
     found = describe(copy)
     assert not found["complete"] and problem in "; ".join(found["problems"])
     assert f"damaged: {found['problems'][0]}" in as_text(found)
@@ -113,7 +129,9 @@ def test_a_changed_byte_is_found(run: Path, tmp_path: Path) -> None:
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     found = describe(copy)
     assert found["problems"] == ["adapters.safetensors is not what was written (SHA-256)"]
-    assert not found["complete"] and "checksums     another one: adapters.safetensors\n" in as_text(found)
+    assert not found["complete"] and "checksums     another one: adapters.safetensors\n" in as_text(
+        found
+    )
     (copy / "SHA256SUMS").unlink()
     found = describe(copy)
     assert found["complete"] and found["checksums"].startswith("there are none")
@@ -127,29 +145,44 @@ def test_damage_is_an_exit_code(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "header",
-    [[1], {"a": 1}, {"a.lora_a": {"shape": "x", "data_offsets": [0, 0]}}, {"a": {"shape": [], "data_offsets": []}}],
+    [
+        [1],
+        {"a": 1},
+        {"a.lora_a": {"shape": "x", "data_offsets": [0, 0]}},
+        {"a": {"shape": [], "data_offsets": []}},
+    ],
 )
 def test_a_header_that_is_json_and_no_safetensors(run: Path, header: Any, tmp_path: Path) -> None:
     copy = tmp_path / "step_000012"
     shutil.copytree(run / "step_000012", copy)
     text = json.dumps(header).encode()
     (copy / "optimizer.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    assert describe(copy)["problems"] == ["optimizer.safetensors is cut short or no safetensors file"]
+    assert describe(copy)["problems"] == [
+        ("optimizer.safetensors is cut short or no safetensors file")
+    ]
 
 
 def test_an_adapter_in_pefts_files_is_described(tmp_path: Path) -> None:
     """It was "no checkpoint and no run directory with one"."""
     a, b = mx.zeros((4, 16)), mx.zeros((32, 4))
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
-    tensors = {name.format(layer, half): array for layer in (0, 1) for half, array in (("A", a), ("B", b))}
+    tensors = {
+        name.format(layer, half): array for layer in (0, 1) for half, array in (("A", a), ("B", b))
+    }
     mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
     modules = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
-    config = {"r": 4, "lora_alpha": 8, "target_modules": modules, "base_model_name_or_path": "some/base"}
+    config = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": modules,
+        "base_model_name_or_path": ("some/base"),
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     shown = show(str(tmp_path))
     assert shown.returncode == 0, shown.stderr
     assert f"PEFT adapter  {tmp_path}\nstate         complete\n" in shown.stdout
-    assert "trained       LoRA in PEFT's format, 384 numbers\n" in shown.stdout  # 2 · (4 · 16 + 32 · 4)
+    # 2 · (4 · 16 + 32 · 4)
+    assert "trained       LoRA in PEFT's format, 384 numbers\n" in shown.stdout
     assert "rank 4, alpha 8, modules q_proj, base some/base, layers 2\n" in shown.stdout
     assert "optimizer" not in shown.stdout
     (tmp_path / "adapter_config.json").write_text("[]")
@@ -160,4 +193,8 @@ def test_an_adapter_in_pefts_files_is_described(tmp_path: Path) -> None:
 def test_a_run_of_the_first_version() -> None:
     """Its optimizer file says null where newer ones name the optimizer."""
     found = describe(Path(__file__).parents[1] / "data" / "run_schema_1")
-    assert found["complete"] and found["optimizer"]["name"] == "adamw" and found["adapter"]["rank"] == 2
+    assert (
+        found["complete"]
+        and found["optimizer"]["name"] == "adamw"
+        and found["adapter"]["rank"] == 2
+    )

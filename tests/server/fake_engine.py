@@ -1,4 +1,5 @@
-"""An engine face without a model, for what the real one cannot be made to do on demand: fail, hang, stall."""
+"""An engine face without a model, for what the real one cannot be made to do on demand: fail,
+hang, stall."""
 
 import asyncio
 import time
@@ -6,7 +7,15 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from mlx_parallm.errors import EngineUnavailableError, ModelNotFoundError
-from mlx_parallm.types import Completion, CompletionDelta, EngineStats, Request, RequestOutput, ServedModel, Structure
+from mlx_parallm.types import (
+    Completion,
+    CompletionDelta,
+    EngineStats,
+    Request,
+    RequestOutput,
+    ServedModel,
+    Structure,
+)
 
 HEALTHY = EngineStats(
     alive=True,
@@ -26,7 +35,8 @@ HEALTHY = EngineStats(
 
 
 class FakeEngine:
-    """Answers token 5 `max_tokens` times; `behaviour` is what goes wrong: "fail", "crash", "unavailable" or "hang"."""
+    """Answers token 5 `max_tokens` times; `behaviour` is what goes wrong: "fail", "crash",
+    "unavailable" or "hang"."""
 
     max_model_len, engines = 128, 1
 
@@ -39,7 +49,12 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         if self.current is not HEALTHY:
             return self.current
-        return replace(HEALTHY, last_step_time=time.monotonic(), running=self.running, requests_aborted=self.cancelled)
+        return replace(
+            HEALTHY,
+            last_step_time=time.monotonic(),
+            running=self.running,
+            requests_aborted=self.cancelled,
+        )
 
     def rank_stats(self) -> dict[int, EngineStats]:
         return {}

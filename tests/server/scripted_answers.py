@@ -1,4 +1,5 @@
-"""An engine that says given texts, token by token, and tokenizers of models that think and call tools."""
+"""An engine that says given texts, token by token, and tokenizers of models that think and call
+tools."""
 
 import json
 import shutil
@@ -20,30 +21,40 @@ _TURN = (
     "{{ message.reasoning_content or '' }}{{ message.content }}"
 )
 HERMES_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor"
+    " %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}" + _TURN + "{% for tool_call in message.tool_calls or [] %}"
     "{% set tool_call = tool_call.function %}\n<tool_call>\n"
-    '{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    '{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson'
+    " }}}\n</tool_call>{% endfor %}"
     "{% if not (loop.last and continue_final_message) %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{%"
+    " endif %}{% endif %}"
 )
 # Takes the arguments of earlier calls as text only, like DeepSeek's.
 MISTRAL_TEMPLATE = (
-    "{% if tools %}[TOOLS]{{ tools | tojson }}{% endif %}{% for message in messages %}" + _TURN + "{% for tool_call in "
-    "message.tool_calls or [] %}{% set call = tool_call.function %}{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + "
+    "{% if tools %}[TOOLS]{{ tools | tojson }}{% endif %}{% for message in messages %}"
+    + _TURN
+    + "{% for tool_call in "
+    "message.tool_calls or [] %}{% set call = tool_call.function %}{{ '[TOOL_CALLS]' + call.name"
+    " + '[ARGS]' + "
     "call.arguments }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def tokenizer_with(path: Path, tokens: dict[str, bool], *, sampled: bool = False, **config: str) -> Tokenizer:
-    """The shipped tokenizer with more tokens (text → special), and fields of ModelConfig. `sampled`: in the place of
-    reserved ones, so that the shipped model can sample them."""
+def tokenizer_with(
+    path: Path, tokens: dict[str, bool], *, sampled: bool = False, **config: str
+) -> Tokenizer:
+    """The shipped tokenizer with more tokens (text → special), and fields of ModelConfig.
+    `sampled`: in the place of reserved ones, so that the shipped model can sample them."""
     path.mkdir(exist_ok=True)
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copy(TINY_ASSETS / name, path / name)
     content = json.loads((TINY_ASSETS / "tokenizer.json").read_text())
-    first = 1 + max(*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"]))
+    first = 1 + max(
+        *content["model"]["vocab"].values(), *(token["id"] for token in content[("added_tokens")])
+    )
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     if sampled:
         for text, reserved in zip(tokens, content["added_tokens"][3:], strict=False):
@@ -59,7 +70,8 @@ def tokenizer_with(path: Path, tokens: dict[str, bool], *, sampled: bool = False
 
 
 class ScriptedEngine(FakeEngine):
-    """Choice i of a request says `texts[i]`, a token a delta, as the real engine shows it; keeps what it was asked."""
+    """Choice i of a request says `texts[i]`, a token a delta, as the real engine shows it; keeps
+    what it was asked."""
 
     max_model_len = 4096
 
@@ -79,7 +91,10 @@ class ScriptedEngine(FakeEngine):
     async def stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:
         self.asked.append(request)
         for index, text in enumerate(self.texts):
-            ids, output = self._tokenizer.encode(text, add_special_tokens=False), self._output_text(request)
+            ids, output = (
+                self._tokenizer.encode(text, add_special_tokens=False),
+                self._output_text(request),
+            )
             for token in ids:
                 output.add(token)
                 yield CompletionDelta(index, output.take(), (token,), (-0.5,), None, (0,))
@@ -90,18 +105,32 @@ class ScriptedEngine(FakeEngine):
         self.asked.append(request)
         completions = []
         for index, text in enumerate(self.texts):
-            ids, output = tuple(self._tokenizer.encode(text, add_special_tokens=False)), self._output_text(request)
+            ids, output = (
+                tuple(self._tokenizer.encode(text, add_special_tokens=False)),
+                self._output_text(request),
+            )
             for token in ids:
                 output.add(token)
             count = len(ids)
             completions.append(
-                Completion(index, output.finish(), ids, (-0.5,) * count, None, None, (0,) * count, self.reason)
+                Completion(
+                    index,
+                    output.finish(),
+                    ids,
+                    (-0.5,) * count,
+                    None,
+                    None,
+                    (0,) * count,
+                    self.reason,
+                )
             )
         return RequestOutput(request.request_id, request.prompt_token_ids, tuple(completions))
 
     def _output_text(self, request: Request) -> OutputText:
         skips = request.params.skip_special_tokens
-        make = partial(self._tokenizer.detokenizer, opens_text=request.opens_text, skip_special_tokens=skips)
+        make = partial(
+            self._tokenizer.detokenizer, opens_text=request.opens_text, skip_special_tokens=skips
+        )
         return OutputText(make, request.params.stop, include_stop=False, eager=request.stream)
 
 

@@ -42,7 +42,8 @@ def running_server(
     max_connections: int = 1024,
     **deps: Any,
 ) -> Iterator[RunningServer]:
-    """Serves `engine`; `deps` are fields of ServerDeps. With loaded=False the server stays in its loading state."""
+    """Serves `engine`; `deps` are fields of ServerDeps. With loaded=False the server stays in
+    its loading state."""
     state = ServerState()
     if loaded:
         state.ready(engine, tokenizer, adapters)

@@ -1,4 +1,5 @@
-"""Adapters over HTTP: loaded, replaced and unloaded while others stream; which paths and names; versions by number."""
+"""Adapters over HTTP: loaded, replaced and unloaded while others stream; which paths and names;
+versions by number."""
 
 import copy
 import threading
@@ -41,7 +42,9 @@ class Served:
         for i, (path, (inputs, outputs)) in enumerate(linear_shapes(self.plain).items()):
             keys = mx.random.split(mx.random.key(1000 * seed + i))
             a = mx.random.normal((inputs, rank), key=keys[0]) / inputs**0.5
-            made[path] = LoraPair(a, mx.random.normal((rank, outputs), key=keys[1]) / rank**0.5, 2.0)
+            made[path] = LoraPair(
+                a, mx.random.normal((rank, outputs), key=keys[1]) / rank**0.5, 2.0
+            )
         mx.eval([(pair.a, pair.b) for pair in made.values()])
         return made
 
@@ -67,7 +70,9 @@ class Served:
 
     def ask(self, client: openai.OpenAI, model: str, tokens: int = 24) -> Any:
         extra = {"return_token_ids": True, "ignore_eos": True}
-        return client.completions.create(model=model, prompt=PROMPT, max_tokens=tokens, temperature=0, extra_body=extra)
+        return client.completions.create(
+            model=model, prompt=PROMPT, max_tokens=tokens, temperature=0, extra_body=extra
+        )
 
 
 @pytest.fixture(scope="module")
@@ -78,19 +83,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     weights = SharedWeights(loaded.model, policy="policy", keep_versions=3)
     names = ServedModels(
         "builtin:tiny",
-        adapter_versions=lambda: {name: adapter.version for name, adapter in weights.adapters().items()},
+        adapter_versions=lambda: {
+            name: adapter.version for name, adapter in weights.adapters().items()
+        },
         version=lambda: weights.version,
         policy_adapter="policy",
         policy_versions=weights.history.versions,
         loader=weights.loader,
     )
     lora = prepare_for_serving(loaded.model)
-    options = engine_options(max_model_len=TINY_CONTEXT, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64)
+    options = engine_options(
+        max_model_len=TINY_CONTEXT, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64
+    )
     tokenizer = load_tokenizer(loaded.path, TINY)
     thread = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)
     thread.start()
     loader = AdapterLoader(weights, shapes, names, [root], 256)
-    with running_server(thread.client, load_tokenizer(loaded.path, TINY), adapters=loader) as server:
+    with running_server(
+        thread.client, load_tokenizer(loaded.path, TINY), adapters=loader
+    ) as server:
         made = Served(server, weights, plain, root)
         for version in range(1, 5):
             weights.publish_adapter(made.layers(100 + version))
@@ -101,7 +112,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.mark.long
 @pytest.mark.slow
 def test_changes_while_eight_streams_run(served: Served) -> None:
-    """Two of the streams are under an adapter that is unloaded, and another given its name, before they have ended."""
+    """Two of the streams are under an adapter that is unloaded, and another given its name,
+    before they have ended."""
     seeds = {"s0": 1, "s1": 2, "s2": 3, "s3": 4}
     paths = {name: served.save(name, seed, rank=2 + seed) for name, seed in seeds.items()}
     for name, path in paths.items():
@@ -141,7 +153,9 @@ def test_changes_while_eight_streams_run(served: Served) -> None:
             assert served.load("x", served.save("x", 10 + turn)).status_code == 200
             assert served.ask(client, "x").choices[0].token_ids == served.twin(10 + turn, 24)
             path = served.save("y", 20 + turn)
-            assert served.load("x", path).status_code == 400, "the name is taken, and this is another path"
+            assert served.load("x", path).status_code == 400, (
+                "the name is taken, and this is another path"
+            )
             assert served.load("x", path, load_inplace=True).status_code == 200
             assert served.ask(client, "x").choices[0].token_ids == served.twin(20 + turn, 24)
             assert served.post("/v1/unload_lora_adapter", lora_name="x").status_code == 200
@@ -153,12 +167,18 @@ def test_changes_while_eight_streams_run(served: Served) -> None:
     assert len({token for ids in twins.values() for token in ids}) >= 20
 
 
-def test_the_root_route_replaces_as_prime_rl_expects_and_the_same_path_does_everywhere(served: Served) -> None:
+def test_the_root_route_replaces_as_prime_rl_expects_and_the_same_path_does_everywhere(
+    served: Served,
+) -> None:
     first, second = served.save("step_1", 31), served.save("step_2", 32)
     with served.server.openai() as client:
         for seed, path in ((31, first), (32, second)):
-            answer = served.post("/load_lora_adapter", lora_name="r8-1e-4", lora_path=path, unknown_field=1)
-            assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+            answer = served.post(
+                "/load_lora_adapter", lora_name="r8-1e-4", lora_path=path, unknown_field=1
+            )
+            assert answer.status_code == 200 and answer.headers["content-type"].startswith(
+                "text/plain"
+            )
             assert served.ask(client, "r8-1e-4").choices[0].token_ids == served.twin(seed, 24)
         served.save("step_2", 33)
         assert served.load("r8-1e-4", second).status_code == 200
@@ -177,11 +197,21 @@ def test_paths_stay_inside_of_the_roots(served: Served, tmp_path: Path) -> None:
     half.mkdir()
     (half / "adapters.safetensors").symlink_to(outside / "adapters.safetensors")
     (half / "adapter_config.json").write_text("{}")
-    for path in (outside, served.root / "link", half, f"{served.root}/../{served.root.name}_x", "/etc/passwd", "", "~"):
+    for path in (
+        outside,
+        served.root / "link",
+        half,
+        f"{served.root}/../{served.root.name}_x",
+        "/etc/passwd",
+        "",
+        ("~"),
+    ):
         answer = served.load("p", str(path))
         error = answer.json()["error"]
         assert (
-            answer.status_code == 403 and error["param"] == "lora_path" and "server.adapter_roots" in error["message"]
+            answer.status_code == 403
+            and error["param"] == "lora_path"
+            and "server.adapter_roots" in error[("message")]
         )
     for path in (served.root / "nothing", served.root / ("x" * 300)):
         assert served.load("p", str(path)).status_code == 404
@@ -198,14 +228,27 @@ def test_what_does_not_fit_names_the_layer_and_leaves_the_old_one(served: Served
     layers = {"model.layers.0.self_attn.q_proj": LoraPair(mx.zeros((3, 2)), mx.zeros((2, 5)), 1.0)}
     save_adapter(wrong, layers, num_layers=1)
     answer = served.load("fit", str(wrong), load_inplace=True)
-    assert answer.status_code == 400 and "model.layers.0.self_attn.q_proj is [" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 400
+        and "model.layers.0.self_attn.q_proj is [" in answer.json()["error"][("message")]
+    )
     (wrong / "adapters.safetensors").write_bytes(b"no safetensors")
     assert served.load("fit", str(wrong), load_inplace=True).status_code == 400
     assert served.weights.adapters()["fit"] is held
 
 
 @pytest.mark.parametrize(
-    "name", ["", "policy", "default", "tiny", "builtin:tiny", "builtin:tiny:base", "a@3", "tinker://a/live/1"]
+    "name",
+    [
+        "",
+        "policy",
+        "default",
+        "tiny",
+        "builtin:tiny",
+        "builtin:tiny:base",
+        "a@3",
+        ("tinker://a/live/1"),
+    ],
 )
 def test_names_of_the_server_are_not_given_away(served: Served, name: str) -> None:
     path = served.save("named", 51)
@@ -218,7 +261,9 @@ def test_a_name_can_be_shown(served: Served, name: str) -> None:
     """Half a character in a name was a 500 of /v1/models for everybody."""
     body = f'{{"lora_name": "{name}", "lora_path": "{served.save("named", 51)}"}}'
     with served.server.http() as http:
-        answer = http.post("/v1/load_lora_adapter", content=body, headers={"Content-Type": "application/json"})
+        answer = http.post(
+            "/v1/load_lora_adapter", content=body, headers={"Content-Type": ("application/json")}
+        )
         assert answer.status_code == 400 and "printable" in answer.json()["error"]["message"]
         assert http.get("/v1/models").status_code == 200
 
@@ -249,22 +294,39 @@ def test_the_number_of_adapters_is_bounded_and_none_in_use_goes(
         )
         next(iter(stream))
         assert served.load("fifth", path).status_code == 400, "one is in use"
-        assert {model.id for model in client.models.list()} >= {"old"} and "fourth" not in loader._paths
+        assert {model.id for model in client.models.list()} >= {
+            "old"
+        } and "fourth" not in loader._paths
         stream.close()
-    assert served.load("old", path, load_inplace=True).status_code == 200, "one that is there can be replaced"
+    assert served.load("old", path, load_inplace=True).status_code == 200, (
+        "one that is there can be replaced"
+    )
     for name in list(loader._paths):
         assert served.post("/v1/unload_lora_adapter", lora_name=name).status_code == 200
 
 
 def test_without_roots_the_routes_say_what_to_set(served: Served, server: RunningServer) -> None:
-    loader = AdapterLoader(served.weights, {}, ServedModels("m", adapter_versions=dict, version=lambda: 0), [], 1)
-    with running_server(served.server.engine, None, adapters=loader) as closed, closed.http() as http:
+    loader = AdapterLoader(
+        served.weights, {}, ServedModels("m", adapter_versions=dict, version=lambda: 0), [], 1
+    )
+    with (
+        running_server(served.server.engine, None, adapters=loader) as closed,
+        closed.http() as http,
+    ):
         for body in ({"lora_name": "a", "lora_path": "/"}, {"lora_name": "a"}):
             route = "/v1/load_lora_adapter" if "lora_path" in body else "/v1/unload_lora_adapter"
             answer = http.post(route, json=body)
-            assert answer.status_code == 403 and "server.adapter_roots" in answer.json()["error"]["message"]
+            assert (
+                answer.status_code == 403
+                and "server.adapter_roots" in answer.json()["error"][("message")]
+            )
     with server.http() as http:
-        assert http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/"}).status_code == 403
+        assert (
+            http.post(
+                "/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/"}
+            ).status_code
+            == 403
+        )
         assert http.post("/v1/load_lora_adapter", json={"lora_name": "a"}).status_code == 400
 
 

@@ -1,4 +1,5 @@
-"""A chat answer's parts, without a server: what is reasoning, content and call, for any cut of the text."""
+"""A chat answer's parts, without a server: what is reasoning, content and call, for any cut of
+the text."""
 
 import json
 import pkgutil
@@ -26,11 +27,14 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 def form(parser=HERMES, **changes):
     markers = (parser.tool_call_start, parser.tool_call_end)
     name = parser.parse_tool_call.__module__.rpartition(".")[2]
-    return AnswerFormat(THINK, markers, parse=parser.parse_tool_call, tools=TOOLS, tool_format=name, **changes)
+    return AnswerFormat(
+        THINK, markers, parse=parser.parse_tool_call, tools=TOOLS, tool_format=name, **changes
+    )
 
 
 def streamed(answer_format, text, cuts, complete=True):
-    """The parts of a text that arrives in pieces, and the pieces' deltas put together as a client does."""
+    """The parts of a text that arrives in pieces, and the pieces' deltas put together as a
+    client does."""
     splitter, parts = AnswerSplitter(answer_format), AnswerParts()
     edges = [0, *sorted(cuts), len(text)]
     for start, end in pairwise(edges):
@@ -40,7 +44,9 @@ def streamed(answer_format, text, cuts, complete=True):
 
 def shape(parts):
     """Without the ids, which are random."""
-    calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in parts.whole_calls()]
+    calls = [
+        (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in parts.whole_calls()
+    ]
     return parts.reasoning, parts.content, calls
 
 
@@ -54,12 +60,21 @@ ANSWERS = {
     "all": (f"<think>a</think>b {CALL} c", ("a", "bc", [ADD])),
     "the end is forgotten": (CALL.removesuffix("</tool_call>"), ("", "", [ADD])),
     "one end is forgotten": (CALL.removesuffix("</tool_call>") + CALL, ("", "", [ADD, ADD])),
-    "not JSON": ("so <tool_call>{oops</tool_call> it", ("", "so <tool_call>{oops</tool_call> it", [])),
+    "not JSON": (
+        "so <tool_call>{oops</tool_call> it",
+        ("", "so <tool_call>{oops</tool_call> it", []),
+    ),
     "no call": ("<tool_call>[1]</tool_call>", ("", "<tool_call>[1]</tool_call>", [])),
     "a word about it": ("use <tool_call> so", ("", "use <tool_call> so", [])),
-    "malformed, then right": (f"<tool_call>x</tool_call> {CALL}", ("", "<tool_call>x</tool_call>", [ADD])),
+    "malformed, then right": (
+        f"<tool_call>x</tool_call> {CALL}",
+        ("", "<tool_call>x</tool_call>", [ADD]),
+    ),
     "called while thinking": (f"<think>hm {CALL}", ("hm", "", [ADD])),
-    "thinking of a call": (f"<think>a <tool_call> b</think>c{CALL}", ("a <tool_call> b", "c", [ADD])),
+    "thinking of a call": (
+        f"<think>a <tool_call> b</think>c{CALL}",
+        ("a <tool_call> b", "c", [ADD]),
+    ),
     "thinking ends nowhere": ("a</think>b", ("", "a</think>b", [])),
     "a call with a thinking mark in it": (
         '<tool_call>{"name": "add", "arguments": {"a": "</think>"}}</tool_call>',
@@ -86,7 +101,9 @@ def test_what_a_limit_cuts_off_is_a_call_that_is_not_complete():
     for end, arguments in ((-14, '{"a": 1}'), (-15, '{"a": 1'), (-21, "{"), (-22, None)):
         parts = read(f"so {CALL}"[:end], "length")
         calls = [call["function"] for call in parts.whole_calls()]
-        assert calls == ([] if arguments is None else [{"name": "add", "arguments": arguments}]), end
+        assert calls == ([] if arguments is None else [{"name": "add", "arguments": arguments}]), (
+            end
+        )
         assert parts.content == ("so" if calls else f"so {CALL}"[:end])
     assert not counted
     cut = CALL.removesuffix("\n</tool_call>")
@@ -117,7 +134,11 @@ def test_without_parallel_calls_the_first_is_given():
 def test_a_format_without_an_end_mark():
     text = 'ok [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 1}'
     assert shape(form(MISTRAL).read(text, "stop")) == ("", "ok", [ADD, ADD])
-    assert shape(form(MISTRAL).read("[TOOL_CALLS]add[ARGS]{", "stop")) == ("", "[TOOL_CALLS]add[ARGS]{", [])
+    assert shape(form(MISTRAL).read("[TOOL_CALLS]add[ARGS]{", "stop")) == (
+        "",
+        "[TOOL_CALLS]add[ARGS]{",
+        [],
+    )
 
 
 IN_EVERY_FORMAT = {
@@ -127,29 +148,38 @@ IN_EVERY_FORMAT = {
     "json_tools": '<tool_call>{"name": "sky", "arguments": {"city": "Köln"}}</tool_call>',
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.sky:0<|tool_call_argument_begin|>"
     '{"city": "Köln"}<|tool_call_end|><|tool_calls_section_end|>',
-    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="sky" index="1"<|sep|><|open|>argument key="city" type="string"'
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="sky" index="1"<|sep|><|open|>argument'
+    ' key="city" type="string"'
     "<|sep|>Köln<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
     "laguna": "<tool_call>sky<arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call>",
     "longcat": "<longcat_tool_call>sky<longcat_arg_key>city</longcat_arg_key><longcat_arg_value>Köln"
     "</longcat_arg_value></longcat_tool_call>",
     "minicpm5": '<function name="sky"><param name="city">Köln</param></function>',
-    "minimax_m2": '<minimax:tool_call><invoke name="sky"><parameter name="city">Köln</parameter></invoke>'
+    "minimax_m2": '<minimax:tool_call><invoke name="sky"><parameter'
+    ' name="city">Köln</parameter></invoke>'
     "</minimax:tool_call>",
     "mistral": '[TOOL_CALLS]sky[ARGS]{"city": "Köln"}',
-    "muse_spark": '<atem:function_calls><atem:invoke name="sky"><atem:parameter name="city">Köln</atem:parameter>'
+    "muse_spark": '<atem:function_calls><atem:invoke name="sky"><atem:parameter'
+    ' name="city">Köln</atem:parameter>'
     "</atem:invoke></atem:function_calls>",
     "pythonic": '<|tool_call_start|>[sky(city="Köln")]<|tool_call_end|>',
-    "qwen3_coder": "<tool_call>\n<function=sky>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>",
+    "qwen3_coder": (
+        "<tool_call>\n<function=sky>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>"
+    ),
 }
 
 
 def test_every_format_that_mlx_lm_knows_is_read():
-    assert {module.name for module in pkgutil.iter_modules(tool_parsers.__path__)} == set(IN_EVERY_FORMAT)
+    assert {module.name for module in pkgutil.iter_modules(tool_parsers.__path__)} == set(
+        IN_EVERY_FORMAT
+    )
     for name, call in IN_EVERY_FORMAT.items():
         answer_format = form(import_module(f"{tool_parsers.__name__}.{name}"))
         for text in (call, f"so {call}"):
             parts = streamed(answer_format, text, range(len(text)))
-            assert shape(parts) == ("", text[: -len(call)].strip(), [("sky", {"city": "Köln"})]), name
+            assert shape(parts) == ("", text[: -len(call)].strip(), [("sky", {"city": "Köln"})]), (
+                name
+            )
 
 
 LONG = 'if a < b: print("x, y")\n# Köln {1} </ end'
@@ -159,20 +189,30 @@ GROWING = {  # format → a call with a long text, a number and a list
     "gemma4": f'<|tool_call>call:sky{{code:<|"|>{LONG}<|"|>,n:12}}<tool_call|>',
     "glm47": f"<tool_call>sky<arg_key>code</arg_key><arg_value>{LONG}</arg_value><arg_key>n</arg_key><arg_value>12"
     "</arg_value></tool_call>",
-    "json_tools": f'<tool_call>\n{{"name": "sky", "arguments": {{"code": {json.dumps(LONG)}, "n":12}}}}\n</tool_call>',
+    "json_tools": (
+        f'<tool_call>\n{{"name": "sky", "arguments": {{"code": {json.dumps(LONG)},'
+        f' "n":12}}}}\n</tool_call>'
+    ),
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.sky:0<|tool_call_argument_begin|>"
     f'{{"code": {json.dumps(LONG)}, "n": 12}}<|tool_call_end|><|tool_calls_section_end|>',
-    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="sky" index="1"<|sep|><|open|>argument key="code" type="string"'
-    f'<|sep|>{LONG}<|close|>argument<|sep|><|open|>argument key="n" type="number"<|sep|>12<|close|>argument<|sep|>'
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="sky" index="1"<|sep|><|open|>argument'
+    ' key="code" type="string"'
+    f'<|sep|>{LONG}<|close|>argument<|sep|><|open|>argument key="n"'
+    ' type="number"<|sep|>12<|close|>argument<|sep|>'
     "<|close|>call<|sep|><|close|>tools<|sep|>",
     "longcat": f"<longcat_tool_call>sky<longcat_arg_key>code</longcat_arg_key><longcat_arg_value>{LONG}"
     "</longcat_arg_value><longcat_arg_key>n</longcat_arg_key><longcat_arg_value>12</longcat_arg_value>"
     "</longcat_tool_call>",
-    "minicpm5": f'<function name="sky"><param name="code">{LONG}</param><param name="n">12</param></function>',
-    "minimax_m2": f'<minimax:tool_call><invoke name="sky"><parameter name="code">{LONG}</parameter><parameter name="n">'
+    "minicpm5": (
+        f'<function name="sky"><param name="code">{LONG}</param><param'
+        ' name="n">12</param></function>'
+    ),
+    "minimax_m2": '<minimax:tool_call><invoke name="sky"><parameter'
+    f' name="code">{LONG}</parameter><parameter name="n">'
     "12</parameter></invoke></minimax:tool_call>",
     "mistral": f'[TOOL_CALLS]sky[ARGS]{{"code": {json.dumps(LONG)}, "n": 12}}',
-    "muse_spark": f'<atem:function_calls><atem:invoke name="sky"><atem:parameter name="code">{LONG}</atem:parameter>'
+    "muse_spark": '<atem:function_calls><atem:invoke name="sky"><atem:parameter'
+    f' name="code">{LONG}</atem:parameter>'
     '<atem:parameter name="n">12</atem:parameter></atem:invoke></atem:function_calls>',
     "pythonic": f"<|tool_call_start|>[sky(code={LONG!r}, n=12)]<|tool_call_end|>",
     "qwen3_coder": f"<tool_call>\n<function=sky>\n<parameter=code>\n{LONG}\n</parameter>\n<parameter=n>\n12\n"
@@ -204,7 +244,14 @@ def test_arguments_grow_as_they_are_written(name):
 @pytest.mark.parametrize(
     "call",
     [
-        *("7", "null", '{"name": ""}', '{"name": 3}', '{"name": "f", "arguments": [1]}', "[" * 3000 + "]" * 3000),
+        *(
+            "7",
+            "null",
+            '{"name": ""}',
+            '{"name": 3}',
+            '{"name": "f", "arguments": [1]}',
+            "[" * 3000 + "]" * 3000,
+        ),
         *('{"name": "f", "arguments": {"a": NaN}}', '{"name": "\\ud800"}', '{"arguments": {}}'),
     ],
 )
@@ -220,7 +267,11 @@ def test_arguments_are_json_that_can_be_sent():
     assert re.fullmatch("[0-9a-z]{9}", call["id"])
     text = '<tool_call>{"name": "f", "id": "mine", "arguments": "{\\"a\\": 1}"}</tool_call>'
     [call] = form().read(text, "stop").whole_calls()
-    assert call == {"id": "mine", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert call == {
+        "id": "mine",
+        "type": "function",
+        "function": {"name": "f", "arguments": ('{"a": 1}')},
+    }
 
 
 PIECES = st.sampled_from(
@@ -250,8 +301,16 @@ def characters(text):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(PIECES, max_size=14), st.booleans(), st.booleans(), st.sampled_from([HERMES, MISTRAL]), st.data())
-def test_for_any_cut_the_stream_is_the_answer_and_nothing_is_lost(pieces, opened, complete, parser, data):
+@given(
+    st.lists(PIECES, max_size=14),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([HERMES, MISTRAL]),
+    st.data(),
+)
+def test_for_any_cut_the_stream_is_the_answer_and_nothing_is_lost(
+    pieces, opened, complete, parser, data
+):
     text = "".join(pieces)
     answer_format = form(parser, starts_reasoning=opened)
     whole = answer_format.read(text, "stop" if complete else "length")
@@ -269,10 +328,15 @@ def test_for_any_cut_the_stream_is_the_answer_and_nothing_is_lost(pieces, opened
     most = sum((characters(mark * text.count(mark)) for mark in marks if mark), Counter())
     assert lost <= most
     if not any(mark in text for mark in marks if mark):
-        assert (whole.reasoning if opened else whole.content) in (text, text.lstrip() if opened else text)
+        assert (whole.reasoning if opened else whole.content) in (
+            text,
+            text.lstrip() if opened else text,
+        )
 
 
 def test_a_degenerate_answer_takes_no_more_than_linear_time():
     rng = random.Random(1)
-    text = "".join(rng.choice(["<tool_call>", "<think>", "</think>", "</tool_", "x"]) for _ in range(40_000))
+    text = "".join(
+        rng.choice(["<tool_call>", "<think>", "</think>", "</tool_", "x"]) for _ in range(40_000)
+    )
     assert form().read(text, "stop").content

@@ -52,9 +52,28 @@ def walk(routes):
 def test_the_key_guards_every_route_but_health(guarded):
     with guarded.http() as http:
         assert http.get("/health").status_code == 200
-        paths = {*(route.path for route in walk(guarded.app.routes)), *guarded.app.openapi()["paths"], "/nowhere"}
-        admin = {"/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/server_info", "/weight_info"}
-        assert {"/v1/models", "/metrics", "/generate", "/atropos/status", "/openapi.json", "/docs", *admin} <= paths
+        paths = {
+            *(route.path for route in walk(guarded.app.routes)),
+            *guarded.app.openapi()["paths"],
+            ("/nowhere"),
+        }
+        admin = {
+            "/pause",
+            "/resume",
+            "/abort_requests",
+            "/reset_prefix_cache",
+            "/server_info",
+            ("/weight_info"),
+        }
+        assert {
+            "/v1/models",
+            "/metrics",
+            "/generate",
+            "/atropos/status",
+            "/openapi.json",
+            "/docs",
+            *admin,
+        } <= paths
         for path in paths - {"/health"}:
             for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS"):
                 refused = http.request(method, path.replace("{name:path}", "fake"))
@@ -72,13 +91,16 @@ def test_basic_authentication_is_for_the_routes_below_a_prefix():
 def test_a_wrong_key_is_401(guarded, credentials):
     with guarded.http() as http:
         assert http.get("/v1/models", headers={"Authorization": credentials}).status_code == 401
-        assert http.get("/atropos/status", headers={"Authorization": credentials}).status_code == 401
+        assert (
+            http.get("/atropos/status", headers={"Authorization": credentials}).status_code == 401
+        )
 
 
 def test_the_right_key_opens(guarded):
     with guarded.http(headers={"Authorization": bearer(KEY)}) as http:
         assert http.get("/v1/models").status_code == 200
-        assert http.get("/v1/models", headers={"Host": "example.org"}).status_code == 200  # a key needs no loopback
+        # a key needs no loopback
+        assert http.get("/v1/models", headers={"Host": "example.org"}).status_code == 200
         assert http.get("/atropos/status").json() == {"queue_size": 0}
 
 
@@ -95,25 +117,34 @@ def test_basic_auth_opens_atropos_only(guarded):
         assert http.get("/atropos/status", headers=wrong).status_code == 401
         assert http.get("/v1/models", headers=right).status_code == 401
         assert http.get("/atroposity", headers=right).status_code == 401
-    assert httpx.get(url.replace("env:", "env:s3cret-%C3%BC@") + "/atropos/status").status_code == 200
+    assert (
+        httpx.get(url.replace("env:", "env:s3cret-%C3%BC@") + "/atropos/status").status_code == 200
+    )
 
 
-@pytest.mark.parametrize("host", ["example.org", "localhost.example.org", "127.0.0.1.nip.io", "0.0.0.0", "192.168.0.2"])
+@pytest.mark.parametrize(
+    "host", ["example.org", "localhost.example.org", "127.0.0.1.nip.io", "0.0.0.0", ("192.168.0.2")]
+)
 def test_a_foreign_host_is_403_without_a_key(unguarded, host):
     with unguarded.http() as http:
         for path in ("/v1/models", "/health"):
             refused = http.get(path, headers={"Host": host})
-            assert refused.status_code == 403 and refused.json()["error"]["type"] == "permission_error"
+            assert refused.status_code == 403 and refused.json()["error"]["type"] == (
+                "permission_error"
+            )
 
 
 def test_a_foreign_origin_is_403_without_a_key(unguarded):
     with unguarded.http() as http:
         assert http.get("/v1/models", headers={"Origin": "https://example.org"}).status_code == 403
         assert http.get("/v1/models", headers={"Origin": "null"}).status_code == 403
-        assert http.get("/v1/models", headers={"Origin": "http://localhost:3000"}).status_code == 200
+        assert (
+            http.get("/v1/models", headers={"Origin": "http://localhost:3000"}).status_code == 200
+        )
         for site in ("cross-site", "Cross-Site"):  # an <img>
             assert http.get("/v1/models", headers={"Sec-Fetch-Site": site}).status_code == 403
-        assert http.get("/v1/models", headers={"Sec-Fetch-Site": "none"}).status_code == 200  # typed by the user
+        # typed by the user
+        assert http.get("/v1/models", headers={"Sec-Fetch-Site": "none"}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -151,19 +182,36 @@ def test_other_authorities(authority):
     assert not is_loopback_authority(authority) and not is_loopback_origin(f"http://{authority}")
 
 
-OTHER_PAGE = {"Origin": "http://127.0.0.1:18812", "Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"}
+OTHER_PAGE = {
+    "Origin": "http://127.0.0.1:18812",
+    "Sec-Fetch-Site": "same-site",
+    "Sec-Fetch-Mode": ("no-cors"),
+}
 HIDDEN_PAGE = {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"}  # an image, a script
 
 
-@pytest.mark.parametrize("headers", [OTHER_PAGE, HIDDEN_PAGE, OTHER_PAGE | {"Origin": "null"}], ids=str)
-@pytest.mark.parametrize("kind", [None, "text/plain", "text/plain; a=application/json", "multipart/form-data"])
+@pytest.mark.parametrize(
+    "headers", [OTHER_PAGE, HIDDEN_PAGE, OTHER_PAGE | {"Origin": "null"}], ids=str
+)
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "text/plain; a=application/json", ("multipart/form-data")]
+)
 def test_a_page_of_another_port_changes_nothing(unguarded, headers, kind):
-    """What browsers send without a preflight request: a POST without a body, a form, plain text. Tried on every route
-    of every method that changes something, and on GET for pages whose Origin is not sent."""
+    """What browsers send without a preflight request: a POST without a body, a form, plain text.
+    Tried on every route of every method that changes something, and on GET for pages whose
+    Origin is not sent."""
     sent = headers | ({"Content-Type": kind} if kind else {})
     with unguarded.http() as http:
-        paths = {(path, method) for path, each in unguarded.app.openapi()["paths"].items() for method in each}
-        assert {("/pause", "post"), ("/abort_requests", "post"), ("/v1/responses/{response_id}", "delete")} <= paths
+        paths = {
+            (path, method)
+            for path, each in unguarded.app.openapi()["paths"].items()
+            for method in each
+        }
+        assert {
+            ("/pause", "post"),
+            ("/abort_requests", "post"),
+            ("/v1/responses/{response_id}", "delete"),
+        } <= paths
         for path, method in paths:
             if method != "get" or "Origin" not in headers:
                 answer = http.request(method, path, headers=sent)
@@ -172,14 +220,21 @@ def test_a_page_of_another_port_changes_nothing(unguarded, headers, kind):
 
 
 def test_pages_that_may(unguarded):
-    """The server's own page, one that has asked before (JSON), a link that somebody follows, and what is no browser."""
+    """The server's own page, one that has asked before (JSON), a link that somebody follows, and
+    what is no browser."""
     with unguarded.http() as http:
         own = {"Origin": str(http.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
         assert http.post("/abort_requests", headers=own).status_code == 200
         assert http.post("/abort_requests").status_code == 200
-        asked = OTHER_PAGE | {"Sec-Fetch-Mode": "cors", "Content-Type": "application/json; charset=utf-8"}
+        asked = OTHER_PAGE | {
+            "Sec-Fetch-Mode": "cors",
+            "Content-Type": ("application/json; charset=utf-8"),
+        }
         assert http.post("/abort_requests", headers=asked).status_code == 200
-        assert http.get("/v1/models", headers=HIDDEN_PAGE | {"Sec-Fetch-Mode": "navigate"}).status_code == 200
+        assert (
+            http.get("/v1/models", headers=HIDDEN_PAGE | {"Sec-Fetch-Mode": "navigate"}).status_code
+            == 200
+        )
 
 
 def test_a_page_cannot_use_the_key_that_the_browser_adds(guarded):
@@ -188,10 +243,14 @@ def test_a_page_cannot_use_the_key_that_the_browser_adds(guarded):
     with guarded.http(headers=known) as http:
         assert http.get("/atropos/status").status_code == 200
         assert http.get("/atropos/status", headers=HIDDEN_PAGE).status_code == 403
-        assert http.get("/atropos/status", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+        assert (
+            http.get("/atropos/status", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+        )
 
 
-@pytest.mark.parametrize("origin", ["null", "localhost", "http://localhost/evil.org", "file://", "http://"])
+@pytest.mark.parametrize(
+    "origin", ["null", "localhost", "http://localhost/evil.org", "file://", ("http://")]
+)
 def test_other_origins(origin):
     assert not is_loopback_origin(origin)
 

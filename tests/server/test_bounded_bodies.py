@@ -1,11 +1,14 @@
-"""No body of any application can make the server build millions of errors, or keep a text without an end.
+"""No body of any application can make the server build millions of errors, or keep a text without
+an end.
 
-pydantic makes an error for every wrong item of a list, 300 bytes and a microsecond each: a body of 16 MB with wrong
-items took 60 s and 6 GB. A list is therefore `ListOf`, which is given up at its first fault, or has few items; an
-object whose keys or values are checked is `ObjectOf`. A text that the server keeps has a length.
+pydantic makes an error for every wrong item of a list, 300 bytes and a microsecond each: a body of
+16 MB with wrong items took 60 s and 6 GB. A list is therefore `ListOf`, which is given up at its
+first fault, or has few items; an object whose keys or values are checked is `ObjectOf`. A text that
+the server keeps has a length.
 
-Looked at: every pydantic model below the bodies of all routes of `train`, `serve`, the prompt policy, traces, the
-dashboard, Atropos and the hybrid chat, those that a route reads by itself, and the tools of the MCP server.
+Looked at: every pydantic model below the bodies of all routes of `train`, `serve`, the prompt
+policy, traces, the dashboard, Atropos and the hybrid chat, those that a route reads by itself, and
+the tools of the MCP server.
 """
 
 import importlib
@@ -39,12 +42,30 @@ def subclasses(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 
 def bodies() -> list[type[BaseModel]]:
-    for package in ("server", "tinker", "traces", "prompt_policy", "dashboard", "integrations", "orchestrator"):
-        for module in pkgutil.walk_packages([f"{mlx_parallm.__path__[0]}/{package}"], f"mlx_parallm.{package}."):
+    for package in (
+        "server",
+        "tinker",
+        "traces",
+        "prompt_policy",
+        "dashboard",
+        "integrations",
+        ("orchestrator"),
+    ):
+        for module in pkgutil.walk_packages(
+            [f"{mlx_parallm.__path__[0]}/{package}"], (f"mlx_parallm.{package}.")
+        ):
             if ".examples" not in module.name and not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-    found = {*subclasses(Body), *subclasses(TinkerBody), ScoredData, EnvironmentRegistration, EnvironmentId}
-    return sorted({*found, HybridRequest}, key=lambda body: f"{body.__module__}.{body.__qualname__}")
+    found = {
+        *subclasses(Body),
+        *subclasses(TinkerBody),
+        ScoredData,
+        EnvironmentRegistration,
+        EnvironmentId,
+    }
+    return sorted(
+        {*found, HybridRequest}, key=lambda body: f"{body.__module__}.{body.__qualname__}"
+    )
 
 
 def is_checked(schema: dict[str, Any] | None) -> bool:
@@ -57,7 +78,11 @@ def fault(schema: dict[str, Any], texts: bool) -> str | None:
     kind = schema.get("type")
     few = schema.get("max_length") is not None and schema["max_length"] <= FEW
     if kind in ("list", "set", "tuple"):
-        return "list" if is_checked(schema.get("items_schema")) and not (schema.get("fail_fast") or few) else None
+        return (
+            ("list")
+            if is_checked(schema.get("items_schema")) and not (schema.get("fail_fast") or few)
+            else None
+        )
     if kind == "dict":
         checked = is_checked(schema.get("values_schema")) or schema["keys_schema"]["type"] != "str"
         return "object" if checked else None
@@ -67,7 +92,11 @@ def fault(schema: dict[str, Any], texts: bool) -> str | None:
 
 def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """What lies in a schema, with the names of fields."""
-    function = schema["function"]["function"] if str(schema.get("type")).startswith("function-") else None
+    function = (
+        schema["function"][("function")]
+        if str(schema.get("type")).startswith("function-")
+        else None
+    )
     if function is give_up_early:
         yield "", schema["schema"].get("values_schema")
     elif function not in (short, not_too_much):
@@ -108,6 +137,8 @@ def test_the_walk_finds_what_has_no_bound() -> None:
         inner: dict[str, Inner] | None = None
         anything: list[Any] | None = None
 
-    found = {place.rpartition(".")[2] for place in unbounded(TypeAdapter(Outer).core_schema, texts=True)}
+    found = {
+        place.rpartition(".")[2] for place in unbounded(TypeAdapter(Outer).core_schema, texts=True)
+    }
     assert found == {"inner: object", "numbers: list", "name: text"}
     assert not list(unbounded(TypeAdapter(SampleBody).core_schema, texts=False))

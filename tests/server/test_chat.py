@@ -24,7 +24,9 @@ EXTRA |= {"add_generation_prompt", "prompt_logprobs"}
 
 def create(client, messages=MESSAGES, **fields):
     extra = {key: fields.pop(key) for key in list(fields) if key in EXTRA}
-    return client.chat.completions.create(model="default", messages=messages, extra_body=extra, **fields)
+    return client.chat.completions.create(
+        model="default", messages=messages, extra_body=extra, **fields
+    )
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"seed": 4, "n": 2, "temperature": 0.9}])
@@ -51,9 +53,9 @@ def test_a_stream_adds_up_to_the_whole_answer(client, fields):
 
 
 def test_logprob_entries_have_token_bytes_and_alternatives(client):
-    choice = create(client, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3, return_token_ids=True).choices[
-        0
-    ]
+    choice = create(
+        client, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3, return_token_ids=True
+    ).choices[0]
     assert len(choice.logprobs.content) == len(choice.token_ids)
     for entry in choice.logprobs.content:
         assert bytes(entry.bytes).decode() == entry.token and entry.logprob <= 0
@@ -61,8 +63,12 @@ def test_logprob_entries_have_token_bytes_and_alternatives(client):
         assert [top.logprob for top in entry.top_logprobs] == sorted(
             (t.logprob for t in entry.top_logprobs), reverse=True
         )
-    plain = create(client, temperature=0, max_tokens=6, logprobs=True, return_tokens_as_token_ids=True).choices[0]
-    assert [entry.token for entry in plain.logprobs.content] == [f"token_id:{token}" for token in choice.token_ids]
+    plain = create(
+        client, temperature=0, max_tokens=6, logprobs=True, return_tokens_as_token_ids=True
+    ).choices[0]
+    assert [entry.token for entry in plain.logprobs.content] == [
+        f"token_id:{token}" for token in choice.token_ids
+    ]
     assert all(entry.top_logprobs == [] for entry in plain.logprobs.content)
 
 
@@ -75,7 +81,9 @@ def test_the_answer_ends_with_its_eos_in_the_ids_and_not_in_the_text(client, tin
 
 def test_without_a_limit_the_context_is_filled(client, server):
     answer = create(client, ignore_eos=True)
-    assert answer.usage.total_tokens == server.engine.max_model_len and answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == server.engine.max_model_len and answer.choices[
+        0
+    ].finish_reason == ("length")
 
 
 def test_either_name_of_the_limit_counts(client):
@@ -86,7 +94,12 @@ def test_either_name_of_the_limit_counts(client):
 def test_the_prompt_is_the_rendered_chat(client, server, tiny_tokenizer):
     rendered = tiny_tokenizer.render_chat(MESSAGES)
     assert create(client, max_tokens=1, return_token_ids=True).prompt_token_ids == rendered
-    parts = [{"role": "user", "content": [{"type": "text", "text": "12 + "}, {"type": "text", "text": "7 ="}]}]
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "12 + "}, {"type": "text", "text": ("7 =")}],
+        }
+    ]
     assert create(client, parts, max_tokens=1, return_token_ids=True).prompt_token_ids == rendered
     with server.http() as http:
         body = {"messages": MESSAGES, "return_token_strs": True}
@@ -100,10 +113,18 @@ def test_the_prompt_is_the_rendered_chat(client, server, tiny_tokenizer):
 def test_a_trailing_assistant_message_is_continued_only_when_asked(client, tiny_tokenizer):
     messages = [*MESSAGES, {"role": "assistant", "content": "1"}]
     closed = create(client, messages, max_tokens=1, return_token_ids=True).prompt_token_ids
-    assert tiny_tokenizer.decode(closed, skip_special_tokens=False).endswith("<|im_end|>\n<|im_start|>assistant\n")
-    opened = create(client, messages, max_tokens=1, return_token_ids=True, continue_final_message=True)
-    assert tiny_tokenizer.decode(opened.prompt_token_ids, skip_special_tokens=False).endswith("assistant\n1")
-    bare = create(client, max_tokens=1, return_token_ids=True, add_generation_prompt=False).prompt_token_ids
+    assert tiny_tokenizer.decode(closed, skip_special_tokens=False).endswith(
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    opened = create(
+        client, messages, max_tokens=1, return_token_ids=True, continue_final_message=True
+    )
+    assert tiny_tokenizer.decode(opened.prompt_token_ids, skip_special_tokens=False).endswith(
+        "assistant\n1"
+    )
+    bare = create(
+        client, max_tokens=1, return_token_ids=True, add_generation_prompt=False
+    ).prompt_token_ids
     assert tiny_tokenizer.decode(bare, skip_special_tokens=False).endswith("=<|im_end|>\n")
 
 
@@ -112,18 +133,28 @@ def test_template_arguments_come_from_the_request_and_the_configuration():
     config = ModelConfig(base_path="builtin:tiny", chat_template=template)
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"), config)
     defaults = {"enable_thinking": False, "style": "a"}
-    with running_server(FakeEngine(), tokenizer, chat_template_kwargs=defaults) as server, server.http() as http:
-        body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"style": "b"}}
+    with (
+        running_server(FakeEngine(), tokenizer, chat_template_kwargs=defaults) as server,
+        server.http() as http,
+    ):
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "chat_template_kwargs": {"style": ("b")},
+        }
         tokens = http.post("/tokenize", json=body).json()["tokens"]
         assert tokenizer.decode(tokens) == "x|False|b"
 
 
 def test_an_error_that_quotes_half_a_character_can_be_sent():
-    config = ModelConfig(base_path="builtin:tiny", chat_template="{{ raise_exception(messages[0].role) }}")
+    config = ModelConfig(
+        base_path="builtin:tiny", chat_template=("{{ raise_exception(messages[0].role) }}")
+    )
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"), config)
     with running_server(FakeEngine(), tokenizer) as server, server.http() as http:
         body = json.dumps({"messages": [{"role": "\ud800", "content": "a"}]})
-        answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+        answer = http.post(
+            "/v1/chat/completions", content=body, headers={"Content-Type": ("application/json")}
+        )
         assert answer.status_code == 400 and "\\ud800" in answer.json()["error"]["message"]
 
 
@@ -145,24 +176,39 @@ def test_chat_without_a_template_is_a_clear_error(tiny_tokenizer):
 
 REFUSED = {
     "no messages": ({"messages": []}, "messages"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        ("messages.0.content.0"),
+    ),
     "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
     "top_logprobs": ({"top_logprobs": 2}, "top_logprobs"),
     "logprobs as a count": ({"logprobs": 5}, "logprobs"),
-    "both prompts": ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+    "both prompts": (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        ("add_generation_prompt"),
+    ),
     "nothing to continue": ({"continue_final_message": True}, "continue_final_message"),
     "unknown": ({"max_new_tokens": 5}, "max_new_tokens"),
-    "messages of the template": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    "messages of the template": (
+        {"chat_template_kwargs": {"messages": []}},
+        ("chat_template_kwargs"),
+    ),
     "tools of the template": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
-    "own template": ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    "own template": (
+        {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        ("chat_template_kwargs"),
+    ),
 }
 
 
 @pytest.mark.parametrize("fields, param", REFUSED.values(), ids=REFUSED.keys())
 def test_a_request_that_cannot_be_honoured_is_a_400_naming_the_field(server, fields, param):
     with server.http() as http:
-        body = json.dumps({"messages": MESSAGES} | fields)  # httpx would refuse to encode half a character
-        answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+        # httpx would refuse to encode half a character
+        body = json.dumps({"messages": MESSAGES} | fields)
+        answer = http.post(
+            "/v1/chat/completions", content=body, headers={"Content-Type": ("application/json")}
+        )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
@@ -172,7 +218,9 @@ def test_a_long_chat_is_a_400_that_says_so(client):
 
 
 async def test_many_clients_at_once_are_all_answered(server):
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+    async with AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60
+    ) as client:
 
         async def ask(number):
             messages = [{"role": "user", "content": f"{number} + {number} ="}]

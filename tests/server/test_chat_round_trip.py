@@ -1,4 +1,5 @@
-"""One conversation by every way into the house has the same prompt ids: a small piece of scripts/soak's round trip."""
+"""One conversation by every way into the house has the same prompt ids: a small piece of
+scripts/soak's round trip."""
 
 from scripts.soak.chat_round_trip import FACES, FAMILIES, round_trip
 
@@ -12,4 +13,8 @@ def test_the_same_ids_everywhere() -> None:
         assert not wrong, wrong[0]
         assert found["chat: refused"] == 0
         for face in FACES:
-            assert found[f"{face}: same"] or (face, template) == ("tinker", "plain"), (face, template, found)
+            assert found[f"{face}: same"] or (face, template) == ("tinker", "plain"), (
+                face,
+                template,
+                found,
+            )

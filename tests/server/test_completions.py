@@ -9,7 +9,8 @@ MODEL = "default"
 PROMPT = "<|im_start|>user\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n"
 
 
-VARIED = {"temperature": 4.0, "seed": 11, "max_tokens": 60, "ignore_eos": True}  # many distinct tokens
+# many distinct tokens
+VARIED = {"temperature": 4.0, "seed": 11, "max_tokens": 60, "ignore_eos": True}
 
 
 def create(client, prompt=PROMPT, **fields):
@@ -46,7 +47,10 @@ def test_choices_are_prompt_major_and_a_prompt_counts_once(client):
     assert [choice.index for choice in answer.choices] == list(range(6))
     assert [choice.text.startswith("abc") for choice in answer.choices] == [False] * 3 + [True] * 3
     assert answer.usage.completion_tokens == 24
-    assert answer.usage.prompt_tokens == create(client, [PROMPT, "abc"], max_tokens=1).usage.prompt_tokens
+    assert (
+        answer.usage.prompt_tokens
+        == create(client, [PROMPT, "abc"], max_tokens=1).usage.prompt_tokens
+    )
 
 
 def test_the_default_length_is_16_tokens(client):
@@ -55,7 +59,14 @@ def test_the_default_length_is_16_tokens(client):
 
 @pytest.mark.parametrize("stream_options", [None, {"include_usage": True}])
 def test_a_stream_adds_up_to_the_whole_answer(client, stream_options):
-    fields = {"n": 2, "seed": 3, "max_tokens": 12, "logprobs": 2, "return_token_ids": True, "echo": False}
+    fields = {
+        "n": 2,
+        "seed": 3,
+        "max_tokens": 12,
+        "logprobs": 2,
+        "return_token_ids": True,
+        "echo": False,
+    }
     whole = create(client, [PROMPT, "abc"], **fields)
     options = {"stream_options": stream_options} if stream_options else {}
     chunks = list(create(client, [PROMPT, "abc"], stream=True, **options, **fields))
@@ -70,12 +81,21 @@ def test_a_stream_adds_up_to_the_whole_answer(client, stream_options):
         assert flat(part.token_ids for part in mine) == choice.token_ids
         assert mine[0].prompt_token_ids == choice.prompt_token_ids
         for key in ("tokens", "text_offset"):
-            assert flat(getattr(part.logprobs, key) for part in mine) == getattr(choice.logprobs, key)
-        # The two prompts may meet in another batch than before, and float32 sums are then rounded otherwise.
+            assert flat(getattr(part.logprobs, key) for part in mine) == getattr(
+                choice.logprobs, key
+            )
+        # The two prompts may meet in another batch than before, and float32 sums are then rounded
+        # otherwise.
         for key in ("token_logprobs", "top_logprobs"):
-            streamed, told = flat(getattr(part.logprobs, key) for part in mine), getattr(choice.logprobs, key)
+            streamed, told = (
+                flat(getattr(part.logprobs, key) for part in mine),
+                getattr(choice.logprobs, key),
+            )
             assert len(streamed) == len(told)
-            assert all(one == pytest.approx(other, abs=1e-4) for one, other in zip(streamed, told, strict=True))
+            assert all(
+                one == pytest.approx(other, abs=1e-4)
+                for one, other in zip(streamed, told, strict=True)
+            )
         assert [part.finish_reason for part in mine][-1] == choice.finish_reason
         assert mine[-1].weight_versions == choice.weight_versions
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
@@ -90,7 +110,9 @@ def test_a_streamed_echo_starts_with_the_prompt(client):
 
 def test_a_seed_repeats_and_another_differs(client):
     fields = VARIED | {"return_token_ids": True}
-    ids = [create(client, "a", **fields | {"seed": seed}).choices[0].token_ids for seed in (1, 1, 2)]
+    ids = [
+        create(client, "a", **fields | {"seed": seed}).choices[0].token_ids for seed in (1, 1, 2)
+    ]
     assert ids[0] == ids[1] != ids[2] and len(set(ids[0])) >= 20
 
 
@@ -115,10 +137,20 @@ def test_stop_token_ids_end_the_answer_and_are_kept_in_the_ids(client):
 
 
 def test_logprobs_are_parallel_lists_that_place_each_token(client, tiny_tokenizer):
-    choice = create(client, max_tokens=8, temperature=0, logprobs=3, ignore_eos=True, return_token_ids=True).choices[0]
+    choice = create(
+        client, max_tokens=8, temperature=0, logprobs=3, ignore_eos=True, return_token_ids=True
+    ).choices[0]
     lists = choice.logprobs
-    assert len(lists.tokens) == len(lists.token_logprobs) == len(lists.top_logprobs) == len(lists.text_offset) == 8
-    for token, logprob, top in zip(lists.tokens, lists.token_logprobs, lists.top_logprobs, strict=True):
+    assert (
+        len(lists.tokens)
+        == len(lists.token_logprobs)
+        == len(lists.top_logprobs)
+        == len(lists.text_offset)
+        == 8
+    )
+    for token, logprob, top in zip(
+        lists.tokens, lists.token_logprobs, lists.top_logprobs, strict=True
+    ):
         assert logprob <= 0 and top[token] == logprob == max(top.values()) and len(top) == 3
     # A special token does not show in the text, so it takes no place there.
     named = zip(lists.tokens, choice.token_ids, strict=True)
@@ -126,7 +158,12 @@ def test_logprobs_are_parallel_lists_that_place_each_token(client, tiny_tokenize
     assert lists.text_offset == [len("".join(shown[:end])) for end in range(8)]
     assert "".join(shown) == choice.text
     named = create(
-        client, max_tokens=8, temperature=0, logprobs=1, ignore_eos=True, return_tokens_as_token_ids=True
+        client,
+        max_tokens=8,
+        temperature=0,
+        logprobs=1,
+        ignore_eos=True,
+        return_tokens_as_token_ids=True,
     ).choices[0]
     assert named.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
     assert list(named.logprobs.top_logprobs[0]) == named.logprobs.tokens[:1]
@@ -146,26 +183,40 @@ def test_scoring_a_text_gives_what_sampling_it_gave(client):
 
 
 def test_echo_with_logprobs_covers_prompt_and_answer(client):
-    whole = create(client, "abc", echo=True, logprobs=0, max_tokens=5, temperature=0, return_token_ids=True)
+    whole = create(
+        client, "abc", echo=True, logprobs=0, max_tokens=5, temperature=0, return_token_ids=True
+    )
     choice = whole.choices[0]
     assert len(choice.logprobs.tokens) == len(choice.prompt_token_ids) + len(choice.token_ids)
     assert choice.text.startswith("abc")
-    assert choice.logprobs.token_logprobs[0] is None and None not in choice.logprobs.token_logprobs[1:]
+    assert (
+        choice.logprobs.token_logprobs[0] is None and None not in choice.logprobs.token_logprobs[1:]
+    )
 
 
 def test_prompt_logprobs_name_each_token_with_its_rank(client):
-    choice = create(client, "abcd", max_tokens=1, prompt_logprobs=2, return_token_ids=True).choices[0]
+    choice = create(client, "abcd", max_tokens=1, prompt_logprobs=2, return_token_ids=True).choices[
+        0
+    ]
     assert choice.prompt_logprobs[0] is None
-    for token_id, entry in zip(choice.prompt_token_ids[1:], choice.prompt_logprobs[1:], strict=True):
+    for token_id, entry in zip(
+        choice.prompt_token_ids[1:], choice.prompt_logprobs[1:], strict=True
+    ):
         assert str(token_id) in entry and {1, 2} <= {shown["rank"] for shown in entry.values()}
 
 
 def test_token_ids_go_round_without_retokenising(client, server):
-    first = create(client, "ab", max_tokens=6, seed=1, ignore_eos=True, return_token_ids=True).choices[0]
-    again = create(client, first.prompt_token_ids + first.token_ids, max_tokens=1, return_token_ids=True).choices[0]
+    first = create(
+        client, "ab", max_tokens=6, seed=1, ignore_eos=True, return_token_ids=True
+    ).choices[0]
+    again = create(
+        client, first.prompt_token_ids + first.token_ids, max_tokens=1, return_token_ids=True
+    ).choices[0]
     assert again.prompt_token_ids == first.prompt_token_ids + first.token_ids
     with server.http() as http:
-        assert http.post("/detokenize", json={"tokens": first.prompt_token_ids}).json() == {"prompt": "ab"}
+        assert http.post("/detokenize", json={"tokens": first.prompt_token_ids}).json() == {
+            "prompt": ("ab")
+        }
 
 
 def test_filters_send_the_renormalised_logprobs_too(client):
@@ -200,7 +251,10 @@ REFUSED = {
     "bias of no token": ({"logit_bias": {"1000000": 1}}, "logit_bias"),
     "zero max_tokens": ({"max_tokens": 0}, "max_tokens"),
     "stream_options alone": ({"stream_options": {"include_usage": True}}, "stream_options"),
-    "unknown stream option": ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    "unknown stream option": (
+        {"stream": True, "stream_options": {"usage": True}},
+        ("stream_options.usage"),
+    ),
     "min over max": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
 }
 
@@ -210,7 +264,11 @@ def test_a_request_that_cannot_be_honoured_is_a_400_naming_the_field(server, fie
     with server.http() as http:
         answer = http.post("/v1/completions", json={"prompt": "a"} | fields)
         error = answer.json()["error"]
-        assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+        assert (answer.status_code, error["param"], error["type"]) == (
+            400,
+            param,
+            ("invalid_request_error"),
+        )
         assert param.split(".")[0] in error["message"]
 
 

@@ -1,4 +1,5 @@
-"""/pause, /resume, /abort_requests and the questions of trainers, over HTTP against a real engine."""
+"""/pause, /resume, /abort_requests and the questions of trainers, over HTTP against a real
+engine."""
 
 import threading
 import time
@@ -15,7 +16,13 @@ from tests.server.serving import flat
 from tests.waiting import until
 
 STREAMS, TOKENS = 8, 60
-BODY = {"prompt": "a", "temperature": 4.0, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
+BODY = {
+    "prompt": "a",
+    "temperature": 4.0,
+    "max_tokens": TOKENS,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
 LONG = BODY | {"max_tokens": 240}
 SCORED = {"echo": True, "logprobs": 0}
 
@@ -36,16 +43,23 @@ def threads():
 
 
 def steps(server):
-    """The engine's step counter, read on its thread: each reading lets it turn once, which is a step unless frozen."""
+    """The engine's step counter, read on its thread: each reading lets it turn once, which is a
+    step unless frozen."""
     return server.engine.call(lambda engine: engine.counters.steps).result(20)
 
 
 def streamed(client, seed, begun=None, **fields):
     """(token ids, last chunk) of one stream; `begun` is set once four tokens are there."""
-    extra = {name: value for name, value in (LONG | fields).items() if name in ("ignore_eos", "return_token_ids")}
+    extra = {
+        name: value
+        for name, value in (LONG | fields).items()
+        if name in ("ignore_eos", ("return_token_ids"))
+    }
     known = {name: value for name, value in (BODY | fields).items() if name not in extra}
     chunks = []
-    for chunk in client.completions.create(model="default", seed=seed, stream=True, extra_body=extra, **known):
+    for chunk in client.completions.create(
+        model="default", seed=seed, stream=True, extra_body=extra, **known
+    ):
         chunks.append(chunk)
         if begun is not None and len(chunks) == 4:
             begun.set()
@@ -58,14 +72,20 @@ def test_frozen_streams_go_on_as_if_nothing_had_been(server, client, tiny_engine
         alone = [ids for ids, _ in pool.map(lambda seed: streamed(client, seed), range(STREAMS))]
         running = [pool.submit(streamed, client, seed, begun[seed]) for seed in range(STREAMS)]
         assert all(event.wait(30) for event in begun)
-        assert http.post("/pause", params={"mode": "keep", "clear_cache": "false"}).json() == {"status": "paused"}
+        assert http.post("/pause", params={"mode": "keep", "clear_cache": "false"}).json() == {
+            "status": ("paused")
+        }
         before = steps(server)
         turn = server.engine.stats().last_step_time
         assert [steps(server) for _ in range(5)] == [before] * 5
         assert server.engine.stats().last_step_time > turn  # what /health goes by
         assert http.get("/is_paused").json() == {"is_paused": True}
         health = http.get("/health")
-        assert health.status_code == 200 and health.json()["paused"] and health.json()["running"] == STREAMS
+        assert (
+            health.status_code == 200
+            and health.json()["paused"]
+            and health.json()["running"] == STREAMS
+        )
         late = pool.submit(streamed, client, 0)
         until(lambda: server.engine.stats().waiting == 1)
         old, new = tiny_engine.weights.version, tiny_engine.weights.publish_parameters({}).version
@@ -89,7 +109,9 @@ def test_waiting_lets_what_runs_end_and_holds_the_rest(server, client):
         assert server.engine.stats().running == 0 and len(running.result(20)[0]) == 120
         held = pool.submit(streamed, client, 2)
         until(lambda: server.engine.stats().waiting == 1)
-        scored = pool.submit(http.post, "/v1/completions", json={"prompt": "ab", "max_tokens": 0, **SCORED})
+        scored = pool.submit(
+            http.post, "/v1/completions", json={"prompt": "ab", "max_tokens": 0, **SCORED}
+        )
         until(lambda: server.engine.call(lambda engine: len(engine._scores)).result(20) == 1)
         steps(server)
         assert not held.done() and not scored.done()
@@ -141,7 +163,8 @@ def test_a_drain_of_frozen_requests_ends_only_after_the_resume(server, client):
         assert steps(server) == before and not drained.done()
         started = time.perf_counter()
         turns = {server.engine.stats().last_step_time for _ in range(20_000)}
-        assert len(turns) <= 2 + time.perf_counter() - started  # the engine's thread sleeps, and wakes once a second
+        # the engine's thread sleeps, and wakes once a second
+        assert len(turns) <= 2 + time.perf_counter() - started
         http.post("/resume")
         assert drained.result(60) and len(running.result(20)[0]) == 120
 
@@ -172,22 +195,38 @@ async def test_ids_of_the_request_and_of_the_session_are_bound_to_the_log():
 
 def test_a_request_is_aborted_by_any_of_its_names(server):
     body = LONG | {"stream": True}
-    tokens = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 200, "ignore_eos": True}, "stream": True}
+    tokens = {
+        "token_ids": [5, 6],
+        "sampling_params": {"max_tokens": 200, "ignore_eos": True},
+        "stream": True,
+    }
     with server.http() as http:
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             response_id = next(lines).split('"id":"')[1].split('"')[0]
-            assert http.post("/abort_requests", json={"request_ids": ["nobody's"]}).json()["aborted"] == 0
+            assert (
+                http.post("/abort_requests", json={"request_ids": ["nobody's"]}).json()["aborted"]
+                == 0
+            )
             aborted = http.post("/abort_requests", json={"request_ids": [response_id]}).json()
             assert aborted == {"status": "aborted", "aborted": 1}
             assert '"finish_reason":"abort"' in "".join(lines)
         named = {"X-Request-ID": "mine"}
         with http.stream("POST", "/v1/completions", json=body, headers=named) as answer:
             assert answer.headers["x-request-id"] == "mine"
-            assert http.post("/abort_requests", json={"request_ids": ["mine"]}).json()["aborted"] == 1
+            assert (
+                http.post("/abort_requests", json={"request_ids": ["mine"]}).json()["aborted"] == 1
+            )
             assert '"finish_reason":"abort"' in answer.read().decode()
-        with http.stream("POST", "/inference/v1/generate", json=tokens | {"request_id": "ours"}) as answer:
-            assert http.post("/inference/v1/abort_requests", json={"request_ids": ["ours"]}).json()["aborted"] == 1
+        with http.stream(
+            "POST", "/inference/v1/generate", json=tokens | {"request_id": "ours"}
+        ) as answer:
+            assert (
+                http.post("/inference/v1/abort_requests", json={"request_ids": ["ours"]}).json()[
+                    "aborted"
+                ]
+                == 1
+            )
             assert '"finish_reason":"abort"' in answer.read().decode()
         for everything in ({}, {"request_ids": []}, None):
             with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -197,7 +236,12 @@ def test_a_request_is_aborted_by_any_of_its_names(server):
 
 
 def test_atropos_is_told_to_ask_again_when_its_request_was_aborted(server):
-    body = {"prompt": {"prompt_token_ids": [5, 6]}, "max_tokens": 240, "ignore_eos": True, "logprobs": 0}
+    body = {
+        "prompt": {"prompt_token_ids": [5, 6]},
+        "max_tokens": 240,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
     with threads() as pool, server.http() as http, server.http() as other:
         answer = pool.submit(other.post, "/generate", json=body)
         until(lambda: server.engine.stats().running == 1)
@@ -209,8 +253,13 @@ def test_trainers_learn_about_the_server(server):
     with server.http() as http:
         version = server.engine.stats().policy_version
         info = http.get("/server_info").json()
-        assert info["logprobs_mode"] == "raw" and info["max_model_len"] == server.engine.max_model_len
-        assert info["models"][0] == http.get("/v1/models").json()["data"][0]["id"] and info["is_paused"] is False
+        assert (
+            info["logprobs_mode"] == "raw" and info["max_model_len"] == server.engine.max_model_len
+        )
+        assert (
+            info["models"][0] == http.get("/v1/models").json()["data"][0]["id"]
+            and info["is_paused"] is False
+        )
         assert http.get("/get_world_size", params={"include_dp": True}).json() == {"world_size": 1}
         assert http.get("/weight_info").json() == {"weight_version": version}
         assert http.get("/version").json() == {"version": mlx_parallm.__version__}

@@ -1,4 +1,5 @@
-"""CORS: off unless configured; what a browser page of another origin may do, with an API key and without."""
+"""CORS: off unless configured; what a browser page of another origin may do, with an API key and
+without."""
 
 import pytest
 
@@ -11,18 +12,25 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.serving import running_server
 
 APP, OTHER, KEY = "https://app.example.org", "https://evil.example.org", "k"
-PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": ("authorization, content-type"),
+}
 
 
 @pytest.fixture(scope="module")
 def guarded(tiny_tokenizer):
-    with running_server(FakeEngine(), tiny_tokenizer, api_key=KEY, config=ServerConfig(cors_origins=(APP,))) as server:
+    with running_server(
+        FakeEngine(), tiny_tokenizer, api_key=KEY, config=ServerConfig(cors_origins=(APP,))
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def unguarded(tiny_tokenizer):
-    with running_server(FakeEngine(), tiny_tokenizer, config=ServerConfig(cors_origins=(APP,))) as server:
+    with running_server(
+        FakeEngine(), tiny_tokenizer, config=ServerConfig(cors_origins=(APP,))
+    ) as server:
         yield server
 
 
@@ -46,7 +54,11 @@ def test_a_preflight_request_needs_no_key_and_nothing_else_goes_without(guarded)
     refused = preflight(guarded, OTHER)
     assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
     with guarded.http(headers={"Origin": APP}) as http:
-        for method, path in (("GET", "/v1/models"), ("POST", "/pause"), ("OPTIONS", "/v1/completions")):
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("POST", "/pause"),
+            ("OPTIONS", ("/v1/completions")),
+        ):
             assert (path, http.request(method, path).status_code) == (path, 401)
 
 
@@ -55,7 +67,10 @@ def test_the_page_reads_answers_and_errors_of_its_own_origin_only(guarded):
         body = {"prompt": "a", "max_tokens": 1}
         for origin, shown in ((APP, APP), (OTHER, None)):
             answer = http.post("/v1/completions", json=body, headers={"Origin": origin})
-            assert answer.status_code == 200 and answer.headers.get("access-control-allow-origin") == shown
+            assert (
+                answer.status_code == 200
+                and answer.headers.get("access-control-allow-origin") == shown
+            )
         error = http.post("/v1/completions", json={}, headers={"Origin": APP})
         assert error.status_code == 400 and error.headers["access-control-allow-origin"] == APP
         assert "X-Request-ID" in error.headers["access-control-expose-headers"]
@@ -63,8 +78,16 @@ def test_the_page_reads_answers_and_errors_of_its_own_origin_only(guarded):
 
 def test_without_a_key_only_the_named_origin_is_let_in_beside_this_machine(unguarded):
     with unguarded.http() as http:
-        for origin, status in ((APP, 200), ("http://localhost:3000", 200), (OTHER, 403), ("null", 403)):
-            assert (origin, http.get("/v1/models", headers={"Origin": origin}).status_code) == (origin, status)
+        for origin, status in (
+            (APP, 200),
+            ("http://localhost:3000", 200),
+            (OTHER, 403),
+            ("null", 403),
+        ):
+            assert (origin, http.get("/v1/models", headers={"Origin": origin}).status_code) == (
+                origin,
+                status,
+            )
         rebound = http.get("/v1/models", headers={"Origin": APP, "Host": "app.example.org"})
         assert rebound.status_code == 403
 
@@ -80,7 +103,9 @@ def test_any_origin_needs_a_key():
 
 
 def test_any_origin_with_a_key(tiny_tokenizer):
-    with running_server(FakeEngine(), tiny_tokenizer, api_key=KEY, config=ServerConfig(cors_origins=("*",))) as server:
+    with running_server(
+        FakeEngine(), tiny_tokenizer, api_key=KEY, config=ServerConfig(cors_origins=("*",))
+    ) as server:
         assert preflight(server, OTHER).headers["access-control-allow-origin"] == "*"
         with server.http(headers={"Origin": OTHER}) as http:
             assert http.get("/v1/models").status_code == 401

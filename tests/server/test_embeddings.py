@@ -1,4 +1,5 @@
-"""/v1/embeddings with the real client: the numbers of an independent forward, both encodings, every kind of input."""
+"""/v1/embeddings with the real client: the numbers of an independent forward, both encodings,
+every kind of input."""
 
 import base64
 from typing import Any
@@ -21,11 +22,18 @@ TEXTS = ["Sort: hgfa", "a", "Sort: zyxw " * 12]  # one token; more than a chunk
 def hidden(tiny_tokenizer: Tokenizer) -> list[np.ndarray]:
     """[T, D] of each text: the blocks and the final norm of a plain mlx-lm tree, all at once."""
     model: Any = load_model(TINY).model
-    return [np.array(model.model(mx.array([tiny_tokenizer.encode(text)]))[0].astype(mx.float32)) for text in TEXTS]
+    return [
+        np.array(model.model(mx.array([tiny_tokenizer.encode(text)]))[0].astype(mx.float32))
+        for text in TEXTS
+    ]
 
 
 def embed(client: OpenAI, texts: Any = TEXTS, **fields: Any) -> np.ndarray:
-    extra = {key: fields.pop(key) for key in ("pooling", "normalize", "truncate_prompt_tokens") if key in fields}
+    extra = {
+        key: fields.pop(key)
+        for key in ("pooling", "normalize", ("truncate_prompt_tokens"))
+        if key in fields
+    }
     answer = client.embeddings.create(model="default", input=texts, extra_body=extra, **fields)
     assert [entry.index for entry in answer.data] == list(range(len(answer.data)))
     return np.array([entry.embedding for entry in answer.data])
@@ -42,7 +50,9 @@ def test_the_vectors_are_the_pooled_hidden_states(client: OpenAI, hidden: list[n
     np.testing.assert_allclose(embed(client, dimensions=16), short, atol=1e-4)
 
 
-def test_both_encodings_ids_and_usage(client: OpenAI, server: RunningServer, tiny_tokenizer: Tokenizer) -> None:
+def test_both_encodings_ids_and_usage(
+    client: OpenAI, server: RunningServer, tiny_tokenizer: Tokenizer
+) -> None:
     """The client asks for base64 by itself, and decodes it."""
     floats = embed(client, encoding_format="float")
     np.testing.assert_array_equal(floats.astype(np.float32), embed(client).astype(np.float32))
@@ -53,10 +63,15 @@ def test_both_encodings_ids_and_usage(client: OpenAI, server: RunningServer, tin
     cut = embed(client, ids[0], encoding_format="float", truncate_prompt_tokens=1)
     np.testing.assert_array_equal(cut, embed(client, ids[0][-1:], encoding_format="float"))
     with server.http() as http:
-        answer = http.post("/v1/embeddings", json={"input": TEXTS[1], "encoding_format": "base64", "user": "me"}).json()
+        answer = http.post(
+            "/v1/embeddings", json={"input": TEXTS[1], "encoding_format": "base64", "user": "me"}
+        ).json()
     raw = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
     np.testing.assert_array_equal(raw, floats[1].astype(np.float32))
-    assert answer["object"] == "list" and answer["usage"] == {"prompt_tokens": len(ids[1]), "total_tokens": len(ids[1])}
+    assert answer["object"] == "list" and answer["usage"] == {
+        "prompt_tokens": len(ids[1]),
+        "total_tokens": len(ids[1]),
+    }
 
 
 @pytest.mark.parametrize(
@@ -73,10 +88,14 @@ def test_both_encodings_ids_and_usage(client: OpenAI, server: RunningServer, tin
         ({"input": ["a"] * 1025}, "input"),
     ],
 )
-def test_what_cannot_be_embedded_is_a_400(server: RunningServer, fields: dict[str, Any], param: str | None) -> None:
+def test_what_cannot_be_embedded_is_a_400(
+    server: RunningServer, fields: dict[str, Any], param: str | None
+) -> None:
     with server.http() as http:
         answer = http.post("/v1/embeddings", json=fields)
-    assert answer.status_code == 400 and (param is None or answer.json()["error"]["param"] == param), answer.text
+    assert answer.status_code == 400 and (
+        param is None or answer.json()["error"]["param"] == param
+    ), answer.text
 
 
 def test_an_unknown_model_is_a_404(client: OpenAI) -> None:

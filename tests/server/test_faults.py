@@ -1,4 +1,5 @@
-"""What the server does when something is wrong: the engine, the request, the client, or the moment."""
+"""What the server does when something is wrong: the engine, the request, the client, or the
+moment."""
 
 import asyncio
 import json
@@ -35,7 +36,10 @@ def fake(module_server):
 
 
 def test_while_loading_health_is_503_and_every_route_says_so(tiny_tokenizer):
-    with running_server(FakeEngine(), tiny_tokenizer, loaded=False) as server, server.http() as http:
+    with (
+        running_server(FakeEngine(), tiny_tokenizer, loaded=False) as server,
+        server.http() as http,
+    ):
         health = http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         answer = http.post("/v1/completions", json=COMPLETION)
@@ -47,7 +51,10 @@ def test_while_loading_health_is_503_and_every_route_says_so(tiny_tokenizer):
 
 
 def test_a_failed_load_shows_its_reason(tiny_tokenizer):
-    with running_server(FakeEngine(), tiny_tokenizer, loaded=False) as server, server.http() as http:
+    with (
+        running_server(FakeEngine(), tiny_tokenizer, loaded=False) as server,
+        server.http() as http,
+    ):
         server.state.failed("no config.json")
         assert "no config.json" in http.get("/health").json()["reason"]
 
@@ -63,7 +70,9 @@ def test_health_tells_a_dead_and_a_stalled_engine(fake):
         assert "out of memory" in http.get("/health").json()["reason"]
 
 
-@pytest.mark.parametrize("path, body", [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+@pytest.mark.parametrize(
+    "path, body", [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)]
+)
 def test_an_engine_failure_is_a_500_of_that_request_only(fake, path, body):
     with fake.http() as http:
         fake.engine.behaviour = "fail"
@@ -99,7 +108,11 @@ def test_an_unavailable_engine_is_503_with_retry_after(fake, stream):
     fake.engine.behaviour = "unavailable"
     with fake.http() as http:
         answer = http.post("/v1/chat/completions", json={**CHAT, "stream": stream})
-        assert answer.status_code == 503 and answer.headers["retry-after"] and "draining" in answer.text
+        assert (
+            answer.status_code == 503
+            and answer.headers["retry-after"]
+            and "draining" in answer.text
+        )
 
 
 @pytest.mark.parametrize("most", [0, 2])
@@ -127,21 +140,27 @@ def test_as_many_wait_as_may(tiny_tokenizer, most):
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_over_the_cap_are_429_and_a_hangup_frees_its_place(tiny_tokenizer, stream):
     engine = FakeEngine("hang")
-    with running_server(engine, tiny_tokenizer, config=ServerConfig(max_concurrent_requests=1)) as server:
+    with running_server(
+        engine, tiny_tokenizer, config=ServerConfig(max_concurrent_requests=1)
+    ) as server:
         with server.http() as http, pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json={**COMPLETION, "stream": stream}, timeout=0.3)
         until(lambda: engine.cancelled == 1 and engine.running == 0)
         answers = []
         body = {**COMPLETION, "stream": stream}
         blocked = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60))
+            target=lambda: answers.append(
+                httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            )
         )
         blocked.start()
         until(lambda: engine.running == 1)
         with server.http() as http:
             busy = http.post("/v1/completions", json=COMPLETION)
             assert busy.status_code == 429 and "busy" in busy.json()["error"]["message"]
-            assert busy.headers["retry-after"] == "1" and busy.json()["error"]["type"] == "rate_limit_error"
+            assert busy.headers["retry-after"] == "1" and busy.json()["error"]["type"] == (
+                "rate_limit_error"
+            )
             assert http.get("/health").status_code == 200
         server.thread.stop(drain_timeout=0.1)
         blocked.join()
@@ -162,7 +181,9 @@ def test_stop_lets_a_running_request_end(tiny_tokenizer):
 
         engine.generate_many = answer_when_told
         asker = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=60))
+            target=lambda: answers.append(
+                httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=60)
+            )
         )
         asker.start()
         until(lambda: "in_flight 1.0" in httpx.get(f"{server.url}/metrics").text)
@@ -195,7 +216,9 @@ def test_while_draining_the_running_end_and_new_ones_are_503(tiny_tokenizer):
 
         engine.generate_many = answer_when_told
         asker = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=60))
+            target=lambda: answers.append(
+                httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=60)
+            )
         )
         asker.start()
         until(lambda: engine.running == 1)
@@ -205,7 +228,10 @@ def test_while_draining_the_running_end_and_new_ones_are_503(tiny_tokenizer):
         refused = http.post("/v1/completions", json=COMPLETION)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "shutting down" in refused.json()["error"]["message"]
-        assert (http.get("/health").status_code, http.get("/health").json()["status"]) == (503, "draining")
+        assert (http.get("/health").status_code, http.get("/health").json()["status"]) == (
+            503,
+            ("draining"),
+        )
         assert drain.is_alive()
         told.set()
         drain.join(10)
@@ -216,7 +242,9 @@ def test_while_draining_the_running_end_and_new_ones_are_503(tiny_tokenizer):
 def test_an_answer_that_takes_too_long_is_504_and_its_work_is_stopped(tiny_tokenizer):
     engine = FakeEngine("hang")
     with (
-        running_server(engine, tiny_tokenizer, config=ServerConfig(request_timeout_s=0.2)) as server,
+        running_server(
+            engine, tiny_tokenizer, config=ServerConfig(request_timeout_s=0.2)
+        ) as server,
         server.http() as http,
     ):
         late = http.post("/v1/completions", json=COMPLETION)
@@ -238,8 +266,16 @@ def test_an_answer_that_takes_too_long_is_504_and_its_work_is_stopped(tiny_token
         ("/v1/completions", {"prompt": ["a"] * 3, "n": 400}, 400),
         ("/generate", {"text": ["a"] * 3, "sampling_params": {"n": 400}}, 400),
         ("/v1/completions", {"prompt": "a" * 10_000_000}, 400),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 10_000_000}]}, 400),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 500}] * 2000}, 400),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a" * 10_000_000}]},
+            400,
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a" * 500}] * 2000},
+            400,
+        ),
         ("/tokenize", {"prompt": "a" * 10_000_000}, 400),
         ("/v1/completions", {"prompt": "a" * 40_000_000}, 413),
     ],
@@ -264,23 +300,41 @@ BAD_BODIES = {
 @pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES.keys())
 def test_a_malformed_body_is_a_400(fake, body):
     with fake.http() as http:
-        answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
-        assert answer.status_code == 400 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        answer = http.post(
+            "/v1/completions", content=body, headers={"Content-Type": ("application/json")}
+        )
+        assert answer.status_code == 400 and set(answer.json()["error"]) == {
+            "message",
+            "type",
+            "param",
+            ("code"),
+        }
 
 
 def test_a_body_without_json_content_type_is_told_what_to_send(fake):
     with fake.http() as http:
-        answer = http.post("/v1/completions", content=json.dumps(COMPLETION), headers={"Content-Type": "text/plain"})
+        answer = http.post(
+            "/v1/completions",
+            content=json.dumps(COMPLETION),
+            headers={"Content-Type": ("text/plain")},
+        )
         assert answer.status_code == 400 and "application/json" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_over_the_limit_is_413(tiny_tokenizer, announced):
-    with running_server(FakeEngine(), tiny_tokenizer, max_body_bytes=1000) as server, server.http() as http:
+    with (
+        running_server(FakeEngine(), tiny_tokenizer, max_body_bytes=1000) as server,
+        server.http() as http,
+    ):
         body = json.dumps({**COMPLETION, "user": "x" * 2000}).encode()
         content = body if announced else iter([body[:900], body[900:]])
-        answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
-        assert answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
+        answer = http.post(
+            "/v1/completions", content=content, headers={"Content-Type": ("application/json")}
+        )
+        assert answer.status_code == 413 and answer.json()["error"]["type"] == (
+            "invalid_request_error"
+        )
         assert answer.json()["error"]["code"] == "request_too_large"
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200
 
@@ -308,7 +362,9 @@ def test_minus_infinity_becomes_a_number_that_json_has(fake):
 
 def test_request_ids_are_echoed_or_made(fake):
     with fake.http() as http:
-        assert http.get("/health", headers={"X-Request-ID": "mine"}).headers["x-request-id"] == "mine"
+        assert http.get("/health", headers={"X-Request-ID": "mine"}).headers["x-request-id"] == (
+            "mine"
+        )
         made = http.get("/health", headers={"X-Request-ID": "two words"}).headers["x-request-id"]
         assert len(made) == 32
 

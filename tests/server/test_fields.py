@@ -1,4 +1,5 @@
-"""docs/serving_fields.md tells the truth: each field of the table is sent to a server. And what single fields do."""
+"""docs/serving_fields.md tells the truth: each field of the table is sent to a server. And what
+single fields do."""
 
 import runpy
 
@@ -30,7 +31,8 @@ def test_the_page_is_current():
 
 @ROUTES
 def test_every_field_of_the_installed_openai_package_was_decided_on(route):
-    """A new release with a new field fails here: put the name into one of the lists of server/protocol/fields.py."""
+    """A new release with a new field fails here: put the name into one of the lists of
+    server/protocol/fields.py."""
     assert len(DOCS["OPENAI"][route]) > 15
     decided = {*DOCS["BODIES"][route].model_fields, *WITHOUT_EFFECT, *NEUTRAL_VALUES}
     assert DOCS["OPENAI"][route] - decided == set()
@@ -58,7 +60,9 @@ def test_special_tokens_are_shown_on_demand(client, tiny_tokenizer):
     fields = {"model": "default", "prompt": "a", "max_tokens": 3, "logit_bias": {str(special): 100}}
     assert client.completions.create(**fields).choices[0].text == ""
     for stream in (False, True):
-        shown = client.completions.create(**fields, stream=stream, extra_body={"skip_special_tokens": False})
+        shown = client.completions.create(
+            **fields, stream=stream, extra_body={"skip_special_tokens": False}
+        )
         texts = [part.choices[0].text for part in (shown if stream else [shown])]
         assert "".join(texts) == tiny_tokenizer.token_text(special) * 3
 
@@ -67,13 +71,25 @@ def test_a_prompt_is_cut_to_its_last_tokens(client, server):
     ask = {"model": "default", "max_tokens": 4, "temperature": 0}
     extra = {"return_token_ids": True}
     whole = client.completions.create(prompt=[5, 6, 7], **ask, extra_body=extra).choices[0]
-    cut = client.completions.create(prompt=[[9, 9, 5, 6, 7], [6, 7]], **ask, extra_body=extra | TRUNCATED).choices
+    cut = client.completions.create(
+        prompt=[[9, 9, 5, 6, 7], [6, 7]], **ask, extra_body=extra | TRUNCATED
+    ).choices
     assert cut[0].prompt_token_ids == [5, 6, 7] and cut[0].token_ids == whole.token_ids
     assert cut[1].prompt_token_ids == [6, 7]
     longest = [9] * server.engine.max_model_len
-    chat = {"model": "default", "messages": [{"role": "user", "content": "12 + 7 ="}], "max_tokens": 1}
-    assert len(client.chat.completions.create(**chat, extra_body=extra | TRUNCATED).prompt_token_ids) == 3
-    assert client.completions.create(prompt=longest, **ask, extra_body=TRUNCATED).usage.prompt_tokens == 3
+    chat = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "12 + 7 ="}],
+        "max_tokens": 1,
+    }
+    assert (
+        len(client.chat.completions.create(**chat, extra_body=extra | TRUNCATED).prompt_token_ids)
+        == 3
+    )
+    assert (
+        client.completions.create(prompt=longest, **ask, extra_body=TRUNCATED).usage.prompt_tokens
+        == 3
+    )
 
 
 TRUNCATED = {"truncate_prompt_tokens": 3}

@@ -1,4 +1,5 @@
-"""What one client may cost the others: connections, bodies, lists of faults, texts. Each of these got through once."""
+"""What one client may cost the others: connections, bodies, lists of faults, texts. Each of
+these got through once."""
 
 import asyncio
 import logging
@@ -82,10 +83,17 @@ def test_one_connection_too_many_takes_the_place_of_the_oldest_silent_one() -> N
     kept_alive.answered()
     asking.ask()
     newcomer = Connection(guard)
-    assert [each.closed for each in (kept_alive, silent, asking, newcomer)] == [False, True, False, False]
+    assert [each.closed for each in (kept_alive, silent, asking, newcomer)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     newcomer.ask()
     another = Connection(guard)
-    assert kept_alive.closed and not another.closed, "nobody is silent: the one that waits for its next request goes"
+    assert kept_alive.closed and not another.closed, (
+        "nobody is silent: the one that waits for its next request goes"
+    )
     another.ask()
     assert Connection(guard).closed, "all are at work: the newest goes"
 
@@ -147,17 +155,26 @@ def test_repeated_warnings_are_counted_not_written() -> None:
     )
 
 
-def test_a_failed_accept_is_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_accept_is_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger = logging.Logger("accept")
     logger.addHandler(caplog.handler)
     monkeypatch.setattr(connections, "_log", logger)
     loop = asyncio.new_event_loop()
     connections.on_loop_error(
-        loop, {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")}
+        loop,
+        {
+            "message": "socket.accept() out of system resource",
+            "exception": OSError(24, ("Too many open files")),
+        },
     )
     loop.close()
     [record] = caplog.records
-    assert "no connection can be accepted: [Errno 24]" in record.getMessage() and record.exc_info is None
+    assert (
+        "no connection can be accepted: [Errno 24]" in record.getMessage()
+        and record.exc_info is None
+    )
 
 
 # ---------------------------------------------------------------------- bodies
@@ -176,13 +193,17 @@ def http(fake: RunningServer) -> Iterator[httpx.Client]:
 
 
 def half_sent(server: RunningServer, sent: int, announced: int) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
+    connection = socket.create_connection(
+        ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20
+    )
     header = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {announced}\r\n"
     connection.sendall(f"{header}Content-Type: application/json\r\n\r\n".encode() + b"x" * sent)
     return connection
 
 
-def test_a_body_that_stops_coming_is_408(fake: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_stops_coming_is_408(
+    fake: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
     with half_sent(fake, sent=100, announced=1000) as connection:
         answer = connection.makefile("rb").read()  # to the end: the connection is closed
@@ -191,7 +212,8 @@ def test_a_body_that_stops_coming_is_408(fake: RunningServer, monkeypatch: pytes
 
 
 async def test_a_body_has_to_keep_a_least_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.2 s and what 1,000 bytes a second allow: a byte every 0.02 s is not enough, 100 bytes are."""
+    """0.2 s and what 1,000 bytes a second allow: a byte every 0.02 s is not enough, 100 bytes
+    are."""
     monkeypatch.setattr(middleware, "BODY_SECONDS", 0.2)
     monkeypatch.setattr(middleware, "SLOWEST_BYTES_PER_SECOND", 1000)
     received = []
@@ -208,7 +230,9 @@ async def test_a_body_has_to_keep_a_least_speed(monkeypatch: pytest.MonkeyPatch)
             more = next(left, None) is not None
             return {"type": "http.request", "body": b"x" * size, "more_body": more}
 
-        await middleware.BodyLimitMiddleware(app, 10**6)({"type": "http", "headers": []}, receive, _nobody)
+        await middleware.BodyLimitMiddleware(app, 10**6)(
+            {"type": "http", "headers": []}, receive, _nobody
+        )
 
     await dripping(100, 20)
     assert len(received) == 20
@@ -221,8 +245,13 @@ async def _nobody(message: Any) -> None:
 
 
 @pytest.mark.slow
-def test_unfinished_bodies_are_bounded_together_and_small_requests_pass(fake: RunningServer) -> None:
-    held = [half_sent(fake, sent=(1 << 20) - 5, announced=1 << 20) for _ in range(middleware.UNFINISHED_BODIES)]
+def test_unfinished_bodies_are_bounded_together_and_small_requests_pass(
+    fake: RunningServer,
+) -> None:
+    held = [
+        half_sent(fake, sent=(1 << 20) - 5, announced=1 << 20)
+        for _ in range(middleware.UNFINISHED_BODIES)
+    ]
     with half_sent(fake, sent=(1 << 20) - 5, announced=1 << 20) as one_more, fake.http() as http:
         answered = [each for each in (*held, one_more) if _answer(each).startswith(b"HTTP/1.1 503")]
         assert len(answered) >= 1
@@ -249,9 +278,12 @@ def _answer(connection: socket.socket) -> bytes:
 
 
 def checked_lists(schema: Any, path: str) -> Iterator[tuple[str, bool]]:
-    """Each list of a pydantic schema whose items are checked, and whether it is given up at the first fault."""
+    """Each list of a pydantic schema whose items are checked, and whether it is given up at the
+    first fault."""
     if isinstance(schema, dict):
-        if schema.get("type") == "list" and schema.get("items_schema", {}).get("type", "any") != "any":
+        if schema.get("type") == "list" and schema.get("items_schema", {}).get("type", "any") != (
+            "any"
+        ):
             yield path, bool(schema.get("fail_fast"))
         for key, value in schema.items():
             yield from checked_lists(value, f"{path}.{key}")
@@ -263,7 +295,11 @@ def checked_lists(schema: Any, path: str) -> Iterator[tuple[str, bool]]:
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_every_list_is_given_up_at_its_first_fault(body: Any) -> None:
     """A list without `ListOf` makes an error object for each of its items."""
-    assert [path for path, fails_fast in checked_lists(body.__pydantic_core_schema__, "") if not fails_fast] == []
+    assert [
+        path
+        for path, fails_fast in checked_lists(body.__pydantic_core_schema__, (""))
+        if not fails_fast
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -271,16 +307,26 @@ def test_every_list_is_given_up_at_its_first_fault(body: Any) -> None:
     [
         ("/v1/completions", {"prompt": "a", "stop": [1] * MANY}, "stop"),
         ("/v1/completions", {"prompt": [[-1]] * MANY}, "prompt"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {f"x{n}": 1 for n in range(MANY)}}, "logit_bias"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "logit_bias": {f"x{n}": 1 for n in range(MANY)}},
+            ("logit_bias"),
+        ),
         ("/v1/completions", {"prompt": "a", **{f"x{n}": 1 for n in range(MANY)}}, "x0"),
         ("/v1/chat/completions", {"messages": [1] * MANY}, "messages.0"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [1] * MANY}, "tools.0"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "tools": [1] * MANY},
+            ("tools.0"),
+        ),
         ("/generate", {"input_ids": [-1] * MANY}, "input_ids"),
         ("/v1/detokenize", {"tokens": ["a"] * MANY}, "tokens.0"),
         ("/v1/rewards", {"id": "a", "rewards": ["a"] * MANY}, "rewards.0"),
     ],
 )
-def test_many_faults_are_one_short_error(http: httpx.Client, path: str, body: Any, param: str) -> None:
+def test_many_faults_are_one_short_error(
+    http: httpx.Client, path: str, body: Any, param: str
+) -> None:
     answer = http.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert len(answer.content) < 1000
@@ -288,7 +334,9 @@ def test_many_faults_are_one_short_error(http: httpx.Client, path: str, body: An
 
 def test_an_error_does_not_repeat_a_long_request(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json={"prompt": "a", "y" * 500_000: 1})
-    assert answer.status_code == 400 and len(answer.json()["error"]["message"]) <= LONGEST_MESSAGE + 1
+    assert (
+        answer.status_code == 400 and len(answer.json()["error"]["message"]) <= LONGEST_MESSAGE + 1
+    )
     assert len(answer.content) < 2 * LONGEST_MESSAGE
 
 
@@ -315,10 +363,14 @@ def test_lists_of_nothing_are_413_before_they_are_made(tiny_tokenizer: Any) -> N
 # ---------------------------------------------------------------------- texts
 
 
-def test_what_cannot_fit_is_refused_before_the_work(fake: RunningServer, http: httpx.Client) -> None:
+def test_what_cannot_fit_is_refused_before_the_work(
+    fake: RunningServer, http: httpx.Client
+) -> None:
     room = fake.engine.max_model_len
     refused = http.post("/detokenize", json={"tokens": [1] * (room + 1)})
-    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == (
+        "context_length_exceeded"
+    )
     assert http.post("/detokenize", json={"tokens": [1] * room}).status_code == 200
     one = {"role": "user", "content": ""}
     many = http.post("/v1/chat/completions", json={"messages": [one] * (room + 1)})
@@ -326,13 +378,22 @@ def test_what_cannot_fit_is_refused_before_the_work(fake: RunningServer, http: h
 
 
 @pytest.mark.parametrize(("field", "most"), [("messages", MAX_MESSAGES), ("tools", MAX_TOOLS)])
-def test_messages_and_tools_are_counted_before_they_are_checked(http: httpx.Client, field: str, most: int) -> None:
+def test_messages_and_tools_are_counted_before_they_are_checked(
+    http: httpx.Client, field: str, most: int
+) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], field: [0] * (most + 1)}
     answer = http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == f"{field}.0", "the first fault comes first"
-    valid = {"messages": {"role": "user", "content": ""}, "tools": {"type": "function", "function": {"name": "f"}}}
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == f"{field}.0", (
+        "the first fault comes first"
+    )
+    valid = {
+        "messages": {"role": "user", "content": ""},
+        "tools": {"type": "function", "function": {"name": ("f")}},
+    }
     answer = http.post("/v1/chat/completions", json=body | {field: [valid[field]] * (most + 1)})
-    assert answer.status_code == 400 and f"at most {most} items" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 400 and f"at most {most} items" in answer.json()["error"][("message")]
+    )
 
 
 def test_a_conversation_is_measured_before_it_is_rendered(
@@ -343,13 +404,18 @@ def test_a_conversation_is_measured_before_it_is_rendered(
 
     monkeypatch.setattr(type(tiny_tokenizer), "render_chat_text", never)
     half = "a" * (fake.engine.max_model_len * tiny_tokenizer.longest_token // 2 + 1)
-    answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": half}] * 2})
+    answer = http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": half}] * 2}
+    )
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_stop_strings_are_bounded(client: Any) -> None:
     ask = {"model": "default", "prompt": "a", "max_tokens": 1}
     client.completions.create(**ask, stop=[f"{n:>256}" for n in range(64)])
-    for stop, words in (([str(n) for n in range(65)], "at most 64"), (["x" * 257], "at most 256 characters")):
+    for stop, words in (
+        ([str(n) for n in range(65)], "at most 64"),
+        (["x" * 257], ("at most 256 characters")),
+    ):
         with pytest.raises(Exception, match=words):
             client.completions.create(**ask, stop=stop)

@@ -1,4 +1,5 @@
-"""The OpenAPI document says what the server answers: by its own words, and by requests made up from it."""
+"""The OpenAPI document says what the server answers: by its own words, and by requests made up
+from it."""
 
 import pytest
 
@@ -40,8 +41,17 @@ def test_made_up_requests_are_never_a_500_and_never_surprise() -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_penalty_that_leaves_float32_is_refused_and_the_largest_one_works(server, path) -> None:
     """0 × infinity is no number, and no number is no JSON: found by the requests below."""
-    prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
-    body = {**prompt, "max_tokens": 3, "logprobs": 1 if "prompt" in prompt else True, "temperature": 1e-5}
+    prompt = (
+        {"prompt": ("a")}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "a"}]}
+    )
+    body = {
+        **prompt,
+        "max_tokens": 3,
+        "logprobs": 1 if "prompt" in prompt else True,
+        "temperature": 1e-5,
+    }
     with server.http() as http:
         huge = http.post(path, json={**body, "repetition_penalty": 1e300})
         assert huge.status_code == 400 and huge.json()["error"]["param"] == "repetition_penalty"
@@ -51,10 +61,13 @@ def test_a_penalty_that_leaves_float32_is_refused_and_the_largest_one_works(serv
 
 def test_numbers_that_no_array_holds(server) -> None:
     with server.http() as http:
-        flat = http.post("/v1/completions", json={"prompt": "a", "min_tokens": 1, "temperature": 1e300})
+        flat = http.post(
+            "/v1/completions", json={"prompt": "a", "min_tokens": 1, "temperature": 1e300}
+        )
         assert flat.status_code == 400 and flat.json()["error"]["param"] == "temperature"
         every = {"prompt": "a", "max_tokens": 20, "seed": 1, "temperature": 3.0, "top_p": 0.9}
         texts = {
-            http.post("/v1/completions", json={**every, "top_k": k}).json()["choices"][0]["text"] for k in (0, 10**30)
+            http.post("/v1/completions", json={**every, "top_k": k}).json()["choices"][0]["text"]
+            for k in (0, 10**30)
         }
         assert len(texts) == 1

@@ -1,4 +1,5 @@
-"""The most used of scripts/clients/programs, where `python -m scripts.clients.run` has made their environments."""
+"""The most used of scripts/clients/programs, where `python -m scripts.clients.run` has made
+their environments."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +10,13 @@ from scripts.clients.coding_task import CLIENTS
 from scripts.clients.run import PROGRAMS, RESULTS, Program, servers
 
 MOST_USED = {
-    *("openai_python.py", "openai_node.mjs", "anthropic_python.py", "ai_sdk.mjs", "langchain_python.py"),
+    *(
+        "openai_python.py",
+        "openai_node.mjs",
+        "anthropic_python.py",
+        "ai_sdk.mjs",
+        ("langchain_python.py"),
+    ),
     *("litellm_python.py", "pydantic_ai_agent.py", "llama_index_agent.py", "instructor_python.py"),
     "openai_agents_sdk.py",
 }
@@ -29,10 +36,14 @@ def variables() -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", sorted(MOST_USED))
-def test_a_clients_program_does_what_the_table_says(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_clients_program_does_what_the_table_says(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     if (program := installed(name)) is None:
         pytest.skip(f"not installed: python -m scripts.clients.run {name.split('.')[0]}")
     cells = program.run(program.environment(CLIENTS), request.getfixturevalue("variables"))
     assert "program" not in cells, cells["program"]
     recorded = json.loads(RESULTS.read_text())[program.path.stem]["cells"]
-    assert {cell for cell, why in cells.items() if why is None} == {c for c, why in recorded.items() if why is None}
+    assert {cell for cell, why in cells.items() if why is None} == {
+        c for c, why in recorded.items() if why is None
+    }

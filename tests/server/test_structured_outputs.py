@@ -1,4 +1,5 @@
-"""Structured output over HTTP: every spelling, streamed and not, the openai client's `parse`, and what is refused."""
+"""Structured output over HTTP: every spelling, streamed and not, the openai client's `parse`,
+and what is refused."""
 
 import json
 import re
@@ -33,12 +34,20 @@ CHOICES = ["red", "green", "deep blue"]
 
 def complete(server: RunningServer, **fields: Any) -> httpx.Response:
     with server.http() as http:
-        return http.post("/v1/completions", json={"prompt": "Sort: hgfa", "max_tokens": 150} | fields)
+        return http.post(
+            "/v1/completions", json={"prompt": "Sort: hgfa", "max_tokens": 150} | fields
+        )
 
 
 def test_parse_gives_the_pydantic_model(client: OpenAI) -> None:
     completion = client.chat.completions.parse(
-        model="default", messages=MESSAGES, response_format=Answer, max_tokens=200, n=5, seed=1, temperature=1.5
+        model="default",
+        messages=MESSAGES,
+        response_format=Answer,
+        max_tokens=200,
+        n=5,
+        seed=1,
+        temperature=1.5,
     )
     answers = [choice.message.parsed for choice in completion.choices]
     assert len(answers) == 5 and all(isinstance(answer, Answer) for answer in answers)
@@ -53,10 +62,17 @@ def test_the_streamed_answer_is_the_other_one(client: OpenAI) -> None:
         "max_tokens": 200,
         "seed": 5,
         "temperature": 1.5,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "strict": True, "schema": SCHEMA},
+        },
     }
     whole = client.chat.completions.create(**options).choices[0].message.content
-    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True) if chunk.choices]
+    chunks = [
+        chunk.choices[0]
+        for chunk in client.chat.completions.create(**options, stream=True)
+        if chunk.choices
+    ]
     assert "".join(choice.delta.content or "" for choice in chunks) == whole
     assert chunks[-1].finish_reason == "stop"
     Answer.model_validate_json(whole or "")
@@ -66,7 +82,12 @@ def test_the_streamed_answer_is_the_other_one(client: OpenAI) -> None:
 def test_any_object(client: OpenAI) -> None:
     """The end may be beyond max_tokens: then the reason says so."""
     completion = client.chat.completions.create(
-        model="default", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=60, n=8, seed=2
+        model="default",
+        messages=MESSAGES,
+        response_format={"type": "json_object"},
+        max_tokens=60,
+        n=8,
+        seed=2,
     )
     reasons = {choice.finish_reason for choice in completion.choices}
     for choice in completion.choices:
@@ -78,7 +99,11 @@ def test_any_object(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("kind", ["json", "json_object"])
 def test_tgis_spelling_which_huggingface_hub_sends(server: RunningServer, kind: str) -> None:
-    asked = {"messages": MESSAGES, "max_tokens": 150, "response_format": {"type": kind, "value": SCHEMA}}
+    asked = {
+        "messages": MESSAGES,
+        "max_tokens": 150,
+        "response_format": {"type": kind, "value": SCHEMA},
+    }
     with server.http() as http:
         answer = http.post("/v1/chat/completions", json=asked).json()
         asked["response_format"] = {"type": kind, "value": {"type": "nothing"}}
@@ -103,36 +128,53 @@ SPELLINGS: dict[str, tuple[dict[str, Any], Any]] = {
     "json": ({"structured_outputs": {"json": SCHEMA}}, is_answer),
     "json text": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, is_answer),
     "guided_json": ({"guided_json": SCHEMA}, is_answer),
-    "regex": ({"structured_outputs": {"regex": "[a-z]{2}-[0-9]{2}", "disable_fallback": False}}, is_code),
+    "regex": (
+        {"structured_outputs": {"regex": "[a-z]{2}-[0-9]{2}", "disable_fallback": False}},
+        is_code,
+    ),
     "guided_regex": ({"guided_regex": "[a-z]{2}-[0-9]{2}"}, is_code),
     "choice": ({"structured_outputs": {"choice": CHOICES, "json": None}}, is_choice),
     "guided_choice": ({"guided_choice": CHOICES}, is_choice),
     "grammar": ({"structured_outputs": {"grammar": 'start: /[a-z]{2}/ "-" /[0-9]{2}/'}}, is_code),
     "guided_grammar, GBNF": ({"guided_grammar": 'root ::= [a-z] [a-z] "-" [0-9] [0-9]'}, is_code),
-    "json_object": ({"structured_outputs": {"json_object": True}, "stop": ["{"]}, lambda text: text == ""),
+    "json_object": (
+        {"structured_outputs": {"json_object": True}, "stop": ["{"]},
+        lambda text: text == (""),
+    ),
 }
 
 
 @pytest.mark.parametrize("fields, holds", SPELLINGS.values(), ids=SPELLINGS.keys())
-def test_every_spelling_on_both_routes(server: RunningServer, fields: dict[str, Any], holds: Any) -> None:
+def test_every_spelling_on_both_routes(
+    server: RunningServer, fields: dict[str, Any], holds: Any
+) -> None:
     sampling = {"n": 2, "seed": 1, "temperature": 1.5, "max_tokens": 150}
     with server.http() as http:
-        completion = http.post("/v1/completions", json={"prompt": "Sort: hgfa"} | sampling | fields).json()
-        chat = http.post("/v1/chat/completions", json={"messages": MESSAGES} | sampling | fields).json()
-    texts = [c["text"] for c in completion["choices"]] + [c["message"]["content"] for c in chat["choices"]]
+        completion = http.post(
+            "/v1/completions", json={"prompt": "Sort: hgfa"} | sampling | fields
+        ).json()
+        chat = http.post(
+            "/v1/chat/completions", json={"messages": MESSAGES} | sampling | fields
+        ).json()
+    texts = [c["text"] for c in completion["choices"]] + [
+        c["message"]["content"] for c in chat[("choices")]
+    ]
     assert len(texts) == 4 and all(holds(text) for text in texts)
     assert {c["finish_reason"] for c in completion["choices"] + chat["choices"]} == {"stop"}
 
 
 def test_generate_in_vllms_shape_takes_them_too(server: RunningServer) -> None:
     with server.http() as http:
-        answer = http.post("/generate", json={"prompt": "a", "max_tokens": 40, "guided_choice": CHOICES}).json()
+        answer = http.post(
+            "/generate", json={"prompt": "a", "max_tokens": 40, "guided_choice": CHOICES}
+        ).json()
     assert answer["text"][0] in CHOICES or answer["text"][0].removeprefix("a") in CHOICES
 
 
 def test_processed_logprobs_are_shown(server: RunningServer) -> None:
     [choice] = complete(server, guided_choice=["g"], logprobs=0).json()["choices"]
-    assert choice["processed_logprobs"][0] == pytest.approx(0, abs=1e-6)  # nothing else was left to draw from
+    # nothing else was left to draw from
+    assert choice["processed_logprobs"][0] == pytest.approx(0, abs=1e-6)
     assert choice["logprobs"]["token_logprobs"][0] < -0.01
 
 
@@ -141,21 +183,40 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     "tag": ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     "schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": ("nope")}},
+            }
+        },
         "response_format.json_schema.schema",
     ),
     "loop": (
-        {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
+        {
+            "guided_json": {
+                "$ref": "#/$defs/a",
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": ("#/$defs/a")}},
+            }
+        },
         "guided_json",
     ),
-    "unsatisfiable": ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 2}}, "guided_json"),
+    "unsatisfiable": (
+        {"guided_json": {"type": "integer", "minimum": 5, "maximum": 2}},
+        ("guided_json"),
+    ),
     "not JSON": ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     "regex": ({"guided_regex": "(a"}, "guided_regex"),
-    "grammar": ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs.grammar"),
+    "grammar": (
+        {"structured_outputs": {"grammar": "start: nowhere"}},
+        ("structured_outputs.grammar"),
+    ),
     "no choice": ({"guided_choice": []}, "guided_choice"),
     "none": ({"structured_outputs": {}}, "structured_outputs"),
     "two": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-    "two fields": ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    "two fields": (
+        {"guided_regex": "a", "response_format": {"type": "json_object"}},
+        ("guided_regex"),
+    ),
     "unknown": (
         {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
         "structured_outputs.whitespace_pattern",
@@ -173,11 +234,15 @@ def test_what_cannot_be_enforced_is_a_400_naming_the_field(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def test_a_deep_schema_is_refused_and_the_server_lives(server: RunningServer, client: OpenAI) -> None:
+def test_a_deep_schema_is_refused_and_the_server_lives(
+    server: RunningServer, client: OpenAI
+) -> None:
     with server.http() as http:
         deep = '{"items":' * 3000 + "{}" + "}" * 3000
         body = '{"prompt": "a", "guided_json": ' + deep + "}"
-        answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        answer = http.post(
+            "/v1/completions", content=body, headers={"Content-Type": ("application/json")}
+        )
     assert answer.status_code == 400
     with pytest.raises(BadRequestError, match="nest"):
         client.completions.create(
@@ -195,4 +260,6 @@ def test_small_models_finish_their_objects(client: OpenAI) -> None:
     )
     assert {choice.finish_reason for choice in completion.choices} == {"stop"}
     contents = {choice.message.content for choice in completion.choices}
-    assert contents <= {f'{{"ok":{space}{value}}}' for space in ("", " ") for value in ("true", "false")}
+    assert contents <= {
+        f'{{"ok":{space}{value}}}' for space in ("", " ") for value in ("true", ("false"))
+    }

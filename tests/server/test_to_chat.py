@@ -1,6 +1,8 @@
-"""One conversation through /v1/chat/completions, /v1/responses and /v1/messages has the same prompt tokens.
+"""One conversation through /v1/chat/completions, /v1/responses and /v1/messages has the same prompt
+tokens.
 
-Conversations are generated in the chat's words; `as_items` and `as_blocks` say them as clients of the other APIs do.
+Conversations are generated in the chat's words; `as_items` and `as_blocks` say them as clients of
+the other APIs do.
 """
 
 import json
@@ -17,7 +19,9 @@ from tests.server.scripted_answers import HERMES_TEMPLATE, ScriptedEngine, token
 from tests.server.serving import running_server
 from tests.server.test_tools import HERMES
 
-TEXT = st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(["<think>", "</tool_call>\n", " \n", "{"])
+TEXT = st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(
+    ["<think>", "</tool_call>\n", " \n", ("{")]
+)
 SAID = TEXT.filter(bool)
 NAMES = ("weather", "add", "search_files")
 VALUES = st.recursive(
@@ -33,7 +37,10 @@ def answers(draw):
     """An assistant's message and the results of its calls."""
     names = draw(st.lists(st.sampled_from(NAMES), max_size=3))
     calls = [
-        {"id": f"call{number}{draw(st.integers(0, 99))}", "function": {"name": name, "arguments": draw(ARGUMENTS)}}
+        {
+            "id": f"call{number}{draw(st.integers(0, 99))}",
+            "function": {"name": name, "arguments": draw(ARGUMENTS)},
+        }
         for number, name in enumerate(names)
     ]
     said = {"role": "assistant", "content": draw(TEXT if calls else SAID)}
@@ -41,7 +48,10 @@ def answers(draw):
         said["reasoning"] = reasoning
     if calls:
         said["tool_calls"] = calls
-    return [said, *({"role": "tool", "tool_call_id": call["id"], "content": draw(TEXT)} for call in calls)]
+    return [
+        said,
+        *({"role": "tool", "tool_call_id": call["id"], "content": draw(TEXT)} for call in calls),
+    ]
 
 
 @st.composite
@@ -50,9 +60,15 @@ def conversations(draw):
     for answer in draw(st.lists(answers(), max_size=3)):
         messages += answer
         if "tool_calls" not in answer[0] or draw(st.booleans()):
-            messages.append({"role": "user", "content": draw(st.lists(SAID, min_size=1, max_size=3) | TEXT)})
+            messages.append(
+                {"role": "user", "content": draw(st.lists(SAID, min_size=1, max_size=3) | TEXT)}
+            )
     tools = [
-        {"name": name, "description": draw(TEXT), "parameters": {"type": "object", "properties": {"a": {}}}}
+        {
+            "name": name,
+            "description": draw(TEXT),
+            "parameters": {"type": "object", "properties": {"a": {}}},
+        }
         for name in draw(st.lists(st.sampled_from(NAMES), unique=True))
     ]
     return draw(st.none() | SAID), messages, tools, draw(st.sampled_from([None, "low", "none"]))
@@ -65,8 +81,12 @@ def as_chat(system, messages, tools, effort):
         content, calls = message["content"], message.get("tool_calls", ())
         if isinstance(content, list):
             content = [{"type": "text", "text": text} for text in content]
-        function = [{**c["function"], "arguments": json.dumps(c["function"]["arguments"])} for c in calls]
-        written = [{**c, "type": "function", "function": f} for c, f in zip(calls, function, strict=True)]
+        function = [
+            {**c["function"], "arguments": json.dumps(c["function"]["arguments"])} for c in calls
+        ]
+        written = [
+            {**c, "type": "function", "function": f} for c, f in zip(calls, function, strict=True)
+        ]
         said.append({**message, "content": content} | ({"tool_calls": written} if written else {}))
     functions = [{"type": "function", "function": tool} for tool in tools]
     return {"messages": first + said, "tools": functions, "reasoning_effort": effort}
@@ -77,37 +97,62 @@ def as_items(system, messages, tools, effort):
     for message in messages:
         role, content = message["role"], message["content"]
         if role == "tool":
-            items.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": content})
+            items.append(
+                {
+                    "type": "function_call_output",
+                    "call_id": message["tool_call_id"],
+                    "output": content,
+                }
+            )
             continue
         if "reasoning" in message:
             part = {"type": "reasoning_text", "text": message["reasoning"]}
             items.append({"type": "reasoning", "id": "rs", "summary": [], "content": [part]})
         if content or "tool_calls" not in message:
             kind = "output_text" if role == "assistant" else "input_text"
-            parts = [{"type": kind, "text": text} for text in (content if isinstance(content, list) else [content])]
+            parts = [
+                {"type": kind, "text": text}
+                for text in (content if isinstance(content, list) else [content])
+            ]
             items.append({"type": "message", "role": role, "content": parts})
         for call in message.get("tool_calls", ()):
             function = call["function"]
             said = {"name": function["name"], "arguments": json.dumps(function["arguments"])}
             items.append({"type": "function_call", "id": "fc", "call_id": call["id"], **said})
     functions = [{"type": "function", **tool} for tool in tools]
-    return {"input": items, "instructions": system, "tools": functions, "reasoning": {"effort": effort}}
+    return {
+        "input": items,
+        "instructions": system,
+        "tools": functions,
+        "reasoning": {"effort": effort},
+    }
 
 
 def as_blocks(system, messages, tools, effort):
     turns = []
     for message in messages:
         content = message["content"]
-        texts = [{"type": "text", "text": text} for text in (content if isinstance(content, list) else [content])]
+        texts = [
+            {"type": "text", "text": text}
+            for text in (content if isinstance(content, list) else [content])
+        ]
         if message["role"] == "tool":
-            block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": content}
+            block = {
+                "type": "tool_result",
+                "tool_use_id": message["tool_call_id"],
+                "content": content,
+            }
             if turns[-1]["role"] == "assistant":
                 turns.append({"role": "user", "content": []})
             turns[-1]["content"].append(block)
         elif message["role"] == "user" and turns and turns[-1]["role"] == "user":
             turns[-1]["content"] += texts  # after the results of tools
         else:
-            blocks = [{"type": "thinking", "thinking": message["reasoning"]}] if "reasoning" in message else []
+            blocks = (
+                [{"type": "thinking", "thinking": message[("reasoning")]}]
+                if "reasoning" in message
+                else []
+            )
             blocks += texts if content or "tool_calls" not in message else []
             blocks += [
                 {"type": "tool_use", "id": call["id"], **{"name": call["function"]["name"]}}
@@ -115,13 +160,24 @@ def as_blocks(system, messages, tools, effort):
                 for call in message.get("tool_calls", ())
             ]
             turns.append({"role": message["role"], "content": blocks})
-    schemas = [{"input_schema" if key == "parameters" else key: tool[key] for key in tool} for tool in tools]
-    return {"messages": turns, "system": system, "tools": schemas, "output_config": {"effort": effort}, "max_tokens": 9}
+    schemas = [
+        {("input_schema") if key == "parameters" else key: tool[key] for key in tool}
+        for tool in tools
+    ]
+    return {
+        "messages": turns,
+        "system": system,
+        "tools": schemas,
+        "output_config": {"effort": effort},
+        "max_tokens": 9,
+    }
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    tokenizer = tokenizer_with(tmp_path_factory.mktemp("hermes"), HERMES, chat_template=HERMES_TEMPLATE)
+    tokenizer = tokenizer_with(
+        tmp_path_factory.mktemp("hermes"), HERMES, chat_template=HERMES_TEMPLATE
+    )
     engine = ScriptedEngine(tokenizer)
     engine.max_model_len, engine.texts = 1 << 16, ("ok",)
     with running_server(engine, tokenizer) as server:

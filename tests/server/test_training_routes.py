@@ -78,7 +78,11 @@ def test_a_long_step_is_answered_202_and_a_second_request_409(
 ) -> None:
     monkeypatch.setattr(routes_training, "ANSWERED_WITHIN_S", 0.05)
     answer = http.post(PATH, json={"version": 3})
-    assert (answer.status_code, answer.json()["status"], answer.json()["to"]) == (202, "waiting", "version 3")
+    assert (answer.status_code, answer.json()["status"], answer.json()["to"]) == (
+        202,
+        "waiting",
+        ("version 3"),
+    )
     second = http.post(PATH, json={"version": 4})
     assert second.status_code == 409
     assert "a rollback to version 3 is not done yet" in second.json()["error"]["message"]
@@ -96,7 +100,10 @@ def test_what_the_trainer_refuses_has_openai_s_error_body(http: Any, desk: Rollb
     assert answer.json()["error"]["param"] == "version"
     assert answer.json()["error"]["message"] == "version 3 is not kept. Kept: 8, 9"
     told = http.get(PATH).json()
-    assert (told["status"], told["error"]["message"]) == ("refused", "version 3 is not kept. Kept: 8, 9")
+    assert (told["status"], told["error"]["message"]) == (
+        "refused",
+        ("version 3 is not kept. Kept: 8, 9"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +113,9 @@ def test_what_the_trainer_refuses_has_openai_s_error_body(http: Any, desk: Rollb
         *({"version": -1}, {"version": "x"}, {"version": "1"}, {"version": True}),
     ],
 )
-def test_a_bad_body_is_400_and_asks_nobody(http: Any, desk: RollbackService, body: dict[str, Any]) -> None:
+def test_a_bad_body_is_400_and_asks_nobody(
+    http: Any, desk: RollbackService, body: dict[str, Any]
+) -> None:
     answer = http.post(PATH, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
@@ -132,5 +141,7 @@ def test_when_the_training_ends_who_waits_is_told(http: Any, desk: RollbackServi
 
 def test_the_document_declares_what_it_answers(server: RunningServer) -> None:
     operations = server.app.openapi()["paths"][PATH]
-    assert {"200", "202", "400", "401", "404", "409", "413", "503"} <= set(operations["post"]["responses"])
+    assert {"200", "202", "400", "401", "404", "409", "413", "503"} <= set(
+        operations["post"][("responses")]
+    )
     assert {"200", "401", "409", "503"} <= set(operations["get"]["responses"])

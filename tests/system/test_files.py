@@ -11,12 +11,18 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.system import files
-from mlx_parallm.system.files import flush_to_disk, raise_file_limit, write_atomically, write_directory
+from mlx_parallm.system.files import (
+    flush_to_disk,
+    raise_file_limit,
+    write_atomically,
+    write_directory,
+)
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """(what, file's name) of each flush and rename, in order; temporary names without their tail."""
+    """(what, file's name) of each flush and rename, in order; temporary names without their
+    tail."""
     found: list[tuple[str, str]] = []
     replace = Path.replace
 
@@ -36,7 +42,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files come from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason=("names of open files come from /proc")
+)
 def test_content_is_flushed_before_its_name_appears_and_the_name_after(
     tmp_path: Path, events: list[tuple[str, str]]
 ) -> None:
@@ -82,7 +90,9 @@ def write(path: Path, content: str) -> None:
     write_directory(path, fill)
 
 
-def test_a_directory_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_replaced_in_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A name that was moved away first would be nobody's for a moment."""
     path, other = tmp_path / "step", tmp_path / "other"
     write(path, "old")
@@ -115,20 +125,29 @@ def test_names_are_exchanged_only_where_both_are_there(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_importing_mlx_lm_leaves_the_limit_of_open_files() -> None:
-    """mlx_lm sets it to (2048, 4096): below what the user has set, and an error where the hard limit is less."""
+    """mlx_lm sets it to (2048, 4096): below what the user has set, and an error where the hard
+    limit is less."""
     for limits in ((1000, 3000), (5000, 6000)):
         code = (
-            f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, {limits}); import mlx_parallm.models.mlx_lm_api as m;"
-            "from mlx_parallm.system.files import raise_file_limit as up; was = r.getrlimit(r.RLIMIT_NOFILE);"
+            f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, {limits}); import"
+            " mlx_parallm.models.mlx_lm_api as m;"
+            "from mlx_parallm.system.files import raise_file_limit as up; was ="
+            " r.getrlimit(r.RLIMIT_NOFILE);"
             "print(was, up(), r.getrlimit(r.RLIMIT_NOFILE))"
         )
-        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        printed = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
         assert printed.strip() == f"{limits} {limits[1]} ({limits[1]}, {limits[1]})"
 
 
 @pytest.mark.parametrize(
     ("limits", "refused", "expected"),
-    [((256, resource.RLIM_INFINITY), 20_000, 10_240), ((256, 4096), 10**6, 4096), ((70_000, 80_000), 10**6, 70_000)],
+    [
+        ((256, resource.RLIM_INFINITY), 20_000, 10_240),
+        ((256, 4096), 10**6, 4096),
+        ((70_000, 80_000), 10**6, 70_000),
+    ],
     ids=["macOS", "hard limit", "enough"],
 )
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(

@@ -7,7 +7,15 @@ import pytest
 
 from mlx_parallm.config.load import hardware_defaults, load_config
 from mlx_parallm.engine.starting import engine_options
-from mlx_parallm.system.hardware import GIB, Hardware, detect, memory_present, mlx_device, usable_cores, wire_memory
+from mlx_parallm.system.hardware import (
+    GIB,
+    Hardware,
+    detect,
+    memory_present,
+    mlx_device,
+    usable_cores,
+    wire_memory,
+)
 
 
 def machine(backend: str = "cpu", memory: int = 64) -> Hardware:
@@ -21,10 +29,15 @@ def machine(backend: str = "cpu", memory: int = 64) -> Hardware:
         ("cuda", 64, {"server.prefill_chunk": 2048}),
         # Metal's watchdog kills work that takes seconds (ml-explore/mlx#3267).
         ("metal", 64, {"server.prefill_chunk": 2048, "rl_training.max_eval_ms": 1000}),
-        *(("cpu", gib, {"rl_training.token_budget": tokens}) for gib, tokens in ((0, 1024), (2, 2048), (7, 7168))),
+        *(
+            ("cpu", gib, {"rl_training.token_budget": tokens})
+            for gib, tokens in ((0, 1024), (2, 2048), (7, 7168))
+        ),
     ],
 )
-def test_defaults_follow_from_the_machine(backend: str, memory: int, expected: dict[str, int]) -> None:
+def test_defaults_follow_from_the_machine(
+    backend: str, memory: int, expected: dict[str, int]
+) -> None:
     assert hardware_defaults(machine(backend, memory)) == expected
 
 
@@ -37,7 +50,9 @@ def test_hardware_defaults_lie_below_file_and_command_line(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("given", [[], ["server.kv_cache_bytes=8", "server.prefix_cache_bytes=9"]])
-def test_in_deterministic_mode_nothing_depends_on_free_memory_or_earlier_answers(given: list[str]) -> None:
+def test_in_deterministic_mode_nothing_depends_on_free_memory_or_earlier_answers(
+    given: list[str],
+) -> None:
     loaded = SimpleNamespace(max_model_len=64, vocab_size=300, config={})
     found = []
     for mode in ([], ["rl_training.deterministic=true", "rl_training.max_staleness=0"]):
@@ -47,14 +62,18 @@ def test_in_deterministic_mode_nothing_depends_on_free_memory_or_earlier_answers
     if given:
         assert found == [(8, 9)] * 2
     else:
-        assert found[0][0] > 0 and found[0][1] == memory_present()[1] // 20 and found[1] == (None, 0)
+        assert (
+            found[0][0] > 0 and found[0][1] == memory_present()[1] // 20 and found[1] == (None, 0)
+        )
 
 
 @pytest.mark.parametrize(
     "model_gib, advice",
     [(86, ""), (88, "sudo sysctl iogpu.wired_limit_mb=100125"), (120, "quantized")],
 )
-def test_metal_keeps_the_model_in_memory(model_gib: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metal_keeps_the_model_in_memory(
+    model_gib: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As MLX answers on a Mac of 128 GiB, of which Metal keeps 96: 0.9 of them are 86.4."""
     mx = pytest.importorskip("mlx.core")
     wired: list[int] = []

@@ -1,4 +1,5 @@
-"""Memory that arrays leave is used again without the kernel, whichever thread left it. In fresh interpreters."""
+"""Memory that arrays leave is used again without the kernel, whichever thread left it. In fresh
+interpreters."""
 
 import os
 import subprocess
@@ -10,7 +11,8 @@ from mlx_parallm.system.blas import has_cuda_backend
 from mlx_parallm.system.heap import VARIABLES
 
 linux_cpu = pytest.mark.skipif(
-    sys.platform != "linux" or has_cuda_backend(), reason="MLX keeps buffers itself on macOS and CUDA"
+    sys.platform != "linux" or has_cuda_backend(),
+    reason=("MLX keeps buffers itself on macOS and CUDA"),
 )
 PAGES = 12_288  # of 8 arrays of 6 MiB
 COMMON = """
@@ -39,7 +41,9 @@ churn(3)
 
 
 @linux_cpu
-@pytest.mark.parametrize("work", ["lambda: churn(10)", "in_threads"], ids=["one thread", "ten threads"])
+@pytest.mark.parametrize(
+    "work", ["lambda: churn(10)", "in_threads"], ids=["one thread", ("ten threads")]
+)
 def test_arrays_take_the_memory_of_those_before_them(work: str) -> None:
     code = f"{COMMON}\nprint(faults({work}))"
     assert run(code) < PAGES / 4
@@ -73,8 +77,16 @@ print(before - resident())
 
 
 def run(code: str, **environment: str) -> int:
-    kept = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "GLIBC_TUNABLES")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*VARIABLES, ("GLIBC_TUNABLES"))
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=kept | environment, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=kept | environment,
+        check=True,
     )
     return int(done.stdout)

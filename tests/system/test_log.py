@@ -46,7 +46,11 @@ def test_a_traceback_shows_no_local_variables(capsys):
     except ValueError:
         get_logger("x").exception("failed")
     written = capsys.readouterr().err
-    assert "ValueError: 6" in written and "Traceback" in written and "s3cret" not in written.replace('"s3cret"', "")
+    assert (
+        "ValueError: 6" in written
+        and "Traceback" in written
+        and "s3cret" not in written.replace('"s3cret"', (""))
+    )
 
 
 @pytest.mark.parametrize("on_a_terminal", [False, True])
@@ -55,7 +59,9 @@ def test_no_value_hands_a_control_character_to_the_terminal(capsys, monkeypatch,
     monkeypatch.setattr("sys.stderr.isatty", lambda: on_a_terminal)
     configure_logging(level="info")
     hostile = "\x1b]0;pwned\x07\x9b2J"
-    get_logger("x").info(f"got {hostile}\nforged line", group=hostile, several=[hostile], spaced=f"a {hostile}")
+    get_logger("x").info(
+        f"got {hostile}\nforged line", group=hostile, several=[hostile], spaced=(f"a {hostile}")
+    )
     logging.getLogger("some.library").warning("odd %s", hostile)
     try:
         raise ValueError(hostile)

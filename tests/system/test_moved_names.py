@@ -1,4 +1,5 @@
-"""Promised names of modules that were moved: the same object under both names, with `python -m` too."""
+"""Promised names of modules that were moved: the same object under both names, with `python -m`
+too."""
 
 import importlib
 import subprocess
@@ -24,7 +25,8 @@ def test_names_below_are_one_module_whichever_is_imported_first() -> None:
         "assert new.__spec__.name == new.__name__ == 'mlx_parallm.faces.trl.config'\n"
         "from mlx_parallm.faces.primitives.environment import *\n"
         "import mlx_parallm.primitives.environment\n"
-        "assert mlx_parallm.primitives.environment is sys.modules['mlx_parallm.faces.primitives.environment']\n"
+        "assert mlx_parallm.primitives.environment is"
+        " sys.modules['mlx_parallm.faces.primitives.environment']\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -1,7 +1,9 @@
-"""A package that is not installed is one line with its extra and exit code 2, whichever command needs it.
+"""A package that is not installed is one line with its extra and exit code 2, whichever command
+needs it.
 
-Tried by hand in fresh environments, plain and with `[cpu]`: all commands of `mlx_parallm`, the names that
-`import mlx_parallm` has, and trackers (a dry run let them pass), `--tinker`, `hf:` rows, `builtin:math`.
+Tried by hand in fresh environments, plain and with `[cpu]`: all commands of `mlx_parallm`, the
+names that `import mlx_parallm` has, and trackers (a dry run let them pass), `--tinker`, `hf:` rows,
+`builtin:math`.
 """
 
 import sys
@@ -45,8 +47,12 @@ def test_what_an_extra_brings_names_that_extra() -> None:
     for extra, modules in packages.EXTRAS.items():
         for module in modules:
             assert f"pip install 'mlx-parallm[{extra}]'" in packages.needs("x", module)
-    assert packages.needs("x", "mcp.server.mcpserver") == "x needs the package mcp: pip install 'mlx-parallm[mcp]'"
-    assert packages.needs("x", "never_heard_of") == "x needs the package never-heard-of: pip install never-heard-of"
+    assert packages.needs("x", "mcp.server.mcpserver") == (
+        "x needs the package mcp: pip install 'mlx-parallm[mcp]'"
+    )
+    assert packages.needs("x", "never_heard_of") == (
+        "x needs the package never-heard-of: pip install never-heard-of"
+    )
 
 
 def test_a_missing_module_is_refused_and_a_present_one_is_not() -> None:
@@ -57,12 +63,15 @@ def test_a_missing_module_is_refused_and_a_present_one_is_not() -> None:
 
 @pytest.fixture
 def no_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """MLX as `pip install mlx-parallm` leaves it on Linux: modules without a library beside them."""
+    """MLX as `pip install mlx-parallm` leaves it on Linux: modules without a library beside
+    them."""
     spec = ModuleSpec("mlx", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     find = packages.importlib.util.find_spec
     monkeypatch.setattr(
-        packages.importlib.util, "find_spec", lambda name, *a: spec if name == "mlx" else find(name, *a)
+        packages.importlib.util,
+        "find_spec",
+        lambda name, *a: spec if name == ("mlx") else find(name, *a),
     )
     monkeypatch.setattr(packages.sys, "platform", "linux")
     python = tmp_path / "python"
@@ -88,7 +97,8 @@ def test_this_machine_has_a_backend() -> None:
 
 @pytest.mark.usefixtures("no_backend")
 def test_a_build_from_source_in_one_piece_is_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages.sys, "executable", "/bin/true")  # stands for a Python that can import mlx.core
+    # stands for a Python that can import mlx.core
+    monkeypatch.setattr(packages.sys, "executable", "/bin/true")
     assert packages.mlx_backend_advice() is None
 
 
@@ -96,14 +106,23 @@ def test_a_build_from_source_in_one_piece_is_a_backend(monkeypatch: pytest.Monke
     ("error", "words"),
     [
         (ModuleNotFoundError("No module named 'trackio'", name="trackio"), "mlx-parallm[trackio]"),
-        (ModuleNotFoundError("No module named 'google.protobuf'", name="google.protobuf"), "protobuf"),
-        (ImportError("libcuda.so.1: cannot open shared object file", name="mlx.core"), "mlx-parallm[cpu]"),
+        (
+            ModuleNotFoundError("No module named 'google.protobuf'", name="google.protobuf"),
+            ("protobuf"),
+        ),
+        (
+            ImportError("libcuda.so.1: cannot open shared object file", name="mlx.core"),
+            ("mlx-parallm[cpu]"),
+        ),
         (ImportError("libmlx.so: cannot open shared object file"), "mlx-parallm[cpu]"),
     ],
     ids=["extra", "namespace", "driver", "library"],
 )
 def test_an_import_that_fails_late_is_one_line_too(
-    error: ImportError, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: ImportError,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(packages, "is_installed", lambda module: False)
 

@@ -18,7 +18,9 @@ def caffeinate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Writes its pid and arguments, then sleeps like the real one."""
     program = tmp_path / "caffeinate"
     record = tmp_path / "called"
-    program.write_text(f'#!/bin/sh\necho "$$ $*" > {record}.tmp && mv {record}.tmp {record}\nexec sleep 60\n')
+    program.write_text(
+        f'#!/bin/sh\necho "$$ $*" > {record}.tmp && mv {record}.tmp {record}\nexec sleep 60\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return record
@@ -42,7 +44,9 @@ def test_nothing_is_started_elsewhere(caffeinate: Path, monkeypatch: pytest.Monk
         pass
 
 
-def test_a_mac_without_it_trains_with_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_mac_without_it_trains_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     configure_logging(level="warning")
     monkeypatch.setenv("PATH", str(tmp_path))
     with capture_logs() as logs, kept_awake("darwin"):

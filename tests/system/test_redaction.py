@@ -25,7 +25,15 @@ def test_text(text: str, hidden: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["tiny", "http://host:8000/v1", "mail a@b.c", "Bearer $MLX_PARALLM_API_KEY", "step_000100", "max_tokens=16"]
+    "text",
+    [
+        "tiny",
+        "http://host:8000/v1",
+        "mail a@b.c",
+        "Bearer $MLX_PARALLM_API_KEY",
+        "step_000100",
+        ("max_tokens=16"),
+    ],
 )
 def test_other_text_stays(text: str) -> None:
     assert HIDE.text(text) == text
@@ -45,7 +53,11 @@ def test_nested_values_go_by_their_names_too() -> None:
 
 def test_a_configuration_without_secrets_is_saved_as_it_is() -> None:
     saved = parse_config(
-        {"data": {"path": "a.jsonl", "end_token": "tokenizer"}, "rl_training": {"algorithm": "sft"}}, "x"
+        {
+            "data": {"path": "a.jsonl", "end_token": "tokenizer"},
+            "rl_training": {"algorithm": "sft"},
+        },
+        ("x"),
     )
     assert REDACTED not in saved.to_toml() and 'end_token = "tokenizer"' in saved.to_toml()
 
@@ -55,7 +67,9 @@ def test_variables_that_are_named_like_secrets(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, f"value of {name}")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "not one")
     found = environment_secrets()
-    assert {"value of HF_TOKEN", "value of WANDB_API_KEY", "value of AWS_SECRET_ACCESS_KEY"} <= set(found)
+    assert {"value of HF_TOKEN", "value of WANDB_API_KEY", "value of AWS_SECRET_ACCESS_KEY"} <= set(
+        found
+    )
     assert "not one" not in found
 
 

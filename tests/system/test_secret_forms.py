@@ -1,8 +1,8 @@
 """Every kind of secret that agents' logs hold is hidden, and ordinary text, prose and code stay.
 
-The secrets are made here: none stands in this file. Kinds beside those of the bug report: Langfuse, Tavily, NVIDIA,
-Azure's account keys, GitLab's other tokens, XML, JSON within JSON, `sshpass -p`, OAuth tokens in a
-fragment, HTML-escaped URLs.
+The secrets are made here: none stands in this file. Kinds beside those of the bug report: Langfuse,
+Tavily, NVIDIA, Azure's account keys, GitLab's other tokens, XML, JSON within JSON, `sshpass -p`,
+OAuth tokens in a fragment, HTML-escaped URLs.
 """
 
 import base64
@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.system.redaction import REDACTED, Redactor
-from mlx_parallm.system.secret_forms import PERSONAL_FORMS, SECRET_FORMS, is_card, is_iban, looks_random
+from mlx_parallm.system.secret_forms import (
+    PERSONAL_FORMS,
+    SECRET_FORMS,
+    is_card,
+    is_iban,
+    looks_random,
+)
 
 HEX = "0123456789abcdef"
 ANY = string.ascii_letters + string.digits
@@ -46,11 +52,18 @@ FORMS: dict[str, list[tuple[str, str]]] = {
     "databricks": [("@", "dapi" + made(32, HEX)), ("@", "dapi" + made(32, HEX) + "-2")],
     "notion": [("@", "secret_" + made(43)), ("@", "ntn_" + made(46))],
     "models": [
-        *(("(@)", prefix + made(40)) for prefix in ("gsk_", "xai-", "r8_", "tml-", "nvapi-", "tvly-", "pplx-", "csk-")),
+        *(
+            ("(@)", prefix + made(40))
+            for prefix in ("gsk_", "xai-", "r8_", "tml-", "nvapi-", "tvly-", "pplx-", ("csk-"))
+        ),
         ("@", "sk-lf-" + made(8, HEX) + "-" + made(12, HEX)),
         (r'{"out": "a\n@"}', "hf_" + made(34)),  # the line break of JSON within JSON
     ],
-    "vault": [("@", "hvs." + made(90)), ("VAULT_TOKEN=@", "s." + made(24)), ("saw @ there", "s." + made(24))],
+    "vault": [
+        ("@", "hvs." + made(90)),
+        ("VAULT_TOKEN=@", "s." + made(24)),
+        ("saw @ there", "s." + made(24)),
+    ],
     "gitlab": [("@", "gldt-" + made(20)), ("@", "glrt-" + made(20))],
     "authorization": [
         ("Authorization: Basic @", basic()),
@@ -103,7 +116,13 @@ FORMS: dict[str, list[tuple[str, str]]] = {
     ],
     "forty characters": [
         (place, made(40, ANY + "+/"))
-        for place in ("secret @", "the secret is @", "AWS secret access key: @", "my secret: `@`", 'secret: "@"')
+        for place in (
+            "secret @",
+            "the secret is @",
+            "AWS secret access key: @",
+            "my secret: `@`",
+            ('secret: "@"'),
+        )
         for _ in range(20)
     ],
 }
@@ -123,8 +142,14 @@ def test_a_secret_is_hidden(kind: str) -> None:
 def test_an_object_that_names_its_value() -> None:
     """As the variables of a container, a header of a recorded request."""
     env = [{"name": "DB_PASSWORD", "value": "short"}, {"name": "PORT", "value": "80"}]
-    assert Redactor().value(env) == [{"name": "DB_PASSWORD", "value": REDACTED}, {"name": "PORT", "value": "80"}]
-    assert Redactor().value({"key": "Authorization", "value": "x"}) == {"key": "Authorization", "value": REDACTED}
+    assert Redactor().value(env) == [
+        {"name": "DB_PASSWORD", "value": REDACTED},
+        {"name": "PORT", "value": ("80")},
+    ]
+    assert Redactor().value({"key": "Authorization", "value": "x"}) == {
+        "key": "Authorization",
+        "value": REDACTED,
+    }
     assert Redactor().value({"x-api-key": "a", "dbPassword": "b", "Cookie": "c"}) == dict.fromkeys(
         ("x-api-key", "dbPassword", "Cookie"), REDACTED
     )
@@ -138,7 +163,10 @@ def test_an_object_that_names_its_value() -> None:
         'parser.add_argument("--token", help="the token of the hub")',
         "if password != other_password: raise ValueError('the password is wrong')",
         "--max-tokens=16 --eos-token '</s>' --num-tokens 128",
-        "Basic understanding of the secret is needed; the key is under the mat, the token was lost.",
+        (
+            "Basic understanding of the secret is needed; the key is under the mat, the token was"
+            " lost."
+        ),
         "cookie = cookies.get(name)  # Cookie: a small file",
         '{"type": "string", "password": "string", "token_count": 128, "max_tokens": 4096}',
         "sha256:" + "0123456789abcdef" * 4 + " commit 0123456789abcdef0123456789abcdef01234567",
@@ -173,13 +201,24 @@ def test_personal_data_by_setting() -> None:
     plain, personal = Redactor(), Redactor(forms=(*SECRET_FORMS, *PERSONAL_FORMS))
     for text, part in texts.items():
         assert plain.text(text) == text and part not in personal.text(text), text
-    for text in ("4111 1111 1111 1112", "DE88 3704 0044 0532 0130 00", "1732550400000000", "a@b", "3.14159265358979"):
+    for text in (
+        "4111 1111 1111 1112",
+        "DE88 3704 0044 0532 0130 00",
+        "1732550400000000",
+        "a@b",
+        ("3.14159265358979"),
+    ):
         assert personal.text(text) == text
-    assert is_card("4111111111111111") and not is_card("0" * 16) and is_iban("GB82 WEST 1234 5698 7654 32")
+    assert (
+        is_card("4111111111111111")
+        and not is_card("0" * 16)
+        and is_iban("GB82 WEST 1234 5698 7654 32")
+    )
 
 
 def test_a_hostile_text_takes_no_time() -> None:
-    """What each form begins with, again and again: no search begins anew at every place and runs to the end."""
+    """What each form begins with, again and again: no search begins anew at every place and runs
+    to the end."""
     finder = Redactor(forms=(*SECRET_FORMS, *PERSONAL_FORMS))
     beginnings = [
         "-----BEGIN PRIVATE KEY-----",

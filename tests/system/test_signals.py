@@ -1,4 +1,5 @@
-"""Shutdown signals in real processes: taken while MLX computes, the second one at once, duplicates counted once."""
+"""Shutdown signals in real processes: taken while MLX computes, the second one at once,
+duplicates counted once."""
 
 import signal
 import subprocess
@@ -30,10 +31,16 @@ COMPUTE = "y = mx.ones((2048, 2048)) / 2048\nfor _ in range(20000): y = y @ y\nm
 
 
 def start(
-    *, first: str = "stop.set()", same: float = 0.0, main: str = WAIT, preexec: Callable[[], object] = default_signals
+    *,
+    first: str = "stop.set()",
+    same: float = 0.0,
+    main: str = WAIT,
+    preexec: Callable[[], object] = default_signals,
 ) -> "subprocess.Popen[str]":
     program = WATCH.format(first=first, same=same, main=main)
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, preexec_fn=preexec)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, preexec_fn=preexec
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -74,7 +81,9 @@ def test_one_request_delivered_twice_counts_once() -> None:
     finish = "sys.stdin.readline(); stop.set()"
     program = WATCH.format(first=finish, same=60.0, main=WAIT)
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True
+    ) as process:
         assert next_line(process) == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert next_line(process) == "first SIGTERM\n"
@@ -96,7 +105,8 @@ def test_every_thread_that_mlx_starts_has_the_signals_blocked() -> None:
     main = (
         "from pathlib import Path\n"
         # sigwait unblocks, inside the kernel, what it waits for
-        "watcher = next(t.native_id for t in threading.enumerate() if t.name == 'shutdown-watcher')\n"
+        "watcher = next(t.native_id for t in threading.enumerate() if t.name =="
+        " 'shutdown-watcher')\n"
         "masks = [int(line.split()[1], 16) for status in Path('/proc/self/task').glob('*/status')"
         " if status.parent.name != str(watcher)"
         " for line in status.read_text().splitlines() if line.startswith('SigBlk')]\n"
@@ -111,10 +121,13 @@ def test_every_thread_that_mlx_starts_has_the_signals_blocked() -> None:
 
 
 def test_what_the_command_line_loads_before_it_blocks_signals_starts_no_threads() -> None:
-    """NumPy's and MLX's would receive SIGTERM, whose default action ends the process without a checkpoint."""
+    """NumPy's and MLX's would receive SIGTERM, whose default action ends the process without a
+    checkpoint."""
     program = (
-        "import sys, mlx_parallm.cli.start, mlx_parallm.cli.supervisor, mlx_parallm.rl_training.run_directory\n"
-        "assert not {'numpy', 'mlx.core'} & set(sys.modules), 'loaded before block_shutdown_signals'"
+        "import sys, mlx_parallm.cli.start, mlx_parallm.cli.supervisor,"
+        " mlx_parallm.rl_training.run_directory\n"
+        "assert not {'numpy', 'mlx.core'} & set(sys.modules), 'loaded before"
+        " block_shutdown_signals'"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -140,14 +153,20 @@ spin()
 def test_an_end_that_takes_too_long_is_made_one(then: str) -> None:
     """Threads that spin leave the others so little time that an end in order took minutes."""
     ended = subprocess.run(
-        [sys.executable, "-c", SPINNING.format(then=then)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SPINNING.format(then=then)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (ended.returncode, ended.stdout) == (7, "last words\n"), ended.stderr
 
 
 def test_an_end_in_time_is_left_alone() -> None:
     ends = SPINNING.format(
-        then="limit.cancel()\nthreading.Event().wait(0.5)\nsys.stdout.flush()\nimport os\nos._exit(3)"
+        then=(
+            "limit.cancel()\nthreading.Event().wait(0.5)\nsys.stdout.flush()\nimport"
+            " os\nos._exit(3)"
+        )
     )
     ended = subprocess.run([sys.executable, "-c", ends], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (3, "")

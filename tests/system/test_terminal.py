@@ -34,7 +34,12 @@ def test_every_text_that_a_console_prints_is_escaped() -> None:
     table.add_row(Text(hostile))
     table.add_row(hostile)
     console = Console(file=io.StringIO(), force_terminal=True, width=60, color_system="standard")
-    for part in (hostile, Text(hostile, style="red").append(hostile, style="bold"), table, Panel(Text(hostile))):
+    for part in (
+        hostile,
+        Text(hostile, style="red").append(hostile, style="bold"),
+        table,
+        Panel(Text(hostile)),
+    ):
         console.print(part, markup=False)
     console.rule(Text(hostile))
     with console.capture() as capture:
@@ -46,6 +51,8 @@ def test_every_text_that_a_console_prints_is_escaped() -> None:
 
 
 def test_a_text_keeps_its_styles_around_an_escape() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=60, color_system="standard", highlight=False)
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=60, color_system="standard", highlight=False
+    )
     console.print(Text("a\x1b").append("b", style="red"))
     assert console.file.getvalue() == "a\\x1b\x1b[31mb\x1b[0m\n"

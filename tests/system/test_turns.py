@@ -36,7 +36,9 @@ def step_of(turns: Turns, clock: Clock, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("priority", ["serve", "train"])
-def test_nobody_waits_longer_than_for_its_own_last_piece_of_work(clock: Clock, priority: str) -> None:
+def test_nobody_waits_longer_than_for_its_own_last_piece_of_work(
+    clock: Clock, priority: str
+) -> None:
     turns = Turns(priority)  # type: ignore[arg-type]
     with turns.training(), turns.step():
         clock.now += 0.01
@@ -48,7 +50,9 @@ def test_nobody_waits_longer_than_for_its_own_last_piece_of_work(clock: Clock, p
     ("priority", "trainer_waits", "engine_waits"),
     [("balanced", True, False), ("serve", True, False), ("train", False, True)],
 )
-def test_only_the_second_one_stands_back(clock: Clock, priority: str, trainer_waits: bool, engine_waits: bool) -> None:
+def test_only_the_second_one_stands_back(
+    clock: Clock, priority: str, trainer_waits: bool, engine_waits: bool
+) -> None:
     turns = Turns(priority)  # type: ignore[arg-type]
     with turns.training():
         engine = started(lambda: step_of(turns, clock, 30.0))

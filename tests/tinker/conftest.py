@@ -1,4 +1,5 @@
-"""A server with Tinker's API for each file of tests, and the directory of its runs and checkpoints."""
+"""A server with Tinker's API for each file of tests, and the directory of its runs and
+checkpoints."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""A real server with Tinker's routes over the tiny model, and a client that speaks the wire format without the SDK."""
+"""A real server with Tinker's routes over the tiny model, and a client that speaks the wire
+format without the SDK."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,12 +44,20 @@ def tinker_server(directory: Path, **deps: Any) -> Iterator[RunningServer]:
     weights = SharedWeights(loaded.model, keep_versions=1)
     part.loaded(loaded, Turns())
     engine = start_engine(
-        config, loaded, weights, lambda: load_tokenizer(loaded.path, config.model), adapters={}, main_adapter=None
+        config,
+        loaded,
+        weights,
+        lambda: load_tokenizer(loaded.path, config.model),
+        adapters={},
+        main_adapter=None,
     )
     part.opened(weights, engine.thread.client)
     try:
         with running_server(
-            engine.thread.client, load_tokenizer(loaded.path, config.model), routers=[part.router], **deps
+            engine.thread.client,
+            load_tokenizer(loaded.path, config.model),
+            routers=[part.router],
+            **deps,
         ) as server:
             yield server
     finally:
@@ -63,7 +72,12 @@ def tensor(target: Any, values: Any, dtype: int) -> None:
 
 
 def request_of(
-    data: Sequence[Mapping[str, Any]], loss: str, *, model_id: str = "", seq_id: int = 0, **fields: Any
+    data: Sequence[Mapping[str, Any]],
+    loss: str,
+    *,
+    model_id: str = "",
+    seq_id: int = 0,
+    **fields: Any,
 ) -> bytes:
     """A ForwardBackwardRequest; a datum is {"tokens", "target_tokens", other inputs}."""
     request = wire.message("ForwardBackwardRequest")
@@ -92,7 +106,9 @@ class WireClient:
 
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
-        self.session = self.post("create_session", tags=[], sdk_version="0", type="create_session")["session_id"]
+        self.session = self.post("create_session", tags=[], sdk_version="0", type="create_session")[
+            ("session_id")
+        ]
         self.seq = 0
 
     def post(self, path: str, /, *, status: int = 200, **body: Any) -> Any:
@@ -102,21 +118,31 @@ class WireClient:
 
     def result(self, promise: Mapping[str, Any]) -> Any:
         """The result of a promise: JSON, or a message by the promise's media type."""
-        answer = self.http.post(f"{API}/retrieve_future", json={"request_id": promise["request_id"]})
+        answer = self.http.post(
+            f"{API}/retrieve_future", json={"request_id": promise[("request_id")]}
+        )
         assert answer.status_code == 200, answer.text
         return answer.content if answer.headers["content-type"] == wire.PROTOBUF else answer.json()
 
     def create_model(self, number: int = 0, **lora: Any) -> str:
-        base = self.http.get(f"{API}/get_server_capabilities").json()["supported_models"][0]["model_name"]
+        base = self.http.get(f"{API}/get_server_capabilities").json()["supported_models"][0][
+            ("model_name")
+        ]
         body = {"session_id": self.session, "model_seq_id": number, "base_model": base}
-        made = self.result(self.post("create_model", **body, lora_config={"rank": 4, "seed": 1} | lora))
+        made = self.result(
+            self.post("create_model", **body, lora_config={"rank": 4, "seed": 1} | lora)
+        )
         assert "error" not in made, made
         return str(made["model_id"])
 
-    def send(self, model: str, seq_id: int, data: Sequence[Mapping[str, Any]], loss: str, **fields: Any) -> Any:
+    def send(
+        self, model: str, seq_id: int, data: Sequence[Mapping[str, Any]], loss: str, **fields: Any
+    ) -> Any:
         """The promise of a forward_backward."""
         body = request_of(data, loss, model_id=model, seq_id=seq_id, **fields)
-        answer = self.http.post(f"{API}/forward_backward", content=body, headers={"Content-Type": wire.PROTOBUF})
+        answer = self.http.post(
+            f"{API}/forward_backward", content=body, headers={"Content-Type": wire.PROTOBUF}
+        )
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -132,13 +158,27 @@ class WireClient:
         return self.post("optim_step", model_id=model, seq_id=seq_id, adam_params=adam)
 
     def live_sampler(self, model: str, seq_id: int, number: int, **fields: Any) -> str:
-        body = {"model_id": model, "seq_id": seq_id, "sampling_session_seq_id": number, "kind": "snapshot"} | fields
-        return str(self.result(self.post("save_weights_for_sampler", **body))["sampling_session_id"])
+        body = {
+            "model_id": model,
+            "seq_id": seq_id,
+            "sampling_session_seq_id": number,
+            "kind": "snapshot",
+        } | fields
+        return str(
+            self.result(self.post("save_weights_for_sampler", **body))[("sampling_session_id")]
+        )
 
-    def sample(self, sampler: str, seq_id: int, tokens: Sequence[int], *, status: int = 200, **fields: Any) -> Any:
+    def sample(
+        self, sampler: str, seq_id: int, tokens: Sequence[int], *, status: int = 200, **fields: Any
+    ) -> Any:
         prompt = {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
         params = fields.pop("params", {})
-        body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": params}
+        body = {
+            "sampling_session_id": sampler,
+            "seq_id": seq_id,
+            "prompt": prompt,
+            "sampling_params": params,
+        }
         return self.post("asample", status=status, **body, **fields)
 
     def samples(self, promise: Mapping[str, Any]) -> Any:
@@ -152,4 +192,6 @@ class WireClient:
 
 def logprobs_of(output: Any) -> np.ndarray:
     """Of all datums, one after the other."""
-    return np.concatenate([np.frombuffer(r.fields["logprobs"].data, "<f4") for r in output.loss_fn_outputs])
+    return np.concatenate(
+        [np.frombuffer(r.fields["logprobs"].data, "<f4") for r in output.loss_fn_outputs]
+    )

@@ -1,4 +1,5 @@
-"""`mlx_parallm_serve --tinker` as a process: killed between forward_backward and optim_step, started again."""
+"""`mlx_parallm_serve --tinker` as a process: killed between forward_backward and optim_step,
+started again."""
 
 import signal
 from pathlib import Path
@@ -31,7 +32,9 @@ def test_a_killed_server_keeps_checkpoints_and_says_what_is_lost(tmp_path: Path)
             model = client.create_model()
             client.output(client.send(model, 1, [DATUM], "cross_entropy"))
             client.result(client.optim_step(model, 2, learning_rate=1e-2))
-            state = client.result(client.post("save_weights", model_id=model, seq_id=3, path="here"))["path"]
+            state = client.result(
+                client.post("save_weights", model_id=model, seq_id=3, path="here")
+            )[("path")]
             saved = loss(client, model, 4)
             pending = client.send(model, 5, [DATUM], "cross_entropy")
             client.output(pending)
@@ -46,7 +49,12 @@ def test_a_killed_server_keeps_checkpoints_and_says_what_is_lost(tmp_path: Path)
             assert "create_training_client_from_state" in lost["error"]["message"]
             sent = request_of([DATUM], "cross_entropy", model_id=model, seq_id=6)
             assert http.post(f"{API}/forward_backward", content=sent).status_code == 404
-            body = {"session_id": client.session, "model_seq_id": 0, "path": state, "optimizer": True}
+            body = {
+                "session_id": client.session,
+                "model_seq_id": 0,
+                "path": state,
+                "optimizer": True,
+            }
             again = client.result(client.post("load_weights", **body))
             assert loss(client, again["model_id"], 1) == saved
         daemon.send(signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""An answer of retrieve_futures holds what ends together: a group of samples takes one poll, not one each."""
+"""An answer of retrieve_futures holds what ends together: a group of samples takes one poll, not
+one each."""
 
 import asyncio
 import time
@@ -14,7 +15,9 @@ from mlx_parallm.faces.tinker.sessions import Completions, Sampler
 LONG_S = 60.0
 
 
-async def test_an_answer_waits_for_what_ends_next_and_no_longer_than_anything_runs(monkeypatch: Any) -> None:
+async def test_an_answer_waits_for_what_ends_next_and_no_longer_than_anything_runs(
+    monkeypatch: Any,
+) -> None:
     monkeypatch.setattr(sampling, "GATHER_S", LONG_S)
     line, poll = _polled(running=2)
     _end(line, "a")
@@ -35,13 +38,16 @@ async def test_an_answer_does_not_wait_long_for_a_sample_that_goes_on() -> None:
 
 
 def _polled(running: int) -> tuple[Completions, "asyncio.Task[tuple[list[Any], int]]"]:
-    """The line of a sampling client with so many samples, and a poll that has begun to wait for it."""
+    """The line of a sampling client with so many samples, and a poll that has begun to wait for
+    it."""
     sampler = Sampler("s:sample:1", "base")
     service: Any = SimpleNamespace(sampling={sampler.sampler_id: sampler})
     line = sampler.line(0)
     line.running = running
     target = FuturesTarget(sampling_session_id=sampler.sampler_id)
-    return line, asyncio.create_task(Sampling(service).completions(target, 0, LONG_S, lambda: False))
+    return line, asyncio.create_task(
+        Sampling(service).completions(target, 0, LONG_S, lambda: False)
+    )
 
 
 def _end(line: Completions, request_id: str) -> None:

@@ -1,4 +1,5 @@
-"""One model on the learner's thread: log-probabilities, gradients and AdamW against independent computations."""
+"""One model on the learner's thread: log-probabilities, gradients and AdamW against independent
+computations."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -29,7 +30,11 @@ RNG = np.random.default_rng(7)
 def datum(count: int, width: int = 0) -> dict[str, Any]:
     shape = (count, width) if width else (count,)
     tokens = RNG.integers(3, 300, count)
-    return {"tokens": tokens, "target_tokens": RNG.integers(0, 300, shape), "weights": RNG.normal(size=shape)}
+    return {
+        "tokens": tokens,
+        "target_tokens": RNG.integers(0, 300, shape),
+        "weights": RNG.normal(size=shape),
+    }
 
 
 DATA = [datum(7), datum(12, 3), datum(5), datum(9, 3)]
@@ -43,18 +48,24 @@ def learner() -> Iterator[TinkerLearner]:
     made.close()
 
 
-def batch(learner: TinkerLearner, data: list[dict[str, Any]], loss: str = "cross_entropy", **fields: Any) -> DatumBatch:
+def batch(
+    learner: TinkerLearner, data: list[dict[str, Any]], loss: str = "cross_entropy", **fields: Any
+) -> DatumBatch:
     return read_batch(read_forward_backward(request_of(data, loss, **fields)), learner.limits)
 
 
 def new(learner: TinkerLearner, **choice: Any) -> LearnedModel:
-    return learner.submit("creates", lambda: learner.create(LoraChoice(**{"rank": 4, "seed": 5} | choice))).result()
+    return learner.submit(
+        "creates", lambda: learner.create(LoraChoice(**{"rank": 4, "seed": 5} | choice))
+    ).result()
 
 
 def naive_logprobs(model: LearnedModel, entry: dict[str, Any]) -> np.ndarray:
     """Float64 log-softmax of the model's logits, at any targets."""
     tree = model._trainer.policy.model
-    logits = np.array(tree(mx.array(entry["tokens"])[None])[0].astype(mx.float32)).astype(np.float64)
+    logits = np.array(tree(mx.array(entry["tokens"])[None])[0].astype(mx.float32)).astype(
+        np.float64
+    )
     peak = logits.max(axis=1, keepdims=True)
     scores = logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
     targets = entry["target_tokens"].reshape(len(logits), -1)
@@ -99,12 +110,16 @@ def test_a_failure_between_micro_batches_leaves_no_half_a_gradient(
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="a kernel failed"):
         patched.setattr(DatumLoss, "objective", second_fails)
         learner.submit("b", partial(failing.forward_backward, second)).result()
-    assert len(calls) == 2 and sum(calls) < len(DATA), "one micro-batch had its gradients, others never came"
+    assert len(calls) == 2 and sum(calls) < len(DATA), (
+        "one micro-batch had its gradients, others never came"
+    )
     assert failing.step == 0 and failing._trainer.step_tokens is None
     for model in (plain, failing):
         assert learner.submit("c", partial(model.optim_step, PLAIN, 1e-2)).result().step == 1
     slots = [
-        learner.submit("d", lambda model=model: [np.array(a) for a in model._trainer.policy.slots.read()])
+        learner.submit(
+            "d", lambda model=model: [np.array(a) for a in model._trainer.policy.slots.read()]
+        )
         for model in (plain, failing)
     ]
     for ours, theirs in zip(*(each.result() for each in slots), strict=True):
@@ -112,7 +127,8 @@ def test_a_failure_between_micro_batches_leaves_no_half_a_gradient(
 
 
 def test_targets_of_any_kind_their_sums_and_their_gradients(learner: TinkerLearner) -> None:
-    """Targets are not the next tokens, several a position too; calls add up; forward changes nothing."""
+    """Targets are not the next tokens, several a position too; calls add up; forward changes
+    nothing."""
     model = new(learner)
 
     def work() -> None:
@@ -124,19 +140,25 @@ def test_targets_of_any_kind_their_sums_and_their_gradients(learner: TinkerLearn
         assert model._trainer.gradients is None
         loss = -sum((lp * entry["weights"]).sum() for lp, entry in zip(expected, DATA, strict=True))
         assert whole.loss == pytest.approx(loss, rel=1e-5)
-        parts = [model.forward_backward(batch(learner, DATA[:3])), model.forward_backward(batch(learner, DATA[3:]))]
+        parts = [
+            model.forward_backward(batch(learner, DATA[:3])),
+            model.forward_backward(batch(learner, DATA[3:])),
+        ]
         assert sum(part.loss for part in parts) == pytest.approx(loss, rel=1e-5)
         for logprobs, naive in zip([*parts[0].logprobs, *parts[1].logprobs], expected, strict=True):
             assert logprobs.shape == naive.shape
             np.testing.assert_allclose(logprobs, naive, atol=1e-5)
         for gradient, naive in zip(model._trainer.gradients or [], wanted, strict=True):
-            np.testing.assert_allclose(np.array(gradient), naive, atol=1e-5 * max(1.0, np.abs(naive).max()))
+            np.testing.assert_allclose(
+                np.array(gradient), naive, atol=1e-5 * max(1.0, np.abs(naive).max())
+            )
 
     learner.submit("works", work).result()
 
 
 def test_adamw_is_torchs_and_clips_by_the_global_norm(learner: TinkerLearner) -> None:
-    """Three steps in float64: decoupled decay, bias correction, eps outside of the root; betas change between steps."""
+    """Three steps in float64: decoupled decay, bias correction, eps outside of the root; betas
+    change between steps."""
     model = new(learner, rank=2)
     steps = [AdamWSettings(0.9, 0.95, 1e-12, 0.0, 0.0), AdamWSettings(0.8, 0.99, 1e-3, 0.1, 0.5)]
 
@@ -155,7 +177,9 @@ def test_adamw_is_torchs_and_clips_by_the_global_norm(learner: TinkerLearner) ->
                 m[i] = s.beta1 * m[i] + (1 - s.beta1) * g
                 v[i] = s.beta2 * v[i] + (1 - s.beta2) * g**2
                 root = np.sqrt(v[i] / (1 - s.beta2**t)) + s.eps
-                weights[i] = weights[i] * (1 - 1e-2 * s.weight_decay) - 1e-2 * m[i] / (1 - s.beta1**t) / root
+                weights[i] = (
+                    weights[i] * (1 - 1e-2 * s.weight_decay) - 1e-2 * m[i] / (1 - s.beta1**t) / root
+                )
             assert model._trainer.gradients is None
         for array, expected in zip(slots.read(), weights, strict=True):
             np.testing.assert_allclose(np.array(array), expected, atol=2e-5)
@@ -199,13 +223,17 @@ def test_models_do_not_touch_each_other(learner: TinkerLearner) -> None:
         one(mixed[1], own[1])
         one(mixed[0], own[0])
         for a, b in zip(alone, mixed, strict=True):
-            for x, y in zip(a._trainer.policy.slots.read(), b._trainer.policy.slots.read(), strict=True):
+            for x, y in zip(
+                a._trainer.policy.slots.read(), b._trainer.policy.slots.read(), strict=True
+            ):
                 np.testing.assert_array_equal(np.array(x), np.array(y))
 
     learner.submit("works", work).result()
 
 
-def test_saved_and_loaded_goes_on_as_if_nothing_had_happened(learner: TinkerLearner, tmp_path: Path) -> None:
+def test_saved_and_loaded_goes_on_as_if_nothing_had_happened(
+    learner: TinkerLearner, tmp_path: Path
+) -> None:
     model, other = new(learner), new(learner, seed=9)
 
     def work() -> None:
@@ -217,7 +245,9 @@ def test_saved_and_loaded_goes_on_as_if_nothing_had_happened(learner: TinkerLear
             each.forward_backward(batch(learner, DATA))
             each.optim_step(PLAIN, 1e-2)
         assert (model.step, other.step) == (2, 2)
-        for x, y in zip(model._trainer.policy.slots.read(), other._trainer.policy.slots.read(), strict=True):
+        for x, y in zip(
+            model._trainer.policy.slots.read(), other._trainer.policy.slots.read(), strict=True
+        ):
             np.testing.assert_array_equal(np.array(x), np.array(y))
 
     learner.submit("works", work).result()
@@ -261,24 +291,34 @@ def answers(loss: str, prompt: int, count: int) -> list[dict[str, Any]]:
         own = np.arange(len(tokens) - 1) >= prompt - 1
         values = own * (i % 4 != 3) * RNG.normal(size=len(own))
         logprobs = own * RNG.uniform(-7, -5, len(own))
-        inputs = {"weights": values} if loss == "cross_entropy" else {"advantages": values, "logprobs": logprobs}
+        inputs = (
+            {"weights": values}
+            if loss == ("cross_entropy")
+            else {"advantages": values, "logprobs": logprobs}
+        )
         data.append({"tokens": tokens[:-1], "target_tokens": tokens[1:], **inputs})
     return data
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling"])
-def test_answers_to_one_prompt_are_what_they_are_one_by_one(learner: TinkerLearner, loss: str) -> None:
-    """The prompt is computed once; log-probabilities of every position and the gradients are those of single datums."""
+def test_answers_to_one_prompt_are_what_they_are_one_by_one(
+    learner: TinkerLearner, loss: str
+) -> None:
+    """The prompt is computed once; log-probabilities of every position and the gradients are
+    those of single datums."""
     data = [*answers(loss, 20, 6), *answers(loss, 9, 5)]
     together = batch(learner, data, loss)
     split = split_prompts(together)
-    assert split is not None and len(split.prompts) == 2 + 2  # the answers without an advantage are scored whole
+    # the answers without an advantage are scored whole
+    assert split is not None and len(split.prompts) == 2 + 2
     assert sum(sequence.trained for sequence in split.sequences) < 0.3 * len(together.loss.datums)
     one, many = new(learner), new(learner)
     out = learner.submit("", lambda: many.forward_backward(together)).result()
     singles = [batch(learner, [entry], loss) for entry in data]
     assert all(split_prompts(single) is None for single in singles)
-    expected = [learner.submit("", partial(one.forward_backward, single)).result() for single in singles]
+    expected = [
+        learner.submit("", partial(one.forward_backward, single)).result() for single in singles
+    ]
     assert out.loss == pytest.approx(sum(each.loss for each in expected), rel=1e-5)
     for got, each in zip(out.logprobs, expected, strict=True):
         np.testing.assert_allclose(got, each.logprobs[0], atol=2e-5)
@@ -294,10 +334,15 @@ def test_prompts_are_computed_apart_only_where_rows_share_them(
 ) -> None:
     together, apart = batch(learner, answers("ppo", 20, 6), "ppo"), list[int]()
     scores = LearnedModel._scores
-    monkeypatch.setattr(LearnedModel, "_scores", lambda model, rows: apart.append(len(rows)) or scores(model, rows))
+    monkeypatch.setattr(
+        LearnedModel, "_scores", lambda model, rows: apart.append(len(rows)) or scores(model, rows)
+    )
     shared, whole = new(learner), new(learner)
     whole._trainer.model.unshared = "as on the fallback path"
-    outputs = [learner.submit("", partial(each.forward_backward, together)).result() for each in (shared, whole)]
+    outputs = [
+        learner.submit("", partial(each.forward_backward, together)).result()
+        for each in (shared, whole)
+    ]
     assert len(apart) == 1, "of the first alone"
     for got, wanted in zip(outputs[1].logprobs, outputs[0].logprobs, strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5)

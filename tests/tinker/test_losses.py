@@ -37,7 +37,8 @@ def ppo(low: float = 0.8, high: float = 1.2, ratio: np.ndarray = R) -> Expected:
     """The slope is that of the smaller term: 0 where the clipped one is smaller."""
     value = sum(min(r * a, min(max(r, low), high) * a) for r, a in zip(ratio, A, strict=True))
     slope = [
-        r * a if r * a <= min(max(r, low), high) * a or low <= r <= high else 0.0 for r, a in zip(ratio, A, strict=True)
+        r * a if r * a <= min(max(r, low), high) * a or low <= r <= high else 0.0
+        for r, a in zip(ratio, A, strict=True)
     ]
     return -value, -np.array(slope)
 
@@ -52,7 +53,8 @@ def dro(beta: float = 0.05) -> Expected:
 
 
 def gspo() -> Expected:
-    """Sequence ratios: exp((0.4 + 0) / 2) = 1.2214 over tokens 0 and 1, exp((0.5 + 0.5) / 2) = 1.6487 over 3 and 4."""
+    """Sequence ratios: exp((0.4 + 0) / 2) = 1.2214 over tokens 0 and 1, exp((0.5 + 0.5) / 2) =
+    1.6487 over 3 and 4."""
     ratio = np.array([math.exp(0.2)] * 3 + [math.exp(0.5)] * 3)
     return ppo(0.9, 1.3, ratio)
 
@@ -71,23 +73,30 @@ def gspo() -> Expected:
         ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}, gspo),
     ],
 )
-def test_a_loss_is_its_formula_summed(name: str, config: dict[str, float], expected: Callable[[], Expected]) -> None:
+def test_a_loss_is_its_formula_summed(
+    name: str, config: dict[str, float], expected: Callable[[], Expected]
+) -> None:
     arrays = {"weights": W, "logprobs": Q, "advantages": A, "sequence_ratio_mask": MASK}
     columns = {key: mx.array(value.astype(np.float32)) for key, value in arrays.items()}
     columns["datum"] = mx.array(DATUM.astype(np.int32))
     settings = loss_settings(name, config)
     function = LOSSES[name].function
-    value, slope = mx.value_and_grad(lambda lp: function(lp, columns, settings))(mx.array(LP.astype(np.float32)))
+    value, slope = mx.value_and_grad(lambda lp: function(lp, columns, settings))(
+        mx.array(LP.astype(np.float32))
+    )
     wanted, wanted_slope = expected()
     assert value.item() == pytest.approx(wanted, abs=2e-6)
     np.testing.assert_allclose(np.array(slope), wanted_slope, atol=2e-6)
 
 
 def test_ppo_by_hand() -> None:
-    """Ratio 1.5: with A = 2 the clipped 2.4 is smaller than 3, with A = -2 the plain -3 is: -(2.4 - 3) = 0.6."""
+    """Ratio 1.5: with A = 2 the clipped 2.4 is smaller than 3, with A = -2 the plain -3 is:
+    -(2.4 - 3) = 0.6."""
     columns = {"logprobs": mx.zeros((2,)), "advantages": mx.array([2.0, -2.0])}
     lp = mx.full((2,), math.log(1.5))
-    assert LOSSES["ppo"].function(lp, columns, loss_settings("ppo", {})).item() == pytest.approx(0.6, abs=1e-6)
+    assert LOSSES["ppo"].function(lp, columns, loss_settings("ppo", {})).item() == pytest.approx(
+        0.6, abs=1e-6
+    )
 
 
 def test_a_far_token_without_an_advantage_changes_nothing() -> None:
@@ -116,18 +125,26 @@ def test_what_is_not_offered_is_named(name: str, config: dict[str, float | str],
 
 
 @pytest.mark.slow  # g++ makes the loops
-@pytest.mark.skipif(not cpu_kernels.available(), reason="without MLX on the CPU and a C++ compiler nothing is fused")
+@pytest.mark.skipif(
+    not cpu_kernels.available(),
+    reason=("without MLX on the CPU and a C++ compiler nothing is fused"),
+)
 @pytest.mark.parametrize("name", LOSSES)
-def test_other_numbers_take_the_same_loops(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_numbers_take_the_same_loops(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one token: MLX takes an array of one number for a constant."""
     kind = LOSSES[name]
     part = cast(MicroBatch, SimpleNamespace(columns=slice(0, 1)))
     for turn in (1, 2, 3):
-        values = {column: np.array([0.1 * turn], np.float32) for column in (*kind.inputs, *kind.optional)}
+        values = {
+            column: np.array([0.1 * turn], np.float32) for column in (*kind.inputs, *kind.optional)
+        }
         settings = dict.fromkeys(kind.settings or {}, 0.5 + 0.1 * turn)
         loss = DatumLoss(kind, settings, values, np.arange(1))
         assert loss.fuse
         step = mx.compile(mx.value_and_grad(loss.objective(part)))
         mx.eval(step(mx.full((1,), -0.1 * turn), mx.zeros((1,))))
         assert not list(tmp_path.rglob("*.so"))
-        monkeypatch.setenv("TMPDIR", str(tmp_path))  # where MLX puts a loop that it has not loaded yet
+        # where MLX puts a loop that it has not loaded yet
+        monkeypatch.setenv("TMPDIR", str(tmp_path))

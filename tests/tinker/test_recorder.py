@@ -1,4 +1,5 @@
-"""The files of a run that a client trains, written beside its requests, as the readers of a training run read them."""
+"""The files of a run that a client trains, written beside its requests, as the readers of a
+training run read them."""
 
 import json
 import math
@@ -19,7 +20,13 @@ from mlx_parallm.faces.tinker.checkpoints import Checkpoints
 from mlx_parallm.faces.tinker.data import DatumLimits, read_batch
 from mlx_parallm.faces.tinker.groups import LIVE_STEPS, DrawnAnswer, LiveGroups
 from mlx_parallm.faces.tinker.learner import Applied, Output
-from mlx_parallm.faces.tinker.recorder import Drawn, RecordedRun, RunRecorder, Stepped, TrainedRequest
+from mlx_parallm.faces.tinker.recorder import (
+    Drawn,
+    RecordedRun,
+    RunRecorder,
+    Stepped,
+    TrainedRequest,
+)
 from mlx_parallm.faces.tinker.run_log import SampleRecords, TinkerRunLog
 from mlx_parallm.faces.tinker.wire import read_forward_backward
 from mlx_parallm.rl_training import events
@@ -65,7 +72,9 @@ def rows(run: Path, state: str | None, **wanted: Any) -> list[dict[str, Any]]:
         answers.close()
 
 
-def drawn(client: WireClient, sampler: str, count: int, advantages: list[float]) -> list[dict[str, Any]]:
+def drawn(
+    client: WireClient, sampler: str, count: int, advantages: list[float]
+) -> list[dict[str, Any]]:
     """Datums of single samples, as the cookbook makes them."""
     data = []
     for number in range(count):
@@ -84,15 +93,23 @@ def drawn(client: WireClient, sampler: str, count: int, advantages: list[float])
     return data
 
 
-def test_samples_wait_and_are_the_groups_of_the_step_that_takes_them(client: WireClient, root: Path) -> None:
+def test_samples_wait_and_are_the_groups_of_the_step_that_takes_them(
+    client: WireClient, root: Path
+) -> None:
     model = client.create_model(0)
     run = root / model.replace(":", "_")
     data = drawn(client, client.live_sampler(model, 1, 0), 4, [0.75, -0.25, -0.25, -0.25])
     until(lambda: len(rows(run, "waiting")) == 4)
     live = rows(run, "waiting")
-    assert len({row["group_id"] for row in live}) == 1 and live[0]["prompt"] and live[0]["completion"] is not None
+    assert (
+        len({row["group_id"] for row in live}) == 1
+        and live[0]["prompt"]
+        and live[0]["completion"] is not None
+    )
     assert all((row["reward"], row["advantage"]) == (None, None) for row in live)
-    assert live[0]["why"] == "sampled; no step has trained on it yet" and live[0]["stop_reason"] == "length"
+    assert live[0]["why"] == "sampled; no step has trained on it yet" and live[0][
+        "stop_reason"
+    ] == ("length")
     assert RunDirectory.in_use(run)
 
     answered = client.output(client.send(model, 2, data[:3], "importance_sampling")).metrics
@@ -101,30 +118,45 @@ def test_samples_wait_and_are_the_groups_of_the_step_that_takes_them(client: Wir
     assert set(KEYS) < set(line) and line["judged_by"] == "inferred_reward"
     assert (line["step"], line["policy_version"]) == (1, 1)
     assert line["loss"] == answered["loss:sum"] and line["grad_norm"] == applied["grad_norm:mean"]
-    assert line["inferred_reward"] == pytest.approx(1 / 3) and (line["groups"], line["sequences"]) == (1, 3)
+    assert line["inferred_reward"] == pytest.approx(1 / 3) and (
+        line["groups"],
+        line["sequences"],
+    ) == (1, 3)
     assert line["logprob_diff_max"] <= 1e-4 and line["ratio_mean"] == pytest.approx(1, abs=1e-4)
-    assert line["trained_tokens"] == 15 and line["completion_tokens_mean"] == 5 and line["entropy"] > 0
+    assert (
+        line["trained_tokens"] == 15 and line["completion_tokens_mean"] == 5 and line["entropy"] > 0
+    )
     assert (line["staleness"], line["truncated_fraction"], line["reward_mean"]) == (0, 1, None)
     taken = rows(run, "taken")
-    assert [row["reward"] for row in taken] == [1, 0, 0] and [row["advantage"] for row in taken] == [0.75, -0.25, -0.25]
-    assert {(row["step"], row["version"], row["why"]) for row in taken} == {(1, 0, "used by step 1")}
+    assert [row["reward"] for row in taken] == [1, 0, 0] and [
+        row["advantage"] for row in taken
+    ] == [0.75, -0.25, -0.25]
+    assert {(row["step"], row["version"], row["why"]) for row in taken} == {
+        (1, 0, ("used by step 1"))
+    }
     assert [row["reward"] for row in rows(run, None, order="best", rewards=(0.5, None))] == [1]
     assert rows(run, None, order="worst")[0]["reward"] == 0
     until(lambda: len(rows(run, "waiting")) == 1)
     assert rows(run, None, order="worst")[-1]["reward"] is None, "one that is not known comes last"
     [left] = rows(run, "waiting")
-    assert left["group_id"] == live[0]["group_id"] != taken[0]["group_id"], "what is left keeps its place"
+    assert left["group_id"] == live[0]["group_id"] != taken[0]["group_id"], (
+        "what is left keeps its place"
+    )
 
     kept = read_tokens(run, taken[0]["group_id"], 0, 0)
     sampled = slice(len(PROMPT), None)
     np.testing.assert_allclose(kept["logprobs"][sampled], data[0]["logprobs"][3:], atol=1e-7)
-    np.testing.assert_allclose(kept["trainer_logprobs"][sampled], kept["logprobs"][sampled], atol=1e-4)
+    np.testing.assert_allclose(
+        kept["trainer_logprobs"][sampled], kept["logprobs"][sampled], atol=1e-4
+    )
     assert (kept["advantages"][sampled] == 0.75).all() and (kept["entropies"][sampled] > 0).all()
     assert np.isnan(kept["trainer_logprobs"][: len(PROMPT)]).all()
     names = {json.loads(text)["name"] for text in (run / "spans.jsonl").read_text().splitlines()}
     assert names == {"rl.train", "rl.sample", "versions"}
     found = explain(run)
-    assert found.total_steps is None and not [f for f in found.findings if "reward" in f.diagnosis.name]
+    assert found.total_steps is None and not [
+        f for f in found.findings if "reward" in f.diagnosis.name
+    ]
 
     client.output(client.send(model, 4, data[:3], "ppo"))  # once more: a group of its own
     client.result(client.optim_step(model, 5, learning_rate=1e-2))
@@ -141,7 +173,9 @@ def test_a_model_without_samples_is_judged_by_its_loss_and_counts_on_after_a_loa
 ) -> None:
     model = client.create_model(1)
     run = root / model.replace(":", "_")
-    state = client.result(client.post("save_weights", model_id=model, path="begin", seq_id=1))["path"]
+    state = client.result(client.post("save_weights", model_id=model, path="begin", seq_id=1))[
+        ("path")
+    ]
     for seq_id in (2, 4):
         client.output(client.send(model, seq_id, [SFT], "cross_entropy"))
         client.result(client.optim_step(model, seq_id + 1, learning_rate=1e-2))
@@ -155,7 +189,9 @@ def test_a_model_without_samples_is_judged_by_its_loss_and_counts_on_after_a_loa
         (3, 1, "loss"),
     ]
     assert [line["rolled_back_to"] for line in written] == [None, None, state]
-    assert written[2]["loss"] == pytest.approx(2 * written[0]["loss"], rel=1e-6), "of what came since the last step"
+    assert written[2]["loss"] == pytest.approx(2 * written[0]["loss"], rel=1e-6), (
+        "of what came since the last step"
+    )
     assert not (run / "rollouts.sqlite").exists()
 
 
@@ -163,7 +199,9 @@ def test_a_file_that_cannot_be_written_costs_one_warning(
     client: WireClient, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = list[str]()
-    monkeypatch.setattr(events.log, "warning", lambda text, **fields: said.append(fields["subscriber"]))
+    monkeypatch.setattr(
+        events.log, "warning", lambda text, **fields: said.append(fields[("subscriber")])
+    )
     model = client.create_model(2)
     run = root / model.replace(":", "_")
     until(lambda: (run / "config.toml").is_file())
@@ -176,7 +214,9 @@ def test_a_file_that_cannot_be_written_costs_one_warning(
     assert [name for name in said if "_write_groups" in name] == ["RecordedRun._write_groups"]
 
 
-def test_what_the_disk_is_too_slow_for_is_left_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_disk_is_too_slow_for_is_left_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recorder, "MOST_WAITING", 10)
     go, done = threading.Event(), list[str]()
     made = recorder.RunRecorder(load_config(None, text=""), Checkpoints(root))
@@ -195,7 +235,9 @@ class Recorded:
         directory.mkdir()
         self.directory = directory
         self.recorder = RunRecorder(load_config(None, text=""), Checkpoints(directory.parent))
-        self.run = RecordedRun(self.recorder, directory, load_config(None, text=""), lambda name: None)
+        self.run = RecordedRun(
+            self.recorder, directory, load_config(None, text=""), lambda name: None
+        )
 
     def sample(self, *names: str, prompt: int = 1, step: int = 0, first: int = 5) -> None:
         answers = [
@@ -223,7 +265,9 @@ class Recorded:
         """State and number of answers of each group, the oldest first."""
         store = RolloutStore(self.directory / "rollouts.sqlite", read_only=True)
         try:
-            return [(row.state, len(row.group.rollouts) if row.group else 0) for row in store.records()][::-1]
+            return [
+                (row.state, len(row.group.rollouts) if row.group else 0) for row in store.records()
+            ][::-1]
         finally:
             store.close()
 
@@ -236,10 +280,15 @@ def recorded(tmp_path: Path) -> Iterator[Recorded]:
 
 
 def short_disk(monkeypatch: pytest.MonkeyPatch, short: bool) -> None:
-    monkeypatch.setattr("mlx_parallm.rollout_store.store.shortage", lambda path, reserve: "full" if short else None)
+    monkeypatch.setattr(
+        "mlx_parallm.rollout_store.store.shortage",
+        lambda path, reserve: ("full") if short else None,
+    )
 
 
-def test_a_disk_that_gets_short_keeps_what_is_written(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_gets_short_keeps_what_is_written(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded.sample("a")
     recorded.sample("other", prompt=9)
     assert recorded.rows() == [("waiting", 1), ("waiting", 1)]
@@ -248,10 +297,14 @@ def test_a_disk_that_gets_short_keeps_what_is_written(recorded: Recorded, monkey
     assert sorted(recorded.rows()) == [("waiting", 1), ("waiting", 1)]
     short_disk(monkeypatch, False)
     recorded.sample("c", prompt=8)
-    assert sorted(recorded.rows()) == [("waiting", 1), ("waiting", 1), ("waiting", 2)], "what failed is tried again"
+    assert sorted(recorded.rows()) == [("waiting", 1), ("waiting", 1), ("waiting", 2)], (
+        "what failed is tried again"
+    )
     short_disk(monkeypatch, True)
     recorded.train(1, 5, 6)
-    assert sorted(recorded.rows()) == [("waiting", 1), ("waiting", 1), ("waiting", 2)], "the step is not written"
+    assert sorted(recorded.rows()) == [("waiting", 1), ("waiting", 1), ("waiting", 2)], (
+        "the step is not written"
+    )
     recorded.run.end()
     recorded.settle()
     store = RolloutStore(recorded.directory / "rollouts.sqlite", read_only=True)
@@ -259,8 +312,11 @@ def test_a_disk_that_gets_short_keeps_what_is_written(recorded: Recorded, monkey
     store.close()
 
 
-def test_a_sample_is_in_the_store_once_however_long_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens are forgotten here long before a step trains on it, or it was dropped before that."""
+def test_a_sample_is_in_the_store_once_however_long_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are forgotten here long before a step trains on it, or it was dropped before
+    that."""
     monkeypatch.setattr(recorder, "LiveGroups", partial(LiveGroups, most_bytes=1500))
     recorded = Recorded(tmp_path / "run")
     recorded.sample("a", "b", "c")
@@ -271,7 +327,9 @@ def test_a_sample_is_in_the_store_once_however_long_it_waits(tmp_path: Path, mon
     assert sorted(recorded.rows()) == [("taken", 1)] + [("waiting", 1)] * 5 + [("waiting", 2)]
     recorded.train(1 + LIVE_STEPS, 5, prompt=2)
     recorded.sample("last", prompt=8)
-    assert sorted(recorded.rows()) == [("dropped", 1)] * 4 + [("dropped", 2)] + [("taken", 1)] * 2 + [("waiting", 1)]
+    assert sorted(recorded.rows()) == [("dropped", 1)] * 4 + [("dropped", 2)] + [
+        ("taken", 1)
+    ] * 2 + [("waiting", 1)]
     recorded.train(2 + LIVE_STEPS, 5)
     recorded.train(3 + LIVE_STEPS, 5, prompt=3)
     assert sorted(recorded.rows()) == [("dropped", 1)] * 4 + [("taken", 1)] * 4 + [("waiting", 1)]
@@ -297,7 +355,9 @@ def test_a_step_says_how_often_a_checkpoint_was_loaded_before() -> None:
     assert [(step.step, step.weights, step.generation) for step in steps] == [(1, 0, 0), (2, 0, 1)]
 
 
-def test_the_files_are_closed_at_the_end_whatever_fails(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_are_closed_at_the_end_whatever_fails(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded.sample("a")
     monkeypatch.setattr(recorder, "FLUSH_S", 100.0)
     recorded.sample("b", first=6)
@@ -318,10 +378,15 @@ def test_a_step_that_the_disk_is_too_slow_for_has_a_line_and_one_warning(
     monkeypatch.setattr(recorder, "MOST_WAITING", 10)
     batch, output = read([policy([1], [5, 2], 0.5)])
     for step in (1, 2):
-        recorded.run.stepped(Stepped(step, 0, {"loss": 0.5}, (TrainedRequest("ppo", batch, output),), (), 11))
+        recorded.run.stepped(
+            Stepped(step, 0, {"loss": 0.5}, (TrainedRequest("ppo", batch, output),), (), 11)
+        )
     recorded.settle()
     found = MetricsFile(recorded.directory / METRICS_FILE).last(9)
-    assert [(line["step"], line["loss"], line["groups"]) for line in found] == [(1, 0.5, None), (2, 0.5, None)]
+    assert [(line["step"], line["loss"], line["groups"]) for line in found] == [
+        (1, 0.5, None),
+        (2, 0.5, None),
+    ]
     assert len(warned) == 1 and not (recorded.directory / "rollouts.sqlite").exists()
 
 

@@ -1,4 +1,5 @@
-"""The weights that samples are drawn with: named ones at /v1 after a restart, which stay in memory, and who may ask."""
+"""The weights that samples are drawn with: named ones at /v1 after a restart, which stay in
+memory, and who may ask."""
 
 import json
 import threading
@@ -39,7 +40,13 @@ def test_named_weights_are_read_from_disk_when_v1_asks_for_them(
         names.append(client.result(client.post("save_weights_for_sampler", **save))["path"])
 
     def text(on: RunningServer, name: str, status: int = 200) -> Any:
-        body = {"model": name, "prompt": TOKENS, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        body = {
+            "model": name,
+            "prompt": TOKENS,
+            "max_tokens": 8,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
         with on.http(headers={"X-API-Key": KEY}) as http:
             answer = http.post("/v1/completions", json=body)
         assert answer.status_code == status, answer.text
@@ -86,7 +93,10 @@ def test_the_key_comes_as_the_sdk_sends_it(restarted: RunningServer) -> None:
         with restarted.http(headers=headers) as http:
             for method, path, body in routes:
                 refused = http.request(method, f"{API}/{path}", json=body)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key"), path
+                assert (refused.status_code, refused.json()["error"]["code"]) == (
+                    401,
+                    "invalid_api_key",
+                ), path
             assert http.get(f"{API}/downloads/x/y").status_code == 404, "a link is its own key"
     with restarted.http(headers={"X-API-Key": KEY}) as http:
         assert WireClient(http).session
@@ -118,7 +128,8 @@ def test_weights_that_change_do_not_hold_up_samples() -> None:
 
 
 def test_what_a_request_uses_is_kept_and_the_least_used_goes() -> None:
-    """A request of /v1 counts as a use; weights of one that runs stay, though more are kept then."""
+    """A request of /v1 counts as a use; weights of one that runs stay, though more are kept
+    then."""
     free = threading.Event()
     free.set()
     weights, uses = BlockedWeights(threading.Event(), free), AdapterUses()
@@ -129,7 +140,9 @@ def test_what_a_request_uses_is_kept_and_the_least_used_goes() -> None:
         assert weights.removed == ["b"]
         with uses.holding(["c"]):
             samplers.put("d", "run", {})
-        assert weights.removed == ["b"], "both are in use, and the one that was just put is not taken away"
+        assert weights.removed == ["b"], (
+            "both are in use, and the one that was just put is not taken away"
+        )
     uses.note("c")
     samplers.put("e", "run", {})
     assert weights.removed == ["b", "d", "a"]
@@ -142,7 +155,8 @@ def free_weights() -> "BlockedWeights":
 
 
 def test_what_goes_is_gone_for_who_asks_meanwhile() -> None:
-    """A request that comes between the choice and the removal is not told that its weights are there."""
+    """A request that comes between the choice and the removal is not told that its weights are
+    there."""
     uses, answers = AdapterUses(), list[str]()
     samplers = SamplerWeights(cast(Any, free_weights()), {}, uses, kept=1, total=9)
     asked, choose = threading.Event(), uses.least_recent
@@ -178,11 +192,19 @@ def test_an_adapter_that_is_gone_already_fails_nobody() -> None:
     assert weights.removed == ["b"]
 
 
-def test_a_checkpoint_is_read_once_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_read_once_however_many_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights, all_ask = free_weights(), threading.Barrier(4)
     samplers = SamplerWeights(cast(Any, weights), {}, AdapterUses(), kept=3, total=9)
-    monkeypatch.setattr("mlx_parallm.faces.tinker.samplers.load_adapter", lambda directory: SimpleNamespace(layers={}))
-    monkeypatch.setattr("mlx_parallm.faces.tinker.samplers.check_adapter", lambda *args: threading.Event().wait(0.02))
+    monkeypatch.setattr(
+        "mlx_parallm.faces.tinker.samplers.load_adapter",
+        lambda directory: SimpleNamespace(layers={}),
+    )
+    monkeypatch.setattr(
+        "mlx_parallm.faces.tinker.samplers.check_adapter",
+        lambda *args: threading.Event().wait(0.02),
+    )
 
     def ask() -> None:
         all_ask.wait(10)
@@ -256,7 +278,10 @@ def test_one_bad_checkpoint_hides_no_other(tmp_path: Path, monkeypatch: pytest.M
     now = [100.0]
     checkpoints = Checkpoints(tmp_path, lambda: now[0])
     checkpoints.begin(Run("r:train:0", "base", {}, 1.0))
-    paths = {name: TinkerPath("r:train:0", SAMPLER, name) for name in ("good", "empty", "list", "old", "bare")}
+    paths = {
+        name: TinkerPath("r:train:0", SAMPLER, name)
+        for name in ("good", "empty", "list", "old", ("bare"))
+    }
     for name, path in paths.items():
         checkpoints.save(path, lambda directory: None, ttl_seconds=10 if name == "old" else None)
     directories = {name: tmp_path / "r_train_0" / SAMPLER / name for name in paths}

@@ -1,4 +1,5 @@
-"""Protobuf and tensors: what the SDK sends is read exactly, and no body causes more than a RequestError."""
+"""Protobuf and tensors: what the SDK sends is read exactly, and no body causes more than a
+RequestError."""
 
 import random
 from typing import Any
@@ -18,12 +19,19 @@ ENTRY: dict[str, Any] = {
     "weights": [0.5, -1.0, 0.0],
     "spans": [("", 0, 2), ("abc-1", 4, 1)],
 }
-BODY = request_of([ENTRY, ENTRY], "ppo", model_id="m:train:0", seq_id=7, config={"clip_low_threshold": 0.9})
+BODY = request_of(
+    [ENTRY, ENTRY], "ppo", model_id="m:train:0", seq_id=7, config={"clip_low_threshold": 0.9}
+)
 
 
 def test_a_request_is_read_exactly() -> None:
     request = wire.read_forward_backward(BODY)
-    assert (request.model_id, request.seq_id, request.loss, request.forward_only) == ("m:train:0", 7, "ppo", False)
+    assert (request.model_id, request.seq_id, request.loss, request.forward_only) == (
+        "m:train:0",
+        7,
+        "ppo",
+        False,
+    )
     assert request.config == {"clip_low_threshold": 0.9} and len(request.data) == 2
     datum = wire.read_datum(request.data[1], "datum 1")
     assert datum.tokens.tolist() == [1, 2, 3] and datum.inputs["target_tokens"].dtype == np.int64
@@ -32,9 +40,15 @@ def test_a_request_is_read_exactly() -> None:
 
 
 def test_bytes_on_the_wire_are_protobufs() -> None:
-    """Field 1 (model_id) and 6 (forward_only) as bytes worked out by hand: tag = number · 8 + type."""
+    """Field 1 (model_id) and 6 (forward_only) as bytes worked out by hand: tag = number · 8 +
+    type."""
     request = wire.read_forward_backward(b"\x0a\x01m" + b"\x10\x03" + b"\x22\x03dro" + b"\x30\x01")
-    assert (request.model_id, request.seq_id, request.loss, request.forward_only) == ("m", 3, "dro", True)
+    assert (request.model_id, request.seq_id, request.loss, request.forward_only) == (
+        "m",
+        3,
+        "dro",
+        True,
+    )
 
 
 def sparse(values: Any, rows: Any, columns: Any, shape: Any) -> Any:
@@ -75,7 +89,11 @@ def test_bfloat16_is_the_upper_half_of_float32() -> None:
 
 def test_an_output_keeps_shapes_apart() -> None:
     """Records are rectangular behind the first dimension: [2], [3] together, then [2, 2]."""
-    arrays = [np.array([1, 2], np.float32), np.array([3, 4, 5], np.float32), np.ones((2, 2), np.float32)]
+    arrays = [
+        np.array([1, 2], np.float32),
+        np.array([3, 4, 5], np.float32),
+        np.ones((2, 2), np.float32),
+    ]
     output = wire.message("ForwardBackwardOutput")
     output.ParseFromString(wire.write_output(arrays, {"loss:sum": 2.5}))
     first, second = output.loss_fn_outputs
@@ -120,7 +138,8 @@ def test_a_request_is_known_by_its_first_bytes() -> None:
 
 
 def test_no_body_is_more_than_refused() -> None:
-    """2,000 bodies with bytes changed, cut or repeated (10,000 over HTTP: scripts/tinker/fuzz.py)."""
+    """2,000 bodies with bytes changed, cut or repeated (10,000 over HTTP:
+    scripts/tinker/fuzz.py)."""
     rng, read = random.Random(3), 0
     for _ in range(2000):
         body = bytearray(BODY)

@@ -1,4 +1,5 @@
-"""Labels by a judge and by a classifier, on runs of a scripted agent; a person's notes are redacted."""
+"""Labels by a judge and by a classifier, on runs of a scripted agent; a person's notes are
+redacted."""
 
 import io
 import random
@@ -29,7 +30,10 @@ def reply(text: str) -> Reply:
 def answers(*texts: str) -> list[Trace]:
     found = []
     for number, text in enumerate(texts):
-        messages = [{"role": "user", "content": "Which number?"}, {"role": "assistant", "content": text}]
+        messages = [
+            {"role": "user", "content": "Which number?"},
+            {"role": "assistant", "content": text},
+        ]
         found.append(new_trace(messages, session_id=str(number), source="test"))
     return found
 
@@ -39,7 +43,10 @@ def values(traces: list[Trace]) -> list[list[float | None]]:
 
 
 def largest_first(path: str, body: Any) -> Reply:
-    shown = [int(text) for text in re.findall(r"--- answer \d+ ---\n(\d+)", body["messages"][0]["content"])]
+    shown = [
+        int(text)
+        for text in re.findall(r"--- answer \d+ ---\n(\d+)", body["messages"][0][("content")])
+    ]
     order = sorted(range(len(shown)), key=lambda at: -shown[at])
     return reply("Ranking: " + " > ".join(str(at + 1) for at in order))
 
@@ -47,18 +54,30 @@ def largest_first(path: str, body: Any) -> Reply:
 def test_a_judge_compares_in_two_orders() -> None:
     traces = answers("10", "30", "20", "30")
     with scripted_http(largest_first) as (url, received):
-        cost = add_judge_labels(traces, judge(judge=url, model="m", mode="rank"), "m", relative=True)
+        cost = add_judge_labels(
+            traces, judge(judge=url, model="m", mode="rank"), "m", relative=True
+        )
     assert values(traces) == [[0.0], [1.0], [0.5], [1.0]]
     assert traces[0].labels[0].by == "judge:m" and traces[0].labels[0].prompt_hash
-    assert (cost.labelled, cost.requests, cost.prompt_tokens, cost.completion_tokens) == (4, 2, 14, 6)
-    orders = [re.findall(r"--- answer \d+ ---\n(\d+)", call.body["messages"][0]["content"]) for call in received]
+    assert (cost.labelled, cost.requests, cost.prompt_tokens, cost.completion_tokens) == (
+        4,
+        2,
+        14,
+        6,
+    )
+    orders = [
+        re.findall(r"--- answer \d+ ---\n(\d+)", call.body["messages"][0]["content"])
+        for call in received
+    ]
     assert orders[0] == orders[1][::-1]
 
 
 def test_a_judge_that_takes_the_first_answer_labels_nothing() -> None:
     traces = answers("10", "30")
     with scripted_http(lambda path, body: reply("Ranking: 1 > 2")) as (url, _):
-        cost = add_judge_labels(traces, judge(judge=url, model="m", mode="rank"), "m", relative=True)
+        cost = add_judge_labels(
+            traces, judge(judge=url, model="m", mode="rank"), "m", relative=True
+        )
     assert values(traces) == [[], []] and cost.disagreed == 2
     assert "2 left alone because two orders disagreed" in cost.line()
 
@@ -85,21 +104,30 @@ def test_a_judge_scores_each_run_alone(tmp_path: Path, capsys: pytest.CaptureFix
 
     with scripted_http(score) as (url, _):
         assert main(["traces", "label", str(file), "--judge", url, "--judge-model", "m"]) == 0
-    assert "1 labelled" in (out := capsys.readouterr().out) and "1 without a score; 2 requests, 14 tokens in" in out
+    assert (
+        "1 labelled" in (out := capsys.readouterr().out)
+        and "1 without a score; 2 requests, 14 tokens in" in out
+    )
     assert values(list(read_traces(file))) == [[], [0.8]]
     assert main(["traces", "label", str(file), "--judge", "http://127.0.0.1:9/v1"]) == 2
     assert "model is missing" in capsys.readouterr().err
 
 
 def runs(count: int, seed: int) -> list[tuple[Trace, bool]]:
-    """Runs of an agent whose tool fails now and then; it is good when the last call worked, nine times in ten."""
+    """Runs of an agent whose tool fails now and then; it is good when the last call worked, nine
+    times in ten."""
     source, found = random.Random(seed), []
     for number in range(count):
         oks = [source.random() < 0.6 for _ in range(source.randint(1, 4))]
-        calls = [ToolCallTrace(source.choice(("find", "read")), {}, "ok" if ok else "error: gone", ok) for ok in oks]
+        calls = [
+            ToolCallTrace(source.choice(("find", "read")), {}, ("ok") if ok else "error: gone", ok)
+            for ok in oks
+        ]
         good = oks[-1] != (source.random() < 0.05)
         words = " ".join(source.choices(("it", "is", "the", "number", "here", "so"), k=5))
-        view = ExecutionTrace.of_events(f"{number}", "Find it", calls, words, timestamp=f"{number}", source="test")
+        view = ExecutionTrace.of_events(
+            f"{number}", "Find it", calls, words, timestamp=f"{number}", source=("test")
+        )
         found.append((view.trace, good))
     return found
 
@@ -131,8 +159,11 @@ def test_both_learned_labelers_tell_good_from_bad_held_out() -> None:
     labeler, learned = AutoLabeler(known), fit_learned(known)
     chances = labeler.probabilities(traces)
     assert auc(chances, labels) >= 0.9
-    assert auc([learned.score(trajectory_of(trace)) for trace in traces], labels) >= 0.75  # it sees no order of calls
-    sure = [good == (p > 0.5) for p, good in zip(chances, labels, strict=True) if max(p, 1 - p) >= 0.8]
+    # it sees no order of calls
+    assert auc([learned.score(trajectory_of(trace)) for trace in traces], labels) >= 0.75
+    sure = [
+        good == (p > 0.5) for p, good in zip(chances, labels, strict=True) if max(p, 1 - p) >= 0.8
+    ]
     assert len(sure) > 50 and sum(sure) / len(sure) > 0.8  # calibrated: at least what it claims
 
 
@@ -141,14 +172,17 @@ def test_proposals_leave_what_people_said_and_what_is_unsure() -> None:
     labeler = AutoLabeler(known)
     order = labeler.unsure_first([*known, *open_])
     chances = labeler.probabilities(order)
-    assert len(order) == 100 and [abs(p - 0.5) for p in chances] == sorted(abs(p - 0.5) for p in chances)
+    assert len(order) == 100 and [abs(p - 0.5) for p in chances] == sorted(
+        abs(p - 0.5) for p in chances
+    )
     labelled, left = labeler.propose([*known, *open_], sure=0.8)
     assert labelled + left == 100 and labelled > 0
     assert all(len(trace.labels) == 1 for trace in known)
     made = [trace.labels[0] for trace in open_ if trace.labels]
     assert len(made) == labelled and {label.name for label in made} == {"auto"}
     assert all(max(label.value or 0, 1 - (label.value or 0)) >= 0.8 for label in made)
-    assert AutoLabeler([*known, *open_]).positive == labeler.positive  # it does not learn from itself
+    # it does not learn from itself
+    assert AutoLabeler([*known, *open_]).positive == labeler.positive
     with pytest.raises(ConfigError, match="it takes 10 of each"):
         AutoLabeler(known[:8])
 
@@ -156,8 +190,14 @@ def test_proposals_leave_what_people_said_and_what_is_unsure() -> None:
 def test_twenty_labels_are_enough_to_be_sure_of_most() -> None:
     """Of 13 runs that nobody has judged, at --sure 0.7; how sure it was is known."""
     known = judged_runs(60, seed=0)
-    taken = {good: [trace for trace in known if (trace.labels[0].value == 1.0) is good][:10] for good in (True, False)}
-    labeler, open_ = AutoLabeler([*taken[True], *taken[False]]), [trace for trace, _ in runs(13, seed=1)]
+    taken = {
+        good: [trace for trace in known if (trace.labels[0].value == 1.0) is good][:10]
+        for good in (True, False)
+    }
+    labeler, open_ = (
+        AutoLabeler([*taken[True], *taken[False]]),
+        [trace for trace, _ in runs(13, seed=1)],
+    )
     labelled, left = labeler.propose(open_, sure=0.7)
     assert labelled + left == 13 and labelled > left
     assert labeler.surest == pytest.approx(max(max(p, 1 - p) for p in labeler.probabilities(open_)))
@@ -174,7 +214,9 @@ def test_the_command_proposes_and_asks_about_the_unsure_first(
     monkeypatch.setattr("sys.stdin", io.StringIO(f"b it printed {key}\nq\n"))
     assert main(["traces", "label", str(file), "--unsure-first"]) == 0
     capsys.readouterr()
-    [asked] = [trace for trace in read_traces(file) if trace.labels and trace.labels[-1].explanation]
+    [asked] = [
+        trace for trace in read_traces(file) if trace.labels and trace.labels[-1].explanation
+    ]
     assert asked.id == least_sure
     assert key not in file.read_text() and "it printed" in (asked.labels[-1].explanation or "")
     assert main(["traces", "label", str(file), "--auto", "--sure", "0.6"]) == 0

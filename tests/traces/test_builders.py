@@ -1,4 +1,5 @@
-"""Data sets of traces: who is in which row, what is learned of it token by token, which side it is on."""
+"""Data sets of traces: who is in which row, what is learned of it token by token, which side it
+is on."""
 
 import json
 from pathlib import Path
@@ -41,7 +42,8 @@ def rows(traces: list[Trace], kind: Any, **options: Any) -> list[dict[str, Any]]
 
 
 def branched() -> list[Trace]:
-    """A session of two branches: the first answer is shared, so the second trace has it as copied context."""
+    """A session of two branches: the first answer is shared, so the second trace has it as
+    copied context."""
     session, ends = Session("b"), dict[str, str]()
 
     def say(*texts: str) -> list[dict[str, Any]]:
@@ -57,7 +59,9 @@ def branched() -> list[Trace]:
     return session.traces()
 
 
-def learned(path: Path, rows: list[dict[str, Any]], tokenizer: Any, algorithm: str, **template: Any) -> list[list[str]]:
+def learned(
+    path: Path, rows: list[dict[str, Any]], tokenizer: Any, algorithm: str, **template: Any
+) -> list[list[str]]:
     """The texts that training learns of each row, by the trainer's own reader and mask."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=str(path), eval_fraction=0)
@@ -65,7 +69,9 @@ def learned(path: Path, rows: list[dict[str, Any]], tokenizer: Any, algorithm: s
     found = []
     for unit in encode_all(examples, tokenizer, config, template, segments=algorithm == "sft"):
         texts, run = [], list[int]()
-        for token, trained in zip([*unit.sequences[0].tokens, 0], [*unit.sequences[0].mask, False], strict=True):
+        for token, trained in zip(
+            [*unit.sequences[0].tokens, 0], [*unit.sequences[0].mask, False], strict=True
+        ):
             if trained:
                 run.append(int(token))
             elif run:
@@ -76,7 +82,8 @@ def learned(path: Path, rows: list[dict[str, Any]], tokenizer: Any, algorithm: s
 
 
 def test_each_answer_is_learned_once(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """Copied context is in the row and has no loss, counted token by token; aborted calls and sub-agents are out."""
+    """Copied context is in the row and has no loss, counted token by token; aborted calls and
+    sub-agents are out."""
     traces = branched()
     aborted, side = trace("x", "q", "half", aborted=True), trace("y", "q", "sub", sidechain=True)
     made = rows([*traces, aborted, side], "sft")
@@ -112,11 +119,14 @@ def test_calls_and_tools_are_rendered_as_the_server_renders_them(tmp_path: Path)
     config = DataConfig(path=str(tmp_path / "a.jsonl"), eval_fraction=0)
     examples = read_examples(config, "sft")[0]
     [unit] = encode_all(examples, tokenizer, config, {"enable_thinking": False}, segments=True)
-    assert tokenizer.decode([int(t) for t in unit.sequences[0].tokens], skip_special_tokens=False).startswith(before)
+    assert tokenizer.decode(
+        [int(t) for t in unit.sequences[0].tokens], skip_special_tokens=False
+    ).startswith(before)
 
 
 def test_scores() -> None:
-    """A person's newest label, else the newest feedback, else other labels, else the weighted rewards."""
+    """A person's newest label, else the newest feedback, else other labels, else the weighted
+    rewards."""
     rewards = {"a": {"score": 1.0, "weight": 3.0}, "b": {"score": 0.0, "weight": 1.0}}
     made = trace("s", "q", "a", rewards=rewards)
     assert score_of(made) == 0.75
@@ -151,12 +161,18 @@ def test_kto_preference_grpo_and_prompts(tmp_path: Path, tiny_tokenizer: Any) ->
     assert (pair["chosen"][0]["content"], pair["rejected"][0]["content"]) == ("good", "bad")
     assert learned(tmp_path / "p.jsonl", [pair], tiny_tokenizer, "dpo") == [[f"good{end}"]]
     [group] = rows(traces, "grpo")
-    assert sorted(zip((c[0]["content"] for c in group["completions"]), group["rewards"], strict=True)) == [
+    assert sorted(
+        zip((c[0]["content"] for c in group["completions"]), group["rewards"], strict=True)
+    ) == [
         ("bad", 0.0),
         ("good", 0.9),
         ("middle", 0.5),
     ]
-    assert [row["prompt"][0]["content"] for row in rows(traces, "prompts")] == ["q", "alone", "unscored"]
+    assert [row["prompt"][0]["content"] for row in rows(traces, "prompts")] == [
+        "q",
+        "alone",
+        ("unscored"),
+    ]
     assert len(rows(traces, "atif")) == 6
     balanced = rows(traces, "kto", balance=1.0)
     assert sorted(row["label"] for row in balanced) == [False, True]
@@ -167,14 +183,21 @@ def test_kto_preference_grpo_and_prompts(tmp_path: Path, tiny_tokenizer: Any) ->
 
 
 def test_the_split_is_by_session_and_opening() -> None:
-    """Traces of one session, and of one opening, are on one side; the share is about what was asked for."""
-    traces = [trace(f"{n}-{k}", f"question {n}", f"answer {k}", 1.0) for n in range(300) for k in range(3)]
+    """Traces of one session, and of one opening, are on one side; the share is about what was
+    asked for."""
+    traces = [
+        trace(f"{n}-{k}", f"question {n}", f"answer {k}", 1.0) for n in range(300) for k in range(3)
+    ]
     dataset = build_dataset(traces, DatasetOptions("kto", test_fraction=0.2, near_duplicates=1.0))
-    train, test = ({row["prompt"][0]["content"] for row in side} for side in (dataset.train, dataset.test))
+    train, test = (
+        {row["prompt"][0]["content"] for row in side} for side in (dataset.train, dataset.test)
+    )
     assert not train & test and len(train | test) == 300
     assert 40 <= len(test) <= 80
     one = new_trace(
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], session_id="s", source="t"
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        session_id="s",
+        source=("t"),
     )
     for fraction in (0.1, 0.5, 0.9):  # after a compaction the same session begins differently
         later = trace("s", f"summary {fraction}", "c")
@@ -185,7 +208,10 @@ def test_the_split_is_by_session_and_opening() -> None:
 def test_rows_whose_prompt_another_data_set_holds_out_are_not_trained_on() -> None:
     first, second = ({"role": "user", "content": text} for text in ("first", "second"))
     answer = {"role": "assistant", "content": "b"}
-    traces = [new_trace([prompt, answer], session_id=f"{n}", source="test") for n, prompt in enumerate((first, second))]
+    traces = [
+        new_trace([prompt, answer], session_id=f"{n}", source="test")
+        for n, prompt in enumerate((first, second))
+    ]
     for kind in ("sft", "prompts"):
         rows = build_dataset(traces, DatasetOptions(kind, test_fraction=0.0))
         assert {prompt_key(row) for row in rows.train} == set(map(prompt_key, traces))
@@ -203,7 +229,12 @@ def test_rows_whose_prompt_another_data_set_holds_out_are_not_trained_on() -> No
 
 def test_rows_in_the_order_of_their_pass_rates() -> None:
     """Of each prompt's scored traces the share that is good; nobody scored the last."""
-    scores = {"even": (1.0, 0.0, 0.2, 0.9), "easy": (0.5, 1.0), "hard": (0.0, 0.1, 1.0), "open": (None,)}
+    scores = {
+        "even": (1.0, 0.0, 0.2, 0.9),
+        "easy": (0.5, 1.0),
+        "hard": (0.0, 0.1, 1.0),
+        "open": (None,),
+    }
     traces = [
         trace(f"{question}{number}", question, f"answer {number}", score)
         for question, found in scores.items()
@@ -220,7 +251,9 @@ def test_rows_in_the_order_of_their_pass_rates() -> None:
         assert rates == {"even": 0.5, "easy": 1.0, "hard": pytest.approx(1 / 3), "open": None}
         answers = [row["prompt"][0]["content"] for row in rows(traces, "kto", order=order)]
         assert list(dict.fromkeys(answers)) == wanted[:3]
-        assert {row["pass_rate"] for row in rows(traces, "grpo", order=order)} == set(rates.values()) - {None}
+        assert {row["pass_rate"] for row in rows(traces, "grpo", order=order)} == set(
+            rates.values()
+        ) - {None}
     with pytest.raises(ConfigError, match="order = 'best'"):
         rows(traces, "prompts", order="best")
 
@@ -239,12 +272,19 @@ def test_the_command_writes_a_card_and_refuses_to_push_a_secret(
 ) -> None:
     source = tmp_path / "traces.jsonl"
     secret = "ghp_" + "a1B2" * 9
-    lines = [trace("1", "q", f"key {secret}", license="mit"), trace("2", "r", "fine", license="mit")]
+    lines = [
+        trace("1", "q", f"key {secret}", license="mit"),
+        trace("2", "r", "fine", license=("mit")),
+    ]
     source.write_text("".join(json.dumps(each.to_json()) + "\n" for each in lines))
     build = ["traces", "build", str(source), "--kind", "sft", "--test-fraction", "0", "--to"]
     assert main([*build, str(tmp_path / "clean")]) == 0
     card = json.loads((tmp_path / "clean" / "dataset.json").read_text())
-    assert (card["license"], card["sources"], card["rows"]) == ("mit", {"test": 2}, {"train": 2, "test": 0})
+    assert (card["license"], card["sources"], card["rows"]) == (
+        "mit",
+        {"test": 2},
+        {"train": 2, "test": 0},
+    )
     assert secret not in (tmp_path / "clean" / "train.jsonl").read_text()
     assert main(["traces", "scan", str(tmp_path / "clean" / "train.jsonl")]) == 0
     assert main([*build, str(tmp_path / "raw"), "--no-redact", "--push", "me/data"]) == 2
@@ -253,5 +293,7 @@ def test_the_command_writes_a_card_and_refuses_to_push_a_secret(
     assert main([*build[:2], str(source), "--kind", "kto", "--to", str(tmp_path / "none")]) == 2
     assert "no label and no reward" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
-    again = write_dataset(build_dataset(lines, DatasetOptions("sft", test_fraction=0.0)), tmp_path / "clean")
+    again = write_dataset(
+        build_dataset(lines, DatasetOptions("sft", test_fraction=0.0)), tmp_path / "clean"
+    )
     assert again["rows"] == {"train": 2, "test": 0}

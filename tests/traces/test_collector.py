@@ -1,4 +1,5 @@
-"""Runs of an agent in this process, and of its checkpoints, as ExecutionTrace: each once, unmixed, restored."""
+"""Runs of an agent in this process, and of its checkpoints, as ExecutionTrace: each once,
+unmixed, restored."""
 
 import asyncio
 import json
@@ -34,7 +35,9 @@ class Agent:
         await asyncio.sleep(0)
         second = self.run_function("add", {"a": first, "b": 1})
         if self.collector is not None:
-            self.collector.record_reasoning_step("plan", f"think of {query}", confidence=0.5, insights=["even"])
+            self.collector.record_reasoning_step(
+                "plan", f"think of {query}", confidence=0.5, insights=[("even")]
+            )
         return f"answer {second}"
 
     async def arun_function(self, function_name: str, **arguments: Any) -> int:
@@ -51,7 +54,9 @@ async def test_a_hooked_agent_is_followed_and_restored(tmp_path: Path) -> None:
     agent, collector = Agent(), TraceCollector(tmp_path)
     agent.collector = collector
     with hook_into_agent(agent, collector):
-        answers = await asyncio.gather(*(agent.a_run(str(n), session_id=f"s{n}") for n in range(20)))
+        answers = await asyncio.gather(
+            *(agent.a_run(str(n), session_id=f"s{n}") for n in range(20))
+        )
         with pytest.raises(ValueError, match="too large"):
             await agent.a_run("99", session_id="failed")
     assert answers == [f"answer {2 * n + 1}" for n in range(20)]
@@ -62,7 +67,9 @@ async def test_a_hooked_agent_is_followed_and_restored(tmp_path: Path) -> None:
     for n in range(20):  # at the same time, and not mixed
         view = views[f"s{n}"]
         assert (view.user_query, view.final_response) == (str(n), f"answer {2 * n + 1}")
-        calls = [(call.tool_name, call.arguments, call.result, call.success) for call in view.tool_calls]
+        calls = [
+            (call.tool_name, call.arguments, call.result, call.success) for call in view.tool_calls
+        ]
         assert calls == [
             ("double", {"x": n}, str(2 * n), True),
             ("add", {"a": 2 * n, "b": 1}, str(2 * n + 1), True),
@@ -70,7 +77,9 @@ async def test_a_hooked_agent_is_followed_and_restored(tmp_path: Path) -> None:
         assert view.reasoning_steps == [ReasoningStep("plan", f"think of {n}", 0.5, ["even"], [])]
     failed = views["failed"]
     assert [call.success for call in failed.tool_calls] == [True, False]
-    assert failed.tool_calls[1].error == "ValueError: too large" and failed.tasks_failed == ["ValueError: too large"]
+    assert failed.tool_calls[1].error == "ValueError: too large" and failed.tasks_failed == [
+        ("ValueError: too large")
+    ]
     with pytest.raises(TraceError, match="none of the methods"):
         hook_into_agent(object(), collector)
 
@@ -81,7 +90,9 @@ def test_labels_and_the_flat_form(tmp_path: Path) -> None:
         collector.finish_trace("x")
     for number in range(3):
         collector.start_trace("s", f"question {number}")
-        collector.record_tool_call("look", {"q": number}, {"found": number}, number != 1, 12.5, None)
+        collector.record_tool_call(
+            "look", {"q": number}, {"found": number}, number != 1, 12.5, None
+        )
         for kind in ("created", "completed") if number else ("created",):
             collector.record_task(kind, f"task {number}")
         view = collector.finish_trace(f"answer {number}", total_tokens_in=7, llm_calls_count=2)
@@ -91,13 +102,19 @@ def test_labels_and_the_flat_form(tmp_path: Path) -> None:
     assert (tmp_path / day / f"{view.trace_id}.json").is_file() and len(view.trace_id) == 12
     collector.label_trace(view.trace_id, True)
     labeled = collector.label_trace(view.trace_id, False, "looked again")
-    assert (labeled.label, labeled.manual_review, labeled.review_notes) == (False, True, "looked again")
+    assert (labeled.label, labeled.manual_review, labeled.review_notes) == (
+        False,
+        True,
+        ("looked again"),
+    )
     assert len(labeled.trace.labels) == 2
     unlabeled = [view.user_query for view in collector.load_traces() if view.label is None]
     assert unlabeled == ["question 0", "question 1"]
     assert collector.load_traces(labeled_only=True)[0].trace_id == view.trace_id
     assert collector.load_traces(min_tool_calls=2) == []
-    assert {trace.id for trace in read_traces(tmp_path)} == {v.trace_id for v in collector.load_traces()}
+    assert {trace.id for trace in read_traces(tmp_path)} == {
+        v.trace_id for v in collector.load_traces()
+    }
     flat = labeled.to_dict()
     assert flat["tool_calls"][0]["duration_ms"] == 12.5
     again = ExecutionTrace.from_dict(json.loads(json.dumps(flat)))
@@ -130,7 +147,9 @@ def test_a_trace_of_any_source_has_the_view(tmp_path: Path) -> None:
     [trace] = read_traces(path)
     view = ExecutionTrace(trace)
     assert (view.user_query, view.final_response, view.llm_calls_count) == ("q", "a", 2)
-    assert view.tool_calls == [ToolCallTrace("run", {"n": 1}, "Error: no such file", False, 0.0, "Error: no such file")]
+    assert view.tool_calls == [
+        ToolCallTrace("run", {"n": 1}, "Error: no such file", False, 0.0, ("Error: no such file"))
+    ]
     assert [step.content for step in view.reasoning_steps] == ["hm"]
 
 
@@ -167,7 +186,9 @@ def test_overlapping_checkpoints_give_each_run_once(tmp_path: Path) -> None:
         "t2": {"description": "lost", "status": "failed"},
     }
     for number, end in enumerate((3, 5, 7)):
-        checkpoint = AgentCheckpoint(session_data={"s": {"history": history[:end]}}, task_state=tasks)
+        checkpoint = AgentCheckpoint(
+            session_data={"s": {"history": history[:end]}}, task_state=tasks
+        )
         path = folder / f"c{number}.pkl"
         path.write_bytes(pickle.dumps(checkpoint))
         os.utime(path, (1000 + number, 1000 + number))

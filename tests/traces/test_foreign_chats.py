@@ -1,4 +1,5 @@
-"""Chats in the forms of several APIs, and the rows that come of them: the whole history, or a counted reason."""
+"""Chats in the forms of several APIs, and the rows that come of them: the whole history, or a
+counted reason."""
 
 import json
 from pathlib import Path
@@ -24,7 +25,11 @@ def conversations() -> dict[str, Json]:
     """One conversation in the forms of five APIs."""
     arguments = {"city": "Köln"}
     function = {"name": "look", "parameters": {"type": "object"}}
-    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": json.dumps(arguments)}}
+    call = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "look", "arguments": json.dumps(arguments)},
+    }
     asked = {"role": "user", "content": "weather?"}
     ends = {"role": "assistant", "content": "It is sunny."}
     system = {"role": "system", "content": "Be kind."}
@@ -53,18 +58,34 @@ def conversations() -> dict[str, Json]:
             "messages": [
                 system,
                 asked,
-                {"role": "assistant", "content": None, "tool_calls": [{"id": "c", **call["function"]}]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "c", **call[("function")]}],
+                },
                 {"role": "tool", "tool_call_id": "c", "content": "Sunny."},
                 ends,
             ],
             "tools": [function],
         },
         "anthropic": {
-            "system": [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}],
+            "system": [
+                {"type": "text", "text": "Be kind.", "cache_control": {"type": ("ephemeral")}}
+            ],
             "messages": [
                 asked,
-                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": arguments}]},
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": text("Sunny.")}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "tool_use", "id": "c", "name": "look", "input": arguments}
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "c", "content": text("Sunny.")}
+                    ],
+                },
                 {"role": "assistant", "content": text("It is sunny.")},
             ],
             "tools": [{"name": "look", "input_schema": {"type": "object"}}],
@@ -74,7 +95,12 @@ def conversations() -> dict[str, Json]:
             "contents": [
                 {"role": "user", "parts": [{"text": "weather?"}]},
                 {"role": "model", "parts": [{"functionCall": {"name": "look", "args": arguments}}]},
-                {"role": "user", "parts": [{"functionResponse": {"name": "look", "response": {"content": "Sunny."}}}]},
+                {
+                    "role": "user",
+                    "parts": [
+                        {"functionResponse": {"name": "look", "response": {"content": ("Sunny.")}}}
+                    ],
+                },
                 {"role": "model", "parts": [{"text": "It is sunny."}]},
             ],
             "tools": [{"functionDeclarations": [function]}],
@@ -83,7 +109,10 @@ def conversations() -> dict[str, Json]:
             "conversations": [
                 {"from": "system", "value": "Be kind."},
                 {"from": "human", "value": "weather?"},
-                {"from": "function_call", "value": json.dumps({"name": "look", "arguments": arguments})},
+                {
+                    "from": "function_call",
+                    "value": json.dumps({"name": "look", "arguments": arguments}),
+                },
                 {"from": "observation", "value": "Sunny."},
                 {"from": "gpt", "value": "It is sunny."},
             ],
@@ -94,7 +123,8 @@ def conversations() -> dict[str, Json]:
 
 @pytest.mark.parametrize("form", conversations())
 def test_each_form_of_a_chat_is_the_same_conversation(tmp_path: Path, form: str) -> None:
-    """As a line of its own, as the only entry of a JSON list, and as what an API was asked, with the answer beside."""
+    """As a line of its own, as the only entry of a JSON list, and as what an API was asked, with
+    the answer beside."""
     row = conversations()[form]
     [trace], report = imported(lines(tmp_path / "a.jsonl", row), "openai")
     assert learned([trace]) == [SUNNY]
@@ -103,7 +133,9 @@ def test_each_form_of_a_chat_is_the_same_conversation(tmp_path: Path, form: str)
     has_ids = form not in ("older", "sharegpt")  # other readers of these forms give them none
     assert ("id" in call) is ("tool_call_id" in trace.messages[3]) is has_ids
     assert trace.messages[3].get("tool_call_id") == call.get("id")
-    assert trace.tools == [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    assert trace.tools == [
+        {"type": "function", "function": {"name": "look", "parameters": {"type": ("object")}}}
+    ]
     assert report.messages == report.carried == 5
     (tmp_path / "list.json").write_text(json.dumps([row, row], indent=1))
     traces, _ = imported(tmp_path / "list.json", "openai")
@@ -115,31 +147,54 @@ def test_each_form_of_a_chat_is_the_same_conversation(tmp_path: Path, form: str)
             "gemini": {"candidates": [{"content": row[name][-1], "finishReason": "STOP"}]},
             "anthropic": {"type": "message", "stop_reason": "end_turn", **row[name][-1]},
         }.get(form, {"choices": [{"message": row[name][-1], "finish_reason": "stop"}]})
-        [trace], _ = imported(lines(tmp_path / "log.jsonl", {"request": request, "response": answer}), "openai")
-        row_of_log = [("context" if at == 2 else role, said) for at, (role, said) in enumerate(SUNNY)]
+        [trace], _ = imported(
+            lines(tmp_path / "log.jsonl", {"request": request, "response": answer}), ("openai")
+        )
+        row_of_log = [
+            (("context") if at == 2 else role, said) for at, (role, said) in enumerate(SUNNY)
+        ]
         assert learned([trace]) == [row_of_log]  # the request's answers are those of earlier lines
 
 
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "content of type 'image_url'"),
+        (
+            {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            ("content of type 'image_url'"),
+        ),
         ({"content": [{"type": "image", "source": {"data": "x"}}]}, "content of type 'image'"),
-        ({"content": [{"type": "document", "source": {}}, *text("q")]}, "content of type 'document'"),
+        (
+            {"content": [{"type": "document", "source": {}}, *text("q")]},
+            ("content of type 'document'"),
+        ),
         ({"content": [{"type": "not-known-yet", "x": 1}]}, "content of type 'not-known-yet'"),
         ({"content": "a", "audio": {"id": "x"}}, "a message has the field 'audio'"),
-        ({"role": "assistant", "content": None, "refusal": "No."}, "a message has the field 'refusal'"),
-        ({"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, "'redacted_thinking'"),
-        ({"role": "tool", "tool_call_id": "gone", "content": "r"}, "a tool's result without its call"),
+        (
+            {"role": "assistant", "content": None, "refusal": "No."},
+            ("a message has the field 'refusal'"),
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+            ("'redacted_thinking'"),
+        ),
+        (
+            {"role": "tool", "tool_call_id": "gone", "content": "r"},
+            ("a tool's result without its call"),
+        ),
         ({"content": {"text": "q"}}, "content that is no text"),
     ],
 )
-def test_what_a_row_cannot_hold_leaves_its_trace_out(tmp_path: Path, message: Json, reason: str) -> None:
+def test_what_a_row_cannot_hold_leaves_its_trace_out(
+    tmp_path: Path, message: Json, reason: str
+) -> None:
     """It is in the trace as it was, and `build` says why there is no row, for each kind of row."""
     answer = {"role": "assistant", "content": "a"}
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "user", **message}, answer]}
     [trace], report = imported(lines(tmp_path / "a.jsonl", row), "openai")
-    assert trace.messages[1] == {"role": "user", **message} and report.messages == report.carried == 3
+    assert (
+        trace.messages[1] == {"role": "user", **message} and report.messages == report.carried == 3
+    )
     trace.note(rewards={"reward": {"score": 1.0}})
     for kind in ("sft", "prompts"):
         [(left, count)] = why_not([trace], kind).items()
@@ -147,12 +202,19 @@ def test_what_a_row_cannot_hold_leaves_its_trace_out(tmp_path: Path, message: Js
 
 
 def test_notes_stay_in_the_trace_and_are_counted(tmp_path: Path) -> None:
-    """Fields that say nothing to a model, also in parts and calls; null and empty ones are nothing."""
+    """Fields that say nothing to a model, also in parts and calls; null and empty ones are
+    nothing."""
     part = {"type": "text", "text": "q", "cache_control": {"type": "ephemeral"}, "annotations": []}
     messages = [
         {"role": "developer", "content": "Be brief.", "timestamp": 1},
         {"role": "user", "content": [part]},
-        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL | {"index": 0}], "id": "x"},
+        {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "tool_calls": [CALL | {"index": 0}],
+            "id": ("x"),
+        },
         {"role": "tool", "tool_call_id": "c1", "content": text("a.py")},
         {"role": "assistant", "content": "One.", "reasoning": "hm", "audio": None},
     ]
@@ -166,7 +228,12 @@ def test_notes_stay_in_the_trace_and_are_counted(tmp_path: Path) -> None:
 def test_an_empty_answer_is_not_learned(tmp_path: Path) -> None:
     """Empty text, no content, an empty list of blocks, spaces; one with a call is not empty."""
     for number, content in enumerate(("", None, [], " \n", text(""))):
-        row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]}
+        row = {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": content},
+            ]
+        }
         traces, _ = imported(lines(tmp_path / f"{number}.jsonl", row), "openai")
         assert why_not(traces) == {"none of its answers is learned: an empty answer": 1}
     row = {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]}
@@ -182,10 +249,13 @@ def test_each_trace_is_in_a_row_or_counted() -> None:
 
     def scored(name: str, answer: str, score: float) -> Trace:
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
-        return new_trace(messages, session_id=name, source="test", rewards={"reward": {"score": score}})
+        return new_trace(
+            messages, session_id=name, source="test", rewards={"reward": {"score": score}}
+        )
 
     traces = [
-        scored(f"{n}", answer, score) for n, (answer, score) in enumerate((("a", 1), ("b", 0), ("c", 0.5), ("a", 1)))
+        scored(f"{n}", answer, score)
+        for n, (answer, score) in enumerate((("a", 1), ("b", 0), ("c", 0.5), ("a", 1)))
     ]
     traces[0].subagent_trajectories = [scored("inner", "sub", 1)]
     assert why_not(traces, "preference") == {
@@ -205,15 +275,21 @@ def test_what_a_collector_reads_makes_rows(tmp_path: Path) -> None:
         collector.start_trace("s", f"question {number}")
         view = collector.finish_trace(f"answer {number}")
         collector.label_trace(view.trace_id, good)
-    made = build_dataset(collector.load_traces(), DatasetOptions("kto", test_fraction=0.0, near_duplicates=1.0))
+    made = build_dataset(
+        collector.load_traces(), DatasetOptions("kto", test_fraction=0.0, near_duplicates=1.0)
+    )
     assert sorted(row["label"] for row in made.train) == [False, True]
 
 
 def test_fields_of_a_split_message_and_of_its_result_are_both_kept(tmp_path: Path) -> None:
-    """The message has a name and a field called as ours is; its only part is a result with a field of its own."""
+    """The message has a name and a field called as ours is; its only part is a result with a
+    field of its own."""
     part = {"type": "tool_result", "tool_use_id": "c1", "content": "r", "note": "of the part"}
     message = {"role": "user", "name": "bob", "step": "of the message", "content": [part]}
-    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    asked = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ]
     [trace], _ = imported(lines(tmp_path / "a.jsonl", {"messages": [*asked, message]}), "openai")
     held = json.dumps(trace.to_json())
     assert all(words in held for words in ("bob", "of the message", "of the part"))

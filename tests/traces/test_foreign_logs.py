@@ -1,4 +1,5 @@
-"""Logs as other programs really write them: nothing vanishes, walks end, nobody learns what no model said.
+"""Logs as other programs really write them: nothing vanishes, walks end, nobody learns what no
+model said.
 
 The long form of the last test is scripts/soak/fuzz_logs.py.
 """
@@ -18,23 +19,45 @@ from mlx_parallm.systems.traces.reading import read_traces
 from mlx_parallm.systems.traces.schema import Trace, new_trace
 from scripts.soak.fuzz_logs import fuzz
 from scripts.soak.good_logs import GOOD
-from tests.traces.test_importers import claude, codex, imported, lines, roles, said, sampled, span, spans
+from tests.traces.test_importers import (
+    claude,
+    codex,
+    imported,
+    lines,
+    roles,
+    said,
+    sampled,
+    span,
+    spans,
+)
 
 Json = dict[str, Any]
 
 
 def learned(traces: list[Trace]) -> list[list[tuple[str, str]]]:
     """Role and text of each SFT row; an answer that is not learned has the role "context"."""
-    made = build_dataset(traces, DatasetOptions("sft", test_fraction=0.0, near_duplicates=1.0)).train
-    return [[("context" if m.get("weight") == 0 else m["role"], m["content"]) for m in row["messages"]] for row in made]
+    made = build_dataset(
+        traces, DatasetOptions("sft", test_fraction=0.0, near_duplicates=1.0)
+    ).train
+    return [
+        [
+            (("context") if m.get("weight") == 0 else m["role"], m["content"])
+            for m in row["messages"]
+        ]
+        for row in made
+    ]
 
 
 def why_not(traces: list[Trace], kind: Any = "sft") -> dict[str, int]:
     """Why traces make no row; one of another conversation does, so that a data set can be made."""
     other = new_trace(
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], session_id="other", source="test"
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
+        session_id="other",
+        source=("test"),
     )
-    made = build_dataset([*traces, other], DatasetOptions(kind, test_fraction=0.0, near_duplicates=1.0))
+    made = build_dataset(
+        [*traces, other], DatasetOptions(kind, test_fraction=0.0, near_duplicates=1.0)
+    )
     return dict(made.left_out)
 
 
@@ -50,33 +73,46 @@ RESULT: Json = {"type": "tool_result", "tool_use_id": "t1", "content": "a.py"}
 
 
 def test_a_uuid_counts_once(tmp_path: Path) -> None:
-    """Each line twice, at once or later; the same uuid with other content, or with more; the same block under a new
-    uuid; a whole answer again in a fork. Looked at too: results written twice, and lines of one answer in any order."""
+    """Each line twice, at once or later; the same uuid with other content, or with more; the
+    same block under a new uuid; a whole answer again in a fork. Looked at too: results written
+    twice, and lines of one answer in any order."""
     answer = [
         claude("a1", "u1", "assistant", text("Looking."), message_id="m1"),
         claude("a2", "a1", "assistant", [USE], message_id="m1"),
     ]
-    ends = [claude("u2", "a2", "user", [RESULT]), claude("a3", "u2", "assistant", text("One."), message_id="m2")]
+    ends = [
+        claude("u2", "a2", "user", [RESULT]),
+        claude("a3", "u2", "assistant", text("One."), message_id=("m2")),
+    ]
     first = claude("u1", None, "user", "list")
     twice = [first, first, *answer, answer[0], ends[0], answer[1], ends[0], ends[1], ends[1]]
     [trace], report = imported(lines(tmp_path / "S.jsonl", *twice), "claude-code")
     assert roles(trace) == ["user", "assistant", "tool", "assistant"]
     assert (trace.messages[1]["content"], len(trace.messages[1]["tool_calls"])) == ("Looking.", 1)
     assert report.skipped["a line whose uuid stands in the log twice"] == 5
-    assert learned([trace]) == [[("user", "list"), ("assistant", "Looking."), ("tool", "a.py"), ("assistant", "One.")]]
+    assert learned([trace]) == [
+        [("user", "list"), ("assistant", "Looking."), ("tool", "a.py"), ("assistant", ("One."))]
+    ]
     changed = claude("a1", "u1", "assistant", text("Other."), message_id="m1")
     again = claude("a9", "a1", "assistant", text("Looking."), message_id="m1")
     grown = claude("a1", "u1", "assistant", [*text("Looking."), USE], message_id="m1")
-    [trace], report = imported(lines(tmp_path / "C.jsonl", first, answer[0], changed, again, grown), "claude-code")
+    [trace], report = imported(
+        lines(tmp_path / "C.jsonl", first, answer[0], changed, again, grown), ("claude-code")
+    )
     assert (trace.messages[1]["content"], len(trace.messages[1]["tool_calls"])) == ("Looking.", 1)
     assert report.skipped["a line whose uuid stands in the log twice, with other content"] == 1
     assert report.details["a block of an answer that stands in the log twice"] >= 1
-    fork = [claude("f1", None, "user", "other"), claude("f2", "f1", "assistant", text("Looking."), message_id="m1")]
+    fork = [
+        claude("f1", None, "user", "other"),
+        claude("f2", "f1", "assistant", text("Looking."), message_id=("m1")),
+    ]
     traces, _ = imported(lines(tmp_path / "F.jsonl", first, answer[0], *fork), "claude-code")
     assert [trace.messages[-1]["content"] for trace in traces] == ["Looking.", "Looking."]
 
 
-@pytest.mark.parametrize("kind", ["system", "progress", "attachment", "file-history-snapshot", "not-known-yet"])
+@pytest.mark.parametrize(
+    "kind", ["system", "progress", "attachment", "file-history-snapshot", ("not-known-yet")]
+)
 def test_rows_that_are_no_messages_are_links(tmp_path: Path, kind: str) -> None:
     """One, or several in a row; before the first message too."""
     rows = [
@@ -90,7 +126,9 @@ def test_rows_that_are_no_messages_are_links(tmp_path: Path, kind: str) -> None:
         claude("a2", "h3", "assistant", text("One."), message_id="m2"),
     ]
     [trace], report = imported(lines(tmp_path / "S.jsonl", *rows), "claude-code")
-    assert roles(trace) == ["user", "assistant", "tool", "assistant"] and not trace.get("untrainable")
+    assert roles(trace) == ["user", "assistant", "tool", "assistant"] and not trace.get(
+        "untrainable"
+    )
     assert report.skipped == {f"lines of type {kind!r} are no messages": 4}
 
 
@@ -138,12 +176,15 @@ def test_a_compaction_begins_a_new_history(tmp_path: Path) -> None:
         ({"u1": "a1", "a1": "u1"}, "in a circle"),
         ({"u1": "u1", "a1": "u1"}, "in a circle"),
         ({"u1": None, "a1": "u1", "u2": "a2", "a2": "u2"}, "in a circle"),
-        ({"u1": "h1", "a1": "u1", "h1": "h2", "h2": "h1"}, "the log does not hold the message before"),
+        (
+            {"u1": "h1", "a1": "u1", "h1": "h2", "h2": "h1"},
+            ("the log does not hold the message before"),
+        ),
     ],
 )
 def test_walks_over_links_end(tmp_path: Path, links: dict[str, str | None], message: str) -> None:
-    """A uuid at two places, circles of messages, of one, beside a good branch, of rows that are no messages. The report
-    says so, and nobody learns an answer whose history is not known."""
+    """A uuid at two places, circles of messages, of one, beside a good branch, of rows that are
+    no messages. The report says so, and nobody learns an answer whose history is not known."""
     rows = []
     for name, parent in links.items():
         kind = {"u": "user", "a": "assistant", "h": "system"}[name[0]]
@@ -157,7 +198,8 @@ def test_walks_over_links_end(tmp_path: Path, links: dict[str, str | None], mess
 
 
 def test_a_history_that_is_not_whole_is_not_learned(tmp_path: Path) -> None:
-    """A parent that the log does not hold, a damaged line in the middle; a sub-agent's own prompt is whole."""
+    """A parent that the log does not hold, a damaged line in the middle; a sub-agent's own
+    prompt is whole."""
     rows: list[Any] = [
         claude("u2", "gone", "user", "go on"),
         claude("a2", "u2", "assistant", text("Gone on."), message_id="m2"),
@@ -169,7 +211,11 @@ def test_a_history_that_is_not_whole_is_not_learned(tmp_path: Path) -> None:
         claude("s2", "s1", "assistant", text("Sub."), message_id="m5", isSidechain=True),
     ]
     traces, report = imported(lines(tmp_path / "S.jsonl", *rows), "claude-code")
-    assert sorted(answer for trace in traces for answer in sampled(trace)) == ["Gone on.", "Lost.", "Sub."]
+    assert sorted(answer for trace in traces for answer in sampled(trace)) == [
+        "Gone on.",
+        "Lost.",
+        ("Sub."),
+    ]
     reasons = why_not(traces)
     [lost] = [reason for reason in reasons if "does not hold the message before" in reason]
     assert reasons == {lost: 2, "the run of a sub-agent": 1, "no answer was sampled in it": 1}
@@ -181,7 +227,12 @@ def test_a_resumed_session_is_learned_once(tmp_path: Path) -> None:
 
     def session(uuid: str) -> list[Json]:
         first = claude(f"{uuid}1", None, "user", "q", sessionId=uuid)
-        return [first, claude(f"{uuid}2", f"{uuid}1", "assistant", text("One."), message_id="m1", sessionId=uuid)]
+        return [
+            first,
+            claude(
+                f"{uuid}2", f"{uuid}1", "assistant", text("One."), message_id="m1", sessionId=uuid
+            ),
+        ]
 
     later = [
         claude("b3", "b2", "user", "more", sessionId="b"),
@@ -198,12 +249,15 @@ def test_a_resumed_session_is_learned_once(tmp_path: Path) -> None:
 
 
 def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
-    """Claude Code's `<synthetic>` model, `isApiErrorMessage`, error texts without either, refusals; Codex'; a failed
-    span and finish reasons of OTLP; an API's log line with `error` or a filtered choice. It stays as context."""
+    """Claude Code's `<synthetic>` model, `isApiErrorMessage`, error texts without either,
+    refusals; Codex'; a failed span and finish reasons of OTLP; an API's log line with `error` or
+    a filtered choice. It stays as context."""
     error = "API Error: Request was aborted."
 
     def log(*answer: Any, **more: Any) -> list[Json]:
-        line = claude("a1", "u1", "assistant", text(error if not answer else answer[0]), message_id="m1")
+        line = claude(
+            "a1", "u1", "assistant", text(error if not answer else answer[0]), message_id=("m1")
+        )
         line["message"] |= more.pop("message", {})
         return [claude("u1", None, "user", "q"), line | more]
 
@@ -215,7 +269,17 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
         ("claude-code", log("I ca", message={"stop_reason": "refusal"})),
         ("claude-code", log("[Request interrupted by user]")),
         ("codex", [said("user", "q"), said("assistant", "[Request interrupted by user]")]),
-        ("openai", [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": error}]}]),
+        (
+            "openai",
+            [
+                {
+                    "messages": [
+                        {"role": "user", "content": "q"},
+                        {"role": "assistant", "content": error},
+                    ]
+                }
+            ],
+        ),
         (
             "openai",
             [
@@ -238,7 +302,10 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
                 {
                     "messages_and_choices": [
                         {"role": "user", "content": "q"},
-                        {"finish_reason": "content_filter", "message": {"role": "assistant", "content": "half"}},
+                        {
+                            "finish_reason": "content_filter",
+                            "message": {"role": "assistant", "content": ("half")},
+                        },
                     ]
                 }
             ],
@@ -249,7 +316,9 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
     def call(reason: str, **more: Any) -> Json:
         parts = [{"type": "text", "content": "half"}]
         answer = json.dumps([{"role": "assistant", "parts": parts, "finish_reason": reason}])
-        return spans(span(1, {"gen_ai.input.messages": asked, "gen_ai.output.messages": answer}) | more)
+        return spans(
+            span(1, {"gen_ai.input.messages": asked, "gen_ai.output.messages": answer}) | more
+        )
 
     cases += [("otlp", [call("error")]), ("otlp", [call("stop", status={"code": 2})])]
     for number, (source, rows) in enumerate(cases):
@@ -258,12 +327,20 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
         assert roles(traces[0])[-1] == "assistant"
         if source in ("claude-code", "openai", "art"):
             assert report.remarks.total() == 1
-    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "error": "timeout"}
+    row = {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        "error": ("timeout"),
+    }
     traces, _ = imported(lines(tmp_path / "failed.jsonl", row), "openai")
     assert why_not(traces) == {"the call failed": 1}
-    for metrics, words in (({}, error), ({"metrics": {"extra": {"finish_reason": "content_filter"}}}, "half")):
+    for metrics, words in (
+        ({}, error),
+        ({"metrics": {"extra": {"finish_reason": "content_filter"}}}, ("half")),
+    ):
         answer = {"role": "assistant", "content": words, "step": metrics}
-        trace = new_trace([{"role": "user", "content": "q"}, answer], session_id="atif", source="test")
+        trace = new_trace(
+            [{"role": "user", "content": "q"}, answer], session_id="atif", source=("test")
+        )
         [(reason, count)] = why_not([trace]).items()  # another program's traces come in as they are
         assert reason.startswith("none of its answers is learned: an answer that ") and count == 1
     middle = [
@@ -272,7 +349,9 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
         claude("a2", "u2", "assistant", "Yes."),
     ]
     traces, _ = imported(lines(tmp_path / "middle.jsonl", *middle), "claude-code")
-    assert learned(traces) == [[("user", "q"), ("context", error), ("user", "again"), ("assistant", "Yes.")]]
+    assert learned(traces) == [
+        [("user", "q"), ("context", error), ("user", "again"), ("assistant", ("Yes."))]
+    ]
 
 
 # ---------------------------------------------------------------------- Codex
@@ -283,21 +362,26 @@ def item(kind: str, **fields: Any) -> Json:
 
 
 def test_a_compaction_with_a_history(tmp_path: Path) -> None:
-    """The new trace opens with the replacement, whose answers were learned before; text as the summary, or neither."""
+    """The new trace opens with the replacement, whose answers were learned before; text as the
+    summary, or neither."""
 
     def log(**payload: Any) -> list[Any]:
         return [said("user", "list"), said("assistant", "One."), codex("compacted", payload), *rest]
 
     rest = [said("user", "go on"), said("assistant", "Going on.")]
     history = [said("user", "list")["payload"], said("assistant", "Summary.")["payload"]]
-    traces, report = imported(lines(tmp_path / "a.jsonl", *log(message="", replacement_history=history)), "codex")
+    traces, report = imported(
+        lines(tmp_path / "a.jsonl", *log(message="", replacement_history=history)), ("codex")
+    )
     assert [m["content"] for m in traces[1].messages] == ["list", "Summary.", "go on", "Going on."]
     assert sampled(traces[1]) == ["Going on."]
     assert report.messages == report.carried == 6
     traces, _ = imported(lines(tmp_path / "b.jsonl", *log(message="So far: one.")), "codex")
     assert traces[1].messages[0] == {"role": "user", "content": "So far: one."}
     hidden = {"type": "compaction", "encrypted_content": "…"}
-    for number, payload in enumerate(({"message": ""}, {"message": "", "replacement_history": [*history, hidden]})):
+    for number, payload in enumerate(
+        ({"message": ""}, {"message": "", "replacement_history": [*history, hidden]})
+    ):
         traces, report = imported(lines(tmp_path / f"c{number}.jsonl", *log(**payload)), "codex")
         assert {"role": "user", "content": ""} not in traces[1].messages
         [reason] = why_not(traces)
@@ -305,7 +389,8 @@ def test_a_compaction_with_a_history(tmp_path: Path) -> None:
 
 
 def test_codex_items(tmp_path: Path) -> None:
-    """Calls without a result of their own, results of parts, thoughts in full, images; an item of an unknown type."""
+    """Calls without a result of their own, results of parts, thoughts in full, images; an item
+    of an unknown type."""
     image = {"type": "input_image", "image_url": "data:…"}
     rows = [
         said("user", "q"),
@@ -313,7 +398,12 @@ def test_codex_items(tmp_path: Path) -> None:
         item("web_search_call", action={"type": "search", "query": "cats"}, status="completed"),
         item("local_shell_call", call_id="c1", action={"type": "exec", "command": ["ls"]}),
         item("function_call_output", call_id="c1", output=[{"type": "input_text", "text": "a.py"}]),
-        item("message", role="assistant", content=[{"type": "output_text", "text": "One."}], phase="final"),
+        item(
+            "message",
+            role="assistant",
+            content=[{"type": "output_text", "text": "One."}],
+            phase=("final"),
+        ),
         item("message", role="user", content=[{"type": "input_text", "text": "and this?"}, image]),
         said("assistant", "A cat."),
     ]
@@ -325,16 +415,21 @@ def test_codex_items(tmp_path: Path) -> None:
     assert [m["content"] for m in trace.messages if m["role"] == "tool"] == ["a.py"]
     assert trace.messages[4]["content"] == [{"type": "text", "text": "and this?"}, image]
     assert why_not([trace]) == {"content of type 'input_image', which a row of text cannot hold": 1}
-    [trace], report = imported(lines(tmp_path / "b.jsonl", said("user", "q"), item("oracle", x=1), rows[-1]), "codex")
+    [trace], report = imported(
+        lines(tmp_path / "b.jsonl", said("user", "q"), item("oracle", x=1), rows[-1]), ("codex")
+    )
     assert report.skipped == {"response items of type 'oracle' are not known": 1}
-    assert why_not([trace]) == {"its history is not whole: response items of type 'oracle' are not known": 1}
+    assert why_not([trace]) == {
+        "its history is not whole: response items of type 'oracle' are not known": 1
+    }
 
 
 # ---------------------------------------------------------------------- OTLP
 
 
 def test_all_parts_of_a_message_are_there(tmp_path: Path) -> None:
-    """A result and text beside it; several results; an image, which a row cannot hold; a second answer is a branch."""
+    """A result and text beside it; several results; an image, which a row cannot hold; a second
+    answer is a branch."""
     call = {"type": "tool_call", "id": "c1", "name": "run", "arguments": {"cmd": "ls"}}
     result = {"type": "tool_call_response", "id": "c1", "response": "a.py"}
 
@@ -344,9 +439,18 @@ def test_all_parts_of_a_message_are_there(tmp_path: Path) -> None:
             {"role": "assistant", "parts": [call]},
             {"role": role, "parts": list(parts)},
         ]
-        answers = [{"role": "assistant", "parts": [{"type": "text", "content": word}]} for word in ("One.", "Two.")]
+        answers = [
+            {"role": "assistant", "parts": [{"type": "text", "content": word}]}
+            for word in ("One.", ("Two."))
+        ]
         return spans(
-            span(1, {"gen_ai.input.messages": json.dumps(asked), "gen_ai.output.messages": json.dumps(answers)})
+            span(
+                1,
+                {
+                    "gen_ai.input.messages": json.dumps(asked),
+                    "gen_ai.output.messages": json.dumps(answers),
+                },
+            )
         )
 
     for role in ("user", "tool"):
@@ -366,7 +470,10 @@ def test_older_forms_of_spans(tmp_path: Path) -> None:
     """An event for each message, one event with both sides, and keys with numbers."""
 
     def event(name: str, **values: Any) -> Json:
-        return {"name": name, "attributes": [{"key": k, "value": {"stringValue": v}} for k, v in values.items()]}
+        return {
+            "name": name,
+            "attributes": [{"key": k, "value": {"stringValue": v}} for k, v in values.items()],
+        }
 
     def body(value: Any) -> str:
         return json.dumps(value)
@@ -374,7 +481,12 @@ def test_older_forms_of_spans(tmp_path: Path) -> None:
     asked, answered = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
     cases = [
         span(
-            1, {}, [event("gen_ai.user.message", content="q"), event("gen_ai.choice", message=body({"content": "a"}))]
+            1,
+            {},
+            [
+                event("gen_ai.user.message", content="q"),
+                event("gen_ai.choice", message=body({"content": ("a")})),
+            ],
         ),
         span(
             1,
@@ -390,11 +502,21 @@ def test_older_forms_of_spans(tmp_path: Path) -> None:
             [
                 event(
                     "gen_ai.client.inference.operation.details",
-                    **{"gen_ai.input.messages": body(asked), "gen_ai.output.messages": body(answered)},
+                    **{
+                        "gen_ai.input.messages": body(asked),
+                        "gen_ai.output.messages": body(answered),
+                    },
                 )
             ],
         ),
-        span(1, {"gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "q", "gen_ai.completion.0.content": "a"}),
+        span(
+            1,
+            {
+                "gen_ai.prompt.0.role": "user",
+                "gen_ai.prompt.0.content": "q",
+                "gen_ai.completion.0.content": ("a"),
+            },
+        ),
     ]
     for number, case in enumerate(cases):
         [trace], report = imported(lines(tmp_path / f"{number}.jsonl", spans(case, case)), "otlp")
@@ -406,16 +528,23 @@ def test_older_forms_of_spans(tmp_path: Path) -> None:
 
 
 def test_tasks_without_a_time(tmp_path: Path) -> None:
-    """They belong to the only run; of several runs none can be said to be theirs, which is counted."""
+    """They belong to the only run; of several runs none can be said to be theirs, which is
+    counted."""
     tasks = {"t": {"description": "find", "status": "completed"}, "u": {"description": "save"}}
     question = {"role": "user", "content": "one"}
-    for name, history in (("single", [question]), ("several", [question, {"role": "user", "content": "two"}, 5])):
+    for name, history in (
+        ("single", [question]),
+        ("several", [question, {"role": "user", "content": "two"}, 5]),
+    ):
         (tmp_path / name).mkdir()
         checkpoint = {"session_data": {"s": {"history": history}}, "task_state": tasks}
         (tmp_path / name / "c.json").write_text(json.dumps(checkpoint))
     loader = CheckpointLoader(tmp_path)
     [view] = loader.load_traces("single")
-    assert (view.tasks_created, view.tasks_completed) == (["find", "save"], ["find"]) and not loader.left_out
+    assert (view.tasks_created, view.tasks_completed) == (
+        ["find", "save"],
+        ["find"],
+    ) and not loader.left_out
     assert [view.tasks_created for view in loader.load_traces("several")] == [[], []]
     assert loader.left_out == {
         "a task without a time, in a checkpoint of several runs": 2,
@@ -423,7 +552,9 @@ def test_tasks_without_a_time(tmp_path: Path) -> None:
     }
 
 
-def test_pickles_that_never_end_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickles_that_never_end_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that holds itself, and one that names the same list again and again."""
     circle: list[Any] = []
     circle.append(circle)
@@ -432,7 +563,9 @@ def test_pickles_that_never_end_are_skipped(tmp_path: Path, monkeypatch: pytest.
         bomb = [bomb] * 4
     (tmp_path / "isaa").mkdir()
     for name, value in (("circle", circle), ("bomb", bomb)):
-        content = pickle.dumps({"session_data": {"s": {"history": [{"role": "user", "content": "q"}]}}, "x": value})
+        content = pickle.dumps(
+            {"session_data": {"s": {"history": [{"role": "user", "content": "q"}]}}, "x": value}
+        )
         (tmp_path / "isaa" / f"{name}.pkl").write_bytes(content)
     monkeypatch.setattr("mlx_parallm.systems.traces.checkpoints.MOST_VALUES", 10_000)
     loader = CheckpointLoader(tmp_path)
@@ -445,7 +578,8 @@ def test_pickles_that_never_end_are_skipped(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_branches_of_a_log_are_bounded() -> None:
-    """A comb: each message has an answer of its own beside the next one, so copies grow by the square."""
+    """A comb: each message has an answer of its own beside the next one, so copies grow by the
+    square."""
     parents: dict[str, str | None] = {"0": None}
     for number in range(1, 60):
         parents |= {f"{number}": f"{number - 1}", f"leaf {number}": f"{number - 1}"}
@@ -460,7 +594,13 @@ def test_deep_and_endless_numbers_are_left_out(tmp_path: Path) -> None:
     for _ in range(300):
         deep = [deep]
     good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    file = lines(tmp_path / "a.jsonl", good, good | {"deep": deep}, '{"messages": [], "x": NaN}', '{"x": 1e999}')
+    file = lines(
+        tmp_path / "a.jsonl",
+        good,
+        good | {"deep": deep},
+        '{"messages": [], "x": NaN}',
+        ('{"x": 1e999}'),
+    )
     traces, report = imported(file, "openai")
     assert len(traces) == 1
     assert report.skipped == {"not JSON: nested deeper than 100 levels": 1, "not JSON": 2}

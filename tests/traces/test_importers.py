@@ -18,7 +18,9 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "run", "arguments":
 
 
 def lines(path: Path, *values: Any) -> Path:
-    path.write_text("".join((value if isinstance(value, str) else json.dumps(value)) + "\n" for value in values))
+    path.write_text(
+        "".join((value if isinstance(value, str) else json.dumps(value)) + "\n" for value in values)
+    )
     return path
 
 
@@ -63,10 +65,16 @@ def test_openai_chat(tmp_path: Path) -> None:
     assert first.messages == second.messages == messages
     assert first.tools == second.tools == tools
     assert sampled(first) == [""]  # the shown answer has weight 0
-    assert (first.get("license"), first.get("columns")["topic"], second.id) == ("mit", "files", "own")
+    assert (first.get("license"), first.get("columns")["topic"], second.id) == (
+        "mit",
+        "files",
+        ("own"),
+    )
     assert report.used == 2 and sum(report.skipped.values()) == 4
     assert report.places["not JSON"] == ["rows.jsonl:3"]
-    assert "message 0 has the role 'robot': expected system, user, assistant or tool" in report.skipped
+    assert (
+        "message 0 has the role 'robot': expected system, user, assistant or tool" in report.skipped
+    )
 
 
 def test_atif_comes_out_as_it_went_in(tmp_path: Path) -> None:
@@ -74,15 +82,22 @@ def test_atif_comes_out_as_it_went_in(tmp_path: Path) -> None:
         "schema_version": "ATIF-v1.5",
         "session_id": "s",
         "agent": {"name": "a", "version": "1"},
-        "steps": [{"step_id": 1, "source": "user", "message": "q"}, {"step_id": 2, "source": "agent", "message": "a"}],
+        "steps": [
+            {"step_id": 1, "source": "user", "message": "q"},
+            {"step_id": 2, "source": "agent", "message": ("a")},
+        ],
         "final_metrics": {"total_steps": 2},
     }
-    traces, report = imported(lines(tmp_path / "t.jsonl", trajectory, trajectory, {"schema_version": "x"}), "atif")
+    traces, report = imported(
+        lines(tmp_path / "t.jsonl", trajectory, trajectory, {"schema_version": "x"}), ("atif")
+    )
     assert [trace.to_json() for trace in traces] == [trajectory, trajectory]
     assert report.used == 2
     whole = tmp_path / "trajectory.json"
     whole.write_text(json.dumps(trajectory, indent=2))
-    (tmp_path / "result.json").write_text(json.dumps({"verifier_result": {"rewards": {"reward": 1.0}}}))
+    (tmp_path / "result.json").write_text(
+        json.dumps({"verifier_result": {"rewards": {"reward": 1.0}}})
+    )
     [trace], _ = imported(whole, "atif")
     assert trace.get("rewards") == {"reward": {"score": 1.0, "weight": 1.0}}
 
@@ -103,13 +118,18 @@ def claude(uuid: str, parent: str | None, kind: str, content: Any, **more: Any) 
 
 
 def test_claude_code(tmp_path: Path) -> None:
-    """Blocks of one answer are one message, results of parallel calls are no branches, `parentUuid` branches are."""
+    """Blocks of one answer are one message, results of parallel calls are no branches,
+    `parentUuid` branches are."""
 
     def use(number: int) -> dict[str, Any]:
         return {"type": "tool_use", "id": f"u{number}", "name": "Bash", "input": {"n": number}}
 
     def result(number: int) -> dict[str, Any]:
-        return {"type": "tool_result", "tool_use_id": f"u{number}", "content": [{"type": "text", "text": f"r{number}"}]}
+        return {
+            "type": "tool_result",
+            "tool_use_id": f"u{number}",
+            "content": [{"type": "text", "text": (f"r{number}")}],
+        }
 
     file = lines(
         tmp_path / "S.jsonl",
@@ -128,7 +148,14 @@ def test_claude_code(tmp_path: Path) -> None:
         claude("11", "8", "user", "thanks"),
         claude("12", "11", "assistant", [{"type": "text", "text": "Welcome."}], message_id="m4"),
         claude("20", None, "user", "sub task", isSidechain=True),
-        claude("21", "20", "assistant", [{"type": "text", "text": "Sub."}], message_id="m5", isSidechain=True),
+        claude(
+            "21",
+            "20",
+            "assistant",
+            [{"type": "text", "text": "Sub."}],
+            message_id="m5",
+            isSidechain=True,
+        ),
     )
     traces, report = imported(file, "claude-code")
     assert report.used == 14 and report.skipped["lines of type 'summary' are no messages"] == 1
@@ -136,7 +163,10 @@ def test_claude_code(tmp_path: Path) -> None:
     assert roles(first) == ["user", "assistant", "tool", "tool", "assistant", "user", "assistant"]
     answer = first.messages[1]
     assert (answer["reasoning_content"], answer["content"]) == ("hm", "Looking.")
-    assert [call["function"]["arguments"] for call in answer["tool_calls"]] == ['{"n": 1}', '{"n": 2}']
+    assert [call["function"]["arguments"] for call in answer["tool_calls"]] == [
+        '{"n": 1}',
+        ('{"n": 2}'),
+    ]
     assert [m["content"] for m in first.messages if m["role"] == "tool"] == ["r1", "r2"]
     assert sampled(first) == ["Looking.", "Two files.", "Three."]
     assert sampled(second) == ["Welcome."]  # what both branches share is trained on once
@@ -154,8 +184,11 @@ def said(role: str, text: str) -> dict[str, Any]:
 
 
 def test_codex(tmp_path: Path) -> None:
-    """A result that stands in the log twice gives one observation; a compaction begins a new trace."""
-    output = codex("response_item", {"type": "function_call_output", "call_id": "c1", "output": "a.py"})
+    """A result that stands in the log twice gives one observation; a compaction begins a new
+    trace."""
+    output = codex(
+        "response_item", {"type": "function_call_output", "call_id": "c1", "output": ("a.py")}
+    )
     file = lines(
         tmp_path / "rollout-1.jsonl",
         codex("session_meta", {"id": "X", "cli_version": "0.65.0", "instructions": "Be brief."}),
@@ -163,15 +196,29 @@ def test_codex(tmp_path: Path) -> None:
         said("user", "list"),
         codex("event_msg", {"type": "user_message", "message": "list"}),
         codex("response_item", {"type": "reasoning", "summary": [], "encrypted_content": "…"}),
-        codex("response_item", {"type": "reasoning", "summary": [{"type": "summary_text", "text": "look"}]}),
         codex(
             "response_item",
-            {"type": "function_call", "name": "shell", "arguments": '{"command":["ls"]}', "call_id": "c1"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": ("look")}]},
+        ),
+        codex(
+            "response_item",
+            {
+                "type": "function_call",
+                "name": "shell",
+                "arguments": '{"command":["ls"]}',
+                "call_id": ("c1"),
+            },
         ),
         output,
         output,
-        codex("response_item", {"type": "custom_tool_call", "name": "apply_patch", "input": "***", "call_id": "c2"}),
-        codex("response_item", {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"}),
+        codex(
+            "response_item",
+            {"type": "custom_tool_call", "name": "apply_patch", "input": "***", "call_id": ("c2")},
+        ),
+        codex(
+            "response_item",
+            {"type": "custom_tool_call_output", "call_id": "c2", "output": ("done")},
+        ),
         said("assistant", "One file."),
         codex("compacted", {"message": "Summary so far."}),
         said("assistant", "Going on."),
@@ -181,7 +228,10 @@ def test_codex(tmp_path: Path) -> None:
     assert roles(first) == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
     assert first.messages[2]["reasoning_content"] == "look"
     assert first.messages[2]["tool_calls"][0]["function"]["arguments"] == '{"command":["ls"]}'
-    assert first.messages[4]["tool_calls"][0]["function"] == {"name": "apply_patch", "arguments": '{"input": "***"}'}
+    assert first.messages[4]["tool_calls"][0]["function"] == {
+        "name": "apply_patch",
+        "arguments": ('{"input": "***"}'),
+    }
     assert [m["content"] for m in second.messages] == ["Be brief.", "Summary so far.", "Going on."]
     assert (first.id, second.id, first.agent.model_name) == ("X", "X#2", "gpt-x")
     assert report.skipped["a result that stands in the log twice"] == 1
@@ -190,7 +240,13 @@ def test_codex(tmp_path: Path) -> None:
 
 
 def attribute(key: str, value: Any) -> dict[str, Any]:
-    kind = "intValue" if isinstance(value, int) else "doubleValue" if isinstance(value, float) else "stringValue"
+    kind = (
+        ("intValue")
+        if isinstance(value, int)
+        else "doubleValue"
+        if isinstance(value, float)
+        else "stringValue"
+    )
     return {"key": key, "value": {kind: str(value) if kind == "intValue" else value}}
 
 
@@ -209,12 +265,24 @@ def spans(*listed: Any) -> dict[str, Any]:
 
 
 def test_otlp_gen_ai(tmp_path: Path) -> None:
-    """Each span repeats the conversation: one trace comes out, each answer sampled once; an evaluation is a label."""
+    """Each span repeats the conversation: one trace comes out, each answer sampled once; an
+    evaluation is a label."""
     ask = {"role": "user", "parts": [{"type": "text", "content": "ls?"}]}
     call = {"type": "tool_call", "id": "c1", "name": "run", "arguments": {"cmd": "ls"}}
-    calls = {"role": "assistant", "parts": [{"type": "reasoning", "content": "hm"}, call], "finish_reason": "tool_call"}
-    result = {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c1", "response": "a.py"}]}
-    last = {"role": "assistant", "parts": [{"type": "text", "content": "One."}], "finish_reason": "stop"}
+    calls = {
+        "role": "assistant",
+        "parts": [{"type": "reasoning", "content": "hm"}, call],
+        "finish_reason": ("tool_call"),
+    }
+    result = {
+        "role": "tool",
+        "parts": [{"type": "tool_call_response", "id": "c1", "response": ("a.py")}],
+    }
+    last = {
+        "role": "assistant",
+        "parts": [{"type": "text", "content": "One."}],
+        "finish_reason": ("stop"),
+    }
     tools = [{"type": "function", "name": "run", "parameters": {"type": "object"}}]
     common = {
         "gen_ai.operation.name": "chat",
@@ -225,22 +293,39 @@ def test_otlp_gen_ai(tmp_path: Path) -> None:
     }
 
     def messages(asked: list[Any], answer: Any) -> dict[str, Any]:
-        return {"gen_ai.input.messages": json.dumps(asked), "gen_ai.output.messages": json.dumps([answer])}
+        return {
+            "gen_ai.input.messages": json.dumps(asked),
+            "gen_ai.output.messages": json.dumps([answer]),
+        }
 
-    score = [attribute("gen_ai.evaluation.name", "helpful"), attribute("gen_ai.evaluation.score.value", 0.5)]
+    score = [
+        attribute("gen_ai.evaluation.name", "helpful"),
+        attribute("gen_ai.evaluation.score.value", 0.5),
+    ]
     first = span(1, common | messages([ask], calls) | {"gen_ai.usage.input_tokens": 7})
     second = span(
-        3, common | messages([ask, calls, result], last), [{"name": "gen_ai.evaluation.result", "attributes": score}]
+        3,
+        common | messages([ask, calls, result], last),
+        [{"name": "gen_ai.evaluation.result", "attributes": score}],
     )
     tool = span(2, {"gen_ai.operation.name": "execute_tool"})
-    [trace], report = imported(lines(tmp_path / "spans.jsonl", spans(second, tool), spans(first)), "otlp")
+    [trace], report = imported(
+        lines(tmp_path / "spans.jsonl", spans(second, tool), spans(first)), ("otlp")
+    )
     assert roles(trace) == ["system", "user", "assistant", "tool", "assistant"]
-    assert trace.messages[2]["tool_calls"][0]["function"] == {"name": "run", "arguments": '{"cmd": "ls"}'}
+    assert trace.messages[2]["tool_calls"][0]["function"] == {
+        "name": "run",
+        "arguments": ('{"cmd": "ls"}'),
+    }
     assert trace.messages[2]["reasoning_content"] == "hm"
-    assert trace.tools == [{"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}]
+    assert trace.tools == [
+        {"type": "function", "function": {"name": "run", "parameters": {"type": ("object")}}}
+    ]
     assert len(sampled(trace)) == 2
     assert [(label.name, label.value) for label in trace.labels] == [("helpful", 0.5)]
-    assert report.skipped == {"spans of operation 'execute_tool' are no model calls with content": 1}
+    assert report.skipped == {
+        "spans of operation 'execute_tool' are no model calls with content": 1
+    }
 
 
 def test_otlp_openinference(tmp_path: Path) -> None:
@@ -255,7 +340,9 @@ def test_otlp_openinference(tmp_path: Path) -> None:
         f"{at}.tool_calls.0.tool_call.id": "c1",
         f"{at}.tool_calls.0.tool_call.function.name": "run",
         f"{at}.tool_calls.0.tool_call.function.arguments": '{"cmd": "ls"}',
-        "llm.tools.0.tool.json_schema": json.dumps({"type": "function", "function": {"name": "run"}}),
+        "llm.tools.0.tool.json_schema": json.dumps(
+            {"type": "function", "function": {"name": ("run")}}
+        ),
         "llm.token_count.prompt": 9,
     }
     path = tmp_path / "phoenix.json"
@@ -269,9 +356,15 @@ def test_otlp_openinference(tmp_path: Path) -> None:
 
 
 def test_verifiers(tmp_path: Path) -> None:
-    """A graph with two leaves is two traces; tokens of a node are what it adds, its sampled part is masked."""
+    """A graph with two leaves is two traces; tokens of a node are what it adds, its sampled part
+    is masked."""
     nodes = [
-        {"parent": None, "message": {"role": "user", "content": "q"}, "token_ids": [1, 2], "mask": [False, False]},
+        {
+            "parent": None,
+            "message": {"role": "user", "content": "q"},
+            "token_ids": [1, 2],
+            "mask": [False, False],
+        },
         {
             "parent": 0,
             "message": {"role": "assistant", "content": "a"},
@@ -280,7 +373,12 @@ def test_verifiers(tmp_path: Path) -> None:
             "mask": [False, True, True],
             "logprobs": [-0.5, -0.25],
         },
-        {"parent": 1, "message": {"role": "user", "content": "r"}, "token_ids": [6], "mask": [False]},
+        {
+            "parent": 1,
+            "message": {"role": "user", "content": "r"},
+            "token_ids": [6],
+            "mask": [False],
+        },
         {
             "parent": 2,
             "message": {
@@ -306,7 +404,9 @@ def test_verifiers(tmp_path: Path) -> None:
         "reward": 0.5,
         "example_id": 3,
     }
-    (first, second, third), _ = imported(lines(tmp_path / "t.jsonl", {"id": "e", "traces": [record]}, row), "verifiers")
+    (first, second, third), _ = imported(
+        lines(tmp_path / "t.jsonl", {"id": "e", "traces": [record]}, row), ("verifiers")
+    )
     assert sampled(first) == ["a", ""] and sampled(second) == []
     metrics = first.steps[1].metrics
     assert metrics is not None
@@ -316,15 +416,33 @@ def test_verifiers(tmp_path: Path) -> None:
         [-0.5, -0.25],
     )
     assert first.get("rewards") == {"right": {"score": 1.0, "weight": 2.0}}
-    assert (first.get("group_id"), third.get("group_id"), first.tools[0]["function"]["name"]) == ("h", "3", "f")
+    assert (first.get("group_id"), third.get("group_id"), first.tools[0]["function"]["name"]) == (
+        "h",
+        "3",
+        ("f"),
+    )
 
 
 def test_art(tmp_path: Path) -> None:
     """A Choice was sampled; an assistant message that is none was not."""
-    choice = {"finish_reason": "stop", "index": 0, "logprobs": None, "message": {"role": "assistant", "content": "a"}}
+    choice = {
+        "finish_reason": "stop",
+        "index": 0,
+        "logprobs": None,
+        "message": {"role": "assistant", "content": ("a")},
+    }
     shown = {"role": "assistant", "content": "shown"}
-    one = {"messages_and_choices": [{"role": "user", "content": "q"}, shown, choice], "reward": 1.0, "tools": None}
-    file = lines(tmp_path / "art.jsonl", {"trajectories": [one, one | {"reward": 0.0}]}, one, {"trajectories": []})
+    one = {
+        "messages_and_choices": [{"role": "user", "content": "q"}, shown, choice],
+        "reward": 1.0,
+        "tools": None,
+    }
+    file = lines(
+        tmp_path / "art.jsonl",
+        {"trajectories": [one, one | {"reward": 0.0}]},
+        one,
+        {"trajectories": []},
+    )
     traces, report = imported(file, "art")
     assert [sampled(trace) for trace in traces] == [["a"]] * 3
     assert traces[0].get("group_id") == traces[1].get("group_id") != traces[2].get("group_id")
@@ -333,18 +451,27 @@ def test_art(tmp_path: Path) -> None:
 
 
 def test_own_rollouts(tmp_path: Path) -> None:
-    """Tokens, log-probabilities and versions are those of the store; texts are without the template."""
+    """Tokens, log-probabilities and versions are those of the store; texts are without the
+    template."""
     store = RolloutStore(tmp_path / "rollouts.sqlite")
     group = make_group("g")
     store.add(group, source="test")
     store.close()
     (tmp_path / "config.toml").write_text('[model]\nbase_path = "builtin:tiny"\n')
     traces, _ = imported(tmp_path, "rollouts")
-    assert [trace.get("rewards")["reward"]["score"] for trace in traces] == [r.reward for r in group.rollouts]
+    assert [trace.get("rewards")["reward"]["score"] for trace in traces] == [
+        r.reward for r in group.rollouts
+    ]
     for trace, rollout in zip(traces, group.rollouts, strict=True):
         metrics = next(step.metrics for step in trace.steps if step.sampled)
-        assert metrics is not None and metrics.prompt_token_ids is not None and rollout.logprobs is not None
-        assert [*metrics.prompt_token_ids, *(metrics.completion_token_ids or ())] == list(rollout.tokens)
+        assert (
+            metrics is not None
+            and metrics.prompt_token_ids is not None
+            and rollout.logprobs is not None
+        )
+        assert [*metrics.prompt_token_ids, *(metrics.completion_token_ids or ())] == list(
+            rollout.tokens
+        )
         assert metrics.logprobs == list(rollout.logprobs[len(metrics.prompt_token_ids) :])
 
 
@@ -358,5 +485,16 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="there is no format 'xml'"):
         list(read_traces(tmp_path, source="xml"))
     assert set(IMPORTERS) == {
-        *("atif", "openai", "recorded", "collected", "rollouts", "claude-code", "codex", "otlp", "verifiers", "art")
+        *(
+            "atif",
+            "openai",
+            "recorded",
+            "collected",
+            "rollouts",
+            "claude-code",
+            "codex",
+            "otlp",
+            "verifiers",
+            ("art"),
+        )
     }

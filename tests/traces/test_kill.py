@@ -1,4 +1,5 @@
-"""A server that records is killed with -9 under load: every turn that a client was answered is on the disk."""
+"""A server that records is killed with -9 under load: every turn that a client was answered is
+on the disk."""
 
 import threading
 from pathlib import Path
@@ -27,7 +28,9 @@ def test_a_kill_loses_no_acknowledged_turn(tmp_path: Path) -> None:
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             try:
                 while True:
-                    answer = client.chat.completions.create(model="default", messages=messages[-5:], max_tokens=4)
+                    answer = client.chat.completions.create(
+                        model="default", messages=messages[-5:], max_tokens=4
+                    )
                     answered[name].add(answer.id)
                     messages += [answer.choices[0].message, {"role": "user", "content": "Sum: 1+1"}]
                     if sum(map(len, answered.values())) >= 60:

@@ -33,7 +33,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lines = []
     for number, (question, answer) in enumerate((("2+2", "4"), ("2+3", "4!"), ("unknown", "?"))):
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        lines.append(json.dumps(new_trace(messages, session_id=f"s{number}", source="test").to_json()))
+        lines.append(
+            json.dumps(new_trace(messages, session_id=f"s{number}", source="test").to_json())
+        )
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -43,7 +45,9 @@ def labels(path: Path) -> list[list[tuple[str, float | None, str]]]:
     return [[(label.name, label.value, label.by) for label in trace.labels] for trace in traces]
 
 
-def test_a_rule_labels_and_a_second_run_adds(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rule_labels_and_a_second_run_adds(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["traces", "label", str(file), "--rule", "python:rules.py:right"]
     assert main(command) == 0
     assert "2 labelled, 1 left alone" in capsys.readouterr().out

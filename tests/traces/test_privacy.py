@@ -1,4 +1,5 @@
-"""60 planted secrets of 15 kinds: none in any output, placeholders stable, JSON valid; ordinary code stays as it is."""
+"""60 planted secrets of 15 kinds: none in any output, placeholders stable, JSON valid; ordinary
+code stays as it is."""
 
 import json
 import random
@@ -45,7 +46,10 @@ def planted() -> dict[str, list[str]]:
         "openai": lambda: "sk-proj-" + "4" + text(40),
         "bearer": lambda: "7" + text(31),
         "url_password": lambda: "5" + text(19),
-        "user": lambda: source.choice(["mwagner", "jdoe42", "liu-wei", "anna_k"]) + text(2, string.ascii_lowercase),
+        "user": lambda: (
+            source.choice(["mwagner", "jdoe42", "liu-wei", "anna_k"])
+            + text(2, string.ascii_lowercase)
+        ),
     }
     assert len(makers) == 15
     return {kind: [make() for _ in range(4)] for kind, make in makers.items()}
@@ -63,20 +67,38 @@ def around(kind: str, secret: str) -> str:
 
 
 def trace_with(secrets: dict[str, list[str]]) -> Trace:
-    """Each secret stands in a message, in a call's arguments (an object and JSON text) or in a result, and again."""
+    """Each secret stands in a message, in a call's arguments (an object and JSON text) or in a
+    result, and again."""
     messages: list[dict[str, Any]] = []
     for kind, values in secrets.items():
         in_text, in_arguments, in_result, in_raw = values
-        arguments = {"command": around(kind, in_arguments), "deep": [{"x": around(kind, in_arguments)}], "n": 3}
+        arguments = {
+            "command": around(kind, in_arguments),
+            "deep": [{"x": around(kind, in_arguments)}],
+            "n": 3,
+        }
         raw = json.dumps({"note": around(kind, in_raw)}, separators=(",", ":"))
         calls = [
-            {"id": "1", "type": "function", "function": {"name": "run", "arguments": json.dumps(arguments)}},
+            {
+                "id": "1",
+                "type": "function",
+                "function": {"name": "run", "arguments": json.dumps(arguments)},
+            },
             {"id": "2", "type": "function", "function": {"name": "run", "arguments": raw}},
         ]
         messages += [
             {"role": "user", "content": f"{around(kind, in_text)}\nagain: {around(kind, in_text)}"},
-            {"role": "assistant", "content": "", "reasoning_content": around(kind, in_text), "tool_calls": calls},
-            {"role": "tool", "tool_call_id": "1", "content": json.dumps({"out": around(kind, in_result)})},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": around(kind, in_text),
+                "tool_calls": calls,
+            },
+            {
+                "role": "tool",
+                "tool_call_id": "1",
+                "content": json.dumps({"out": around(kind, in_result)}),
+            },
             {"role": "tool", "tool_call_id": "2", "content": f"ran: {around(kind, in_raw)}"},
         ]
     return new_trace(messages, session_id="planted", source="test")
@@ -89,7 +111,12 @@ def test_none_of_sixty_secrets_is_in_any_output(tmp_path: Path) -> None:
     assert review is not None
     written = (tmp_path / "traces.jsonl").read_text() + review.read_text()
     flat = written.replace("\\n", "\n")
-    left = [secret for values in secrets.values() for secret in values if secret in written or secret in flat]
+    left = [
+        secret
+        for values in secrets.values()
+        for secret in values
+        if secret in written or secret in flat
+    ]
     assert left == []
     assert sum(trace.get("redacted").values()) == len(hits) >= 60
     for message in trace.messages:
@@ -113,14 +140,21 @@ def test_placeholders_are_stable_and_different() -> None:
 
 def test_a_trace_with_hits_keeps_no_tokens() -> None:
     """The tokens of a secret are the secret."""
-    metrics = {"prompt_token_ids": [1, 2], "completion_token_ids": [3], "logprobs": [-0.5], "prompt_tokens": 2}
+    metrics = {
+        "prompt_token_ids": [1, 2],
+        "completion_token_ids": [3],
+        "logprobs": [-0.5],
+        "prompt_tokens": 2,
+    }
     messages = [
         {"role": "user", "content": planted()["aws"][0]},
         {"role": "assistant", "content": "ok", "step": {"metrics": metrics}},
     ]
     trace, _ = redact_trace(new_trace(messages, session_id="s", source="test"), secret_finder())
     assert trace.to_json()["steps"][1]["metrics"] == {"prompt_tokens": 2}
-    clean = new_trace([{"role": "user", "content": "hi"}, messages[1]], session_id="s", source="test")
+    clean = new_trace(
+        [{"role": "user", "content": "hi"}, messages[1]], session_id="s", source=("test")
+    )
     assert redact_trace(clean, secret_finder()) == (clean, [])
 
 
@@ -158,7 +192,9 @@ def test_what_is_no_secret(text: str) -> None:
 def test_a_planted_leftover_is_found(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     secret = planted()["stripe"][0]
-    file.write_text('{"a": "fine"}\n' + json.dumps({"messages": [{"content": f"key {secret}"}]}) + "\n")
+    file.write_text(
+        '{"a": "fine"}\n' + json.dumps({"messages": [{"content": f"key {secret}"}]}) + ("\n")
+    )
     assert list(leftovers([file])) == [f"{file}:2: stripe"]
 
 

@@ -1,4 +1,5 @@
-"""The recorder in front of another server: answers pass through as they are, keys are kept nowhere."""
+"""The recorder in front of another server: answers pass through as they are, keys are kept
+nowhere."""
 
 import json
 import shutil
@@ -33,7 +34,9 @@ def upstream(tiny_engine: TinyEngine, tiny_tokenizer: Any) -> Iterator[RunningSe
 
 @pytest.fixture
 def proxy(upstream: RunningServer, tmp_path: Path) -> Iterator[str]:
-    app = recording_proxy(SessionRecorder(tmp_path / "traces", secret_finder()), f"{upstream.url}/v1")
+    app = recording_proxy(
+        SessionRecorder(tmp_path / "traces", secret_finder()), (f"{upstream.url}/v1")
+    )
     listener = bind_socket("127.0.0.1", 0)
     thread = ServerThread(app, listener, 64)
     thread.start()
@@ -51,10 +54,19 @@ def session(tmp_path: Path, name: str) -> Session:
 
 def test_whole_and_streamed_turns_join(proxy: str, tmp_path: Path) -> None:
     with agent(proxy, "one") as client:
-        exact: Any = {"logprobs": True, "extra_body": {"return_token_ids": True}, "max_tokens": 6, "model": "default"}
+        exact: Any = {
+            "logprobs": True,
+            "extra_body": {"return_token_ids": True},
+            "max_tokens": 6,
+            "model": ("default"),
+        }
         answer = client.chat.completions.create(messages=[QUESTION], **exact)
         choice: Any = answer.choices[0]
-        messages = [QUESTION, choice.message.model_dump(exclude_none=True), {"role": "user", "content": "Sum: 1+1"}]
+        messages = [
+            QUESTION,
+            choice.message.model_dump(exclude_none=True),
+            {"role": "user", "content": ("Sum: 1+1")},
+        ]
         text, ids = "", list[int]()
         for chunk in client.chat.completions.create(messages=messages, stream=True, **exact):
             text += chunk.choices[0].delta.content or ""
@@ -74,14 +86,20 @@ def test_whole_and_streamed_turns_join(proxy: str, tmp_path: Path) -> None:
 
 
 def test_refusals_of_the_upstream_pass_and_are_no_turns(proxy: str, tmp_path: Path) -> None:
-    with agent(proxy, "no", key="wrong-key-000") as client, pytest.raises(openai.AuthenticationError):
+    with (
+        agent(proxy, "no", key="wrong-key-000") as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
         client.chat.completions.create(model="default", messages=[QUESTION])
     with agent(proxy, "no") as client, pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="default", messages=[QUESTION], temperature=-1)
     assert not (tmp_path / "traces" / "sessions" / "no.jsonl").exists()
 
 
-GOOD_ANSWER: Any = {"id": "a", "choices": [{"index": 0, "message": {"role": "assistant", "content": "x"}}]}
+GOOD_ANSWER: Any = {
+    "id": "a",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": ("x")}}],
+}
 REQUESTS: Any = [
     {"temperature": "hot"},
     {"tools": 5},
@@ -101,10 +119,24 @@ PARTS: Any = [
     {"choices": [{"delta": 5}]},
     {"choices": [{"delta": {"content": "a"}, "finish_reason": {"a": 1}}]},
     {"choices": [{"delta": {"tool_calls": [{"index": "x", "function": 5}]}}]},
-    {"choices": [{"delta": {"tool_calls": [{"function": {"name": "a"}, "id": {}}]}, "finish_reason": "stop"}]},
+    {
+        "choices": [
+            {
+                "delta": {"tool_calls": [{"function": {"name": "a"}, "id": {}}]},
+                "finish_reason": ("stop"),
+            }
+        ]
+    },
     {"choices": [{"logprobs": [], "delta": {"content": "a"}}], "usage": "many"},
-    {"choices": [{"logprobs": {"content": [5]}, "token_ids": ["a"], "finish_reason": "stop"}], "prompt_token_ids": [1]},
-    {"choices": [{"message": {"content": "a"}, "index": [], "finish_reason": 1}], "id": 7, "usage": 8},
+    {
+        "choices": [{"logprobs": {"content": [5]}, "token_ids": ["a"], "finish_reason": "stop"}],
+        "prompt_token_ids": [1],
+    },
+    {
+        "choices": [{"message": {"content": "a"}, "index": [], "finish_reason": 1}],
+        "id": 7,
+        "usage": 8,
+    },
     {"choices": {"0": 1}},
     {"choices": [[[]]]},
     [],
@@ -114,7 +146,8 @@ PARTS: Any = [
 
 @pytest.fixture
 def scripted(tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A proxy before an upstream that answers what the test says, and remembers what it was sent."""
+    """A proxy before an upstream that answers what the test says, and remembers what it was
+    sent."""
     state: dict[str, Any] = {"answer": (200, "application/json", b"{}")}
 
     async def upstream_app(scope: Any, receive: Any, send: Any) -> None:
@@ -125,10 +158,20 @@ def scripted(tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 break
         state["seen"] = (scope["raw_path"], scope["query_string"], body, scope["headers"])
         status, kind, content = state["answer"]
-        headers = [(b"content-type", kind.encode()), (b"set-cookie", b"a=1"), (b"set-cookie", b"b=2")]
+        headers = [
+            (b"content-type", kind.encode()),
+            (b"set-cookie", b"a=1"),
+            (b"set-cookie", b"b=2"),
+        ]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for start in range(0, max(len(content), 1), 7):
-            await send({"type": "http.response.body", "body": content[start : start + 7], "more_body": True})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": content[start : start + 7],
+                    "more_body": True,
+                }
+            )
         await send({"type": "http.response.body", "body": b""})
 
     threads = []
@@ -147,32 +190,70 @@ def scripted(tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_whatever_comes_passes_on_as_it_is(scripted: tuple[str, dict[str, Any]]) -> None:
-    """Requests and answers of every wrong form, whole and streamed: the same bytes, status and headers on both sides,
-    and recording gives up. Also odd paths and queries, packed bodies, several cookies, a stream without an end, an
-    event of megabytes, and what is no JSON at all."""
+    """Requests and answers of every wrong form, whole and streamed: the same bytes, status and
+    headers on both sides, and recording gives up. Also odd paths and queries, packed bodies,
+    several cookies, a stream without an end, an event of megabytes, and what is no JSON at all."""
     proxy, state = scripted
     good = {"model": "m", "messages": [QUESTION]}
-    events = [b"".join(b"data: %s\n\n" % json.dumps(part).encode() for part in parts) for parts in (PARTS[:1], PARTS)]
-    streams = [*events, *(b"data: %s\n\ndata: [DONE]\n\n" % json.dumps(part).encode() for part in PARTS)]
-    streams += [b"", b"data: {", b"\xff\xfe", b"data: " + b"x" * 100_000, b": ping\n\n\r\n\r\n", b"[" * 100_000]
-    wholes = [json.dumps(part).encode() for part in PARTS] + [b"", b"{", b"\xff", b"[" * 100_000, b"null"]
+    events = [
+        b"".join(b"data: %s\n\n" % json.dumps(part).encode() for part in parts)
+        for parts in (PARTS[:1], PARTS)
+    ]
+    streams = [
+        *events,
+        *(b"data: %s\n\ndata: [DONE]\n\n" % json.dumps(part).encode() for part in PARTS),
+    ]
+    streams += [
+        b"",
+        b"data: {",
+        b"\xff\xfe",
+        b"data: " + b"x" * 100_000,
+        b": ping\n\n\r\n\r\n",
+        b"[" * 100_000,
+    ]
+    wholes = [json.dumps(part).encode() for part in PARTS] + [
+        b"",
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+        b"null",
+    ]
     with httpx.Client(base_url=proxy, timeout=20) as http:
 
-        def check(body: bytes, answer: tuple[int, str, bytes], path: str = "/chat/completions", **options: Any) -> None:
+        def check(
+            body: bytes,
+            answer: tuple[int, str, bytes],
+            path: str = "/chat/completions",
+            **options: Any,
+        ) -> None:
             state["answer"] = answer
             reply = http.post(f"/sessions/s/v1{path}", content=body, **options)
-            assert (reply.status_code, reply.content) == (answer[0], answer[2]), (body[:80], answer[2][:80])
-            assert state["seen"][2] == body and reply.headers.get_list("set-cookie") == ["a=1", "b=2"]
+            assert (reply.status_code, reply.content) == (answer[0], answer[2]), (
+                body[:80],
+                answer[2][:80],
+            )
+            assert state["seen"][2] == body and reply.headers.get_list("set-cookie") == [
+                "a=1",
+                ("b=2"),
+            ]
 
         for asked in REQUESTS:
-            check(json.dumps(good | asked).encode(), (200, "application/json", json.dumps(GOOD_ANSWER).encode()))
+            check(
+                json.dumps(good | asked).encode(),
+                (200, "application/json", json.dumps(GOOD_ANSWER).encode()),
+            )
         for raw in (b"", b"{", b"\xff", b"[" * 100_000, b"5"):
             check(raw, (400, "application/json", b'{"error": 1}'))
         for content in wholes:
             check(json.dumps(good).encode(), (200, "application/json", content))
         for content in streams:
             check(json.dumps(good | {"stream": True}).encode(), (200, "text/event-stream", content))
-        check(b"x", (200, "text/plain", b"y"), "/files/a%2Fb?q=1&q=%20", headers={"Content-Encoding": "br"})
+        check(
+            b"x",
+            (200, "text/plain", b"y"),
+            "/files/a%2Fb?q=1&q=%20",
+            headers={"Content-Encoding": ("br")},
+        )
         assert state["seen"][:2] == (b"/v1/files/a%2Fb", b"q=1&q=%20")
         assert (b"content-encoding", b"br") in state["seen"][3]
 
@@ -183,16 +264,27 @@ def test_a_full_disk_fails_no_call(scripted: tuple[str, dict[str, Any]], tmp_pat
     shutil.rmtree(tmp_path / "traces")
     state["answer"] = (200, "application/json", json.dumps(GOOD_ANSWER).encode())
     given_up = _Recording.given_up
-    answer = httpx.post(f"{proxy}/sessions/s/v1/chat/completions", json={"model": "m", "messages": [QUESTION]})
+    answer = httpx.post(
+        f"{proxy}/sessions/s/v1/chat/completions", json={"model": "m", "messages": [QUESTION]}
+    )
     assert answer.json() == GOOD_ANSWER and _Recording.given_up == given_up + 1
 
 
 def test_a_hang_up_is_marked(proxy: str, tmp_path: Path, upstream: RunningServer) -> None:
-    options: Any = {"model": "default", "messages": [QUESTION], "max_tokens": 200, "extra_body": {"ignore_eos": True}}
-    with agent(proxy, "cut") as client, client.chat.completions.create(stream=True, **options) as stream:
+    options: Any = {
+        "model": "default",
+        "messages": [QUESTION],
+        "max_tokens": 200,
+        "extra_body": {"ignore_eos": True},
+    }
+    with (
+        agent(proxy, "cut") as client,
+        client.chat.completions.create(stream=True, **options) as stream,
+    ):
         next(iter(stream))
     path = tmp_path / "traces" / "sessions" / "cut.jsonl"
-    until(lambda: path.exists() and session(tmp_path, "cut").turns)  # the file is there before its first line
+    # the file is there before its first line
+    until(lambda: path.exists() and session(tmp_path, "cut").turns)
     assert [turn.status for turn in session(tmp_path, "cut").turns.values()] == [ABORTED]
     until(lambda: upstream.engine.stats().running == 0)
 
@@ -205,7 +297,13 @@ def test_an_upstream_that_is_away(tmp_path: Path) -> None:
     thread = ServerThread(app, listener, 8)
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with agent(url, "x") as client, pytest.raises(openai.InternalServerError, match="cannot be reached"):
+    with (
+        agent(url, "x") as client,
+        pytest.raises(openai.InternalServerError, match=("cannot be reached")),
+    ):
         client.chat.completions.create(model="m", messages=[QUESTION])
-    assert httpx.get(f"{url}/sessions/x/v1/models", headers={"Host": "evil.example"}).status_code == 403
+    assert (
+        httpx.get(f"{url}/sessions/x/v1/models", headers={"Host": "evil.example"}).status_code
+        == 403
+    )
     thread.stop(5.0)

@@ -1,4 +1,5 @@
-"""`traces build --push` with a hub of our own: what is uploaded, and what is refused before anything is sent."""
+"""`traces build --push` with a hub of our own: what is uploaded, and what is refused before
+anything is sent."""
 
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,10 @@ KEY = "ghp_" + "a1B2c3D4e5F6" * 3
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
     file = tmp_path / "traces.jsonl"
-    messages = [{"role": "user", "content": f"The key is {KEY}"}, {"role": "assistant", "content": "I see"}]
+    messages = [
+        {"role": "user", "content": f"The key is {KEY}"},
+        {"role": "assistant", "content": ("I see")},
+    ]
     write_lines([new_trace(messages, session_id="1", source="test")], file)
     return file
 
@@ -27,7 +31,16 @@ def traces(tmp_path: Path) -> Path:
 def push(traces: Path, url: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> int:
     api = partial(huggingface_hub.HfApi, endpoint=url.removesuffix("/v1"), token="hf_x")
     monkeypatch.setattr(huggingface_hub, "HfApi", api)
-    flags = ["--kind", "sft", "--to", str(traces.parent / "data"), "--test-fraction", "0", "--push", "me/runs"]
+    flags = [
+        "--kind",
+        "sft",
+        "--to",
+        str(traces.parent / "data"),
+        "--test-fraction",
+        "0",
+        "--push",
+        ("me/runs"),
+    ]
     return main(["traces", "build", str(traces), *flags, *more])
 
 
@@ -36,7 +49,10 @@ def test_a_secret_that_still_stands_stops_the_push(
 ) -> None:
     with scripted_http(Hub(DATASET).answer) as (url, received):
         assert push(traces, url, monkeypatch, "--no-redact") == 2
-    assert "not pushed: secrets still stand in" in (text := capsys.readouterr().err) and KEY not in text
+    assert (
+        "not pushed: secrets still stand in" in (text := capsys.readouterr().err)
+        and KEY not in text
+    )
     assert received == []
 
 
@@ -49,7 +65,9 @@ def test_a_clean_data_set_is_pushed_as_a_private_one(
     assert hub.private and "pushed: " in capsys.readouterr().out
     assert hub.files.keys() == {"train.jsonl", "dataset.json"}
     assert hub.files["train.jsonl"] == (traces.parent / "data" / "train.jsonl").read_bytes()
-    assert KEY.encode() not in hub.files["train.jsonl"] and b"<GITHUB_1>" in hub.files["train.jsonl"]
+    assert (
+        KEY.encode() not in hub.files["train.jsonl"] and b"<GITHUB_1>" in hub.files[("train.jsonl")]
+    )
 
 
 def test_a_hub_that_refuses_is_one_line(

@@ -1,5 +1,5 @@
-"""One changed line records an agent: the real client and the real engine, whole and streamed, branches, hang-ups,
-feedback, restarts, a full disk."""
+"""One changed line records an agent: the real client and the real engine, whole and streamed,
+branches, hang-ups, feedback, restarts, a full disk."""
 
 import os
 from collections.abc import Iterator
@@ -32,17 +32,23 @@ def recorder(tmp_path: Path) -> SessionRecorder:
 
 
 @pytest.fixture
-def server(tiny_engine: TinyEngine, tiny_tokenizer: Any, recorder: SessionRecorder) -> Iterator[RunningServer]:
+def server(
+    tiny_engine: TinyEngine, tiny_tokenizer: Any, recorder: SessionRecorder
+) -> Iterator[RunningServer]:
     router = session_router(recorder, is_policy=lambda request: True)
     with running_server(tiny_engine.client, tiny_tokenizer, routers=[router]) as running:
         yield running
 
 
 def agent(server: RunningServer, name: str) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/sessions/{name}/v1", api_key="none", max_retries=0, timeout=60)
+    return OpenAI(
+        base_url=f"{server.url}/sessions/{name}/v1", api_key="none", max_retries=0, timeout=60
+    )
 
 
-def ask(client: OpenAI, messages: list[Any], *, stream: bool = False, **options: Any) -> tuple[Any, str, Any, Any]:
+def ask(
+    client: OpenAI, messages: list[Any], *, stream: bool = False, **options: Any
+) -> tuple[Any, str, Any, Any]:
     """Message, response id, token ids and log-probabilities as the client sees them."""
     options = {
         "model": "default",
@@ -74,7 +80,9 @@ def texts(trace: Trace) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_turns_join_and_are_bit_equal(server: RunningServer, recorder: SessionRecorder, stream: bool) -> None:
+def test_turns_join_and_are_bit_equal(
+    server: RunningServer, recorder: SessionRecorder, stream: bool
+) -> None:
     with agent(server, "one") as client:
         messages: list[Any] = [QUESTION]
         seen = []
@@ -90,23 +98,38 @@ def test_turns_join_and_are_bit_equal(server: RunningServer, recorder: SessionRe
         assert (turn.response_id, list(turn.tokens.completion)) == (answer_id, ids)
         assert list(turn.tokens.logprobs) == logprobs  # bit-equal
     [trace] = session.traces()
-    assert [message["content"] for message in trace.messages] == [message["content"] for message in messages[:-1]]
+    assert [message["content"] for message in trace.messages] == [
+        message["content"] for message in messages[:-1]
+    ]
     rendered = server.state.parts.tokenizer.render_chat(messages[:-2], add_generation_prompt=True)
     metrics = trace.steps[-1].metrics
     assert metrics is not None and metrics.prompt_token_ids == rendered
     assert (metrics.completion_token_ids, metrics.logprobs) == (seen[-1][1], seen[-1][2])
 
 
-def test_one_conversation_through_three_apis_is_one_session(server: RunningServer, recorder: SessionRecorder) -> None:
-    """A chat, then a response, then a message: each goes on with the turn before, with its own tokens."""
-    questions = [QUESTION, *({"role": "user", "content": content} for content in ("Sum: 4+4", "Sort: cab"))]
+def test_one_conversation_through_three_apis_is_one_session(
+    server: RunningServer, recorder: SessionRecorder
+) -> None:
+    """A chat, then a response, then a message: each goes on with the turn before, with its own
+    tokens."""
+    questions = [
+        QUESTION,
+        *({"role": "user", "content": content} for content in ("Sum: 4+4", ("Sort: cab"))),
+    ]
     with agent(server, "three") as client, server.http() as http:
         said, *first = ask(client, questions[:1])
         answer: Any = client.responses.create(
-            model="default", input=[questions[0], said, questions[1]], max_output_tokens=6, extra_body=RETURNED
+            model="default",
+            input=[questions[0], said, questions[1]],
+            max_output_tokens=6,
+            extra_body=RETURNED,
         )
         own = {"role": "assistant", "content": answer.output_text}
-        body = {"max_tokens": 6, "messages": [questions[0], said, questions[1], own, questions[2]], **RETURNED}
+        body = {
+            "max_tokens": 6,
+            "messages": [questions[0], said, questions[1], own, questions[2]],
+            **RETURNED,
+        }
         message = http.post("/sessions/three/v1/messages", json=body).json()
         refused = http.post("/sessions/three/v1/messages", json={"max_tokens": 6})
     assert refused.status_code == 400 and refused.json()["type"] == "error"
@@ -117,8 +140,11 @@ def test_one_conversation_through_three_apis_is_one_session(server: RunningServe
     assert sampled == [first[1], answer.token_ids, message["token_ids"]]
 
 
-def test_branches_retries_and_made_up_answers(server: RunningServer, recorder: SessionRecorder) -> None:
-    """Turns that extend a call join it, others branch; what is shared is trained on once, made-up answers never."""
+def test_branches_retries_and_made_up_answers(
+    server: RunningServer, recorder: SessionRecorder
+) -> None:
+    """Turns that extend a call join it, others branch; what is shared is trained on once,
+    made-up answers never."""
     with agent(server, "tree") as client:
         first, *_ = ask(client, [QUESTION])
         left, *_ = ask(client, [QUESTION, first, {"role": "user", "content": "Sum: 1+1"}])
@@ -143,28 +169,48 @@ def test_branches_retries_and_made_up_answers(server: RunningServer, recorder: S
 
 def test_choices_and_tools_are_kept(server: RunningServer, recorder: SessionRecorder) -> None:
     with agent(server, "two") as client:
-        answer = client.chat.completions.create(model="default", messages=[QUESTION], n=2, max_tokens=4)
+        answer = client.chat.completions.create(
+            model="default", messages=[QUESTION], n=2, max_tokens=4
+        )
         assert client.models.list().data[0].id == "builtin:tiny"
     turns = list(recorded(recorder, "two").turns.values())
-    assert [turn.response["content"] for turn in turns if turn.response] == [c.message.content for c in answer.choices]
+    assert [turn.response["content"] for turn in turns if turn.response] == [
+        c.message.content for c in answer.choices
+    ]
     assert [turn.response_id for turn in turns] == [answer.id, f"{answer.id}#1"]
 
 
-def test_a_hang_up_is_marked_and_nothing_goes_on_from_it(server: RunningServer, recorder: SessionRecorder) -> None:
+def test_a_hang_up_is_marked_and_nothing_goes_on_from_it(
+    server: RunningServer, recorder: SessionRecorder
+) -> None:
     with agent(server, "cut") as client:
         first, *_ = ask(client, [QUESTION])
         messages = [QUESTION, first, {"role": "user", "content": "more"}]
-        options: Any = {"model": "default", "messages": messages, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
+        options: Any = {
+            "model": "default",
+            "messages": messages,
+            "max_tokens": 150,
+            "extra_body": {"ignore_eos": True},
+        }
         with client.chat.completions.create(stream=True, **options) as stream:
             next(iter(stream))
         until(lambda: len(recorded(recorder, "cut").turns) == 2)
         url = f"{server.url}/sessions/cut/v1/chat/completions"
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url, json={"messages": messages, "max_tokens": 170, "ignore_eos": True}, timeout=0.15)
+            httpx.post(
+                url,
+                json={"messages": messages, "max_tokens": 170, "ignore_eos": True},
+                timeout=0.15,
+            )
         until(lambda: len(recorded(recorder, "cut").turns) == 3)
         ask(client, messages)
     session = recorded(recorder, "cut")
-    assert [turn.status for turn in session.turns.values()] == [COMPLETE, ABORTED, ABORTED, COMPLETE]
+    assert [turn.status for turn in session.turns.values()] == [
+        COMPLETE,
+        ABORTED,
+        ABORTED,
+        COMPLETE,
+    ]
     assert [turn.parent for turn in session.turns.values()] == [None, "t1", "t1", "t1"]
     assert [trace.get("aborted") for trace in session.traces()] == [None, True, True]
 
@@ -177,27 +223,39 @@ def test_a_bad_request_is_no_turn(server: RunningServer, recorder: SessionRecord
             client.chat.completions.create(model="none", messages=[QUESTION])
     with agent(server, "..%2Fx") as client, pytest.raises(openai.APIStatusError):
         ask(client, [QUESTION])
-    with agent(server, ".hidden") as client, pytest.raises(openai.BadRequestError, match="cannot name a session"):
+    with (
+        agent(server, ".hidden") as client,
+        pytest.raises(openai.BadRequestError, match=("cannot name a session")),
+    ):
         ask(client, [QUESTION])
     assert list((recorder.directory / "sessions").iterdir()) == []
 
 
 def test_secrets_are_gone_before_the_disk(server: RunningServer, recorder: SessionRecorder) -> None:
-    """The client's conversation goes on as it was; on the disk stand placeholders, and no tokens."""
+    """The client's conversation goes on as it was; on the disk stand placeholders, and no
+    tokens."""
     with agent(server, "secret") as client:
         opening = {"role": "user", "content": f"key {SECRET}"}
         message, *_ = ask(client, [opening])
         ask(client, [opening, message, {"role": "user", "content": f"again {SECRET}"}])
         server_feedback = {"score": 1, "comment": f"it showed {SECRET}"}
-        httpx.post(f"{server.url}/sessions/secret/feedback", json=server_feedback).raise_for_status()
-    everything = b"".join(path.read_bytes() for path in recorder.directory.rglob("*") if path.is_file())
+        httpx.post(
+            f"{server.url}/sessions/secret/feedback", json=server_feedback
+        ).raise_for_status()
+    everything = b"".join(
+        path.read_bytes() for path in recorder.directory.rglob("*") if path.is_file()
+    )
     assert SECRET.encode() not in everything
     session = recorded(recorder, "secret")
     assert [turn.parent for turn in session.turns.values()] == [None, "t1"]
-    assert [turn.messages[-1]["content"] for turn in session.turns.values()] == ["key <AWS_1>", "again <AWS_1>"]
+    assert [turn.messages[-1]["content"] for turn in session.turns.values()] == [
+        "key <AWS_1>",
+        ("again <AWS_1>"),
+    ]
     assert all(turn.tokens is None for turn in session.turns.values())
     assert session.labels[0].explanation == "it showed <AWS_1>"
-    assert (recorder.directory / REVIEW).read_text().count("<AWS_1>") == 6  # three hits: placeholder and context
+    # three hits: placeholder and context
+    assert (recorder.directory / REVIEW).read_text().count("<AWS_1>") == 6
 
 
 def test_a_restart_goes_on_with_the_session(
@@ -218,7 +276,8 @@ def test_a_restart_goes_on_with_the_session(
             file.write(b'{"type": "turn", "id": "t')
     session = recorded(recorder, "long")
     assert [turn.parent for turn in session.turns.values()] == [None, "t1"]
-    assert session.turns["t2"].messages[0]["content"] == "Sum: 0+1 <AWS_2>"  # another secret, another number
+    # another secret, another number
+    assert session.turns["t2"].messages[0]["content"] == "Sum: 0+1 <AWS_2>"
     assert len(session.faults) == 1
 
 
@@ -230,10 +289,16 @@ def test_feedback(server: RunningServer, recorder: SessionRecorder) -> None:
         first, answer_id, *_ = ask(client, [QUESTION])
         ask(client, [QUESTION, first, {"role": "user", "content": "Sum: 1+1"}])
     assert send("f", score=0.5, by="anna").json()["label"]["value"] == 0.5
-    assert send("f", label="good", response_id=answer_id).json()["label"]["response_id"] == answer_id
+    assert (
+        send("f", label="good", response_id=answer_id).json()["label"]["response_id"] == answer_id
+    )
     assert send("f", comment="fine", name="style").status_code == 200
     assert "training" not in send("f", score=1).json()  # a server that trains nothing
-    for body, param in (({}, "score"), ({"score": 1, "response_id": "x"}, "response_id"), ({"scores": 1}, "scores")):
+    for body, param in (
+        ({}, "score"),
+        ({"score": 1, "response_id": "x"}, "response_id"),
+        ({"scores": 1}, ("scores")),
+    ):
         answer = send("f", **body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert send("nobody", score=1).status_code == 400

@@ -1,4 +1,5 @@
-"""Rewards over traces: the specification's formulas with worked numbers; the labels that they make."""
+"""Rewards over traces: the specification's formulas with worked numbers; the labels that they
+make."""
 
 from pathlib import Path
 from typing import Any
@@ -7,31 +8,52 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.systems.traces.execution import ExecutionTrace, ToolCallTrace
-from mlx_parallm.systems.traces.rewards import RewardEngine, add_reward_labels, fit_learned, trajectory_of
+from mlx_parallm.systems.traces.rewards import (
+    RewardEngine,
+    add_reward_labels,
+    fit_learned,
+    trajectory_of,
+)
 from mlx_parallm.systems.traces.schema import Trace, new_trace
 
 
 def run_of(calls: list[bool], answer: str, **execution: Any) -> Trace:
-    events = [ToolCallTrace("search", {"q": "x"}, "found" if ok else "error: no", ok) for ok in calls]
-    view = ExecutionTrace.of_events("s", "Find x", events, answer, timestamp="t", source="test", **execution)
+    events = [
+        ToolCallTrace("search", {"q": "x"}, ("found") if ok else "error: no", ok) for ok in calls
+    ]
+    view = ExecutionTrace.of_events(
+        "s", "Find x", events, answer, timestamp="t", source="test", **execution
+    )
     return view.trace
 
 
 def test_a_trace_becomes_the_episode_that_rewards_see() -> None:
-    trace = run_of([True, False], "It is 4", tasks_completed=["a"], tasks_failed=["b"], total_tokens_out=30)
+    trace = run_of(
+        [True, False], "It is 4", tasks_completed=["a"], tasks_failed=["b"], total_tokens_out=30
+    )
     seen = trajectory_of(trace)
     assert (seen.text, seen.prompt, seen.step_count) == ("It is 4", "Find x", 3)
-    assert [(call["name"], call["ok"]) for call in seen.tool_calls] == [("search", True), ("search", False)]
+    assert [(call["name"], call["ok"]) for call in seen.tool_calls] == [
+        ("search", True),
+        ("search", False),
+    ]
     assert seen.metadata["tasks"] == {"created": 2, "completed": 1, "failed": 1}
     assert seen.rollout.sampled_tokens == 30
 
 
 def test_parts_and_their_weighted_mean() -> None:
     engine = RewardEngine()
-    trace = run_of([True, False], "```python\nassert 1 + 1 == 2\n```", total_tokens_out=500, tasks_completed=["a"])
+    trace = run_of(
+        [True, False],
+        "```python\nassert 1 + 1 == 2\n```",
+        total_tokens_out=500,
+        tasks_completed=[("a")],
+    )
     parts = engine.compute_all(trace)
     assert parts["code"] == 1.0 and parts["syntax"] == 1.0 and parts["format"] == 1.0
-    assert parts["tool_success"] == pytest.approx(0.5) and parts["task_completion"] == pytest.approx(1.0)
+    assert parts["tool_success"] == pytest.approx(0.5) and parts[
+        "task_completion"
+    ] == pytest.approx(1.0)
     efficiency = 0.4 * (1 - 500 / 2000) + 0.3 * (1 - 2 / 10) + 0.3 * (1 - 3 / 15)
     assert parts["efficiency"] == pytest.approx(efficiency)
     # weights: code 2, syntax 1, tool 2, task 1.5, efficiency 0.5, format 1
@@ -50,7 +72,8 @@ def test_code_is_really_executed() -> None:
 def test_a_group_is_normalised_by_the_population() -> None:
     engine = RewardEngine(["tool_success"])
     group = [run_of([True, True], "a"), run_of([True, False], "b"), run_of([False, False], "c")]
-    assert engine.compute_for_group(group) == pytest.approx([1.224745, 0.0, -1.224745], abs=1e-6)  # of 1, 0.5, 0
+    # of 1, 0.5, 0
+    assert engine.compute_for_group(group) == pytest.approx([1.224745, 0.0, -1.224745], abs=1e-6)
     assert engine.compute_for_group(group[:1] * 2) == [0.0, 0.0]
 
 
@@ -63,7 +86,8 @@ def test_a_reward_function_labels(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text(
         "def right(prompts, completions, answer=None, **columns):\n"
         "    assert prompts[0][-1]['role'] == 'user'\n"
-        "    return [None if a is None else float(c[0]['content'] == a) for c, a in zip(completions, answer)]\n"
+        "    return [None if a is None else float(c[0]['content'] == a) for c, a in"
+        " zip(completions, answer)]\n"
     )
     traces = []
     for number, columns in enumerate(({"answer": "4"}, {"answer": "5"}, {"answer": None})):

@@ -10,13 +10,20 @@ from mlx_parallm.errors import TraceError
 from mlx_parallm.systems.traces.schema import Label, dump_line, new_trace, parse_trace
 
 TOOLS = [
-    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"q": {}}}}},
+    {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {"q": {}}}},
+    },
     {"type": "function", "function": {"name": "save", "description": "Keep it."}},
 ]
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "developer", "content": [{"type": "text", "text": "Use tools."}]},
-    {"role": "user", "name": "bob", "content": [{"type": "image_url", "image_url": {"url": "x"}}, "Köln?"]},
+    {
+        "role": "user",
+        "name": "bob",
+        "content": [{"type": "image_url", "image_url": {"url": "x"}}, ("Köln?")],
+    },
     {
         "role": "assistant",
         "content": None,
@@ -24,17 +31,33 @@ CONVERSATION: list[dict[str, Any]] = [
         "refusal": None,
         "tool_calls": [
             {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"q":1}'}},
-            {"id": "b", "type": "function", "function": {"name": "look", "arguments": '{"q": "ü", "n": [1, {}]}'}},
+            {
+                "id": "b",
+                "type": "function",
+                "function": {"name": "look", "arguments": ('{"q": "ü", "n": [1, {}]}')},
+            },
             {"type": "function", "function": {"name": "save", "arguments": "not JSON"}},
-            {"id": "d", "index": 3, "type": "function", "function": {"name": "save", "arguments": {"q": 1}}},
+            {
+                "id": "d",
+                "index": 3,
+                "type": "function",
+                "function": {"name": "save", "arguments": {"q": 1}},
+            },
         ],
     },
     {"role": "tool", "tool_call_id": "b", "content": "second first"},
-    {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "z"}], "name": "look"},
+    {
+        "role": "tool",
+        "tool_call_id": "a",
+        "content": [{"type": "text", "text": "z"}],
+        "name": ("look"),
+    },
     {"role": "tool", "tool_call_id": "unknown", "content": "x"},
     {
         "role": "assistant",
-        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": ("{}")}}
+        ],
     },
     {"role": "user", "content": "and?"},
     {"role": "tool", "tool_call_id": "a", "content": "late"},
@@ -83,11 +106,27 @@ def test_what_others_wrote_is_kept() -> None:
         "session_id": None,
         "agent": {"name": "x", "version": "1", "new_field": {"a": [1]}},
         "steps": [
-            {"step_id": 1, "source": "user", "message": [{"type": "text", "text": "q"}], "extra": {"theirs": 1}},
-            {"step_id": 2, "source": "agent", "message": "a", "later": True, "metrics": {"cost_usd": 0.5}},
+            {
+                "step_id": 1,
+                "source": "user",
+                "message": [{"type": "text", "text": "q"}],
+                "extra": {"theirs": 1},
+            },
+            {
+                "step_id": 2,
+                "source": "agent",
+                "message": "a",
+                "later": True,
+                "metrics": {"cost_usd": 0.5},
+            },
         ],
         "subagent_trajectories": [
-            {"schema_version": "ATIF-v1.8", "trajectory_id": "sub", "agent": {"name": "y", "version": "1"}, "steps": []}
+            {
+                "schema_version": "ATIF-v1.8",
+                "trajectory_id": "sub",
+                "agent": {"name": "y", "version": "1"},
+                "steps": [],
+            }
         ],
     }
     trace = parse_trace(data)
@@ -103,7 +142,10 @@ def test_what_others_wrote_is_kept() -> None:
     [
         ({"schema_version": "1"}, "schema_version"),
         ({"steps": [{"step_id": 2, "source": "user", "message": ""}]}, "ids count from 1"),
-        ({"steps": [{"step_id": 1, "source": "user", "message": "", "metrics": {}}]}, "'agent' only"),
+        (
+            {"steps": [{"step_id": 1, "source": "user", "message": "", "metrics": {}}]},
+            ("'agent' only"),
+        ),
         ({"steps": [{"step_id": 1, "source": "robot", "message": ""}]}, "steps.0.source"),
         (
             {
@@ -112,7 +154,9 @@ def test_what_others_wrote_is_kept() -> None:
                         "step_id": 1,
                         "source": "agent",
                         "message": "",
-                        "tool_calls": [{"tool_call_id": "a", "function_name": "f", "arguments": {}}],
+                        "tool_calls": [
+                            {"tool_call_id": "a", "function_name": "f", "arguments": {}}
+                        ],
                         "observation": {"results": [{"source_call_id": "b", "content": ""}]},
                     }
                 ]

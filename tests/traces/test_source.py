@@ -1,4 +1,5 @@
-"""Scored sessions become a group of rollouts, which the trainer's store takes and the trainer learns from."""
+"""Scored sessions become a group of rollouts, which the trainer's store takes and the trainer
+learns from."""
 
 import math
 from collections.abc import Iterator
@@ -23,11 +24,17 @@ QUESTION: Any = {"role": "user", "content": "Sum: 2+3"}
 
 def configuration(directory: Path, **keys: Any) -> Config:
     # Without LoRA the base is the policy, as in these tests' engine.
-    values = {"traces.directory": directory / "traces", "traces.group_size": 2, "rl_training.lora.enabled": False}
+    values = {
+        "traces.directory": directory / "traces",
+        "traces.group_size": 2,
+        "rl_training.lora.enabled": False,
+    }
     return load_config(None, [f"{key}={value}" for key, value in {**values, **keys}.items()])
 
 
-def source_of(config: Config, directory: Path, store: RolloutStore, told: list[str]) -> SessionRewards | None:
+def source_of(
+    config: Config, directory: Path, store: RolloutStore, told: list[str]
+) -> SessionRewards | None:
     context = SourceContext(config, directory, store, VOCAB_SIZE, [], lambda: 0, lambda: 0)
     context.on_reward.append(lambda: told.append("reward"))
     return session_rewards(context)
@@ -40,7 +47,11 @@ def told() -> list[str]:
 
 @pytest.fixture
 def server(
-    tmp_path: Path, store: RolloutStore, tiny_engine: TinyEngine, tiny_tokenizer: Any, told: list[str]
+    tmp_path: Path,
+    store: RolloutStore,
+    tiny_engine: TinyEngine,
+    tiny_tokenizer: Any,
+    told: list[str],
 ) -> Iterator[RunningServer]:
     source = source_of(configuration(tmp_path), tmp_path, store, told)
     assert source is not None
@@ -53,10 +64,16 @@ def play(server: RunningServer, name: str, *questions: str, **options: Any) -> l
     with OpenAI(base_url=f"{server.url}/sessions/{name}/v1", api_key="none", timeout=60) as client:
         messages, ids = [QUESTION], []
         for question in (*questions, ""):
-            answer = client.chat.completions.create(model="default", messages=messages, max_tokens=6, **options)
+            answer = client.chat.completions.create(
+                model="default", messages=messages, max_tokens=6, **options
+            )
             ids.append(answer.id)
             content = answer.choices[0].message.content
-            messages = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": question}]
+            messages = [
+                *messages,
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": question},
+            ]
         return ids
 
 
@@ -78,7 +95,10 @@ def test_scored_sessions_of_one_prompt_are_a_group(
     assert (answer["state"], answer["sessions"], told) == ("queued", ["a", "b"], ["reward"])
     assert score(server, "a", 0.5)["state"] == "trained"
     [group] = store.waiting()
-    assert (group.environment, [rollout.reward for rollout in group.rollouts]) == ("sessions", [1.0, 0.0])
+    assert (group.environment, [rollout.reward for rollout in group.rollouts]) == (
+        "sessions",
+        [1.0, 0.0],
+    )
     two, one = group.rollouts
     assert sum(two.mask) > sum(one.mask)
     assert two.logprobs is not None
@@ -108,7 +128,9 @@ def test_what_cannot_be_trained_on(server: RunningServer, store: RolloutStore) -
     assert answer["state"] == "refused" and "holds redacted secrets" in answer["reason"]
     play(server, "t")
     with OpenAI(base_url=f"{server.url}/sessions/t/v1", api_key="none", timeout=60) as client:
-        client.chat.completions.create(model="default", messages=[QUESTION], max_tokens=4, temperature=0.5)
+        client.chat.completions.create(
+            model="default", messages=[QUESTION], max_tokens=4, temperature=0.5
+        )
     assert "several temperatures" in score(server, "t", 1.0)["reason"]
     assert store.waiting() == []
 

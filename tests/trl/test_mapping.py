@@ -1,4 +1,5 @@
-"""TRL's arguments → the daemon's configuration, with worked numbers. `trl_1_16.json`: TRL's own names and defaults."""
+"""TRL's arguments → the daemon's configuration, with worked numbers. `trl_1_16.json`: TRL's own
+names and defaults."""
 
 import json
 from pathlib import Path
@@ -31,7 +32,9 @@ from mlx_parallm.faces.trl.mapping import (
 )
 from mlx_parallm.faces.trl.rows import read_rows
 
-THEIRS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "trl_1_16.json").read_text())
+THEIRS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "trl_1_16.json").read_text()
+)
 CLASSES: dict[str, type[TrainerConfig]] = {
     kind.__name__: kind for kind in (GRPOConfig, SFTConfig, DPOConfig, KTOConfig)
 }
@@ -41,15 +44,25 @@ OTHER_DEFAULTS = {
     "optim": "another name of AdamW",
     "bf16": "the dtype is the model's",
     "project": "mlx_parallm's own",
-    "assistant_only_loss": "TRL trains on all turns; None here, so that an explicit False can be refused",
+    "assistant_only_loss": (
+        "TRL trains on all turns; None here, so that an explicit False can be refused"
+    ),
     "loss_type": "DPO's list of one is a name",
 }
 
 
 def one(args: TrainerConfig, **options: Any) -> Config:
-    rows = read_rows([{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}] * 64, "rows")
+    rows = read_rows(
+        [{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}] * 64,
+        ("rows"),
+    )
     schedule = grpo_schedule(args, 64) if isinstance(args, GRPOConfig) else rows_schedule(args, 64)  # type: ignore[arg-type]
-    given = {"model": "builtin:tiny", "train": rows, "evaluated": None, "lora": {"enabled": False}} | options
+    given = {
+        "model": "builtin:tiny",
+        "train": rows,
+        "evaluated": None,
+        "lora": {"enabled": False},
+    } | options
     if isinstance(args, GRPOConfig):
         given = {"rewards": [len], "names": ["len"]} | given
     return configuration(args, schedule, **given)
@@ -76,7 +89,11 @@ def test_every_name_of_trl_is_known_and_its_default_accepted(name: str) -> None:
 def test_defaults_are_trls(name: str) -> None:
     ours = CLASSES[name]().model_dump()
     theirs = THEIRS["all"] | THEIRS[name]
-    different = {key for key in ours if key in theirs and ours[key] != theirs[key] and ours[key] != (theirs[key] or {})}
+    different = {
+        key
+        for key in ours
+        if key in theirs and ours[key] != theirs[key] and ours[key] != (theirs[key] or {})
+    }
     assert different <= set(OTHER_DEFAULTS), different
 
 
@@ -90,7 +107,13 @@ def test_every_field_is_in_one_table() -> None:
 
 def test_names_of_the_tables_are_trls() -> None:
     theirs = {name for part in THEIRS.values() for name in part}
-    older = {"max_prompt_length", "logging_dir", "eval_packing", "completion_only_loss", "cast_lm_head_to_fp32"}
+    older = {
+        "max_prompt_length",
+        "logging_dir",
+        "eval_packing",
+        "completion_only_loss",
+        ("cast_lm_head_to_fp32"),
+    }
     assert (set(SPEED_ONLY) | WITHOUT_EFFECT.keys() | NOT_HERE.keys()) - theirs <= older
 
 
@@ -119,15 +142,30 @@ def test_what_means_nothing_here_is_refused_by_name(options: dict[str, Any], wor
 
 
 def test_what_changes_no_result_is_accepted_with_one_warning() -> None:
-    given = {"bf16": True, "fp16": False, "run_name": "x", "max_prompt_length": 512, "top_p": 1.0, "top_k": -1}
-    with pytest.warns(UserWarning, match=r"GRPOConfig: without effect: bf16=True \(.*run_name='x' \(.*=512") as heard:
+    given = {
+        "bf16": True,
+        "fp16": False,
+        "run_name": "x",
+        "max_prompt_length": 512,
+        "top_p": 1.0,
+        "top_k": -1,
+    }
+    with pytest.warns(
+        UserWarning, match=r"GRPOConfig: without effect: bf16=True \(.*run_name='x' \(.*=512"
+    ) as heard:
         args = GRPOConfig("out", **given, min_p=0.0)
-    assert len(heard) == 1 and heard[0].filename == __file__ and "fp16=False" not in str(heard[0].message)
+    assert (
+        len(heard) == 1
+        and heard[0].filename == __file__
+        and "fp16=False" not in str(heard[0].message)
+    )
     assert one(args) == one(GRPOConfig("out"))
 
 
 def test_harmless_values_and_an_engine_that_is_off_are_accepted() -> None:
-    args = GRPOConfig("out", use_vllm=False, bf16=None, vllm_mode="server", dataloader_num_workers=4, fp16=False)
+    args = GRPOConfig(
+        "out", use_vllm=False, bf16=None, vllm_mode="server", dataloader_num_workers=4, fp16=False
+    )
     assert args.output_dir == "out"
 
 
@@ -141,11 +179,16 @@ def test_harmless_values_and_an_engine_that_is_off_are_accepted() -> None:
         ({}, 100, UpdateSchedule(8, 8, 1, 100, 300)),
         # 4 x 8 = 32 completions of one update, 4 prompts: 100 // 4 = 25
         (
-            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_train_epochs": 1},
+            {
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 8,
+                "num_train_epochs": 1,
+            },
             100,
             UpdateSchedule(32, 32, 1, 25, 25),
         ),
-        # sampled: 16 x 4 = 64, 8 prompts; updates of 16 x 2 = 32, so two; twice over: 4 updates a step; 50 // 8 = 6
+        # sampled: 16 x 4 = 64, 8 prompts; updates of 16 x 2 = 32, so two; twice over: 4 updates a
+        # step; 50 // 8 = 6
         (
             {
                 "per_device_train_batch_size": 16,
@@ -158,23 +201,37 @@ def test_harmless_values_and_an_engine_that_is_off_are_accepted() -> None:
             UpdateSchedule(64, 32, 4, 6, 48),
         ),
         # generation_batch_size 24 = 8 x 3, 6 prompts of 4; three updates of 8
-        ({"generation_batch_size": 24, "num_generations": 4, "max_steps": 10}, 12, UpdateSchedule(24, 8, 3, 2, 10)),
+        (
+            {"generation_batch_size": 24, "num_generations": 4, "max_steps": 10},
+            12,
+            UpdateSchedule(24, 8, 3, 2, 10),
+        ),
     ],
 )
-def test_grpo_counts_as_trl(options: dict[str, Any], prompts: int, expected: UpdateSchedule) -> None:
+def test_grpo_counts_as_trl(
+    options: dict[str, Any], prompts: int, expected: UpdateSchedule
+) -> None:
     assert grpo_schedule(GRPOConfig(**options), prompts) == expected
 
 
 def test_ten_updates_of_three_a_step_are_four_steps() -> None:
     schedule = UpdateSchedule(24, 8, 3, 2, 10)
-    assert (schedule.total_steps, schedule.steps(3), schedule.steps(4), schedule.epoch(4)) == (4, 1, 2, 2.0)
+    assert (schedule.total_steps, schedule.steps(3), schedule.steps(4), schedule.epoch(4)) == (
+        4,
+        1,
+        2,
+        2.0,
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"per_device_train_batch_size": 4}, "no whole groups of num_generations = 8"),
-        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "not a multiple of gradient_accumulation"),
+        (
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
+            ("not a multiple of gradient_accumulation"),
+        ),
         ({"generation_batch_size": 12, "num_generations": 4}, "not a multiple of per_device"),
         ({"generation_batch_size": 8, "steps_per_generation": 1}, "say the same"),
     ],
@@ -186,8 +243,10 @@ def test_batches_that_do_not_divide_are_refused(options: dict[str, Any], words: 
 
 def test_rows_count_as_trl() -> None:
     args = SFTConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4)
-    assert rows_schedule(args, 100) == UpdateSchedule(16, 16, 1, 7, 21)  # 6 whole batches and a rest
-    assert rows_schedule(SFTConfig(max_steps=5), 3) == UpdateSchedule(3, 3, 1, 1, 5)  # fewer rows than one batch
+    # 6 whole batches and a rest
+    assert rows_schedule(args, 100) == UpdateSchedule(16, 16, 1, 7, 21)
+    # fewer rows than one batch
+    assert rows_schedule(SFTConfig(max_steps=5), 3) == UpdateSchedule(3, 3, 1, 1, 5)
 
 
 # ---------------------------------------------------------------------- the configuration
@@ -212,16 +271,33 @@ def test_a_grpo_configuration() -> None:
     config = one(args)
     training, [environment] = config.rl_training, config.environments
     assert (training.checkpoint_dir, training.run_name) == (Path("runs").absolute(), "first")
-    assert (training.batch_size, training.atropos.rollout_batch_size, training.total_steps) == (16, 16, 50)
-    assert (training.warmup_steps, training.checkpoint_interval, training.lr_schedule) == (5, 20, "linear")
-    assert (training.loss, training.loss_aggregation, training.advantage) == ("clip", "token", "std_sample")
+    assert (training.batch_size, training.atropos.rollout_batch_size, training.total_steps) == (
+        16,
+        16,
+        50,
+    )
+    assert (training.warmup_steps, training.checkpoint_interval, training.lr_schedule) == (
+        5,
+        20,
+        ("linear"),
+    )
+    assert (training.loss, training.loss_aggregation, training.advantage) == (
+        "clip",
+        "token",
+        ("std_sample"),
+    )
     assert (training.clip_ratio, training.clip_ratio_high, training.max_staleness) == (0.2, 0.28, 0)
     assert (training.learning_rate, training.seed, training.adam_beta2) == (2e-5, 7, 0.999)
     assert (training.token_budget, training.blocks_per_eval) == (999, 1)
-    assert (environment.group_size, environment.max_tokens, environment.reward_weights) == (4, 32, (0.5,))
+    assert (environment.group_size, environment.max_tokens, environment.reward_weights) == (
+        4,
+        32,
+        (0.5,),
+    )
     assert (environment.prompt_format, environment.heldout_fraction) == ("text", 0.0)
     assert config.logging.trackers == ("tensorboard",)
-    three_bytes = read_rows([{"prompt": "日" * 300}], "rows")  # as many tokens, where the vocabulary lacks it
+    # as many tokens, where the vocabulary lacks it
+    three_bytes = read_rows([{"prompt": "日" * 300}], "rows")
     assert one(args, train=three_bytes).rl_training.atropos.max_token_length >= 900 + 32
     assert not training.lora.enabled
 
@@ -240,11 +316,19 @@ def test_a_grpo_configuration() -> None:
             {"loss_type": "cispo", "epsilon_high": 5.0},
             {"loss": "cispo", "loss_aggregation": "token", "clip_ratio_high": 4.0},
         ),
-        ({"loss_type": "sapo"}, {"loss": "sapo", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}),
+        (
+            {"loss_type": "sapo"},
+            {"loss": "sapo", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05},
+        ),
         ({"delta": 2.5}, {"loss": "two_sided", "ratio_delta": 2.5}),
         ({"importance_sampling_level": "sequence"}, {"ratio_level": "sequence"}),
         (
-            {"beta": 0.04, "sync_ref_model": True, "ref_model_mixup_alpha": 0.25, "ref_model_sync_steps": 64},
+            {
+                "beta": 0.04,
+                "sync_ref_model": True,
+                "ref_model_mixup_alpha": 0.25,
+                "ref_model_sync_steps": 64,
+            },
             {
                 "kl_beta": 0.04,
                 "kl_estimator": "k3_ratio",
@@ -253,27 +337,47 @@ def test_a_grpo_configuration() -> None:
                 "reference_update_every": 64,
             },
         ),
-        ({"beta": 0.1, "use_bias_correction_kl": False}, {"kl_estimator": "k3", "dynamic_sampling": False}),
+        (
+            {"beta": 0.1, "use_bias_correction_kl": False},
+            {"kl_estimator": "k3", "dynamic_sampling": False},
+        ),
         ({"adam_epsilon": 1e-6}, {"adam_eps": 1e-6}),
         ({"gradient_checkpointing": False}, {"blocks_per_eval": 0}),
-        ({"lr_scheduler_type": "constant", "warmup_steps": 9}, {"lr_schedule": "constant", "warmup_steps": 0}),
+        (
+            {"lr_scheduler_type": "constant", "warmup_steps": 9},
+            {"lr_schedule": "constant", "warmup_steps": 0},
+        ),
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}, {"warmup_steps": 9}),
         ({"save_strategy": "no", "max_steps": 33}, {"checkpoint_interval": 33}),
         ({"optim": "lion_32bit"}, {"optimizer": "lion"}),
     ],
 )
-def test_arguments_of_the_loss_and_the_schedule(options: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_arguments_of_the_loss_and_the_schedule(
+    options: dict[str, Any], expected: dict[str, Any]
+) -> None:
     values = one(GRPOConfig(**options)).rl_training.model_dump()
     assert {key: values[key] for key in expected} == expected
 
 
 def test_the_rows_of_eval_dataset_are_an_environment_of_their_own() -> None:
     rows = read_rows([{"prompt": "b"}, {"prompt": "a"}], "rows")
-    overrides = {"environments.0.system_prompt": None, "environments.0.max_tokens": 9, "environments.0.weight": 2.0}
+    overrides = {
+        "environments.0.system_prompt": None,
+        "environments.0.max_tokens": 9,
+        "environments.0.weight": 2.0,
+    }
     args = GRPOConfig(reward_weights=[0.5], num_generations=4, overrides=overrides)
-    [training], [held] = (config := one(args, evaluated=rows)).environments, config.evaluation.environments
+    [training], [held] = (
+        (config := one(args, evaluated=rows)).environments,
+        config.evaluation.environments,
+    )
     assert (training.name, training.max_tokens, training.group_size) == ("train", 9, 4)
-    assert (held.name, held.max_tokens, held.reward_weights, held.heldout_fraction) == ("eval_dataset", 9, (0.5,), 1.0)
+    assert (held.name, held.max_tokens, held.reward_weights, held.heldout_fraction) == (
+        "eval_dataset",
+        9,
+        (0.5,),
+        1.0,
+    )
     assert (held.rewards, held.data) == (training.rewards, "python:this_process:eval_dataset")
     assert (config.evaluation.problems, config.evaluation.samples) == (2, 4)
 
@@ -290,13 +394,22 @@ def test_configurations_of_rows() -> None:
     config = one(DPOConfig(beta=0.3, loss_type=["ipo"], max_length=None, max_steps=3))
     assert (config.rl_training.algorithm, config.rl_training.preference.beta) == ("dpo", 0.3)
     assert config.rl_training.preference.loss_type == "ipo"
-    assert (config.data.too_long, config.data.prompt_format, config.data.eval_fraction) == ("skip", "text", 0.0)
+    assert (config.data.too_long, config.data.prompt_format, config.data.eval_fraction) == (
+        "skip",
+        "text",
+        0.0,
+    )
     config = one(KTOConfig(desirable_weight=2.0, model_init_kwargs={"dtype": "float32"}))
     assert (config.rl_training.preference.desirable_weight, config.model.dtype) == (2.0, "float32")
     assert one(SFTConfig(max_length=12)).data.max_length == 12
-    mpo = one(DPOConfig(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])).rl_training.preference
+    mpo = one(
+        DPOConfig(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])
+    ).rl_training.preference
     assert (mpo.loss_type, mpo.loss_weights) == (("sigmoid", "bco_pair", "sft"), (0.8, 0.2, 1.0))
-    assert one(DPOConfig(loss_type="discopop", discopop_tau=0.1)).rl_training.preference.discopop_tau == 0.1
+    assert (
+        one(DPOConfig(loss_type="discopop", discopop_tau=0.1)).rl_training.preference.discopop_tau
+        == 0.1
+    )
     for options, words in (
         ({"loss_type": "aot"}, "loss_type"),
         ({"loss_type": ["ipo", "ipo"]}, "several different ones"),
@@ -311,7 +424,10 @@ def test_configurations_of_rows() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (GRPOConfig(overrides={"rl_training.lerning_rate": 1}), "did you mean 'rl_training.learning_rate'"),
+        (
+            GRPOConfig(overrides={"rl_training.lerning_rate": 1}),
+            ("did you mean 'rl_training.learning_rate'"),
+        ),
         (GRPOConfig(overrides={"environments.3.weight": 1}), "no entry of 1"),
         (GRPOConfig(report_to="mlflow"), "mlflow"),
         (GRPOConfig(optim="sgd"), "adamw_torch"),
@@ -328,19 +444,31 @@ def test_values_that_do_not_fit(args: GRPOConfig, words: str) -> None:
 
 def test_adapter_settings_come_as_pefts_object_a_dictionary_or_ours() -> None:
     peft = SimpleNamespace(
-        **{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": None},
+        **{
+            "peft_type": "LORA",
+            "r": 8,
+            "lora_alpha": 16,
+            "lora_dropout": 0.1,
+            "target_modules": None,
+        },
         **{"use_rslora": True, "use_dora": False, "modules_to_save": None, "rank_pattern": {}},
     )
     found = LoraConfig(**lora_settings(peft))
     assert (found.rank, found.alpha, found.dropout, found.use_rslora) == (8, 16.0, 0.1, True)
     assert found.target_modules == ("q_proj", "v_proj")  # PEFT's own default
-    assert LoraConfig(**lora_settings({"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"})).rank == 4
+    assert (
+        LoraConfig(**lora_settings({"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"})).rank == 4
+    )
     assert LoraConfig(**lora_settings(LoraConfig(r=3))).rank == 3
     assert not LoraConfig(**lora_settings(None)).enabled
     peft.modules_to_save = ["lm_head"]
     with pytest.raises(ConfigError, match="modules_to_save"):
         lora_settings(peft)
-    for ignored in ({"bias": "all"}, {"init_lora_weights": "pissa"}, {"exclude_modules": ["q_proj"]}):
+    for ignored in (
+        {"bias": "all"},
+        {"init_lora_weights": "pissa"},
+        {"exclude_modules": [("q_proj")]},
+    ):
         with pytest.raises(ConfigError, match=next(iter(ignored))):
             lora_settings({"r": 4} | ignored)
     with pytest.raises(ConfigError, match="neither PEFT's LoraConfig"):
@@ -363,7 +491,9 @@ def test_rows_come_as_lists_and_data_sets() -> None:
     assert not read_rows([{"prompt": "a"}], "x").conversational
     assert read_rows([{"prompt": [{"role": "user", "content": "a"}]}], "x").conversational
     assert read_rows([{"body": "a"}], "x", text_field="body").rows == ({"text": "a"},)
-    assert read_rows([{"q": "a"}], "x", formatting=lambda row: row["q"] * 2).rows == ({"text": "aa"},)
+    assert read_rows([{"q": "a"}], "x", formatting=lambda row: row["q"] * 2).rows == (
+        {"text": ("aa")},
+    )
     for bad, words in (
         (None, "train_dataset is missing"),
         ({"train": [], "test": []}, r"choose one, such as train_dataset\['train'\]"),
@@ -375,15 +505,46 @@ def test_rows_come_as_lists_and_data_sets() -> None:
             read_rows(bad, "train_dataset")
 
 
-# ---------------------------------------------------------------------- nothing is accepted and not obeyed
+# ---------------------------------------------------------------------- nothing is accepted and not
+# obeyed
 
 OTHER_VALUES: dict[str, Any] = {
-    **{"output_dir": "elsewhere", "lr_scheduler_type": "cosine", "warmup_steps": 7, "warmup_ratio": 0.5},
-    **{"optim": "lion_32bit", "eval_strategy": "epoch", "save_strategy": "epoch", "save_steps": 3, "report_to": "all"},
-    **{"eval_steps": 2, "project": "mine", "model_init_kwargs": {"dtype": "float32"}, "chat_template_path": "{{ x }}"},
-    **{"overrides": {"rl_training.seed": 9}, "chat_template_kwargs": {"x": 1}, "reward_weights": (0.5,)},
-    **{"importance_sampling_level": "sequence", "scale_rewards": False, "num_generations": 4, "max_length": 99},
-    **{"generation_batch_size": 16, "steps_per_generation": 2, "max_token_length": 5000, "num_generations_eval": 3},
+    **{
+        "output_dir": "elsewhere",
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 7,
+        "warmup_ratio": 0.5,
+    },
+    **{
+        "optim": "lion_32bit",
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "save_steps": 3,
+        "report_to": ("all"),
+    },
+    **{
+        "eval_steps": 2,
+        "project": "mine",
+        "model_init_kwargs": {"dtype": "float32"},
+        "chat_template_path": ("{{ x }}"),
+    },
+    **{
+        "overrides": {"rl_training.seed": 9},
+        "chat_template_kwargs": {"x": 1},
+        "reward_weights": (0.5,),
+    },
+    **{
+        "importance_sampling_level": "sequence",
+        "scale_rewards": False,
+        "num_generations": 4,
+        "max_length": 99,
+    },
+    **{
+        "generation_batch_size": 16,
+        "steps_per_generation": 2,
+        "max_token_length": 5000,
+        "num_generations_eval": 3,
+    },
     **{
         "loss_weights": (0.5,),
         "delta": 2.5,
@@ -402,21 +563,34 @@ OTHER_VALUES: dict[str, Any] = {
     },
 }
 ELSEWHERE = {
-    **dict.fromkeys(("overwrite_output_dir", "logging_steps", "logging_first_step"), "test_trainers"),
+    **dict.fromkeys(
+        ("overwrite_output_dir", "logging_steps", "logging_first_step"), ("test_trainers")
+    ),
     **dict.fromkeys(("load_best_model_at_end", "serve", "dataset_text_field"), "test_trainers"),
     "assistant_only_loss": "test_sft_on_all_turns_is_refused",
     "shuffle_dataset": "refused (GRPO); TRL shuffles either way (SFT)",
     "disable_dropout": "DPO, KTO: test_dpo_and_kto_have_no_dropout; GRPO's adapter never has any",
 }
 NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
-    **{name: {"sync_ref_model": True, "beta": 0.1} for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")},
+    **{
+        name: {"sync_ref_model": True, "beta": 0.1}
+        for name in ("ref_model_mixup_alpha", ("ref_model_sync_steps"))
+    },
     **{name: {"beta": 0.1} for name in ("sync_ref_model", "use_bias_correction_kl")},
     **{name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
     "log_completions": {"logging_steps": 3},
     "discopop_tau": {"loss_type": "discopop"},
-    **{name: {"eval_strategy": "steps"} for name in ("eval_steps", "num_generations_eval", "eval_on_start")},
+    **{
+        name: {"eval_strategy": "steps"}
+        for name in ("eval_steps", "num_generations_eval", ("eval_on_start"))
+    },
 }
-LOSS_TYPES = {"GRPOConfig": "grpo", "DPOConfig": "hinge", "KTOConfig": "apo_zero_unpaired", "SFTConfig": "dft"}
+LOSS_TYPES = {
+    "GRPOConfig": "grpo",
+    "DPOConfig": "hinge",
+    "KTOConfig": "apo_zero_unpaired",
+    "SFTConfig": ("dft"),
+}
 
 
 def another(name: str, kind: type[TrainerConfig]) -> Any:
@@ -436,10 +610,14 @@ def another(name: str, kind: type[TrainerConfig]) -> Any:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_argument_is_obeyed_or_refused(name: str) -> None:
-    """Each argument with another value changes the configuration or the counted updates, or is refused: what is
-    accepted and not obeyed is the worst that a face can do. `ELSEWHERE`: obeyed by the trainer itself."""
+    """Each argument with another value changes the configuration or the counted updates, or is
+    refused: what is accepted and not obeyed is the worst that a face can do. `ELSEWHERE`: obeyed
+    by the trainer itself."""
     kind = CLASSES[name]
-    rows = read_rows([{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}] * 64, "rows")
+    rows = read_rows(
+        [{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}] * 64,
+        ("rows"),
+    )
 
     def made(**options: Any) -> Any:
         args = kind(**options)
@@ -450,8 +628,13 @@ def test_every_argument_is_obeyed_or_refused(name: str) -> None:
 
     silent = []
     for argument in kind.model_fields:
-        needed = {key: value for key, value in NEEDED.get(argument, {}).items() if key in kind.model_fields}
-        if argument in ELSEWHERE or (argument == "eval_on_start" and kind is not GRPOConfig):  # rows always are
+        needed = {
+            key: value
+            for key, value in NEEDED.get(argument, {}).items()
+            if key in kind.model_fields
+        }
+        # rows always are
+        if argument in ELSEWHERE or (argument == "eval_on_start" and kind is not GRPOConfig):
             continue
         if (value := another(argument, kind)) is None:
             continue
@@ -471,11 +654,15 @@ def test_lions_betas_are_not_read() -> None:
 
 
 def test_rows_in_their_order() -> None:
-    """TRL's train_sampling_strategy: KTO's default is sequential there and here, the others' random."""
+    """TRL's train_sampling_strategy: KTO's default is sequential there and here, the others'
+    random."""
     for kind in (SFTConfig, DPOConfig):
         assert one(kind()).data.shuffle
         assert not one(kind(train_sampling_strategy="sequential")).data.shuffle
-    assert not one(KTOConfig()).data.shuffle and one(KTOConfig(train_sampling_strategy="random")).data.shuffle
+    assert (
+        not one(KTOConfig()).data.shuffle
+        and one(KTOConfig(train_sampling_strategy="random")).data.shuffle
+    )
     for value in ("group_by_length", "sequential"):
         with pytest.raises(ConfigError, match="train_sampling_strategy"):
             GRPOConfig(train_sampling_strategy=value)

@@ -1,4 +1,5 @@
-"""What people pass to TRL's trainers: PEFT's LoraConfig, `datasets.Dataset`s, a notebook's cell. The real packages."""
+"""What people pass to TRL's trainers: PEFT's LoraConfig, `datasets.Dataset`s, a notebook's cell.
+The real packages."""
 
 import re
 from pathlib import Path
@@ -14,13 +15,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
 
 
 def trained(directory: Path, **arguments: Any) -> GRPOTrainer:
-    args = GRPOConfig(str(directory / "run"), **QUICK, max_steps=1, num_generations=4, max_completion_length=4)
+    args = GRPOConfig(
+        str(directory / "run"), **QUICK, max_steps=1, num_generations=4, max_completion_length=4
+    )
     return GRPOTrainer(MODEL, letters, args, **{"train_dataset": PROMPTS} | arguments)
 
 
 def test_the_lora_config_of_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="pip install peft")
-    given = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, use_rslora=True, task_type="CAUSAL_LM")
+    given = peft.LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.1, use_rslora=True, task_type=("CAUSAL_LM")
+    )
     lora = trained(tmp_path, peft_config=given).config.rl_training.lora
     assert (lora.rank, lora.alpha, lora.dropout, lora.use_rslora) == (4, 8.0, 0.1, True)
     assert lora.target_modules == ("q_proj", "v_proj")
@@ -44,7 +49,9 @@ def test_data_sets_of_the_package(tmp_path: Path) -> None:
     args = DPOConfig(str(tmp_path / "pairs"), **QUICK, max_steps=1, per_device_train_batch_size=2)
     with DPOTrainer(MODEL, args, train_dataset=splits["train"], eval_dataset=splits["test"]) as dpo:
         assert dpo.train().global_step == 1
-    with pytest.raises(ConfigError, match=r"has several splits: choose one, such as train_dataset\['train'\]"):
+    with pytest.raises(
+        ConfigError, match=r"has several splits: choose one, such as train_dataset\['train'\]"
+    ):
         DPOTrainer(MODEL, args, train_dataset=splits)
     with pytest.raises(ConfigError, match=r"has no length: take as many rows as you need"):
         DPOTrainer(MODEL, args, train_dataset=splits["train"].to_iterable_dataset())
@@ -59,9 +66,14 @@ def test_the_first_example_of_the_page_in_a_notebook(tmp_path: Path) -> None:
     cells = [code.replace("Qwen/Qwen3-0.6B", MODEL), "trainer.close()"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     client.NotebookClient(
-        notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=100,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
     shown = "".join(output.get("text", "") for output in notebook.cells[0].outputs)
-    assert [line for line in range(1, 5) if f"step={line} " in shown] == [1, 2, 3, 4], "a line for each step"
+    assert [line for line in range(1, 5) if f"step={line} " in shown] == [1, 2, 3, 4], (
+        "a line for each step"
+    )
     assert "predicted too little" not in shown, "what the notebook held before is not the run's"
     assert (tmp_path / "reverse-adapter" / "adapter_model.safetensors").is_file()

@@ -1,4 +1,5 @@
-"""The four trainers on the tiny model: real runs of a few steps, their directories, callbacks and answers."""
+"""The four trainers on the tiny model: real runs of a few steps, their directories, callbacks
+and answers."""
 
 import _thread
 import json
@@ -36,14 +37,23 @@ from mlx_parallm.system.signals import EndLimit
 from mlx_parallm.system.terminal import Console
 
 MODEL = "builtin:tiny"
-QUICK: dict[str, Any] = {"gradient_checkpointing": False, "disable_tqdm": True, "learning_rate": 1e-3}
+QUICK: dict[str, Any] = {
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "learning_rate": 1e-3,
+}
 PROMPTS = [{"prompt": [{"role": "user", "content": f"Reverse: {word}"}], "answer": word[::-1]} for word in
            ("abc", "dog", "cat", "xyz", "sun", "map", "red", "bit")]  # fmt: skip
-PAIRS = [{"prompt": f"Say {letter}", "chosen": letter, "rejected": f"z{letter}"} for letter in "abcdefgh"]
+PAIRS = [
+    {"prompt": f"Say {letter}", "chosen": letter, "rejected": f"z{letter}"}
+    for letter in ("abcdefgh")
+]
 
 
 def letters(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    return [float(len(set(c[0]["content"]) & set(a))) for c, a in zip(completions, answer, strict=True)]
+    return [
+        float(len(set(c[0]["content"]) & set(a))) for c, a in zip(completions, answer, strict=True)
+    ]
 
 
 def sometimes(completions: list[Any], **columns: Any) -> list[float | None]:
@@ -64,11 +74,15 @@ class Heard:
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.calls.append(f"step {state.global_step}")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
+    ) -> None:
         self.calls.append("log")
         self.logs.append(logs)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
+    ) -> None:
         self.calls.append("evaluate")
         self.evaluated.append(state.global_step)
 
@@ -80,11 +94,20 @@ class Heard:
 
 
 def grpo(directory: Path, **options: Any) -> GRPOTrainer:
-    given = {"num_generations": 4, "max_completion_length": 6, "max_steps": 4, "logging_steps": 2} | options
-    parts = {name: given.pop(name) for name in ("callbacks", "loss", "eval_dataset") if name in given}
+    given = {
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "max_steps": 4,
+        "logging_steps": 2,
+    } | options
+    parts = {
+        name: given.pop(name) for name in ("callbacks", "loss", ("eval_dataset")) if name in given
+    }
     rewards = given.pop("reward_funcs", [letters, sometimes])
     args = GRPOConfig(str(directory), **QUICK | given)
-    return GRPOTrainer(MODEL, rewards, args, train_dataset=PROMPTS, peft_config=LoraConfig(r=4), **parts)
+    return GRPOTrainer(
+        MODEL, rewards, args, train_dataset=PROMPTS, peft_config=LoraConfig(r=4), **parts
+    )
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
@@ -113,7 +136,8 @@ def test_grpo_trains_serves_evaluates_saves_and_goes_on(tmp_path: Path) -> None:
     before = trainer.evaluate()["eval_reward"]
     assert before >= 0 and not run.exists()
     output = trainer.train()
-    assert (output.global_step, trainer.state.max_steps, trainer.state.epoch) == (4, 4, 1.0)  # 2 of 8 prompts a step
+    # 2 of 8 prompts a step
+    assert (output.global_step, trainer.state.max_steps, trainer.state.epoch) == (4, 4, 1.0)
     assert heard.calls == [
         *("evaluate", "begin", "step 1", "step 2", "log", "step 3", "step 4", "log", "save", "end"),
     ]
@@ -134,22 +158,33 @@ def test_grpo_trains_serves_evaluates_saves_and_goes_on(tmp_path: Path) -> None:
     # two steps' means, by TRL's names, from the run's own lines
     first = trainer.state.log_history[0]
     two = lines(run)[:2]
-    assert first["reward_std"] == pytest.approx(sum(line["reward_std_in_groups"] for line in two) / 2)
+    assert first["reward_std"] == pytest.approx(
+        sum(line["reward_std_in_groups"] for line in two) / 2
+    )
     assert first["num_tokens"] == sum(line["tokens"] for line in two)
-    assert first["step"] == 2 and first["reward"] == pytest.approx((two[0]["reward_mean"] + two[1]["reward_mean"]) / 2)
+    assert first["step"] == 2 and first["reward"] == pytest.approx(
+        (two[0]["reward_mean"] + two[1]["reward_mean"]) / 2
+    )
     parts = [line["rewards/letters/mean"] for line in two]
     assert first["rewards/letters/mean"] == pytest.approx(sum(parts) / 2)
-    assert heard.logs[0]["grad_norm"] == pytest.approx((two[0]["grad_norm"] + two[1]["grad_norm"]) / 2)
+    assert heard.logs[0]["grad_norm"] == pytest.approx(
+        (two[0]["grad_norm"] + two[1]["grad_norm"]) / 2
+    )
 
     trainer.save_model(tmp_path / "saved")
     peft = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
-    assert (peft["r"], peft["base_model_name_or_path"]) == (4, MODEL)  # AutoPeftModelForCausalLM loads the base by it
+    # AutoPeftModelForCausalLM loads the base by it
+    assert (peft["r"], peft["base_model_name_or_path"]) == (4, MODEL)
     saved, own = load_adapter(tmp_path / "saved"), load_adapter(run / "final")
-    assert all(mx.array_equal(saved.layers[name].a, pair.a).item() for name, pair in own.layers.items())
+    assert all(
+        mx.array_equal(saved.layers[name].a, pair.a).item() for name, pair in own.layers.items()
+    )
     trainer.close()
     trainer.close()
 
-    with pytest.raises(ConfigError, match=r"holds a run already: train\(resume_from_checkpoint=True\)"):
+    with pytest.raises(
+        ConfigError, match=r"holds a run already: train\(resume_from_checkpoint=True\)"
+    ):
         grpo(run, eval_dataset=PROMPTS[:2], **options).train()
     longer = grpo(run, max_steps=6, eval_dataset=PROMPTS[:2], **options)
     with longer:
@@ -169,35 +204,56 @@ def test_evaluations_come_after_their_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard, run = Heard(), tmp_path / "run"
-    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 1, "disable_tqdm": None}
+    options: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 1,
+        "disable_tqdm": None,
+    }
     options |= {"load_best_model_at_end": True, "overrides": {"rl_training.deterministic": True}}
-    with grpo(run, max_steps=4, logging_steps=1, callbacks=[heard], eval_dataset=PROMPTS[:2], **options) as trainer:
+    with grpo(
+        run, max_steps=4, logging_steps=1, callbacks=[heard], eval_dataset=PROMPTS[:2], **options
+    ) as trainer:
         trainer.train()
         trainer.save_model(tmp_path / "saved")
         entries = len(trainer.state.log_history)
-        assert trainer.evaluate() == {name: trainer.state.log_history[-1][name] for name in trainer.evaluate()}
+        assert trainer.evaluate() == {
+            name: trainer.state.log_history[-1][name] for name in trainer.evaluate()
+        }
         assert len(trainer.state.log_history) == entries, "of the same weights there is one entry"
         heard.calls, heard.evaluated = heard.calls[:-2], heard.evaluated[:-2]
     first_two = ["step 1", "log", "step 2", "log", "evaluate"]
     last_two = ["step 3", "log", "step 4", "log", "evaluate"]
-    assert [call for call in heard.calls if call != "save"] == ["begin", *first_two, *last_two, "end"]
+    assert [call for call in heard.calls if call != "save"] == [
+        "begin",
+        *first_two,
+        *last_two,
+        ("end"),
+    ]
     assert heard.evaluated == [2, 4]
     evaluated = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     assert [(entry["step"], entry["epoch"]) for entry in evaluated] == [(2, 0.5), (4, 1.0)]
     written = [json.loads(text) for text in (run / "evaluations.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in written] == [2, 4, 4, 4] and set(written[0]["environments"]) == {"eval_dataset"}
+    assert [line["step"] for line in written] == [2, 4, 4, 4] and set(
+        written[0]["environments"]
+    ) == {("eval_dataset")}
     report = capsys.readouterr().err
     assert "after step 2 -> at the end" in report and "eval_dataset (mean reward):" in report
     saved, best = load_adapter(tmp_path / "saved"), load_adapter(run / "best")
-    assert all(mx.array_equal(saved.layers[name].a, pair.a).item() for name, pair in best.layers.items())
+    assert all(
+        mx.array_equal(saved.layers[name].a, pair.a).item() for name, pair in best.layers.items()
+    )
 
     monkeypatch.delattr(sys.modules["this_process"], "eval_dataset")  # as in another program
-    assert main(["eval", "--config", str(run / "config.toml"), "--lora-path", str(run / "final")]) == 2
+    assert (
+        main(["eval", "--config", str(run / "config.toml"), "--lora-path", str(run / "final")]) == 2
+    )
     assert "trainer.evaluate()" in capsys.readouterr().err
 
 
 def test_rewards_are_trls_sum(tmp_path: Path) -> None:
-    """Two functions with weights 1 and 0.5; the second scores every other completion, so its mean is 1."""
+    """Two functions with weights 1 and 0.5; the second scores every other completion, so its
+    mean is 1."""
     with grpo(tmp_path / "run", max_steps=1, reward_weights=[1.0, 0.5]) as trainer:
         trainer.train()
         [line] = lines(tmp_path / "run")
@@ -217,13 +273,18 @@ def test_a_callback_ends_the_training_and_one_that_fails_is_heard(tmp_path: Path
 
     with grpo(tmp_path / "stopped", callbacks=[Stop, Save()]) as trainer:
         assert trainer.train().global_step == 2
-    assert {path.name for path in (tmp_path / "stopped").glob("step_*")} == {"step_000001", "step_000002"}
+    assert {path.name for path in (tmp_path / "stopped").glob("step_*")} == {
+        "step_000001",
+        ("step_000002"),
+    }
 
     class Fails:
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             raise ValueError("no such table")
 
-    with pytest.raises(ConfigError, match=r"Fails.on_log: .*test_trainers.py, line \d+: ValueError: no such table"):
+    with pytest.raises(
+        ConfigError, match=r"Fails.on_log: .*test_trainers.py, line \d+: ValueError: no such table"
+    ):
         grpo(tmp_path / "failed", callbacks=[Fails()], logging_steps=1).train()
 
     class Evaluates:
@@ -254,7 +315,11 @@ def test_an_interrupt_saves_first(tmp_path: Path) -> None:
 def test_an_epoch_has_the_rows_that_are_trained_on(tmp_path: Path) -> None:
     """Rows longer than max_length counted too: the others came more often than num_train_epochs."""
     rows = [{"text": "ab" * (40 if number % 2 else 2)} for number in range(8)]
-    options: dict[str, Any] = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "max_length": 20}
+    options: dict[str, Any] = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 2,
+        "max_length": 20,
+    }
     args = SFTConfig(str(tmp_path / "run"), **QUICK, **options, logging_steps=1, warmup_ratio=0.5)
     with SFTTrainer(MODEL, args, train_dataset=rows, eval_dataset=rows) as trainer:
         assert trainer.schedule.max_steps == 8  # as far as is known before they are tokenised
@@ -266,11 +331,14 @@ def test_an_epoch_has_the_rows_that_are_trained_on(tmp_path: Path) -> None:
 
 
 def test_the_program_outlives_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`mlx_parallm train` ends its process a minute after the last checkpoint; a program goes on."""
+    """`mlx_parallm train` ends its process a minute after the last checkpoint; a program goes
+    on."""
     limits: list[float] = []
     monkeypatch.setattr(EndLimit, "start", lambda limit, seconds, *rest: limits.append(seconds))
     args = SFTConfig(str(tmp_path / "run"), **QUICK, max_steps=2, per_device_train_batch_size=2)
-    with SFTTrainer(MODEL, args, train_dataset=[{"text": f"{letter} is a letter"} for letter in "abcd"]) as trainer:
+    with SFTTrainer(
+        MODEL, args, train_dataset=[{"text": f"{letter} is a letter"} for letter in "abcd"]
+    ) as trainer:
         trainer.train()
         tokens = trainer.state.num_input_tokens_seen
         assert trainer.train(resume_from_checkpoint=True).global_step == 2
@@ -280,7 +348,9 @@ def test_the_program_outlives_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     config = SFTTrainer(MODEL, args, train_dataset=[{"text": "a"}, {"text": "b"}]).config
 
     def run_and_end() -> None:
-        run = training_run(config, http=False, resume=None, stop=threading.Event(), console=Console(quiet=True))
+        run = training_run(
+            config, http=False, resume=None, stop=threading.Event(), console=Console(quiet=True)
+        )
         run.execute()
         run.close()
 
@@ -296,15 +366,24 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
 
     with grpo(tmp_path / "run", max_steps=1, loss=twice) as trainer:
         trainer.train()
-        assert trainer.state.log_history[-1]["twice"] == pytest.approx(trainer.state.log_history[-1]["loss"])
+        assert trainer.state.log_history[-1]["twice"] == pytest.approx(
+            trainer.state.log_history[-1][("loss")]
+        )
     assert 'loss = "python:this_process:twice"' in (tmp_path / "run" / "config.toml").read_text()
 
 
 def test_dpo_with_all_weights(tmp_path: Path) -> None:
-    args = DPOConfig(str(tmp_path / "run"), **QUICK, per_device_train_batch_size=4, num_train_epochs=2, logging_steps=1)
+    args = DPOConfig(
+        str(tmp_path / "run"),
+        **QUICK,
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        logging_steps=1,
+    )
     trainer = DPOTrainer(model=MODEL, args=args, train_dataset=PAIRS, eval_dataset=PAIRS[:4])
     before = trainer.evaluate()
-    assert before["eval_loss"] == pytest.approx(0.6931472, abs=1e-5)  # log 2: the policy is the reference
+    # log 2: the policy is the reference
+    assert before["eval_loss"] == pytest.approx(0.6931472, abs=1e-5)
     with trainer:
         assert trainer.train().global_step == 4
         assert trainer.evaluate()["eval_loss"] < before["eval_loss"]
@@ -312,15 +391,31 @@ def test_dpo_with_all_weights(tmp_path: Path) -> None:
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["epoch"] for entry in entries] == [0.5, 1.0, 1.5, 2.0]
     assert entries[-1]["rewards/margins"] > entries[0]["rewards/margins"]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in (tmp_path / "saved").iterdir()}
-    assert not [*(tmp_path / "saved").glob("trainer_state*"), *(tmp_path / "saved").glob("SHA256SUMS")]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        f.name for f in (tmp_path / "saved").iterdir()
+    }
+    assert not [
+        *(tmp_path / "saved").glob("trainer_state*"),
+        *(tmp_path / "saved").glob("SHA256SUMS"),
+    ]
 
 
 def test_sft_and_kto(tmp_path: Path) -> None:
-    args = SFTConfig(str(tmp_path / "sft"), **QUICK, max_steps=2, eval_strategy="steps", eval_steps=1, logging_steps=1)
+    args = SFTConfig(
+        str(tmp_path / "sft"),
+        **QUICK,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        logging_steps=1,
+    )
     rows = [{"body": f"{letter} is a letter"} for letter in "abcdefgh"]
     with SFTTrainer(
-        MODEL, args, train_dataset=rows, eval_dataset=rows[:2], formatting_func=lambda row: row["body"] + "."
+        MODEL,
+        args,
+        train_dataset=rows,
+        eval_dataset=rows[:2],
+        formatting_func=lambda row: row["body"] + ("."),
     ) as trainer:
         trainer.train()
     with SFTTrainer(
@@ -333,13 +428,17 @@ def test_sft_and_kto(tmp_path: Path) -> None:
     ) as uneven:
         found = uneven.train().training_loss
     three = [line["loss"] for line in lines(tmp_path / "uneven")]
-    assert found == pytest.approx(sum(three) / 3, rel=1e-6)  # not of two entries: of steps 1 and 2, and of 3
+    # not of two entries: of steps 1 and 2, and of 3
+    assert found == pytest.approx(sum(three) / 3, rel=1e-6)
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(losses) == 2 and losses[1] < losses[0]
     labelled = [
-        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0} for i, row in enumerate(PAIRS)
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0}
+        for i, row in enumerate(PAIRS)
     ]
-    with KTOTrainer(MODEL, KTOConfig(str(tmp_path / "kto"), **QUICK, max_steps=2), train_dataset=labelled) as kto:
+    with KTOTrainer(
+        MODEL, KTOConfig(str(tmp_path / "kto"), **QUICK, max_steps=2), train_dataset=labelled
+    ) as kto:
         assert kto.train().global_step == 2
 
 
@@ -347,19 +446,27 @@ def test_sft_and_kto(tmp_path: Path) -> None:
     ("call", "words"),
     [
         (lambda: GRPOTrainer(MODEL, train_dataset=PROMPTS), "reward_funcs is missing"),
-        (lambda: GRPOTrainer(MODEL, "some/reward-model", train_dataset=PROMPTS), "reward models are not loaded"),
+        (
+            lambda: GRPOTrainer(MODEL, "some/reward-model", train_dataset=PROMPTS),
+            ("reward models are not loaded"),
+        ),
         (lambda: GRPOTrainer(MODEL, letters), "train_dataset is missing"),
         (lambda: GRPOTrainer(MODEL, letters, train_dataset=PROMPTS, tools=[letters]), "tools"),
         (lambda: GRPOTrainer(MODEL, letters, train_dataset=PROMPTS, tool=1), "no argument 'tool'"),
         (lambda: GRPOTrainer(object(), letters, train_dataset=PROMPTS), "model is a object"),  # type: ignore[arg-type]
-        (lambda: DPOTrainer(MODEL, SFTConfig(), train_dataset=PAIRS), "args is a SFTConfig, not a DPOConfig"),
+        (
+            lambda: DPOTrainer(MODEL, SFTConfig(), train_dataset=PAIRS),
+            ("args is a SFTConfig, not a DPOConfig"),
+        ),
         (lambda: DPOTrainer(MODEL, ref_model=MODEL, train_dataset=PAIRS), "ref_model"),
         (lambda: DPOTrainer(MODEL, processing_class=3, train_dataset=PAIRS), "no tokenizer"),
         (lambda: SFTTrainer(MODEL, train_dataset=PAIRS).save_model("x"), "train first"),
         (lambda: SFTTrainer(MODEL, train_dataset=PAIRS).evaluate(), "no eval_dataset"),
     ],
 )
-def test_arguments_that_cannot_work(call: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_cannot_work(
+    call: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, CheckpointError), match=words):
         call()
@@ -367,13 +474,18 @@ def test_arguments_that_cannot_work(call: Any, words: str, tmp_path: Path, monke
 
 
 def test_what_scripts_ask_of_a_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """trainer.model is the module: before training as it will begin, in a callback and afterwards as it is; its names
-    are the same, A is the same number, and B has left 0. Beside it what else transformers' Trainer has: each works, or
-    says what to use. Looked at: model, processing_class, state, args, data sets, callback_handler, accelerator,
+    """trainer.model is the module: before training as it will begin, in a callback and
+    afterwards as it is; its names are the same, A is the same number, and B has left 0. Beside
+    it what else transformers' Trainer has: each works, or says what to use. Looked at: model,
+    processing_class, state, args, data sets, callback_handler, accelerator,
     is_world_process_zero, log and save_metrics; optimizer, dataloaders, predict, hub."""
-    args = DPOConfig(str(tmp_path / "run"), **QUICK, max_steps=2, per_device_train_batch_size=4, logging_steps=1)
+    args = DPOConfig(
+        str(tmp_path / "run"), **QUICK, max_steps=2, per_device_train_batch_size=4, logging_steps=1
+    )
     heard = Heard()
-    trainer = DPOTrainer(MODEL, args, train_dataset=PAIRS, peft_config=LoraConfig(r=4), callbacks=[heard])
+    trainer = DPOTrainer(
+        MODEL, args, train_dataset=PAIRS, peft_config=LoraConfig(r=4), callbacks=[heard]
+    )
     before = dict(trainer.model.named_parameters())
     a, b = (next(name for name in before if name.endswith(end)) for end in ("lora_a", "lora_b"))
     assert isinstance(trainer.model, nn.Module) and not before[b].any().item()
@@ -398,9 +510,17 @@ def test_what_scripts_ask_of_a_trainer(tmp_path: Path, capsys: pytest.CaptureFix
     assert logits.shape == (1, 3, trainer.model.config.vocab_size)
 
     assert trainer.tokenizer.decode(trainer.processing_class("abc")["input_ids"]).endswith("abc")
-    assert (trainer.train_dataset, trainer.eval_dataset, trainer.args, trainer.beta) == (PAIRS, None, args, 0.1)
+    assert (trainer.train_dataset, trainer.eval_dataset, trainer.args, trainer.beta) == (
+        PAIRS,
+        None,
+        args,
+        0.1,
+    )
     assert trainer.is_world_process_zero() and trainer.accelerator.is_main_process
-    assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model and trainer.accelerator.num_processes == 1
+    assert (
+        trainer.accelerator.unwrap_model(trainer.model) is trainer.model
+        and trainer.accelerator.num_processes == 1
+    )
     assert trainer.callback_handler.callbacks[0] is heard and trainer.pop_callback(Heard) is heard
     assert (trainer.state.num_train_epochs, trainer.state.train_batch_size) == (3.0, 4)
     trainer.log({"mine": 1.0})
@@ -412,13 +532,25 @@ def test_what_scripts_ask_of_a_trainer(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads((tmp_path / "run" / "all_results.json").read_text()) == output.metrics
     assert json.loads((tmp_path / "run" / "log_history.json").read_text())["global_step"] == 2
     for name, words in (
-        *(("optimizer", "learning_rate"), ("ref_model", "without the adapter"), ("get_train_dataloader", "padding")),
-        *(("predict", "evaluate"), ("push_to_hub", "merge --push-to-hub"), ("no_such_thing", "this one has not")),
+        *(
+            ("optimizer", "learning_rate"),
+            ("ref_model", "without the adapter"),
+            ("get_train_dataloader", ("padding")),
+        ),
+        *(
+            ("predict", "evaluate"),
+            ("push_to_hub", "merge --push-to-hub"),
+            ("no_such_thing", ("this one has not")),
+        ),
     ):
         assert not hasattr(trainer, name)
         with pytest.raises(AttributeError, match=words):
             getattr(trainer, name)
-    for name, words in (("generate", "trainer.url"), ("save_pretrained", "save_model"), ("device", "one memory")):
+    for name, words in (
+        ("generate", "trainer.url"),
+        ("save_pretrained", "save_model"),
+        ("device", ("one memory")),
+    ):
         with pytest.raises(AttributeError, match=words):
             getattr(trainer.model, name)
     with pytest.raises(ConfigError, match="pass eval_dataset when the trainer is made"):
@@ -427,22 +559,35 @@ def test_what_scripts_ask_of_a_trainer(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_sft_on_all_turns_is_refused(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
-    with pytest.raises(ConfigError, match=r"assistant_only_loss=False\): of `messages` only what the assistant says"):
+    with pytest.raises(
+        ConfigError,
+        match=r"assistant_only_loss=False\): of `messages` only what the assistant says",
+    ):
         SFTTrainer(MODEL, SFTConfig(str(tmp_path), assistant_only_loss=False), train_dataset=rows)
-    for given, kept in ((None, rows), (True, rows), (False, [{"prompt": "a", "completion": "b"}, {"text": "c"}])):
+    for given, kept in (
+        (None, rows),
+        (True, rows),
+        (False, [{"prompt": "a", "completion": "b"}, {"text": ("c")}]),
+    ):
         SFTTrainer(MODEL, SFTConfig(str(tmp_path), assistant_only_loss=given), train_dataset=kept)
 
 
 def test_short_data_sets_and_texts_without_a_prompt(tmp_path: Path) -> None:
-    """Two of eight rows fit into max_length: one batch of two in the place of eight, as TRL's last batch has the rest.
-    None that fits is an error that says so, also of eval_dataset. Pairs of texts without a prompt are trained on."""
+    """Two of eight rows fit into max_length: one batch of two in the place of eight, as TRL's
+    last batch has the rest. None that fits is an error that says so, also of eval_dataset. Pairs
+    of texts without a prompt are trained on."""
     rows = [{"prompt": "a", "completion": "b" * (3 if number > 5 else 400)} for number in range(8)]
     with SFTTrainer(
-        MODEL, SFTConfig(str(tmp_path / "a"), **QUICK, max_length=64), train_dataset=rows, peft_config={"r": 2}
+        MODEL,
+        SFTConfig(str(tmp_path / "a"), **QUICK, max_length=64),
+        train_dataset=rows,
+        peft_config={"r": 2},
     ) as trainer:
         assert (trainer.train().global_step, trainer.schedule.batch_size) == (3, 2)
     for train, held in ((rows[:6], None), (rows[6:], rows[:1])):
-        with pytest.raises(ConfigError, match=r"none of \d rows \((train|eval)_dataset, row 0, …\) fits into"):
+        with pytest.raises(
+            ConfigError, match=r"none of \d rows \((train|eval)_dataset, row 0, …\) fits into"
+        ):
             SFTTrainer(
                 MODEL,
                 SFTConfig(str(tmp_path / "b"), **QUICK, max_length=64),
@@ -457,7 +602,8 @@ def test_short_data_sets_and_texts_without_a_prompt(tmp_path: Path) -> None:
 
 
 def test_reward_functions_that_do_not_apply_end_no_run(tmp_path: Path) -> None:
-    """TRL: their advantage is 0. Ten groups in a row, of which eight ended the run; each is counted."""
+    """TRL: their advantage is 0. Ten groups in a row, of which eight ended the run; each is
+    counted."""
 
     def nothing(completions: list[Any], **columns: Any) -> list[None]:
         return [None] * len(completions)
@@ -465,4 +611,6 @@ def test_reward_functions_that_do_not_apply_end_no_run(tmp_path: Path) -> None:
     with grpo(tmp_path / "run", reward_funcs=[nothing], max_steps=5) as trainer:
         assert trainer.train().global_step == 5
     entries = lines(tmp_path / "run")
-    assert {(entry["reward_mean"], entry["groups_without_variance"]) for entry in entries} == {(0.0, 1.0)}
+    assert {(entry["reward_mean"], entry["groups_without_variance"]) for entry in entries} == {
+        (0.0, 1.0)
+    }

@@ -18,35 +18,62 @@ def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
         type=Path,
         help="checkpoints/<run>: its final or newest step; or one of its steps",
     )
-    parser.add_argument("--base-model", metavar="B", help="in its place: directory, hub id or builtin:tiny")
     parser.add_argument(
-        "--lora-path", metavar="A", type=Path, help="with --base-model: its adapter, a file or directory"
+        "--base-model", metavar="B", help=("in its place: directory, hub id or builtin:tiny")
     )
-    parser.add_argument("--format", choices=["gguf"], default="gguf", help="llama.cpp's, the only one")
-    parser.add_argument("--type", default="q8_0", help="f32, f16, bf16, q8_0 (the default), q6_k, q5_k_m, q4_k_m, …")
+    parser.add_argument(
+        "--lora-path",
+        metavar="A",
+        type=Path,
+        help=("with --base-model: its adapter, a file or directory"),
+    )
+    parser.add_argument(
+        "--format", choices=["gguf"], default="gguf", help=("llama.cpp's, the only one")
+    )
+    parser.add_argument(
+        "--type",
+        default="q8_0",
+        help=("f32, f16, bf16, q8_0 (the default), q6_k, q5_k_m, q4_k_m, …"),
+    )
     parser.add_argument(
         "--to",
         metavar="TARGET",
         action="append",
         default=[],
-        help="a new directory (default: NAME-TYPE-gguf in the run's directory, with --base-model in the current one),"
+        help="a new directory (default: NAME-TYPE-gguf in the run's directory, with --base-model"
+        " in the current one),"
         " lmstudio or lmstudio:PUBLISHER/MODEL, ollama:NAME; again for a directory and Ollama",
     )
     parser.add_argument("--name", help="of the file; default: the run's or the base's")
-    parser.add_argument("--adapter-only", action="store_true", help="the adapter alone, for llama-server")
+    parser.add_argument(
+        "--adapter-only", action="store_true", help=("the adapter alone, for llama-server")
+    )
     parser.add_argument(
         "--verify",
         metavar="auto|off|URL",
         default="auto",
-        help="auto: compare with a real llama.cpp before anything is kept; off; or write nothing, and compare what the"
+        help="auto: compare with a real llama.cpp before anything is kept; off; or write nothing,"
+        " and compare what the"
         " llama-server at this URL serves",
     )
-    parser.add_argument("--chat-template", metavar="FILE", help="Jinja, in the tokenizer's place; none: it has none")
-    parser.add_argument("--pre", metavar="NAME", help="llama.cpp's name of the pre-tokenizer, where none was found")
-    parser.add_argument("--ollama-url", metavar="URL", help="of `ollama serve`; default: http://127.0.0.1:11434")
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help=("Jinja, in the tokenizer's place; none: it has none"),
+    )
+    parser.add_argument(
+        "--pre",
+        metavar="NAME",
+        help=("llama.cpp's name of the pre-tokenizer, where none was found"),
+    )
+    parser.add_argument(
+        "--ollama-url", metavar="URL", help=("of `ollama serve`; default: http://127.0.0.1:11434")
+    )
 
     def run(args: Namespace) -> int:
-        if (args.run_dir is None) == (args.base_model is None) or (args.lora_path and not args.base_model):
+        if (args.run_dir is None) == (args.base_model is None) or (
+            args.lora_path and not args.base_model
+        ):
             parser.error("either RUN_DIR, or --base-model B with or without --lora-path A")
         require("an export", "gguf")
         require_mlx()

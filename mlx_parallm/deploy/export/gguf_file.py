@@ -29,9 +29,11 @@ def write_model(
     kind: str,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, int]:
-    """Write the model with its adapter merged. Takes the weights out of `opened`. Return how many tensors have a type.
+    """Write the model with its adapter merged. Takes the weights out of `opened`. Return how many
+    tensors have a type.
 
-    Raises ModelError: a tensor that GGUF does not know, or a number that the type cannot hold; OSError.
+    Raises ModelError: a tensor that GGUF does not know, or a number that the type cannot hold;
+    OSError.
     """
     architecture = architectures.architecture_of(opened.config)
     arguments = opened.arguments
@@ -82,7 +84,10 @@ def planned_tensors(opened: OpenModel, kind: str) -> dict[str, tuple[str, tuple[
         getattr(arguments, "num_experts", 0),
         tied="output.weight" not in names.values(),
     )
-    return {name: (names[name], shape, mixture.type_of(names[name], shape)) for name, shape in shapes.items()}
+    return {
+        name: (names[name], shape, mixture.type_of(names[name], shape))
+        for name, shape in shapes.items()
+    }
 
 
 def is_tied(planned: Mapping[str, tuple[str, tuple[int, ...], Type]]) -> bool:
@@ -93,15 +98,20 @@ def is_tied(planned: Mapping[str, tuple[str, tuple[int, ...], Type]]) -> bool:
 def write_adapter(path: Path, opened: OpenModel) -> int:
     """Write the adapter alone, for llama.cpp's `--lora`: float32. Return its layers.
 
-    llama.cpp scales by alpha / rank, with one alpha: B takes up what differs between layers. Raises AdapterError: DoRA,
-    or there is no adapter.
+    llama.cpp scales by alpha / rank, with one alpha: B takes up what differs between layers. Raises
+    AdapterError: DoRA, or there is no adapter.
     """
     architecture = architectures.architecture_of(opened.config)
     arguments, layers = opened.arguments, opened.layers
     if not layers:
-        raise AdapterError("--adapter-only needs an adapter: this run trained all weights; export the model instead")
+        raise AdapterError(
+            "--adapter-only needs an adapter: this run trained all weights; export the model"
+            " instead"
+        )
     if dora := [path for path, pair in layers.items() if pair.magnitude is not None]:
-        raise AdapterError(f"{dora[0]} is DoRA, which llama.cpp has no adapters for: leave --adapter-only out")
+        raise AdapterError(
+            f"{dora[0]} is DoRA, which llama.cpp has no adapters for: leave --adapter-only out"
+        )
     first = next(iter(layers.values()))
     alpha = float(first.scale * first.a.shape[1])
     writer = _writer(architecture, opened.source.name)
@@ -109,7 +119,9 @@ def write_adapter(path: Path, opened: OpenModel) -> int:
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     for mlx_path, pair in layers.items():
-        name = architectures.tensor_name(architecture, f"{mlx_path}.weight", arguments.num_hidden_layers)
+        name = architectures.tensor_name(
+            architecture, f"{mlx_path}.weight", arguments.num_hidden_layers
+        )
         order = architectures.row_order(architecture, f"{mlx_path}.weight", arguments)
         b = np.array(pair.b, np.float32).T * np.float32(pair.scale * pair.a.shape[1] / alpha)
         writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(np.array(pair.a, np.float32).T))
@@ -122,12 +134,17 @@ def write_adapter(path: Path, opened: OpenModel) -> int:
 
 
 def write_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
-    """Write the smallest model that llama.cpp loads with this tokenizer: to try its tokens, not to answer."""
+    """Write the smallest model that llama.cpp loads with this tokenizer: to try its tokens, not
+    to answer."""
     width, rows = PROBE_WIDTH, len(vocabulary.tokens)
     writer = _writer(architectures.ARCHITECTURES["llama"], "vocabulary")
     for add in (writer.add_block_count, writer.add_head_count, writer.add_head_count_kv):
         add(1)
-    for add in (writer.add_embedding_length, writer.add_feed_forward_length, writer.add_rope_dimension_count):
+    for add in (
+        writer.add_embedding_length,
+        writer.add_feed_forward_length,
+        writer.add_rope_dimension_count,
+    ):
         add(width)
     writer.add_context_length(PROBE_CONTEXT)
     writer.add_layer_norm_rms_eps(1e-6)

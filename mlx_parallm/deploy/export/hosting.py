@@ -1,4 +1,5 @@
-"""Settings of a server for the exported file, by this machine's hardware: Ollama's and llama-server's."""
+"""Settings of a server for the exported file, by this machine's hardware: Ollama's and
+llama-server's."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +14,8 @@ USED_SHARE = 0.8  # of the memory; the rest is the system's and for activations
 CACHE_BYTES = 2  # of a number of keys and values
 ALL_LAYERS = 999
 SPARE_CORES = 2
-BITS = {"q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.9, "q3_k_m": 3.9, "q2_k": 3.0}  # a parameter, about
+# a parameter, about
+BITS = {"q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.9, "q3_k_m": 3.9, "q2_k": 3.0}
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class OllamaHostingProfile:
         """Return the command that serves the file with these settings."""
         layers = f" -ngl {self.num_gpu}" if self.num_gpu else ""
         return (
-            f"llama-server -m {file} --jinja -c {self.num_ctx * self.num_parallel} -np {self.num_parallel}"
+            f"llama-server -m {file} --jinja -c {self.num_ctx * self.num_parallel} -np"
+            f" {self.num_parallel}"
             f" -t {self.num_thread}{layers}"
         )
 
@@ -60,15 +63,22 @@ class OllamaHostingProfile:
         return asdict(self)
 
 
-def hosting_profile(hardware: Hardware, file_bytes: int, arguments: Any, *, memory: int) -> OllamaHostingProfile:
+def hosting_profile(
+    hardware: Hardware, file_bytes: int, arguments: Any, *, memory: int
+) -> OllamaHostingProfile:
     """Return settings with which the model and its keys and values fit into the memory.
 
     Args:
         arguments: mlx-lm's model arguments.
         memory: bytes of the memory that will hold the model: the GPU's, or the machine's.
     """
-    size = getattr(arguments, "head_dim", None) or arguments.hidden_size // arguments.num_attention_heads
-    token_bytes = 2 * arguments.num_hidden_layers * arguments.num_key_value_heads * size * CACHE_BYTES
+    size = (
+        getattr(arguments, "head_dim", None)
+        or arguments.hidden_size // arguments.num_attention_heads
+    )
+    token_bytes = (
+        2 * arguments.num_hidden_layers * arguments.num_key_value_heads * size * CACHE_BYTES
+    )
     room = int(USED_SHARE * memory) - file_bytes
     longest = min(int(arguments.max_position_embeddings), MOST_CONTEXT)
     least = min(longest, LEAST_CONTEXT)
@@ -80,15 +90,21 @@ def hosting_profile(hardware: Hardware, file_bytes: int, arguments: Any, *, memo
     context = max(least, min(longest, fitting // CONTEXT_UNIT * CONTEXT_UNIT))
     threads = hardware.cores - SPARE_CORES if hardware.cores > 2 * SPARE_CORES else hardware.cores
     note = _too_large(file_bytes, memory) if room < least * token_bytes else ""
-    return OllamaHostingProfile(parallel, context, threads, ALL_LAYERS if on_gpu else 0, on_gpu, note)
+    return OllamaHostingProfile(
+        parallel, context, threads, ALL_LAYERS if on_gpu else 0, on_gpu, note
+    )
 
 
 def fitting_type(parameters: int, memory: int) -> str | None:
-    """Return the finest type with which a model of so many parameters takes at most USED_SHARE of the memory."""
-    return next((kind for kind, bits in BITS.items() if parameters * bits / 8 <= USED_SHARE * memory), None)
+    """Return the finest type with which a model of so many parameters takes at most USED_SHARE
+    of the memory."""
+    return next(
+        (kind for kind, bits in BITS.items() if parameters * bits / 8 <= USED_SHARE * memory), None
+    )
 
 
 def _too_large(file_bytes: int, memory: int) -> str:
     return (
-        f"the file has {file_bytes / GIB:.1f} GiB, this machine has {memory / GIB:.1f} GiB for a model: it does not fit"
+        f"the file has {file_bytes / GIB:.1f} GiB, this machine has {memory / GIB:.1f} GiB for"
+        " a model: it does not fit"
     )

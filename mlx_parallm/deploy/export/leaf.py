@@ -11,7 +11,10 @@ LEAF = Leaf(
             "Write a trained model as GGUF, for llama.cpp, Ollama and LM Studio.",
             "mlx_parallm.deploy.export.command:export",
             "mlx_parallm_export",
-            "Compares the file with the model that is served here, by a real llama.cpp, before it is kept.",
+            (
+                "Compares the file with the model that is served here, by a real llama.cpp,"
+                " before it is kept."
+            ),
         ),
     ),
 )

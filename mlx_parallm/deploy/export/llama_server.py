@@ -1,7 +1,7 @@
 """A real llama.cpp in a process of its own, and its HTTP API.
 
-`xllamacpp` holds llama.cpp's server as a library; a `llama-server` on the PATH is the same program. A wrong file may
-abort either, so it runs in a child (llama_child.py).
+`xllamacpp` holds llama.cpp's server as a library; a `llama-server` on the PATH is the same program.
+A wrong file may abort either, so it runs in a child (llama_child.py).
 """
 
 import importlib.util
@@ -31,8 +31,8 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Step:
-    """The most probable next token, and log-softmax(logits) of the first ones: id → log-probability. A token that is
-    half a character has none."""
+    """The most probable next token, and log-softmax(logits) of the first ones: id →
+    log-probability. A token that is half a character has none."""
 
     token: int
     logprobs: Mapping[int, float]
@@ -49,8 +49,11 @@ class LlamaServer:
         self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S)
 
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the ids of a text, as for a request: with what the tokenizer puts around it if `special`."""
-        reply = self._post("/tokenize", {"content": text, "add_special": special, "parse_special": True})
+        """Return the ids of a text, as for a request: with what the tokenizer puts around it if
+        `special`."""
+        reply = self._post(
+            "/tokenize", {"content": text, "add_special": special, "parse_special": True}
+        )
         return [int(token) for token in reply["tokens"]]
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -67,17 +70,34 @@ class LlamaServer:
             },
         )
         first = next(iter(reply.get("completion_probabilities", ())), None)
-        logprobs = {each["id"]: float(each["logprob"]) for each in first["top_logprobs"]} if first else {}
+        logprobs = (
+            {each["id"]: float(each["logprob"]) for each in first[("top_logprobs")]}
+            if first
+            else {}
+        )
         return Step(int(reply["tokens"][0]), logprobs)
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Return the most probable tokens one after another: `count`, or fewer where the answer ends."""
-        options = {"n_predict": count, "return_tokens": True, "temperature": 0.0, "top_k": 1, "cache_prompt": True}
-        return [int(token) for token in self._post("/completion", {"prompt": list(prompt), **options})["tokens"]]
+        """Return the most probable tokens one after another: `count`, or fewer where the answer
+        ends."""
+        options = {
+            "n_predict": count,
+            "return_tokens": True,
+            "temperature": 0.0,
+            "top_k": 1,
+            "cache_prompt": True,
+        }
+        return [
+            int(token)
+            for token in self._post("/completion", {"prompt": list(prompt), **options})[("tokens")]
+        ]
 
     def description(self) -> str:
         """Return which llama.cpp this is, as it says itself."""
-        return self._description or f"llama.cpp {self._request('GET', '/props', None).get('build_info', '')}".strip()
+        return (
+            self._description
+            or f"llama.cpp {self._request('GET', '/props', None).get('build_info', '')}".strip()
+        )
 
     def close(self) -> None:
         self._http.close()
@@ -90,21 +110,29 @@ class LlamaServer:
             reply = self._http.request(method, path, json=body)
             value = reply.json()
         except httpx.HTTPError as error:
-            raise EndpointError(f"{self.url}{path} does not answer: {error or type(error).__name__}") from error
+            raise EndpointError(
+                f"{self.url}{path} does not answer: {error or type(error).__name__}"
+            ) from error
         except ValueError as error:
             raise EndpointError(
-                f"{self.url}{path} answers {reply.status_code}, which is no JSON: is it llama-server?"
+                f"{self.url}{path} answers {reply.status_code}, which is no JSON: is it"
+                " llama-server?"
             ) from error
         if reply.status_code != 200 or not isinstance(value, dict):
             said = value.get("error") if isinstance(value, dict) else value
             message = said.get("message", said) if isinstance(said, dict) else said
-            raise EndpointError(f"{self.url}{path} answers {reply.status_code}: {message}", status=reply.status_code)
+            raise EndpointError(
+                f"{self.url}{path} answers {reply.status_code}: {message}", status=reply.status_code
+            )
         return value
 
 
 def available() -> bool:
     """Whether a llama.cpp can be started here."""
-    return importlib.util.find_spec("xllamacpp") is not None or shutil.which("llama-server") is not None
+    return (
+        importlib.util.find_spec("xllamacpp") is not None
+        or shutil.which("llama-server") is not None
+    )
 
 
 @contextmanager
@@ -112,18 +140,23 @@ def running(file: Path, adapter: Path | None = None, *, threads: int = 0) -> Ite
     """Serve a file, with an adapter of llama.cpp's `--lora`, keys and values in float32.
 
     Args:
-        threads: 0: as many as llama.cpp chooses. They wait for each other by turning in a loop, so more than the idle
-            cores are slow.
+        threads: 0: as many as llama.cpp chooses. They wait for each other by turning in a loop, so
+            more than the idle cores are slow.
 
     Raises ModelError: llama.cpp refuses the file; the message has its own words.
     """
     with tempfile.TemporaryDirectory() as directory, Path(directory, "log").open("w+b") as log:
         port_file = Path(directory, "url")
         process = subprocess.Popen(
-            _command(file, adapter, port_file, threads), stdin=subprocess.PIPE, stdout=log, stderr=log
+            _command(file, adapter, port_file, threads),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
         )
         try:
-            server = LlamaServer(_wait_for(process, port_file, file, Path(directory, "log")), _package())
+            server = LlamaServer(
+                _wait_for(process, port_file, file, Path(directory, "log")), _package()
+            )
             yield server
             server.close()
         finally:
@@ -142,13 +175,33 @@ def _package() -> str:
 def _command(file: Path, adapter: Path | None, port_file: Path, threads: int) -> list[str]:
     if importlib.util.find_spec("xllamacpp") is not None:
         child = Path(__file__).with_name("llama_child.py")
-        command = [sys.executable, str(child), str(file), str(port_file), str(CONTEXT), HOST, str(threads)]
+        command = [
+            sys.executable,
+            str(child),
+            str(file),
+            str(port_file),
+            str(CONTEXT),
+            HOST,
+            str(threads),
+        ]
         return [*command, *([str(adapter)] if adapter else [])]
     with socket.socket() as free:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
     port_file.write_text(f"http://{HOST}:{port}")
-    command = ["llama-server", "-m", str(file), "--host", HOST, "--port", str(port), "-c", str(CONTEXT), "-np", "1"]
+    command = [
+        "llama-server",
+        "-m",
+        str(file),
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+        "-c",
+        str(CONTEXT),
+        "-np",
+        ("1"),
+    ]
     command += [
         "-ctk",
         "f32",
@@ -171,7 +224,9 @@ def _wait_for(process: subprocess.Popen[bytes], port_file: Path, file: Path, log
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise ModelError(f"llama.cpp does not load {file.name}: {_reason(log.read_text(errors='replace'))}")
+            raise ModelError(
+                f"llama.cpp does not load {file.name}: {_reason(log.read_text(errors='replace'))}"
+            )
         url = port_file.read_text() if port_file.is_file() else ""
         if url.endswith("\n") or (url and _healthy(url)):
             return url.strip()

@@ -1,7 +1,9 @@
-"""What is exported: a base model, an adapter beside it or not, its tokenizer; its tensors, one at a time.
+"""What is exported: a base model, an adapter beside it or not, its tokenizer; its tensors, one at a
+time.
 
-The checkpoint is loaded lazily. A tensor's rows are computed in pieces, an adapter is added in float32 and a quantised
-base is dequantised meanwhile; then the layer is forgotten, so memory holds one tensor.
+The checkpoint is loaded lazily. A tensor's rows are computed in pieces, an adapter is added in
+float32 and a quantised base is dequantised meanwhile; then the layer is forgotten, so memory holds
+one tensor.
 """
 
 import json
@@ -40,7 +42,8 @@ class ModelSource:
         base: directory, hub id or "builtin:tiny".
         adapter: its file or directory; None = the base is exported as it is.
         name: of the files, and in the file.
-        chat_template: text or file, in the place of the tokenizer's own; None = that one; "none" = there need be none.
+        chat_template: text or file, in the place of the tokenizer's own; None = that one; "none" =
+            there need be none.
         notes: what a reader of the report has to know.
         revision: of a hub id.
         run: the directory of the run that trained it, if any.
@@ -55,7 +58,9 @@ class ModelSource:
     run: Path | None = None
 
 
-def source_of_run(path: Path, *, name: str | None = None, chat_template: str | None = None) -> ModelSource:
+def source_of_run(
+    path: Path, *, name: str | None = None, chat_template: str | None = None
+) -> ModelSource:
     """Return what a run directory, or one of its steps, has trained: an adapter, or a whole model.
 
     Args:
@@ -71,13 +76,24 @@ def source_of_run(path: Path, *, name: str | None = None, chat_template: str | N
     config = load_config(str(run / CONFIG_FILE), [], saved=True)
     template, name = chat_template or config.model.chat_template, name or run.name
     options = config.model.chat_template_kwargs
-    note = f"the run renders chats with {options}: give llama-server --chat-template-kwargs '{json.dumps(options)}' too"
+    note = (
+        f"the run renders chats with {options}: give llama-server --chat-template-kwargs"
+        f" '{json.dumps(options)}' too"
+    )
     notes: tuple[str, ...] = (note,) if options else ()
     if config.rl_training.lora.quantize_base:
-        notes += ("the run trained beside a base in 4 bits; the adapter is added to the base as it was before",)
+        notes += (
+            (
+                "the run trained beside a base in 4 bits; the adapter is added to the base as it"
+                " was"
+                " before"
+            ),
+        )
     if (step / "config.json").is_file():  # a run that trained all weights
         return ModelSource(str(step), None, name, template, notes, run=run)
-    return ModelSource(config.model.base_path, step, name, template, notes, config.model.revision, run)
+    return ModelSource(
+        config.model.base_path, step, name, template, notes, config.model.revision, run
+    )
 
 
 @dataclass(frozen=True)
@@ -109,11 +125,15 @@ class OpenModel:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every weight's shape by mlx-lm's name, in the order of `tensors()`."""
-        return {tensor.name: tensor.shape for module in _leaves(self.model) for tensor in self._of(*module)}
+        return {
+            tensor.name: tensor.shape
+            for module in _leaves(self.model)
+            for tensor in self._of(*module)
+        }
 
     def tensors(self) -> Iterator["SourceTensor"]:
-        """Yield every weight under mlx-lm's name. A layer's weights are dropped when the next one is asked for, so
-        this can be done once."""
+        """Yield every weight under mlx-lm's name. A layer's weights are dropped when the next
+        one is asked for, so this can be done once."""
         for path, module in _leaves(self.model):
             yield from self._of(path, module)
             dict.clear(module)
@@ -123,7 +143,12 @@ class OpenModel:
         quantized = ("scales", "biases") if isinstance(module, QUANTIZED) else ()
         for name, value in list(module.items()):
             if isinstance(value, mx.array) and name not in quantized and not name.startswith("_"):
-                yield SourceTensor(f"{path}.{name}", module, name, self.layers.get(path) if name == "weight" else None)
+                yield SourceTensor(
+                    f"{path}.{name}",
+                    module,
+                    name,
+                    self.layers.get(path) if name == ("weight") else None,
+                )
 
 
 @dataclass(frozen=True)
@@ -145,7 +170,8 @@ class SourceTensor:
     def rows(
         self, order: np.ndarray | None = None, offset: np.float32 = ZERO, factor: np.float32 = ONE
     ) -> Iterator[np.ndarray]:
-        """Yield (numbers + offset) · factor as float32 [rows, width], in pieces of at most CHUNK_NUMBERS.
+        """Yield (numbers + offset) · factor as float32 [rows, width], in pieces of at most
+        CHUNK_NUMBERS.
 
         Args:
             order: [rows], which of mlx-lm's rows comes at each place.
@@ -153,7 +179,8 @@ class SourceTensor:
         whole = self.module[self.key]
         if self.key == "weight" and isinstance(self.module, QUANTIZED):
             whole = dense_weight(self.module)
-        width = self.shape[-1] if len(self.shape) > 1 else 1  # a bias is a column: its numbers are rows
+        # a bias is a column: its numbers are rows
+        width = self.shape[-1] if len(self.shape) > 1 else 1
         if self.pair is None:
             whole = whole.reshape(-1, width)
         mx.eval(whole)
@@ -161,13 +188,18 @@ class SourceTensor:
         places = np.arange(math.prod(self.shape) // width) if order is None else order
         for start in range(0, len(places), step):
             chosen = mx.array(places[start : start + step])
-            part = whole[chosen] if self.pair is None else merged_rows(whole[chosen], self.pair, chosen)
+            part = (
+                whole[chosen]
+                if self.pair is None
+                else merged_rows(whole[chosen], self.pair, chosen)
+            )
             numbers = np.array(part.astype(mx.float32))
             yield numbers if (offset, factor) == (ZERO, ONE) else (numbers + offset) * factor
 
 
 def open_model(source: ModelSource) -> OpenModel:
-    """Open the files; nothing large is read. Raises ModelError; AdapterError: it is of another model."""
+    """Open the files; nothing large is read. Raises ModelError; AdapterError: it is of another
+    model."""
     path = resolve_model_path(source.base, source.revision)
     config = read_config(path)
     try:
@@ -180,12 +212,19 @@ def open_model(source: ModelSource) -> OpenModel:
         try:
             check_adapter(linear_shapes(model), adapter.layers, str(adapter.path))
         except AdapterError as error:
-            raise AdapterError(f"{error}: was it trained on another model than {source.base}?") from error
+            raise AdapterError(
+                f"{error}: was it trained on another model than {source.base}?"
+            ) from error
         trained_on = adapter.config.get("model") or adapter.config.get("base_model_name_or_path")
         if trained_on and str(trained_on) != source.base:
-            notes.append(f"{ADAPTER_CONFIG} says that the adapter was trained on {trained_on}, not on {source.base}")
+            notes.append(
+                f"{ADAPTER_CONFIG} says that the adapter was trained on {trained_on}, not on"
+                f" {source.base}"
+            )
     if any(isinstance(module, QUANTIZED) for module in model.modules()):
-        notes.append(f"{source.base} is quantised: its weights are dequantised, and are as rough as before")
+        notes.append(
+            f"{source.base} is quantised: its weights are dequantised, and are as rough as before"
+        )
     template = None if source.chat_template == NO_TEMPLATE else source.chat_template
     settings = ModelConfig(base_path=source.base, chat_template=template)
     return OpenModel(source, path, model, config, load_tokenizer(path, settings), adapter, notes)
@@ -195,7 +234,9 @@ def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (path, module)
         for path, module in sorted(model.named_modules(), key=lambda item: _place(item[0]))
-        if any(isinstance(value, mx.array) and not key.startswith("_") for key, value in module.items())
+        if any(
+            isinstance(value, mx.array) and not key.startswith("_") for key, value in module.items()
+        )
     ]
 
 

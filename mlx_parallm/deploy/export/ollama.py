@@ -1,8 +1,8 @@
 """Ollama: the Modelfile, the chat template in Go's language, and the HTTP API.
 
-The model is uploaded merged and already quantised: Ollama refuses adapters since 0.34.1, and quantises nothing that it
-imports. Ollama stops at the tokens that the file names, and at every `stop` of its parameters: both are set. API:
-https://docs.ollama.com/api
+The model is uploaded merged and already quantised: Ollama refuses adapters since 0.34.1, and
+quantises nothing that it imports. Ollama stops at the tokens that the file names, and at every
+`stop` of its parameters: both are set. API: https://docs.ollama.com/api
 """
 
 import json
@@ -29,7 +29,8 @@ Progress = Callable[[str], None]
 
 
 def go_template(tokenizer: Tokenizer) -> str | None:
-    """Return the chat template in Go's language, for one that puts fixed text around each message; else None.
+    """Return the chat template in Go's language, for one that puts fixed text around each message;
+    else None.
 
     A template that takes tools is left to Ollama, which knows those of published models.
     """
@@ -38,7 +39,8 @@ def go_template(tokenizer: Tokenizer) -> str | None:
     try:
         around, opening = _around(tokenizer)
         exact = all(_joined(chat, around) + opening == _rendered(tokenizer, chat) for chat in CHATS)
-    except (RequestError, ValueError):  # it refuses one of the conversations, or does more than put text around them
+    # it refuses one of the conversations, or does more than put text around them
+    except (RequestError, ValueError):
         return None
     if not exact:
         return None
@@ -50,7 +52,11 @@ def go_template(tokenizer: Tokenizer) -> str | None:
 
 
 def modelfile(
-    file: str, stops: Sequence[str], template: str | None, parameters: Mapping[str, float], system: str | None = None
+    file: str,
+    stops: Sequence[str],
+    template: str | None,
+    parameters: Mapping[str, float],
+    system: str | None = None,
 ) -> str:
     """Return the text of a Modelfile."""
     lines = [f"FROM ./{file}"]
@@ -109,7 +115,8 @@ class OllamaDeployer:
             raise EndpointError(f"{self.url}/api/create ended with {status!r}, not with success")
 
     def upload(self, file: Path, progress: Progress = lambda line: None) -> str:
-        """Return the digest of a file that the server has now. A cut upload is repeated, from its start."""
+        """Return the digest of a file that the server has now. A cut upload is repeated, from
+        its start."""
         digest = f"sha256:{sha256_of(file)}"
         path = f"/api/blobs/{digest}"
         for attempt in range(TRIES):
@@ -123,11 +130,14 @@ class OllamaDeployer:
                 if attempt == TRIES - 1:
                     raise self._lost(path, error) from error
                 progress(f"the upload was cut ({error or type(error).__name__}); again")
-                time.sleep(self._pause_s * 2**attempt)  # another machine: nothing says when it is back
+                # another machine: nothing says when it is back
+                time.sleep(self._pause_s * 2**attempt)
                 continue
             if reply.status_code not in (httpx.codes.OK, httpx.codes.CREATED):
                 raise self._refused(path, reply.status_code, reply.content)
-        raise EndpointError(f"{self.url} took {file.name} {TRIES} times, and does not have it: is its disk full?")
+        raise EndpointError(
+            f"{self.url} took {file.name} {TRIES} times, and does not have it: is its disk full?"
+        )
 
     def close(self) -> None:
         self._http.close()
@@ -139,7 +149,9 @@ class OllamaDeployer:
             try:
                 event = json.loads(line) if line.strip() else {}
             except ValueError as error:
-                raise EndpointError(f"{self.url}/api/create answers {line[:80]!r}, which is no JSON") from error
+                raise EndpointError(
+                    f"{self.url}/api/create answers {line[:80]!r}, which is no JSON"
+                ) from error
             if "error" in event:
                 raise EndpointError(f"Ollama refuses the model: {_one_line(event['error'])}")
             if event.get("status") and event["status"] != status:
@@ -147,7 +159,9 @@ class OllamaDeployer:
                 progress(status)
         return status
 
-    def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _json(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         try:
             reply = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
@@ -164,26 +178,38 @@ class OllamaDeployer:
             reason = json.loads(content)["error"]
         except (ValueError, KeyError, TypeError):
             reason = content.decode(errors="replace")[:200]
-        return EndpointError(f"Ollama at {self.url} answers {status} to {path}: {_one_line(reason)}", status=status)
+        return EndpointError(
+            f"Ollama at {self.url} answers {status} to {path}: {_one_line(reason)}", status=status
+        )
 
     def _lost(self, path: str, error: httpx.HTTPError) -> EndpointError:
         return EndpointError(
-            f"no answer from Ollama at {self.url}{path}: {_one_line(str(error) or type(error).__name__)}; is `ollama"
+            f"no answer from Ollama at {self.url}{path}:"
+            f" {_one_line(str(error) or type(error).__name__)}; is `ollama"
             " serve` running?"
         )
 
 
 def _around(tokenizer: Tokenizer) -> tuple[dict[str, tuple[str, str]], str]:
-    """Return the text before and after a message of each role, and the opening of an answer. Raises ValueError."""
+    """Return the text before and after a message of each role, and the opening of an answer.
+    Raises ValueError."""
     marks = {role: f"@@{role}@@" for role in ROLES}
     again = "@@again@@"
     whole = _split(
-        _rendered(tokenizer, [*({"role": r, "content": marks[r]} for r in ROLES), {"role": "user", "content": again}]),
+        _rendered(
+            tokenizer,
+            [
+                *({"role": r, "content": marks[r]} for r in ROLES),
+                {"role": "user", "content": again},
+            ],
+        ),
         [*marks.values(), again],
     )
     alone = _rendered(tokenizer, [{"role": "user", "content": again}])
     before_user, end = _split(alone, [again])
-    closed = tokenizer.render_chat_text([{"role": "user", "content": again}], add_generation_prompt=False)
+    closed = tokenizer.render_chat_text(
+        [{"role": "user", "content": again}], add_generation_prompt=False
+    )
     after_user = _split(closed, [again])[1]
     opening = end.removeprefix(after_user)
     bos = tokenizer.token_text(tokenizer.bos_token_id) if tokenizer.bos_token_id is not None else ""

@@ -1,7 +1,8 @@
 """The whole way of an export: open, write, verify, put in place, hand to Ollama.
 
-A file that was verified and is not as here is not kept. Everything is written into a directory of a temporary name,
-which is renamed at the end; what a killed export left is removed by the next one of the same name.
+A file that was verified and is not as here is not kept. Everything is written into a directory of a
+temporary name, which is renamed at the end; what a killed export left is removed by the next one of
+the same name.
 
 model.py           which model: a run, or a base with an adapter; its tensors, one at a time
 architectures.py   the table of architectures: tensor names, rows in another order, metadata
@@ -28,11 +29,23 @@ from mlx_parallm.deploy.export import llama_server, verify
 from mlx_parallm.deploy.export.gguf_file import write_adapter, write_model, write_vocabulary
 from mlx_parallm.deploy.export.hosting import OllamaHostingProfile, fitting_type, hosting_profile
 from mlx_parallm.deploy.export.llama_server import LlamaServer
-from mlx_parallm.deploy.export.model import NO_TEMPLATE, ModelSource, OpenModel, open_model, source_of_run
+from mlx_parallm.deploy.export.model import (
+    NO_TEMPLATE,
+    ModelSource,
+    OpenModel,
+    open_model,
+    source_of_run,
+)
 from mlx_parallm.deploy.export.ollama import DEFAULT_URL, OllamaDeployer, go_template, modelfile
 from mlx_parallm.deploy.export.quantization import check_type, without_own_type
 from mlx_parallm.deploy.export.verify import Verification, not_verified
-from mlx_parallm.deploy.export.vocabulary import STOPS_IN_FILE, Vocabulary, candidates, describe_rules, read_vocabulary
+from mlx_parallm.deploy.export.vocabulary import (
+    STOPS_IN_FILE,
+    Vocabulary,
+    candidates,
+    describe_rules,
+    read_vocabulary,
+)
 from mlx_parallm.errors import ConfigError, EndpointError, ModelError
 from mlx_parallm.models.gguf.architectures import architecture_of, check_arguments
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -93,8 +106,8 @@ class ExportPipeline:
         kind: of the weights: "f32", "f16", "bf16", "q8_0", "q4_k_m", …
         destination: from `destination_of`.
         adapter_only: the adapter for llama.cpp's `--lora`, in the place of the merged model.
-        check: "auto": a llama.cpp of this machine; "off"; or the URL of a llama-server: then nothing is written, and
-            what it serves is compared with the model.
+        check: "auto": a llama.cpp of this machine; "off"; or the URL of a llama-server: then
+            nothing is written, and what it serves is compared with the model.
         pre: llama.cpp's name of the pre-tokenizer, in the place of the one that is found.
         ollama_url: of `ollama serve`.
         say: hears what is being done.
@@ -110,13 +123,17 @@ class ExportPipeline:
     say: Say = field(default=lambda line: None)
 
     def run(self) -> ExportReport:
-        """Raises ModelError: the model cannot be GGUF, or the file is not as here, and is not kept; AdapterError;
-        ConfigError; CheckpointError: the file cannot be written; EndpointError: Ollama, or the URL to verify with."""
+        """Raises ModelError: the model cannot be GGUF, or the file is not as here, and is not
+        kept; AdapterError; ConfigError; CheckpointError: the file cannot be written;
+        EndpointError: Ollama, or the URL to verify with."""
         if self.check not in ("auto", "off"):
             return self._compare_only()
         directory = self.destination.directory
         if directory.exists() or directory.is_symlink():
-            raise ConfigError(f"{directory} exists already: choose another --to, an export never replaces anything")
+            raise ConfigError(
+                f"{directory} exists already: choose another --to, an export never replaces"
+                " anything"
+            )
         if self.destination.ollama and self.adapter_only:
             raise ConfigError("Ollama takes no adapter (since 0.34.1): leave --adapter-only out")
         if self.destination.lm_studio and self.adapter_only:
@@ -129,11 +146,14 @@ class ExportPipeline:
         opened, vocabulary = self.check_source()
         made: list[ExportReport] = []
         remove_of_the_dead(directory.parent, f"{directory.name}{TEMPORARY}")
-        write_directory(directory, lambda unfinished: made.append(self._fill(opened, vocabulary, unfinished)))
+        write_directory(
+            directory, lambda unfinished: made.append(self._fill(opened, vocabulary, unfinished))
+        )
         return made[0] if deployer is None else self._deploy(deployer, made[0])
 
     def check_source(self) -> tuple[OpenModel, Vocabulary]:
-        """Open the model; refuse here all that can be refused before anything is written. Raises ModelError."""
+        """Open the model; refuse here all that can be refused before anything is written. Raises
+        ModelError."""
         check_type(self.kind)
         opened = open_model(self.source)
         return opened, self._vocabulary(opened)
@@ -152,30 +172,48 @@ class ExportPipeline:
         vocabulary = read_vocabulary(opened.tokenizer, opened.config, opened.path)
         if vocabulary.chat_template is None and self.source.chat_template != NO_TEMPLATE:
             raise ModelError(
-                "the tokenizer has no chat template: llama.cpp would take another model's. Pass --chat-template FILE,"
+                "the tokenizer has no chat template: llama.cpp would take another model's. Pass"
+                " --chat-template FILE,"
                 f" or --chat-template {NO_TEMPLATE} for a model that only continues texts"
             )
         if len(vocabulary.stops) > STOPS_IN_FILE:
             left = ", ".join(vocabulary.stop_texts()[STOPS_IN_FILE:])
-            opened.notes.append(f"GGUF has room for {STOPS_IN_FILE} stop tokens: give llama.cpp {left} as stops too")
+            opened.notes.append(
+                f"GGUF has room for {STOPS_IN_FILE} stop tokens: give llama.cpp {left} as stops too"
+            )
         if self.pre is not None:
             return vocabulary.with_pre(self.pre)
-        return vocabulary if vocabulary.pre is not None else vocabulary.with_pre(self._try_pre(opened, vocabulary))
+        return (
+            vocabulary
+            if vocabulary.pre is not None
+            else vocabulary.with_pre(self._try_pre(opened, vocabulary))
+        )
 
     def _try_pre(self, opened: OpenModel, vocabulary: Vocabulary) -> str:
-        """Return the pre-tokenizer with which a real llama.cpp gives the same token ids. Raises ModelError."""
+        """Return the pre-tokenizer with which a real llama.cpp gives the same token ids. Raises
+        ModelError."""
         how = describe_rules(opened.tokenizer)
         rules = f"our table has no name of llama.cpp's for how this tokenizer splits texts ({how})"
         if self.check == "off" or not llama_server.available():
-            raise ModelError(f"{rules}: `pip install xllamacpp` to have its own ones tried, or pass --pre NAME")
+            raise ModelError(
+                f"{rules}: `pip install xllamacpp` to have its own ones tried, or pass --pre NAME"
+            )
         best, most = "", -1
         for pre in candidates():
             equal, all_ = _probe(vocabulary.with_pre(pre), opened.tokenizer)
             if equal == all_:
-                opened.notes.append(f"the pre-tokenizer {pre!r} was found by trying: {equal} of {all_} texts are equal")
+                opened.notes.append(
+                    f"the pre-tokenizer {pre!r} was found by trying: {equal} of {all_} texts"
+                    " are"
+                    " equal"
+                )
                 return pre
             best, most = max((best, most), (pre, equal), key=lambda found: found[1])
-        raise ModelError(f"{rules}, and none of its {len(candidates())} fits: the best, {best!r}, fits {most} texts")
+        raise ModelError(
+            f"{rules}, and none of its {len(candidates())} fits: the best, {best!r}, fits"
+            f" {most}"
+            " texts"
+        )
 
     def _fill(self, opened: OpenModel, vocabulary: Vocabulary, directory: Path) -> ExportReport:
         arguments, layers = opened.arguments, len(opened.layers)
@@ -197,7 +235,10 @@ class ExportPipeline:
                 hint = f"; --type {better} would" if better and better != self.kind else ""
                 opened.notes.append(hosting.note + hint)
             text = modelfile(
-                file.name, vocabulary.stop_texts(), go_template(opened.tokenizer), _parameters(vocabulary, hosting)
+                file.name,
+                vocabulary.stop_texts(),
+                go_template(opened.tokenizer),
+                _parameters(vocabulary, hosting),
             )
             (directory / MODELFILE).write_text(text, encoding="utf-8")
         document = {
@@ -215,7 +256,9 @@ class ExportPipeline:
             "hosting": {**hosting.to_json(), "env": hosting.to_env()} if hosting else None,
             "notes": opened.notes,
         }
-        (directory / REPORT_FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        (directory / REPORT_FILE).write_text(
+            json.dumps(document, indent=2) + "\n", encoding=("utf-8")
+        )
         final = self.destination.directory / file.name
         return ExportReport(final, size, types, verification, tuple(opened.notes), hosting)
 
@@ -223,7 +266,9 @@ class ExportPipeline:
         if self.check == "off":
             return not_verified("--verify off")
         if not llama_server.available():
-            return not_verified("no llama.cpp here: `pip install xllamacpp`, or put llama-server on the PATH")
+            return not_verified(
+                "no llama.cpp here: `pip install xllamacpp`, or put llama-server on the PATH"
+            )
         with ExitStack() as stack:
             adapter = None
             if self.adapter_only:  # llama.cpp adds it to the base, in a file for this alone
@@ -237,7 +282,12 @@ class ExportPipeline:
     def _compare(self, server: LlamaServer, opened: OpenModel) -> Verification:
         rounding = architecture_of(opened.config).rounding
         return verify.verify(
-            server, self.source, self.kind, opened.tokenizer, rounding, adapter_apart=self.adapter_only
+            server,
+            self.source,
+            self.kind,
+            opened.tokenizer,
+            rounding,
+            adapter_apart=self.adapter_only,
         )
 
     def _judged(self, verification: Verification) -> Verification:
@@ -279,18 +329,26 @@ class GGUFExporter:
     name: str = "model"
 
     def convert(self, quantization: str = "q8_0", *, check: str = "auto") -> Path:
-        """Return the file. Raises what `ExportPipeline.run` raises: it is verified, and no other type is taken."""
+        """Return the file. Raises what `ExportPipeline.run` raises: it is verified, and no other
+        type is taken."""
         path, kind = Path(self.model).expanduser(), quantization.lower()
         of_run = path.is_dir() and not (path / "tokenizer_config.json").is_file()
-        source = source_of_run(path, name=self.name) if of_run else ModelSource(self.model, None, self.name)
+        source = (
+            source_of_run(path, name=self.name)
+            if of_run
+            else ModelSource(self.model, None, self.name)
+        )
         place = Destination(Path(self.output_dir).expanduser() / f"{self.name}-{kind}-gguf")
         file = ExportPipeline(source, kind, place, check=check).run().file
         assert file is not None
         return file
 
 
-def deploy_directory(deployer: OllamaDeployer, directory: Path, name: str, say: Say = lambda line: None) -> None:
-    """Make an Ollama model of an export's directory. Raises EndpointError; ModelError: this is no export's."""
+def deploy_directory(
+    deployer: OllamaDeployer, directory: Path, name: str, say: Say = lambda line: None
+) -> None:
+    """Make an Ollama model of an export's directory. Raises EndpointError; ModelError: this is
+    no export's."""
     try:
         about = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))
         file, stops = directory / about["file"], about["stops"]
@@ -301,7 +359,8 @@ def deploy_directory(deployer: OllamaDeployer, directory: Path, name: str, say: 
 
 
 def destination_of(targets: Sequence[str], source: ModelSource, kind: str) -> Destination:
-    """Return where `--to` puts an export: `ollama:NAME`, `lmstudio[:PUBLISHER/MODEL]`, or a directory. Without a
+    """Return where `--to` puts an export: `ollama:NAME`, `lmstudio[:PUBLISHER/MODEL]`, or a
+    directory. Without a
     directory: one in the run's, or of a base in the current one.
 
     Raises ConfigError: an empty or doubled target.
@@ -316,7 +375,9 @@ def destination_of(targets: Sequence[str], source: ModelSource, kind: str) -> De
         else:
             directories.append(Path(target))
     if len(directories) > 1 or len(models) > 1 or "" in models:
-        raise ConfigError("--to: at most one directory or lmstudio, and one ollama:NAME, such as ollama:my-model")
+        raise ConfigError(
+            "--to: at most one directory or lmstudio, and one ollama:NAME, such as ollama:my-model"
+        )
     keep = bool(directories) or not models
     directory = directories[0] if directories else (source.run or Path()) / f"{name}-{kind}-gguf"
     lm_studio = any(target.partition(":")[0] == LM_STUDIO_TARGET for target in targets)
@@ -324,12 +385,17 @@ def destination_of(targets: Sequence[str], source: ModelSource, kind: str) -> De
 
 
 def lm_studio_directory(model: str) -> Path:
-    """Return LM Studio's directory of "PUBLISHER/MODEL": it looks for files exactly two directories down."""
+    """Return LM Studio's directory of "PUBLISHER/MODEL": it looks for files exactly two
+    directories down."""
     parts = model.split("/")
     if len(parts) != 2 or not all(parts):
         raise ConfigError(f"--to lmstudio:{model}: expected lmstudio:PUBLISHER/MODEL")
     pointer = Path.home() / LM_STUDIO_POINTER
-    home = Path(pointer.read_text(encoding="utf-8").strip()) if pointer.is_file() else Path.home() / LM_STUDIO
+    home = (
+        Path(pointer.read_text(encoding="utf-8").strip())
+        if pointer.is_file()
+        else Path.home() / LM_STUDIO
+    )
     return (home / MODELS).joinpath(*parts)
 
 

@@ -1,8 +1,9 @@
 """The types of a file's tensors, and their bytes.
 
-f32, f16, bf16 and q8_0 are written by the `gguf` package. The K-quants are computed by llama.cpp itself: its function
-`ggml_quantize_chunk`, from whichever package of it can be imported. Which tensor of a mixture such as Q4_K_M has which
-type is llama.cpp's rule (src/llama-quant.cpp, `llama_tensor_get_type_impl`), without an importance matrix.
+f32, f16, bf16 and q8_0 are written by the `gguf` package. The K-quants are computed by llama.cpp
+itself: its function `ggml_quantize_chunk`, from whichever package of it can be imported. Which
+tensor of a mixture such as Q4_K_M has which type is llama.cpp's rule (src/llama-quant.cpp,
+`llama_tensor_get_type_impl`), without an importance matrix.
 """
 
 import ctypes
@@ -60,14 +61,21 @@ class Mixture:
     tied: bool = False
 
     def type_of(self, name: str, shape: tuple[int, ...]) -> Type:
-        """Return the type of a tensor of the file; shape as in mlx-lm. Norms, biases and the experts' gate stay f32."""
+        """Return the type of a tensor of the file; shape as in mlx-lm. Norms, biases and the
+        experts' gate stay f32."""
         if len(shape) < 2 or "ffn_gate_inp" in name or not name.endswith(".weight"):
             return Type.F32
         chosen = PLAIN[self.kind] if self.kind in PLAIN else self._mixed(name, shape)
         return _fitting(chosen, shape[-1])
 
     def _mixed(self, name: str, shape: tuple[int, ...]) -> Type:
-        base = {"q2": Type.Q2_K, "q3": Type.Q3_K, "q4": Type.Q4_K, "q5": Type.Q5_K, "q6": Type.Q6_K}[self.kind[:2]]
+        base = {
+            "q2": Type.Q2_K,
+            "q3": Type.Q3_K,
+            "q4": Type.Q4_K,
+            "q5": Type.Q5_K,
+            "q6": Type.Q6_K,
+        }[self.kind[:2]]
         if name == "output.weight" or (self.tied and name == "token_embd.weight"):
             return Type.Q8_0 if shape[-1] % gguf.GGML_QUANT_SIZES[base][0] else Type.Q6_K
         layer = int(found[1]) if (found := re.match(r"blk\.(\d+)\.", name)) else 0
@@ -123,20 +131,23 @@ def check_type(kind: str) -> None:
         raise ModelError(f"--type {kind}: expected one of {', '.join(FILE_TYPES)}")
     if kind not in PLAIN and _quantize_chunk() is None:
         raise ModelError(
-            f"--type {kind} is computed by llama.cpp, and neither xllamacpp nor llama_cpp can be imported: "
+            f"--type {kind} is computed by llama.cpp, and neither xllamacpp nor llama_cpp can be"
+            " imported: "
             "`pip install xllamacpp`; or export --type bf16 and run"
             f" `llama-quantize MODEL-bf16.gguf MODEL-{kind}.gguf {kind.upper()}`"
         )
 
 
 def without_own_type(kind: str, types: Mapping[str, int]) -> str | None:
-    """Return a word about a file of `kind` in which no tensor has the type that it is named after; else None."""
+    """Return a word about a file of `kind` in which no tensor has the type that it is named
+    after; else None."""
     own = f"{kind[:2]}_k".upper() if kind not in PLAIN else kind.upper()
     if own in types:
         return None
     held = ", ".join(f"{count} {name}" for name, count in types.items())
     return (
-        f"no tensor of this file is {own}: the rows of this model's matrices are no multiple of 256, so llama.cpp's"
+        f"no tensor of this file is {own}: the rows of this model's matrices are no multiple of"
+        " 256, so llama.cpp's"
         f" rules take other types ({held})"
     )
 
@@ -147,8 +158,11 @@ def size_of(kind: Type, shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64)) // block * size
 
 
-def encode(pieces: Iterable[np.ndarray], kind: Type, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Return a tensor's bytes, [size] uint8, from its rows in float32 [rows, width], a piece at a time.
+def encode(
+    pieces: Iterable[np.ndarray], kind: Type, shape: tuple[int, ...], name: str
+) -> np.ndarray:
+    """Return a tensor's bytes, [size] uint8, from its rows in float32 [rows, width], a piece at a
+    time.
 
     Raises ModelError: a number is not finite, or too large for f16.
     """
@@ -156,9 +170,13 @@ def encode(pieces: Iterable[np.ndarray], kind: Type, shape: tuple[int, ...], nam
     place = 0
     for piece in pieces:
         if not np.isfinite(piece).all():
-            raise ModelError(f"{name} holds a number that is not finite: the training has gone wrong")
+            raise ModelError(
+                f"{name} holds a number that is not finite: the training has gone wrong"
+            )
         if kind == Type.F16 and np.abs(piece).max() > F16_MAX:
-            raise ModelError(f"{name} holds {np.abs(piece).max():g}, which f16 cannot: use --type bf16 or q8_0")
+            raise ModelError(
+                f"{name} holds {np.abs(piece).max():g}, which f16 cannot: use --type bf16 or q8_0"
+            )
         part = _bytes(piece, kind)
         out[place : place + part.size] = part
         place += part.size
@@ -174,7 +192,10 @@ def _bytes(piece: np.ndarray, kind: Type) -> np.ndarray:
     quantize = _quantize_chunk()
     assert quantize is not None, "check_type comes first"
     rows, width = piece.shape
-    piece, out = np.ascontiguousarray(piece, np.float32), np.empty(size_of(kind, piece.shape), np.uint8)
+    piece, out = (
+        np.ascontiguousarray(piece, np.float32),
+        np.empty(size_of(kind, piece.shape), np.uint8),
+    )
     quantize(int(kind), piece.ctypes.data, out.ctypes.data, 0, rows, width, None)
     return out
 
@@ -188,7 +209,8 @@ def _fitting(kind: Type, width: int) -> Type:
 
 @cache
 def _quantize_chunk() -> Callable[..., int] | None:
-    """Return ggml_quantize_chunk(type, source, target, start, rows, width, importance) of a llama.cpp; None: no one."""
+    """Return ggml_quantize_chunk(type, source, target, start, rows, width, importance) of a
+    llama.cpp; None: no one."""
     for package, pattern in LIBRARIES:
         found = importlib.util.find_spec(package)
         for directory in (found.submodule_search_locations or []) if found else []:
@@ -198,7 +220,15 @@ def _quantize_chunk() -> Callable[..., int] | None:
                 except (OSError, AttributeError):
                     continue
                 pointer, number = ctypes.c_void_p, ctypes.c_int64
-                function.argtypes = [ctypes.c_int, pointer, pointer, number, number, number, pointer]
+                function.argtypes = [
+                    ctypes.c_int,
+                    pointer,
+                    pointer,
+                    number,
+                    number,
+                    number,
+                    pointer,
+                ]
                 function.restype = ctypes.c_size_t
                 return function
     return None

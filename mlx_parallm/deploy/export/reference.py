@@ -1,7 +1,8 @@
-"""Our own model with its weights rounded as a GGUF file rounds them: what llama.cpp has to compute from that file.
+"""Our own model with its weights rounded as a GGUF file rounds them: what llama.cpp has to compute
+from that file.
 
-Weights are taken from the checkpoint and rounded here, row by row, so a writer that mixes up rows, names or numbers is
-not repeated. Only the type of each tensor is the writer's.
+Weights are taken from the checkpoint and rounded here, row by row, so a writer that mixes up rows,
+names or numbers is not repeated. Only the type of each tensor is the writer's.
 """
 
 import math
@@ -32,19 +33,30 @@ def rounded_logprobs(
     *,
     adapter_apart: bool = False,
 ) -> list[np.ndarray]:
-    """Return the log-probabilities at each place of the answers, [T, vocabulary], under the model as a file has it.
+    """Return the log-probabilities at each place of the answers, [T, vocabulary], under the model
+    as a file has it.
 
     Args:
-        adapter_apart: the file has the base alone, and llama.cpp adds the adapter to what it rounded.
+        adapter_apart: the file has the base alone, and llama.cpp adds the adapter to what it
+            rounded.
     """
     opened = open_model(source)
     layers = opened.layers if adapter_apart else {}
     merged = replace(opened, adapter=None) if adapter_apart else opened
-    model = blueprint({key: value for key, value in opened.config.items() if not key.startswith("quantization")})
+    model = blueprint(
+        {key: value for key, value in opened.config.items() if not key.startswith("quantization")}
+    )
     weights = []
     for name, rounded in _rounded(merged, kind):
         pair = layers.get(name.removesuffix(".weight"))
-        weights.append((name, rounded if pair is None else merged_rows(rounded, pair, mx.arange(rounded.shape[0]))))
+        weights.append(
+            (
+                name,
+                rounded
+                if pair is None
+                else merged_rows(rounded, pair, mx.arange(rounded.shape[0])),
+            )
+        )
     model.load_weights(weights, strict=True)
     evaluate_module(model)
     found = []
@@ -56,7 +68,10 @@ def rounded_logprobs(
 
 def _rounded(opened: OpenModel, kind: str) -> Iterator[tuple[str, mx.array]]:
     """Yield each tensor under mlx-lm's name, as float32 of the numbers that its type keeps."""
-    architecture, planned = architectures.architecture_of(opened.config), planned_tensors(opened, kind)
+    architecture, planned = (
+        architectures.architecture_of(opened.config),
+        planned_tensors(opened, kind),
+    )
     tied, arguments = is_tied(planned), opened.arguments
     for tensor in opened.tensors():
         name, _, type_ = planned[tensor.name]
@@ -74,13 +89,16 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def divergence(ours: np.ndarray, theirs: Mapping[int, float]) -> float:
-    """Return KL(ours ‖ theirs) in nats over the tokens that `theirs` lists, and one more for all others together.
+    """Return KL(ours ‖ theirs) in nats over the tokens that `theirs` lists, and one more for all
+    others together.
 
-    At most the divergence over all tokens, and 0 only where the listed ones agree. Worked: ours (½, ¼, ¼), theirs lists
-    0 with ¼: ½ ln 2 + ½ ln (½ / ¾) = 0.1438.
+    At most the divergence over all tokens, and 0 only where the listed ones agree. Worked: ours (½,
+    ¼, ¼), theirs lists 0 with ¼: ½ ln 2 + ½ ln (½ / ¾) = 0.1438.
     """
     here, there = ours[np.array(list(theirs))], np.array(list(theirs.values()))
-    rest_here, rest_there = (max(REST, 1.0 - float(np.exp(listed).sum())) for listed in (here, there))
+    rest_here, rest_there = (
+        max(REST, 1.0 - float(np.exp(listed).sum())) for listed in (here, there)
+    )
     listed = float((np.exp(here) * (here - there)).sum())
     return max(0.0, listed + rest_here * math.log(rest_here / rest_there))
 

@@ -1,4 +1,5 @@
-"""What a GGUF file is verified on: 200 texts for its tokenizer, conversations for its chat template.
+"""What a GGUF file is verified on: 200 texts for its tokenizer, conversations for its chat
+template.
 
 The texts are in Unicode's NFC: where a tokenizer normalises, llama.cpp does not.
 """
@@ -22,7 +23,10 @@ PIECES = (
     "SELECT count(*) FROM t WHERE word LIKE 'example%' -- the end",
     "https://example.org/a/b?c=d&e=f#g and me@example.org",
     "C:\\Users\\me\\file.txt /usr/local/bin ~/.config $HOME",
-    "(example: sun -> nus): [Sort] {Reverse} <Largest> \"Spell\" 'State' -count +max *user* _system_ (assistant)",
+    (
+        "(example: sun -> nus): [Sort] {Reverse} <Largest> \"Spell\" 'State' -count +max *user*"
+        " _system_ (assistant)"
+    ),
     "a  b   c    d     e\tf\t\tg",
     "   leading spaces, trailing spaces   ",
     "\n\nblank lines\n\n\n   \n\tindented\r\nwindows\r\n\r\n",
@@ -44,7 +48,10 @@ PIECES = (
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa bbbbbbbb!!!!!!!! ........ ======== --------",
     "Sort: hgfa. Reverse: dcba? Count b: abcab! Largest: 48,47,90",
     "<think>\nLet me see.\n</think>\n\nThe answer is \\boxed{42}.",
-    "# Title\n\n* one\n* two\n  1. three\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nx = 1\n```",
+    (
+        "# Title\n\n* one\n* two\n  1. three\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nx ="
+        " 1\n```"
+    ),
     "$$\\int_0^1 x^2\\,dx = \\frac{1}{3}$$",
     "Dr. Smith (b. 1970) vs. Mr. Jones, etc.; i.e. e.g. U.S.A.",
     "mixed漢字kanaかなLatin中文123abcДа",
@@ -56,7 +63,8 @@ def texts() -> list[str]:
     """Return 200 texts, always the same: each piece, then pieces joined in twos and threes."""
     draw = random.Random(0)
     joined = [
-        draw.choice(SEPARATORS).join(draw.sample(PIECES, draw.choice((2, 2, 3)))) for _ in range(COUNT - len(PIECES))
+        draw.choice(SEPARATORS).join(draw.sample(PIECES, draw.choice((2, 2, 3))))
+        for _ in range(COUNT - len(PIECES))
     ]
     return [*PIECES, *joined]
 

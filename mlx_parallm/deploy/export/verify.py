@@ -1,10 +1,12 @@
-"""Compare a GGUF file in a real llama.cpp with our own model: tokens, chat template, distributions of the next token.
+"""Compare a GGUF file in a real llama.cpp with our own model: tokens, chat template, distributions
+of the next token.
 
-A file with a wrong tokenizer loads and answers badly, and token ids of answers do not show it: so the ids of texts come
-first. Then both sides say what follows at each place of our engine's own greedy answers. Two numbers are expected:
-what rounding the weights to the file's type costs this very model (`reference.py`), and that llama.cpp, which rounds
-activations to 8 bits too, is about as far from that as 8-bit weights are from the exact ones. Measured: 1 to 4 times as
-far, on models of 1 and 135 million parameters; a file with one matrix mixed up is a hundred times as far.
+A file with a wrong tokenizer loads and answers badly, and token ids of answers do not show it: so
+the ids of texts come first. Then both sides say what follows at each place of our engine's own
+greedy answers. Two numbers are expected: what rounding the weights to the file's type costs this
+very model (`reference.py`), and that llama.cpp, which rounds activations to 8 bits too, is about as
+far from that as 8-bit weights are from the exact ones. Measured: 1 to 4 times as far, on models of
+1 and 135 million parameters; a file with one matrix mixed up is a hundred times as far.
 """
 
 import math
@@ -19,7 +21,12 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig, ServerConfig
 from mlx_parallm.deploy.export.llama_server import CONTEXT, LlamaServer, Step
 from mlx_parallm.deploy.export.model import ModelSource
-from mlx_parallm.deploy.export.reference import divergence, log_softmax, mean_divergence, rounded_logprobs
+from mlx_parallm.deploy.export.reference import (
+    divergence,
+    log_softmax,
+    mean_divergence,
+    rounded_logprobs,
+)
 from mlx_parallm.deploy.export.texts import CHATS, texts
 from mlx_parallm.errors import RequestError
 from mlx_parallm.faces.inference.module import InferenceModule
@@ -32,7 +39,8 @@ SHOWN = 60  # characters of a text in a message
 TIMES = 20.0
 """How many times the divergence of 8-bit weights llama.cpp may be from the rounded model."""
 FLOOR = 1e-3
-"""Nats a token, for types of which llama.cpp does not round activations: float32 and float16 are below 1e-5."""
+"""Nats a token, for types of which llama.cpp does not round activations: float32 and float16 are
+below 1e-5."""
 EXACT_ACTIVATIONS = ("f32", "f16")
 
 
@@ -46,7 +54,8 @@ class Verification:
         choices: places of our answers where both have the same most probable token, of all.
         divergence: mean KL in nats a token, from the model that is served here to llama.cpp.
         rounding: from the served model to its weights in the file's type.
-        remainder: from those weights, computed here, to llama.cpp. `allowed`: the most that it may be.
+        remainder: from those weights, computed here, to llama.cpp. `allowed`: the most that it may
+            be.
         faults: what is wrong; empty = passed.
     """
 
@@ -76,7 +85,8 @@ class Verification:
             f"verified by {self.by}" if self.passed else f"NOT as here, by {self.by}",
             f"  token ids of texts   {self.texts[0]} of {self.texts[1]} equal",
             f"  rendered chats       {self.chats[0]} of {self.chats[1]} equal",
-            f"  next tokens          {self.choices[0]} of {self.choices[1]} equal; {self.divergence:.2g} nats a token"
+            f"  next tokens          {self.choices[0]} of {self.choices[1]} equal;"
+            f" {self.divergence:.2g} nats a token"
             f" apart (KL), of which rounding to this type costs {self.rounding:.2g}",
             f"  beside the rounding  {self.remainder:.2g} nats a token, {self.allowed:.2g} allowed",
         ]
@@ -92,10 +102,12 @@ def verify(
     *,
     adapter_apart: bool = False,
 ) -> Verification:
-    """Compare what `server` serves with the model of `source`, which is loaded for it. Raises EndpointError.
+    """Compare what `server` serves with the model of `source`, which is loaded for it. Raises
+    EndpointError.
 
     Args:
-        rounding: nats that llama.cpp's arithmetic differs by for this architecture (architectures.py).
+        rounding: nats that llama.cpp's arithmetic differs by for this architecture
+            (architectures.py).
         adapter_apart: llama.cpp adds the adapter to the file's weights.
     """
     faults: list[str] = []
@@ -118,8 +130,10 @@ def verify(
     remainder, allowed = _divergence(rounded, theirs), max(FLOOR, rounding) + TIMES * eight_bits
     if not remainder <= allowed:
         faults.append(
-            f"llama.cpp is {remainder:.2g} nats a token from this model in {kind}, {allowed:.2g} are allowed: the"
-            " tensors or numbers of the file are not this model's. --type f16 is compared most closely; --verify off"
+            f"llama.cpp is {remainder:.2g} nats a token from this model in {kind}, {allowed:.2g}"
+            " are allowed: the"
+            " tensors or numbers of the file are not this model's. --type f16 is compared most"
+            " closely; --verify off"
             " keeps a file unchecked"
         )
     return Verification(
@@ -141,7 +155,8 @@ def compare_texts(server: LlamaServer, tokenizer: Tokenizer, faults: list[str]) 
     other = [text for text in compared if server.tokenize(text) != tokenizer.encode(text)]
     if other:
         faults.append(
-            f"{len(other)} of {len(compared)} texts have other token ids, such as {_short(other[0])}: the pre-tokenizer"
+            f"{len(other)} of {len(compared)} texts have other token ids, such as"
+            f" {_short(other[0])}: the pre-tokenizer"
             " or the vocabulary is wrong"
         )
     return len(compared) - len(other), len(compared)
@@ -161,16 +176,20 @@ def compare_chats(server: LlamaServer, tokenizer: Tokenizer, faults: list[str]) 
         if ids == ours:
             equal += 1
         elif equal + 1 == compared:  # the first one that differs
-            there, here = (_short(tokenizer.decode(each, skip_special_tokens=False)) for each in (ids, ours))
+            there, here = (
+                _short(tokenizer.decode(each, skip_special_tokens=False)) for each in (ids, ours)
+            )
             faults.append(
-                f"the chat template makes another prompt: {there} ({len(ids)} tokens) in the place of {here}"
+                f"the chat template makes another prompt: {there} ({len(ids)} tokens) in the place"
+                f" of {here}"
                 f" ({len(ours)} tokens)"
             )
     return equal, compared
 
 
 def draw_prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token ids of `PROMPTS` prompts: conversations as far as there is a template, and texts."""
+    """Return the token ids of `PROMPTS` prompts: conversations as far as there is a template,
+    and texts."""
     found: list[list[int]] = []
     for text in texts():
         ids = tokenizer.encode(text)
@@ -185,8 +204,13 @@ def draw_prompts(tokenizer: Tokenizer) -> list[list[int]]:
 def _our_answers(
     source: ModelSource, kind: str, prompts: Sequence[list[int]]
 ) -> tuple[Sequence[Sequence[int]], list[np.ndarray]]:
-    """Return our engine's greedy answers, and its log-probabilities at each of their places, [T, vocabulary]."""
-    model = ModelConfig(base_path=source.base, revision=source.revision, dtype="float32" if kind == "f32" else "auto")
+    """Return our engine's greedy answers, and its log-probabilities at each of their places, [T,
+    vocabulary]."""
+    model = ModelConfig(
+        base_path=source.base,
+        revision=source.revision,
+        dtype=("float32") if kind == "f32" else "auto",
+    )
     config = Config(model=model, server=ServerConfig(max_model_len=CONTEXT))
     with InferenceModule(source.base, adapter_path=source.adapter, config=config) as ours:
         result = ours.generate(prompts, TOKENS, temperature=0.0, return_logits=True)
@@ -195,7 +219,8 @@ def _our_answers(
 
 
 def _divergence(ours: Sequence[np.ndarray], theirs: Sequence[Sequence[Step]]) -> float:
-    """Return the mean over the places where llama.cpp lists tokens; infinite where it lists none."""
+    """Return the mean over the places where llama.cpp lists tokens; infinite where it lists
+    none."""
     pairs = (pair for both in zip(ours, theirs, strict=True) for pair in zip(*both, strict=True))
     found = [divergence(here, there.logprobs) for here, there in pairs if there.logprobs]
     return sum(found) / len(found) if found else math.inf

@@ -1,8 +1,9 @@
 """The tokenizer as GGUF has it, read from its tokenizer.json.
 
-llama.cpp splits a text before it merges bytes by rules that are built into it; `tokenizer.ggml.pre` names them. A
-wrong name loads without an error and gives other tokens. So the name follows from how the tokenizer itself splits
-(`PRE_TOKENIZERS`); where that is not in the table, `candidates()` are to be tried with a real llama.cpp.
+llama.cpp splits a text before it merges bytes by rules that are built into it; `tokenizer.ggml.pre`
+names them. A wrong name loads without an error and gives other tokens. So the name follows from how
+the tokenizer itself splits (`PRE_TOKENIZERS`); where that is not in the table, `candidates()` are
+to be tried with a real llama.cpp.
 """
 
 import json
@@ -22,10 +23,19 @@ BYTE = "<0x{:02X}>"
 SPACE = "\u2581"  # SentencePiece's
 STOPS_IN_FILE = 3  # GGUF has three fields for tokens that end an answer
 
-# Others that llama.cpp has rules for, to be tried. Its rules for tekken and gpt-4o leave combining marks out, as in
-# Hindi and Thai: of our 200 texts 9 have other ids.
+# Others that llama.cpp has rules for, to be tried. Its rules for tekken and gpt-4o leave combining
+# marks out, as in Hindi and Thai: of our 200 texts 9 have other ids.
 FURTHER = [
-    *("tekken", "gpt-4o", "deepseek-llm", "deepseek-coder", "deepseek-v3", "falcon", "glm4", "bailingmoe"),
+    *(
+        "tekken",
+        "gpt-4o",
+        "deepseek-llm",
+        "deepseek-coder",
+        "deepseek-v3",
+        "falcon",
+        "glm4",
+        ("bailingmoe"),
+    ),
     *("seed-coder", "default"),
 ]
 
@@ -73,7 +83,9 @@ class Vocabulary:
             writer.add_token_scores(self.scores)
             writer.add_add_space_prefix(self.add_space_prefix)
         else:  # an empty list is refused: two tokens that never stand side by side
-            writer.add_token_merges(self.merges or [f"{self.tokens[self.stops[0]]} {self.tokens[self.stops[0]]}"])
+            writer.add_token_merges(
+                self.merges or [(f"{self.tokens[self.stops[0]]} {self.tokens[self.stops[0]]}")]
+            )
         for value, add in (
             (self.bos, writer.add_bos_token_id),
             (self.pad, writer.add_pad_token_id),
@@ -97,29 +109,48 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any], directory: Path) -> Vocabulary:
-    """Return the tokenizer of a model of `config`. `directory`: the checkpoint's, for generation_config.json.
+    """Return the tokenizer of a model of `config`. `directory`: the checkpoint's, for
+    generation_config.json.
 
-    Raises ModelError: no fast tokenizer, one of a kind that is not written, no token that ends an answer.
+    Raises ModelError: no fast tokenizer, one of a kind that is not written, no token that ends an
+    answer.
     """
     text = tokenizer.to_json()
     if text is None:
-        raise ModelError("the tokenizer has no tokenizer.json and cannot be made one: GGUF needs it")
+        raise ModelError(
+            "the tokenizer has no tokenizer.json and cannot be made one: GGUF needs it"
+        )
     data = json.loads(text)
     model = data["model"]
     if model["type"] != "BPE":
-        raise ModelError(f"a tokenizer of type {model['type']} cannot be exported as GGUF: only BPE")
-    stops = tuple(sorted(tokenizer.eos_token_ids, key=lambda stop: (stop != tokenizer.eos_token_id, stop)))
+        raise ModelError(
+            f"a tokenizer of type {model['type']} cannot be exported as GGUF: only BPE"
+        )
+    stops = tuple(
+        sorted(tokenizer.eos_token_ids, key=lambda stop: (stop != tokenizer.eos_token_id, stop))
+    )
     if not stops:
-        raise ModelError("the tokenizer has no EOS token: an answer of the exported model would never end")
+        raise ModelError(
+            "the tokenizer has no EOS token: an answer of the exported model would never end"
+        )
     rows = int(config["vocab_size"])
-    if (highest := max([*model["vocab"].values(), *(added["id"] for added in data["added_tokens"])])) >= rows:
-        raise ModelError(f"the tokenizer has token {highest}, the model's embedding has only {rows} rows")
+    if (
+        highest := max([*model["vocab"].values(), *(added["id"] for added in data["added_tokens"])])
+    ) >= rows:
+        raise ModelError(
+            f"the tokenizer has token {highest}, the model's embedding has only {rows} rows"
+        )
     if tokenizer.has_chat_template and tokenizer.chat_template is None:
-        raise ModelError("the chat template is code of mlx-lm's: pass --chat-template FILE with the same one in Jinja")
+        raise ModelError(
+            "the chat template is code of mlx-lm's: pass --chat-template FILE with the same one"
+            " in Jinja"
+        )
     kind = "llama" if model.get("byte_fallback") else "gpt2"
     tokens, types = _tokens(data, rows, kind)
     if len(set(tokens)) < rows:
-        raise ModelError("two of the tokenizer's tokens have the same text, which llama.cpp refuses")
+        raise ModelError(
+            "two of the tokenizer's tokens have the same text, which llama.cpp refuses"
+        )
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     bare, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     start, end = full[: len(full) - len(bare)], full[len(bare) :]
@@ -176,7 +207,8 @@ def _tokens(data: Mapping[str, Any], rows: int, kind: str) -> tuple[list[str], l
 
 
 def _scores(tokens: list[str], merges: list[Any]) -> list[float]:
-    """SentencePiece merges the pair with the highest score first: minus the place of the merge that makes a token."""
+    """SentencePiece merges the pair with the highest score first: minus the place of the merge
+    that makes a token."""
     ranks: dict[str, int] = {}
     for place, merge in enumerate(merges):
         ranks.setdefault("".join(merge.split(" ", 1) if isinstance(merge, str) else merge), place)
@@ -184,17 +216,25 @@ def _scores(tokens: list[str], merges: list[Any]) -> list[float]:
 
 
 def _rules(data: Mapping[str, Any]) -> Rules:
-    """How a text is split, piece by piece: a regular expression, "digits", "bytes" or "words" (GPT-2's expression);
-    what has no such name stands there as JSON, so it is in no table."""
-    return tuple(_pieces(data.get("normalizer"), data.get("pre_tokenizer"))), bool(data["model"].get("ignore_merges"))
+    """How a text is split, piece by piece: a regular expression, "digits", "bytes" or "words"
+    (GPT-2's expression); what has no such name stands there as JSON, so it is in no table."""
+    return tuple(_pieces(data.get("normalizer"), data.get("pre_tokenizer"))), bool(
+        data["model"].get("ignore_merges")
+    )
 
 
 def _pieces(normalizer: Any, pre_tokenizer: Any) -> Iterator[str]:
-    if normalizer is not None and normalizer != {"type": "NFC"}:  # llama.cpp does none, and most text is in NFC
+    # llama.cpp does none, and most text is in NFC
+    if normalizer is not None and normalizer != {"type": "NFC"}:
         yield json.dumps(normalizer)
     for part in (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer]):
         match part:
-            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+            case {
+                "type": "Split",
+                "pattern": {"Regex": pattern},
+                "behavior": "Isolated",
+                "invert": False,
+            }:
                 yield pattern
             case {"type": "Digits", "individual_digits": True}:
                 yield "digits"
@@ -215,4 +255,8 @@ def _sampling(directory: Path) -> dict[str, float]:
     if settings.get("do_sample") is False:
         return {}
     names = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k"}
-    return {ours: float(settings[name]) for name, ours in names.items() if settings.get(name) is not None}
+    return {
+        ours: float(settings[name])
+        for name, ours in names.items()
+        if settings.get(name) is not None
+    }

@@ -1,18 +1,22 @@
-"""The cache of any mlx-lm architecture, behind one face: `ModelRunner` and `Engine` know `RunningCache` only.
+"""The cache of any mlx-lm architecture, behind one face: `ModelRunner` and `Engine` know
+`RunningCache` only.
 
-    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py). Plain attention only,
-                 with or without recurrent states beside it (states.py); not with server.kv_layout = "rectangle".
-    BatchCache   one forward decodes all rows. Each layer keeps keys and values of all positions (`rectangle.SlotCache`;
-                 a sliding window is a mask over them, so prefixes can be shared), a recurrent state of fixed size a row
-                 (mlx-lm's ArraysCache, dense rows as in SlotCache), or several of these (CacheList).
-    RowCaches    one forward a row, over mlx-lm's own caches of that row alone: for architectures that read
-                 `cache.offset` as a number, shape a mask for one row, or bring a cache of their own. Prefixes are kept
-                 where a row holds keys and values only, and the model goes on from a part of them.
+    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py).
+                 Plain attention only, with or without recurrent states beside it (states.py); not
+                 with server.kv_layout = "rectangle".
+    BatchCache   one forward decodes all rows. Each layer keeps keys and values of all positions
+                 (`rectangle.SlotCache`; a sliding window is a mask over them, so prefixes can be
+                 shared), a recurrent state of fixed size a row (mlx-lm's ArraysCache, dense rows as
+                 in SlotCache), or several of these (CacheList).
+    RowCaches    one forward a row, over mlx-lm's own caches of that row alone: for architectures
+                 that read `cache.offset` as a number, shape a mask for one row, or bring a cache of
+                 their own. Prefixes are kept where a row holds keys and values only, and the model
+                 goes on from a part of them.
 
-`choose_cache` asks the model at load, instead of at the first request, and takes the first that gives what the model's
-own forward gives. mlx-lm's batch caches (left padding) are not used: they copy all keys and values whenever a row comes
-or goes, and most architectures that need RowCaches fail with them too. `tests/engine/test_architectures.py` holds both
-to mlx-lm's own answers.
+`choose_cache` asks the model at load, instead of at the first request, and takes the first that
+gives what the model's own forward gives. mlx-lm's batch caches (left padding) are not used: they
+copy all keys and values whenever a row comes or goes, and most architectures that need RowCaches
+fail with them too. `tests/engine/test_architectures.py` holds both to mlx-lm's own answers.
 """
 
 import copy
@@ -41,12 +45,20 @@ from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
 from mlx_parallm.engine.cache.states import with_rows
 from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_parallm.models.mlx_lm_api import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_parallm.system.log import get_logger
 
-MASK_AXES = (4, 5)  # of the mask: 5 where attention's scores are [rows, key heads, repeats, 1, T] (Gemma 2)
+# of the mask: 5 where attention's scores are [rows, key heads, repeats, 1, T] (Gemma 2)
+MASK_AXES = (4, 5)
 PROBE_ROWS = 5  # an odd number of rows: it fits no usual number of heads by accident
-_TOLERANCE = {mx.float32: 0.01}  # of the largest logit: far above rounding, far below a wrong position …
+# of the largest logit: far above rounding, far below a wrong position …
+_TOLERANCE = {mx.float32: 0.01}
 _HALF_TOLERANCE = 0.1  # … and in half precision
 _PROBE_ERRORS = (ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
@@ -54,7 +66,8 @@ log = get_logger(__name__)
 
 
 class RunningCache(Protocol):
-    """Keys, values and states of the running sequences: row i of the cache belongs to the scheduler's rows[i].
+    """Keys, values and states of the running sequences: row i of the cache belongs to the
+    scheduler's rows[i].
 
     This is all that engine and runner use of a cache, so its memory may be laid out in any way.
     """
@@ -69,7 +82,8 @@ class RunningCache(Protocol):
 
     @property
     def unread(self) -> list[mx.array]:
-        """Arrays that a step computes and its logits do not need: to be evaluated with them, else its graph stays."""
+        """Arrays that a step computes and its logits do not need: to be evaluated with them,
+        else its graph stays."""
 
     @property
     def nbytes(self) -> int:
@@ -83,10 +97,14 @@ class RunningCache(Protocol):
         """Memory of one position of one row, all layers; 0 when it does not grow with the text."""
 
     def prefill_token_bytes(self) -> int:
-        """Memory of one position of a prompt that is computed: more than `token_bytes` where rows are quantised."""
+        """Memory of one position of a prompt that is computed: more than `token_bytes` where
+        rows are quantised."""
 
-    def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
-        """Caches of the model's layers for a prefill of `length` positions, which begin with the rows' `prefixes`."""
+    def new_prefill(
+        self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()
+    ) -> list[Any]:
+        """Caches of the model's layers for a prefill of `length` positions, which begin with the
+        rows' `prefixes`."""
 
     @property
     def shares(self) -> bool:
@@ -99,7 +117,9 @@ class RunningCache(Protocol):
     def place(self, prompts: SequenceOf[PromptRows], first_row: int) -> None:
         """Announces rows first_row, first_row + 1, …: `reserve` follows, and `write_prefixes`."""
 
-    def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
+    def write_prefixes(
+        self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int
+    ) -> None:
         """Gives rows first_row, first_row + 1, … their prompts from the rows of a prefill."""
 
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
@@ -115,13 +135,15 @@ class RunningCache(Protocol):
         """The row's recurrent states for the prefix cache, [1, …] each, not evaluated."""
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copies rows of at most `length` positions onto other rows. No row may be source and target at once."""
+        """Copies rows of at most `length` positions onto other rows. No row may be source and
+        target at once."""
 
     def truncate(self, rows: int) -> None:
         """The rows from number `rows` on have ended."""
 
     def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
-        """Makes room for cached[i] + 1 tokens in row i, within `max_tokens` positions in all where possible."""
+        """Makes room for cached[i] + 1 tokens in row i, within `max_tokens` positions in all
+        where possible."""
 
     def begin_step(self, positions: list[int]) -> None:
         """Prepares a decode step: row i writes at positions[i]."""
@@ -139,7 +161,8 @@ class RunningCache(Protocol):
         """Gives all memory back."""
 
     def check_integrity(self, cached: list[int]) -> None:
-        """Raises AssertionError when the arrays do not fit the rows' token counts. Cheap; for idle times."""
+        """Raises AssertionError when the arrays do not fit the rows' token counts. Cheap; for
+        idle times."""
 
 
 class BatchCache(SlotCache):
@@ -160,7 +183,9 @@ class BatchCache(SlotCache):
     order = None
     saved_positions = 0
 
-    def __init__(self, model: nn.Module, max_rows: int, max_positions: int, *, mask_axes: int = MASK_AXES[0]) -> None:
+    def __init__(
+        self, model: nn.Module, max_rows: int, max_positions: int, *, mask_axes: int = MASK_AXES[0]
+    ) -> None:
         super().__init__(0, max_rows, max_positions, mask_axes=mask_axes)
         self._model = model
         self._states: list[ArraysCache] = []
@@ -178,7 +203,9 @@ class BatchCache(SlotCache):
     def nbytes(self) -> int:
         return super().nbytes + sum(array.nbytes for array in self.unread)
 
-    def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
+    def new_prefill(
+        self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()
+    ) -> list[Any]:
         return new_caches(self._model, length, prefixes)
 
     def token_bytes(self) -> int:
@@ -197,13 +224,18 @@ class BatchCache(SlotCache):
         return sum(array.nbytes for array in present(states_of(caches)))
 
     def read_states(self, row: int) -> list[mx.array | None]:
-        return [None if array is None else array[mx.array([row])] for state in self._states for array in state.cache]
+        return [
+            None if array is None else array[mx.array([row])]
+            for state in self._states
+            for array in state.cache
+        ]
 
     def batches(self) -> list[tuple[int, int, list[Any]]]:
         return [(0, self.rows, self._model_caches)]
 
     def begin_step(self, positions: list[int]) -> None:
-        """Prepares the rows as SlotCache does, and zeroes the state of a row at position 0: it has a new owner."""
+        """Prepares the rows as SlotCache does, and zeroes the state of a row at position 0: it
+        has a new owner."""
         super().begin_step(positions)
         first = [position == 0 for position in positions]
         fresh = mx.array(first) if any(first) else None
@@ -231,7 +263,9 @@ class BatchCache(SlotCache):
     def truncate(self, rows: int) -> None:
         """Nothing: rows that have ended are overwritten."""
 
-    def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
+    def write_prefixes(
+        self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int
+    ) -> None:
         computed = list(leaves(prefill))
         kept = [cache for cache in computed if isinstance(cache, KVCache)]
         if kept:
@@ -245,7 +279,11 @@ class BatchCache(SlotCache):
                 if array is not None:
                     rows = array[mx.array(sources)]
                     present = state.cache[index]
-                    present = mx.zeros((stop, *rows.shape[1:]), rows.dtype) if present is None else present
+                    present = (
+                        mx.zeros((stop, *rows.shape[1:]), rows.dtype)
+                        if present is None
+                        else present
+                    )
                     present = with_rows(present, max(stop, present.shape[0]))
                     present[first_row:stop] = rows
                     state.cache[index] = present
@@ -273,7 +311,8 @@ class BatchCache(SlotCache):
 
 
 class RowCaches:
-    """mlx-lm's own caches, one set a row. `rows` of the step being built decode one after the other.
+    """mlx-lm's own caches, one set a row. `rows` of the step being built decode one after the
+    other.
 
     `why_no_prefixes`: "" where a row's beginning can be used by others; `choose_cache` tries it.
     """
@@ -287,7 +326,9 @@ class RowCaches:
         self._model = model
         self._rows: list[list[Any]] = []
         self.rows = 0
-        others = sorted({type(c).__name__ for c in leaves(make_prompt_cache(model)) if type(c) is not KVCache})
+        others = sorted(
+            {type(c).__name__ for c in leaves(make_prompt_cache(model)) if type(c) is not KVCache}
+        )
         self.why_no_prefixes = f"a layer keeps {', '.join(others)}" if others else ""
         if any(type(module).__name__ == "DynamicNTKScalingRoPE" for module in model.modules()):
             self.why_no_prefixes = "the angles of its keys depend on the length of the whole text"
@@ -304,8 +345,14 @@ class RowCaches:
     def nbytes(self) -> int:
         return sum(array.nbytes for row in self._rows for array in arrays_of(row))
 
-    def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
-        return new_caches(self._model, length, prefixes) if self.rewindable and length else self._empty()
+    def new_prefill(
+        self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()
+    ) -> list[Any]:
+        return (
+            new_caches(self._model, length, prefixes)
+            if self.rewindable and length
+            else self._empty()
+        )
 
     def _empty(self) -> list[Any]:
         return list(make_prompt_cache(self._model))
@@ -336,7 +383,9 @@ class RowCaches:
     def truncate(self, rows: int) -> None:
         """Nothing: the next owner brings its own."""
 
-    def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
+    def write_prefixes(
+        self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int
+    ) -> None:
         count = len(rows_of(prompts))
         self._reach(first_row + count)
         row = first_row
@@ -350,7 +399,8 @@ class RowCaches:
             else:
                 assert prompt.source == 0, "prompts are computed one at a time"
             for _ in range(prompt.count):
-                self._rows[row] = copy.deepcopy(computed)  # the arrays are shared until one row writes
+                # the arrays are shared until one row writes
+                self._rows[row] = copy.deepcopy(computed)
                 row += 1
 
     def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
@@ -394,7 +444,8 @@ def choose_cache(
     by_tokens: bool = True,
     kv_bits: int | None = None,
 ) -> RunningCache:
-    """Choose all rows in one forward where that gives what the model's own forward gives, else row by row.
+    """Choose all rows in one forward where that gives what the model's own forward gives, else row
+    by row.
 
     Without `by_tokens` it is not TokenCache; with `kv_bits` it is that or nothing.
 
@@ -405,7 +456,8 @@ def choose_cache(
             return TokenCache(model, max_rows, max_positions, _quantised(model, kv_bits))
         except CannotBatchError as error:
             raise ModelError(
-                f"server.kv_bits = {kv_bits} does not work for the architecture {architecture!r}: {error}; leave it out"
+                f"server.kv_bits = {kv_bits} does not work for the architecture"
+                f" {architecture!r}: {error}; leave it out"
             ) from None
     if by_tokens and not why_not_by_tokens(model):
         return TokenCache(model, max_rows, max_positions)
@@ -415,7 +467,9 @@ def choose_cache(
     cache = RowCaches(model)
     if failure := _failure(model, cache):
         raise ModelError(f"the architecture {architecture!r} cannot be served: decoding: {failure}")
-    log.warning("sequences are decoded one by one, which is slow", architecture=architecture, reason=reason)
+    log.warning(
+        "sequences are decoded one by one, which is slow", architecture=architecture, reason=reason
+    )
     cache.clear()
     cache.why_no_prefixes = cache.why_no_prefixes or _prefixes_fail(model, cache)
     cache.clear()
@@ -452,7 +506,8 @@ def _mask_axes(model: nn.Module) -> tuple[int, str]:
 
 
 def _quantised(model: nn.Module, bits: int) -> KVFormat:
-    """Raises CannotBatchError: the model has no attention over keys and values by tokens, or no group size fits."""
+    """Raises CannotBatchError: the model has no attention over keys and values by tokens, or no
+    group size fits."""
     if reason := why_not_by_tokens(model):
         raise CannotBatchError(reason)
     caches = new_caches(model, 1)
@@ -462,7 +517,9 @@ def _quantised(model: nn.Module, bits: int) -> KVFormat:
     kv_format = KVFormat.fitting(bits, widths)
     if kv_format is None:
         wrong = next(width for width in widths if width % GROUP_SIZES[-1])
-        raise CannotBatchError(f"its head dimension, {wrong}, is not divisible by {GROUP_SIZES[-1]}")
+        raise CannotBatchError(
+            f"its head dimension, {wrong}, is not divisible by {GROUP_SIZES[-1]}"
+        )
     if reason := _segments_fail(model, kv_format):
         raise CannotBatchError(reason)
     return kv_format
@@ -486,24 +543,31 @@ def _failure(model: nn.Module, cache: RunningCache) -> str:
 
 
 def _rows_that_differ(model: nn.Module, cache: RunningCache) -> int:
-    """Decodes rows of 1, 2, … tokens one by one and compares the last logits with one plain forward over each row."""
+    """Decodes rows of 1, 2, … tokens one by one and compares the last logits with one plain
+    forward over each row."""
     tokens = mx.arange(PROBE_ROWS * PROBE_ROWS, dtype=mx.int32).reshape(PROBE_ROWS, PROBE_ROWS)
     shapes = set()
     for step in range(PROBE_ROWS):
-        # Row i starts at step i, so the rows are at different positions; until then it writes its first token again.
+        # Row i starts at step i, so the rows are at different positions; until then it writes its
+        # first token again.
         positions = [max(0, step - row) for row in range(PROBE_ROWS)]
         cache.begin_step(positions)
         inputs = mx.take_along_axis(tokens, mx.array(positions)[:, None], axis=1)
         order = list(range(PROBE_ROWS)) if cache.order is None else cache.order
         inputs = inputs[mx.array(order)]
-        logits = [model(inputs[start:stop], cache=caches)[:, -1] for start, stop, caches in cache.batches()]
+        logits = [
+            model(inputs[start:stop], cache=caches)[:, -1]
+            for start, stop, caches in cache.batches()
+        ]
         batched = mx.concatenate(logits)[mx.array([order.index(row) for row in range(PROBE_ROWS)])]
         mx.eval(batched, cache.unread)
         shapes.add(tuple(array.shape for array in cache.unread))
     if not isinstance(cache, RowCaches) and len(shapes) > 1:
         raise CannotBatchError("a layer's state grows with the text")
     texts = [tokens[row : row + 1, : position + 1] for row, position in enumerate(positions)]
-    return sum(not _ends_as(model, text, logits) for text, logits in zip(texts, batched, strict=True))
+    return sum(
+        not _ends_as(model, text, logits) for text, logits in zip(texts, batched, strict=True)
+    )
 
 
 def _ends_as(model: nn.Module, text: mx.array, logits: mx.array) -> bool:
@@ -516,25 +580,35 @@ def _ends_as(model: nn.Module, text: mx.array, logits: mx.array) -> bool:
 
 
 def _prefixes_fail(model: nn.Module, cache: RowCaches) -> str:
-    """Return why rows cannot use the beginning of another one, nor prompts be computed together; "" when they can."""
+    """Return why rows cannot use the beginning of another one, nor prompts be computed together;
+    "" when they can."""
     tokens = mx.arange(18, dtype=mx.int32).reshape(2, 9)
     try:
         prefill = cache.new_prefill(6)
-        model(tokens[:, :6], cache=prefill)  # of the second row 3 tokens; what follows stands for padding
+        # of the second row 3 tokens; what follows stands for padding
+        model(tokens[:, :6], cache=prefill)
         cache.write_prefixes(prefill, [PromptRows(0, 1, 6), PromptRows(1, 1, 3)], 0)
         segment = Segment(None, 0, (0, 1, 2, 3), arrays=cache.read(0, 0, 4))
-        after = model(tokens[:1, 6:], cache=cache.new_prefill(7, [(PrefixChunk(segment, 4),)]))[0, -1]
+        after = model(tokens[:1, 6:], cache=cache.new_prefill(7, [(PrefixChunk(segment, 4),)]))[
+            0, -1
+        ]
         cache.begin_step([6, 3])
         second = model(tokens[1:, 3:4], cache=cache.batches()[1][2])[0, -1]
-        ends = [(mx.concatenate([tokens[:1, :4], tokens[:1, 6:]], axis=1), after), (tokens[1:, :4], second)]
+        ends = [
+            (mx.concatenate([tokens[:1, :4], tokens[:1, 6:]], axis=1), after),
+            (tokens[1:, :4], second),
+        ]
         right = all(_ends_as(model, text, logits) for text, logits in ends)
     except _PROBE_ERRORS as error:
         return str(error) or type(error).__name__
-    return "" if right else "going on from a part of a text does not give what its own forward gives"
+    return (
+        ("") if right else "going on from a part of a text does not give what its own forward gives"
+    )
 
 
 def _segments_fail(model: nn.Module, kv_format: KVFormat) -> str:
-    """Return why a step of rows that read segments does not run, or is not finite; "" when it does."""
+    """Return why a step of rows that read segments does not run, or is not finite; "" when it
+    does."""
     try:
         finite = mx.isfinite(_step_over_segments(model, kv_format)).all().item()
     except (*_PROBE_ERRORS, CannotBatchError) as error:
@@ -543,8 +617,8 @@ def _segments_fail(model: nn.Module, kv_format: KVFormat) -> str:
 
 
 def _step_over_segments(model: nn.Module, kv_format: KVFormat) -> mx.array:
-    """The logits of two rows that read a prompt where it lies, and of one that has a copy. Raises what the model
-    raises, CannotBatchError."""
+    """The logits of two rows that read a prompt where it lies, and of one that has a copy.
+    Raises what the model raises, CannotBatchError."""
     tokens = mx.arange(4, dtype=mx.int32)[None]
     cache = TokenCache(model, 3, 2 * PROBE_ROWS, kv_format)
     prefill = cache.new_prefill(3)

@@ -1,7 +1,9 @@
-"""How keys and values are held: as they were computed, or in 8 or 4 bits (server.kv_bits) by mlx-lm's scheme.
+"""How keys and values are held: as they were computed, or in 8 or 4 bits (server.kv_bits) by
+mlx-lm's scheme.
 
-`mx.quantize` packs a head's numbers in groups along the head dimension; each group has a scale and a bias, and a number
-is scale · q + bias with an integer q. Keys are then three arrays: q packed in uint32, scales, biases. So are values.
+`mx.quantize` packs a head's numbers in groups along the head dimension; each group has a scale and
+a bias, and a number is scale · q + bias with an integer q. Keys are then three arrays: q packed in
+uint32, scales, biases. So are values.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,12 +16,14 @@ from mlx_parallm.models.cpu_kernels import on_cpu
 
 Parts = tuple[mx.array, mx.array, mx.array]  # q, scales, biases
 GROUP_SIZES = (64, 32)  # mlx-lm's default, and the smallest of MLX
-UNPACKED_FROM = 4  # on a CPU: fewer rows are faster with MLX's product by values; by keys it is never faster
+# on a CPU: fewer rows are faster with MLX's product by values; by keys it is never faster
+UNPACKED_FROM = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A quantised factor of attention: keys, of which the product takes the transpose, or values."""
+    """A quantised factor of attention: keys, of which the product takes the transpose, or
+    values."""
 
     arrays: Parts  # q [..., T, D · bits / 32] uint32, scales and biases [..., T, D / group_size]
     format: "KVFormat"
@@ -31,9 +35,11 @@ class Packed:
         return self.arrays[1].dtype
 
     def product(self, x: mx.array) -> mx.array:
-        """x [..., rows, D] times the transposed keys [..., D, T], or x [..., rows, T] times the values [..., T, D].
+        """x [..., rows, D] times the transposed keys [..., D, T], or x [..., rows, T] times the
+        values [..., T, D].
 
-        On a CPU float32: unpacking for the moment and a BLAS product is faster there. Of half precision it is always
+        On a CPU float32: unpacking for the moment and a BLAS product is faster there. Of half
+        precision it is always
         taken: MLX's product on a CPU would add up all T positions in half precision.
         """
         unpacks = self.is_keys or x.shape[-2] >= UNPACKED_FROM or self.dtype != mx.float32
@@ -41,21 +47,33 @@ class Packed:
             return self._product_of_unpacked(x.astype(mx.float32))
         words, scales, biases = self.arrays
         size, bits = self.format.group_size, self.format.bits
-        x = x.astype(mx.float32 if self.is_keys else scales.dtype)  # bfloat16 rounds a score too far
+        # bfloat16 rounds a score too far
+        x = x.astype(mx.float32 if self.is_keys else scales.dtype)
         return mx.quantized_matmul(x, words, scales, biases, self.is_keys, size, bits)
 
     def _product_of_unpacked(self, x: mx.array) -> mx.array:
-        """Two numbers of four bits lie in one byte: the even and the odd columns are two factors."""
+        """Two numbers of four bits lie in one byte: the even and the odd columns are two
+        factors."""
         words, scales, biases = self.arrays
         numbers = mx.view(words, mx.uint8).reshape(*scales.shape, -1)
         planes = [numbers] if self.format.bits == 8 else [numbers & 15, numbers >> 4]
         scales, biases = scales.astype(mx.float32)[..., None], biases.astype(mx.float32)[..., None]
-        factors = [(plane.astype(mx.float32) * scales + biases).reshape(*words.shape[:-1], -1) for plane in planes]
+        factors = [
+            (plane.astype(mx.float32) * scales + biases).reshape(*words.shape[:-1], -1)
+            for plane in planes
+        ]
         if self.is_keys:
-            found = [x[..., i :: len(factors)] @ factor.swapaxes(-1, -2) for i, factor in enumerate(factors)]
+            found = [
+                x[..., i :: len(factors)] @ factor.swapaxes(-1, -2)
+                for i, factor in enumerate(factors)
+            ]
             return found[0] if len(found) == 1 else found[0] + found[1]
         columns = [x @ factor for factor in factors]
-        return columns[0] if len(columns) == 1 else mx.stack(columns, axis=-1).reshape(*columns[0].shape[:-1], -1)
+        return (
+            columns[0]
+            if len(columns) == 1
+            else mx.stack(columns, axis=-1).reshape(*columns[0].shape[:-1], -1)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +85,8 @@ class KVFormat:
 
     @classmethod
     def fitting(cls, bits: int, head_dims: Iterable[int]) -> "KVFormat | None":
-        """The format with the largest groups that divide all of these head dimensions; None: there is none."""
+        """The format with the largest groups that divide all of these head dimensions; None:
+        there is none."""
         widths = set(head_dims)
         sizes = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
         return cls(bits, sizes[0]) if sizes else None
@@ -81,13 +100,18 @@ class KVFormat:
         """The arrays [..., T, ·] that hold keys and values [..., T, D]."""
         if self.bits is None:
             return [keys, values]
-        return [array for x in (keys, values) for array in mx.quantize(x, self.group_size, self.bits)]
+        return [
+            array for x in (keys, values) for array in mx.quantize(x, self.group_size, self.bits)
+        ]
 
     def unpack(self, arrays: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
-        """Keys and values [..., T, D] of a layer's arrays, in the type that they were computed in."""
+        """Keys and values [..., T, D] of a layer's arrays, in the type that they were computed
+        in."""
         if self.bits is None:
             return arrays[0], arrays[1]
-        keys, values = (mx.dequantize(*part, self.group_size, self.bits) for part in _halves(arrays))
+        keys, values = (
+            mx.dequantize(*part, self.group_size, self.bits) for part in _halves(arrays)
+        )
         return keys, values
 
     def factors(self, arrays: Sequence[mx.array]) -> tuple[Factor, Factor]:

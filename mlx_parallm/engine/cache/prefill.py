@@ -1,4 +1,5 @@
-"""The caches of a prefill: mlx-lm's own, allocated at once, beginning with what the prefix cache holds."""
+"""The caches of a prefill: mlx-lm's own, allocated at once, beginning with what the prefix cache
+holds."""
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -11,7 +12,13 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, KVFormat
 from mlx_parallm.engine.cache.prefix import PrefixChunk
-from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_parallm.models.mlx_lm_api import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 
 class CannotBatchError(Exception):
@@ -38,7 +45,8 @@ def new_caches(
 ) -> list[Any]:
     """mlx-lm's caches for a prefill of `length` positions, allocated at once (their growth copies).
 
-    `kv_format`: of the prefixes' segments. A prefill computes with keys and values that are not quantised.
+    `kv_format`: of the prefixes' segments. A prefill computes with keys and values that are not
+    quantised.
     """
     caches = [_prefill_cache(cache, length) for cache in make_prompt_cache(model)]
     if any(prefixes):
@@ -48,19 +56,27 @@ def new_caches(
 
 def arrays_of(caches: Iterable[Any]) -> list[mx.array]:
     """Every array that mlx-lm caches hold, to be evaluated."""
-    return [array for _, array in tree_flatten([cache.state for cache in caches]) if isinstance(array, mx.array)]
+    return [
+        array
+        for _, array in tree_flatten([cache.state for cache in caches])
+        if isinstance(array, mx.array)
+    ]
 
 
 def token_bytes(model: nn.Module, caches: list[Any]) -> int:
-    """Bytes of one token's keys and values, by the shapes [1, H, T, D] that a forward gives to fresh caches."""
+    """Bytes of one token's keys and values, by the shapes [1, H, T, D] that a forward gives to
+    fresh caches."""
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     growing = [cache for cache in leaves(caches) if not isinstance(cache, ArraysCache)]
     return sum(array.nbytes // array.shape[2] for array in arrays_of(growing) if array.ndim == 4)
 
 
 def states_of(caches: Iterable[Any]) -> list[mx.array | None]:
-    """The states of recurrent layers, [rows, …] each, None where a layer has none yet: `begin_with` takes them so."""
-    return [array for cache in leaves(caches) if isinstance(cache, ArraysCache) for array in cache.cache]
+    """The states of recurrent layers, [rows, …] each, None where a layer has none yet:
+    `begin_with` takes them so."""
+    return [
+        array for cache in leaves(caches) if isinstance(cache, ArraysCache) for array in cache.cache
+    ]
 
 
 def present(states: Iterable[mx.array | None]) -> list[mx.array]:
@@ -68,7 +84,8 @@ def present(states: Iterable[mx.array | None]) -> list[mx.array]:
 
 
 def keys_and_values(caches: Iterable[Any], start: int, stop: int, row: int = 0) -> list[mx.array]:
-    """Positions [start, stop) of each layer's keys and values in a row of mlx-lm's caches, [1, H, stop - start, D].
+    """Positions [start, stop) of each layer's keys and values in a row of mlx-lm's caches, [1, H,
+    stop - start, D].
 
     Copies: slices would keep all of the caches' arrays alive.
     """
@@ -96,11 +113,15 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
             yield cache
 
 
-def _restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk, ...]], kv_format: KVFormat) -> None:
-    """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each row.
+def _restore_prefixes(
+    caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk, ...]], kv_format: KVFormat
+) -> None:
+    """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each
+    row.
 
-    Where that is quantised, `known` of each gives it again: quantised a second time it would have other bits.
-    Recurrent layers begin with the snapshot at the prefix's end; such a prefill has one row.
+    Where that is quantised, `known` of each gives it again: quantised a second time it would have
+    other bits. Recurrent layers begin with the snapshot at the prefix's end; such a prefill has one
+    row.
     """
     count = kv_format.arrays
     caches = list(caches)
@@ -120,7 +141,9 @@ def _stored(rows: SequenceOf[tuple[PrefixChunk, ...]], kinds: Iterable[int]) -> 
     return [
         mx.concatenate(
             [
-                mx.concatenate([p.segment.arrays[kind][:, :, : p.stop - p.start] for p in chunks], axis=2)
+                mx.concatenate(
+                    [p.segment.arrays[kind][:, :, : p.stop - p.start] for p in chunks], axis=2
+                )
                 for chunks in rows
             ]
         )

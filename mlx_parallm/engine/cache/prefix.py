@@ -1,16 +1,21 @@
-"""Keys and values of texts that were computed before, for requests that begin with the same tokens. No tensor in sight.
+"""Keys and values of texts that were computed before, for requests that begin with the same tokens.
+No tensor in sight.
 
     Scheduler   find(key, prompt)  → chunks: which stored segments make up the longest known prefix
-                store(key, tokens) → the segment that is new, to be filled by ModelRunner from the row that holds it
-    ModelRunner copies arrays from rows into `Segment.arrays`, and chunks into the cache of a prefill
+                store(key, tokens) → the segment that is new, to be filled by ModelRunner from the
+                row that holds it
+    ModelRunner copies arrays from rows into `Segment.arrays`, and chunks into the cache of a
+    prefill
 
-A tree for each key (weights, cache_salt): a segment holds the tokens that no earlier one has, and hangs where its text
-parts from its parent's, wherever in the parent that is. So nothing is held twice and no segment is ever split. Bounded
-in tokens; the segment that was not used for longest goes first, and always is a leaf: a use touches its ancestors last.
+A tree for each key (weights, cache_salt): a segment holds the tokens that no earlier one has, and
+hangs where its text parts from its parent's, wherever in the parent that is. So nothing is held
+twice and no segment is ever split. Bounded in tokens; the segment that was not used for longest
+goes first, and always is a leaf: a use touches its ancestors last.
 
-Layers with a recurrent state have no keys and values of single positions: their state after a text is kept as a
-snapshot, and a text can be gone on with from a snapshot only. Snapshots hang at positions of the segments: where a
-prompt ended, where prompts part, where an answer ended (`Scheduler`). Each counts as `snapshot_tokens` tokens.
+Layers with a recurrent state have no keys and values of single positions: their state after a text
+is kept as a snapshot, and a text can be gone on with from a snapshot only. Snapshots hang at
+positions of the segments: where a prompt ended, where prompts part, where an answer ended
+(`Scheduler`). Each counts as `snapshot_tokens` tokens.
 """
 
 from collections import OrderedDict
@@ -23,13 +28,15 @@ Key = tuple[Hashable, str | None]  # what identifies the weights, cache_salt
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Tokens [start, stop) of a text. `arrays`: keys and values by layer, [1, H, stop - start, D] each, evaluated.
+    """Tokens [start, stop) of a text. `arrays`: keys and values by layer, [1, H, stop - start, D]
+    each, evaluated.
     `snapshots`: by the number of tokens read, the states of the recurrent layers, [1, …] each."""
 
     parent: "Segment | None"
     start: int
     tokens: tuple[int, ...]
-    children: dict[tuple[int, int], "Segment"] = field(default_factory=dict)  # by (position, first token)
+    # by (position, first token)
+    children: dict[tuple[int, int], "Segment"] = field(default_factory=dict)
     arrays: list[Any] = field(default_factory=list)
     snapshots: dict[int, list[Any]] = field(default_factory=dict)
 
@@ -54,7 +61,8 @@ class PrefixCache:
     """
     Args:
         max_tokens: positions held at most, over all keys; 0 = off.
-        snapshot_tokens: positions that take the memory of one snapshot; None: the model has no recurrent state, and
+        snapshot_tokens: positions that take the memory of one snapshot; None: the model has no
+        recurrent state, and
             every position of a text can be gone on from.
     """
 
@@ -65,10 +73,12 @@ class PrefixCache:
         self.query_tokens = 0  # of the prompts that were looked up …
         self.hit_tokens = 0  # … and how many of them were found
         self._roots: dict[Key, Segment] = {}
-        self._by_age: OrderedDict[int, tuple[Key, Segment]] = OrderedDict()  # by id, least recently used first
+        # by id, least recently used first
+        self._by_age: OrderedDict[int, tuple[Key, Segment]] = OrderedDict()
 
     def find(self, key: Key, prompt: tuple[int, ...]) -> tuple[PrefixChunk, ...]:
-        """The longest known prefix, without the prompt's last token: the first decode step feeds it."""
+        """The longest known prefix, without the prompt's last token: the first decode step feeds
+        it."""
         if not self.max_tokens:
             return ()
         chunks = self._path(key, prompt[:-1])
@@ -78,7 +88,8 @@ class PrefixCache:
         return chunks
 
     def held(self, key: Key, tokens: tuple[int, ...]) -> tuple[PrefixChunk, ...]:
-        """The chunks that hold the beginning of `tokens`, whether or not a text can go on from their end."""
+        """The chunks that hold the beginning of `tokens`, whether or not a text can go on from
+        their end."""
         return self._path(key, tokens)
 
     def count(self, prompt: tuple[int, ...], reused: int) -> None:
@@ -88,12 +99,14 @@ class PrefixCache:
             self.hit_tokens += reused
 
     def store(self, key: Key, tokens: tuple[int, ...]) -> Segment | None:
-        """Makes room for what is new in `tokens`; None: nothing is, or it does not fit. The caller fills `arrays`."""
+        """Makes room for what is new in `tokens`; None: nothing is, or it does not fit. The
+        caller fills `arrays`."""
         chunks = self._path(key, tokens)
         self._touch(chunks)
         start = chunks[-1].stop if chunks else 0
         size = len(tokens) - start
-        room = size + (self.snapshot_tokens or 0)  # its first snapshot's too: without one it is of no use
+        # its first snapshot's too: without one it is of no use
+        room = size + (self.snapshot_tokens or 0)
         if not size or start + room > self.max_tokens or not self._make_room(room, len(chunks)):
             return None
         parent = chunks[-1].segment if chunks else self._roots.setdefault(key, Segment(None, 0, ()))
@@ -105,14 +118,17 @@ class PrefixCache:
         return segment
 
     def snapshot(self, key: Key, tokens: tuple[int, ...]) -> tuple[Segment, int] | None:
-        """Makes room for the states after `tokens`, which a segment holds (`store`). Returns it and the position whose
-        `snapshots` entry the caller fills; None: it is there already, or nothing fits."""
+        """Makes room for the states after `tokens`, which a segment holds (`store`). Returns it
+        and the position whose `snapshots` entry the caller fills; None: it is there already, or
+        nothing fits."""
         chunks = self._path(key, tokens)
         if self.snapshot_tokens is None or not chunks or chunks[-1].stop != len(tokens):
             return None
         segment = chunks[-1].segment
         self._touch(chunks)
-        if len(tokens) in segment.snapshots or not self._make_room(self.snapshot_tokens, len(chunks)):
+        if len(tokens) in segment.snapshots or not self._make_room(
+            self.snapshot_tokens, len(chunks)
+        ):
             return None
         self.tokens += self.snapshot_tokens
         segment.snapshots[len(tokens)] = []
@@ -140,8 +156,12 @@ class PrefixCache:
         """Raises AssertionError when the count or the tree is wrong."""
         segments = [segment for _, segment in self._by_age.values()]
         assert self.tokens == sum(map(self._size, segments)) <= self.max_tokens
-        assert all(segment.arrays or segment.snapshots for segment in segments), "a segment was never filled"
-        assert all(states for segment in segments for states in segment.snapshots.values()), "an empty snapshot"
+        assert all(segment.arrays or segment.snapshots for segment in segments), (
+            "a segment was never filled"
+        )
+        assert all(states for segment in segments for states in segment.snapshots.values()), (
+            "an empty snapshot"
+        )
 
     def _path(self, key: Key, tokens: tuple[int, ...]) -> tuple[PrefixChunk, ...]:
         """Return the chunks from the root to where the text differs from all stored ones."""
@@ -150,7 +170,9 @@ class PrefixCache:
         while segment is not None and position < len(tokens):
             segment = segment.children.get((position, tokens[position]))
             if segment is not None:
-                position += common_beginning(segment.tokens, tokens[position : position + len(segment.tokens)])
+                position += common_beginning(
+                    segment.tokens, tokens[position : position + len(segment.tokens)]
+                )
                 chunks.append(PrefixChunk(segment, position))
         return tuple(chunks)
 
@@ -183,7 +205,8 @@ def _to_a_snapshot(chunks: tuple[PrefixChunk, ...]) -> tuple[PrefixChunk, ...]:
 
 
 def common_beginning(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """How many tokens both begin with; compares halves, since tuples are compared faster than a loop goes."""
+    """How many tokens both begin with; compares halves, since tuples are compared faster than a
+    loop goes."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

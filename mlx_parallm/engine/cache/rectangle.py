@@ -1,9 +1,11 @@
-"""Keys and values of the running sequences: one preallocated array per layer, one row per sequence, right-padded.
+"""Keys and values of the running sequences: one preallocated array per layer, one row per sequence,
+right-padded.
 
-`SlotCache` owns the rows, `LayerCache` is one layer's face in mlx-lm's cache protocol, so unmodified mlx-lm models run:
-`model(tokens, cache=slots.layers)`. Rows are dense in [0, n). A decode step writes each row at its own position with a
-scatter that MLX carries out in place (the array has no other owner; measured: peak memory does not move, 0.1 ms a
-layer). A finished row is overwritten by the last one; an admission writes one row's prefix; nothing else is copied.
+`SlotCache` owns the rows, `LayerCache` is one layer's face in mlx-lm's cache protocol, so
+unmodified mlx-lm models run: `model(tokens, cache=slots.layers)`. Rows are dense in [0, n). A
+decode step writes each row at its own position with a scatter that MLX carries out in place (the
+array has no other owner; measured: peak memory does not move, 0.1 ms a layer). A finished row is
+overwritten by the last one; an admission writes one row's prefix; nothing else is copied.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -14,14 +16,16 @@ import mlx.core as mx
 from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
 
 POSITION_BLOCK = 32  # attention reads up to a multiple of this: few shapes, little padding
-FIRST_CAPACITY = 128  # positions of a fresh cache; doubles up to DOUBLING_LIMIT, then grows by that much
+# positions of a fresh cache; doubles up to DOUBLING_LIMIT, then grows by that much
+FIRST_CAPACITY = 128
 DOUBLING_LIMIT = 2048
 MOVE_BLOCK = 32  # moved rows are copied up to a multiple of this many positions
 
 
 class LayerCache:
-    """One layer's rows. `keys` [R, H, C, Dk] and `values` [R, H, C, Dv]; R rows and C positions of capacity.
-    With a `window` each row sees the last `window` positions of itself; all of them are kept."""
+    """One layer's rows. `keys` [R, H, C, Dk] and `values` [R, H, C, Dv]; R rows and C positions
+    of capacity. With a `window` each row sees the last `window` positions of itself; all of them
+    are kept."""
 
     def __init__(self, slots: "SlotCache", window: int | None = None) -> None:
         self._slots = slots
@@ -35,7 +39,8 @@ class LayerCache:
         return self._slots.positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Writes one token per row ([n, H, 1, D] each); returns views [n, H, T, D] of the rows' first T positions."""
+        """Writes one token per row ([n, H, 1, D] each); returns views [n, H, T, D] of the rows'
+        first T positions."""
         slots = self._slots
         if self.keys is None or self.values is None:
             self.keys, self.values = slots.allocate(keys), slots.allocate(values)
@@ -54,11 +59,18 @@ class LayerCache:
         rows, span = self._slots.rows, self._slots.span
         return self.keys[:rows, :, :span], self.values[:rows, :, :span]
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        """[n, 1, …, T] bool; with a window only the last `window_size` positions of each row. None: all are seen."""
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | None:
+        """[n, 1, …, T] bool; with a window only the last `window_size` positions of each row.
+        None: all are seen."""
         window = min((window for window in (window_size, self._window) if window), default=None)
         slots = self._slots
-        if slots.same_position is not None and slots.span <= (window or slots.span) and not return_array:
+        if (
+            slots.same_position is not None
+            and slots.span <= (window or slots.span)
+            and not return_array
+        ):
             return None
         return slots.mask(window)
 
@@ -80,7 +92,9 @@ class SlotCache:
         mask_axes: how many axes a mask has: all but the first and the last have length 1.
     """
 
-    def __init__(self, num_layers: int, max_rows: int, max_positions: int, *, mask_axes: int = 4) -> None:
+    def __init__(
+        self, num_layers: int, max_rows: int, max_positions: int, *, mask_axes: int = 4
+    ) -> None:
         self.layers = [LayerCache(self) for _ in range(num_layers)]
         self._max_rows = max_rows
         self._max_positions = max_positions
@@ -90,7 +104,8 @@ class SlotCache:
         self.rows = 0  # of the step being built
         self.span = 0  # T: positions that its attention reads
         self.positions = mx.zeros((0,), dtype=mx.int32)
-        self.same_position: int | None = None  # of all rows: a slice is written 5 times faster than a scatter, no mask
+        # of all rows: a slice is written 5 times faster than a scatter, no mask
+        self.same_position: int | None = None
         self.indices = mx.zeros((0,), dtype=mx.int32)
         self._masks: dict[int | None, mx.array] = {}
 
@@ -109,29 +124,39 @@ class SlotCache:
     def make_room(self, rows: int, positions: int, max_tokens: int | None = None) -> None:
         """Makes room for `rows` rows, which are all that are in use, of `positions` tokens.
 
-        Growing copies the cache, layer by layer, and is rare by doubling. rows × positions stay within `max_tokens`,
-        unless `rows` and `positions` need more: then nothing is allocated ahead, and the excess is given back.
+        Growing copies the cache, layer by layer, and is rare by doubling. rows × positions stay
+        within `max_tokens`, unless `rows` and `positions` need more: then nothing is allocated
+        ahead, and the excess is given back.
         """
-        assert rows <= self._max_rows and positions <= self._max_positions, f"{rows} rows of {positions} positions"
+        assert rows <= self._max_rows and positions <= self._max_positions, (
+            f"{rows} rows of {positions} positions"
+        )
         row_capacity, position_capacity = self.row_capacity, self.position_capacity
         if rows > row_capacity:
             row_capacity = min(self._max_rows, 1 << (rows - 1).bit_length())
         while position_capacity < positions:
-            grown = min(max(2 * position_capacity, FIRST_CAPACITY), position_capacity + DOUBLING_LIMIT)
+            grown = min(
+                max(2 * position_capacity, FIRST_CAPACITY), position_capacity + DOUBLING_LIMIT
+            )
             position_capacity = min(grown, self._max_positions)
         if max_tokens is not None and row_capacity * position_capacity > max_tokens:
             row_capacity = max(rows, min(row_capacity, max_tokens // max(positions, 1)))
-            position_capacity = max(positions, min(position_capacity, max_tokens // max(row_capacity, 1)))
+            position_capacity = max(
+                positions, min(position_capacity, max_tokens // max(row_capacity, 1))
+            )
         if (row_capacity, position_capacity) != (self.row_capacity, self.position_capacity):
             self._resize(row_capacity, position_capacity)
 
     def shrink_to(self, cached: list[int]) -> None:
-        """Gives back memory when rows of these token counts need less than a quarter; row i has cached[i] and stays."""
+        """Gives back memory when rows of these token counts need less than a quarter; row i has
+        cached[i] and stays."""
         wanted_rows = max(2 * len(cached), 1)
         wanted_positions = max(2 * (max(cached, default=0) + 1), FIRST_CAPACITY)
         if self.row_capacity * self.position_capacity < 4 * wanted_rows * wanted_positions:
             return
-        self._resize(min(self.row_capacity, wanted_rows), min(self.position_capacity, wanted_positions))
+        self._resize(
+            min(self.row_capacity, wanted_rows), min(self.position_capacity, wanted_positions)
+        )
 
     def begin_step(self, positions: list[int]) -> None:
         """Prepares a decode step: row i writes at positions[i]. All layers share these arrays."""
@@ -153,22 +178,34 @@ class SlotCache:
             seen = columns <= last
             if window_size is not None:
                 seen = seen & (columns > last - window_size)
-            self._masks[window_size] = seen.reshape(self.rows, *[1] * (self._mask_axes - 2), self.span)
+            self._masks[window_size] = seen.reshape(
+                self.rows, *[1] * (self._mask_axes - 2), self.span
+            )
         return self._masks[window_size]
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
-        assert max(*sources, *targets) < self.row_capacity and length <= self.position_capacity, "beyond the array"
+        assert max(*sources, *targets) < self.row_capacity and length <= self.position_capacity, (
+            "beyond the array"
+        )
         length = min(-(-length // MOVE_BLOCK) * MOVE_BLOCK, self.position_capacity)
         index = mx.array(sources, dtype=mx.int32)
         rows = [mx.take(array[:, :, :length], index, axis=0) for array in self.state]
         mx.eval(rows)  # a pending reader of the cache would make the write below copy all of it
-        for layer, (keys, values) in zip(self.layers, zip(rows[::2], rows[1::2], strict=True), strict=True):
+        for layer, (keys, values) in zip(
+            self.layers, zip(rows[::2], rows[1::2], strict=True), strict=True
+        ):
             self._write(layer, keys, values, targets, length)
 
-    def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
+    def write_prefixes(
+        self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int
+    ) -> None:
         sources, length = rows_of(prompts), max(prompt.length for prompt in prompts)
         self.make_room(first_row + len(sources), length + 1)
-        index = None if sources == list(range(prefill[0].keys.shape[0])) else mx.array(sources, dtype=mx.int32)
+        index = (
+            None
+            if sources == list(range(prefill[0].keys.shape[0]))
+            else mx.array(sources, dtype=mx.int32)
+        )
         targets = list(range(first_row, first_row + len(sources)))
         for layer, computed in zip(self.layers, prefill, strict=True):
             keys, values = computed.keys[:, :, :length], computed.values[:, :, :length]
@@ -181,12 +218,15 @@ class SlotCache:
 
         A copy by index: a slice may be a view, and would keep all of the cache alive.
         """
-        assert row < self.row_capacity and stop <= self.position_capacity, "MLX would read beyond the array"
+        assert row < self.row_capacity and stop <= self.position_capacity, (
+            "MLX would read beyond the array"
+        )
         index = mx.array([row], dtype=mx.int32)
         return [mx.take(array[:, :, start:stop], index, axis=0) for array in self.state]
 
     def scrub_row(self, row: int) -> None:
-        """Zeroes a row that may hold NaN: masked positions weigh 0, and 0 × NaN is NaN for the row's next owner."""
+        """Zeroes a row that may hold NaN: masked positions weigh 0, and 0 × NaN is NaN for the
+        row's next owner."""
         for layer in self.layers:
             if layer.keys is not None and layer.values is not None:
                 layer.keys[row], layer.values[row] = 0, 0
@@ -204,13 +244,22 @@ class SlotCache:
         return mx.zeros((self.row_capacity, heads, self.position_capacity, width), dtype=like.dtype)
 
     def check_integrity(self, cached: list[int]) -> None:
-        assert len(cached) <= self.row_capacity or not cached, f"{len(cached)} rows, capacity {self.row_capacity}"
-        assert all(0 <= count <= self.position_capacity for count in cached), f"{cached}: {self.position_capacity}"
+        assert len(cached) <= self.row_capacity or not cached, (
+            f"{len(cached)} rows, capacity {self.row_capacity}"
+        )
+        assert all(0 <= count <= self.position_capacity for count in cached), (
+            f"{cached}: {self.position_capacity}"
+        )
         shapes = {array.shape[0::2] for layer in self.layers for array in layer.state}
-        assert all(shape == (self.row_capacity, self.position_capacity) for shape in shapes), f"layers differ: {shapes}"
+        assert all(shape == (self.row_capacity, self.position_capacity) for shape in shapes), (
+            f"layers differ: {shapes}"
+        )
 
     def _resize(self, row_capacity: int, position_capacity: int) -> None:
-        rows, positions = min(self.row_capacity, row_capacity), min(self.position_capacity, position_capacity)
+        rows, positions = (
+            min(self.row_capacity, row_capacity),
+            min(self.position_capacity, position_capacity),
+        )
         self.row_capacity, self.position_capacity = row_capacity, position_capacity
         for layer in self.layers:
             # Layer by layer, so that old and new of one layer only exist at the same time.
@@ -224,11 +273,14 @@ class SlotCache:
         resized[:rows, :, :positions] = array[:rows, :, :positions]
         return resized
 
-    def _write(self, layer: LayerCache, keys: mx.array, values: mx.array, targets: list[int], length: int) -> None:
+    def _write(
+        self, layer: LayerCache, keys: mx.array, values: mx.array, targets: list[int], length: int
+    ) -> None:
         if layer.keys is None or layer.values is None:
             layer.keys, layer.values = self.allocate(keys), self.allocate(values)
         first = targets[0]
-        if targets == list(range(first, first + len(targets))):  # a slice is 4 times cheaper than a scatter
+        # a slice is 4 times cheaper than a scatter
+        if targets == list(range(first, first + len(targets))):
             layer.keys[first : first + len(targets), :, :length] = keys
             layer.values[first : first + len(targets), :, :length] = values
         else:

@@ -1,8 +1,10 @@
-"""How much room a row takes, and what of its text is held once for several rows. No tensor in sight.
+"""How much room a row takes, and what of its text is held once for several rows. No tensor in
+sight.
 
-A row's own positions lie in an array of its size class (`size_classes.py`). Before them it may read segments that it
-does not own: parts of its prompt that the prefix cache holds, and the prompt that it has in common with the other
-choices of its request. Each segment costs a step some operations a layer, so short ones are copied into the row.
+A row's own positions lie in an array of its size class (`size_classes.py`). Before them it may read
+segments that it does not own: parts of its prompt that the prefix cache holds, and the prompt that
+it has in common with the other choices of its request. Each segment costs a step some operations a
+layer, so short ones are copied into the row.
 """
 
 from collections.abc import Iterable
@@ -13,17 +15,20 @@ from mlx_parallm.engine.cache.prefix import PrefixChunk
 
 CLASS_STEP = 128  # the smallest class, and the least between two
 FIRST_ANSWER = 64  # the smallest class of rows whose prompt is in segments: all of them begin empty
-PRIVATE_FROM = 1024  # a prompt of this length is a segment also for one row: no copy, no large class
+# a prompt of this length is a segment also for one row: no copy, no large class
+PRIVATE_FROM = 1024
 SHARED_FROM = 256  # … and of this length for several rows
-REFERENCE_FROM = 512  # chunks of a known prefix are read where they lie from this length on (their mean)
+# chunks of a known prefix are read where they lie from this length on (their mean)
+REFERENCE_FROM = 512
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """`count` new rows that begin with the prompt which row `source` of a prefill has computed: `length` positions.
+    """`count` new rows that begin with the prompt which row `source` of a prefill has computed:
+    `length` positions.
 
-    The first positions of it are read in `chunks`; the last chunk's segment may be new, and is filled then. What is not
-    in chunks is copied into each row.
+    The first positions of it are read in `chunks`; the last chunk's segment may be new, and is
+    filled then. What is not in chunks is copied into each row.
     """
 
     source: int
@@ -55,13 +60,17 @@ def worth_a_segment(positions: int, rows: int) -> bool:
 
 
 def referenced(chunks: tuple[PrefixChunk, ...]) -> tuple[PrefixChunk, ...]:
-    """The beginning of a known prefix that is read where it lies: as many chunks as are long enough in the mean."""
-    enough = [count for count, chunk in enumerate(chunks, 1) if chunk.stop >= REFERENCE_FROM * count]
+    """The beginning of a known prefix that is read where it lies: as many chunks as are long
+    enough in the mean."""
+    enough = [
+        count for count, chunk in enumerate(chunks, 1) if chunk.stop >= REFERENCE_FROM * count
+    ]
     return chunks[: enough[-1]] if enough else ()
 
 
 def shared_positions(chunks: Iterable[PrefixChunk]) -> int:
-    """Positions of all the segments of these chunks, each once, whole: a part keeps all of it alive."""
+    """Positions of all the segments of these chunks, each once, whole: a part keeps all of it
+    alive."""
     return sum({id(chunk.segment.arrays): len(chunk.segment.tokens) for chunk in chunks}.values())
 
 

@@ -1,7 +1,7 @@
 """Arrays of keys and values for the rows of one size class: a small rectangle, dense in [0, n).
 
-A row that outgrows its class moves to the next one (a copy of the row, once in a quarter of its length), a row that
-leaves is overwritten by the last one, and nothing else is copied.
+A row that outgrows its class moves to the next one (a copy of the row, once in a quarter of its
+length), a row that leaves is overwritten by the last one, and nothing else is copied.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -20,7 +20,8 @@ READ_STEP = 32  # attention reads up to a multiple of this: few shapes, little p
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """Where a running sequence's positions lie: those of `chunks` in segments, [offset, …) in `pool`."""
+    """Where a running sequence's positions lie: those of `chunks` in segments, [offset, …) in
+    `pool`."""
 
     chunks: tuple[PrefixChunk, ...] = ()
     offset: int = 0
@@ -41,13 +42,16 @@ class Pool:
         self.size, self.shares, self.kv_format = size, shares, kv_format
         self.rows: list[Row] = []
         self.capacity = 0  # rows
-        self.layers: list[list[mx.array]] = [[] for _ in range(layers)]  # [capacity, H, size, ·] each, once written
+        # [capacity, H, size, ·] each, once written
+        self.layers: list[list[mx.array]] = [[] for _ in range(layers)]
         self.start = 0  # the first of its rows in the batch
         self.span = 0  # positions that the step's attention reads
-        self.same: int | None = None  # the position that all rows write; a slice is 5 times as fast as a scatter
+        # the position that all rows write; a slice is 5 times as fast as a scatter
+        self.same: int | None = None
         self.positions = self.slots = mx.zeros((0,), dtype=mx.int32)
         self.compiled = False  # whether the step's attention is `attention_of_rows`
-        self.mask: mx.array | None = None  # [n or 1, 1, 1, span] bool: what each row sees; None: all
+        # [n or 1, 1, 1, span] bool: what each row sees; None: all
+        self.mask: mx.array | None = None
         self.bias: mx.array | None = None  # the same for `attention_of_rows`
 
     @property
@@ -74,7 +78,9 @@ class Pool:
         self.compiled = plain and self._is_float32 and takes_rows(len(positions), longest + 1)
         # What is compiled is compiled for each shape, so there are few of them.
         exact = self.same is not None and plain and not self.compiled
-        self.span = longest + 1 if exact else min(self.size, -(-(longest + 1) // READ_STEP) * READ_STEP)
+        self.span = (
+            longest + 1 if exact else min(self.size, -(-(longest + 1) // READ_STEP) * READ_STEP)
+        )
         if self.same is None:
             self.positions = mx.array(positions, dtype=mx.int32)
             if self.slots.shape[0] != len(positions):
@@ -83,8 +89,12 @@ class Pool:
         if self.same is not None and self.span > longest + 1:
             self.mask = (mx.arange(self.span) <= longest)[None, None, None]
         elif self.same is None:
-            self.mask = (mx.arange(self.span, dtype=mx.int32)[None] <= self.positions[:, None])[:, None, None]
-        self.bias = mx.where(self.mask, 0.0, NOTHING) if self.compiled and self.mask is not None else None
+            self.mask = (mx.arange(self.span, dtype=mx.int32)[None] <= self.positions[:, None])[
+                :, None, None
+            ]
+        self.bias = (
+            mx.where(self.mask, 0.0, NOTHING) if self.compiled and self.mask is not None else None
+        )
 
     def write_step(self, layer: int, arrays: SequenceOf[mx.array]) -> None:
         """Writes one token a row: [n, H, 1, ·] each."""
@@ -111,8 +121,8 @@ class Pool:
             self.rows.append(row)
 
     def read(self, slots: list[int], start: int, stop: int) -> list[mx.array]:
-        """Copies of positions of some rows, keys and values by layer: a slice may be a view, and would keep all of the
-        pool alive."""
+        """Copies of positions of some rows, keys and values by layer: a slice may be a view, and
+        would keep all of the pool alive."""
         assert max(slots) < self.capacity and stop <= self.size, "MLX would read beyond the array"
         index = mx.array(slots, dtype=mx.int32)
         return [mx.take(array[:, :, start:stop], index, axis=0) for array in self.state]
@@ -137,7 +147,8 @@ class Pool:
             row.pool, row.slot = None, -1
 
     def resize(self, capacity: int, size: int) -> None:
-        """Copies the pool, layer by layer, so that old and new of one layer only exist at the same time."""
+        """Copies the pool, layer by layer, so that old and new of one layer only exist at the
+        same time."""
         if (capacity, size) == (self.capacity, self.size):
             return
         rows, positions = min(len(self.rows), capacity, self.capacity), min(self.size, size)
@@ -150,16 +161,21 @@ class Pool:
                 arrays[index] = resized
 
     def scrub(self, slot: int) -> None:
-        """Zeroes a row that may hold NaN: masked positions weigh 0, and 0 × NaN is NaN for the row's next owner."""
+        """Zeroes a row that may hold NaN: masked positions weigh 0, and 0 × NaN is NaN for the
+        row's next owner."""
         for array in self.state:
             array[slot] = 0
         mx.eval(self.state)
 
     def check(self) -> None:
-        assert all(row.pool is self and row.slot == slot for slot, row in enumerate(self.rows)), "rows are mixed up"
+        assert all(row.pool is self and row.slot == slot for slot, row in enumerate(self.rows)), (
+            "rows are mixed up"
+        )
         assert len(self.rows) <= self.capacity, f"{len(self.rows)} rows, capacity {self.capacity}"
         shapes = {array.shape[0::2] for array in self.state}
-        assert all(shape == (self.capacity, self.size) for shape in shapes), f"layers differ: {shapes}"
+        assert all(shape == (self.capacity, self.size) for shape in shapes), (
+            f"layers differ: {shapes}"
+        )
 
     @property
     def _is_float32(self) -> bool:

@@ -1,9 +1,11 @@
-"""Keys and values by what is held, for plain attention: own positions in size classes, shared ones once.
+"""Keys and values by what is held, for plain attention: own positions in size classes, shared ones
+once.
 
-A step's batch is ordered by pool (`order`), so each pool's rows are a slice of it. Projections and feed-forwards see
-all rows at once; a layer's attention is one call a pool, and one matrix product a segment for all rows that read it,
-merged exactly (`models/attention_parts.py`). A step of rows of one class without segments makes the operations of
-`rectangle.SlotCache`, which the tests hold this to.
+A step's batch is ordered by pool (`order`), so each pool's rows are a slice of it. Projections and
+feed-forwards see all rows at once; a layer's attention is one call a pool, and one matrix product a
+segment for all rows that read it, merged exactly (`models/attention_parts.py`). A step of rows of
+one class without segments makes the operations of `rectangle.SlotCache`, which the tests hold this
+to.
 """
 
 from collections.abc import Iterable
@@ -16,7 +18,14 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, Factor, KVFormat
-from mlx_parallm.engine.cache.prefill import CannotBatchError, leaves, new_caches, present, states_of, token_bytes
+from mlx_parallm.engine.cache.prefill import (
+    CannotBatchError,
+    leaves,
+    new_caches,
+    present,
+    states_of,
+    token_bytes,
+)
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import (
     CLASS_STEP,
@@ -30,7 +39,15 @@ from mlx_parallm.engine.cache.sharing import (
 from mlx_parallm.engine.cache.size_classes import SLACK, Pool, Row
 from mlx_parallm.engine.cache.states import RowStates
 from mlx_parallm.models.attention import RoutedKeys, route_attention
-from mlx_parallm.models.attention_parts import LOG2_E, NOTHING, Partial, attend_partly, finish, join, merge
+from mlx_parallm.models.attention_parts import (
+    LOG2_E,
+    NOTHING,
+    Partial,
+    attend_partly,
+    finish,
+    join,
+    merge,
+)
 from mlx_parallm.models.cpu_attention import attend_by_heads, attention_of_rows
 from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, make_prompt_cache
 
@@ -40,8 +57,8 @@ SPARE_ROWS = 8  # besides, where rows are short and come and go often
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPart:
-    """A segment and the rows of the merged block that read it. `rows`: a slice, or their numbers [m].
-    `mask` [m, T] bool, where they read different lengths of it."""
+    """A segment and the rows of the merged block that read it. `rows`: a slice, or their numbers
+    [m]. `mask` [m, T] bool, where they read different lengths of it."""
 
     factors: list[tuple[Factor, Factor]]  # by layer: keys [H, Dk, T], values [H, T, Dv]
     rows: slice | mx.array
@@ -51,8 +68,9 @@ class SharedPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Level:
-    """The first segment of each row, or the second, … `places` [N]: where each row of the block is among those of the
-    parts, end to end; None: in this order. A row without such a segment is the one after the last."""
+    """The first segment of each row, or the second, … `places` [N]: where each row of the block
+    is among those of the parts, end to end; None: in this order. A row without such a segment is
+    the one after the last."""
 
     parts: tuple[SharedPart, ...]
     places: mx.array | None
@@ -71,15 +89,20 @@ class TokenLayer(RoutedKeys):
         return self._cache.positions
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """None: `attend` knows what each row sees. Raises NotImplementedError, which the check at load reads."""
+        """None: `attend` knows what each row sees. Raises NotImplementedError, which the check
+        at load reads."""
         if return_array or window_size is not None:
             raise NotImplementedError("its attention has a mask of its own")
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple["TokenLayer", "TokenLayer"]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple["TokenLayer", ("TokenLayer")]:
         """Writes one token per row, [n, H, 1, D] each."""
         pools, arrays = self._cache.step_pools, self._cache.kv_format.pack(keys, values)
         for pool in pools:
-            rows = arrays if len(pools) == 1 else [array[pool.start : pool.stop] for array in arrays]
+            rows = (
+                arrays if len(pools) == 1 else [array[pool.start : pool.stop] for array in arrays]
+            )
             pool.write_step(self._layer, rows)
         return self, self
 
@@ -100,10 +123,16 @@ class TokenLayer(RoutedKeys):
             keys, values = pool.read_step(self._layer)
             if pool.compiled and queries.dtype == mx.float32:
                 return attention_of_rows(queries, keys, values, scale, pool.bias)
-            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=pool.mask)
+            return mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, mask=pool.mask
+            )
         count, heads, _, width = queries.shape
         grouped = queries.reshape(count, pool.heads(self._layer), -1, 1, width)
-        return finish(self._own(pool, grouped, scale * LOG2_E)).astype(queries.dtype).reshape(count, heads, 1, -1)
+        return (
+            finish(self._own(pool, grouped, scale * LOG2_E))
+            .astype(queries.dtype)
+            .reshape(count, heads, 1, -1)
+        )
 
     def _own(self, pool: Pool, grouped: mx.array, factor: float) -> Partial:
         """Queries [n, H, repeats, 1, D] over what the pool's rows hold themselves."""
@@ -112,7 +141,9 @@ class TokenLayer(RoutedKeys):
             factors = self._cache.kv_format.factors([array[:, :, None] for array in arrays])
             return attend_partly(grouped, *factors, None if mask is None else mask[:, None], factor)
         # A product with quantised keys reads them once for all rows of x.
-        partial = attend_partly(grouped[:, :, :, 0], *self._cache.kv_format.factors(arrays), mask, factor)
+        partial = attend_partly(
+            grouped[:, :, :, 0], *self._cache.kv_format.factors(arrays), mask, factor
+        )
         return Partial(*(array[:, :, :, None] for array in partial))
 
     def _merged(self, queries: mx.array, scale: float) -> mx.array:
@@ -140,12 +171,18 @@ class TokenLayer(RoutedKeys):
             mask = None if part.mask is None else mx.repeat(part.mask, repeats, axis=0)
             partial = attend_by_heads(rows, *part.factors[self._layer], mask, factor)
             shape = (heads, part.count, repeats, 1, -1)
-            found.append(Partial(*(array.reshape(shape).transpose(1, 0, 2, 3, 4) for array in partial)))
+            found.append(
+                Partial(*(array.reshape(shape).transpose(1, 0, 2, 3, 4) for array in partial))
+            )
         if not level.complete:
             empty = zip(found[0], (0.0, NOTHING, 0.0), strict=True)
             found.append(Partial(*(mx.full((1, *array.shape[1:]), fill) for array, fill in empty)))
         whole = join(found)
-        return whole if level.places is None else Partial(*(mx.take(array, level.places, axis=0) for array in whole))
+        return (
+            whole
+            if level.places is None
+            else Partial(*(mx.take(array, level.places, axis=0) for array in whole))
+        )
 
 
 class TokenCache:
@@ -154,16 +191,20 @@ class TokenCache:
         model: its attention layers are routed to this cache.
         max_rows: most sequences that decode together.
         max_positions: longest sequence.
-        kv_format: of rows and segments; a prefill computes in full precision, and is quantised when it is written here.
+        kv_format: of rows and segments; a prefill computes in full precision, and is quantised when
+            it is written here.
 
     Raises:
-        CannotBatchError: a layer keeps anything else than keys and values of all positions, or a recurrent state.
+        CannotBatchError: a layer keeps anything else than keys and values of all positions, or a
+            recurrent state.
     """
 
     layout = "tokens"
     shares = True
 
-    def __init__(self, model: nn.Module, max_rows: int, max_positions: int, kv_format: KVFormat = AS_COMPUTED) -> None:
+    def __init__(
+        self, model: nn.Module, max_rows: int, max_positions: int, kv_format: KVFormat = AS_COMPUTED
+    ) -> None:
         self.kv_format = kv_format
         self.layers: list[TokenLayer] = []  # those of keys and values
         self._states = RowStates()
@@ -174,7 +215,8 @@ class TokenCache:
             raise CannotBatchError("its attention is not mlx-lm's")
         self._model = model
         self._max_rows, self._max_positions = max_rows, max_positions
-        self._pools: dict[tuple[bool, int], Pool] = {}  # by whether its rows read segments, and size
+        # by whether its rows read segments, and size
+        self._pools: dict[tuple[bool, int], Pool] = {}
         self._rows: list[Row] = []
         self._arranged = False
         self.order: list[int] = []  # of the step's batch: the rows' numbers
@@ -198,7 +240,9 @@ class TokenCache:
         shared = sum(array.nbytes for segment in self._segments() for array in segment.arrays)
         return sum(pool.nbytes for pool in self._pools.values()) + shared + self._states.nbytes
 
-    def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
+    def new_prefill(
+        self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()
+    ) -> list[Any]:
         return new_caches(self._model, length, prefixes, self.kv_format)
 
     def token_bytes(self) -> int:
@@ -207,7 +251,9 @@ class TokenCache:
         if self.kv_format.bits is None:
             return computed
         return sum(
-            array.nbytes for cache in _of_keys(caches) for array in self.kv_format.pack(cache.keys, cache.values)
+            array.nbytes
+            for cache in _of_keys(caches)
+            for array in self.kv_format.pack(cache.keys, cache.values)
         )
 
     def prefill_token_bytes(self) -> int:
@@ -224,10 +270,14 @@ class TokenCache:
             self._rows += [Row(prompt.chunks, offset) for _ in range(prompt.count)]
         self._arranged = False
 
-    def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
+    def write_prefixes(
+        self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int
+    ) -> None:
         lengths = [prompt.length for prompt in prompts for _ in range(prompt.count)]
         states = [cache for cache in leaves(prefill) if isinstance(cache, ArraysCache)]
-        self._states.write(states, rows_of(prompts), self._rows[first_row : first_row + len(lengths)])
+        self._states.write(
+            states, rows_of(prompts), self._rows[first_row : first_row + len(lengths)]
+        )
         prefill = _of_keys(prefill)
         self._make_room(zip(self._rows[first_row : first_row + len(lengths)], lengths, strict=True))
         row = first_row
@@ -257,14 +307,23 @@ class TokenCache:
         return self._states.read(self._rows[row])
 
     def read_prefill(self, prefill: SequenceOf[Any], start: int, stop: int) -> list[mx.array]:
-        return [array for computed in _of_keys(prefill) for array in self._held(computed, 0, start, stop)]
+        return [
+            array
+            for computed in _of_keys(prefill)
+            for array in self._held(computed, 0, start, stop)
+        ]
 
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
-        """Arrays by layer, [1, H, stop - start, ·] each: copies, or a segment's own arrays if they are all."""
+        """Arrays by layer, [1, H, stop - start, ·] each: copies, or a segment's own arrays if
+        they are all."""
         held = self._rows[row]
         pieces: list[list[mx.array]] = []
         for chunk in held.chunks:
-            if (chunk.start, chunk.stop) == (start, stop) == (chunk.segment.start, chunk.segment.stop):
+            if (
+                (chunk.start, chunk.stop)
+                == (start, stop)
+                == (chunk.segment.start, chunk.segment.stop)
+            ):
                 return chunk.segment.arrays
             first, last = max(chunk.start, start), min(chunk.stop, stop)
             if first < last:
@@ -272,14 +331,17 @@ class TokenCache:
                 pieces.append([mx.take(array, index, axis=2) for array in chunk.segment.arrays])
         if stop > held.offset:
             assert held.pool is not None
-            pieces.append(held.pool.read([held.slot], max(start - held.offset, 0), stop - held.offset))
+            pieces.append(
+                held.pool.read([held.slot], max(start - held.offset, 0), stop - held.offset)
+            )
         return [
             mx.concatenate(list(arrays), axis=2) if len(arrays) > 1 else arrays[0]
             for arrays in zip(*pieces, strict=True)
         ]
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Numbers rows anew; what was `targets` is gone. Nothing is copied but to keep pools dense."""
+        """Numbers rows anew; what was `targets` is gone. Nothing is copied but to keep pools
+        dense."""
         self._release([self._rows[target] for target in targets])
         for source, target in zip(sources, targets, strict=True):
             self._rows[target] = self._rows[source]
@@ -294,8 +356,9 @@ class TokenCache:
             self._arranged = False
 
     def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
-        """Gives each row room for cached[i] + 1 tokens, in a pool of its class. Room of rows that left goes back here
-        and not as they leave: others often take it at once, a group after the other."""
+        """Gives each row room for cached[i] + 1 tokens, in a pool of its class. Room of rows
+        that left goes back here and not as they leave: others often take it at once, a group
+        after the other."""
         self._reach(len(cached))
         if max_tokens is not None and self._room + sum(map(size_class, cached)) > max_tokens:
             self._give_back_room()  # first: the old and the new may not fit side by side
@@ -315,7 +378,9 @@ class TokenCache:
         for pool in self.step_pools:
             rows = order[pool.start : pool.stop]
             pool.begin_step([positions[row] - self._rows[row].offset for row in rows])
-        self._states.begin_step([self._rows[row] for row in order], [positions[row] for row in order])
+        self._states.begin_step(
+            [self._rows[row] for row in order], [positions[row] for row in order]
+        )
 
     def scrub_row(self, row: int) -> None:
         held = self._rows[row]
@@ -338,14 +403,20 @@ class TokenCache:
         self._states.clear()
 
     def check_integrity(self, cached: list[int]) -> None:
-        assert len(cached) <= len(self._rows) or not cached, f"{len(cached)} rows, {len(self._rows)} places"
+        assert len(cached) <= len(self._rows) or not cached, (
+            f"{len(cached)} rows, {len(self._rows)} places"
+        )
         for pool in self._pools.values():
             pool.check()
         self._states.check()
         for row, count in zip(self._rows, cached, strict=False):
-            assert row.pool is None or count - row.offset <= row.pool.size, f"{count} in {row.pool.size}"
+            assert row.pool is None or count - row.offset <= row.pool.size, (
+                f"{count} in {row.pool.size}"
+            )
             assert all(chunk.segment.arrays for chunk in row.chunks), "a segment was never filled"
-        assert sum(len(pool.rows) for pool in self._pools.values()) <= len(self._rows), "a row was not released"
+        assert sum(len(pool.rows) for pool in self._pools.values()) <= len(self._rows), (
+            "a row was not released"
+        )
 
     def _served(self, cache: Any) -> Any:
         """What the model gets in the place of its own cache."""
@@ -373,8 +444,8 @@ class TokenCache:
             self._rows.append(Row())
 
     def _make_room(self, cached: Iterable[tuple[Row, int]], most: int | None = None) -> None:
-        """Puts rows that need it into another pool, for one token more than they hold. None gets more than `most`
-        positions that it does not need."""
+        """Puts rows that need it into another pool, for one token more than they hold. None gets
+        more than `most` positions that it does not need."""
         moving: dict[tuple[Pool | None, tuple[bool, int]], list[Row]] = {}
         for row, count in cached:
             pool, needed = row.pool, count + 1 - row.offset
@@ -393,13 +464,19 @@ class TokenCache:
     def _move(self, source: Pool | None, key: tuple[bool, int], rows: list[Row]) -> None:
         """Puts rows into the pool of `key`, with what they hold in `source`."""
         target = self._pools.get(key)
-        if source is not None and len(rows) == len(source.rows) and (target is None or not target.rows):
+        if (
+            source is not None
+            and len(rows) == len(source.rows)
+            and (target is None or not target.rows)
+        ):
             del self._pools[source.shares, source.size]
             source.resize(_rows_kept(source), key[1])
             self._pools[key] = source
             return
         if target is None:
-            target = self._pools[key] = Pool(len(self.layers), key[1], shares=key[0], kv_format=self.kv_format)
+            target = self._pools[key] = Pool(
+                len(self.layers), key[1], shares=key[0], kv_format=self.kv_format
+            )
         arrays = [] if source is None else source.read([row.slot for row in rows], 0, source.size)
         if source is not None:
             mx.eval(arrays)
@@ -430,13 +507,19 @@ class TokenCache:
 
     def _drop_empty_pools(self, *, all_of_them: bool = False) -> None:
         """Gives back pools without rows; not the smallest, which the next request will want."""
-        empty = [key for key, pool in self._pools.items() if not pool.rows and (all_of_them or pool.size > CLASS_STEP)]
+        empty = [
+            key
+            for key, pool in self._pools.items()
+            if not pool.rows and (all_of_them or pool.size > CLASS_STEP)
+        ]
         for key in empty:
             del self._pools[key]
-        self.step_pools = [pool for pool in self.step_pools if pool.rows]  # of the last step; they hold arrays
+        # of the last step; they hold arrays
+        self.step_pools = [pool for pool in self.step_pools if pool.rows]
 
     def _arrange(self) -> None:
-        """The order of the batch, and who reads which segment. It holds until rows come, go or move."""
+        """The order of the batch, and who reads which segment. It holds until rows come, go or
+        move."""
         self._arranged = True
         number = {id(row): index for index, row in enumerate(self._rows)}
         self.step_pools = [self._pools[key] for key in sorted(self._pools) if self._pools[key].rows]
@@ -450,37 +533,56 @@ class TokenCache:
         depth = max((len(row.chunks) for row in merged), default=0)
         self.levels = [_level(merged, level, self.kv_format) for level in range(depth)]
         read = [chunk for row in merged for chunk in row.chunks]
-        self.saved_positions = max(0, sum(chunk.stop - chunk.start for chunk in read) - shared_positions(read))
+        self.saved_positions = max(
+            0, sum(chunk.stop - chunk.start for chunk in read) - shared_positions(read)
+        )
 
     def _fill_segments(self, prefill: SequenceOf[Any], prompt: PromptRows) -> None:
         """Fills the prompt's new segment, if there is one, with what the prefill has computed."""
         for chunk in prompt.chunks:
             if not chunk.segment.arrays:
                 place = (prompt.source, chunk.start, chunk.stop)
-                chunk.segment.arrays = [array for computed in prefill for array in self._held(computed, *place)]
+                chunk.segment.arrays = [
+                    array for computed in prefill for array in self._held(computed, *place)
+                ]
 
     def _held(self, computed: Any, row: int | None, start: int, stop: int) -> list[mx.array]:
-        """Positions [start, stop) of a prefill's layer in `kv_format`: of one row, which keep nothing else alive, or of
-        all rows."""
+        """Positions [start, stop) of a prefill's layer in `kv_format`: of one row, which keep
+        nothing else alive, or of all rows."""
         both = (computed.keys, computed.values)
         if self.kv_format.bits is None:
-            return [array[:, :, start:stop] if row is None else _part_of(array, row, start, stop) for array in both]
+            return [
+                array[:, :, start:stop] if row is None else _part_of(array, row, start, stop)
+                for array in both
+            ]
         rows = slice(None) if row is None else slice(row, row + 1)
         known = vars(computed).get("known", list)()
         end = min(known[0].shape[2], stop) if known else start
-        parts = [mx.take(array[rows], mx.arange(start, end), axis=2) for array in known] if end > start else []
+        parts = (
+            [mx.take(array[rows], mx.arange(start, end), axis=2) for array in known]
+            if end > start
+            else []
+        )
         if (first := max(start, end)) < stop:
             packed = self.kv_format.pack(*(array[rows, :, first:stop] for array in both))
             parts = (
-                [mx.concatenate(list(pair), axis=2) for pair in zip(parts, packed, strict=True)] if parts else packed
+                [mx.concatenate(list(pair), axis=2) for pair in zip(parts, packed, strict=True)]
+                if parts
+                else packed
             )
         return parts
 
-    def _write(self, prefill: SequenceOf[Any], sources: list[int], first: Row, start: int, stop: int) -> None:
-        """Copies positions [start, stop) of rows `sources` of the prefill into `first` and the rows after it, which are
-        new too."""
+    def _write(
+        self, prefill: SequenceOf[Any], sources: list[int], first: Row, start: int, stop: int
+    ) -> None:
+        """Copies positions [start, stop) of rows `sources` of the prefill into `first` and the
+        rows after it, which are new too."""
         assert first.pool is not None
-        index = None if sources == list(range(prefill[0].keys.shape[0])) else mx.array(sources, dtype=mx.int32)
+        index = (
+            None
+            if sources == list(range(prefill[0].keys.shape[0]))
+            else mx.array(sources, dtype=mx.int32)
+        )
         for layer, computed in enumerate(prefill):
             arrays = self._held(computed, None, start, stop)
             if index is not None:
@@ -489,7 +591,8 @@ class TokenCache:
 
 
 def _rows_kept(pool: Pool) -> int:
-    """How many rows the pool keeps room for: all that it has room for, or fewer if that is far more than it holds."""
+    """How many rows the pool keeps room for: all that it has room for, or fewer if that is far
+    more than it holds."""
     spare = SPARE_ROWS if pool.size <= CLASS_STEP else 0
     enough = pool.capacity <= MOST_ROOM * len(pool.rows) + spare
     return pool.capacity if enough else len(pool.rows) + spare // 2
@@ -521,8 +624,13 @@ def _level(rows: SequenceOf[Row], level: int, kv_format: KVFormat) -> Level:
         if longest < arrays[0].shape[2]:
             arrays = [array[:, :, :longest] for array in arrays]
         contiguous = indices == list(range(indices[0], indices[0] + len(indices)))
-        chosen = slice(indices[0], indices[-1] + 1) if contiguous else mx.array(indices, dtype=mx.int32)
-        factors = [kv_format.factors(of_layer) for of_layer in kv_format.layers([array[0] for array in arrays])]
+        chosen = (
+            slice(indices[0], indices[-1] + 1) if contiguous else mx.array(indices, dtype=mx.int32)
+        )
+        factors = [
+            kv_format.factors(of_layer)
+            for of_layer in kv_format.layers([array[0] for array in arrays])
+        ]
         differ = lengths.min() < longest
         mask = mx.arange(longest, dtype=mx.int32) < mx.array(lengths)[:, None] if differ else None
         parts.append(SharedPart(factors, chosen, len(indices), mask))

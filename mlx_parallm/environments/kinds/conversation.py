@@ -3,8 +3,9 @@
     the script's first turn → policy → the script's next turn, then what `user` says → policy → …
         → an end signal, max_turns, or a user with nothing more to say
 
-The metadata of an episode holds the row's columns, `said` (the user's turns), and `ended_by`: "user" or "policy" (who
-gave the end signal), "script" (the user had nothing more to say), or "turns".
+The metadata of an episode holds the row's columns, `said` (the user's turns), and `ended_by`:
+"user" or "policy" (who gave the end signal), "script" (the user had nothing more to say), or
+"turns".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ from mlx_parallm.rewards import threads
 
 END_SIGNALS = ("[END]", "goodbye", "that is all, thank you")
 USER_INSTRUCTIONS = (
-    "You play the user in a conversation with an assistant. Write the user's next message, and nothing else."
+    "You play the user in a conversation with an assistant. Write the user's next message, and"
+    " nothing else."
     " When you have what you wanted, write [END]."
 )
 
@@ -29,8 +31,8 @@ User = Callable[[State], str | None]
 
 
 class ConversationEnvironment(BaseEnvironment):
-    """`style` "chat": the prompt is a list of messages; "text": "User: …" and "Assistant:" lines, for base models (in a
-    configuration beside prompt_format = "text")."""
+    """`style` "chat": the prompt is a list of messages; "text": "User: …" and "Assistant:"
+    lines, for base models (in a configuration beside prompt_format = "text")."""
 
     def __init__(
         self,
@@ -46,8 +48,9 @@ class ConversationEnvironment(BaseEnvironment):
         """
         Args:
             conversations: rows {"turns": [what the user says, …], …}, or a JSONL file of them.
-            user: returns what the user says after the script, None at the end: a function of the State, a reference to
-                one ("python:file.py:name"), a module with `generate` (another model), or an `EndpointUser`'s options.
+            user: returns what the user says after the script, None at the end: a function of the
+                State, a reference to one ("python:file.py:name"), a module with `generate` (another
+                model), or an `EndpointUser`'s options.
             max_turns: most turns of the policy.
             end_signals: a turn that contains one of them, in any case, ends the conversation.
 
@@ -55,8 +58,14 @@ class ConversationEnvironment(BaseEnvironment):
         """
         super().__init__(inference)
         if max_turns < 1 or style not in ("chat", "text"):
-            raise ConfigError(f"conversation: max_turns = {max_turns}, style = {style!r}: expected ≥ 1, chat or text")
-        self._rows = read_tasks(conversations, "turns", seed=seed, what="conversation: conversations")
+            raise ConfigError(
+                f"conversation: max_turns = {max_turns}, style = {style!r}: expected ≥ 1, chat"
+                " or"
+                " text"
+            )
+        self._rows = read_tasks(
+            conversations, "turns", seed=seed, what=("conversation: conversations")
+        )
         self._user = _make_user(user)
         self.blocking = self._user is not None
         self.max_turns, self._style = max_turns, style
@@ -67,7 +76,9 @@ class ConversationEnvironment(BaseEnvironment):
         row = dict(self._rows.row(self._index_or_next(index), split).columns)
         turns = row["turns"]
         if not isinstance(turns, list | tuple) or not all(isinstance(turn, str) for turn in turns):
-            raise ConfigError(f"conversation: turns are {turns!r}: expected a list of what the user says")
+            raise ConfigError(
+                f"conversation: turns are {turns!r}: expected a list of what the user says"
+            )
         text = self._style == "text"
         opening = _text(turns[0]) if text else [{"role": "user", "content": turns[0]}]
         return State(opening, metadata=row | {"said": [turns[0]], "ended_by": None})
@@ -103,7 +114,9 @@ class ConversationEnvironment(BaseEnvironment):
         with user_code("conversation: user", RolloutRejectedError):
             turn = self._user(state)
         if turn is not None and not isinstance(turn, str):
-            raise RolloutRejectedError(f"conversation: user returned {turn!r}, neither text nor None")
+            raise RolloutRejectedError(
+                f"conversation: user returned {turn!r}, neither text nor None"
+            )
         return turn
 
     def _is_end(self, text: str) -> bool:
@@ -124,8 +137,13 @@ class EndpointUser:
         max_tokens: int = 256,
         timeout_s: float = 60.0,
     ) -> None:
-        """`api_key_file` holds the endpoint's key. Raises EndpointError: no URL; OSError: no such file."""
-        key = Path(api_key_file).expanduser().read_text(encoding="utf-8").strip() if api_key_file else None
+        """`api_key_file` holds the endpoint's key. Raises EndpointError: no URL; OSError: no
+        such file."""
+        key = (
+            Path(api_key_file).expanduser().read_text(encoding="utf-8").strip()
+            if api_key_file
+            else None
+        )
         self._endpoint = OpenAIEndpoint(base_url, key, timeout_s=timeout_s)
         self._instructions = instructions
         self._fields = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
@@ -133,18 +151,29 @@ class EndpointUser:
     def __call__(self, state: State) -> str:
         """Return what the user says next. Blocks. Raises EndpointError."""
         body = {**self._fields, "messages": as_seen_by_the_user(state, self._instructions)}
-        answer = threads.ASYNC_FUNCTIONS.submit(self._endpoint.post("/chat/completions", body)).result()
+        answer = threads.ASYNC_FUNCTIONS.submit(
+            self._endpoint.post("/chat/completions", body)
+        ).result()
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
         except (LookupError, TypeError) as error:
-            raise EndpointError(f"the user's model answered without a message: {str(answer)[:80]}") from error
+            raise EndpointError(
+                f"the user's model answered without a message: {str(answer)[:80]}"
+            ) from error
 
 
 def as_seen_by_the_user(state: State, instructions: str) -> list[dict[str, str]]:
-    """Return the conversation from the user's side: the user's turns are the assistant's, the policy's the user's."""
-    messages = [{"role": "system", "content": instructions}, {"role": "user", "content": "(The conversation begins.)"}]
+    """Return the conversation from the user's side: the user's turns are the assistant's, the
+    policy's the user's."""
+    messages = [
+        {"role": "system", "content": instructions},
+        {"role": "user", "content": ("(The conversation begins.)")},
+    ]
     for user_turn, turn in zip(state.metadata["said"], state.history, strict=True):
-        messages += [{"role": "assistant", "content": user_turn}, {"role": "user", "content": turn["response"]}]
+        messages += [
+            {"role": "assistant", "content": user_turn},
+            {"role": "user", "content": turn[("response")]},
+        ]
     return messages
 
 
@@ -160,7 +189,9 @@ def _make_user(user: User | Inference | Mapping[str, Any] | str | None) -> User 
     if user is None or callable(user):
         return user
     if not hasattr(user, "generate"):
-        raise ConfigError(f"conversation: user is {user!r}: expected a function of the State, or a model")
+        raise ConfigError(
+            f"conversation: user is {user!r}: expected a function of the State, or a model"
+        )
     return lambda state: user.generate([as_seen_by_the_user(state, USER_INSTRUCTIONS)])[0]
 
 

@@ -1,4 +1,5 @@
-"""kind = "dataset": the user's rows (`environments/rows.py`), scored by reward functions (`rewards/functions.py`).
+"""kind = "dataset": the user's rows (`environments/rows.py`), scored by reward functions
+(`rewards/functions.py`).
 
 See docs/your_data.md.
 """
@@ -26,7 +27,11 @@ class DatasetSource(EnvironmentSource):
         """Return row `index` of the split as a task. Raises ConfigError: no held-out rows."""
         row = self.rows.row(index, split)
         plain = self.config.prompt_format == "text"
-        turns = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else tuple(row.prompt)
+        turns = (
+            ({"role": "user", "content": row.prompt},)
+            if isinstance(row.prompt, str)
+            else tuple(row.prompt)
+        )
         messages = self.open_with(turns)
         seen: Prompt = row.prompt if isinstance(row.prompt, str) else list(messages)
         answer = row.columns.get(self.config.answer_column)

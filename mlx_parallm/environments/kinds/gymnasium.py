@@ -1,9 +1,12 @@
-"""kind = "gymnasium": a text policy in any environment of gymnasium, which is imported only when one is made.
+"""kind = "gymnasium": a text policy in any environment of gymnasium, which is imported only when
+one is made.
 
-    observation → text → policy → text → action → step → observation …, until terminated or truncated
+    observation → text → policy → text → action → step → observation …, until terminated or
+    truncated
 
-The metadata of an episode holds `seed`, `return` (the sum of the rewards), `actions`, `invalid_actions` (the number of
-answers that were no action: nothing is done, but the turn counts), `terminated` and `truncated`.
+The metadata of an episode holds `seed`, `return` (the sum of the rewards), `actions`,
+`invalid_actions` (the number of answers that were no action: nothing is done, but the turn counts),
+`terminated` and `truncated`.
 """
 
 import json
@@ -25,7 +28,8 @@ WHOLE_NUMBER = re.compile(r"-?\d+")
 
 @dataclass
 class SimulationState(State):
-    """A State with a live simulation. A copy starts a simulation of its own, from the seed and the actions."""
+    """A State with a live simulation. A copy starts a simulation of its own, from the seed and
+    the actions."""
 
     def __post_init__(self) -> None:
         self.live: Any = None
@@ -54,17 +58,20 @@ class GymnasiumEnvironment(BaseEnvironment):
     ) -> None:
         """
         Args:
-            id: as `gymnasium.make` takes it ("FrozenLake-v1", "my_package:My-v0"); `make` holds its keywords.
-            instructions: stand before the first observation; default: what the actions are, where they are known.
-            observation_text: an observation as text, or a reference to such a function ("python:file.py:name");
-                default: a string as it is, anything else as JSON.
-            action_of: returns the action of an answer, None for none; default: for a Discrete space one of
-                `action_names`, else a number in the answer; for a Text space the answer; for others JSON.
+            id: as `gymnasium.make` takes it ("FrozenLake-v1", "my_package:My-v0"); `make` holds its
+                keywords.
+            instructions: stand before the first observation; default: what the actions are, where
+                they are known.
+            observation_text: an observation as text, or a reference to such a function
+                ("python:file.py:name"); default: a string as it is, anything else as JSON.
+            action_of: returns the action of an answer, None for none; default: for a Discrete space
+                one of `action_names`, else a number in the answer; for a Text space the answer; for
+                others JSON.
             action_names: of a Discrete space, in its order.
             max_steps: turns of the policy.
 
-        Raises ConfigError: package missing, no such environment, actions that JSON does not hold (Dict, Tuple) without
-        `action_of`, names of another number than there are actions.
+        Raises ConfigError: package missing, no such environment, actions that JSON does not hold
+        (Dict, Tuple) without `action_of`, names of another number than there are actions.
         """
         super().__init__(inference)
         self._id, self._make, self.max_steps, self._seed = id, dict(make or {}), max_steps, seed
@@ -76,16 +83,21 @@ class GymnasiumEnvironment(BaseEnvironment):
             self._check_actions()
         discrete = isinstance(self._space, self._gymnasium.spaces.Discrete)
         if action_names and not (discrete and len(action_names) == self._space.n):
-            raise ConfigError(f"gymnasium: {len(action_names)} action_names do not fit the actions, {self._space}")
+            raise ConfigError(
+                f"gymnasium: {len(action_names)} action_names do not fit the actions, {self._space}"
+            )
         if max_steps < 1:
             raise ConfigError(f"gymnasium: max_steps has to be at least 1, not {max_steps}")
         self._names = tuple(action_names)
-        self._text = _function(observation_text, ("observation",), "observation_text") or _observation_text
+        self._text = (
+            _function(observation_text, ("observation",), "observation_text") or _observation_text
+        )
         self._action = _function(action_of, ("text",), "action_of") or self._default_action
         self._instructions = instructions or self._default_instructions(discrete)
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> State:
-        """Begin episode `index` of a split, which has its own seed; without an index the next one."""
+        """Begin episode `index` of a split, which has its own seed; without an index the next
+        one."""
         index = self._index_or_next(index)
         seed = derive_seed(f"gymnasium {split}", self._seed if split == "train" else 0, index)
         metadata = {"seed": seed, "return": 0.0, "actions": [], "invalid_actions": 0}
@@ -101,7 +113,9 @@ class GymnasiumEnvironment(BaseEnvironment):
     def update_state(self, state: State, response: str) -> State:
         """Take the action of the answer and show the next observation."""
         if not isinstance(state, SimulationState):
-            raise RolloutRejectedError("a GymnasiumEnvironment goes on from the State that its reset has made")
+            raise RolloutRejectedError(
+                "a GymnasiumEnvironment goes on from the State that its reset has made"
+            )
         state = super().update_state(state, response)
         assert isinstance(state, SimulationState) and isinstance(state.prompt, list)
         metadata = state.metadata
@@ -113,12 +127,16 @@ class GymnasiumEnvironment(BaseEnvironment):
             metadata["invalid_actions"] += 1
             shown = f"That is no action. {self._actions_text()}".strip()
         else:
-            observation, reward, metadata["terminated"], metadata["truncated"], _ = self._stepped(state, action)
+            observation, reward, metadata["terminated"], metadata["truncated"], _ = self._stepped(
+                state, action
+            )
             state.taken.append(action)
             metadata["actions"].append(_plain(action))
             metadata["return"] += float(reward)
             shown = self._shown(observation)
-        state.done = bool(metadata["terminated"] or metadata["truncated"] or state.step_count >= self.max_steps)
+        state.done = bool(
+            metadata["terminated"] or metadata["truncated"] or state.step_count >= self.max_steps
+        )
         turns = [{"role": "assistant", "content": response}, {"role": "user", "content": shown}]
         state.prompt = [*state.prompt, *turns[: 1 if state.done else 2]]
         if state.done:
@@ -139,13 +157,17 @@ class GymnasiumEnvironment(BaseEnvironment):
     def _check_actions(self) -> None:
         """Raises ConfigError: an action does not survive a round trip through JSON."""
         try:
-            fits = self._space.contains(self._space.from_jsonable([_plain(self._space.sample())])[0])
+            fits = self._space.contains(
+                self._space.from_jsonable([_plain(self._space.sample())])[0]
+            )
         except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError):
             fits = False
         if not fits:
             raise ConfigError(
-                f"gymnasium: {self._id} has the actions {self._space}, which an answer in JSON cannot express: set"
-                " action_of, or wrap it so that its actions are Discrete, MultiDiscrete, MultiBinary, Box or Text"
+                f"gymnasium: {self._id} has the actions {self._space}, which an answer in JSON"
+                " cannot express: set"
+                " action_of, or wrap it so that its actions are Discrete, MultiDiscrete,"
+                " MultiBinary, Box or Text"
             )
 
     def _begin(self, state: SimulationState) -> Any:
@@ -178,11 +200,16 @@ class GymnasiumEnvironment(BaseEnvironment):
 
     def _discrete_action(self, text: str) -> int | None:
         """Return the one action name in the answer, else its one whole number."""
-        words = [n for n, name in enumerate(self._names) if re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE)]
+        words = [
+            n
+            for n, name in enumerate(self._names)
+            if re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE)
+        ]
         if self._names:
             return int(self._space.start) + words[0] if len(words) == 1 else None
         numbers = WHOLE_NUMBER.findall(text)
-        return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 19 else None  # what an int64 holds
+        # what an int64 holds
+        return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 19 else None
 
     def _actions_text(self) -> str:
         if self._names:
@@ -210,7 +237,11 @@ def _import_gymnasium() -> Any:
 def _function(
     option: Callable[..., Any] | str | None, arguments: Sequence[str], name: str
 ) -> Callable[..., Any] | None:
-    return load_function_of(arguments, option, f"gymnasium: {name}") if isinstance(option, str) else option
+    return (
+        load_function_of(arguments, option, (f"gymnasium: {name}"))
+        if isinstance(option, str)
+        else option
+    )
 
 
 def _observation_text(observation: Any) -> str:

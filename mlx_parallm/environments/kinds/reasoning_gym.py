@@ -1,7 +1,9 @@
-"""kind = "reasoning_gym": tasks and verifiers of the reasoning-gym package, which is imported only when configured.
+"""kind = "reasoning_gym": tasks and verifiers of the reasoning-gym package, which is imported only
+when configured.
 
-The package draws item i of a data set from `seed + i`. Training and held-out items come from distant seeds. Small data
-sets repeat questions under any seed, so a hash of the question's text also decides its split: no question is in both.
+The package draws item i of a data set from `seed + i`. Training and held-out items come from
+distant seeds. Small data sets repeat questions under any seed, so a hash of the question's text
+also decides its split: no question is in both.
 """
 
 import dataclasses
@@ -31,11 +33,14 @@ def question_key(dataset: str, question: str) -> str:
 
 class ReasoningGymSource(EnvironmentSource):
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
-        """Raises ConfigError: package missing, unknown data set or option, a value that the data set refuses."""
+        """Raises ConfigError: package missing, unknown data set or option, a value that the data
+        set refuses."""
         super().__init__(config, seed=seed, name=name)
         options = {"size": DEFAULT_SIZE, **config.options}
         digest = hashlib.sha256(f"{config.name}/{seed}".encode()).digest()
-        train_seed = options.pop("seed", int.from_bytes(digest[:8], "big") % (HELDOUT_SEED - DEFAULT_SIZE))
+        train_seed = options.pop(
+            "seed", int.from_bytes(digest[:8], "big") % (HELDOUT_SEED - DEFAULT_SIZE)
+        )
         self._datasets = {
             "train": _create(config.name, {**options, "seed": train_seed}),
             "heldout": _create(config.name, {**options, "seed": HELDOUT_SEED}),
@@ -49,7 +54,8 @@ class ReasoningGymSource(EnvironmentSource):
             if split_of(key) == split:
                 return self._task(dataset, entry, key)
         raise ConfigError(
-            f"environments: reasoning-gym's {self.config.name!r} with these options has too few distinct questions:"
+            f"environments: reasoning-gym's {self.config.name!r} with these options has too few"
+            " distinct questions:"
             f" none of {DRAWS} drawn belongs to the {split} split"
         )
 
@@ -57,7 +63,9 @@ class ReasoningGymSource(EnvironmentSource):
         def check(text: str) -> float:
             value = float(dataset.score_answer(text.strip(), entry))
             if not math.isfinite(value):
-                raise RolloutRejectedError(f"reasoning-gym's {self.config.name} scored an answer {value}")
+                raise RolloutRejectedError(
+                    f"reasoning-gym's {self.config.name} scored an answer {value}"
+                )
             return value
 
         return Task(
@@ -75,20 +83,26 @@ def _create(name: str, options: dict[str, Any]) -> Any:
 
     if name not in DATASETS:
         raise ConfigError(
-            f"environments: reasoning-gym has no data set {name!r}; did you mean {_near(name, DATASETS)}?"
+            f"environments: reasoning-gym has no data set {name!r}; did you mean"
+            f" {_near(name, DATASETS)}?"
         )
     known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
     for option in options:
         if option not in known:
             raise ConfigError(
-                f"environments: reasoning-gym's {name!r} has no option {option!r}; did you mean {_near(option, known)}?"
+                f"environments: reasoning-gym's {name!r} has no option {option!r}; did you mean"
+                f" {_near(option, known)}?"
                 f" There are: {', '.join(known)}"
             )
     try:
         return reasoning_gym.create_dataset(name, **options)
     except (AssertionError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"environments: reasoning-gym's {name!r} refuses its options: {error}") from error
+        raise ConfigError(
+            f"environments: reasoning-gym's {name!r} refuses its options: {error}"
+        ) from error
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    return ", ".join(repr(near) for near in difflib.get_close_matches(name, list(known), n=2, cutoff=0.0))
+    return ", ".join(
+        repr(near) for near in difflib.get_close_matches(name, list(known), n=2, cutoff=0.0)
+    )

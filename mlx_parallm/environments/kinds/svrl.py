@@ -1,12 +1,15 @@
-"""kind = "svrl": the policy may check its work with tools that cost part of a budget before it answers.
+"""kind = "svrl": the policy may check its work with tools that cost part of a budget before it
+answers.
 
-    prompt (task, tools, costs, budget, last verifications) → answer → its USE_TOOL calls are made and paid → prompt …
+    prompt (task, tools, costs, budget, last verifications) → answer → its USE_TOOL calls are made
+    and paid → prompt …
         → FINAL ANSWER, budget spent, or max_steps
 
-The State's metadata holds what was paid, and the reward reads it there (`rewards.parts.SVRLRewardComputer`):
-`budget`, `spent`, `max_steps`, `final_answer`, and `tool_calls`, one dictionary for each call with `name`, `arguments`
-(the text for the tool), `ok`, `result`, `cost` (0 for a call that was not made) and `skipped` (the budget
-did not allow it). Everything that belongs to an episode is in its State, so that classes may be combined.
+The State's metadata holds what was paid, and the reward reads it there
+(`rewards.parts.SVRLRewardComputer`): `budget`, `spent`, `max_steps`, `final_answer`, and
+`tool_calls`, one dictionary for each call with `name`, `arguments` (the text for the tool), `ok`,
+`result`, `cost` (0 for a call that was not made) and `skipped` (the budget did not allow it).
+Everything that belongs to an episode is in its State, so that classes may be combined.
 """
 
 import ast
@@ -32,7 +35,13 @@ from mlx_parallm.errors import ConfigError, RolloutRejectedError, ToolFailedErro
 from mlx_parallm.execution.chat_messages import read_messages
 from mlx_parallm.execution.sandbox.sandbox import Sandbox
 from mlx_parallm.execution.tool_calls import parse_tool_calls
-from mlx_parallm.execution.user_code import did_you_mean, is_reference, load_function_of, name_of, user_code
+from mlx_parallm.execution.user_code import (
+    did_you_mean,
+    is_reference,
+    load_function_of,
+    name_of,
+    user_code,
+)
 
 SHOWN_VERIFICATIONS = 3
 FINAL_ANSWER = re.compile(r"FINAL ANSWER:[ \t]*([^\n]*)", re.IGNORECASE)
@@ -40,13 +49,14 @@ LONGEST_RESULT = 500  # characters of a tool's result that are shown
 LONGEST_EXPRESSION, LARGEST = 200, 1e300
 MOST_BITS = 4096  # of the largest integer power that a calculation may make
 CODE_TIMEOUT_S = 5.0
-_NUMBERS_AND_SIGNS = re.compile(r"[0-9.eE+\-*/%()\s]*")  # so that there are no names, no texts, no calls
+# so that there are no names, no texts, no calls
+_NUMBERS_AND_SIGNS = re.compile(r"[0-9.eE+\-*/%()\s]*")
 
 
 @dataclass(frozen=True)
 class VerificationTool:
-    """A tool that takes the text between the parentheses of a call and returns its result. An exception is a failed
-    call."""
+    """A tool that takes the text between the parentheses of a call and returns its result. An
+    exception is a failed call."""
 
     name: str
     call: Callable[[str], str]
@@ -56,7 +66,8 @@ class VerificationTool:
 
 
 class SVRLEnvironment(BaseEnvironment):
-    """Self-verification under a budget. Calls are written `USE_TOOL[name](input)`, the answer `FINAL ANSWER: …`."""
+    """Self-verification under a budget. Calls are written `USE_TOOL[name](input)`, the answer
+    `FINAL ANSWER: …`."""
 
     default_rewards = ("builtin:svrl",)
 
@@ -76,28 +87,39 @@ class SVRLEnvironment(BaseEnvironment):
     ) -> None:
         """
         Args:
-            tools: names of built-in ones ("verify_calculation", "check_facts", "run_code"), functions from text to text
-                or references to them ("python:file.py:name"), `VerificationTool`s; or a table of them, name → tool.
-                Default: the built-in ones, with check_facts only where there are `facts`.
+            tools: names of built-in ones ("verify_calculation", "check_facts", "run_code"),
+                functions from text to text or references to them ("python:file.py:name"),
+                `VerificationTool`s; or a table of them, name → tool. Default: the built-in ones,
+                with check_facts only where there are `facts`.
             budget: most that an episode may spend; a call that costs more than is left is not made.
             max_steps: most turns of the policy.
-            tasks: rows {"prompt", "answer", …}, or a JSONL file of them; default: `arithmetic_task`.
-            costs: costs by tool name, which replace the default ones (built-in: 1.0, 2.0, 1.5; functions: 1.0).
+            tasks: rows {"prompt", "answer", …}, or a JSONL file of them; default:
+                `arithmetic_task`.
+            costs: costs by tool name, which replace the default ones (built-in: 1.0, 2.0, 1.5;
+                functions: 1.0).
             facts: the table of "check_facts": term → its fact, or a JSON file.
 
-        Raises ConfigError: an unknown tool, two of one name, or a cost, budget or number of steps out of its range.
+        Raises ConfigError: an unknown tool, two of one name, or a cost, budget or number of steps
+        out of its range.
         """
         super().__init__(inference)
         if not budget > 0 or max_steps < 1:
-            raise ConfigError(f"svrl: budget has to be above 0 and max_steps at least 1, not {budget} and {max_steps}")
+            raise ConfigError(
+                f"svrl: budget has to be above 0 and max_steps at least 1, not {budget} and"
+                f" {max_steps}"
+            )
         self.budget, self.max_steps, self._seed = float(budget), max_steps, seed
         self.tools = {tool.name: tool for tool in _make_tools(tools, facts, costs or {})}
         self.blocking = any(tool.blocking for tool in self.tools.values())
-        self._rows = None if tasks is None else read_tasks(tasks, "prompt", seed=seed, what="svrl: tasks")
+        self._rows = (
+            None if tasks is None else read_tasks(tasks, "prompt", seed=seed, what=("svrl: tasks"))
+        )
 
     def use_tools(self, tools: EpisodeTools | None) -> None:
         if tools is not None and tools.definitions:
-            raise ConfigError("svrl has tools of its own and reads calls by itself: set `tools = []` for it")
+            raise ConfigError(
+                "svrl has tools of its own and reads calls by itself: set `tools = []` for it"
+            )
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> State:
         """Begin task `index` of a split; without an index the next one."""
@@ -106,16 +128,22 @@ class SVRLEnvironment(BaseEnvironment):
             row = arithmetic_task(index, split, self._seed)
         else:
             row = dict(self._rows.row(index, split).columns)
-        state = State(prompt=row["prompt"], metadata={k: v for k, v in row.items() if k != "prompt"})
+        state = State(
+            prompt=row["prompt"], metadata={k: v for k, v in row.items() if k != ("prompt")}
+        )
         self._account(state)
         return state
 
     def build_prompt(self, state: State) -> Prompt:
-        """Return the task, the tools with their costs, the budget, and the results of the last verifications."""
+        """Return the task, the tools with their costs, the budget, and the results of the last
+        verifications."""
         account = self._account(state)
         about = [
             "Before you answer you may verify. A call is written USE_TOOL[name](input). Tools:",
-            *(f"- {tool.name}, cost {tool.cost:g}: {tool.description}" for tool in self.tools.values()),
+            *(
+                f"- {tool.name}, cost {tool.cost:g}: {tool.description}"
+                for tool in self.tools.values()
+            ),
             f"Budget left: {account['budget'] - account['spent']:g} of {account['budget']:g}.",
             *self.last_verifications(state),
             "End with FINAL ANSWER: and the answer.",
@@ -128,25 +156,39 @@ class SVRLEnvironment(BaseEnvironment):
         return [f"{_written(call)} -> {call['result'][:LONGEST_RESULT]}" for call in calls]
 
     def update_state(self, state: State, response: str) -> State:
-        """Make and pay the calls before the final answer. The episode ends with that answer, when nothing is left to
-        spend, or with the last step."""
+        """Make and pay the calls before the final answer. The episode ends with that answer,
+        when nothing is left to spend, or with the last step."""
         state = super().update_state(state, response)
         account = self._account(state)
         answer = FINAL_ANSWER.search(response)
-        calls = parse_tool_calls(response if answer is None else response[: answer.start()], (), "use_tool")
+        calls = parse_tool_calls(
+            response if answer is None else response[: answer.start()], (), ("use_tool")
+        )
         for call in calls:
-            record = self._call(call.name, _input_of(call.raw_text), account["budget"] - account["spent"])
+            record = self._call(
+                call.name, _input_of(call.raw_text), account["budget"] - account[("spent")]
+            )
             account["tool_calls"].append(record)
             account["spent"] += record["cost"]
-        account["tool_calls"] += [_record("", call.raw_text, f"malformed: {call.reason}") for call in calls.malformed]
+        account["tool_calls"] += [
+            _record("", call.raw_text, f"malformed: {call.reason}") for call in calls.malformed
+        ]
         if answer is not None:
             account["final_answer"] = answer[1].strip()
-        state.done = answer is not None or account["spent"] >= account["budget"] or state.step_count >= self.max_steps
+        state.done = (
+            answer is not None
+            or account["spent"] >= account["budget"]
+            or state.step_count >= self.max_steps
+        )
         return state
 
     def _account(self, state: State) -> dict[str, Any]:
         """Return the State's metadata, with an account in it whichever class made the State."""
-        for name, value in {"budget": self.budget, "spent": 0.0, "max_steps": self.max_steps}.items():
+        for name, value in {
+            "budget": self.budget,
+            "spent": 0.0,
+            "max_steps": self.max_steps,
+        }.items():
             state.metadata.setdefault(name, value)
         state.metadata.setdefault("tool_calls", [])
         state.metadata.setdefault("final_answer", None)
@@ -158,7 +200,9 @@ class SVRLEnvironment(BaseEnvironment):
         if tool is None:
             return _record(name, arguments, f"there is no such tool, only {', '.join(self.tools)}")
         if tool.cost > left:
-            return _record(name, arguments, f"not made: it costs {tool.cost:g}, {left:g} is left", skipped=True)
+            return _record(
+                name, arguments, f"not made: it costs {tool.cost:g}, {left:g} is left", skipped=True
+            )
         try:
             with user_code(name, RolloutRejectedError):
                 ok, result = True, str(tool.call(arguments))
@@ -168,14 +212,18 @@ class SVRLEnvironment(BaseEnvironment):
 
 
 def arithmetic_task(index: int, split: Split = "train", seed: int = 0) -> dict[str, str]:
-    """Return task `index`: two numbers of two digits multiplied, and one of three digits added or subtracted."""
+    """Return task `index`: two numbers of two digits multiplied, and one of three digits added
+    or subtracted."""
     rng = random.Random(f"arithmetic/{seed if split == 'train' else 'heldout'}/{index}")
     while True:
         a, b, c = rng.randrange(12, 100), rng.randrange(12, 100), rng.randrange(100, 1000)
         sign = rng.choice("+-")
         expression = f"{a} * {b} {sign} {c}"
         if split_of(f"arithmetic:{expression}") == split:
-            return {"prompt": f"What is {expression}?", "answer": str(a * b + (c if sign == "+" else -c))}
+            return {
+                "prompt": f"What is {expression}?",
+                "answer": str(a * b + (c if sign == ("+") else -c)),
+            }
 
 
 def _make_tools(
@@ -183,23 +231,36 @@ def _make_tools(
     facts: Mapping[str, str] | str | Path | None,
     costs: Mapping[str, float],
 ) -> list[VerificationTool]:
-    built_in: dict[str, Callable[[], VerificationTool]] = {"verify_calculation": calculator, "run_code": code_runner}
+    built_in: dict[str, Callable[[], VerificationTool]] = {
+        "verify_calculation": calculator,
+        "run_code": code_runner,
+    }
     if facts is not None:
         built_in["check_facts"] = lambda: fact_table(facts)
     if isinstance(requested, str):
-        raise ConfigError(f"svrl: tools is a list or a table of tools, not {requested!r}: [{requested!r}]")
+        raise ConfigError(
+            f"svrl: tools is a list or a table of tools, not {requested!r}: [{requested!r}]"
+        )
     if isinstance(requested, Mapping):
-        tools = [dataclasses.replace(_made(entry, built_in), name=name) for name, entry in requested.items()]
+        tools = [
+            dataclasses.replace(_made(entry, built_in), name=name)
+            for name, entry in requested.items()
+        ]
     else:
-        tools = [_made(entry, built_in) for entry in (list(built_in) if requested is None else requested)]
+        tools = [
+            _made(entry, built_in) for entry in (list(built_in) if requested is None else requested)
+        ]
     names = [tool.name for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"svrl: two tools are called {twice[0]!r}")
     if unknown := [name for name in costs if name not in names]:
         raise ConfigError(
-            f"svrl: costs has {unknown[0]!r}, which is none of the tools{did_you_mean(unknown[0], names)}"
+            f"svrl: costs has {unknown[0]!r}, which is none of the"
+            f" tools{did_you_mean(unknown[0], names)}"
         )
-    tools = [dataclasses.replace(tool, cost=float(costs.get(tool.name, tool.cost))) for tool in tools]
+    tools = [
+        dataclasses.replace(tool, cost=float(costs.get(tool.name, tool.cost))) for tool in tools
+    ]
     if free := [tool.name for tool in tools if not tool.cost >= 0]:
         raise ConfigError(f"svrl: the cost of {free[0]!r} has to be at least 0")
     return tools
@@ -211,28 +272,52 @@ def _made(entry: Any, built_in: Mapping[str, Callable[[], VerificationTool]]) ->
         return entry
     if isinstance(entry, str) and not is_reference(entry):
         if entry not in built_in:
-            why = ": it needs facts" if entry == "check_facts" else did_you_mean(entry, list(built_in))
+            why = (
+                (": it needs facts")
+                if entry == "check_facts"
+                else did_you_mean(entry, list(built_in))
+            )
             raise ConfigError(f"svrl: tools has no {entry!r}{why}")
         return built_in[entry]()
     call = load_function_of(("text",), entry, "svrl: tools") if isinstance(entry, str) else entry
     if not callable(call):
-        raise ConfigError(f"svrl: tools has {call!r}: expected a name, a function or a VerificationTool")
+        raise ConfigError(
+            f"svrl: tools has {call!r}: expected a name, a function or a VerificationTool"
+        )
     description = (call.__doc__ or "").strip().partition("\n")[0]
     return VerificationTool(name_of(call), call, description=description, blocking=True)
 
 
 def _record(
-    name: str, arguments: str, result: str, *, ok: bool = False, cost: float = 0.0, skipped: bool = False
+    name: str,
+    arguments: str,
+    result: str,
+    *,
+    ok: bool = False,
+    cost: float = 0.0,
+    skipped: bool = False,
 ) -> dict[str, Any]:
-    return {"name": name, "arguments": arguments, "ok": ok, "cost": cost, "skipped": skipped, "result": result}
+    return {
+        "name": name,
+        "arguments": arguments,
+        "ok": ok,
+        "cost": cost,
+        "skipped": skipped,
+        "result": result,
+    }
 
 
 def _written(call: Mapping[str, Any]) -> str:
-    return f"USE_TOOL[{call['name']}]({call['arguments']})" if call["name"] else str(call["arguments"])
+    return (
+        (f"USE_TOOL[{call['name']}]({call['arguments']})")
+        if call["name"]
+        else str(call["arguments"])
+    )
 
 
 def _input_of(call: str) -> str:
-    """Return the text between the parentheses of `USE_TOOL[name](…)`, without quotation marks around it."""
+    """Return the text between the parentheses of `USE_TOOL[name](…)`, without quotation marks
+    around it."""
     text = call[call.index("(", call.index("]")) + 1 :].removesuffix(")").strip()
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
@@ -251,12 +336,16 @@ def _with(prompt: Prompt, about: str) -> Prompt:
 def calculator(cost: float = 1.0) -> VerificationTool:
     """Make `verify_calculation`: the value of an expression; of an equation, whether it holds."""
     return VerificationTool(
-        "verify_calculation", calculate, cost, "the value of an expression, or whether an equation holds"
+        "verify_calculation",
+        calculate,
+        cost,
+        ("the value of an expression, or whether an equation holds"),
     )
 
 
 def fact_table(facts: Mapping[str, str] | str | Path, cost: float = 2.0) -> VerificationTool:
-    """Make `check_facts`: looks up an entry, ignoring case and white space. `facts`: a mapping, or a JSON file of one.
+    """Make `check_facts`: looks up an entry, ignoring case and white space. `facts`: a mapping, or
+    a JSON file of one.
 
     Raises ConfigError: a file that is not such a table.
     """
@@ -272,7 +361,8 @@ def fact_table(facts: Mapping[str, str] | str | Path, cost: float = 2.0) -> Veri
 
 
 def code_runner(cost: float = 1.5, *, timeout_s: float = CODE_TIMEOUT_S) -> VerificationTool:
-    """Make `run_code`: what a Python program prints, in the sandbox. Raises ConfigError: the sandbox cannot protect."""
+    """Make `run_code`: what a Python program prints, in the sandbox. Raises ConfigError: the
+    sandbox cannot protect."""
     sandbox = Sandbox(timeout_s=timeout_s)
 
     def run(code: str) -> str:
@@ -286,23 +376,32 @@ def code_runner(cost: float = 1.5, *, timeout_s: float = CODE_TIMEOUT_S) -> Veri
 
 
 def calculate(text: str) -> str:
-    """Return "84" for "12*7", and "false: it is 84" or "true" for an equation. Raises ToolFailedError."""
+    """Return "84" for "12*7", and "false: it is 84" or "true" for an equation. Raises
+    ToolFailedError."""
     expression, equals, claim = text.partition("=")
     value = _evaluate(expression)
     if not equals:
         return _shown(value)
     return (
-        "true" if math.isclose(value, _evaluate(claim.lstrip("=")), rel_tol=1e-9) else f"false: it is {_shown(value)}"
+        "true"
+        if math.isclose(value, _evaluate(claim.lstrip("=")), rel_tol=1e-9)
+        else f"false: it is {_shown(value)}"
     )
 
 
 def _evaluate(expression: str) -> float:
     """Evaluate numbers, + - * / // % ** and parentheses. Raises ToolFailedError."""
     if len(expression) > LONGEST_EXPRESSION or not _NUMBERS_AND_SIGNS.fullmatch(expression):
-        raise ToolFailedError(f"that is no expression of numbers and signs of at most {LONGEST_EXPRESSION} characters")
+        raise ToolFailedError(
+            f"that is no expression of numbers and signs of at most {LONGEST_EXPRESSION} characters"
+        )
     try:
         value = SimpleEval(operators=dict(_OPERATORS)).eval(expression.strip())
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not abs(value) < LARGEST
+        ):
             raise ToolFailedError("that is no number, or one too large")
     except (
         InvalidExpression,
@@ -313,12 +412,18 @@ def _evaluate(expression: str) -> float:
         RecursionError,
         MemoryError,
     ) as error:
-        raise ToolFailedError(f"that is no expression: {str(error) or type(error).__name__}") from error
+        raise ToolFailedError(
+            f"that is no expression: {str(error) or type(error).__name__}"
+        ) from error
     return value
 
 
 def _power(base: float, exponent: float) -> float:
-    if isinstance(base, int) and isinstance(exponent, int) and abs(base).bit_length() * abs(exponent) > MOST_BITS:
+    if (
+        isinstance(base, int)
+        and isinstance(exponent, int)
+        and abs(base).bit_length() * abs(exponent) > MOST_BITS
+    ):
         raise ToolFailedError("the power is too large")
     return base**exponent
 

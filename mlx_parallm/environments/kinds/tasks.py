@@ -1,10 +1,11 @@
-"""kind = "tasks": small problems with one exact answer, made from a seed and scored by exact match, that a model of a
-million parameters can learn within two minutes on a laptop.
+"""kind = "tasks": small problems with one exact answer, made from a seed and scored by exact match,
+that a model of a million parameters can learn within two minutes on a laptop.
 
-A problem is a pure function of (task, index, seed, split), the same on every machine and Python version. The problems
-of a task are divided by a hash of their key into nine tenths for training and one tenth held out, so the two splits
-never share a problem, whatever the seed. `mlx_parallm/models/tiny` was pretrained on the training split only
-(`scripts/build_tiny_model.py`, `docs/tiny_model.md`).
+A problem is a pure function of (task, index, seed, split), the same on every machine and Python
+version. The problems of a task are divided by a hash of their key into nine tenths for training and
+one tenth held out, so the two splits never share a problem, whatever the seed.
+`mlx_parallm/models/tiny` was pretrained on the training split only (`scripts/build_tiny_model.py`,
+`docs/tiny_model.md`).
 """
 
 import difflib
@@ -41,7 +42,9 @@ def _problem(task: str, question: str, answer: str, payload: str) -> Problem:
     return Problem(task, ({"role": "user", "content": question},), answer, f"{task}:{payload}")
 
 
-def _letters(rng: random.Random, shortest: int, longest: int, alphabet: str = string.ascii_lowercase) -> str:
+def _letters(
+    rng: random.Random, shortest: int, longest: int, alphabet: str = string.ascii_lowercase
+) -> str:
     return "".join(rng.choices(alphabet, k=rng.randint(shortest, longest)))
 
 
@@ -67,14 +70,18 @@ def _count(rng: random.Random) -> Problem:
     """How often one of the letters stands among three to six, drawn from an alphabet of three."""
     letters = _letters(rng, 3, 6, "abc")
     wanted = rng.choice(letters)
-    return _problem("count", f"Count {wanted}: {letters}", str(letters.count(wanted)), f"{wanted}/{letters}")
+    return _problem(
+        "count", f"Count {wanted}: {letters}", str(letters.count(wanted)), (f"{wanted}/{letters}")
+    )
 
 
 def _largest(rng: random.Random) -> Problem:
     """The largest of three numbers of two digits."""
     numbers = [rng.randrange(10, 100) for _ in range(3)]
     listed = ",".join(map(str, numbers))
-    return _problem("largest", f"Largest: {listed}", str(max(numbers)), "/".join(map(str, sorted(numbers))))
+    return _problem(
+        "largest", f"Largest: {listed}", str(max(numbers)), "/".join(map(str, sorted(numbers)))
+    )
 
 
 TASKS: Mapping[str, Callable[[random.Random], Problem]] = MappingProxyType(
@@ -115,11 +122,13 @@ class TasksSource(EnvironmentSource):
         if config.name not in TASKS:
             near = difflib.get_close_matches(config.name, TASKS, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"environments: no built-in task {config.name!r}; did you mean {near!r}? There are: {', '.join(TASKS)}"
+                f"environments: no built-in task {config.name!r}; did you mean {near!r}? There"
+                f" are: {', '.join(TASKS)}"
             )
         if config.options:
             raise ConfigError(
-                f"environments: the built-in task {config.name!r} takes no options (got {', '.join(config.options)})"
+                f"environments: the built-in task {config.name!r} takes no options (got"
+                f" {', '.join(config.options)})"
             )
 
     def task(self, index: int, split: Split = "train") -> Task:

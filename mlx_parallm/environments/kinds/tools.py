@@ -1,6 +1,7 @@
 """kind = "tools": questions that the policy answers with the help of tools, one turn each.
 
-Tools are for environments of every kind (`episode_tools.py`); this one adds the questions and nothing else.
+Tools are for environments of every kind (`episode_tools.py`); this one adds the questions and
+nothing else.
 """
 
 from mlx_parallm.environments.base import Split
@@ -35,7 +36,10 @@ class ToolsEnvironment(BaseEnvironment):
         """Task `index` of a split; without an index the next one."""
         row = dict(self._rows.row(self._index_or_next(index), split).columns)
         prompt = row.pop("prompt")
-        return State([{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt], metadata=row)
+        return State(
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt],
+            metadata=row,
+        )
 
     def update_state(self, state: State, response: str) -> State:
         """The answer is the end."""

@@ -1,23 +1,26 @@
-"""The process that restricts itself and then runs the code: `sandbox.py` starts it with `python -I -S`. No MLX.
+"""The process that restricts itself and then runs the code: `sandbox.py` starts it with `python -I
+-S`. No MLX.
 
     sandbox.Sandbox → this → (namespaces: the first process of a pid namespace →) the code
 
-It reads a specification as JSON from its standard input and writes its report, a JSON object in each line, to a
-descriptor. The ways:
+It reads a specification as JSON from its standard input and writes its report, a JSON object in
+each line, to a descriptor. The ways:
 
-    namespaces   Linux, as root or in a user namespace: a root file system of its own (a tmpfs with read-only binds of
-                 the system's libraries and the interpreter), no network device, and a pid namespace, whose end kills
-                 all its processes
-    landlock     Linux without namespaces (most containers): Landlock for files, seccomp for sockets and signals, and a
-                 child subreaper, which gets orphans back and kills them
+    namespaces   Linux, as root or in a user namespace: a root file system of its own (a tmpfs with
+                 read-only binds of the system's libraries and the interpreter), no network device,
+                 and a pid namespace, whose end kills all its processes
+    landlock     Linux without namespaces (most containers): Landlock for files, seccomp for sockets
+                 and signals, and a child subreaper, which gets orphans back and kills them
     seatbelt     macOS: `sandbox-exec` is around this process, which sets the limits only
 
-Both ways of Linux have a filter of system calls (seccomp), and this process looks after every `WATCH_S` how much memory
-the code's processes hold together, for a limit of each process says nothing about many.
+Both ways of Linux have a filter of system calls (seccomp), and this process looks after every
+`WATCH_S` how much memory the code's processes hold together, for a limit of each process says
+nothing about many.
 
-Root becomes an unused user, because RLIMIT_NPROC does not count root's processes. That user may have no right to enter
-the home with the interpreter. Namespaces bind the interpreter to a place where it may; with Landlock the user keeps the
-one capability to read, which then reaches no further than Landlock's rules.
+Root becomes an unused user, because RLIMIT_NPROC does not count root's processes. That user may
+have no right to enter the home with the interpreter. Namespaces bind the interpreter to a place
+where it may; with Landlock the user keeps the one capability to read, which then reaches no further
+than Landlock's rules.
 """
 
 from __future__ import annotations
@@ -38,7 +41,14 @@ if TYPE_CHECKING:
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x20000,
+    0x4000000,
+    0x8000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
 NEW = NEWNS | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | 0x2000000  # the last: cgroups
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
@@ -52,49 +62,70 @@ PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 38, 47, 2
 READING_CAPABILITIES = (2, 1)  # CAP_DAC_READ_SEARCH; CAP_DAC_OVERRIDE, which containers have
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-# The numbers of: ptrace, process_vm_writev, open_by_handle_at, io_uring_setup (which can open sockets), pidfd_getfd,
-# bpf, perf_event_open, userfaultfd.
+# The numbers of: ptrace, process_vm_writev, open_by_handle_at, io_uring_setup (which can open
+# sockets), pidfd_getfd, bpf, perf_event_open, userfaultfd.
 DENIED_CALLS = {
     "x86_64": (101, 311, 304, 425, 438, 321, 298, 323),
     "aarch64": (117, 271, 265, 425, 438, 280, 241, 282),
 }
-# memfd_create, memfd_secret, shmget, semget, msgget, mq_open: memory that no limit of a process counts. SysV's and
-# POSIX's outlive the process, too.
-UNCOUNTED_MEMORY_CALLS = {"x86_64": (319, 447, 29, 64, 68, 240), "aarch64": (279, 447, 194, 190, 186, 180)}
+# memfd_create, memfd_secret, shmget, semget, msgget, mq_open: memory that no limit of a process
+# counts. SysV's and POSIX's outlive the process, too.
+UNCOUNTED_MEMORY_CALLS = {
+    "x86_64": (319, 447, 29, 64, 68, 240),
+    "aarch64": (279, 447, 194, 190, 186, 180),
+}
 # add_key, request_key, keyctl: the session's keyring belongs to who started the trainer.
 KEY_CALLS = {"x86_64": (248, 249, 250), "aarch64": (217, 218, 219)}
-# unshare, setns, mount, umount2, chroot, pivot_root, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick,
-# mount_setattr: in a user namespace of its own the code might mount a file system in memory.
+# unshare, setns, mount, umount2, chroot, pivot_root, open_tree, move_mount, fsopen, fsconfig,
+# fsmount, fspick, mount_setattr: in a user namespace of its own the code might mount a file system
+# in memory.
 NAMESPACE_CALLS = {
     "x86_64": (272, 308, 165, 166, 161, 155, 428, 429, 430, 431, 432, 433, 442),
     "aarch64": (97, 268, 40, 39, 51, 41, 428, 429, 430, 431, 432, 433, 442),
 }
-CLONE, CLONE3 = {"x86_64": 56, "aarch64": 220}, 435  # the second's flags lie where a filter cannot look
-# Without namespaces: socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, setpriority,
-# ioprio_set.
+# the second's flags lie where a filter cannot look
+CLONE, CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
+# Without namespaces: socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo,
+# pidfd_send_signal, setpriority, ioprio_set.
 OUTSIDE_CALLS = {
     "x86_64": (41, 62, 200, 234, 129, 297, 424, 141, 251),
     "aarch64": (198, 129, 130, 131, 138, 240, 424, 140, 30),
 }
-# setxattr, lsetxattr, fsetxattr, removexattr, lremovexattr, fremovexattr, setxattrat, removexattrat, file_setattr: not
-# Landlock's, and a right to write, which root's code may have kept, is enough for most.
+# setxattr, lsetxattr, fsetxattr, removexattr, lremovexattr, fremovexattr, setxattrat,
+# removexattrat, file_setattr: not Landlock's, and a right to write, which root's code may have
+# kept, is enough for most.
 ATTRIBUTE_CALLS = {
     "x86_64": (188, 189, 190, 197, 198, 199, 463, 466, 469),
     "aarch64": (5, 6, 7, 14, 15, 16, 463, 466, 469),
 }
-# fchmod, fchmodat, fchmodat2, chmod; fchown, fchownat, chown, lchown: Landlock lets them reach all the user's files.
+# fchmod, fchmodat, fchmodat2, chmod; fchown, fchownat, chown, lchown: Landlock lets them reach all
+# the user's files.
 OWNERS_CALLS = {"x86_64": (91, 268, 452, 90, 93, 260, 92, 94), "aarch64": (52, 53, 452, 55, 54)}
-# prlimit64, sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr: their first argument is a process.
+# prlimit64, sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr: their first
+# argument is a process.
 CALLS_FOR_ITSELF = {"x86_64": (302, 203, 144, 142, 314), "aarch64": (261, 122, 119, 118, 274)}
-# fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX; ioctl: FIOSETOWN, SIOCSPGRP: who is sent a signal when a descriptor is ready.
+# fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX; ioctl: FIOSETOWN, SIOCSPGRP: who is sent a signal when a
+# descriptor is ready.
 COMMANDING_CALLS = {"x86_64": (72, 16), "aarch64": (25, 29)}
 DENIED_COMMANDS = (8, 10, 15), (0x8901, 0x8902)
 SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
-MMAP, MAP_SHARED_ANONYMOUS = {"x86_64": 9, "aarch64": 222}, 0x21  # it stays whole when all but a page is unmapped
-AF_UNIX, SOCK_STREAM, SOCK_SEQPACKET, TYPE_MASK = 1, 1, 5, 0xF  # other types send to any address, connected or not
+# it stays whole when all but a page is unmapped
+MMAP, MAP_SHARED_ANONYMOUS = {"x86_64": 9, "aarch64": 222}, 0x21
+# other types send to any address, connected or not
+AF_UNIX, SOCK_STREAM, SOCK_SEQPACKET, TYPE_MASK = 1, 1, 5, 0xF
 
-SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix/store")
-DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # mapped, /dev/zero is uncounted memory
+SYSTEM = (
+    "/usr",
+    "/bin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    ("/nix/store"),
+)
+# mapped, /dev/zero is uncounted memory
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 FIRST_UID, UIDS = 61184, 4336  # systemd's range for users that exist only while a process runs
 # Without `site`, which takes most of the time of a start, but with its two words that programs use.
 PYTHON = """import builtins, sys
@@ -121,8 +152,11 @@ def main() -> None:
     os.set_inheritable(status, False)
     os.umask(0o022)
     signal.signal(signal.SIGTERM, _stop)
-    uid = FIRST_UID + os.getpid() % UIDS if os.getuid() == 0 else None  # RLIMIT_NPROC counts its processes alone
-    way = {"namespaces": in_namespaces, "landlock": in_landlock, "seatbelt": in_seatbelt}[specification["way"]]
+    # RLIMIT_NPROC counts its processes alone
+    uid = FIRST_UID + os.getpid() % UIDS if os.getuid() == 0 else None
+    way = {"namespaces": in_namespaces, "landlock": in_landlock, "seatbelt": in_seatbelt}[
+        specification[("way")]
+    ]
     try:
         way(specification, status, uid)
     except OSError as error:
@@ -182,13 +216,18 @@ def enter_namespaces() -> None:
     uid, gid = os.getuid(), os.getgid()
     call("unshare", NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET | (NEWUSER if uid else 0))
     if uid:
-        for file, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        for file, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{uid} {uid} 1"),
+            ("gid_map", (f"{gid} {gid} 1")),
+        ):
             with open(f"/proc/self/{file}", "w") as stream:
                 stream.write(text)
 
 
 def make_root(root: str, prefixes: list[str], disk: int) -> None:
-    """Make `root` the root directory: read-only binds from outside, and a /tmp; all writes together `disk` bytes."""
+    """Make `root` the root directory: read-only binds from outside, and a /tmp; all writes
+    together `disk` bytes."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes=16384,mode=755")
     for path in (*SYSTEM, *prefixes):
@@ -220,14 +259,17 @@ def bind(path: str, root: str, attributes: int) -> None:
     call("syscall", MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, settings, len(settings))
 
 
-def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+def mount(
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
     call("mount", texts[0], texts[1], texts[2], flags, texts[3])
 
 
 def execute(specification: Mapping[str, Any], status: int, uid: int | None) -> NoReturn:
     """Apply the remaining restrictions, and become the code, in the working directory."""
-    if specification["way"] != "seatbelt":  # where this is the launcher itself, and leads a session already
+    # where this is the launcher itself, and leads a session already
+    if specification["way"] != "seatbelt":
         os.setsid()  # or a signal to "my process group" would reach the launcher
     name, arguments = COMMANDS[specification["language"]]
     program = {"python": specification["python"], "bash": "/bin/bash"}[specification["language"]]
@@ -258,7 +300,9 @@ def execute(specification: Mapping[str, Any], status: int, uid: int | None) -> N
     try:
         os.execve(program, [program, *arguments], environment)
     except OSError as error:
-        raise OSError(error.errno, f"{program} cannot be executed: {os.strerror(error.errno or 0)}") from error
+        raise OSError(
+            error.errno, f"{program} cannot be executed: {os.strerror(error.errno or 0)}"
+        ) from error
 
 
 def write_files(name: str, code: str, stdin: str) -> None:
@@ -272,10 +316,13 @@ def write_files(name: str, code: str, stdin: str) -> None:
 def set_limits(specification: Mapping[str, Any], uid: int | None) -> None:
     seconds = int(specification["timeout_s"]) + 2
     limits = {"CPU": seconds, "CORE": 0, "NOFILE": OPEN_FILES, "FSIZE": specification["disk"]}
-    if sys.platform == "linux":  # macOS: `sandbox.py` watches the memory, and the profile forbids to fork
+    # macOS: `sandbox.py` watches the memory, and the profile forbids to fork
+    if sys.platform == "linux":
         limits["AS"] = specification["memory"]
         counted_apart = specification["way"] == "namespaces" or uid is not None
-        limits["NPROC"] = specification["processes"] + (0 if counted_apart else tasks_of(os.getuid()))
+        limits["NPROC"] = specification["processes"] + (
+            0 if counted_apart else tasks_of(os.getuid())
+        )
     for name, value in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
@@ -289,7 +336,9 @@ def tasks_of(uid: int) -> int:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                threads += len(os.listdir(f"/proc/{entry}/task")) * (os.stat(f"/proc/{entry}").st_uid == uid)
+                threads += len(os.listdir(f"/proc/{entry}/task")) * (
+                    os.stat(f"/proc/{entry}").st_uid == uid
+                )
             except OSError:
                 continue  # it has ended
     return threads
@@ -312,12 +361,17 @@ def close_without_namespaces(specification: Mapping[str, Any], uid: int | None) 
 
 
 def restrict_files(readable: list[str], writable: str) -> None:
-    """Apply Landlock (Linux 6.2). Raises OSError: the kernel has none, an old one, or it is switched off."""
+    """Apply Landlock (Linux 6.2). Raises OSError: the kernel has none, an old one, or it is
+    switched off."""
     abi = call("syscall", LANDLOCK_CREATE, None, 0, 1)
     if abi < 3:
         raise OSError(f"version {abi} lets any file be truncated; Linux 6.2 has one that does not")
     everything = (1 << LANDLOCK_RIGHTS.get(abi, 16)) - 1
-    handled = struct.pack("QQQ", everything, 0, LANDLOCK_SCOPES) if abi >= 6 else struct.pack("Q", everything)
+    handled = (
+        struct.pack("QQQ", everything, 0, LANDLOCK_SCOPES)
+        if abi >= 6
+        else struct.pack("Q", everything)
+    )
     rules = call("syscall", LANDLOCK_CREATE, handled, len(handled), 0)
     allowed = [(path, EXECUTE | READ_FILE | READ_DIR) for path in readable]
     allowed += [(path, READ_FILE | WRITE_FILE) for path in DEVICES] + [(writable, everything)]
@@ -346,20 +400,32 @@ def deny_calls(*, namespaces: bool, own_user: bool = True) -> None:
         raise OSError(f"the system calls of {machine} are not listed here")
     # An instruction: what, lines to skip if so, lines to skip if not, value.
     load, equal, at_least, any_bit, give, keep_bits = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
-    kill, allow, refuse = (give, 0, 0, 0x80000000), (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050001)
+    kill, allow, refuse = (
+        (give, 0, 0, 0x80000000),
+        (give, 0, 0, 0x7FFF0000),
+        (give, 0, 0, 0x00050001),
+    )
     unknown = (give, 0, 0, 0x00050026)  # ENOSYS: the C library uses the older call then
     call_number, architecture, first, second, fourth = (
         *((load, 0, 0, 0), (load, 0, 0, 4)),
         *((load, 0, 0, 16), (load, 0, 0, 24), (load, 0, 0, 40)),
     )
     program = [architecture, (equal, 1, 0, ARCHITECTURES[machine]), kill, call_number]
-    program += [(at_least, 0, 1, 0x40000000), refuse, (equal, 0, 1, CLONE3), unknown]  # the first: x32's numbers
-    lists: list[Mapping[str, tuple[int, ...]]] = [DENIED_CALLS, UNCOUNTED_MEMORY_CALLS, KEY_CALLS, NAMESPACE_CALLS]
+    # the first: x32's numbers
+    program += [(at_least, 0, 1, 0x40000000), refuse, (equal, 0, 1, CLONE3), unknown]
+    lists: list[Mapping[str, tuple[int, ...]]] = [
+        DENIED_CALLS,
+        UNCOUNTED_MEMORY_CALLS,
+        KEY_CALLS,
+        NAMESPACE_CALLS,
+    ]
     if not namespaces:
         lists += [OUTSIDE_CALLS, ATTRIBUTE_CALLS, *(() if own_user else (OWNERS_CALLS,))]
     for number in (number for numbers in lists for number in numbers[machine]):
         program += [(equal, 0, 1, number), refuse]
-    looked_at = {number: [first, (equal, 1, 0, 0), refuse, allow] for number in CALLS_FOR_ITSELF[machine]}
+    looked_at = {
+        number: [first, (equal, 1, 0, 0), refuse, allow] for number in CALLS_FOR_ITSELF[machine]
+    }
     looked_at[CLONE[machine]] = [first, (any_bit, 0, 1, NEW), refuse, allow]
     shared = (keep_bits, 0, 0, MAP_SHARED_ANONYMOUS)
     looked_at[MMAP[machine]] = [fourth, shared, (equal, 0, 1, MAP_SHARED_ANONYMOUS), refuse, allow]
@@ -367,8 +433,20 @@ def deny_calls(*, namespaces: bool, own_user: bool = True) -> None:
         for number, commands in zip(COMMANDING_CALLS[machine], DENIED_COMMANDS, strict=True):
             refused = [line for command in commands for line in ((equal, 0, 1, command), refuse)]
             looked_at[number] = [second, *refused, allow]
-        kinds = [second, (keep_bits, 0, 0, TYPE_MASK), (equal, 2, 0, SOCK_STREAM), (equal, 1, 0, SOCK_SEQPACKET)]
-        looked_at[SOCKETPAIR[machine]] = [first, (equal, 1, 0, AF_UNIX), refuse, *kinds, refuse, allow]
+        kinds = [
+            second,
+            (keep_bits, 0, 0, TYPE_MASK),
+            (equal, 2, 0, SOCK_STREAM),
+            (equal, 1, 0, SOCK_SEQPACKET),
+        ]
+        looked_at[SOCKETPAIR[machine]] = [
+            first,
+            (equal, 1, 0, AF_UNIX),
+            refuse,
+            *kinds,
+            refuse,
+            allow,
+        ]
     for number, lines in looked_at.items():
         program += [(equal, 0, len(lines), number), *lines]
     program.append(allow)
@@ -386,7 +464,8 @@ def open_to_others(path: str) -> bool:
 
 
 def drop_root(uid: int | None, *, keep_reading: bool = False) -> None:
-    """Change from root to `uid`, without capabilities, but with `keep_reading` the one to read all files."""
+    """Change from root to `uid`, without capabilities, but with `keep_reading` the one to read
+    all files."""
     if uid is None:
         return
     if keep_reading:
@@ -408,7 +487,8 @@ def spawn(status: int, work: Callable[[], None]) -> int:
     if pid:
         return pid
     try:
-        # Without handlers: the first process of a namespace gets only the signals that it has one for.
+        # Without handlers: the first process of a namespace gets only the signals that it has one
+        # for.
         for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         work()
@@ -435,11 +515,15 @@ def end(child: int) -> None:
 
 
 class Processes:
-    """What /proc says, also from a root directory that has none. Raises OSError: not enough on this machine."""
+    """What /proc says, also from a root directory that has none. Raises OSError: not enough on
+    this machine."""
 
     def __init__(self) -> None:
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-        self._text(f"{os.getpid()}/task/{os.getpid()}/children", "the kernel does not list children in /proc")
+        self._text(
+            f"{os.getpid()}/task/{os.getpid()}/children",
+            ("the kernel does not list children in /proc"),
+        )
         self._text(f"{os.getpid()}/status", "the kernel does not show a process's memory in /proc")
 
     def over(self, specification: Mapping[str, Any], root: int) -> str | None:
@@ -447,17 +531,23 @@ class Processes:
         running = self.descendants(root)
         limit = specification["memory"]
         if self._memory(running, "status", ("RssAnon", "VmSwap")) > limit:
-            # Forked processes share pages: the exact number, of which this kernel may show nothing, takes longer.
+            # Forked processes share pages: the exact number, of which this kernel may show nothing,
+            # takes longer.
             exact = self._memory(running, "smaps_rollup", ("Pss_Anon", "SwapPss"))
             if exact > limit or not exact:
                 return "memory"
         if specification["way"] == "namespaces":  # whose file system is as large as `disk`
             return None
-        return "disk" if self._written(specification["directory"], running) > specification["disk"] else None
+        return (
+            ("disk")
+            if self._written(specification["directory"], running) > specification["disk"]
+            else None
+        )
 
     def kill_descendants(self) -> None:
-        """Kill all descendants. They are stopped first, until all are: they might fork faster than they are killed one
-        by one. The children of a killed process become this one's (PR_SET_CHILD_SUBREAPER)."""
+        """Kill all descendants. They are stopped first, until all are: they might fork faster
+        than they are killed one by one. The children of a killed process become this one's
+        (PR_SET_CHILD_SUBREAPER)."""
         while True:
             stopped: set[int] = set()
             while running := self.descendants(os.getpid()) - stopped:
@@ -491,8 +581,8 @@ class Processes:
         return sum(int(line[1]) << 10 for line in lines if line and line[0].rstrip(":") in names)
 
     def _written(self, directory: str, pids: Iterable[int]) -> float:
-        """Return the bytes of the files in a directory, and of those that are open and removed; infinity: too many
-        files, or one that lies too deep to be looked at."""
+        """Return the bytes of the files in a directory, and of those that are open and removed;
+        infinity: too many files, or one that lies too deep to be looked at."""
         blocks: dict[tuple[int, int], int] = {}  # of each file, which may have several names
         waiting, files = [directory], 0
         while waiting and files <= MOST_FILES:
@@ -516,7 +606,8 @@ class Processes:
         return float("inf") if files > MOST_FILES else 512 * sum(blocks.values())
 
     def _list(self, path: str) -> list[str]:
-        """Return the names in a directory; none if the process has ended, or may not be looked at."""
+        """Return the names in a directory; none if the process has ended, or may not be looked
+        at."""
         try:
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -529,9 +620,12 @@ class Processes:
             os.close(directory)
 
     def _text(self, path: str, needed: str = "") -> str:
-        """Return a file; "" if the process has ended, or may not be looked at. Raises OSError: it is `needed`."""
+        """Return a file; "" if the process has ended, or may not be looked at. Raises OSError:
+        it is `needed`."""
         try:
-            with open(os.open(path, os.O_RDONLY, dir_fd=self._proc), errors="replace", newline="\n") as file:
+            with open(
+                os.open(path, os.O_RDONLY, dir_fd=self._proc), errors="replace", newline="\n"
+            ) as file:
                 return file.read()
         except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
             if needed:
@@ -540,7 +634,8 @@ class Processes:
 
 
 def watch(seconds: float, over: Callable[[], str | None]) -> None:
-    """Raise StopRequest in this thread with the limit that `over` names, or "timeout" after so many seconds."""
+    """Raise StopRequest in this thread with the limit that `over` names, or "timeout" after so
+    many seconds."""
     ends = time.monotonic() + seconds
 
     def look(_number: int, _frame: Any) -> None:
@@ -548,7 +643,8 @@ def watch(seconds: float, over: Callable[[], str | None]) -> None:
         limit = "timeout" if time.monotonic() >= ends else over()
         if limit is not None:
             raise StopRequest(limit)
-        pause = max(WATCH_S, 10 * (time.process_time() - spent))  # to look costs a tenth of a core at most
+        # to look costs a tenth of a core at most
+        pause = max(WATCH_S, 10 * (time.process_time() - spent))
         signal.setitimer(signal.ITIMER_REAL, max(1e-6, min(pause, ends - time.monotonic())))
 
     signal.signal(signal.SIGALRM, look)

@@ -1,4 +1,5 @@
-"""The HTTP side of an external Atropos API, and the words for why it makes no batch. `atropos_client` polls with it."""
+"""The HTTP side of an external Atropos API, and the words for why it makes no batch.
+`atropos_client` polls with it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +27,8 @@ class TrainerRegistration:
 
 @dataclass(frozen=True, slots=True)
 class BatchReply:
-    """One answer of /batch. `groups` is None where the API answered null; `registered` False: register first."""
+    """One answer of /batch. `groups` is None where the API answered null; `registered` False:
+    register first."""
 
     groups: list[dict[str, Any]] | None
     registered: bool = True
@@ -37,27 +39,34 @@ class EnvironmentReport:
     """The answer of /status-env about one environment, and about the queue as a whole."""
 
     own_groups: int  # queued, in groups of its own size
-    largest_group: int  # sequences of the largest group queued, whoever sent it; 1 when the queue is empty
+    # sequences of the largest group queued, whoever sent it; 1 when the queue is empty
+    largest_group: int
     unallocated: float  # what `min_batch_allocation` of all environments leaves of a batch
 
 
 class AtroposClient:
     """One Atropos API.
 
-    Every method raises httpx.HTTPError (unreachable, bad status) or ValueError (not its JSON: a whole sentence).
+    Every method raises httpx.HTTPError (unreachable, bad status) or ValueError (not its JSON: a
+    whole sentence).
     """
 
     def __init__(self, api_url: str) -> None:
         self.url = api_url.rstrip("/")
         # identity: on a loopback connection gzip makes a large batch three times slower
-        self._http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, headers={"Accept-Encoding": "identity"})
+        self._http = httpx.AsyncClient(
+            timeout=REQUEST_TIMEOUT_S, headers={"Accept-Encoding": ("identity")}
+        )
 
     async def register(self, registration: TrainerRegistration) -> int:
         """Returns the uuid, a 128-bit integer that no later call wants."""
-        return int((await self._json("POST", "/register", "uuid", json=asdict(registration)))["uuid"])
+        return int(
+            (await self._json("POST", "/register", "uuid", json=asdict(registration)))[("uuid")]
+        )
 
     async def info(self) -> tuple[int, int]:
-        """(batch_size, max_token_len) that environments are told; batch_size is UNSET when nobody is registered."""
+        """(batch_size, max_token_len) that environments are told; batch_size is UNSET when
+        nobody is registered."""
         info = await self._json("GET", "/info", "batch_size", "max_token_len")
         return int(info["batch_size"]), int(info["max_token_len"])
 
@@ -66,10 +75,17 @@ class AtroposClient:
         return int((await self._json("GET", "/status", "queue_size"))["queue_size"])
 
     async def environments(self) -> list[EnvironmentReport]:
-        """One report for each that ever registered; none when all have disconnected (the API fails then)."""
+        """One report for each that ever registered; none when all have disconnected (the API
+        fails then)."""
         reports: list[EnvironmentReport] = []
-        while (reply := await self._send("GET", "/status-env", json={"env_id": len(reports)})).is_success:
-            found = self._object("/status-env", reply, ("self_queue_size", "max_group_size", "unallocated_fraction"))
+        while (
+            reply := await self._send("GET", "/status-env", json={"env_id": len(reports)})
+        ).is_success:
+            found = self._object(
+                "/status-env",
+                reply,
+                ("self_queue_size", "max_group_size", ("unallocated_fraction")),
+            )
             reports.append(
                 EnvironmentReport(
                     own_groups=int(found["self_queue_size"]),
@@ -104,7 +120,9 @@ class AtroposClient:
         except ValueError:
             value = reply.text
         if not isinstance(value, dict) or not value.keys() >= set(keys):
-            raise ValueError(f"{self.url}{path} answered {str(value)[:80]!r}: is this an Atropos API?")
+            raise ValueError(
+                f"{self.url}{path} answered {str(value)[:80]!r}: is this an Atropos API?"
+            )
         return value
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
@@ -116,45 +134,61 @@ class AtroposClient:
 
 
 def why_no_batch(
-    url: str, batch_size: int, groups: int, environments: Sequence[EnvironmentReport], seconds: float
+    url: str,
+    batch_size: int,
+    groups: int,
+    environments: Sequence[EnvironmentReport],
+    seconds: float,
 ) -> str:
     """Why /batch stays null although `groups` have waited, unchanged, for `seconds`: a sentence.
 
-    The API packs groups of one size into runs as long as the largest group and makes a batch of runs that add up to
-    exactly `batch_size` sequences. What fits nowhere waits for ever, and environments wait with it: they stop when the
-    queue holds `max_batches_offpolicy` batches.
+    The API packs groups of one size into runs as long as the largest group and makes a batch of
+    runs that add up to exactly `batch_size` sequences. What fits nowhere waits for ever, and
+    environments wait with it: they stop when the queue holds `max_batches_offpolicy` batches.
     """
     if not groups and not environments:
         return (
-            f"no environment has registered at {url} for {seconds:.0f} s: start one with --env.rollout_server_url {url}"
+            f"no environment has registered at {url} for {seconds:.0f} s: start one with"
+            f" --env.rollout_server_url {url}"
         )
     if not groups:
         return (
-            f"{len(environments)} environments are registered at {url}, but nothing has been queued for"
-            f" {seconds:.0f} s: do they get answers, and have their groups the size that they registered?"
+            f"{len(environments)} environments are registered at {url}, but nothing has been"
+            " queued for"
+            f" {seconds:.0f} s: do they get answers, and have their groups the size that they"
+            " registered?"
         )
     largest = max((report.largest_group for report in environments), default=0)
-    waiting = f"the Atropos API at {url} makes no batch of {batch_size} sequences from the {groups} groups queued there"
+    waiting = (
+        f"the Atropos API at {url} makes no batch of {batch_size} sequences from the {groups}"
+        " groups queued there"
+    )
     if largest > batch_size:
         return (
             f"{waiting}: one has {largest}, and blocks the rest until run-api is restarted"
             " (lower group_size or raise rollout_batch_size)"
         )
     if largest and batch_size % largest:
-        return f"{waiting}: the largest has {largest}, which does not divide {batch_size} (change group_size)"
+        return (
+            f"{waiting}: the largest has {largest}, which does not divide {batch_size} (change"
+            " group_size)"
+        )
     reserved = 1.0 - environments[0].unallocated if environments else 0.0
     absent = [number for number, report in enumerate(environments) if not report.own_groups]
     if reserved > 0 and absent:
         return (
-            f"{waiting}: {reserved:.0%} of it is reserved (min_batch_allocation), and environment {absent[0]} has sent"
+            f"{waiting}: {reserved:.0%} of it is reserved (min_batch_allocation), and environment"
+            f" {absent[0]} has sent"
             " nothing"
         )
     if largest and groups * largest < batch_size:
         return (
-            f"{waiting}: they are too few, and none has come for {seconds:.0f} s: the environments wait or hang"
+            f"{waiting}: they are too few, and none has come for {seconds:.0f} s: the environments"
+            " wait or hang"
             " (do they get answers?)"
         )
     return (
-        f"{waiting}: group sizes must divide the batch size and each other; environments wait meanwhile, for the queue"
+        f"{waiting}: group sizes must divide the batch size and each other; environments wait"
+        " meanwhile, for the queue"
         " looks full"
     )

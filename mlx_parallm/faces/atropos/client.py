@@ -1,20 +1,27 @@
-"""Groups from an external Atropos API (`api_url = "http://…"`): register, poll /batch, check, store.
+"""Groups from an external Atropos API (`api_url = "http://…"`): register, poll /batch, check,
+store.
 
-`AtroposPoller` runs in a thread with a loop of its own; the trainer makes it over the run's `RolloutStore`, starts it
-before the first step and shows `health()`. `api.py` is the HTTP side, `wire.py` has the wire conventions.
+`AtroposPoller` runs in a thread with a loop of its own; the trainer makes it over the run's
+`RolloutStore`, starts it before the first step and shows `health()`. `api.py` is the HTTP side,
+`wire.py` has the wire conventions.
 
 What atroposlib 0.4.0's server does to a trainer, and the answer to each (measured):
-* environments wait until the first GET /batch: the poller asks once right after registering, room or not;
-* /batch hands a batch out once: no poll while the store already holds a batch, the client's timeout is 120 s, and
-  when the disk is full the batch in hand is tried again until it is kept;
-* it forms all batches at once, hands them out newest first, and counts them as steps: the trainer counts its own;
-* null for minutes is normal; a constant queue with null is not (group sizes that never add up): `health` says why;
+* environments wait until the first GET /batch: the poller asks once right after registering, room
+  or not;
+* /batch hands a batch out once: no poll while the store already holds a batch, the client's timeout
+  is 120 s, and when the disk is full the batch in hand is tried again until it is kept;
+* it forms all batches at once, hands them out newest first, and counts them as steps: the trainer
+  counts its own;
+* null for minutes is normal; a constant queue with null is not (group sizes that never add up):
+  `health` says why;
 * a NaN in a group makes /batch fail, and the batch is gone: counted, and asked again;
-* after an unhandled error it answers 500 and closes the socket: a transport error is tried again on a new one;
-* an error comes as 200 with `"batch": []`, and after a restart nobody is registered: register again, also while the
-  store is full and /batch is not asked, because environments wait for it;
-* a second /register is ignored, and one after stray data is too ("poisoned"): /info tells. A reset throws queued
-  groups away and ends running environments, so it is done only where nothing can be lost.
+* after an unhandled error it answers 500 and closes the socket: a transport error is tried again on
+  a new one;
+* an error comes as 200 with `"batch": []`, and after a restart nobody is registered: register
+  again, also while the store is full and /batch is not asked, because environments wait for it;
+* a second /register is ignored, and one after stray data is too ("poisoned"): /info tells. A reset
+  throws queued groups away and ends running environments, so it is done only where nothing can be
+  lost.
 """
 
 import asyncio
@@ -29,7 +36,13 @@ from typing import Any, TypeVar
 import httpx
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, StoreError
-from mlx_parallm.faces.atropos.api import UNSET, AtroposClient, BatchReply, TrainerRegistration, why_no_batch
+from mlx_parallm.faces.atropos.api import (
+    UNSET,
+    AtroposClient,
+    BatchReply,
+    TrainerRegistration,
+    why_no_batch,
+)
 from mlx_parallm.faces.atropos.wire import from_scored_data
 from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -38,7 +51,8 @@ from mlx_parallm.system.loop_thread import LoopThread
 
 STALLED_AFTER_S = 60.0
 STATUS_EVERY_S = 10.0  # how often the API is looked at while /batch is null or not asked
-MAX_RETRY_PAUSE_S = 5.0  # an API that comes back has its trainer, and so its environments, within this
+# an API that comes back has its trainer, and so its environments, within this
+MAX_RETRY_PAUSE_S = 5.0
 RESET_ATTEMPTS = 3
 
 T = TypeVar("T")
@@ -47,7 +61,8 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _ApiQueue:
-    """The last answer of /status: `groups` wait, unchanged since `since`; it was asked at `asked` (monotonic)."""
+    """The last answer of /status: `groups` wait, unchanged since `since`; it was asked at
+    `asked` (monotonic)."""
 
     size: int
     since: float
@@ -106,7 +121,8 @@ class AtroposPoller:
         self._polling.add_done_callback(_log_failure)
 
     def wait_until_registered(self, timeout_s: float) -> bool:
-        """Blocks; False when the time is up. Raises ConfigError: the API is registered for another run."""
+        """Blocks; False when the time is up. Raises ConfigError: the API is registered for
+        another run."""
         done = self._registered.wait(timeout_s)
         if self._fatal is not None:
             raise self._fatal
@@ -117,10 +133,13 @@ class AtroposPoller:
         if self._fatal is not None:
             raise self._fatal
         if self._has_died:
-            raise ConfigError(f"the thread that polls {self._client.url} has died; its error is in the log")
+            raise ConfigError(
+                f"the thread that polls {self._client.url} has died; its error is in the log"
+            )
 
     def stop(self, *, grace_s: float = 2.0) -> None:
-        """Ends and joins the thread. A request in flight gets `grace_s`: its batch would not be handed out again."""
+        """Ends and joins the thread. A request in flight gets `grace_s`: its batch would not be
+        handed out again."""
         if self._polling is not None and not self._stopping:
             self._loop.run(self._request_stop())
             wait([self._polling], grace_s)
@@ -168,10 +187,13 @@ class AtroposPoller:
             except ConfigError as error:
                 if not self._registered.is_set():
                     raise
-                self._set_problem(str(error))  # another run took a restarted API: it may give it back
+                # another run took a restarted API: it may give it back
+                self._set_problem(str(error))
             except httpx.HTTPError as error:
                 self._was_away |= isinstance(error, httpx.TransportError)
-                self._set_problem(f"the Atropos API at {self._client.url} does not answer: {error or repr(error)}")
+                self._set_problem(
+                    f"the Atropos API at {self._client.url} does not answer: {error or repr(error)}"
+                )
             except ValueError as error:
                 self._set_problem(str(error))
             else:
@@ -184,26 +206,37 @@ class AtroposPoller:
     async def _register(self) -> None:
         """Registers, and checks that the API took the registration.
 
-        Raises ConfigError when another run's registration is in force, ValueError when data keeps coming first.
+        Raises ConfigError when another run's registration is in force, ValueError when data keeps
+        coming first.
         """
         wanted = (self._registration.batch_size, self._registration.max_token_len)
         for _ in range(RESET_ATTEMPTS):
             await self._client.register(self._registration)
             found = await self._client.info()
             if found == wanted:
-                logger.info("atropos_registered", url=self._client.url, starting_step=self._registration.starting_step)
+                logger.info(
+                    "atropos_registered",
+                    url=self._client.url,
+                    starting_step=self._registration.starting_step,
+                )
                 return
-            poisoned = found[0] == UNSET  # data came before any trainer: nothing of it can ever be fetched
-            if not poisoned and (await self._client.queue_size() or await self._client.environments()):
+            # data came before any trainer: nothing of it can ever be fetched
+            poisoned = found[0] == UNSET
+            if not poisoned and (
+                await self._client.queue_size() or await self._client.environments()
+            ):
                 raise ConfigError(
-                    f"rl_training.atropos.api_url: {self._client.url} serves another run (batch_size {found[0]},"
-                    f" max_token_len {found[1]}; this run wants {wanted[0]} and {wanted[1]}). Set rollout_batch_size"
+                    f"rl_training.atropos.api_url: {self._client.url} serves another run"
+                    f" (batch_size {found[0]},"
+                    f" max_token_len {found[1]}; this run wants {wanted[0]} and {wanted[1]}). Set"
+                    " rollout_batch_size"
                     f" and max_token_length to its values, or stop its environments, call"
                     f" {self._client.url}/reset_data and start again"
                 )
             await self._client.reset()
         raise ValueError(
-            f"the Atropos API at {self._client.url} ignores this run's registration, because groups from an earlier"
+            f"the Atropos API at {self._client.url} ignores this run's registration, because"
+            " groups from an earlier"
             " run keep coming in before it: restart their environments"
         )
 
@@ -218,10 +251,13 @@ class AtroposPoller:
             if (await self._client.info())[0] != UNSET:
                 self.batches_lost += 1
                 raise ValueError(
-                    f"the Atropos API at {self._client.url} answered {error.response.status_code} to /batch and lost"
-                    f" the batch, the {self.batches_lost}. so far: an environment sends NaN or infinite numbers"
+                    f"the Atropos API at {self._client.url} answered {error.response.status_code}"
+                    " to /batch and lost"
+                    f" the batch, the {self.batches_lost}. so far: an environment sends NaN or"
+                    " infinite numbers"
                 ) from error
-            reply = BatchReply(None, registered=False)  # /reset_data was called: 500 until someone registers
+            # /reset_data was called: 500 until someone registers
+            reply = BatchReply(None, registered=False)
         if not reply.registered:
             logger.warning("atropos_registering_again", url=self._client.url)
             await self._register()
@@ -244,7 +280,8 @@ class AtroposPoller:
         return forgotten or self._was_away
 
     async def _keep(self, data: dict[str, Any]) -> None:
-        """Puts a group into the store or into quarantine. Waits while the disk is full: the API forgot the group."""
+        """Puts a group into the store or into quarantine. Waits while the disk is full: the API
+        forgot the group."""
         while True:
             try:
                 self._store_group(data)
@@ -283,25 +320,33 @@ class AtroposPoller:
             self.groups_received += 1
 
     async def _watch_queue(self) -> None:
-        """While /batch is null: looks how many groups wait at the API, and since when, and finds the reason."""
+        """While /batch is null: looks how many groups wait at the API, and since when, and finds
+        the reason."""
         now = time.monotonic()
         queue = self._queue = self._queue or _ApiQueue(size=0, since=now, asked=now)
         if now - queue.asked < self._status_every_s:
             return
         size = await self._client.queue_size()
-        since = queue.since if size == queue.size else now  # it grows: environments are slow, not stuck
+        # it grows: environments are slow, not stuck
+        since = queue.since if size == queue.size else now
         self._queue = _ApiQueue(size, since, now)
         self._stall = None
         if now - since >= self._stalled_after_s:
             environments = await self._client.environments()
-            self._stall = why_no_batch(self._client.url, self._registration.batch_size, size, environments, now - since)
+            self._stall = why_no_batch(
+                self._client.url, self._registration.batch_size, size, environments, now - since
+            )
 
     def _has_room(self) -> bool:
-        """False while a batch waits in the store: groups that stay at the API tell environments to slow down.
+        """False while a batch waits in the store: groups that stay at the API tell environments to
+        slow down.
 
-        True all the same while the trainer waits: the sizes of the groups in the store do not add up to its batch.
+        True all the same while the trainer waits: the sizes of the groups in the store do not add
+        up to its batch.
         """
-        return self._store.waiting_sequences() < self._registration.batch_size or self._store.starved()
+        return (
+            self._store.waiting_sequences() < self._registration.batch_size or self._store.starved()
+        )
 
     @property
     def _has_died(self) -> bool:

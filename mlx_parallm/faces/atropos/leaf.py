@@ -1,4 +1,5 @@
-"""Atropos, plugged in: environments that send their groups over HTTP, or an Atropos API elsewhere."""
+"""Atropos, plugged in: environments that send their groups over HTTP, or an Atropos API
+elsewhere."""
 
 from mlx_parallm.config.leaves import Leaf
 

@@ -1,10 +1,13 @@
-"""The Atropos API's state without HTTP: registered environments, and how their scored groups reach the store.
+"""The Atropos API's state without HTTP: registered environments, and how their scored groups reach
+the store.
 
-`routes.py` turns requests into calls of `AtroposQueue`, which is made over the run's `RolloutStore`; the trainer of the
-same process learns from that. docs/atropos.md lists the differences from atroposlib's server, all on purpose.
+`routes.py` turns requests into calls of `AtroposQueue`, which is made over the run's
+`RolloutStore`; the trainer of the same process learns from that. docs/atropos.md lists the
+differences from atroposlib's server, all on purpose.
 
-`queue_size` tells an environment when to pause: waiting groups of all sources, counted in *its own* group size, because
-it stops generating when `queue_size * group_size >= max_batches_offpolicy * batch_size`.
+`queue_size` tells an environment when to pause: waiting groups of all sources, counted in *its own*
+group size, because it stops generating when `queue_size * group_size >= max_batches_offpolicy *
+batch_size`.
 """
 
 import json
@@ -37,7 +40,8 @@ _ENV_ID = TypeAdapter(NonNegativeInt | None)
 
 @dataclass(frozen=True, slots=True)
 class AtroposSettings:
-    """Hold what environments ask for, and what their groups are checked against. `batch_size` counts sequences."""
+    """Hold what environments ask for, and what their groups are checked against. `batch_size`
+    counts sequences."""
 
     batch_size: int
     max_token_length: int
@@ -49,7 +53,8 @@ class AtroposSettings:
     wandb_project: str | None
     temperature: float  # of groups that do not name theirs
     missing_logprobs: MissingLogprobs
-    other_group_sizes: tuple[int, ...] = ()  # of the in-process environments that fill the same batches
+    # of the in-process environments that fill the same batches
+    other_group_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,8 @@ class EnvironmentEntry:
 
 
 class AtroposQueue:
-    """Thread-safe. `current_step` and `policy_version` are called at each request; they must not block."""
+    """Thread-safe. `current_step` and `policy_version` are called at each request; they must not
+    block."""
 
     def __init__(
         self,
@@ -84,7 +90,9 @@ class AtroposQueue:
         self._policy_version = policy_version
         self._clock = clock
         self._lock = threading.Lock()
-        self._environments = [_bounded(EnvironmentEntry(**entry)) for entry in store.recall(_NOTE) or []]
+        self._environments = [
+            _bounded(EnvironmentEntry(**entry)) for entry in store.recall(_NOTE) or []
+        ]
         self._last_seen: dict[int, float] = {}  # no entry: not seen since this process started
         self.begin_waiting()
         self._recent: deque[str | None] = deque(maxlen=RECENT)  # None = accepted, else why not
@@ -115,16 +123,22 @@ class AtroposQueue:
     ) -> EnvironmentEntry:
         """Gives an environment its id and name.
 
-        An environment that comes back (same desired name, its earlier registration disconnected or silent) gets its old
-        id and name, and so finds the checkpoints that it saved under that name.
+        An environment that comes back (same desired name, its earlier registration disconnected or
+        silent) gets its old id and name, and so finds the checkpoints that it saved under that
+        name.
 
         Raises RefusedError: MOST_ENVIRONMENTS are registered.
         """
         with self._lock:
-            namesakes = [entry for entry in self._environments if entry.desired_name == desired_name]
+            namesakes = [
+                entry for entry in self._environments if entry.desired_name == desired_name
+            ]
             former = next((entry for entry in namesakes if not self._is_present(entry)), None)
             if former is None and len(self._environments) >= MOST_ENVIRONMENTS:
-                message = f"{MOST_ENVIRONMENTS} environments have registered with this run: use a former one's name"
+                message = (
+                    f"{MOST_ENVIRONMENTS} environments have registered with this run: use a former"
+                    " one's name"
+                )
                 raise RefusedError(message, 422, "desired_name")
             env_id = former.env_id if former else len(self._environments)
             name = former.name if former else f"{desired_name}_{len(namesakes)}"
@@ -156,7 +170,8 @@ class AtroposQueue:
         return {"current_step": self._current_step(), "queue_size": self.store.counts().waiting}
 
     def environment_status(self, env_id: int) -> dict[str, int | float] | None:
-        """Return the load by which an environment throttles itself, as in atroposlib; None for an unknown id."""
+        """Return the load by which an environment throttles itself, as in atroposlib; None for
+        an unknown id."""
         waiting = self.store.waiting_by_source()
         with self._lock:
             if not 0 <= env_id < len(self._environments):
@@ -170,7 +185,8 @@ class AtroposQueue:
         largest = max([1, own.largest, *(source.largest for source in waiting.values())])
         group_size = max(entry.group_size, own.largest) or 1
         sequences = own.sequences
-        for name, source in waiting.items():  # in packs of the largest group, beyond what each is sure of
+        # in packs of the largest group, beyond what each is sure of
+        for name, source in waiting.items():
             packed = -(-source.sequences // largest) * largest if largest > 1 else 0
             sequences += max(0, packed - int(self.settings.batch_size * shares.get(name, 0.0)))
         if self.store.waiting_sequences() >= self.settings.batch_size and self.store.starved():
@@ -185,9 +201,11 @@ class AtroposQueue:
         }
 
     def minimums(self) -> dict[str, tuple[int, int]]:
-        """Return environment's name → (its least sequences of each batch, in whole groups; its group size).
+        """Return environment's name → (its least sequences of each batch, in whole groups; its
+        group size).
 
-        These are the environments with a `min_batch_allocation` that are present and have sent a group within
+        These are the environments with a `min_batch_allocation` that are present and have sent a
+        group within
         SILENT_AFTER_S: one that delivers nothing must not hold batches up.
         """
         now, found = self._clock(), {}
@@ -195,27 +213,38 @@ class AtroposQueue:
             for entry in self._environments:
                 wanted = int(self.settings.batch_size * (entry.min_batch_allocation or 0.0))
                 sent = self._sent.get(entry.name)
-                if wanted > 0 and self._is_present(entry) and sent is not None and now - sent <= SILENT_AFTER_S:
+                if (
+                    wanted > 0
+                    and self._is_present(entry)
+                    and sent is not None
+                    and now - sent <= SILENT_AFTER_S
+                ):
                     size = max(entry.group_size, 1)
                     found[entry.name] = (-(-wanted // size) * size, size)
         return found
 
     def submit(self, data: Any) -> bool:
-        """Stores one scored group from the wire; on the disk when this returns. False: it was sent before.
+        """Stores one scored group from the wire; on the disk when this returns. False: it was sent
+        before.
 
-        Raises RolloutRejectedError: it cannot be trained on, and is in quarantine with the reason. StoreError: it
-        cannot be stored now; the sender should try again.
+        Raises RolloutRejectedError: it cannot be trained on, and is in quarantine with the reason.
+        StoreError: it cannot be stored now; the sender should try again.
         """
         env_id = _env_id(data)
         entry, source = self._sender(env_id), _source(env_id)
         environment = entry.name if entry else "external"
         try:
             if not isinstance(data, Mapping):
-                raise RolloutRejectedError(f"a scored group is a JSON object, not {type(data).__name__}")
+                raise RolloutRejectedError(
+                    f"a scored group is a JSON object, not {type(data).__name__}"
+                )
             _require_finite({key: data.get(key) for key in _LOOSE})
             version = self._policy_version()
             group = from_scored_data(
-                data, policy_version=version, environment=environment, temperature=self.settings.temperature
+                data,
+                policy_version=version,
+                environment=environment,
+                temperature=self.settings.temperature,
             )
             check_group(
                 group,
@@ -226,7 +255,8 @@ class AtroposQueue:
             )
             if len(group.rollouts) > self.settings.batch_size:
                 raise RolloutRejectedError(
-                    f"{len(group.rollouts)} sequences in one group, but a batch has {self.settings.batch_size}"
+                    f"{len(group.rollouts)} sequences in one group, but a batch has"
+                    f" {self.settings.batch_size}"
                     " (rollout_batch_size) and groups are never split"
                 )
             added = self.store.add(group, source=source)
@@ -244,14 +274,22 @@ class AtroposQueue:
 
     def latest_example(self) -> dict[str, Any] | None:
         """Return the last group accepted since this process started, as it was sent."""
-        return None if self._latest is None else {name: self._latest.get(name) for name in ATROPOS_FIELDS}
+        return (
+            None
+            if self._latest is None
+            else {name: self._latest.get(name) for name in ATROPOS_FIELDS}
+        )
 
     def reset(self) -> int:
-        """Drops the waiting groups of environments and records why; registrations stay. Returns how many groups."""
-        return self.store.drop_waiting(SOURCE, self._current_step(), "dropped by /atropos/reset_data")
+        """Drops the waiting groups of environments and records why; registrations stay. Returns
+        how many groups."""
+        return self.store.drop_waiting(
+            SOURCE, self._current_step(), ("dropped by /atropos/reset_data")
+        )
 
     def note_reward(self) -> None:
-        """Notes a group from /v1/rewards: rollouts are made even if no environment has registered here."""
+        """Notes a group from /v1/rewards: rollouts are made even if no environment has
+        registered here."""
         with self._lock:
             self._last_reward = self._clock()
 
@@ -259,30 +297,45 @@ class AtroposQueue:
         """Say what is wrong with the environments over HTTP; None when nothing is."""
         now = self._clock()
         with self._lock:
-            seen = [(entry, self._last_seen.get(entry.env_id)) for entry in self._environments if entry.connected]
+            seen = [
+                (entry, self._last_seen.get(entry.env_id))
+                for entry in self._environments
+                if entry.connected
+            ]
             reasons = [reason for reason in self._recent if reason is not None]
             recent = len(self._recent)
             quiet_s, unrewarded_s = now - self._last_group, now - self._last_reward
         for entry, last in seen:
             if last is not None and now - last > SILENT_AFTER_S:
-                return f"environment {entry.name} has not called for {now - last:.0f} s: is it still running?"
+                return (
+                    f"environment {entry.name} has not called for {now - last:.0f} s: is it still"
+                    " running?"
+                )
         present = [entry for entry, last in seen if last is not None]
         if reasons and 2 * len(reasons) >= recent:
-            return f"{len(reasons)} of the last {recent} groups from environments were rejected: {reasons[-1]}"
+            return (
+                f"{len(reasons)} of the last {recent} groups from environments were rejected:"
+                f" {reasons[-1]}"
+            )
         if fault := self._unreachable_batch(present):
             return fault
         nobody_s = min(quiet_s, unrewarded_s)
         if not present and not self.settings.other_group_sizes and nobody_s > SILENT_AFTER_S:
             return (
-                f"no environment has registered at /atropos and nothing came to /v1/rewards for {nobody_s:.0f} s:"
+                "no environment has registered at /atropos and nothing came to /v1/rewards for"
+                f" {nobody_s:.0f} s:"
                 " nothing makes rollouts"
             )
         if present and quiet_s > STALLED_AFTER_S:
-            return f"{len(present)} environments are registered, but none has sent a group for {quiet_s:.0f} s"
+            return (
+                f"{len(present)} environments are registered, but none has sent a group for"
+                f" {quiet_s:.0f} s"
+            )
         return None
 
     def _unreachable_batch(self, present: list[EnvironmentEntry]) -> str | None:
-        """Check that some mix of group sizes adds up to the batch size: batches are whole groups."""
+        """Check that some mix of group sizes adds up to the batch size: batches are whole
+        groups."""
         sizes = {entry.group_size for entry in present} | set(self.settings.other_group_sizes)
         total = self.settings.batch_size
         reachable = {0}
@@ -292,7 +345,9 @@ class AtroposQueue:
         if not present or total in reachable:
             return None
         listed = ", ".join(map(str, sorted(sizes)))
-        return f"no mix of groups of {listed} sequences makes a batch of {total} (rollout_batch_size)"
+        return (
+            f"no mix of groups of {listed} sequences makes a batch of {total} (rollout_batch_size)"
+        )
 
     def _sender(self, env_id: int | None) -> EnvironmentEntry | None:
         with self._lock:
@@ -301,7 +356,9 @@ class AtroposQueue:
             self._last_seen[env_id] = self._clock()
             return self._environments[env_id]
 
-    def _note_submission(self, reason: str | None, environment: str, accepted: Mapping[str, Any] | None) -> None:
+    def _note_submission(
+        self, reason: str | None, environment: str, accepted: Mapping[str, Any] | None
+    ) -> None:
         with self._lock:
             self._recent.append(reason)
             if accepted is not None:
@@ -309,11 +366,18 @@ class AtroposQueue:
                 self._last_group = self._sent[environment] = self._clock()
 
     def _weight(self, entry: EnvironmentEntry) -> float:
-        """atroposlib's share of an environment: context length x weight, over the environments that are present."""
+        """atroposlib's share of an environment: context length x weight, over the environments
+        that are present."""
         total = sum(
-            other.max_token_length * max(0.0, other.weight) for other in self._environments if self._is_present(other)
+            other.max_token_length * max(0.0, other.weight)
+            for other in self._environments
+            if self._is_present(other)
         )
-        return max(MIN_ENV_WEIGHT, entry.max_token_length * entry.weight / total) if total else MIN_ENV_WEIGHT
+        return (
+            max(MIN_ENV_WEIGHT, entry.max_token_length * entry.weight / total)
+            if total
+            else MIN_ENV_WEIGHT
+        )
 
     def _is_present(self, entry: EnvironmentEntry) -> bool:
         last = self._last_seen.get(entry.env_id)
@@ -324,7 +388,8 @@ class AtroposQueue:
 
 
 def _require_finite(fields: Mapping[str, Any]) -> None:
-    """Raises RolloutRejectedError: a field holds NaN or an infinity (JSON has neither), or is nested too deep."""
+    """Raises RolloutRejectedError: a field holds NaN or an infinity (JSON has neither), or is
+    nested too deep."""
     for name, value in fields.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -335,12 +400,20 @@ def _require_finite(fields: Mapping[str, Any]) -> None:
 
 
 def _bounded(entry: EnvironmentEntry) -> EnvironmentEntry:
-    """The entry; one whose numbers an older version accepted, and that would end the training, counts as gone."""
+    """The entry; one whose numbers an older version accepted, and that would end the training,
+    counts as gone."""
     allocation = 0.0 if entry.min_batch_allocation is None else entry.min_batch_allocation
     numbers = (entry.weight, entry.max_token_length, entry.group_size)
     if 0 <= allocation <= 1 and all(0 <= number <= LARGEST_NUMBER for number in numbers):
         return entry
-    return replace(entry, weight=0.0, max_token_length=1, group_size=1, connected=False, min_batch_allocation=None)
+    return replace(
+        entry,
+        weight=0.0,
+        max_token_length=1,
+        group_size=1,
+        connected=False,
+        min_batch_allocation=None,
+    )
 
 
 def _source(env_id: int | None) -> str:

@@ -1,10 +1,12 @@
-"""The Atropos API under `/atropos`: a drop-in for environments that derive from atroposlib's `BaseEnv`.
+"""The Atropos API under `/atropos`: a drop-in for environments that derive from atroposlib's
+`BaseEnv`.
 
-`create_atropos_router` gives the daemon the router; `AtroposQueue` (queue.py) does the work. Paths, bodies and replies
-are atroposlib 0.4.0's; docs/atropos.md lists the differences. Errors have FastAPI's shape ({"detail": …}), as there,
-not OpenAI's as on the other routes.
+`create_atropos_router` gives the daemon the router; `AtroposQueue` (queue.py) does the work. Paths,
+bodies and replies are atroposlib 0.4.0's; docs/atropos.md lists the differences. Errors have
+FastAPI's shape ({"detail": …}), as there, not OpenAI's as on the other routes.
 
-Handlers are plain functions: FastAPI runs them in its thread pool, because each touches the database.
+Handlers are plain functions: FastAPI runs them in its thread pool, because each touches the
+database.
 """
 
 import asyncio
@@ -37,14 +39,24 @@ from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.server.protocol.strict_json import check_containers
 
 MAX_UNPACKED_BYTES = MAX_BODY_BYTES  # what a gzip body may unpack to: what a plain one may have
-GROUPS_AT_ONCE = 4  # bodies that are unpacked, parsed and stored together: each may take some hundred MB as objects
-_NO_EXAMPLE = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs")
+# bodies that are unpacked, parsed and stored together: each may take some hundred MB as objects
+GROUPS_AT_ONCE = 4
+_NO_EXAMPLE = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "generation_params",
+    ("inference_logprobs"),
+)
 _JSON = Body()
 _DETAIL = {"type": "object", "required": ["detail"], "properties": {"detail": {}}}
 
 
 def _refusal(meaning: str) -> dict[str, Any]:
-    """Both shapes of an error: run-api's from these routes, OpenAI's from the key and the gate before them."""
+    """Both shapes of an error: run-api's from these routes, OpenAI's from the key and the gate
+    before them."""
     schemas = [ERROR_CONTENT["application/json"]["schema"], _DETAIL]
     content = {"application/json": {"schema": {"anyOf": schemas}}, "text/plain": {}}
     return {"description": meaning, "content": content}
@@ -55,12 +67,15 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     422: _refusal("Not what the Atropos API wants, or not to be trained on; `detail` says why"),
 }
 _WAIT = {"status": "wait for trainer to start"}
-"""Sent while the model loads. An environment that reads it asks again; at its third 503 it would exit."""
+"""Sent while the model loads. An environment that reads it asks again; at its third 503 it would
+exit."""
 _BAD_GZIP = "Invalid gzip payload"
 
 
 def _whole(name: str) -> str:
-    name.encode()  # half a character (a lone surrogate) is a ValueError, so a 422; it can be neither kept nor answered
+    # half a character (a lone surrogate) is a ValueError, so a 422; it can be neither kept nor
+    # answered
+    name.encode()
     return name
 
 
@@ -77,7 +92,8 @@ class EnvironmentId(BaseModel):
 
 
 class _UnpackedRequest(Request):
-    """Unpacks gzip bodies (environments send every group of more than 1 KB so) and parses JSON, off the loop."""
+    """Unpacks gzip bodies (environments send every group of more than 1 KB so) and parses JSON,
+    off the loop."""
 
     async def packed_body(self) -> bytes:
         try:
@@ -125,13 +141,18 @@ def _route_class(queue: AtroposQueue) -> type[APIRoute]:
                 except HTTPException as error:
                     in_words = PlainTextResponse(error.detail, error.status_code)
                     reason = error.detail
-                    answer = in_words if reason == _BAD_GZIP else await http_exception_handler(request, error)
+                    answer = (
+                        in_words
+                        if reason == _BAD_GZIP
+                        else await http_exception_handler(request, error)
+                    )
                 except RefusedError as error:
                     return JSONResponse({"detail": str(error)}, error.status)
                 except StoreError as error:
                     return JSONResponse({"detail": str(error)}, 503)
                 if brings_groups:
-                    with contextlib.suppress(StoreError):  # the disk is full: the answer stays what it is
+                    # the disk is full: the answer stays what it is
+                    with contextlib.suppress(StoreError):
                         await run_in_threadpool(queue.quarantine, reason)
                 return answer
 
@@ -143,7 +164,10 @@ def _route_class(queue: AtroposQueue) -> type[APIRoute]:
 def create_atropos_router(queue: AtroposQueue) -> AddedRouter:
     """The `/atropos` routes over `queue`."""
     router = APIRouter(
-        prefix="/atropos", tags=["atropos"], route_class=_route_class(queue), responses={503: _refusal(MEANINGS[503])}
+        prefix="/atropos",
+        tags=["atropos"],
+        route_class=_route_class(queue),
+        responses={503: _refusal(MEANINGS[503])},
     )
     _add_run_routes(router, queue)
     _add_environment_routes(router, queue)
@@ -159,7 +183,10 @@ def _add_run_routes(router: APIRouter, queue: AtroposQueue) -> None:
 
     @router.get("/info")
     def info() -> dict[str, int]:
-        return {"batch_size": queue.settings.batch_size, "max_token_len": queue.settings.max_token_length}
+        return {
+            "batch_size": queue.settings.batch_size,
+            "max_token_len": queue.settings.max_token_length,
+        }
 
     @router.get("/wandb_info")
     def wandb_info() -> dict[str, str | None]:
@@ -169,7 +196,9 @@ def _add_run_routes(router: APIRouter, queue: AtroposQueue) -> None:
     def status() -> dict[str, int]:
         return queue.status()
 
-    @router.get("/reset_data", response_class=PlainTextResponse, dependencies=[Depends(refuse_pages)])
+    @router.get(
+        "/reset_data", response_class=PlainTextResponse, dependencies=[Depends(refuse_pages)]
+    )
     def reset_data() -> str:
         queue.reset()
         return "Reset successful"
@@ -203,18 +232,29 @@ def _add_environment_routes(router: APIRouter, queue: AtroposQueue) -> None:
         return {"status": "failure", "error": f"no environment {environment.env_id}"}
 
     @router.get("/status-env", responses=_REFUSALS)  # a GET with a JSON body: so it is called
-    def environment_status(environment: EnvironmentId) -> dict[str, int | float]:  # they slice with the counts
+    # they slice with the counts
+    def environment_status(environment: EnvironmentId) -> dict[str, int | float]:
         status = queue.environment_status(environment.env_id)
         if status is None:
-            raise HTTPException(404, f"no environment {environment.env_id}: call /atropos/register-env first")
+            raise HTTPException(
+                404, (f"no environment {environment.env_id}: call /atropos/register-env first")
+            )
         return status
 
 
 def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
-    @router.post("/scored_data", responses=_REFUSALS, openapi_extra=_json_body(ScoredData.model_json_schema()))
+    @router.post(
+        "/scored_data",
+        responses=_REFUSALS,
+        openapi_extra=_json_body(ScoredData.model_json_schema()),
+    )
     def scored_data(group: Annotated[Any, _JSON]) -> Response:
         faults = _submit(queue, group, ["body"])
-        return JSONResponse({"detail": faults}, 422) if faults else JSONResponse({"status": "received"})
+        return (
+            JSONResponse({"detail": faults}, 422)
+            if faults
+            else JSONResponse({"status": ("received")})
+        )
 
     @router.post(
         "/scored_data_list",
@@ -222,7 +262,8 @@ def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
         openapi_extra=_json_body({"type": "array", "items": ScoredData.model_json_schema()}),
     )
     def scored_data_list(groups: Annotated[Any, _JSON]) -> Response:
-        """Takes each group on its own: good ones are on the disk, the others are named with the reason."""
+        """Takes each group on its own: good ones are on the disk, the others are named with the
+        reason."""
         if not isinstance(groups, list):
             kind = {"type": "list_type", "loc": ("body",), "msg": "Input should be a valid list"}
             raise RequestValidationError([kind])
@@ -235,7 +276,9 @@ def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
     @router.get("/latest_example")
     def latest_example() -> Response:
         example = queue.latest_example()
-        return JSONResponse(example or {field: [] for field in (*_NO_EXAMPLE, "messages", "images")})
+        return JSONResponse(
+            example or {field: [] for field in (*_NO_EXAMPLE, "messages", ("images"))}
+        )
 
 
 def _submit(queue: AtroposQueue, group: Any, location: list[str | int]) -> list[dict[str, Any]]:
@@ -244,7 +287,9 @@ def _submit(queue: AtroposQueue, group: Any, location: list[str | int]) -> list[
         queue.submit(group)
     except RolloutRejectedError as error:
         if isinstance(error.__cause__, ValidationError):
-            entries = error.__cause__.errors(include_url=False, include_context=False, include_input=False)
+            entries = error.__cause__.errors(
+                include_url=False, include_context=False, include_input=False
+            )
             return _details([{**entry, "loc": (*location, *entry["loc"])} for entry in entries])
         kind = "rollout_rejected" if isinstance(group, dict) else "model_attributes_type"
         return [{"type": kind, "loc": location, "msg": str(error)}]

@@ -1,4 +1,5 @@
-"""Atropos as a source of rollouts: the queue embedded in this server, or the poller of an external API."""
+"""Atropos as a source of rollouts: the queue embedded in this server, or the poller of an
+external API."""
 
 from collections.abc import Mapping
 
@@ -11,8 +12,9 @@ from mlx_parallm.rl_training.rollout_buffer import Minimum
 from mlx_parallm.rl_training.sources import EMBEDDED, RolloutSource, Served, SourceContext
 
 NO_END = 2**31 - 1
-"""The last step that HTTP environments are told. They count the batches that they have filled and would exit too early:
-a training step takes more than one where groups have no variance, and are replaced."""
+"""The last step that HTTP environments are told. They count the batches that they have filled
+and would exit too early: a training step takes more than one where groups have no variance, and
+are replaced."""
 
 
 def atropos_source(context: SourceContext) -> RolloutSource:
@@ -21,7 +23,8 @@ def atropos_source(context: SourceContext) -> RolloutSource:
 
 
 class EmbeddedQueue(RolloutSource):
-    """Environments send their groups to this server, under /atropos. `router` is what the server includes."""
+    """Environments send their groups to this server, under /atropos. `router` is what the server
+    includes."""
 
     name = "atropos"
 
@@ -41,7 +44,10 @@ class EmbeddedQueue(RolloutSource):
             other_group_sizes=tuple(source.config.group_size for source in context.environments),
         )
         self._queue = AtroposQueue(
-            context.store, settings, current_step=context.current_step, policy_version=context.policy_version
+            context.store,
+            settings,
+            current_step=context.current_step,
+            policy_version=context.policy_version,
         )
         context.on_reward.append(self._queue.note_reward)
         self.router = create_atropos_router(self._queue)
@@ -66,7 +72,10 @@ class ExternalAPI(RolloutSource):
         self._poller: AtroposPoller | None = None
 
     def start(self, served: Served, state: TrainerState | None) -> None:
-        training, atropos = self._context.config.rl_training, self._context.config.rl_training.atropos
+        training, atropos = (
+            self._context.config.rl_training,
+            self._context.config.rl_training.atropos,
+        )
         registration = TrainerRegistration(
             wandb_group=atropos.wandb_group,
             wandb_project=atropos.wandb_project,

@@ -1,20 +1,23 @@
 """The Atropos wire format → `RolloutGroup`. Only this folder knows its conventions.
 
-On the wire `masks` are labels: -100 where a token was given, the token's own id where the policy sampled it; and
-`inference_logprobs` hold 1.0 where there is none. Here `mask` is 0 or 1; a group without `inference_logprobs`
-(server_type openai) has rollouts with `logprobs` None, and a sampled token without one among others refuses the group.
+On the wire `masks` are labels: -100 where a token was given, the token's own id where the policy
+sampled it; and `inference_logprobs` hold 1.0 where there is none. Here `mask` is 0 or 1; a group
+without `inference_logprobs` (server_type openai) has rollouts with `logprobs` None, and a sampled
+token without one among others refuses the group.
 
-atroposlib's ManagedServer makes sequences of several turns: several sampled spans; after a turn its EOS twice, the
-second one given; earlier turns given again (-100 and 1.0) when a plain completion was extended. Only the label counts:
-a token is trained on where its label says so and nowhere else. A template that rewrites history makes one sequence a
-turn there; only the environment knows whether those belong together, and `episodes` says so.
+atroposlib's ManagedServer makes sequences of several turns: several sampled spans; after a turn its
+EOS twice, the second one given; earlier turns given again (-100 and 1.0) when a plain completion
+was extended. Only the label counts: a token is trained on where its label says so and nowhere else.
+A template that rewrites history makes one sequence a turn there; only the environment knows whether
+those belong together, and `episodes` says so.
 
-Four optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], and `episodes` [G]: sequences with
-the same number are the segments of one episode, oldest first, with that episode's score, which then counts once in the
-group (`Rollout.earlier`). Fields that would change the training and have no counterpart here are refused (`sft`,
-images, messages with parts that are not text). Fields without which the group keeps its meaning are listed in
-`metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference; distill_*: teacher data).
-`checks.check_group` checks the ranges.
+Four optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], and `episodes`
+[G]: sequences with the same number are the segments of one episode, oldest first, with that
+episode's score, which then counts once in the group (`Rollout.earlier`). Fields that would change
+the training and have no counterpart here are refused (`sft`, images, messages with parts that are
+not text). Fields without which the group keeps its meaning are listed in
+`metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference; distill_*:
+teacher data). `checks.check_group` checks the ranges.
 """
 
 import hashlib
@@ -31,7 +34,8 @@ from mlx_parallm.server.protocol.fields import ListOf
 from mlx_parallm.types import Rollout, RolloutGroup
 
 GIVEN = -100  # the label of a token that is not trained on
-_DUMMY_TOKENS = list(range(128))  # what atroposlib's DummyManagedServer invents for servers without token ids
+# what atroposlib's DummyManagedServer invents for servers without token ids
+_DUMMY_TOKENS = list(range(128))
 _DUMMY_LOGPROB = -0.5
 MAX_TEMPERATURE = 1e6  # also against integers that no float holds
 _KEPT_AS_METADATA = ("messages", "generation_params", "env_id")
@@ -43,7 +47,8 @@ Numbers = ListOf[ListOf[float]]
 
 
 class ScoredData(BaseModel):
-    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and four optional fields of ours."""
+    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and four optional
+    fields of ours."""
 
     tokens: Integers
     masks: Integers
@@ -68,7 +73,9 @@ class ScoredData(BaseModel):
     @classmethod
     def _have_role_and_content(cls, value: Any) -> Any:
         try:
-            complete = all("role" in message and "content" in message for row in value or [] for message in row)
+            complete = all(
+                "role" in message and "content" in message for row in value or [] for message in row
+            )
         except TypeError:  # no lists of objects: the type's own message says so
             return value
         if not complete:
@@ -82,7 +89,8 @@ class ScoredData(BaseModel):
     )
     @classmethod
     def _absent(cls, value: Any) -> Any:
-        """Whether a field is missing. BaseEnv.collect_trajectories sends [] for a field that none of its items has."""
+        """Whether a field is missing. BaseEnv.collect_trajectories sends [] for a field that
+        none of its items has."""
         return None if value == [] else value
 
 
@@ -95,11 +103,12 @@ def from_scored_data(
 ) -> RolloutGroup:
     """A group from the wire. `tokens`, `masks`, `inference_logprobs` are [G][T]; `scores` [G].
 
-    `policy_version` is given to every sampled token of a group without `policy_versions` (environments send none):
-    callers pass the version served when the group arrives, the newest that can have sampled it. `temperature` is used
-    where the group names none; precedence overrides[i] > generation_params > group_overrides > `temperature`, and a
-    value <= 0 counts as 1 (both as in Atropos' own trainer). A group without `group_id` gets one from its content,
-    so that a group that is sent twice is known the second time.
+    `policy_version` is given to every sampled token of a group without `policy_versions`
+    (environments send none): callers pass the version served when the group arrives, the newest
+    that can have sampled it. `temperature` is used where the group names none; precedence
+    overrides[i] > generation_params > group_overrides > `temperature`, and a value <= 0 counts as 1
+    (both as in Atropos' own trainer). A group without `group_id` gets one from its content, so that
+    a group that is sent twice is known the second time.
 
     Raises RolloutRejectedError with the reason in words.
     """
@@ -112,17 +121,27 @@ def from_scored_data(
     _require_rows(wire, size)
     overrides = wire.overrides or []
     rollouts = tuple(
-        _rollout(wire, number, overrides[number] if number < len(overrides) else {}, policy_version, temperature)
+        _rollout(
+            wire,
+            number,
+            overrides[number] if number < len(overrides) else {},
+            policy_version,
+            temperature,
+        )
         for number in range(size)
     )
-    metadata: dict[str, Any] = {key: value for key, value in wire if key in _KEPT_AS_METADATA and value is not None}
+    metadata: dict[str, Any] = {
+        key: value for key, value in wire if key in _KEPT_AS_METADATA and value is not None
+    }
     if ignored := [key for key, value in wire if key in _IGNORED and value is not None]:
         metadata["ignored_fields"] = ignored
     return RolloutGroup(
         group_id=wire.group_id or f"sha256:{_content_hash(wire)}",
         environment=wire.environment or environment,
         rollouts=rollouts if wire.episodes is None else _joined(rollouts, wire.episodes),
-        advantages=None if wire.advantages is None else tuple(tuple(row) for row in wire.advantages),
+        advantages=None
+        if wire.advantages is None
+        else tuple(tuple(row) for row in wire.advantages),
         metadata=metadata,
     )
 
@@ -134,35 +153,46 @@ def _joined(sequences: tuple[Rollout, ...], episodes: list[int]) -> tuple[Rollou
         segments.setdefault(episode, []).append(sequence)
     for episode, parts in segments.items():
         if len({part.reward for part in parts}) > 1:
-            raise RolloutRejectedError(f"the sequences of episode {episode} have different scores; an episode has one")
+            raise RolloutRejectedError(
+                f"the sequences of episode {episode} have different scores; an episode has one"
+            )
     return tuple(
         replace(parts[-1], earlier=tuple(replace(part, scores={}) for part in parts[:-1]))
         for parts in segments.values()
     )
 
 
-def _versions(wire: ScoredData, number: int, mask: list[int], policy_version: int) -> tuple[int, ...]:
-    """Returns the versions as sent; else `policy_version` where a token was sampled, and -1 (unknown) elsewhere."""
+def _versions(
+    wire: ScoredData, number: int, mask: list[int], policy_version: int
+) -> tuple[int, ...]:
+    """Returns the versions as sent; else `policy_version` where a token was sampled, and -1
+    (unknown) elsewhere."""
     if wire.policy_versions:
         return tuple(wire.policy_versions[number])
     return tuple(policy_version if sampled else -1 for sampled in mask)
 
 
 def _rollout(
-    wire: ScoredData, number: int, override: Mapping[str, Any], policy_version: int, temperature: float
+    wire: ScoredData,
+    number: int,
+    override: Mapping[str, Any],
+    policy_version: int,
+    temperature: float,
 ) -> Rollout:
     tokens, labels = wire.tokens[number], wire.masks[number]
     mask = [0 if label == GIVEN else 1 for label in labels]
     values = None if wire.inference_logprobs is None else wire.inference_logprobs[number]
     if tokens == _DUMMY_TOKENS and all(value == _DUMMY_LOGPROB for value in values or ()):
         raise RolloutRejectedError(
-            f"sequence {number} is atroposlib's placeholder (tokens 0 to 127): the environment must use"
+            f"sequence {number} is atroposlib's placeholder (tokens 0 to 127): the environment"
+            " must use"
             " server_type vllm, which returns real token ids and log-probabilities"
         )
     for position, (token, label) in enumerate(zip(tokens, labels, strict=True)):
         if label not in (GIVEN, token):
             raise RolloutRejectedError(
-                f"sequence {number}: masks[{position}] is {label}, neither -100 (given) nor the token's id {token}"
+                f"sequence {number}: masks[{position}] is {label}, neither -100 (given) nor"
+                f" the token's id {token}"
             )
     return Rollout(
         tokens=tuple(tokens),
@@ -179,7 +209,8 @@ def _sampled_logprobs(number: int, values: list[float], mask: list[int]) -> tupl
     for position, (value, sampled) in enumerate(zip(values, mask, strict=True)):
         if sampled and value > LOGPROB_TOLERANCE:
             raise RolloutRejectedError(
-                f"sequence {number}: sampled token {position} has no log-probability (inference_logprobs is {value:g})"
+                f"sequence {number}: sampled token {position} has no log-probability"
+                f" (inference_logprobs is {value:g})"
             )
     return tuple(value if sampled else 0.0 for value, sampled in zip(values, mask, strict=True))
 
@@ -189,15 +220,23 @@ def _temperature(wire: ScoredData, override: Mapping[str, Any], default: float) 
         value = source.get("temperature")
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_TEMPERATURE:
-            raise RolloutRejectedError(f"temperature {repr(value)[:80]} is not a number up to {MAX_TEMPERATURE:g}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not abs(value) <= MAX_TEMPERATURE
+        ):
+            raise RolloutRejectedError(
+                f"temperature {repr(value)[:80]} is not a number up to {MAX_TEMPERATURE:g}"
+            )
         return float(value) if value > 0 else 1.0
     return default
 
 
 def _refuse_what_is_not_supported(wire: ScoredData) -> None:
     if kinds := _other_than_text(wire):
-        raise RolloutRejectedError(f"the group carries {', '.join(kinds)}; the policy reads text only")
+        raise RolloutRejectedError(
+            f"the group carries {', '.join(kinds)}; the policy reads text only"
+        )
     for where in (*(wire.overrides or []), wire.group_overrides or {}):
         if where.get("sft"):
             raise RolloutRejectedError(
@@ -206,45 +245,66 @@ def _refuse_what_is_not_supported(wire: ScoredData) -> None:
 
 
 def _other_than_text(wire: ScoredData) -> list[str]:
-    """What the policy cannot read: `images`, and the parts of messages that are not text (image_url, input_audio, …).
+    """What the policy cannot read: `images`, and the parts of messages that are not text
+    (image_url, input_audio, …).
 
     Their tokens would be trained on as if they were words.
     """
     contents = (message.get("content") for row in wire.messages or [] for message in row)
-    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
+    parts = (
+        part
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if isinstance(part, dict)
+    )
     kinds = {str(part.get("type", "text"))[:80] for part in parts} - {"text"}
     return sorted(kinds | (set() if wire.images is None else {"images"}))
 
 
 def _require_rows(wire: ScoredData, size: int) -> None:
-    """Checks that every field has G entries, and that each row of a [G][T] field is as long as its tokens."""
+    """Checks that every field has G entries, and that each row of a [G][T] field is as long as
+    its tokens."""
     by_token: dict[str, Sequence[Sequence[Any]] | None] = {
         "masks": wire.masks,
         "inference_logprobs": wire.inference_logprobs,
         "advantages": wire.advantages,
         "policy_versions": wire.policy_versions,
     }
-    columns: dict[str, Sequence[Any] | None] = {**by_token, "scores": wire.scores, "episodes": wire.episodes}
+    columns: dict[str, Sequence[Any] | None] = {
+        **by_token,
+        "scores": wire.scores,
+        "episodes": wire.episodes,
+    }
     for name, rows in columns.items():
         if rows is not None and len(rows) != size:
             raise RolloutRejectedError(f"{len(rows)} {name} for {size} sequences")
     for name, table in by_token.items():
         for number, row in enumerate(table or ()):
             if len(row) != (length := len(wire.tokens[number])):
-                raise RolloutRejectedError(f"sequence {number}: {len(row)} {name} for {length} tokens")
+                raise RolloutRejectedError(
+                    f"sequence {number}: {len(row)} {name} for {length} tokens"
+                )
     if wire.advantages is not None and wire.episodes is not None:
-        raise RolloutRejectedError("advantages and episodes: advantages of each token belong to whole episodes only")
+        raise RolloutRejectedError(
+            "advantages and episodes: advantages of each token belong to whole episodes only"
+        )
     if len(wire.overrides or []) > size:
         raise RolloutRejectedError(f"{len(wire.overrides or [])} overrides for {size} sequences")
 
 
 def first_faults(error: ValidationError) -> str:
-    faults = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors(include_url=False)[:3]]
+    faults = [
+        f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}"
+        for entry in error.errors(include_url=False)[:3]
+    ]
     return "not a scored group: " + "; ".join(faults)
 
 
 def _content_hash(wire: ScoredData) -> str:
-    digest = hashlib.sha256(repr((wire.env_id, wire.scores, [len(row) for row in wire.tokens])).encode())
+    digest = hashlib.sha256(
+        repr((wire.env_id, wire.scores, [len(row) for row in wire.tokens])).encode()
+    )
     logprobs = wire.inference_logprobs or [[]] * len(wire.tokens)
     try:
         for tokens, masks, values in zip(wire.tokens, wire.masks, logprobs, strict=True):

@@ -1,6 +1,7 @@
 """The in-process backend of `InferenceModule`: the daemon's engine without HTTP.
 
-Each call is one submission to the engine's queue, so the prompts of all calls of all threads share batches.
+Each call is one submission to the engine's queue, so the prompts of all calls of all threads share
+batches.
 """
 
 import asyncio
@@ -15,8 +16,19 @@ import numpy as np
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import GenerationFailedError, RequestError
-from mlx_parallm.execution.tool_calls import ParsedCalls, own_format, parse_tool_calls, prompt_with_tools
-from mlx_parallm.faces.inference.types import MAX_NEW_TOKENS, Generation, Prompt, Response, is_messages
+from mlx_parallm.execution.tool_calls import (
+    ParsedCalls,
+    own_format,
+    parse_tool_calls,
+    prompt_with_tools,
+)
+from mlx_parallm.faces.inference.types import (
+    MAX_NEW_TOKENS,
+    Generation,
+    Prompt,
+    Response,
+    is_messages,
+)
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.types import PolicyClient, Request, RequestOutput, SamplingParams
 from mlx_parallm.weights import SharedWeights
@@ -53,21 +65,33 @@ class EngineBackend:
     async def generate(
         self, prompts: Sequence[Prompt], params: Mapping[str, Any], *, logprobs: bool
     ) -> list[list[Generation]]:
-        return await self._sample([self._encode(prompt) for prompt in prompts], params, [*map(is_messages, prompts)])
+        return await self._sample(
+            [self._encode(prompt) for prompt in prompts], params, [*map(is_messages, prompts)]
+        )
 
     async def generate_with_tools(
-        self, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, Any]], formats: Any, params: Mapping[str, Any]
+        self,
+        prompts: Sequence[Prompt],
+        tools: Sequence[Mapping[str, Any]],
+        formats: Any,
+        params: Mapping[str, Any],
     ) -> list[tuple[str, ParsedCalls]]:
         own = own_format(self._tokenizer)
-        parse_tool_calls("", tools, formats, own=own)  # raises on an unknown format before anything is sampled
+        # raises on an unknown format before anything is sampled
+        parse_tool_calls("", tools, formats, own=own)
         asked = [prompt_with_tools(prompt, tools, self._tokenizer, formats) for prompt in prompts]
-        encoded, chats = [self._encode(*each) for each in asked], [is_messages(prompt) for prompt, _ in asked]
+        encoded, chats = (
+            [self._encode(*each) for each in asked],
+            [is_messages(prompt) for prompt, _ in asked],
+        )
         visible = {"skip_special_tokens": own is None}  # its markers may be special tokens
         answers = await self._sample(encoded, {**params, **visible}, chats)
         texts = [answer.text for each in answers for answer in each]
         return [(text, parse_tool_calls(text, tools, formats, own=own)) for text in texts]
 
-    async def logprobs(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
+    async def logprobs(
+        self, prompts: Sequence[Prompt], responses: Sequence[Response]
+    ) -> list[np.ndarray]:
         """Return log-softmax(logits) of each response's tokens after its prompt, [T] float32."""
         scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
         pairs = [self._pair(*pair) for pair in zip(prompts, responses, strict=True)]
@@ -80,8 +104,11 @@ class EngineBackend:
             logprobs.append(np.array(output.prompt_logprobs.logprobs[len(before) :], np.float32))
         return logprobs
 
-    async def logits(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
-        """Return [T, vocabulary] float32 for each pair, computed in chunks between the engine's steps. Raises
+    async def logits(
+        self, prompts: Sequence[Prompt], responses: Sequence[Response]
+    ) -> list[np.ndarray]:
+        """Return [T, vocabulary] float32 for each pair, computed in chunks between the engine's
+        steps. Raises
         RequestError: more than MAX_LOGITS_BYTES."""
         pairs = [self._pair(*pair) for pair in zip(prompts, responses, strict=True)]
         client = self.client
@@ -90,7 +117,8 @@ class EngineBackend:
         size = 4 * client.vocab_size * sum(len(after) for _, after in pairs)
         if size > MAX_LOGITS_BYTES:
             raise RequestError(
-                f"the logits would take {size / 2**30:.1f} GiB, more than {MAX_LOGITS_BYTES >> 30} GiB: "
+                f"the logits would take {size / 2**30:.1f} GiB, more than {MAX_LOGITS_BYTES >> 30}"
+                " GiB: "
                 "pass fewer responses in a call"
             )
         return [await self._logits(client, *pair) for pair in pairs]
@@ -103,12 +131,16 @@ class EngineBackend:
     ) -> list[list[Generation]]:
         """`chats`: of each prompt, whether it is a chat, whose answer begins a text of its own."""
         requests = [
-            self._request(tokens, params, number, opens_text=chat or self._tokenizer.opens_text(tokens))
+            self._request(
+                tokens, params, number, opens_text=chat or self._tokenizer.opens_text(tokens)
+            )
             for number, (tokens, chat) in enumerate(zip(encoded, chats, strict=True))
         ]
         keys = [self._key(request) for request in requests]
         cached = [self._cached(key) for key in keys]
-        new = [request for request, answers in zip(requests, cached, strict=True) if answers is None]
+        new = [
+            request for request, answers in zip(requests, cached, strict=True) if answers is None
+        ]
         outputs = iter(await self.client.generate_many(new) if new else [])
         complete = [_answers(next(outputs)) if answers is None else answers for answers in cached]
         for request, key, answers in zip(requests, keys, complete, strict=True):
@@ -116,19 +148,27 @@ class EngineBackend:
                 self._keep(key, answers)
         return complete
 
-    def _request(self, tokens: tuple[int, ...], params: Mapping[str, Any], number: int, *, opens_text: bool) -> Request:
+    def _request(
+        self, tokens: tuple[int, ...], params: Mapping[str, Any], number: int, *, opens_text: bool
+    ) -> Request:
         room = max(1, self.client.max_model_len - len(tokens))
         sampling = {"max_tokens": min(MAX_NEW_TOKENS, room), **params}
         if number and "seed" in params:
             sampling["seed"] = derive_seed("prompt", params["seed"], number)
-        return Request(_id(), tokens, SamplingParams(**sampling), self.adapter, opens_text=opens_text)
+        return Request(
+            _id(), tokens, SamplingParams(**sampling), self.adapter, opens_text=opens_text
+        )
 
-    async def _logits(self, client: EngineClient, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray:
+    async def _logits(
+        self, client: EngineClient, before: tuple[int, ...], after: tuple[int, ...]
+    ) -> np.ndarray:
         adapter, first = self.adapter, len(before) - 1
         rows: list[np.ndarray] = []
         if not after:
             return np.zeros((0, client.vocab_size), np.float32)
-        text = await asyncio.wrap_future(client.call(lambda engine: engine.begin_logits(before + after, adapter)))
+        text = await asyncio.wrap_future(
+            client.call(lambda engine: engine.begin_logits(before + after, adapter))
+        )
         while not text.finished:
             chunk = await asyncio.wrap_future(client.call(lambda engine: engine.next_logits(text)))
             start = text.done - len(chunk)
@@ -141,7 +181,11 @@ class EngineBackend:
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt))
         if is_messages(prompt):
-            options = {"tools": tools, "teach_tools": False, "template_kwargs": self._template_kwargs}
+            options = {
+                "tools": tools,
+                "teach_tools": False,
+                "template_kwargs": self._template_kwargs,
+            }
             return tuple(self._tokenizer.render_chat(prompt, **options))
         return tuple(prompt)  # type: ignore[arg-type]
 
@@ -162,7 +206,8 @@ class EngineBackend:
             return self._tokenizer.render_chat_text(prompt, template_kwargs=self._template_kwargs)
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    # The greedy cache: sampled answers are never kept, and no answer outlives a change of the weights.
+    # The greedy cache: sampled answers are never kept, and no answer outlives a change of the
+    # weights.
 
     def _key(self, request: Request) -> Hashable:
         params = request.params
@@ -193,7 +238,11 @@ def _answers(output: RequestOutput) -> list[Generation]:
 
 
 def _error(output: RequestOutput) -> str | None:
-    errors = (c.error or "the generation failed" for c in output.completions if c.finish_reason == "error")
+    errors = (
+        c.error or "the generation failed"
+        for c in output.completions
+        if c.finish_reason == ("error")
+    )
     return next(errors, None)
 
 

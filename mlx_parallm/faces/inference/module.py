@@ -1,13 +1,15 @@
-"""InferenceModule: one interface to the engine in this process and to any OpenAI-compatible endpoint.
+"""InferenceModule: one interface to the engine in this process and to any OpenAI-compatible
+endpoint.
 
-    InferenceModule("builtin:tiny")                                     an engine of its own: the daemon's, without HTTP
-    InferenceModule(model=model, tokenizer=tokenizer)                   … over the result of mlx_lm.load
+    InferenceModule("builtin:tiny")                                     an engine of its own
+    InferenceModule(model=model, tokenizer=tokenizer)                   … over mlx_lm.load's result
     InferenceModule("name", backend="openai", base_url="http://…/v1")   another server
     InferenceModule.over(client, tokenizer)                             an engine that runs already
 
-Methods block. Any number of threads may call them; their requests share the engine's batches and run in one asyncio
-loop, in a thread of the module. Inside an episode of the same policy (`environments.episode`) `generate` is a turn of
-that episode, which records its tokens, log-probabilities and policy versions.
+Methods block. Any number of threads may call them; their requests share the engine's batches and
+run in one asyncio loop, in a thread of the module. Inside an episode of the same policy
+(`environments.episode`) `generate` is a turn of that episode, which records its tokens,
+log-probabilities and policy versions.
 """
 
 import copy
@@ -64,17 +66,18 @@ from mlx_parallm.weights import SharedWeights
 Backend = EngineBackend | OpenAIBackend
 
 POLICY = "policy"  # name of the adapter of an engine of its own
-ENGINE_NAMES = ("mlx", "vllm", "huggingface")  # the specification's backends: here one engine is both
+# the specification's backends: here one engine is both
+ENGINE_NAMES = ("mlx", "vllm", "huggingface")
 
 
 class InferenceModule:
     """
     Args:
-        model: directory, hub id, "builtin:tiny", or the model of mlx_lm.load, which is not changed; default: the
-            configuration's. For an endpoint, the model's name in requests.
+        model: directory, hub id, "builtin:tiny", or the model of mlx_lm.load, which is not changed;
+            default: the configuration's. For an endpoint, the model's name in requests.
         tokenizer: the tokenizer of mlx_lm.load, if `model` is its model.
-        backend: "mlx", or "openai" for an endpoint. "vllm" and "huggingface", as the specification has them, mean the
-            engine here; with a base_url "vllm" is that server.
+        backend: "mlx", or "openai" for an endpoint. "vllm" and "huggingface", as the specification
+            has them, mean the engine here; with a base_url "vllm" is that server.
         adapter_path: LoRA adapter of the answers; default: the configuration's model.lora_path.
         config: [model] and [server] of the engine.
         timeout_s: longest time of one request to an endpoint.
@@ -82,8 +85,8 @@ class InferenceModule:
     Attributes:
         source: the argument `model`.
         client: the engine's; None for an endpoint.
-        loaded: the model of an engine of its own, for a trainer: a tree without the engine's wrappers that shares its
-            arrays.
+        loaded: the model of an engine of its own, for a trainer: a tree without the engine's
+            wrappers that shares its arrays.
         weights: where that trainer publishes, its adapter under the name "policy".
 
     Raises ConfigError, ModelError (AdapterError), EndpointError.
@@ -111,16 +114,21 @@ class InferenceModule:
             return
         if backend not in ENGINE_NAMES or base_url is not None or api_key is not None:
             raise ConfigError(
-                f'backend = {backend!r}: an engine here is "mlx"; base_url and api_key belong to "openai"'
+                f'backend = {backend!r}: an engine here is "mlx"; base_url and api_key belong'
+                ' to "openai"'
             )
         if model is None and config is None:
-            raise ConfigError("no model: pass a directory, a hub id, the model of mlx_lm.load, or a configuration")
+            raise ConfigError(
+                "no model: pass a directory, a hub id, the model of mlx_lm.load, or a configuration"
+            )
         config = config or Config()
         if isinstance(model, nn.Module):
             if tokenizer is None:
                 raise ConfigError("a model needs its tokenizer: model, tokenizer = mlx_lm.load(…)")
             self.loaded = adopt_model(model, tokenizer)
-        changes = {} if model is None else {"base_path": str(self.loaded.path if self.loaded else model)}
+        changes = (
+            {} if model is None else {"base_path": str(self.loaded.path if self.loaded else model)}
+        )
         if adapter_path is not None:
             changes["lora_path"] = str(adapter_path)
         config = config.model_copy(update={"model": config.model.model_copy(update=changes)})
@@ -158,7 +166,11 @@ class InferenceModule:
         module = cls.__new__(cls)
         module._new_tokenizer = lambda: copy.deepcopy(tokenizer)
         backend = EngineBackend(
-            client, module._new_tokenizer(), adapter=adapter, weights=weights, template_kwargs=template_kwargs
+            client,
+            module._new_tokenizer(),
+            adapter=adapter,
+            weights=weights,
+            template_kwargs=template_kwargs,
         )
         module.weights = weights
         module._set_up(backend)
@@ -172,14 +184,25 @@ class InferenceModule:
             loaded = self.loaded = load_model(config.model)
             self._new_tokenizer = lambda: load_tokenizer(loaded.path, config.model)
         else:
-            wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+            wrapper = (
+                tokenizer
+                if isinstance(tokenizer, TokenizerWrapper)
+                else TokenizerWrapper(tokenizer)
+            )
             self._new_tokenizer = lambda: Tokenizer(copy.deepcopy(wrapper))
         served = replace(self.loaded, model=copy.deepcopy(self.loaded.model))
-        self.weights = SharedWeights(served.model, policy=POLICY, keep_versions=config.server.keep_versions)
+        self.weights = SharedWeights(
+            served.model, policy=POLICY, keep_versions=config.server.keep_versions
+        )
         path = config.model.lora_path
         adapters = {} if path is None else {POLICY: load_adapter(path).layers}
         started = start_engine(
-            config, served, self.weights, self._new_tokenizer, adapters=adapters, main_adapter=POLICY if path else None
+            config,
+            served,
+            self.weights,
+            self._new_tokenizer,
+            adapters=adapters,
+            main_adapter=POLICY if path else None,
         )
         return started.thread
 
@@ -204,12 +227,15 @@ class InferenceModule:
     @adapter.setter
     def adapter(self, name: str | None) -> None:
         if self._engine_backend is None:
-            raise ConfigError("an endpoint's adapter is a model name: make another InferenceModule with it")
+            raise ConfigError(
+                "an endpoint's adapter is a model name: make another InferenceModule with it"
+            )
         self._engine_backend.adapter = name
         self._trained_since = -math.inf
 
     def follow_training(self, adapter: str) -> None:
-        """Answer with the trained `adapter` from now on. Running episodes of the base still belong to this policy."""
+        """Answer with the trained `adapter` from now on. Running episodes of the base still
+        belong to this policy."""
         assert self._engine_backend is not None, "an endpoint has no weights to train"
         if self.adapter is None:  # the time first: an environment's step may generate at any moment
             self._trained_since = time.monotonic()
@@ -217,7 +243,8 @@ class InferenceModule:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The caller's tokenizer, for one thread at a time (loop and engine have others). None for an endpoint."""
+        """The caller's tokenizer, for one thread at a time (loop and engine have others). None
+        for an endpoint."""
         return None if self._engine_backend is None else self._new_tokenizer()
 
     @property
@@ -236,16 +263,16 @@ class InferenceModule:
         """Return answers; `result[i]` is a text. Blocks.
 
         Args:
-            prompts: texts, which the model continues; lists of messages, for its chat template; or lists of token ids.
-                A single prompt means a list of one.
+            prompts: texts, which the model continues; lists of messages, for its chat template; or
+                lists of token ids. A single prompt means a list of one.
             max_new_tokens: default 256, or less if the model's context ends before.
             options: see GenerateOptions.
 
-        Inside an episode of this policy it is the episode's next turn, with the run's sampling: one prompt, and only
-        max_new_tokens and stop may be set.
+        Inside an episode of this policy it is the episode's next turn, with the run's sampling: one
+        prompt, and only max_new_tokens and stop may be set.
 
-        Raises RequestError (ContextLengthError), EngineUnavailableError, GenerationFailedError, EndpointError; in an
-        episode RolloutRejectedError.
+        Raises RequestError (ContextLengthError), EngineUnavailableError, GenerationFailedError,
+        EndpointError; in an episode RolloutRejectedError.
         """
         settings = {**options, "max_new_tokens": max_new_tokens}
         if (episode := self._episode()) is not None:
@@ -268,18 +295,23 @@ class InferenceModule:
         """Return log-softmax(logits) of the tokens of each response after its prompt: [T] float32.
 
         Args:
-            responses: texts, token ids, or a GenerationResult, whose sampled token ids are scored (its text may have
-                other tokens, and has no EOS).
+            responses: texts, token ids, or a GenerationResult, whose sampled token ids are scored
+                (its text may have other tokens, and has no EOS).
 
-        Raises as `generate`; EndpointError: the endpoint cannot score (needs /tokenize for texts, and echo).
+        Raises as `generate`; EndpointError: the endpoint cannot score (needs /tokenize for texts,
+        and echo).
         """
         checked = as_prompts(prompts)
-        return self._loop.run(self._backend.logprobs(checked, as_responses(responses, len(checked))))
+        return self._loop.run(
+            self._backend.logprobs(checked, as_responses(responses, len(checked)))
+        )
 
     def get_logits(self, prompts: Sequence[Prompt] | Prompt, responses: Any) -> list[np.ndarray]:
-        """Return the logits of each token of a response: [T, vocabulary] float32, before temperature.
+        """Return the logits of each token of a response: [T, vocabulary] float32, before
+        temperature.
 
-        They are computed between the engine's steps, a piece at a time. Arguments as `get_logprobs`. Raises
+        They are computed between the engine's steps, a piece at a time. Arguments as
+        `get_logprobs`. Raises
         RequestError: the backend is an endpoint, or there are more than 2 GiB of them.
         """
         checked = as_prompts(prompts)
@@ -294,53 +326,67 @@ class InferenceModule:
         formats: Format | Literal["auto"] | Sequence[Format] = "auto",
         **options: Unpack[GenerateOptions],
     ) -> tuple[list[str], list[ParsedCalls]]:
-        """Return answers of a model that has tools, and the calls in each answer. Nothing is called.
+        """Return answers of a model that has tools, and the calls in each answer. Nothing is
+        called.
 
         Args:
             available_tools: names, {"name", "description", "parameters"}, or functions.
             formats: formats of calls (tool_calls.py).
 
-        The chat template describes the tools, or instructions before the prompt do if it has no place for them; with a
-        chat template a text is a user's message. `calls[i].malformed` has the unreadable calls. An endpoint takes the
-        calls out of the text itself: then they have no place in it. Raises as `generate`, and ConfigError.
+        The chat template describes the tools, or instructions before the prompt do if it has no
+        place for them; with a chat template a text is a user's message. `calls[i].malformed` has
+        the unreadable calls. An endpoint takes the calls out of the text itself: then they have no
+        place in it. Raises as `generate`, and ConfigError.
         """
         tools = [tool_definition(tool) for tool in available_tools]
         if not tools:
-            raise RequestError("available_tools is empty: generate() answers without tools", param="tools")
+            raise RequestError(
+                "available_tools is empty: generate() answers without tools", param=("tools")
+            )
         settings = {**options, "max_new_tokens": max_new_tokens}
         if (episode := self._episode()) is not None:
             answers = [self._tool_turn(episode, prompts, tools, formats, settings)]
         else:
             params = explicit_params(settings)
-            answers = self._loop.run(self._backend.generate_with_tools(as_prompts(prompts), tools, formats, params))
+            answers = self._loop.run(
+                self._backend.generate_with_tools(as_prompts(prompts), tools, formats, params)
+            )
         return [text for text, _ in answers], [calls for _, calls in answers]
 
     def close(self) -> None:
-        """End the module's threads, and its own engine; running requests raise EngineUnavailableError."""
+        """End the module's threads, and its own engine; running requests raise
+        EngineUnavailableError."""
         self._finalizer()
 
     def __enter__(self) -> "InferenceModule":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.close()
 
     async def _generate(self, prompts: Any, options: Mapping[str, Any]) -> GenerationResult:
         params = explicit_params(options)
         wants_logits = bool(options.get("return_logits"))
         if wants_logits and self.client is None:
-            raise RequestError("return_logits needs the model in this process: an OpenAI endpoint returns none")
+            raise RequestError(
+                "return_logits needs the model in this process: an OpenAI endpoint returns none"
+            )
         logprobs = bool(options.get("return_logprobs"))
         by_prompt = await self._backend.generate(as_prompts(prompts), params, logprobs=logprobs)
         answers = [answer for each in by_prompt for answer in each]
         logits = None
         if wants_logits:
             pairs = [(answer.prompt_token_ids or (), answer.token_ids or ()) for answer in answers]
-            logits = await self._backend.logits([prompt for prompt, _ in pairs], [answer for _, answer in pairs])
+            logits = await self._backend.logits(
+                [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
+            )
         return GenerationResult.of(answers, logprobs=logprobs, logits=logits)
 
     def _episode(self) -> Episode | None:
-        """Return the caller's episode if this module is its policy, or was before training gave it an adapter."""
+        """Return the caller's episode if this module is its policy, or was before training gave
+        it an adapter."""
         episode = CURRENT.get()
         if episode is None or episode.client is not (self if self.client is None else self.client):
             return None
@@ -353,17 +399,24 @@ class InferenceModule:
         prompt, params = _one_turn(prompts, options)
         prompt, template_tools = prompt_with_tools(prompt, tools, self.tokenizer, formats)
         own = own_format(self.tokenizer)
-        params["tools"] = template_tools or ()  # the caller makes the calls: the episode's own tools stay out
+        # the caller makes the calls: the episode's own tools stay out
+        params["tools"] = template_tools or ()
         if own is not None:  # its markers may be special tokens
             params["skip_special_tokens"] = False
         text = episode.generate(prompt, params).text
         return text, parse_tool_calls(text, tools, formats, own=own)
 
 
-def _endpoint(model: Any, base_url: str | None, api_key: str | None, timeout_s: float) -> OpenAIBackend:
+def _endpoint(
+    model: Any, base_url: str | None, api_key: str | None, timeout_s: float
+) -> OpenAIBackend:
     if not isinstance(model, str) or base_url is None:
-        raise ConfigError('backend = "openai" needs the name of a model and base_url = "http://host:8000/v1"')
-    return OpenAIBackend(model, base_url, lambda url: OpenAIEndpoint(url, api_key, timeout_s=timeout_s))
+        raise ConfigError(
+            'backend = "openai" needs the name of a model and base_url = "http://host:8000/v1"'
+        )
+    return OpenAIBackend(
+        model, base_url, lambda url: OpenAIEndpoint(url, api_key, timeout_s=timeout_s)
+    )
 
 
 def _end(loop: LoopThread, backend: Backend, engine: EngineThread | None) -> None:
@@ -382,9 +435,13 @@ def _one_turn(prompts: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, 
             "inside an episode generate() takes one prompt and returns one answer, without logits"
         )
     if not isinstance(entries[0], str) and not is_messages(entries[0]):
-        raise RolloutRejectedError("inside an episode a prompt is a text or a list of messages, not token ids")
+        raise RolloutRejectedError(
+            "inside an episode a prompt is a text or a list of messages, not token ids"
+        )
     return entries[0], params
 
 
 def _turn(completion: Completion, options: Mapping[str, Any]) -> GenerationResult:
-    return GenerationResult.of([Generation.of(completion)], logprobs=bool(options.get("return_logprobs")), logits=None)
+    return GenerationResult.of(
+        [Generation.of(completion)], logprobs=bool(options.get("return_logprobs")), logits=None
+    )

@@ -1,8 +1,9 @@
 """The backend of `InferenceModule` for any OpenAI-compatible endpoint. No MLX.
 
-vLLM's extensions, which this project's server has too, add to OpenAI's protocol: token ids (`return_token_ids`; once an
-endpoint refuses the field, requests leave it out), spans of policy versions, /tokenize, and `echo` with
-log-probabilities. Nothing is cached, because the endpoint's weights may change at any time.
+vLLM's extensions, which this project's server has too, add to OpenAI's protocol: token ids
+(`return_token_ids`; once an endpoint refuses the field, requests leave it out), spans of policy
+versions, /tokenize, and `echo` with log-probabilities. Nothing is cached, because the endpoint's
+weights may change at any time.
 """
 
 import asyncio
@@ -15,8 +16,20 @@ import numpy as np
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import EndpointError, RequestError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
-from mlx_parallm.execution.tool_calls import MalformedCall, ParsedCalls, ToolCall, openai_tools, parse_tool_calls
-from mlx_parallm.faces.inference.types import MAX_NEW_TOKENS, Generation, Prompt, Response, is_messages
+from mlx_parallm.execution.tool_calls import (
+    MalformedCall,
+    ParsedCalls,
+    ToolCall,
+    openai_tools,
+    parse_tool_calls,
+)
+from mlx_parallm.faces.inference.types import (
+    MAX_NEW_TOKENS,
+    Generation,
+    Prompt,
+    Response,
+    is_messages,
+)
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("inference")
@@ -29,7 +42,9 @@ class OpenAIBackend:
         open_endpoint: opens a connection to a base URL.
     """
 
-    def __init__(self, model: str, base_url: str, open_endpoint: Callable[[str], OpenAIEndpoint]) -> None:
+    def __init__(
+        self, model: str, base_url: str, open_endpoint: Callable[[str], OpenAIEndpoint]
+    ) -> None:
         self._model = model
         self._endpoint = open_endpoint(base_url)
         root = self._endpoint.base_url.removesuffix("/v1")
@@ -41,41 +56,58 @@ class OpenAIBackend:
         self, prompts: Sequence[Prompt], params: Mapping[str, Any], *, logprobs: bool
     ) -> list[list[Generation]]:
         return await _all(
-            self._answers(prompt, _body(params, number), logprobs) for number, prompt in enumerate(prompts)
+            self._answers(prompt, _body(params, number), logprobs)
+            for number, prompt in enumerate(prompts)
         )
 
     async def generate_with_tools(
-        self, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, Any]], formats: Any, params: Mapping[str, Any]
+        self,
+        prompts: Sequence[Prompt],
+        tools: Sequence[Mapping[str, Any]],
+        formats: Any,
+        params: Mapping[str, Any],
     ) -> list[tuple[str, ParsedCalls]]:
-        """Use the endpoint's own `tools`. It takes the calls out of the text, so they have an empty place at its end.
-        Calls that it leaves in the text are parsed as usual."""
+        """Use the endpoint's own `tools`. It takes the calls out of the text, so they have an
+        empty place at its end. Calls that it leaves in the text are parsed as usual."""
         parse_tool_calls("", tools, formats)
         bodies = []
         for number, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if not is_messages(messages):
                 raise RequestError("tools: an endpoint needs a text or messages, not token ids")
-            bodies.append({"messages": list(messages), "tools": openai_tools(tools), **_body(params, number)})
+            bodies.append(
+                {"messages": list(messages), "tools": openai_tools(tools), **_body(params, number)}
+            )
         replies = await _all(self._post("/chat/completions", body) for body in bodies)
         self.completion_tokens += sum(map(_completion_tokens, replies))
         return [_called(choice, tools, formats) for reply in replies for choice in _choices(reply)]
 
-    async def logprobs(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
-        """Raises EndpointError: the endpoint lacks /tokenize, or does not score prompts. RequestError: a prompt is
-        empty, so nothing precedes the first token."""
+    async def logprobs(
+        self, prompts: Sequence[Prompt], responses: Sequence[Response]
+    ) -> list[np.ndarray]:
+        """Raises EndpointError: the endpoint lacks /tokenize, or does not score prompts.
+        RequestError: a prompt is empty, so nothing precedes the first token."""
         return await _all(self._score(*pair) for pair in zip(prompts, responses, strict=True))
 
-    async def logits(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
-        raise RequestError("get_logits needs the model in this process: an OpenAI endpoint returns none")
+    async def logits(
+        self, prompts: Sequence[Prompt], responses: Sequence[Response]
+    ) -> list[np.ndarray]:
+        raise RequestError(
+            "get_logits needs the model in this process: an OpenAI endpoint returns none"
+        )
 
     async def aclose(self) -> None:
         await self._endpoint.aclose()
         await self._root.aclose()
 
-    async def _answers(self, prompt: Prompt, body: dict[str, Any], logprobs: bool) -> list[Generation]:
+    async def _answers(
+        self, prompt: Prompt, body: dict[str, Any], logprobs: bool
+    ) -> list[Generation]:
         if is_messages(prompt):
             scores: dict[str, Any] = {"logprobs": True} if logprobs else {}
-            reply = await self._post("/chat/completions", {"messages": list(prompt), **body, **scores})
+            reply = await self._post(
+                "/chat/completions", {"messages": list(prompt), **body, **scores}
+            )
         else:
             scores = {"logprobs": 0} if logprobs else {}
             text_or_ids = prompt if isinstance(prompt, str) else list(prompt)
@@ -102,17 +134,25 @@ class OpenAIBackend:
         after = await self._after(prompt, before, response)
         if not after:
             return np.zeros(0, np.float32)
-        body = {"model": self._model, "prompt": before + after, "max_tokens": 0, "echo": True, "logprobs": 0}
+        body = {
+            "model": self._model,
+            "prompt": before + after,
+            "max_tokens": 0,
+            "echo": True,
+            "logprobs": 0,
+        }
         [choice] = _choices(await self._endpoint.post("/completions", body))
         scores = ((choice.get("logprobs") or {}).get("token_logprobs") or [])[len(before) :]
         if len(scores) != len(after) or None in scores:
             raise EndpointError(
-                f"{self._endpoint.base_url} does not score prompts (echo with logprobs and max_tokens 0)"
+                f"{self._endpoint.base_url} does not score prompts (echo with logprobs and"
+                " max_tokens 0)"
             )
         return np.array(scores, np.float32)
 
     async def _after(self, prompt: Prompt, before: Sequence[int], response: Response) -> list[int]:
-        """Return the tokens that a response has behind its prompt, by the rule of `Tokenizer.encode_after`."""
+        """Return the tokens that a response has behind its prompt, by the rule of
+        `Tokenizer.encode_after`."""
         if not isinstance(response, str):
             return list(response)
         if isinstance(prompt, str):
@@ -141,7 +181,8 @@ class OpenAIBackend:
         except EndpointError as error:
             if error.status in (404, 405):
                 raise EndpointError(
-                    f"get_logprobs of texts needs {path}, which vLLM and mlx_parallm have ({error}); "
+                    f"get_logprobs of texts needs {path}, which vLLM and mlx_parallm have"
+                    f" ({error}); "
                     "pass token ids instead",
                     status=error.status,
                 ) from error
@@ -177,7 +218,11 @@ def _completion_tokens(reply: Mapping[str, Any]) -> int:
 def _choices(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the choices in order. Raises EndpointError."""
     choices = reply.get("choices")
-    if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(choice, dict) for choice in choices)
+    ):
         raise EndpointError(f"the endpoint's answer has no choices: {reply!r:.200}")
     return sorted(choices, key=lambda choice: choice.get("index", 0))
 
@@ -197,13 +242,17 @@ def _answer(choice: Mapping[str, Any], reply: Mapping[str, Any], *, logprobs: bo
         logprobs=None if scores is None else tuple(scores),
         finish_reason=str(choice.get("finish_reason")),
         policy_versions=tuple(
-            span["version"] for span in choice.get("weight_versions") or () for _ in range(span["start"], span["end"])
+            span["version"]
+            for span in choice.get("weight_versions") or ()
+            for _ in range(span["start"], span[("end")])
         ),
         prompt_token_ids=None if prompt_token_ids is None else tuple(prompt_token_ids),
     )
 
 
-def _called(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], formats: Any) -> tuple[str, ParsedCalls]:
+def _called(
+    choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], formats: Any
+) -> tuple[str, ParsedCalls]:
     message = choice.get("message") or {}
     text = message.get("content") or ""
     if not message.get("tool_calls"):

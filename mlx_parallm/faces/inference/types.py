@@ -19,7 +19,8 @@ MAX_NEW_TOKENS = 256
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of `generate` beside max_new_tokens. A missing one, or None, means the value in brackets."""
+    """Options of `generate` beside max_new_tokens. A missing one, or None, means the value in
+    brackets."""
 
     temperature: float | None  # [1.0]; 0 = greedy
     top_p: float | None  # [1.0]
@@ -33,16 +34,31 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _NAMES = {"max_new_tokens": "max_tokens", "num_return_sequences": "n"}
-_SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "num_return_sequences", "stop", "seed")
+_SAMPLING = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "num_return_sequences",
+    "stop",
+    ("seed"),
+)
 
 
 def explicit_params(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are set, by SamplingParams' names. Raises TypeError: there is no such option."""
-    if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys() - {"max_new_tokens"}):
+    """Return the options that are set, by SamplingParams' names. Raises TypeError: there is no
+    such option."""
+    if unknown := sorted(
+        options.keys() - GenerateOptions.__annotations__.keys() - {("max_new_tokens")}
+    ):
         raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
-    params = {_NAMES.get(key, key): options[key] for key in _SAMPLING if options.get(key) is not None}
+    params = {
+        _NAMES.get(key, key): options[key] for key in _SAMPLING if options.get(key) is not None
+    }
     if "stop" in params:
-        params["stop"] = (params["stop"],) if isinstance(params["stop"], str) else tuple(params["stop"])
+        params["stop"] = (
+            (params[("stop")],) if isinstance(params["stop"], str) else tuple(params["stop"])
+        )
     if options.get("do_sample") is False:
         params["temperature"] = 0.0
     return params
@@ -61,7 +77,9 @@ class Generation:
     cached: bool = False
 
     @classmethod
-    def of(cls, completion: Completion, prompt_token_ids: tuple[int, ...] | None = None) -> "Generation":
+    def of(
+        cls, completion: Completion, prompt_token_ids: tuple[int, ...] | None = None
+    ) -> "Generation":
         return cls(
             completion.text,
             completion.token_ids,
@@ -74,13 +92,16 @@ class Generation:
 
 @dataclass(frozen=True, eq=False)
 class GenerationResult(Sequence[str]):
-    """The answers; as a sequence, their texts. Generation j to prompt i is number i · num_return_sequences + j.
+    """The answers; as a sequence, their texts. Generation j to prompt i is number i ·
+    num_return_sequences + j.
 
     token_ids: the sampled ones, EOS included; None: the endpoint does not return them.
-    logprobs: with return_logprobs, for each answer [T] float32: log-softmax(logits / temperature) of its tokens before
+    logprobs: with return_logprobs, for each answer [T] float32: log-softmax(logits / temperature)
+    of its tokens before
         top_k and top_p (temperature 0 counts as 1).
     logits: with return_logits, for each answer [T, vocabulary] float32, from a second forward pass.
-    metadata: lists with an entry for each answer: "finish_reasons" ("stop", "length"), "policy_versions" (one for each
+    metadata: lists with an entry for each answer: "finish_reasons" ("stop", "length"),
+    "policy_versions" (one for each
         token), "prompt_token_ids" (or None), "cached" (answered from the greedy cache).
     """
 
@@ -129,21 +150,25 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     for number, prompt in enumerate(entries):
         if not _is_prompt(prompt):
             raise RequestError(
-                f"prompt number {number} is {prompt!r:.80}: expected a text, a list of messages or a list of token ids",
+                (
+                    f"prompt number {number} is {prompt!r:.80}: expected a text, a list of"
+                    " messages or a list of token ids"
+                ),
                 param="prompt",
             )
     return entries
 
 
 def as_responses(responses: Any, count: int) -> list[Response]:
-    """Return texts or token ids, one for each of `count` prompts; a GenerationResult means its token ids.
-    Raises RequestError: there are more or fewer."""
+    """Return texts or token ids, one for each of `count` prompts; a GenerationResult means its
+    token ids. Raises RequestError: there are more or fewer."""
     if isinstance(responses, GenerationResult):
         responses = responses.texts if responses.token_ids is None else responses.token_ids
     entries = [responses] if _is_prompt(responses) else list(responses)
     if len(entries) != count:
         raise RequestError(
-            f"{len(entries)} responses to {count} prompts: each response needs its prompt", param="response"
+            f"{len(entries)} responses to {count} prompts: each response needs its prompt",
+            param=("response"),
         )
     return entries
 
@@ -151,4 +176,6 @@ def as_responses(responses: Any, count: int) -> list[Response]:
 def _is_prompt(value: Any) -> bool:
     if isinstance(value, str) or not isinstance(value, Sequence):
         return isinstance(value, str)
-    return len(value) > 0 and any(all(isinstance(part, kind) for part in value) for kind in (Mapping, int))
+    return len(value) > 0 and any(
+        all(isinstance(part, kind) for part in value) for kind in (Mapping, int)
+    )

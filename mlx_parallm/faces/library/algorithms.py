@@ -1,11 +1,12 @@
-"""PPOAlgorithm, GRPOAlgorithm, REINFORCEAlgorithm: the daemon's training loop for people who write Python.
+"""PPOAlgorithm, GRPOAlgorithm, REINFORCEAlgorithm: the daemon's training loop for people who write
+Python.
 
     algorithm = GRPOAlgorithm(env, RolloutManager(env), reward_computer, BackpropModule(inference))
     metrics = algorithm.train(num_iterations=100)
 
-An iteration is a step of `rl_training.loop`: the rollout manager collects trajectories, the reward computer scores
-them, the buffer makes a batch of them, the trainer updates the weights, and the InferenceModule answers with the new
-ones. All of it runs on the thread that calls `train`.
+An iteration is a step of `rl_training.loop`: the rollout manager collects trajectories, the reward
+computer scores them, the buffer makes a batch of them, the trainer updates the weights, and the
+InferenceModule answers with the new ones. All of it runs on the thread that calls `train`.
 """
 
 import json
@@ -20,14 +21,26 @@ from statistics import fmean, pstdev
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from mlx_parallm.config.library import AlgorithmConfig, LibraryAlgorithm
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.environments.manager import RolloutManager
 from mlx_parallm.environments.state import BaseEnvironment
-from mlx_parallm.errors import CheckpointError, ConfigError, EnvironmentFailedError, RolloutRejectedError
+from mlx_parallm.errors import (
+    CheckpointError,
+    ConfigError,
+    EnvironmentFailedError,
+    RolloutRejectedError,
+)
 from mlx_parallm.execution.user_code import name_of, reference_to
 from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.library.backprop import BackpropModule
@@ -45,20 +58,25 @@ from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.types import Rollout, RolloutGroup, Trajectory
 
-ALGORITHM_FILE = "algorithm.json"  # beside config.toml: which of these classes, and its AlgorithmConfig
+# beside config.toml: which of these classes, and its AlgorithmConfig
+ALGORITHM_FILE = "algorithm.json"
 REFILLS = 2  # for groups without variance; after them the iteration has the groups that there are
 
 
 class ComputesRewards(Protocol):
-    """An object with this method, which returns a number for each trajectory; `rewards/computers.py` has some."""
+    """An object with this method, which returns a number for each trajectory;
+    `rewards/computers.py` has some."""
 
-    def compute_rewards(self, trajectories: Sequence[Trajectory], method: Any = ...) -> Sequence[float]: ...
+    def compute_rewards(
+        self, trajectories: Sequence[Trajectory], method: Any = ...
+    ) -> Sequence[float]: ...
 
 
 @dataclass(frozen=True)
 class TrainingMetrics:
-    """The metrics of one iteration; None: unknown, or the algorithm has none. Rewards and lengths (sampled tokens) are
-    of all trajectories that the iteration collected, also of groups without variance, which are not trained on."""
+    """The metrics of one iteration; None: unknown, or the algorithm has none. Rewards and
+    lengths (sampled tokens) are of all trajectories that the iteration collected, also of groups
+    without variance, which are not trained on."""
 
     iteration: int
     loss: float | None
@@ -76,7 +94,8 @@ class TrainingMetrics:
     length_mean: float
     length_std: float
     seconds: float
-    line: Mapping[str, Any]  # the line of metrics.jsonl (rl_training/metrics.py), with all other metrics
+    # the line of metrics.jsonl (rl_training/metrics.py), with all other metrics
+    line: Mapping[str, Any]
 
     @property
     def trajectories_per_second(self) -> float:
@@ -108,11 +127,12 @@ class TrainingMetrics:
 
 
 class CollectedGroups:
-    """A `rollout_buffer.GroupStore` in memory. The trainer's own thread collects groups when the buffer waits for them.
+    """A `rollout_buffer.GroupStore` in memory. The trainer's own thread collects groups when the
+    buffer waits for them.
 
     Args:
-        collect: plays and scores this number of groups. It blocks, and may return fewer (some failed) or more; at least
-            one, or it raises.
+        collect: plays and scores this number of groups. It blocks, and may return fewer (some
+            failed) or more; at least one, or it raises.
     """
 
     def __init__(self, collect: Callable[[int], list[RolloutGroup]]) -> None:
@@ -125,7 +145,8 @@ class CollectedGroups:
         self._requested += n
 
     def wait_for_groups(self, timeout_s: float, *, at_least: int = 1) -> bool:
-        """Collect the requested groups, however long it takes. Return whether there are `at_least` groups."""
+        """Collect the requested groups, however long it takes. Return whether there are
+        `at_least` groups."""
         if self._requested > 0:
             groups = self._collect(self._requested)
             self._requested = max(0, self._requested - len(groups))
@@ -133,7 +154,9 @@ class CollectedGroups:
         return len(self._waiting) >= at_least
 
     def waiting(self, limit: int | None = None, *, exclude: set[str]) -> list[RolloutGroup]:
-        return [group for group_id, group in self._waiting.items() if group_id not in exclude][:limit]
+        return [group for group_id, group in self._waiting.items() if group_id not in exclude][
+            :limit
+        ]
 
     def waiting_ids(self) -> set[str]:
         return set(self._waiting)
@@ -163,7 +186,8 @@ class BaseAlgorithm(ABC):
     """Args:
         env: the environment; None: the one that the rollout manager plays.
         rollout_manager: plays `env` with the InferenceModule whose weights `backprop` trains.
-        reward_computer: sees all trajectories of a collection; those of one prompt have the same `group_id`.
+        reward_computer: sees all trajectories of a collection; those of one prompt have the same
+            `group_id`.
         callbacks: called after every iteration; an error in one ends `train`.
         loss: a loss of your own in the place of the algorithm's, LossInputs → LossOutputs.
 
@@ -196,7 +220,10 @@ class BaseAlgorithm(ABC):
         if not isinstance(inference, InferenceModule):
             raise ConfigError("the environment has no InferenceModule: give one to its constructor")
         backprop.attach(inference)
-        self.inference, self._kind = inference, type(env or rollout_manager.environments[0]).__name__
+        self.inference, self._kind = (
+            inference,
+            type(env or rollout_manager.environments[0]).__name__,
+        )
         self._loop: TrainingLoop | None = None
         self._directory: RunDirectory | None = None
         self._groups = 0  # collected so far
@@ -210,11 +237,15 @@ class BaseAlgorithm(ABC):
         """The number of finished iterations."""
         return self._loop.step if self._loop is not None else 0
 
-    def train(self, num_iterations: int | None = None, progress_bar: bool = True) -> list[TrainingMetrics]:
-        """Train for `num_iterations` more. With a checkpoint_dir the last state is saved, as `final`.
+    def train(
+        self, num_iterations: int | None = None, progress_bar: bool = True
+    ) -> list[TrainingMetrics]:
+        """Train for `num_iterations` more. With a checkpoint_dir the last state is saved, as
+        `final`.
 
-        Raises EnvironmentFailedError: every episode of a collection failed. RolloutRejectedError: the reward computer
-        did not return one finite number for each trajectory. CheckpointError: a full disk, …
+        Raises EnvironmentFailedError: every episode of a collection failed. RolloutRejectedError:
+        the reward computer did not return one finite number for each trajectory. CheckpointError: a
+        full disk, …
         """
         count = self.config.num_iterations if num_iterations is None else num_iterations
         if count < 1:
@@ -229,17 +260,21 @@ class BaseAlgorithm(ABC):
         """Save a checkpoint in the daemon's format: `mlx_parallm serve --lora-path` serves it,
         `mlx_parallm merge` merges it. `best`: the link `best` points to it from now on.
 
-        Raises ConfigError: there is no checkpoint_dir, or `iteration` is not the last one. CheckpointError.
+        Raises ConfigError: there is no checkpoint_dir, or `iteration` is not the last one.
+        CheckpointError.
         """
         loop = self._the_loop()
         if self.config.checkpoint_dir is None:
-            raise ConfigError("AlgorithmConfig.checkpoint_dir is not set: there is no place for checkpoints")
+            raise ConfigError(
+                "AlgorithmConfig.checkpoint_dir is not set: there is no place for checkpoints"
+            )
         if iteration not in (None, loop.step):
             raise ConfigError(f"the weights are those after iteration {loop.step}, not {iteration}")
         return loop.save(best=best)
 
     def close(self) -> None:
-        """End the run: another process may then use its directory. The garbage collector does it too."""
+        """End the run: another process may then use its directory. The garbage collector does it
+        too."""
         if self._directory is not None:
             self._release()
             self._directory, self._loop = None, None
@@ -249,16 +284,21 @@ class BaseAlgorithm(ABC):
     def _check(self) -> None:
         config, size = self.config, self.group_size
         if config.batch_size % size:
-            raise ConfigError(f"batch_size ({config.batch_size}) is not a multiple of group_size ({size})")
+            raise ConfigError(
+                f"batch_size ({config.batch_size}) is not a multiple of group_size ({size})"
+            )
         check_installed(LoggingConfig(trackers=config.all_trackers))
 
     def _the_loop(self) -> TrainingLoop:
         if self._loop is None:
             self._loop = self._make_loop(None)
         elif self._trainer is not self.backprop.trainer:
-            raise ConfigError("another algorithm has used this BackpropModule meanwhile: make a new one")
+            raise ConfigError(
+                "another algorithm has used this BackpropModule meanwhile: make a new one"
+            )
         assert self.inference.weights is not None, "attach() checks it"
-        if (version := self.inference.weights.version) > self._versions.newest[0]:  # BackpropModule.update published it
+        # BackpropModule.update published it
+        if (version := self.inference.weights.version) > self._versions.newest[0]:
             self._versions.record(version, self._loop.step)
             self._updater.begin()
         return self._loop
@@ -298,12 +338,15 @@ class BaseAlgorithm(ABC):
         self._updater = WeightUpdater(weights, trainer, versions, training)
         parts = Parts(trainer, buffer, versions, self._updater, checkpointer, metrics, {})
         return TrainingLoop(
-            parts, training, control=RunControl(after_step=self._after_step), state=_between_steps(state)
+            parts,
+            training,
+            control=RunControl(after_step=self._after_step),
+            state=_between_steps(state),
         )
 
     def _write_settings(self, total_steps: int) -> None:
-        """Write the files that the commands and `load_algorithm_from_checkpoint` read. `total_steps`: at the end of
-        this call of `train`."""
+        """Write the files that the commands and `load_algorithm_from_checkpoint` read.
+        `total_steps`: at the end of this call of `train`."""
         directory, source, config = self._directory, self.backprop.source, self.backprop.run_config
         if directory is None:
             return
@@ -312,7 +355,9 @@ class BaseAlgorithm(ABC):
         known = {"model": ModelConfig(base_path=str(base)), "rl_training": training}
         directory.write_config(config.model_copy(update=known))
         settings = {"name": self.name, "config": self.config.model_dump(mode="json")}
-        write_atomically(directory.path / ALGORITHM_FILE, (json.dumps(settings, indent=1) + "\n").encode())
+        write_atomically(
+            directory.path / ALGORITHM_FILE, (json.dumps(settings, indent=1) + "\n").encode()
+        )
 
     # ------------------------------------------------------------------ an iteration
 
@@ -325,7 +370,11 @@ class BaseAlgorithm(ABC):
         together: dict[str, list[Trajectory]] = {}
         for trajectory in played:
             together.setdefault(trajectory.group_id, []).append(trajectory)
-        whole = [group for group in together.values() if len(group) == size and not any(t.error for t in group)]
+        whole = [
+            group
+            for group in together.values()
+            if len(group) == size and not any(t.error for t in group)
+        ]
         if not whole:
             reasons = [trajectory.error for trajectory in played if trajectory.error is not None]
             raise EnvironmentFailedError(
@@ -333,12 +382,22 @@ class BaseAlgorithm(ABC):
             )
         rollouts = self._scored([trajectory for group in whole for trajectory in group])
         compared = len(rollouts) if size == 1 else size
-        parts = [self._filtered(rollouts[start : start + compared]) for start in range(0, len(rollouts), compared)]
+        parts = [
+            self._filtered(rollouts[start : start + compared])
+            for start in range(0, len(rollouts), compared)
+        ]
         members = [rollout for part in parts for rollout in part]
         first, self._groups = self._groups, self._groups + len(whole)
         return [
-            RolloutGroup(f"{self.name}-{index}", self._kind, tuple(members[start : start + size]), index=index)
-            for index, start in zip(range(first, self._groups), range(0, len(members), size), strict=True)
+            RolloutGroup(
+                f"{self.name}-{index}",
+                self._kind,
+                tuple(members[start : start + size]),
+                index=index,
+            )
+            for index, start in zip(
+                range(first, self._groups), range(0, len(members), size), strict=True
+            )
         ]
 
     def _scored(self, trajectories: Sequence[Trajectory]) -> tuple[Rollout, ...]:
@@ -349,7 +408,9 @@ class BaseAlgorithm(ABC):
             scores = [{"reward": float(reward)} for reward in rewards]
         except (TypeError, ValueError) as error:
             expected = f"expected a list of {len(trajectories)} numbers"
-            raise RolloutRejectedError(f"compute_rewards returned {rewards!r}: {expected}") from error
+            raise RolloutRejectedError(
+                f"compute_rewards returned {rewards!r}: {expected}"
+            ) from error
         rollouts = scored(trajectories, scores)
         self._collected += rollouts
         return rollouts
@@ -358,7 +419,9 @@ class BaseAlgorithm(ABC):
         """Give no advantage to rollouts below the percentile; they count in their group's mean."""
         if not self.config.filter_percentile:
             return list(rollouts)
-        least = np.percentile([rollout.reward for rollout in rollouts], self.config.filter_percentile)
+        least = np.percentile(
+            [rollout.reward for rollout in rollouts], self.config.filter_percentile
+        )
         return [replace(r, zero_advantage=r.zero_advantage or r.reward < least) for r in rollouts]
 
     def _after_step(self, line: dict[str, Any]) -> None:
@@ -381,7 +444,10 @@ class BaseAlgorithm(ABC):
             yield
             return
         run = TrackedRun(
-            self._directory.path, self.config.wandb_project, self.backprop.run_config.redacted(), step=self.iteration
+            self._directory.path,
+            self.config.wandb_project,
+            self.backprop.run_config.redacted(),
+            step=self.iteration,
         )
         self._trackers = Trackers(self.config.all_trackers, run)
         try:
@@ -392,7 +458,12 @@ class BaseAlgorithm(ABC):
 
     @contextmanager
     def _shown(self, count: int, progress_bar: bool) -> Iterator[None]:
-        columns = (TextColumn(self.name), BarColumn(), MofNCompleteColumn(), TextColumn("reward {task.fields[reward]}"))
+        columns = (
+            TextColumn(self.name),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("reward {task.fields[reward]}"),
+        )
         with Progress(*columns, TimeRemainingColumn(), disable=not progress_bar) as progress:
             self._bar = progress, progress.add_task(self.name, total=count, reward="…")
             try:
@@ -402,13 +473,15 @@ class BaseAlgorithm(ABC):
 
 
 class PPOAlgorithm(BaseAlgorithm):
-    """PPO (arXiv:1707.06347): a value head on the policy, generalised advantages, a clipped ratio."""
+    """PPO (arXiv:1707.06347): a value head on the policy, generalised advantages, a clipped
+    ratio."""
 
     name = "ppo"
 
 
 class GRPOAlgorithm(BaseAlgorithm):
-    """GRPO (arXiv:2402.03300): each trajectory against the others of its prompt, without a value head."""
+    """GRPO (arXiv:2402.03300): each trajectory against the others of its prompt, without a value
+    head."""
 
     name = "grpo"
     usual_group_size = 8
@@ -416,11 +489,14 @@ class GRPOAlgorithm(BaseAlgorithm):
     def _check(self) -> None:
         super()._check()
         if self.group_size < 2:
-            raise ConfigError("GRPO compares the trajectories of one prompt: group_size has to be at least 2")
+            raise ConfigError(
+                "GRPO compares the trajectories of one prompt: group_size has to be at least 2"
+            )
 
 
 class REINFORCEAlgorithm(BaseAlgorithm):
-    """REINFORCE (Williams 1992): rewards, whitened over the batch, times the log-probability; one pass, no ratio."""
+    """REINFORCE (Williams 1992): rewards, whitened over the batch, times the log-probability;
+    one pass, no ratio."""
 
     name = "reinforce"
 
@@ -430,7 +506,8 @@ class REINFORCEAlgorithm(BaseAlgorithm):
         of_updates = given.ppo_epochs if "ppo_epochs" in given.model_fields_set else 1
         if (epochs := self.config.ppo_epochs or of_updates) > 1:
             raise ConfigError(
-                f"ppo_epochs = {epochs}: REINFORCE has no ratio that could correct a second pass over the same answers,"
+                f"ppo_epochs = {epochs}: REINFORCE has no ratio that could correct a second pass"
+                " over the same answers,"
                 " so ppo_epochs can only be 1; PPOAlgorithm and GRPOAlgorithm take several"
             )
 
@@ -441,7 +518,8 @@ ALGORITHMS: dict[str, type[BaseAlgorithm]] = {
 
 
 def create_algorithm(name: str, *parts: Any, **options: Any) -> BaseAlgorithm:
-    """Return the algorithm "ppo", "grpo" or "reinforce", with its constructor's arguments. Raises ConfigError."""
+    """Return the algorithm "ppo", "grpo" or "reinforce", with its constructor's arguments.
+    Raises ConfigError."""
     if name.lower() not in ALGORITHMS:
         raise ConfigError(f"no algorithm {name!r}: choose one of {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name.lower()](*parts, **options)
@@ -456,24 +534,32 @@ def load_algorithm_from_checkpoint(
     *,
     callbacks: Sequence[Callback] = (),
 ) -> BaseAlgorithm:
-    """Resume a run from its directory (the latest checkpoint), or from one of its steps, `final` or `best`.
+    """Resume a run from its directory (the latest checkpoint), or from one of its steps, `final` or
+    `best`.
 
-    Weights, value head, reference, optimizer and random states come from the checkpoint, the AlgorithmConfig from the
-    run; the caller makes the other parts again. Raises CheckpointError: no checkpoint, or not an algorithm's.
+    Weights, value head, reference, optimizer and random states come from the checkpoint, the
+    AlgorithmConfig from the run; the caller makes the other parts again. Raises CheckpointError: no
+    checkpoint, or not an algorithm's.
     """
     checkpoint = checkpoint_at(Path(path))
     file = (checkpoint or Path(path)).parent / ALGORITHM_FILE
     if checkpoint is None or not file.is_file():
         raise CheckpointError(
-            f"{path}: no checkpoint of an algorithm there (a step_… directory, {ALGORITHM_FILE} above it)"
+            f"{path}: no checkpoint of an algorithm there (a step_… directory,"
+            f" {ALGORITHM_FILE} above it)"
         )
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
-        values = saved["config"] | {"checkpoint_dir": file.parent.parent, "run_name": file.parent.name}
+        values = saved["config"] | {
+            "checkpoint_dir": file.parent.parent,
+            "run_name": file.parent.name,
+        }
         config, name = AlgorithmConfig(**values), str(saved["name"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    algorithm = create_algorithm(name, env, rollout_manager, reward_computer, backprop, config, callbacks=callbacks)
+    algorithm = create_algorithm(
+        name, env, rollout_manager, reward_computer, backprop, config, callbacks=callbacks
+    )
     algorithm._loop = algorithm._make_loop(checkpoint)
     return algorithm
 

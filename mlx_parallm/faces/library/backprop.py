@@ -1,12 +1,13 @@
 """BackpropModule: gradients and updates for people who write Python, on the daemon's own trainer.
 
     advantages = backprop.compute_advantages(rewards, values)
-    loss = backprop.compute_ppo_loss(trajectories, advantages)     a Loss: not computed yet
-    backprop.update(loss)                                          one optimizer update; served at once
+    loss = backprop.compute_ppo_loss(trajectories, advantages)  a Loss: not computed yet
+    backprop.update(loss)                                       one optimizer update; served at once
 
-MLX differentiates functions, not numbers, so a Loss is a function of the weights: `update` differentiates it, `item()`
-evaluates it. Trajectories are `rewards.base.Trajectory`s (or `types.Rollout`s): tokens, mask and the
-log-probabilities of the sampling policy, which the ratio is against.
+MLX differentiates functions, not numbers, so a Loss is a function of the weights: `update`
+differentiates it, `item()` evaluates it. Trajectories are `rewards.base.Trajectory`s (or
+`types.Rollout`s): tokens, mask and the log-probabilities of the sampling policy, which the ratio is
+against.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,14 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import name_of, reference_to
 from mlx_parallm.faces.inference.module import InferenceModule
-from mlx_parallm.faces.library.losses import Loss, Played, all_segments, sampled_tokens, segments_of, spread
+from mlx_parallm.faces.library.losses import (
+    Loss,
+    Played,
+    all_segments,
+    sampled_tokens,
+    segments_of,
+    spread,
+)
 from mlx_parallm.losses.advantages import group_advantages, whiten
 from mlx_parallm.losses.kl import token_kl
 from mlx_parallm.losses.policy_gradient import policy_loss
@@ -48,13 +56,14 @@ NO_VALUES = "this BackpropModule has no value head (value_head=False)"
 
 class BackpropModule:
     """Args:
-        model: an `InferenceModule`, whose weights are trained, and served after each update; or a path, a hub id,
-            "builtin:tiny", or the model of `mlx_lm.load`.
-        optimizer: of mlx.optimizers (Adam, AdamW, Lion, Muon). Only its numbers are read: updates are made on float32
-            copies. Default: AdamW with config.learning_rate.
-        ref_model: the reference of the KL, a model of the same shape (or its path). Default: the policy before
-            training; with an adapter, the model without it.
-        value_head: False: no values, so no PPO; for architectures that do not return their last hidden state.
+        model: an `InferenceModule`, whose weights are trained, and served after each update; or a
+            path, a hub id, "builtin:tiny", or the model of `mlx_lm.load`.
+        optimizer: of mlx.optimizers (Adam, AdamW, Lion, Muon). Only its numbers are read: updates
+            are made on float32 copies. Default: AdamW with config.learning_rate.
+        ref_model: the reference of the KL, a model of the same shape (or its path). Default: the
+            policy before training; with an adapter, the model without it.
+        value_head: False: no values, so no PPO; for architectures that do not return their last
+            hidden state.
 
     It belongs to the thread that uses it first. Raises ConfigError.
     """
@@ -68,7 +77,8 @@ class BackpropModule:
         *,
         value_head: bool = True,
     ) -> None:
-        self.config = self.own_config = config or BackpropConfig()  # an algorithm's numbers go over `config`
+        # an algorithm's numbers go over `config`
+        self.config = self.own_config = config or BackpropConfig()
         self.inference: InferenceModule | None = None
         self.source = model
         self._ref_model, self._value_head = ref_model, value_head
@@ -118,7 +128,9 @@ class BackpropModule:
         """
         if self.inference is inference:
             return
-        if self.inference is not None or not (inference is self.source or _same(inference.source, self.source)):
+        if self.inference is not None or not (
+            inference is self.source or _same(inference.source, self.source)
+        ):
             raise ConfigError("the BackpropModule trains another model than the InferenceModule's")
         if inference.weights is None or inference.loaded is None:
             raise ConfigError("an InferenceModule over another server has no weights to train")
@@ -128,8 +140,8 @@ class BackpropModule:
             self.publish()
 
     def publish(self, *, at_least: int = 0) -> None:
-        """Let the attached InferenceModule, if there is one, answer with the trained weights, under the next policy
-        version, or a higher one: that of a run that goes on."""
+        """Let the attached InferenceModule, if there is one, answer with the trained weights,
+        under the next policy version, or a higher one: that of a run that goes on."""
         if self.inference is None:
             return
         weights, policy = self.inference.weights, self.policy
@@ -141,9 +153,11 @@ class BackpropModule:
         else:
             weights.publish_parameters(policy.full_parameters(), version=version)
 
-    def configure(self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]) -> Trainer:
-        """Return the trainer with one of the daemon's algorithms and more keys of [rl_training]. Weights and the
-        optimizer's state stay. Raises ConfigError."""
+    def configure(
+        self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]
+    ) -> Trainer:
+        """Return the trainer with one of the daemon's algorithms and more keys of [rl_training].
+        Weights and the optimizer's state stay. Raises ConfigError."""
         if algorithm == "ppo" and not self._value_head:
             raise ConfigError(f"PPO needs values: {NO_VALUES}")
         self.config = config
@@ -164,7 +178,11 @@ class BackpropModule:
         release_streams_at_exit()
         training, loaded = self._run.rl_training, self.loaded
         weights = self.inference.weights if self.inference is not None else None
-        served = weights.adapters().get(weights.policy) if weights is not None and weights.policy else None
+        served = (
+            weights.adapters().get(weights.policy)
+            if weights is not None and weights.policy
+            else None
+        )
         algorithm = make_algorithm(training)
         policy = build_policy(
             loaded,
@@ -183,26 +201,33 @@ class BackpropModule:
         self.publish()
         return self._trainer
 
-    def _run_config(self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]) -> Config:
+    def _run_config(
+        self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]
+    ) -> Config:
         training = training_keys(algorithm, config) | self._optimizer_keys | dict(settings)
         if "loss" in settings:  # a loss of the user's own has no bounds of the ratio
             training.pop("clip_ratio", None)
         return parse_config({"rl_training": training}, type(self).__name__)
 
-    # ------------------------------------------------------------------ numbers from rewards and values
+    # ------------------------------------------------------------------ numbers from rewards and
+    # values
 
     def compute_advantages(self, rewards: Any, values: Any) -> Any:
-        """Return generalised advantage estimates, normalised over all steps if the configuration says so.
+        """Return generalised advantage estimates, normalised over all steps if the configuration
+        says so.
 
-        One episode: rewards [T] and values [T] → [T]; values [T + 1] if it was cut off, whose last value stands for the
-        rest. Several episodes: lists of these → a list. There an episode's reward may be one number, that of its last
-        step (with the values of `compute_values`: of its last token).
+        One episode: rewards [T] and values [T] → [T]; values [T + 1] if it was cut off, whose last
+        value stands for the rest. Several episodes: lists of these → a list. There an episode's
+        reward may be one number, that of its last step (with the values of `compute_values`: of its
+        last token).
         """
         several = len(values) > 0 and np.ndim(values[0]) > 0
         if several and len(rewards) != len(values):
             raise ConfigError(f"{len(rewards)} episodes of rewards, but {len(values)} of values")
         pairs = zip(rewards, values, strict=True) if several else [(rewards, values)]
-        episodes = [self._gae(np.asarray(r, np.float64), np.asarray(v, np.float64)) for r, v in pairs]
+        episodes = [
+            self._gae(np.asarray(r, np.float64), np.asarray(v, np.float64)) for r, v in pairs
+        ]
         if self.config.normalize_advantages and episodes:
             whole = whiten(np.concatenate(episodes))
             episodes = np.split(whole, np.cumsum([len(part) for part in episodes])[:-1])
@@ -213,7 +238,10 @@ class BackpropModule:
             rewards = np.append(np.zeros(max(len(values) - 1, 0)), rewards)[: len(values)]
         steps = len(rewards)
         if len(values) not in (steps, steps + 1):
-            raise ConfigError(f"an episode of {steps} rewards has {steps} values, or one more; these are {len(values)}")
+            raise ConfigError(
+                f"an episode of {steps} rewards has {steps} values, or one more; these are"
+                f" {len(values)}"
+            )
         if not steps:
             return np.zeros(0)
         rewards = rewards.copy()
@@ -223,7 +251,8 @@ class BackpropModule:
         return gae(rewards, values[:steps], np.array([steps - 1]), gamma=gamma, gae_lambda=lam)
 
     def compute_returns(self, rewards: Any) -> Any:
-        """Return discounted sums: R_t = r_t + gamma · R_{t+1}. [T] → [T], or a list of episodes → a list."""
+        """Return discounted sums: R_t = r_t + gamma · R_{t+1}. [T] → [T], or a list of episodes
+        → a list."""
         if len(rewards) > 0 and np.ndim(rewards[0]) > 0:
             return [self.compute_returns(episode) for episode in rewards]
         episode = np.asarray(rewards, np.float64)
@@ -231,8 +260,9 @@ class BackpropModule:
         return gae(episode, np.zeros(len(episode)), last, gamma=self.config.gamma, gae_lambda=1.0)
 
     def compute_relative_advantages(self, rewards: Sequence[float], group_size: int) -> np.ndarray:
-        """Return GRPO's advantages: reward minus mean of each group of `group_size` neighbours (answers to one prompt),
-        divided by its population std if advantages are normalised; 0 if all rewards are equal. [N] → [N].
+        """Return GRPO's advantages: reward minus mean of each group of `group_size` neighbours
+        (answers to one prompt), divided by its population std if advantages are normalised; 0 if
+        all rewards are equal. [N] → [N].
 
         Raises ConfigError: the rewards are not whole groups.
         """
@@ -243,43 +273,51 @@ class BackpropModule:
                 f"rewards are {rewards!r}: expected a list of numbers, the groups one after another"
             ) from error
         if not isinstance(group_size, int):
-            raise ConfigError(f"group_size is {group_size!r}: expected the number of answers to one prompt")
+            raise ConfigError(
+                f"group_size is {group_size!r}: expected the number of answers to one prompt"
+            )
         if group_size < 1 or len(values) % group_size:
             raise ConfigError(f"{len(values)} rewards are not whole groups of {group_size}")
         kind: Literal["std", "mean"] = "std" if self.config.normalize_advantages else "mean"
         groups = [values[start : start + group_size] for start in range(0, len(values), group_size)]
-        return np.array([a for group in groups for a in group_advantages(group, kind) or (0.0,) * group_size])
+        return np.array(
+            [a for group in groups for a in group_advantages(group, kind) or (0.0,) * group_size]
+        )
 
     # ------------------------------------------------------------------ scores of trajectories
 
     def get_logprobs(self, trajectories: Sequence[Played]) -> list[np.ndarray]:
-        """Return the current log-probabilities of each trajectory's sampled tokens: [n] float32, at the sampling
-        temperature."""
+        """Return the current log-probabilities of each trajectory's sampled tokens: [n] float32,
+        at the sampling temperature."""
         return self._scored(trajectories, 0)
 
     def compute_values(self, trajectories: Sequence[Played]) -> list[np.ndarray]:
-        """Return the value head's estimates before each sampled token: [n] float32 for each trajectory."""
+        """Return the value head's estimates before each sampled token: [n] float32 for each
+        trajectory."""
         if not self._value_head:
             raise ConfigError(NO_VALUES)
         return self._scored(trajectories, 2)
 
     def _scored(self, trajectories: Sequence[Played], column: int) -> list[np.ndarray]:
         parts = [segments_of(played) for played in trajectories]
-        scores = iter(self.trainer.token_scores([segment for segments in parts for segment in segments]))
+        scores = iter(
+            self.trainer.token_scores([segment for segments in parts for segment in segments])
+        )
         return [np.concatenate([next(scores)[column] for _ in segments]) for segments in parts]
 
     # ------------------------------------------------------------------ losses
 
     def compute_ppo_loss(self, trajectories: Sequence[Played], advantages: Sequence[Any]) -> Loss:
-        """Return the clipped surrogate (arXiv:1707.06347) + kl_coef · KL - entropy_coef · entropy, mean over tokens.
-        Add `value_loss_coef * compute_value_loss(…)` for the value loss.
+        """Return the clipped surrogate (arXiv:1707.06347) + kl_coef · KL - entropy_coef · entropy,
+        mean over tokens. Add `value_loss_coef * compute_value_loss(…)` for the value loss.
 
         `advantages`: a number for each trajectory, or one for each of its sampled tokens.
         """
         return self._policy_loss(trajectories, advantages, "clip")
 
     def compute_loss(self, trajectories: Sequence[Played], advantages: Sequence[Any]) -> Loss:
-        """Return -E[log π · A] + kl_coef · KL - entropy_coef · entropy, mean over tokens (Williams 1992)."""
+        """Return -E[log π · A] + kl_coef · KL - entropy_coef · entropy, mean over tokens
+        (Williams 1992)."""
         return self._policy_loss(trajectories, advantages, "reinforce")
 
     def compute_custom_loss(
@@ -290,7 +328,8 @@ class BackpropModule:
         *,
         needs_reference: bool = False,
     ) -> Loss:
-        """Return a loss of your own, a pure function of `LossInputs`; what it returns is checked when it is called.
+        """Return a loss of your own, a pure function of `LossInputs`; what it returns is checked
+        when it is called.
 
         Args:
             advantages: a number for each trajectory, or one for each of its sampled tokens.
@@ -302,7 +341,13 @@ class BackpropModule:
             raise ConfigError(f"loss is {loss!r}: expected a function, LossInputs → LossOutputs")
         rollouts, rows = spread(trajectories, advantages, "advantages")
         term = custom_loss(reference_to(loss, name_of(loss)))
-        return Loss(self, rollouts, ((1.0, term),), rows, needs=frozenset(["reference"] if needs_reference else []))
+        return Loss(
+            self,
+            rollouts,
+            ((1.0, term),),
+            rows,
+            needs=frozenset([("reference")] if needs_reference else []),
+        )
 
     def _policy_loss(self, played: Sequence[Played], advantages: Sequence[Any], loss: str) -> Loss:
         options = loss_options(self._run_config("ppo", self.config, {}).rl_training)
@@ -314,13 +359,16 @@ class BackpropModule:
     def compute_kl(self, trajectories: Sequence[Played]) -> Loss:
         """Return KL(policy || reference) in nats a token, by config.kl_estimator.
 
-        Raises ConfigError: "k3_ratio", and trajectories without the log-probabilities that the ratio is against.
+        Raises ConfigError: "k3_ratio", and trajectories without the log-probabilities that the
+        ratio is against.
         """
         estimator, segments = self.config.kl_estimator, all_segments(trajectories)
         if estimator == "k3_ratio" and any(segment.logprobs is None for segment in segments):
             raise ConfigError(
-                'kl_estimator = "k3_ratio" divides by the log-probabilities of the policy that sampled, and these'
-                ' trajectories have none: keep those that the sampler returned, or choose kl_estimator = "k3"'
+                'kl_estimator = "k3_ratio" divides by the log-probabilities of the policy that'
+                " sampled, and these"
+                " trajectories have none: keep those that the sampler returned, or choose"
+                ' kl_estimator = "k3"'
             )
 
         def kl(inputs: LossInputs) -> LossOutputs:
@@ -330,7 +378,8 @@ class BackpropModule:
         return Loss(self, segments, ((1.0, kl),), needs=frozenset(["reference"]))
 
     def compute_entropy(self, trajectories: Sequence[Played]) -> Loss:
-        """Return the entropy of the whole distribution in nats a token. Subtract a bonus: `loss + -0.01 * entropy`."""
+        """Return the entropy of the whole distribution in nats a token. Subtract a bonus: `loss
+        + -0.01 * entropy`."""
 
         def entropy(inputs: LossInputs) -> LossOutputs:
             assert inputs.entropy is not None
@@ -340,7 +389,8 @@ class BackpropModule:
         return Loss(self, all_segments(trajectories), ((1.0, entropy),))
 
     def compute_value_loss(self, trajectories: Sequence[Played], returns: Sequence[Any]) -> Loss:
-        """Return ½ (V - R)², clipped if the configuration says so; mean over tokens (losses/ppo.py).
+        """Return ½ (V - R)², clipped if the configuration says so; mean over tokens
+        (losses/ppo.py).
 
         `returns`: a number for each trajectory, or one for each of its sampled tokens.
         """
@@ -348,23 +398,35 @@ class BackpropModule:
         rollouts, rows = spread(trajectories, returns, "returns")
         if not self._value_head:
             raise ConfigError(NO_VALUES)
-        columns = [np.array(row, np.float32)[sampled_tokens(r)] for row, r in zip(rows, rollouts, strict=True)]
+        columns = [
+            np.array(row, np.float32)[sampled_tokens(r)]
+            for row, r in zip(rows, rollouts, strict=True)
+        ]
         whole = np.concatenate([*columns, np.zeros(0, np.float32)])
         return Loss(
-            self, rollouts, ((1.0, partial(value_loss, clip=clip)),), returns=whole, needs=frozenset(["values"])
+            self,
+            rollouts,
+            ((1.0, partial(value_loss, clip=clip)),),
+            returns=whole,
+            needs=frozenset([("values")]),
         )
 
     def evaluate(self, loss: Loss) -> float:
         """Return the loss as a number; `loss.item()` calls it."""
         trainer = self.trainer.under(loss.algorithm(), sequences=len(loss.rollouts))
-        value, loss.metrics, loss.scores = trainer.evaluate(loss.batch(self._updates + 1), loss.scores)
+        value, loss.metrics, loss.scores = trainer.evaluate(
+            loss.batch(self._updates + 1), loss.scores
+        )
         return value
 
     def update(self, loss: Loss) -> Mapping[str, float | None]:
-        """Make one optimizer update and publish the weights to the attached InferenceModule. Return the metrics: loss,
-        grad_norm (before clipping), learning_rate, and those of the loss."""
+        """Make one optimizer update and publish the weights to the attached InferenceModule.
+        Return the metrics: loss, grad_norm (before clipping), learning_rate, and those of the
+        loss."""
         trainer = self.trainer.under(loss.algorithm(), sequences=len(loss.rollouts))
-        result = trainer.train_step(loss.batch(self._updates + 1), position=StepPosition(scores=loss.scores))
+        result = trainer.train_step(
+            loss.batch(self._updates + 1), position=StepPosition(scores=loss.scores)
+        )
         loss.scores, loss.metrics = result.position.scores, result.metrics
         self._updates += result.position.updates
         self._last = result.metrics
@@ -372,14 +434,16 @@ class BackpropModule:
         return result.metrics
 
     def update_ref_model(self, method: RefUpdate | None = None) -> None:
-        """Set the reference to the policy ("copy"), or to ema_alpha · reference + (1 - ema_alpha) · policy ("ema")."""
+        """Set the reference to the policy ("copy"), or to ema_alpha · reference + (1 -
+        ema_alpha) · policy ("ema")."""
         method = method or self.config.ref_update_method
         if method not in ("copy", "ema"):
             raise ConfigError(f"update_ref_model({method!r}): choose 'copy' or 'ema'")
         self.policy.blend_reference(0.0 if method == "copy" else self.config.ema_alpha)
 
     def get_statistics(self) -> dict[str, Any]:
-        """Return the number of updates and of trained parameters, and the metrics of the last update."""
+        """Return the number of updates and of trained parameters, and the metrics of the last
+        update."""
         counts = {"updates": self.trainer.optimizer.updates, "parameters": self.policy.parameters}
         return counts | {name: number for name, number in self._last.items() if number is not None}
 
@@ -387,4 +451,6 @@ class BackpropModule:
 def _same(one: Any, other: Any) -> bool:
     """Return whether both are, or name, the same model."""
     paths = (str, Path)
-    return one is other or (isinstance(one, paths) and isinstance(other, paths) and str(one) == str(other))
+    return one is other or (
+        isinstance(one, paths) and isinstance(other, paths) and str(one) == str(other)
+    )

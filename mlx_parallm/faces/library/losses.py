@@ -1,4 +1,5 @@
-"""Loss, a loss over some trajectories that is not computed yet, and its batch and algorithm for the trainer."""
+"""Loss, a loss over some trajectories that is not computed yet, and its batch and algorithm for
+the trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,10 +27,12 @@ class Evaluates(Protocol):
 
 @dataclass
 class Loss:
-    """A loss over some trajectories, as a function of the weights. `a + b` and `0.5 * a` are losses too.
+    """A loss over some trajectories, as a function of the weights. `a + b` and `0.5 * a` are losses
+    too.
 
-    The first evaluation scores the reference, the old values, and missing log-probabilities, and they stay. So several
-    updates may use the same Loss (PPO's epochs). `metrics`: of the last evaluation.
+    The first evaluation scores the reference, the old values, and missing log-probabilities, and
+    they stay. So several updates may use the same Loss (PPO's epochs). `metrics`: of the last
+    evaluation.
     """
 
     module: Evaluates
@@ -48,9 +51,17 @@ class Loss:
     def __add__(self, other: "Loss") -> "Loss":
         """Raises ConfigError: the trajectories, the advantages or the returns differ."""
         same = self.module is other.module and self.rollouts == other.rollouts
-        if not same or (None not in (self.advantages, other.advantages) and self.advantages != other.advantages):
-            raise ConfigError("losses can be added if they have the same trajectories and advantages")
-        if self.returns is not None and other.returns is not None and not np.array_equal(self.returns, other.returns):
+        if not same or (
+            None not in (self.advantages, other.advantages) and self.advantages != other.advantages
+        ):
+            raise ConfigError(
+                "losses can be added if they have the same trajectories and advantages"
+            )
+        if (
+            self.returns is not None
+            and other.returns is not None
+            and not np.array_equal(self.returns, other.returns)
+        ):
             raise ConfigError("losses can be added if they have the same returns")
         return replace(
             self,
@@ -63,13 +74,20 @@ class Loss:
         )
 
     def __mul__(self, factor: float) -> "Loss":
-        return replace(self, terms=tuple((factor * weight, term) for weight, term in self.terms), scores={}, metrics={})
+        return replace(
+            self,
+            terms=tuple((factor * weight, term) for weight, term in self.terms),
+            scores={},
+            metrics={},
+        )
 
     __rmul__ = __mul__
 
     def batch(self, step: int) -> TrainBatch:
         rows = self.advantages or tuple((0.0,) * len(rollout.tokens) for rollout in self.rollouts)
-        sequences = (TrainSequence(r, row, fresh=False) for r, row in zip(self.rollouts, rows, strict=True))
+        sequences = (
+            TrainSequence(r, row, fresh=False) for r, row in zip(self.rollouts, rows, strict=True)
+        )
         return TrainBatch(step, (), tuple(sequences), BatchStatistics())
 
     def algorithm(self) -> Algorithm:
@@ -77,8 +95,12 @@ class Loss:
 
         def loss(inputs: LossInputs) -> LossOutputs:
             outputs = [(weight, term(inputs)) for weight, term in self.terms]
-            metrics = {name: number for _, output in outputs for name, number in output.metrics.items()}
-            return LossOutputs(sum((weight * output.loss for weight, output in outputs), mx.array(0.0)), metrics)
+            metrics = {
+                name: number for _, output in outputs for name, number in output.metrics.items()
+            }
+            return LossOutputs(
+                sum((weight * output.loss for weight, output in outputs), mx.array(0.0)), metrics
+            )
 
         def with_returns(prepared: PreparedBatch) -> PreparedBatch:
             return replace(prepared, returns=self.returns)
@@ -91,7 +113,9 @@ def segments_of(played: Played) -> tuple[Rollout, ...]:
     """Return the sequences of a trajectory, oldest first."""
     rollout = played.rollout if isinstance(played, Trajectory) else played
     if not isinstance(rollout, Rollout):
-        raise ConfigError(f"{played!r} is no trajectory: expected those of RolloutManager.collect_rollouts")
+        raise ConfigError(
+            f"{played!r} is no trajectory: expected those of RolloutManager.collect_rollouts"
+        )
     return rollout.segments
 
 
@@ -102,10 +126,11 @@ def all_segments(trajectories: Sequence[Played]) -> tuple[Rollout, ...]:
 def spread(
     trajectories: Sequence[Played], numbers: Sequence[Any], what: Literal["advantages", "returns"]
 ) -> tuple[tuple[Rollout, ...], Rows]:
-    """Return the sequences of the trajectories, and the numbers of their tokens [T], 0 where not sampled.
+    """Return the sequences of the trajectories, and the numbers of their tokens [T], 0 where not
+    sampled.
 
-    `numbers`: one for each trajectory, or for each of its sampled tokens (without the first token of a sequence).
-    Raises ConfigError: they do not fit.
+    `numbers`: one for each trajectory, or for each of its sampled tokens (without the first token
+    of a sequence). Raises ConfigError: they do not fit.
     """
     for value, word in ((trajectories, "trajectories"), (numbers, what)):
         if not hasattr(value, "__len__") or isinstance(value, str):
@@ -119,10 +144,16 @@ def spread(
         try:
             values = np.asarray(entry, np.float64)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{what}[{place}] is {entry!r}: expected a number, or one for each token") from error
+            raise ConfigError(
+                f"{what}[{place}] is {entry!r}: expected a number, or one for each token"
+            ) from error
         values = np.full(sum(counts), values) if values.ndim == 0 else values
         if values.shape != (sum(counts),) or not np.isfinite(values).all():
-            raise ConfigError(f"{what}[{place}] is not one finite number, or {sum(counts)}, one for each sampled token")
+            raise ConfigError(
+                f"{what}[{place}] is not one finite number, or {sum(counts)}, one for each"
+                " sampled"
+                " token"
+            )
         for mask, part in zip(sampled, np.split(values, np.cumsum(counts)[:-1]), strict=True):
             row = np.zeros(len(mask))
             row[mask] = part
@@ -131,5 +162,6 @@ def spread(
 
 
 def sampled_tokens(rollout: Rollout) -> np.ndarray:
-    """Return the mask [T] of trained tokens. The first token of a sequence has nothing before it."""
+    """Return the mask [T] of trained tokens. The first token of a sequence has nothing before
+    it."""
     return np.array((0, *rollout.mask[1:]), bool)

@@ -1,4 +1,5 @@
-"""`mlx_parallm mcp`: an MCP server with which an agent starts, watches, evaluates and asks trainings.
+"""`mlx_parallm mcp`: an MCP server with which an agent starts, watches, evaluates and asks
+trainings.
 
 The SDK is the extra `mcp`. Over stdio nothing but the protocol may go to stdout.
 """
@@ -24,16 +25,24 @@ ASK_TIMEOUT_S = 600.0
 MOST_PROBLEMS, MOST_OVERRIDES = 10_000, 1000
 PROBLEMS, ANSWER_TOKENS = 20, 256  # where an agent says no number
 INSTRUCTIONS = (
-    "Trains language models by reinforcement learning on this machine. start_training takes a TOML configuration of"
-    " mlx_parallm; training_status says how far it is; ask_policy talks with the model while it learns."
+    "Trains language models by reinforcement learning on this machine. start_training takes a"
+    " TOML configuration of"
+    " mlx_parallm; training_status says how far it is; ask_policy talks with the model while it"
+    " learns."
 )
 
 
 def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
     """`mlx_parallm mcp`: the server, over stdio or streamable HTTP on this machine."""
-    parser.add_argument("--directory", type=Path, default=Path("trainings"), metavar="DIR", help="of trainings")
-    parser.add_argument("--http", type=int, metavar="PORT", help="serve http://127.0.0.1:PORT/mcp; default: stdio")
-    parser.add_argument("--most-running", type=int, default=1, metavar="N", help="trainings at a time (1)")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("trainings"), metavar="DIR", help=("of trainings")
+    )
+    parser.add_argument(
+        "--http", type=int, metavar="PORT", help=("serve http://127.0.0.1:PORT/mcp; default: stdio")
+    )
+    parser.add_argument(
+        "--most-running", type=int, default=1, metavar="N", help=("trainings at a time (1)")
+    )
 
     def run(args: Namespace) -> int:
         if args.most_running < 1:
@@ -52,13 +61,17 @@ def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
 
 
 def make_server(trainings: "Trainings") -> Any:
-    """Return the SDK's server with the tools of `trainings`. Raises ConfigError: the SDK is not installed."""
+    """Return the SDK's server with the tools of `trainings`. Raises ConfigError: the SDK is not
+    installed."""
     require("mlx_parallm mcp", "mcp.server.mcpserver", "mcp_types")
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
     from mcp_types import ToolAnnotations
 
-    server, tools = MCPServer("mlx_parallm", instructions=INSTRUCTIONS), AgentTools(trainings, ToolError)
+    server, tools = (
+        MCPServer("mlx_parallm", instructions=INSTRUCTIONS),
+        AgentTools(trainings, ToolError),
+    )
     for tool in tools.all():
         # No read_only_hint: clients keep the results of such tools, and these change.
         server.tool(annotations=ToolAnnotations(destructive_hint=tool == tools.stop_training))(tool)
@@ -66,8 +79,8 @@ def make_server(trainings: "Trainings") -> Any:
 
 
 class AgentTools:
-    """What an agent can do. Signatures and docstrings are the tools' definitions; `failure` is raised with the reason
-    of a failed call."""
+    """What an agent can do. Signatures and docstrings are the tools' definitions; `failure` is
+    raised with the reason of a failed call."""
 
     def __init__(self, trainings: "Trainings", failure: type[Exception]) -> None:
         self._trainings, self._failure = trainings, failure
@@ -78,11 +91,16 @@ class AgentTools:
         look = (self.training_status, self.list_trainings, self.training_log)
         return (*manage, *look, self.evaluate, self.ask_policy)
 
-    async def start_training(self, name: str, config: str, overrides: list[str] | None = None) -> dict[str, Any]:
-        """Start a training. `config`: a TOML file, a shipped configuration's name (such as quickstart), or TOML text.
+    async def start_training(
+        self, name: str, config: str, overrides: list[str] | None = None
+    ) -> dict[str, Any]:
+        """Start a training. `config`: a TOML file, a shipped configuration's name (such as
+        quickstart), or TOML text.
         `overrides`: ["rl_training.total_steps=50"], 1,000 at most. It becomes the current one."""
         if len(overrides or []) > MOST_OVERRIDES:
-            raise self._failure(f"overrides has {len(overrides or []):,} entries; at most {MOST_OVERRIDES:,}")
+            raise self._failure(
+                f"overrides has {len(overrides or []):,} entries; at most {MOST_OVERRIDES:,}"
+            )
         return dict(await self._carried_out(self._trainings.start, name, config, overrides or []))
 
     async def stop_training(self, name: str = "") -> dict[str, Any]:
@@ -106,9 +124,12 @@ class AgentTools:
         return str(await self._carried_out(self._trainings.log, name, lines))
 
     async def evaluate(self, name: str = "", problems: int = PROBLEMS) -> dict[str, Any]:
-        """Answer held-out problems with the model of a running training; return its numbers with their intervals."""
+        """Answer held-out problems with the model of a running training; return its numbers with
+        their intervals."""
         if self._evaluating.locked():
-            raise self._failure("an evaluation runs: each takes a process of its own, so there is one at a time")
+            raise self._failure(
+                "an evaluation runs: each takes a process of its own, so there is one at a time"
+            )
         if not 1 <= problems <= MOST_PROBLEMS:
             raise self._failure(f"problems: 1 to {MOST_PROBLEMS}")
         async with self._evaluating:
@@ -130,7 +151,9 @@ class AgentTools:
             raise self._failure(str(error)) from error
 
 
-async def _ask(trainings: "Trainings", prompt: str, name: str, max_tokens: int, temperature: float) -> str:
+async def _ask(
+    trainings: "Trainings", prompt: str, name: str, max_tokens: int, temperature: float
+) -> str:
     """Raises ConfigError, EndpointError."""
     training = await asyncio.to_thread(trainings.running, name)
     from mlx_parallm.execution.openai_client import OpenAIEndpoint
@@ -138,7 +161,9 @@ async def _ask(trainings: "Trainings", prompt: str, name: str, max_tokens: int, 
     endpoint = OpenAIEndpoint(f"http://127.0.0.1:{training.port}/v1", None, timeout_s=ASK_TIMEOUT_S)
     try:
         body = {"model": "default", "messages": [{"role": "user", "content": prompt}]}
-        reply = await endpoint.post("/chat/completions", {**body, "max_tokens": max_tokens, "temperature": temperature})
+        reply = await endpoint.post(
+            "/chat/completions", {**body, "max_tokens": max_tokens, "temperature": temperature}
+        )
     finally:
         await endpoint.aclose()
     return str(reply["choices"][0]["message"]["content"] or "")
@@ -149,17 +174,33 @@ def _evaluate(trainings: "Trainings", name: str, problems: int) -> Mapping[str, 
     training = trainings.running(name)
     run = trainings.directory / training.name / "run"
     with tempfile.TemporaryDirectory(prefix="mlx_parallm_evaluation_") as output:
-        command = [sys.executable, "-m", "mlx_parallm", "eval", "--config", str(run / "config.toml")]
+        command = [
+            sys.executable,
+            "-m",
+            "mlx_parallm",
+            "eval",
+            "--config",
+            str(run / "config.toml"),
+        ]
         command += ["--url", f"http://127.0.0.1:{training.port}/v1", "--model", "default"]
         command += ["--problems", str(problems), "--output", output]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=EVALUATION_TIMEOUT_S
+                command,
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                timeout=EVALUATION_TIMEOUT_S,
             )
         except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"the evaluation took longer than {EVALUATION_TIMEOUT_S:g} s") from error
+            raise ConfigError(
+                f"the evaluation took longer than {EVALUATION_TIMEOUT_S:g} s"
+            ) from error
         if done.returncode != 0:
-            raise ConfigError(f"the evaluation failed: {done.stderr.strip().splitlines()[-1:] or done.stdout[-200:]}")
+            raise ConfigError(
+                "the evaluation failed:"
+                f" {done.stderr.strip().splitlines()[-1:] or done.stdout[-200:]}"
+            )
         result = json.loads((Path(output) / "results.json").read_text(encoding="utf-8"))
     numbers = {environment: part["numbers"] for environment, part in result["environments"].items()}
     return {"name": training.name, "score": result["score"], "environments": numbers}

@@ -40,8 +40,18 @@ STOP_TIMEOUT_S = 90.0  # for the last checkpoint; then the process is killed
 LOG_LINES = 20
 MOST_LOG_LINES, MOST_LOG_BYTES = 1000, 1 << 20
 LONGEST_TEXT = 1 << 20  # characters of a configuration
-SHOWN = ("step", "reward_mean", "loss", "kl", "grad_norm", "tokens", "time_rollout_s", "time_train_s")
-# The shell outlives a SIGTERM to the group, so that it can write the exit code of what it has started.
+SHOWN = (
+    "step",
+    "reward_mean",
+    "loss",
+    "kl",
+    "grad_norm",
+    "tokens",
+    "time_rollout_s",
+    ("time_train_s"),
+)
+# The shell outlives a SIGTERM to the group, so that it can write the exit code of what it has
+# started.
 _SHELL = """trap : TERM INT HUP
 "$@" & child=$!
 while :; do wait $child; code=$?; kill -0 $child 2>/dev/null || break; done
@@ -78,10 +88,15 @@ class Trainings:
             config: a TOML file, the name of a shipped configuration, or TOML text.
             overrides: "section.key=value".
 
-        Raises ConfigError: a name that is taken or no file name, a bad configuration, too many trainings.
+        Raises ConfigError: a name that is taken or no file name, a bad configuration, too many
+        trainings.
         """
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"name {name!r}: letters, digits, points, - and _, at most 64, beginning with no sign")
+            raise ConfigError(
+                f"name {name!r}: letters, digits, points, - and _, at most 64, beginning with"
+                " no"
+                " sign"
+            )
         for text in (config, *overrides):
             _check_text(text)
         if "\n" in config:
@@ -92,9 +107,15 @@ class Trainings:
             home = self.directory / name
             if home.exists():
                 raise ConfigError(f"there is a training {name!r} already: choose another name")
-            running = [each["name"] for each in self.all() if each["state"] in ("starting", "running")]
+            running = [
+                each["name"] for each in self.all() if each["state"] in ("starting", ("running"))
+            ]
             if len(running) >= self._most_running:
-                raise ConfigError(f"{', '.join(running)} is running, and at most {self._most_running} may: stop one")
+                raise ConfigError(
+                    f"{', '.join(running)} is running, and at most {self._most_running} may:"
+                    " stop"
+                    " one"
+                )
             home.mkdir()
             file = home / CONFIG
             if "\n" in config:
@@ -124,12 +145,15 @@ class Trainings:
                     start_new_session=True,
                 )
             self._children[name] = process
-            self._write(Training(name, process.pid, port, loaded.rl_training.total_steps, time.time()))
+            self._write(
+                Training(name, process.pid, port, loaded.rl_training.total_steps, time.time())
+            )
             write_atomically(self.directory / CURRENT, name.encode())
         return self.status(name)
 
     def stop(self, name: str = "") -> dict[str, Any]:
-        """Ask a training to save and end; kill it if it does not within STOP_TIMEOUT_S. Return its status.
+        """Ask a training to save and end; kill it if it does not within STOP_TIMEOUT_S. Return its
+        status.
 
         Raises ConfigError: there is none of this name.
         """
@@ -145,7 +169,8 @@ class Trainings:
         return self.status(training.name)
 
     def switch(self, name: str) -> dict[str, Any]:
-        """Make a training the current one; return its status. Raises ConfigError: there is none of this name."""
+        """Make a training the current one; return its status. Raises ConfigError: there is none
+        of this name."""
         training = self._read(name)
         write_atomically(self.directory / CURRENT, training.name.encode())
         return self.status(training.name)
@@ -163,8 +188,8 @@ class Trainings:
             return {"name": name, "state": "damaged", "reason": str(error), "started_at": 0.0}
 
     def status(self, name: str = "") -> dict[str, Any]:
-        """Return state, step, metrics of the last step and address of a training, and after a failure the end of its
-        log. Raises ConfigError: there is none of this name."""
+        """Return state, step, metrics of the last step and address of a training, and after a
+        failure the end of its log. Raises ConfigError: there is none of this name."""
         training = self._read(name or self.current())
         state, lines = self._state(training), self._lines(training.name)
         last = lines[-1] if lines else {}
@@ -184,7 +209,8 @@ class Trainings:
         return status
 
     def log(self, name: str = "", lines: int = LOG_LINES) -> str:
-        """Return the end of what a training printed. Raises ConfigError: there is none of this name."""
+        """Return the end of what a training printed. Raises ConfigError: there is none of this
+        name."""
         path = self.directory / self._read(name or self.current()).name / LOG
         wanted = min(max(lines, 1), MOST_LOG_LINES)
         try:
@@ -196,7 +222,8 @@ class Trainings:
         return "\n".join(text.splitlines()[-wanted:])
 
     def running(self, name: str = "") -> Training:
-        """Return a training that serves. Raises ConfigError: there is none of this name, or it does not run."""
+        """Return a training that serves. Raises ConfigError: there is none of this name, or it
+        does not run."""
         training = self._read(name or self.current())
         if (state := self._state(training)) != "running":
             raise ConfigError(f"training {training.name!r} is {state}: only one that runs answers")
@@ -216,7 +243,8 @@ class Trainings:
         if self._process(training) is not None:
             return "running" if self._serves(training) else "starting"
         path = self.directory / training.name / EXIT_CODE
-        code = path.read_text().strip() if path.is_file() else ""  # none: killed, or the machine went down
+        # none: killed, or the machine went down
+        code = path.read_text().strip() if path.is_file() else ""
         lines = self._lines(training.name)
         if code == "0":
             return "completed" if lines and lines[-1]["step"] >= training.total_steps else "stopped"
@@ -242,7 +270,8 @@ class Trainings:
             child.poll()
         try:
             process = psutil.Process(training.pid)
-            # Its arguments name the training: the time of its beginning changes when somebody sets the clock.
+            # Its arguments name the training: the time of its beginning changes when somebody sets
+            # the clock.
             same = str(self.directory / training.name / EXIT_CODE) in process.cmdline()
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.Error:
@@ -252,26 +281,40 @@ class Trainings:
         """Raises ConfigError."""
         path = self.directory / name / RECORD
         if not _NAME.fullmatch(name) or not path.is_file():
-            known = ", ".join(sorted(found.parent.name for found in self.directory.glob(f"*/{RECORD}"))) or "none"
+            known = ", ".join(
+                sorted(found.parent.name for found in self.directory.glob(f"*/{RECORD}"))
+            ) or ("none")
             raise ConfigError(f"there is no training {name!r}; there are: {known}")
         try:
             data: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return Training(**{key: value for key, value in data.items() if key in Training.__dataclass_fields__})
+            return Training(
+                **{
+                    key: value
+                    for key, value in data.items()
+                    if key in Training.__dataclass_fields__
+                }
+            )
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is damaged, or was removed: {error}") from error
 
     def _write(self, training: Training) -> None:
-        write_atomically(self.directory / training.name / RECORD, (json.dumps(asdict(training)) + "\n").encode())
+        write_atomically(
+            self.directory / training.name / RECORD, (json.dumps(asdict(training)) + "\n").encode()
+        )
 
 
 def _check_text(text: str) -> None:
     """Raises ConfigError: no argument of a process can hold it, or no file."""
     if len(text) > LONGEST_TEXT or "\0" in text:
-        raise ConfigError(f"a configuration has at most {LONGEST_TEXT} characters, and no null byte")
+        raise ConfigError(
+            f"a configuration has at most {LONGEST_TEXT} characters, and no null byte"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError("a configuration is valid Unicode: this one holds half a surrogate pair") from error
+        raise ConfigError(
+            "a configuration is valid Unicode: this one holds half a surrogate pair"
+        ) from error
 
 
 def _signal(training: Training, number: int) -> None:

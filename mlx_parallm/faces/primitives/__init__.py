@@ -1,7 +1,8 @@
-"""The parts of reinforcement learning, to import from one place: `from mlx_parallm.primitives import PPOAlgorithm`.
+"""The parts of reinforcement learning, to import from one place: `from mlx_parallm.primitives
+import PPOAlgorithm`.
 
-Each name is loaded at its first use (PEP 562), so that settings and environments need no MLX. docs/library.md lists
-them all.
+Each name is loaded at its first use (PEP 562), so that settings and environments need no MLX.
+docs/library.md lists them all.
 """
 
 from typing import TYPE_CHECKING
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
     )
     from mlx_parallm.faces.library.backprop import BackpropModule
     from mlx_parallm.faces.library.evaluation import evaluate
-    from mlx_parallm.rewards.computers import ParetoRewardComputer, WeightedRewardComputer, create_reward_computer
+    from mlx_parallm.rewards.computers import (
+        ParetoRewardComputer,
+        WeightedRewardComputer,
+        create_reward_computer,
+    )
     from mlx_parallm.rewards.methods import RewardComputer
     from mlx_parallm.rewards.parts import SVRLRewardComputer
     from mlx_parallm.types import Trajectory
@@ -71,7 +76,8 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "faces.library.algorithms": "GRPOAlgorithm PPOAlgorithm REINFORCEAlgorithm TrainingMetrics create_algorithm"
+        "faces.library.algorithms": "GRPOAlgorithm PPOAlgorithm REINFORCEAlgorithm TrainingMetrics"
+        " create_algorithm"
         " load_algorithm_from_checkpoint",
         "faces.library.backprop": "BackpropModule",
         "faces.library.evaluation": "evaluate",

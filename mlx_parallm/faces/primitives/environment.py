@@ -1,4 +1,5 @@
-"""`python -m mlx_parallm.faces.primitives.environment`: an environment by hand, then many episodes of it at once."""
+"""`python -m mlx_parallm.faces.primitives.environment`: an environment by hand, then many
+episodes of it at once."""
 
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
@@ -16,13 +17,20 @@ def main() -> None:
             print(f"asked {text_of(environment.build_prompt(state)).splitlines()[-1]!r}", end="")
             state = environment.step(state)
             print(f", it answered {state.response!r}")
-        with RolloutManager(environment, RolloutConfig(num_parallel=12, group_size=4, max_tokens=16)) as manager:
-            for trajectory in manager.collect_rollouts(min_trajectories=12, max_steps_per_rollout=2):
+        with RolloutManager(
+            environment, RolloutConfig(num_parallel=12, group_size=4, max_tokens=16)
+        ) as manager:
+            for trajectory in manager.collect_rollouts(
+                min_trajectories=12, max_steps_per_rollout=2
+            ):
                 answers = " | ".join(turn.response for turn in trajectory.history)
                 tokens = trajectory.rollout.sampled_tokens
                 print(f"{trajectory.group_id} {trajectory.prompt:14} → {answers} ({tokens} tokens)")
             statistics = manager.get_statistics()
-    print(f"{statistics['total_trajectories']} trajectories, {statistics['avg_trajectory_length']:.1f} steps each")
+    print(
+        f"{statistics['total_trajectories']} trajectories,"
+        f" {statistics['avg_trajectory_length']:.1f} steps each"
+    )
 
 
 if __name__ == "__main__":

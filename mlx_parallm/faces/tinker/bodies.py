@@ -1,10 +1,10 @@
 """The JSON bodies of Tinker's routes, as SDK 0.30 to 0.38 send them.
 
-A field that is not known here is refused when it asks for something, and ignored when it is empty, false or 0: newer
-SDKs send new fields with their defaults.
+A field that is not known here is refused when it asks for something, and ignored when it is empty,
+false or 0: newer SDKs send new fields with their defaults.
 
-Every field is bounded: lists by `ListOf` (given up at the first fault), texts by a length, and what is kept by its size
-(`Metadata`).
+Every field is bounded: lists by `ListOf` (given up at the first fault), texts by a length, and what
+is kept by its size (`Metadata`).
 """
 
 import reprlib
@@ -55,11 +55,14 @@ class TinkerBody(BaseModel):
     def _asks_for_nothing_unknown(self) -> Self:
         unknown = self.__pydantic_extra__ or {}
         if len(unknown) > MOST_UNKNOWN:
-            raise RequestError(f"the body holds {len(unknown)} fields that are not known to this server")
+            raise RequestError(
+                f"the body holds {len(unknown)} fields that are not known to this server"
+            )
         for name, value in unknown.items():
             if value not in (None, False, 0, "", [], {}):
                 raise RequestError(
-                    f"{name} = {reprlib.repr(value)} is not known to this server: leave it out", param=name
+                    f"{name} = {reprlib.repr(value)} is not known to this server: leave it out",
+                    param=name,
                 )
         return self
 
@@ -93,7 +96,8 @@ class OptimizerBody(TinkerBody):
     def _is_adamw(self) -> Self:
         if self.type not in (None, "adamw"):
             raise RequestError(
-                f"optimizer_config: {self.type!r} is not offered, only 'adamw'", param="optimizer_config"
+                f"optimizer_config: {self.type!r} is not offered, only 'adamw'",
+                param=("optimizer_config"),
             )
         return self
 

@@ -1,13 +1,15 @@
 """tinker:// names, and the directories behind them.
 
     DIRECTORY/RUN/run.json                              base, LoRA, the client's metadata
-    DIRECTORY/RUN/weights/NAME/                         adapter and AdamW's state: training goes on from it
-    DIRECTORY/RUN/sampler_weights/NAME/                 an adapter of this project, served, merged, exported like any
+    DIRECTORY/RUN/weights/NAME/                         adapter and AdamW's state: training goes on
+                                                        from it
+    DIRECTORY/RUN/sampler_weights/NAME/                 an adapter of this project, served, merged,
+                                                        exported like any
     DIRECTORY/RUN/external_weights/NAME/                the same in PEFT's format, for a download
     …/checkpoint.json                                   when it was made, and until when it is kept
 
-A checkpoint is written under another name and renamed, so what has its name is whole. RUN is the model's id with `_`
-for `:`. Any thread.
+A checkpoint is written under another name and renamed, so what has its name is whole. RUN is the
+model's id with `_` for `:`. Any thread.
 """
 
 import json
@@ -21,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.system.files import TEMPORARY, reserve_bytes, shortage, write_atomically, write_directory
+from mlx_parallm.system.files import (
+    TEMPORARY,
+    reserve_bytes,
+    shortage,
+    write_atomically,
+    write_directory,
+)
 
 SCHEME = "tinker://"
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
@@ -49,9 +57,15 @@ class TinkerPath:
 def read_path(text: str) -> TinkerPath:
     """Raises RequestError: no tinker:// path."""
     parts = text.removeprefix(SCHEME).split("/")
-    if not text.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(map(_is_name, parts)):
+    if (
+        not text.startswith(SCHEME)
+        or len(parts) != 3
+        or parts[1] not in KINDS
+        or not all(map(_is_name, parts))
+    ):
         raise RequestError(
-            f"{text[:200]!r} is no path of a checkpoint: expected {SCHEME}RUN/KIND/NAME with KIND one of"
+            f"{text[:200]!r} is no path of a checkpoint: expected {SCHEME}RUN/KIND/NAME with KIND"
+            " one of"
             f" {', '.join(KINDS)}",
             param="path",
         )
@@ -62,7 +76,8 @@ def check_name(name: str) -> str:
     """Raises RequestError: not usable as a checkpoint's name."""
     if not _is_name(name):
         raise RequestError(
-            f"{name[:200]!r} cannot name a checkpoint: use up to 128 letters, digits and . _ - = + @ , : and begin with"
+            f"{name[:200]!r} cannot name a checkpoint: use up to 128 letters, digits and . _ - = +"
+            " @ , : and begin with"
             " a letter, a digit or _",
             param="path",
         )
@@ -94,7 +109,8 @@ class Checkpoint:
     created: float
     expires: float | None = None
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
-    weights: tuple[int, int] | None = None  # optimizer steps, and how often a checkpoint was loaded before
+    # optimizer steps, and how often a checkpoint was loaded before
+    weights: tuple[int, int] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -131,7 +147,8 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 
 def shown_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """A client's metadata as the API shows it: text, and what is no character (half of a pair) as an escape."""
+    """A client's metadata as the API shows it: text, and what is no character (half of a pair)
+    as an escape."""
     return {display(key): display(str(value)) for key, value in metadata.items()}
 
 
@@ -145,13 +162,20 @@ def iso(seconds: float) -> str:
 
 
 class Checkpoints:
-    """All runs below a directory. Expired checkpoints are not found, and are removed when another one of
-    their run is saved."""
+    """All runs below a directory. Expired checkpoints are not found, and are removed when
+    another one of their run is saved."""
 
-    def __init__(self, root: Path, clock: Callable[[], float] = time.time, *, min_free_gb: float | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        clock: Callable[[], float] = time.time,
+        *,
+        min_free_gb: float | None = None,
+    ) -> None:
         self.root = root.expanduser()
         self._clock, self._min_free_gb = clock, min_free_gb
-        self.removed: Callable[[str], None] = lambda name: None  # hears of each path that is no longer what it was
+        # hears of each path that is no longer what it was
+        self.removed: Callable[[str], None] = lambda name: None
 
     def run_directory(self, run_id: str) -> Path:
         """Raises RequestError: no run's id."""
@@ -186,11 +210,13 @@ class Checkpoints:
         overwrite: bool = False,
         weights: tuple[int, int] | None = None,
     ) -> Path:
-        """Write a checkpoint. Raises RequestError: there is one of that name, and it is not to be overwritten; the run
-        has MOST_CHECKPOINTS; the disk is full, or nearly."""
+        """Write a checkpoint. Raises RequestError: there is one of that name, and it is not to
+        be overwritten; the run has MOST_CHECKPOINTS; the disk is full, or nearly."""
         target = self._directory(path)
         if target.exists() and not overwrite and self.find(path) is not None:
-            raise RequestError(f"{path} exists: choose another name, or save with overwrite=True", param="path")
+            raise RequestError(
+                f"{path} exists: choose another name, or save with overwrite=True", param=("path")
+            )
         self._check_room(target)
         now = self._clock()
         facts = {
@@ -222,12 +248,15 @@ class Checkpoints:
             reserve = reserve_bytes(target.parent, self._min_free_gb)
             count = sum(1 for _ in target.parent.iterdir())
         except OSError as error:
-            raise RequestError(f"a checkpoint cannot be written: {error.strerror or error}") from error
+            raise RequestError(
+                f"a checkpoint cannot be written: {error.strerror or error}"
+            ) from error
         if (problem := shortage(target.parent, reserve)) is not None:
             raise RequestError(f"a checkpoint cannot be written: {problem}")
         if count >= MOST_CHECKPOINTS and not target.exists():
             raise RequestError(
-                f"this run has {count} checkpoints of this kind, {MOST_CHECKPOINTS} at most: delete some"
+                f"this run has {count} checkpoints of this kind, {MOST_CHECKPOINTS} at most:"
+                " delete some"
             )
 
     def find(self, path: TinkerPath) -> Checkpoint | None:
@@ -245,7 +274,14 @@ class Checkpoints:
             metadata, step = facts["user_metadata"], facts.get("step")
             weights = None if step is None else (int(step), int(facts.get("generation", 0)))
             created, expires = float(facts["created"]), facts["expires"]
-            return Checkpoint(path, directory, created, None if expires is None else float(expires), metadata, weights)
+            return Checkpoint(
+                path,
+                directory,
+                created,
+                None if expires is None else float(expires),
+                metadata,
+                weights,
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -284,7 +320,8 @@ class Checkpoints:
         return True
 
     def set_ttl(self, path: TinkerPath, ttl_seconds: int | None) -> bool:
-        """Keep the checkpoint for so long from now on, None = for ever. Return whether there is one."""
+        """Keep the checkpoint for so long from now on, None = for ever. Return whether there is
+        one."""
         if self.find(path) is None:
             return False
         file = self._directory(path) / CHECKPOINT_FILE

@@ -1,7 +1,8 @@
 """The datums of a request, checked, as sequences of a batch and as columns of the loss.
 
-Position i of a datum's tokens predicts its target i: the client has shifted them. So a sequence is the tokens and one
-more that nothing reads, all of them are scored, and the targets are the datum's own (`TrainSequence.targets`).
+Position i of a datum's tokens predicts its target i: the client has shifted them. So a sequence is
+the tokens and one more that nothing reads, all of them are scored, and the targets are the datum's
+own (`TrainSequence.targets`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,13 @@ from functools import cached_property
 import numpy as np
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.faces.tinker.losses import DatumLoss, LossKind, find_loss, join_columns, loss_settings
+from mlx_parallm.faces.tinker.losses import (
+    DatumLoss,
+    LossKind,
+    find_loss,
+    join_columns,
+    loss_settings,
+)
 from mlx_parallm.faces.tinker.wire import Datum, ForwardBackward, check_cells, read_datum
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.types import Rollout
@@ -50,15 +57,20 @@ class DatumBatch:
     def by_datum(self, column: np.ndarray) -> list[np.ndarray]:
         """A column in the shapes of the datums' targets, [N] or [N, K] each."""
         parts = np.split(column, self.starts[1:-1])
-        return [part.reshape(datum.inputs[TARGETS].shape) for part, datum in zip(parts, self.data, strict=True)]
+        return [
+            part.reshape(datum.inputs[TARGETS].shape)
+            for part, datum in zip(parts, self.data, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class PromptSplit:
-    """A batch of answers to few prompts, in two parts: what is trained, and the prompts, which are scored once each.
+    """A batch of answers to few prompts, in two parts: what is trained, and the prompts, which are
+    scored once each.
 
     Attributes:
-        sequences, loss: the datums from their first position on that changes the loss; those that have one.
+        sequences, loss: the datums from their first position on that changes the loss; those that
+            have one.
         where: [n] the places of the loss's columns among those of the whole batch.
         prompts: the distinct beginnings.
         numbers: of each datum's beginning; -1 = it has none.
@@ -83,13 +95,19 @@ class PromptSplit:
 
 
 def split_prompts(batch: DatumBatch) -> PromptSplit | None:
-    """None where that would compute no less: prompts that differ, a loss to which each position counts."""
+    """None where that would compute no less: prompts that differ, a loss to which each position
+    counts."""
     kind = batch.loss.kind
     if not kind.idle or any(sequence.targets_each > 1 for sequence in batch.sequences):
         return None
     idle = np.logical_and.reduce([batch.loss.columns[name] == 0 for name in kind.idle])
     found: dict[tuple[bytes, bytes], int] = {}
-    prompts, trained, where, numbers = list[TrainSequence](), list[TrainSequence](), list[np.ndarray](), list[int]()
+    prompts, trained, where, numbers = (
+        list[TrainSequence](),
+        list[TrainSequence](),
+        list[np.ndarray](),
+        list[int](),
+    )
     leading = 0
     for datum, start, stop in zip(batch.data, batch.starts[:-1], batch.starts[1:], strict=True):
         busy = np.flatnonzero(~idle[start:stop])
@@ -104,7 +122,11 @@ def split_prompts(batch: DatumBatch) -> PromptSplit | None:
         if len(busy):
             trained.append(_sequence(datum, slice(length, None)))
             where.append(np.arange(start + length, stop))
-    if not trained or leading < PAYS_FROM * sum(sequence.trained for sequence in prompts) or not leading:
+    if (
+        not trained
+        or leading < PAYS_FROM * sum(sequence.trained for sequence in prompts)
+        or not leading
+    ):
         return None
     places = np.concatenate(where)
     columns = {name: column[places] for name, column in batch.loss.columns.items()}
@@ -113,7 +135,8 @@ def split_prompts(batch: DatumBatch) -> PromptSplit | None:
 
 
 def read_batch(request: ForwardBackward, limits: DatumLimits) -> DatumBatch:
-    """Raises RequestError that says what would be right: the loss, its configuration, a shape, a token, a length."""
+    """Raises RequestError that says what would be right: the loss, its configuration, a shape, a
+    token, a length."""
     kind, settings = find_loss(request.loss), loss_settings(request.loss, request.config)
     if not request.data:
         raise RequestError("the request has no data: send one datum at least")
@@ -124,29 +147,42 @@ def read_batch(request: ForwardBackward, limits: DatumLimits) -> DatumBatch:
     columns = {name: _column(data, name) for name in (*kind.inputs, *kind.optional)}
     sequences = tuple(_sequence(datum) for datum in data)
     counts = [sequence.trained for sequence in sequences]
-    return DatumBatch(data, sequences, DatumLoss(kind, settings, columns, np.repeat(np.arange(len(data)), counts)))
+    return DatumBatch(
+        data, sequences, DatumLoss(kind, settings, columns, np.repeat(np.arange(len(data)), counts))
+    )
 
 
 def _check_datum(datum: Datum, kind: LossKind, loss: str, limits: DatumLimits, where: str) -> None:
     count = len(datum.tokens)
     if not 0 < count <= limits.max_model_len:
-        reason = f"the model's context is {limits.max_model_len}; send less" if count else "send one at least"
+        reason = (
+            (f"the model's context is {limits.max_model_len}; send less")
+            if count
+            else "send one at least"
+        )
         raise RequestError(f"{where}: the model input has {count} tokens; {reason}")
     _check_tokens(datum.tokens, limits, f"{where}: model_input")
     if any(span.length < 0 or span.offset < 0 for span in datum.spans):
         raise RequestError(f"{where}: loss_fn_input_spans hold an offset or a length below 0")
     read = (TARGETS, *kind.inputs, *kind.optional)
     if missing := [name for name in (TARGETS, *kind.inputs) if name not in datum.inputs]:
-        raise RequestError(f"{where}: {loss} needs the loss_fn_input {missing[0]!r} (it reads {', '.join(read)})")
+        raise RequestError(
+            f"{where}: {loss} needs the loss_fn_input {missing[0]!r} (it reads {', '.join(read)})"
+        )
     # A recipe's own notes may travel along; what would change the loss must not be ignored.
-    if unread := [name for name in datum.inputs if name in ("weights", "advantages") and name not in read]:
-        raise RequestError(f"{where}: {loss} does not read {unread[0]!r} (it reads {', '.join(read)})")
+    if unread := [
+        name for name in datum.inputs if name in ("weights", "advantages") and name not in read
+    ]:
+        raise RequestError(
+            f"{where}: {loss} does not read {unread[0]!r} (it reads {', '.join(read)})"
+        )
     _check_targets(datum.inputs[TARGETS], count, limits, where)
     for name in (name for name in read[1:] if name in datum.inputs):
         values, shape = datum.inputs[name], datum.inputs[TARGETS].shape
         if values.shape != shape:
             raise RequestError(
-                f"{where}: {name} has the shape {list(values.shape)}, target_tokens {list(shape)}: send the same"
+                f"{where}: {name} has the shape {list(values.shape)}, target_tokens"
+                f" {list(shape)}: send the same"
             )
         if not np.isfinite(values).all():
             raise RequestError(f"{where}: {name} holds a number that is not finite")
@@ -157,18 +193,23 @@ def _check_targets(targets: np.ndarray, count: int, limits: DatumLimits, where: 
         raise RequestError(f"{where}: target_tokens are {targets.dtype}; send int64 token ids")
     if targets.shape[0] != count:
         raise RequestError(
-            f"{where}: {count} input tokens and {targets.shape[0]} target_tokens: position i predicts target i, so both"
+            f"{where}: {count} input tokens and {targets.shape[0]} target_tokens: position i"
+            " predicts target i, so both"
             " have the same length"
         )
     if targets.ndim == 2 and not 1 <= targets.shape[1] <= MAX_TARGETS:
-        raise RequestError(f"{where}: target_tokens have {targets.shape[1]} columns; 1 to {MAX_TARGETS} are read")
+        raise RequestError(
+            f"{where}: target_tokens have {targets.shape[1]} columns; 1 to {MAX_TARGETS} are read"
+        )
     _check_tokens(targets, limits, f"{where}: target_tokens")
 
 
 def _check_tokens(tokens: np.ndarray, limits: DatumLimits, where: str) -> None:
     if tokens.size and (tokens.min() < 0 or tokens.max() >= limits.vocab_size):
         wrong = tokens[(tokens < 0) | (tokens >= limits.vocab_size)][0]
-        raise RequestError(f"{where}: token {wrong} is not in the vocabulary (0 to {limits.vocab_size - 1})")
+        raise RequestError(
+            f"{where}: token {wrong} is not in the vocabulary (0 to {limits.vocab_size - 1})"
+        )
 
 
 def _column(data: Sequence[Datum], name: str) -> np.ndarray:
@@ -186,5 +227,7 @@ def _sequence(datum: Datum, scored: slice = slice(None)) -> TrainSequence:
     start, stop, _ = scored.indices(len(datum.tokens))
     targets = datum.inputs[TARGETS][:stop].astype(np.int32)
     tokens = (*datum.tokens[:stop].tolist(), 0)
-    rollout = Rollout(tokens, (*(0,) * (start + 1), *(1,) * (stop - start)), None, (), temperature=1.0, scores={})
+    rollout = Rollout(
+        tokens, (*(0,) * (start + 1), *(1,) * (stop - start)), None, (), temperature=1.0, scores={}
+    )
     return TrainSequence(rollout, (), fresh=False, targets=targets)

@@ -1,13 +1,17 @@
-"""The groups of an optimizer step, made of what its datums say; and samples that no step has trained on yet.
+"""The groups of an optimizer step, made of what its datums say; and samples that no step has
+trained on yet.
 
-Tinker's API has neither groups nor rewards: a client sends datums with an advantage for each token. So
+Tinker's API has neither groups nor rewards: a client sends datums with an advantage for each token.
+So
 
     a group          the answers to one prompt that one optimizer step trained on
     advantage        of an answer: the one number that all of its sampled tokens have
-    inferred reward  advantage - the lowest advantage of its group: how much more than its group's worst answer
+    inferred reward  advantage - the lowest advantage of its group: how much more than its group's
+                     worst answer
 
-Where advantages are rewards minus their mean, that is the reward but for a constant of the group; where the client
-divides them too, but for a scale. It is unknown (NaN) for an answer without others, or whose tokens' advantages differ.
+Where advantages are rewards minus their mean, that is the reward but for a constant of the group;
+where the client divides them too, but for a scale. It is unknown (NaN) for an answer without
+others, or whose tokens' advantages differ.
 """
 
 import math
@@ -21,7 +25,12 @@ import numpy as np
 from mlx_parallm.faces.tinker.data import TARGETS, DatumBatch
 from mlx_parallm.faces.tinker.learner import Output
 from mlx_parallm.faces.tinker.wire import Datum
-from mlx_parallm.rl_training.step.batch import BatchStatistics, StatisticsCollector, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.batch import (
+    BatchStatistics,
+    StatisticsCollector,
+    TrainBatch,
+    TrainSequence,
+)
 from mlx_parallm.rl_training.step.prepare import StepTokens
 from mlx_parallm.types import Rollout, RolloutGroup
 
@@ -102,7 +111,11 @@ def trained_answers(
     for i, datum in enumerate(batch.data):
         if datum.inputs[TARGETS].ndim == 1:
             inputs = {name: column[i] for name, column in columns.items()}
-            parts = _parts(datum, find) if any(span.sequence_id for span in datum.spans) else claim(_tokens(datum))
+            parts = (
+                _parts(datum, find)
+                if any(span.sequence_id for span in datum.spans)
+                else claim(_tokens(datum))
+            )
             answer = _answer(datum, inputs, output.logprobs[i], output.entropies[i], parts)
             answers += [] if answer is None else [answer]
     return answers
@@ -110,7 +123,8 @@ def trained_answers(
 
 @dataclass(frozen=True)
 class SampledPart:
-    """Tokens [start, end) of an answer are those of a sample; `step`: of its weights, -1 = unknown."""
+    """Tokens [start, end) of an answer are those of a sample; `step`: of its weights, -1 =
+    unknown."""
 
     sequence_id: str
     start: int
@@ -128,7 +142,11 @@ def _parts(datum: Datum, find: Callable[[str], SampleRecord | None]) -> list[Sam
         start, place = place, place + span.length
         if span.sequence_id:
             record = find(span.sequence_id)
-            known = () if record is None else (record.step, record.temperature, record.stopped, record.generation)
+            known = (
+                ()
+                if record is None
+                else (record.step, record.temperature, record.stopped, record.generation)
+            )
             parts.append(SampledPart(span.sequence_id, start, place, *known))
     return parts
 
@@ -153,7 +171,11 @@ def _answer(
         where = slice(part.start, part.end)
         sampled[where], versions[where], generations[where] = True, part.step, part.generation
     advantages, logprobs = inputs.get("advantages"), inputs.get("logprobs")
-    if not any(span.sequence_id for span in datum.spans) and advantages is not None and logprobs is not None:
+    if (
+        not any(span.sequence_id for span in datum.spans)
+        and advantages is not None
+        and logprobs is not None
+    ):
         sampled[1:] |= (advantages != 0) | (logprobs != 0)  # clients pad both with 0 on the prompt
     if not sampled.any():
         return None
@@ -181,8 +203,8 @@ def _shifted(column: np.ndarray, sampled: np.ndarray) -> np.ndarray:
 def inferred_rewards(advantages: Sequence[float]) -> list[float]:
     """Each advantage of a group less the lowest one; NaN: unknown.
 
-    Worked: rewards 1, 0, 0, 1 minus their mean are 0.5, -0.5, -0.5, 0.5 → 1, 0, 0, 1. Rewards 3 and 2 divided by their
-    standard deviation are 1, -1 → 2, 0.
+    Worked: rewards 1, 0, 0, 1 minus their mean are 0.5, -0.5, -0.5, 0.5 → 1, 0, 0, 1. Rewards 3 and
+    2 divided by their standard deviation are 1, -1 → 2, 0.
     """
     if len(advantages) < 2 or any(math.isnan(value) for value in advantages):
         return [UNKNOWN] * len(advantages)
@@ -193,12 +215,17 @@ def inferred_rewards(advantages: Sequence[float]) -> list[float]:
 def group_of(group_id: str, answers: Sequence[TrainedAnswer], loss: str) -> RolloutGroup:
     """The answers to one prompt, as a group of the rollout store."""
     rewards = inferred_rewards([answer.advantage for answer in answers])
-    rows = [None if answer.advantages is None else tuple(answer.advantages.tolist()) for answer in answers]
+    rows = [
+        None if answer.advantages is None else tuple(answer.advantages.tolist())
+        for answer in answers
+    ]
     return RolloutGroup(
         group_id,
         ENVIRONMENT,
         tuple(_rollout(answer, reward) for answer, reward in zip(answers, rewards, strict=True)),
-        advantages=tuple(row or (0.0,) * len(answer.tokens) for row, answer in zip(rows, answers, strict=True)),
+        advantages=tuple(
+            row or (0.0,) * len(answer.tokens) for row, answer in zip(rows, answers, strict=True)
+        ),
         metadata={"loss_fn": loss},
     )
 
@@ -217,17 +244,22 @@ def _rollout(answer: TrainedAnswer, reward: float) -> Rollout:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """What a step trained on, as the writers of a run's files take it. `joined`: `_joined` of its answers."""
+    """What a step trained on, as the writers of a run's files take it. `joined`: `_joined` of
+    its answers."""
 
     batch: TrainBatch
     tokens: StepTokens
     joined: Mapping[str, float] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float | str | None]:
-        """For the step's line: `inferred_reward` is the mean over the groups whose answers differ in it."""
+        """For the step's line: `inferred_reward` is the mean over the groups whose answers
+        differ in it."""
         known = [[rollout.reward for rollout in group.rollouts] for group in self.batch.groups]
         spread = [reward for rewards in known if max(rewards) > 0 for reward in rewards]
-        statistics, some = self.batch.statistics, any(not math.isnan(reward) for row in known for reward in row)
+        statistics, some = (
+            self.batch.statistics,
+            any(not math.isnan(reward) for row in known for reward in row),
+        )
         return {
             "judged_by": "inferred_reward" if some else "loss",
             "inferred_reward": math.fsum(spread) / len(spread) if spread else None,
@@ -235,7 +267,9 @@ class StepGroups:
             "groups_without_variance": statistics.groups_without_variance,
             "groups_same_answer": statistics.groups_same_answer,
             "completion_tokens_mean": statistics.completion_tokens_mean,
-            "truncated_fraction": None if statistics.eos_fraction is None else statistics.truncated_fraction,
+            "truncated_fraction": None
+            if statistics.eos_fraction is None
+            else statistics.truncated_fraction,
             "eos_fraction": statistics.eos_fraction,
             "rollout_entropy": statistics.rollout_entropy,
             **self.joined,
@@ -243,7 +277,11 @@ class StepGroups:
 
 
 def step_groups(
-    step: int, groups: Sequence[tuple[RolloutGroup, Sequence[TrainedAnswer]]], *, weights: int, generation: int = 0
+    step: int,
+    groups: Sequence[tuple[RolloutGroup, Sequence[TrainedAnswer]]],
+    *,
+    weights: int,
+    generation: int = 0,
 ) -> StepGroups:
     """`weights`: the optimizer steps of the weights that learned; `generation`: theirs."""
     collector = StatisticsCollector()
@@ -257,7 +295,9 @@ def step_groups(
     def column(values: Iterable[np.ndarray | None]) -> np.ndarray:
         """[N] over the sampled tokens of all answers, NaN where there is none."""
         parts = [
-            np.full(int(answer.sampled.sum()), np.nan, np.float32) if value is None else value[answer.sampled]
+            np.full(int(answer.sampled.sum()), np.nan, np.float32)
+            if value is None
+            else value[answer.sampled]
             for answer, value in zip(answers, values, strict=True)
         ]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
@@ -274,8 +314,9 @@ def step_groups(
 
 
 def _joined(answers: Sequence[TrainedAnswer], weights: int, generation: int) -> dict[str, float]:
-    """How old the samples are, and how far sampler and learner differ where the weights are the same (`run_log.py`);
-    without what is not known, or was sampled before a checkpoint was loaded."""
+    """How old the samples are, and how far sampler and learner differ where the weights are the
+    same (`run_log.py`); without what is not known, or was sampled before a checkpoint was
+    loaded."""
     ages, gaps = [np.zeros(0)], [np.zeros(0)]
     for answer in answers:
         known = answer.sampled & (answer.versions >= 0) & (answer.generations == generation)
@@ -362,15 +403,21 @@ class LiveGroup:
     @property
     def size(self) -> int:
         """About as many bytes of tokens in memory: the answers share one prompt."""
-        return sum(answer.own_size for answer in self.answers.values()) + 2 * len(self.prompt) * bool(self.answers)
+        return sum(answer.own_size for answer in self.answers.values()) + 2 * len(
+            self.prompt
+        ) * bool(self.answers)
 
     def group(self) -> RolloutGroup:
-        return RolloutGroup(self.group_id, ENVIRONMENT, tuple(answer.rollout() for answer in self.answers.values()))
+        return RolloutGroup(
+            self.group_id, ENVIRONMENT, tuple(answer.rollout() for answer in self.answers.values())
+        )
 
     def left_of(self, stored: RolloutGroup) -> RolloutGroup:
         """The stored group without the samples that a step has trained on since."""
         kept = zip(self.written, stored.rollouts, strict=True)
-        return replace(stored, rollouts=tuple(rollout for name, rollout in kept if name in self.names))
+        return replace(
+            stored, rollouts=tuple(rollout for name, rollout in kept if name in self.names)
+        )
 
     def noted(self, stored: RolloutGroup | None) -> None:
         """It is written so."""
@@ -379,13 +426,20 @@ class LiveGroup:
         self.changed = self.dropped = False
 
 
-_FACTORS = np.random.default_rng(0).integers(1, 1 << 63, 1 << 12, np.uint64) * np.uint64(2) + np.uint64(1)
+_FACTORS = np.random.default_rng(0).integers(1, 1 << 63, 1 << 12, np.uint64) * np.uint64(
+    2
+) + np.uint64(1)
 
 
 def prefix_hashes(tokens: np.ndarray) -> np.ndarray:
-    """A number for each beginning of a text: [T] uint64, each token times the odd factor of its place, added up."""
-    places = np.resize(_FACTORS, len(tokens)) + np.arange(len(tokens), dtype=np.uint64) // np.uint64(len(_FACTORS))
-    hashes: np.ndarray = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * places, dtype=np.uint64)
+    """A number for each beginning of a text: [T] uint64, each token times the odd factor of its
+    place, added up."""
+    places = np.resize(_FACTORS, len(tokens)) + np.arange(
+        len(tokens), dtype=np.uint64
+    ) // np.uint64(len(_FACTORS))
+    hashes: np.ndarray = np.cumsum(
+        (tokens.astype(np.uint64) + np.uint64(1)) * places, dtype=np.uint64
+    )
     return hashes
 
 
@@ -401,8 +455,9 @@ class _Known:
 class LiveGroups:
     """The samples of a run that no step has trained on yet.
 
-    The tokens of the oldest are forgotten before they take more than `most_bytes`. What is known beside them stays for
-    the newest `most_samples`, dropped ones too: a step may still train on them.
+    The tokens of the oldest are forgotten before they take more than `most_bytes`. What is known
+    beside them stays for the newest `most_samples`, dropped ones too: a step may still train on
+    them.
     """
 
     def __init__(self, most_bytes: int = LIVE_BYTES, most_samples: int = KNOWN_SAMPLES) -> None:
@@ -432,11 +487,14 @@ class LiveGroups:
         start, stop = len(drawn.prompt), len(drawn.prompt) + len(drawn.tokens)
         end = int(prefix_hashes(np.array((*drawn.prompt, *drawn.tokens), np.int32))[-1])
         facts = (drawn.step, drawn.temperature, drawn.stopped, drawn.generation)
-        self._known[drawn.sequence_id] = _Known(group, end, SampledPart(drawn.sequence_id, start, stop, *facts))
+        self._known[drawn.sequence_id] = _Known(
+            group, end, SampledPart(drawn.sequence_id, start, stop, *facts)
+        )
         self._ends.setdefault(end, []).append(drawn.sequence_id)
 
     def claim(self, tokens: np.ndarray) -> list[SampledPart]:
-        """The samples that end in these tokens with all that stands before them; each is found once.
+        """The samples that end in these tokens with all that stands before them; each is found
+        once.
 
         Of two that overlap it is the longer one.
         """
@@ -466,7 +524,9 @@ class LiveGroups:
     def left_by(self, sequence_ids: Iterable[str]) -> set[str]:
         """Ids of their groups that have other samples too."""
         homes = self.homes(sequence_ids).values()
-        return {group.group_id for group, taken in Counter(homes).items() if taken < len(group.names)}
+        return {
+            group.group_id for group, taken in Counter(homes).items() if taken < len(group.names)
+        }
 
     def take(self, sequence_ids: Iterable[str]) -> None:
         """Forget samples that were trained on."""
@@ -486,7 +546,11 @@ class LiveGroups:
 
     def changed(self) -> list[LiveGroup]:
         """Those to write."""
-        return [group for group in self._groups.values() if group.changed and (group.answers or group.written)]
+        return [
+            group
+            for group in self._groups.values()
+            if group.changed and (group.answers or group.written)
+        ]
 
     def too_old(self, line: int) -> list[LiveGroup]:
         """Those that hardly a step will train on any more."""
@@ -499,7 +563,8 @@ class LiveGroups:
             self._forget_tokens(group)
 
     def make_room(self) -> list[LiveGroup]:
-        """Forget the tokens of the oldest samples, and all of those that are too many; return these."""
+        """Forget the tokens of the oldest samples, and all of those that are too many; return
+        these."""
         if self._bytes > self._most:
             for group in [group for group in self._groups.values() if group.answers]:
                 self._forget_tokens(group)

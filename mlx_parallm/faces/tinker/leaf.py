@@ -1,4 +1,5 @@
-"""Tinker's training API, plugged in: the part where a configuration needs it; its packages are imported then."""
+"""Tinker's training API, plugged in: the part where a configuration needs it; its packages are
+imported then."""
 
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,8 @@ def tinker_part(config: "Config") -> "TinkerPart | None":
     require("tinker.enabled = true", *PACKAGES)
     if bits := config.server.kv_bits:
         raise ConfigError(
-            f"server.kv_bits = {bits}: Tinker's clients train on the sampler's log-probabilities, and the learner's"
+            f"server.kv_bits = {bits}: Tinker's clients train on the sampler's log-probabilities,"
+            " and the learner's"
             " keys and values are not quantised: leave kv_bits out"
         )
     from mlx_parallm.faces.tinker.part import TinkerPart

@@ -1,7 +1,8 @@
 """The thread that trains: every model's forward, backward and optimizer, one request after another.
 
-All models share the base's arrays. Each has a module tree with its own adapter, an optimizer and the gradients that its
-requests have added up. Requests of different models take turns in the order in which they came.
+All models share the base's arrays. Each has a module tree with its own adapter, an optimizer and
+the gradients that its requests have added up. Requests of different models take turns in the order
+in which they came.
 """
 
 import copy
@@ -40,13 +41,15 @@ from mlx_parallm.system.turns import Turns
 T = TypeVar("T")
 LORA_ALPHA = 32.0  # Tinker's API has no alpha; its documentation gives 32 for every rank
 OPTIMIZER_FILE = "optimizer.safetensors"
-TRAINED_BYTES = 24  # a trained number: weight, master, gradient twice, AdamW's m and v; 4 bytes each
+# a trained number: weight, master, gradient twice, AdamW's m and v; 4 bytes each
+TRAINED_BYTES = 24
 ATTENTION = ("attn", "attention")
 
 
 @dataclass(frozen=True)
 class LoraChoice:
-    """What a client chose at create_model. `train_unembed` has no effect where the head is the embedding."""
+    """What a client chose at create_model. `train_unembed` has no effect where the head is the
+    embedding."""
 
     rank: int
     seed: int | None = None
@@ -57,7 +60,8 @@ class LoraChoice:
 
 @dataclass(frozen=True)
 class Output:
-    """`logprobs`, `entropies`: of each datum's targets, [N] or [N, K] float32; a forward has no entropies."""
+    """`logprobs`, `entropies`: of each datum's targets, [N] or [N, K] float32; a forward has no
+    entropies."""
 
     logprobs: list[np.ndarray]
     loss: float
@@ -80,7 +84,9 @@ class TinkerLearner:
         turns: the order of engine and trainer where they share the device.
     """
 
-    def __init__(self, loaded: LoadedModel, training: RLTrainingConfig, turns: Turns, max_model_len: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, training: RLTrainingConfig, turns: Turns, max_model_len: int
+    ) -> None:
         self.limits = DatumLimits(max_model_len, loaded.vocab_size)
         self.base = replace(loaded, model=copy.deepcopy(loaded.model))
         self._training, self._turns = training, turns
@@ -108,22 +114,35 @@ class TinkerLearner:
         self._ending = True
         self._thread.close()
 
-    def create(self, choice: LoraChoice, checkpoint: Path | None = None, *, optimizer: bool = False) -> "LearnedModel":
-        """A new model, on the learner's thread. Raises RequestError: nothing to train, no memory; CheckpointError."""
+    def create(
+        self, choice: LoraChoice, checkpoint: Path | None = None, *, optimizer: bool = False
+    ) -> "LearnedModel":
+        """A new model, on the learner's thread. Raises RequestError: nothing to train, no
+        memory; CheckpointError."""
         targets = self._targets(choice)
         layers = linear_layers(self.base.model)
         count = sum(sum(linear_shape(layers[path])) * choice.rank for path in targets)
         needed, free = count * TRAINED_BYTES, psutil.virtual_memory().available
         if needed > free:
             raise RequestError(
-                f"a LoRA of rank {choice.rank} on this model needs {needed / 2**30:.1f} GiB with gradients and AdamW,"
-                f" {free / 2**30:.1f} GiB are free: choose a smaller rank, or train fewer kinds of layers"
+                f"a LoRA of rank {choice.rank} on this model needs {needed / 2**30:.1f} GiB with"
+                " gradients and AdamW,"
+                f" {free / 2**30:.1f} GiB are free: choose a smaller rank, or train fewer kinds of"
+                " layers"
             )
         seed = random.SystemRandom().getrandbits(31) if choice.seed is None else choice.seed
         lora = LoraConfig(rank=choice.rank, alpha=LORA_ALPHA, target_modules=targets)
-        values = {"lora": lora, "optimizer": "adamw", "seed": seed % (1 << 31), "reference": "base", "kl_beta": 0.0}
+        values = {
+            "lora": lora,
+            "optimizer": "adamw",
+            "seed": seed % (1 << 31),
+            "reference": "base",
+            "kl_beta": 0.0,
+        }
         training = self._training.model_copy(update=values)
-        trainer = build_trainer(self.base, training, _UNUSED, between_blocks=self._turns.after_evaluation)
+        trainer = build_trainer(
+            self.base, training, _UNUSED, between_blocks=self._turns.after_evaluation
+        )
         model = LearnedModel(trainer)
         if checkpoint is not None:
             model.load(checkpoint, optimizer=optimizer)
@@ -141,7 +160,8 @@ class TinkerLearner:
         targets = tuple(sorted(path for path in linear_layers(self.base.model) if wanted(path)))
         if not targets:
             raise RequestError(
-                "lora_config trains no layer of this model: set train_attn or train_mlp (its head may be its embedding,"
+                "lora_config trains no layer of this model: set train_attn or train_mlp (its head"
+                " may be its embedding,"
                 " which gets no adapter)"
             )
         return targets
@@ -180,7 +200,8 @@ class LearnedModel:
         return Output(batch.by_datum(logprobs), math.fsum(losses))
 
     def forward_backward(self, batch: DatumBatch) -> Output:
-        """Add the gradients of the summed loss. When it raises, the gradients are as they were before.
+        """Add the gradients of the summed loss. When it raises, the gradients are as they were
+        before.
 
         Raises RequestError: the loss is not finite.
         """
@@ -197,7 +218,8 @@ class LearnedModel:
             loss = sums.totals["loss"]
             if not math.isfinite(loss):
                 raise RequestError(
-                    f"the loss is {loss}: nothing was added to the gradients; check logprobs and advantages"
+                    f"the loss is {loss}: nothing was added to the gradients; check logprobs"
+                    " and advantages"
                 )
             added = True
         finally:
@@ -206,12 +228,17 @@ class LearnedModel:
                 trainer.gradients = before
         columns = [tokens.columns[name] for name in ("trainer_logprobs", "entropies")]
         if split is not None and prompts is not None:
-            columns = [split.join(own, of, batch.starts) for own, of in zip(columns, prompts, strict=True)]
+            columns = [
+                split.join(own, of, batch.starts) for own, of in zip(columns, prompts, strict=True)
+            ]
         return Output(batch.by_datum(columns[0]), loss, batch.by_datum(columns[1]))
 
     def _scored(self, sequences: Sequence[TrainSequence]) -> Iterator[tuple[MicroBatch, Scores]]:
-        """Micro-batches with log-probabilities and entropies of their targets; nothing is differentiated."""
-        for micro_batch in self._trainer.collate(sequences, range(len(sequences)), together=1).micro_batches:
+        """Micro-batches with log-probabilities and entropies of their targets; nothing is
+        differentiated."""
+        for micro_batch in self._trainer.collate(
+            sequences, range(len(sequences)), together=1
+        ).micro_batches:
             yield micro_batch, self._trainer.model.score(micro_batch.token_batch())
 
     def _scores(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
@@ -222,13 +249,15 @@ class LearnedModel:
         return columns
 
     def optim_step(self, settings: AdamWSettings, learning_rate: float) -> Applied:
-        """One AdamW update, which uses the gradients up. Raises RequestError: they are not finite; nothing changed."""
+        """One AdamW update, which uses the gradients up. Raises RequestError: they are not
+        finite; nothing changed."""
         self._trainer.optimizer.use_adamw(settings)
         update = self._trainer.apply(learning_rate)
         assert update is not None, "there are no other ranks"
         if not update.applied:
             raise RequestError(
-                f"the gradient's norm is {update.grad_norm}: the weights are as they were, the gradients are dropped"
+                f"the gradient's norm is {update.grad_norm}: the weights are as they were, the"
+                " gradients are dropped"
             )
         return Applied(self.step, update.grad_norm)
 
@@ -237,13 +266,15 @@ class LearnedModel:
         return self._trainer.policy.adapter()
 
     def save(self, directory: Path, *, optimizer: bool) -> None:
-        """Write the adapter, and AdamW's state, into an existing directory. Gradients are not saved."""
+        """Write the adapter, and AdamW's state, into an existing directory. Gradients are not
+        saved."""
         self._trainer.policy.save(directory)
         if optimizer:
             mx.save_safetensors(str(directory / OPTIMIZER_FILE), self._trainer.optimizer.state())
 
     def load(self, directory: Path, *, optimizer: bool) -> None:
-        """Load what `save` wrote; without `optimizer` AdamW's state stays. Raises AdapterError, CheckpointError."""
+        """Load what `save` wrote; without `optimizer` AdamW's state stays. Raises AdapterError,
+        CheckpointError."""
         self._trainer.policy.load(directory)
         self._trainer.optimizer.reload()
         if optimizer:

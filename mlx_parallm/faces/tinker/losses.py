@@ -1,4 +1,5 @@
-"""Tinker's losses over flat arrays: a number a token in, one number out. Sums over tokens, never means.
+"""Tinker's losses over flat arrays: a number a token in, one number out. Sums over tokens, never
+means.
 
     lp   log-probability of each target under the weights that are trained, at temperature 1
     q    `logprobs` of the datum: the sampler's
@@ -6,13 +7,15 @@
 
     cross_entropy         Σ -lp · w                                  w = 1 where it is not sent
     importance_sampling   -Σ r · A
-    ppo                   -Σ min(r · A, clip(r, low, high) · A)      low and high bound the ratio: 0.8 and 1.2
+    ppo                   -Σ min(r · A, clip(r, low, high) · A)      low and high: 0.8 and 1.2
     cispo                 -Σ sg(clip(r, low, high)) · lp · A         0 and 4
     dro                   -Σ [lp · A - beta / 2 · (lp - q)²]         beta 0.05
-    gspo                  as ppo with r = s · exp(lp - sg(lp)), s = exp(mean of sg(lp) - q over `sequence_ratio_mask`);
-                          the service's thresholds are not published, so both must be sent
+    gspo                  as ppo with r = s · exp(lp - sg(lp)), s = exp(mean of sg(lp) - q over
+                          `sequence_ratio_mask`); the service's thresholds are not published, so
+                          both must be sent
 
-Source: Tinker's documentation, "Losses"; PPO arXiv:1707.06347, CISPO arXiv:2506.13585, GSPO arXiv:2507.18071.
+Source: Tinker's documentation, "Losses"; PPO arXiv:1707.06347, CISPO arXiv:2506.13585, GSPO
+arXiv:2507.18071.
 """
 
 import math
@@ -29,19 +32,22 @@ from mlx_parallm.models.cpu_kernels import as_data
 from mlx_parallm.rl_training.step.collate import MicroBatch
 
 Columns = Mapping[str, mx.array]
-"""The datums' inputs of the tokens of a micro-batch by name, [N] float32, and "datum", [N] int32: which is whose."""
+"""The datums' inputs of the tokens of a micro-batch by name, [N] float32, and "datum", [N]
+int32: which is whose."""
 Settings = Mapping[str, Number]
 """The loss's configuration by name."""
 REFUSED = {
-    "stable_reinforce": "its formula is not published; importance_sampling, ppo, cispo, dro and gspo are off-policy"
+    "stable_reinforce": "its formula is not published; importance_sampling, ppo, cispo, dro and"
+    " gspo are off-policy"
     " losses that this server has (in a cookbook recipe: loss_fn=importance_sampling)",
 }
 
 
 @dataclass(frozen=True)
 class LossKind:
-    """`inputs`: what each datum must bring, beside target_tokens; `optional`: what it may. `settings`: keys of the
-    configuration and their defaults, None = must be sent. `idle`: where these are 0 a position changes nothing."""
+    """`inputs`: what each datum must bring, beside target_tokens; `optional`: what it may.
+    `settings`: keys of the configuration and their defaults, None = must be sent. `idle`: where
+    these are 0 a position changes nothing."""
 
     function: Callable[[mx.array, Columns, Settings], mx.array]
     inputs: tuple[str, ...]
@@ -63,24 +69,29 @@ def importance_sampling(lp: mx.array, columns: Columns, settings: Settings) -> m
 def ppo(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
     """-Σ min(r · A, clip(r) · A), r = exp(lp - q).
 
-    Worked: r = 1.5, A = 2 and bounds 0.8, 1.2: -min(3, 2.4) = -2.4, slope 0; A = -2: -min(-3, -2.4) = 3."""
+    Worked: r = 1.5, A = 2 and bounds 0.8, 1.2: -min(3, 2.4) = -2.4, slope 0; A = -2: -min(-3, -2.4)
+    = 3."""
     return _clipped(_ratio(lp, columns), columns["advantages"], settings)
 
 
 def cispo(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
     """-Σ sg(clip(r)) · lp · A."""
-    ratio = mx.clip(_ratio(lp, columns), settings["clip_low_threshold"], settings["clip_high_threshold"])
+    ratio = mx.clip(
+        _ratio(lp, columns), settings["clip_low_threshold"], settings[("clip_high_threshold")]
+    )
     return -(mx.stop_gradient(ratio) * lp * columns["advantages"]).sum()
 
 
 def dro(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
-    """-Σ [lp · A - beta / 2 · (lp - q)²]; the quadratic term counts at every token, those with A = 0 too."""
+    """-Σ [lp · A - beta / 2 · (lp - q)²]; the quadratic term counts at every token, those with A
+    = 0 too."""
     quadratic = 0.5 * settings["beta"] * mx.square(lp - columns["logprobs"])
     return -(lp * columns["advantages"] - quadratic).sum()
 
 
 def gspo(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
-    """PPO's objective with one ratio a sequence: s · exp(lp - sg(lp)), s = exp(mean over the mask of sg(lp) - q)."""
+    """PPO's objective with one ratio a sequence: s · exp(lp - sg(lp)), s = exp(mean over the
+    mask of sg(lp) - q)."""
     fixed, mask, datum = mx.stop_gradient(lp), columns["sequence_ratio_mask"], columns["datum"]
     zeros = mx.zeros_like(fixed)  # at least as many as datums
     apart = mx.where(mask != 0, (fixed - columns["logprobs"]) * mask, 0.0)
@@ -104,8 +115,12 @@ _POLICY, _IDLE = ("logprobs", "advantages"), ("advantages",)
 LOSSES: Mapping[str, LossKind] = {
     "cross_entropy": LossKind(cross_entropy, (), ("weights",), idle=("weights",)),
     "importance_sampling": LossKind(importance_sampling, _POLICY, idle=_IDLE),
-    "ppo": LossKind(ppo, _POLICY, settings={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, idle=_IDLE),
-    "cispo": LossKind(cispo, _POLICY, settings={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, idle=_IDLE),
+    "ppo": LossKind(
+        ppo, _POLICY, settings={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, idle=_IDLE
+    ),
+    "cispo": LossKind(
+        cispo, _POLICY, settings={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, idle=_IDLE
+    ),
     "dro": LossKind(dro, _POLICY, settings={"beta": 0.05}),
     "gspo": LossKind(
         gspo,
@@ -122,11 +137,14 @@ def find_loss(name: str) -> LossKind:
         return LOSSES[name]
     if name in REFUSED:
         raise RequestError(f"loss_fn {name!r} is not offered: {REFUSED[name]}", param="loss_fn")
-    raise RequestError(f"loss_fn {name!r} is unknown; there are {', '.join(LOSSES)}", param="loss_fn")
+    raise RequestError(
+        f"loss_fn {name!r} is unknown; there are {', '.join(LOSSES)}", param=("loss_fn")
+    )
 
 
 def loss_settings(name: str, config: Mapping[str, float | str]) -> dict[str, float]:
-    """The configuration with its defaults. Raises RequestError: an unknown or missing key, no finite number."""
+    """The configuration with its defaults. Raises RequestError: an unknown or missing key, no
+    finite number."""
     known = find_loss(name).settings or {}
     for key, value in config.items():
         if key not in known:
@@ -137,12 +155,18 @@ def loss_settings(name: str, config: Mapping[str, float | str]) -> dict[str, flo
     values = {key: config.get(key, default) for key, default in known.items()}
     if missing := [key for key, value in values.items() if value is None]:
         raise RequestError(
-            f"loss_fn_config of {name} needs {' and '.join(missing)}: bounds of the ratio, such as 0.9997 and 1.0004"
+            f"loss_fn_config of {name} needs {' and '.join(missing)}: bounds of the ratio,"
+            " such as 0.9997 and 1.0004"
         )
     settings = {key: float(value) for key, value in values.items() if value is not None}
-    low, high = settings.get("clip_low_threshold", 0.0), settings.get("clip_high_threshold", math.inf)
+    low, high = (
+        settings.get("clip_low_threshold", 0.0),
+        settings.get("clip_high_threshold", math.inf),
+    )
     if low > high:
-        raise RequestError(f"loss_fn_config: clip_low_threshold {low:g} is above clip_high_threshold {high:g}")
+        raise RequestError(
+            f"loss_fn_config: clip_low_threshold {low:g} is above clip_high_threshold {high:g}"
+        )
     return settings
 
 
@@ -171,12 +195,17 @@ class DatumLoss:
     def objective(self, micro_batch: MicroBatch) -> Objective:
         """(logprobs, entropy; each [N]) → (loss, (no metrics, no mismatch, logprobs, entropy))."""
         own = micro_batch.columns
-        longer = {name: mx.array(np.pad(column[own], (0, 1))) for name, column in self.columns.items()}
+        longer = {
+            name: mx.array(np.pad(column[own], (0, 1))) for name, column in self.columns.items()
+        }
         _, numbers = np.unique(self.datums[own], return_inverse=True)
         longer["datum"] = mx.array(np.pad(numbers.astype(np.int32), (0, 1)))
 
-        def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
-            columns = {name: column[:-1] for name, column in longer.items()}  # one of one number is data so
+        def objective(
+            logprobs: mx.array, entropy: mx.array
+        ) -> tuple[mx.array, tuple[mx.array, ...]]:
+            # one of one number is data so
+            columns = {name: column[:-1] for name, column in longer.items()}
             settings = {name: as_data(number) for name, number in self.settings.items()}
             loss = self.kind.function(logprobs, columns, settings)
             scores = mx.stop_gradient(logprobs), mx.stop_gradient(entropy)
@@ -187,4 +216,8 @@ class DatumLoss:
 
 def join_columns(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """One datum after the other, flat."""
-    return np.concatenate([array.reshape(-1) for array in arrays]) if arrays else np.zeros(0, np.float32)
+    return (
+        np.concatenate([array.reshape(-1) for array in arrays])
+        if arrays
+        else np.zeros(0, np.float32)
+    )

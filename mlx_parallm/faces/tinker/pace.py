@@ -1,7 +1,8 @@
 """How much of one kind of work the event loop does in one turn.
 
-Hundreds of samples are begun, end or are fetched at the same moment. Each takes a millisecond, and the loop runs all
-that is ready before it looks at the network again: every other client would wait for all of them.
+Hundreds of samples are begun, end or are fetched at the same moment. Each takes a millisecond, and
+the loop runs all that is ready before it looks at the network again: every other client would wait
+for all of them.
 """
 
 import asyncio
@@ -11,7 +12,8 @@ AT_ONCE = 8  # of a kind, in one turn of the loop
 
 
 class Pace:
-    """Lets `most` callers go on in one turn of the event loop; the others follow in the next turns, in their order."""
+    """Lets `most` callers go on in one turn of the event loop; the others follow in the next
+    turns, in their order."""
 
     def __init__(self, most: int = AT_ONCE) -> None:
         self._most = most

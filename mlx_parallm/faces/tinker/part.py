@@ -1,13 +1,21 @@
-"""Tinker's training API: an unmodified `tinker` SDK samples from this server and trains LoRA models on it. This is the
-part that the daemon starts: the routes at once, and behind them a learner once the model is loaded.
+"""Tinker's training API: an unmodified `tinker` SDK samples from this server and trains LoRA models
+on it. This is the part that the daemon starts: the routes at once, and behind them a learner once
+the model is loaded.
 
-    routes.py       sessions, promises, training and sampling below /api/v1 · rest.py: runs, checkpoints, downloads
-    service.py      models, order of requests (the server's thread) · sessions.py: clients · sampling.py: samples
-    promises.py     results that wait for their clients · pace.py: how much the event loop does in one turn
-    learner.py      the thread that trains all models · losses.py, data.py: what one request asks of it
-    samplers.py     the weights that samples are drawn with · checkpoints.py: tinker:// names and their directories
-    run_log.py      staleness, the gap between sampler and learner · recorder.py, groups.py: the files of a run
-    wire.py         protobuf messages and tensors · wire_counts.py: how many of them · bodies.py: JSON bodies
+    routes.py       sessions, promises, training and sampling below /api/v1 · rest.py: runs,
+                    checkpoints, downloads
+    service.py      models, order of requests (the server's thread) · sessions.py: clients ·
+                    sampling.py: samples
+    promises.py     results that wait for their clients · pace.py: how much the event loop does in
+                    one turn
+    learner.py      the thread that trains all models · losses.py, data.py: what one request asks of
+                    it
+    samplers.py     the weights that samples are drawn with · checkpoints.py: tinker:// names and
+                    their directories
+    run_log.py      staleness, the gap between sampler and learner · recorder.py, groups.py: the
+                    files of a run
+    wire.py         protobuf messages and tensors · wire_counts.py: how many of them · bodies.py:
+                    JSON bodies
 """
 
 from pathlib import Path
@@ -66,7 +74,14 @@ class TinkerPart:
         weights.shelf = SamplerShelf(checkpoints, samplers, names)
         self._recorder = RunRecorder(self._config, checkpoints)
         service = TinkerService(
-            tinker, self._learner, samplers, engine, checkpoints, self._recorder, names=names, tokenizer_id=tokenizer
+            tinker,
+            self._learner,
+            samplers,
+            engine,
+            checkpoints,
+            self._recorder,
+            names=names,
+            tokenizer_id=tokenizer,
         )
         self._sampling = Sampling(service)
         self._service = service
@@ -94,15 +109,22 @@ class TinkerPart:
 
 
 def base_names(config: Config, base: LoadedModel) -> tuple[tuple[str, ...], str]:
-    """The names of the base, the one that clients are told first, and what a client loads the tokenizer from.
+    """The names of the base, the one that clients are told first, and what a client loads the
+    tokenizer from.
 
-    The SDK loads the tokenizer in the client's process from the model's name: a directory's path for a local model. It
-    reads a name with two slashes as ORG/MODEL/VARIANT, so a path with two gets a third that changes nothing.
+    The SDK loads the tokenizer in the client's process from the model's name: a directory's path
+    for a local model. It reads a name with two slashes as ORG/MODEL/VARIANT, so a path with two
+    gets a third that changes nothing.
     """
     local = Path(base.name).expanduser().exists() or base.name.startswith("builtin:")
     name = base.name
     if local:
         path = base.path.resolve()
         name = f"{path.parent}/./{path.name}" if str(path).count("/") == 2 else str(path)
-    others = (base.name, str(base.path), str(base.path.resolve()), *config.server.served_model_names)
+    others = (
+        base.name,
+        str(base.path),
+        str(base.path.resolve()),
+        *config.server.served_model_names,
+    )
     return tuple(dict.fromkeys((name, *others))), name

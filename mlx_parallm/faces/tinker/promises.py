@@ -1,8 +1,9 @@
 """Results that wait for their clients. Server's thread only.
 
-A request is answered at once with a promise's id; the client asks for the result until it is there. A result is kept
-until well after its first delivery, because two polls may overlap and a client may ask again. An id is the process's
-own mark and a random part, which nobody can guess: an id with another mark is a promise that was lost with its process.
+A request is answered at once with a promise's id; the client asks for the result until it is there.
+A result is kept until well after its first delivery, because two polls may overlap and a client may
+ask again. An id is the process's own mark and a random part, which nobody can guess: an id with
+another mark is a promise that was lost with its process.
 """
 
 import asyncio
@@ -23,7 +24,8 @@ POLL_S = 25.0  # of a long poll; the SDK gives up after 45
 KEPT_AFTER_DELIVERY_S = 120.0
 UNCLAIMED_S = 6 * 3600.0  # without anybody asking: the client is gone
 NEEDED_S = 900.0  # the same where their memory is needed
-PROMISE_BYTES = 2048  # that a promise takes beside its result: its object, its id, its place in the queues
+# that a promise takes beside its result: its object, its id, its place in the queues
+PROMISE_BYTES = 2048
 JSON = "application/json"
 
 
@@ -63,9 +65,11 @@ def _nothing() -> None:
 
 @dataclass(eq=False, slots=True)
 class Promise:
-    """A result to come. `reason`: says in words what it waits for. `sequence_count`: sequences that it will hold.
+    """A result to come. `reason`: says in words what it waits for. `sequence_count`: sequences that
+    it will hold.
 
-    It is known by its request's number long after its result was collected, so it then holds nothing but its id.
+    It is known by its request's number long after its result was collected, so it then holds
+    nothing but its id.
     """
 
     request_id: str
@@ -109,7 +113,8 @@ class Promises:
         return len(self._open)
 
     def new(self, model_id: str | None = None, sample_count: int = 0) -> Promise:
-        """A new promise, with the ids of so many samples. Raises ServerBusyError: results take too much memory."""
+        """A new promise, with the ids of so many samples. Raises ServerBusyError: results take
+        too much memory."""
         self._forget()
         while self._bytes > self._most_bytes and self._delivered:
             self._drop(self._delivered.popleft()[1])
@@ -117,15 +122,19 @@ class Promises:
             self._drop_resolved(NEEDED_S)
         if self._bytes > self._most_bytes:
             raise ServerBusyError(
-                f"results of {self._bytes} bytes wait for their clients (tinker.max_result_bytes); collect them first"
+                f"results of {self._bytes} bytes wait for their clients"
+                " (tinker.max_result_bytes); collect them first"
             )
         self._bytes += PROMISE_BYTES
         request_id = f"{self._mark}-{secrets.token_hex(16)}"
-        promise = self._open[request_id] = Promise(request_id, model_id=model_id, sequence_count=sample_count)
+        promise = self._open[request_id] = Promise(
+            request_id, model_id=model_id, sequence_count=sample_count
+        )
         return promise
 
     def resolve(self, promise: Promise, result: PromiseResult) -> None:
-        """Set the result, once; later ones (of a request that was cancelled meanwhile) are dropped."""
+        """Set the result, once; later ones (of a request that was cancelled meanwhile) are
+        dropped."""
         if promise.ready.is_set():
             return
         promise.result = result
@@ -139,23 +148,31 @@ class Promises:
             listener(promise)
 
     def find(self, request_id: str) -> Promise:
-        """Raises RefusedError, 410: a promise of another process, or one that was collected long ago."""
+        """Raises RefusedError, 410: a promise of another process, or one that was collected long
+        ago."""
         self._forget()
         promise = self._open.get(request_id)
         if promise is None:
             if request_id.startswith(f"{self._mark}-"):
-                raise RefusedError(f"the result of request {request_id!r} was collected and is gone", 410)
+                raise RefusedError(
+                    f"the result of request {request_id!r} was collected and is gone", 410
+                )
             raise RefusedError(
-                f"request {request_id!r} is unknown: the server was restarted, and what it had promised is lost."
+                f"request {request_id!r} is unknown: the server was restarted, and what it had"
+                " promised is lost."
                 " Checkpoints are kept: create_training_client_from_state goes on from one",
                 410,
             )
         return promise
 
-    async def wait(self, promise: Promise, seconds: float, ending: Callable[[], bool]) -> PromiseResult | None:
+    async def wait(
+        self, promise: Promise, seconds: float, ending: Callable[[], bool]
+    ) -> PromiseResult | None:
         """The result, once it is there; None after `seconds`, or once the server is ending."""
         deadline = self._clock() + seconds
-        while not promise.ready.is_set() and not ending() and (left := deadline - self._clock()) > 0:
+        while (
+            not promise.ready.is_set() and not ending() and (left := deadline - self._clock()) > 0
+        ):
             try:
                 await asyncio.wait_for(promise.ready.wait(), min(left, 1.0))
             except TimeoutError:
@@ -184,7 +201,8 @@ class Promises:
             self._drop(self._resolved.popleft()[1])
 
     def _drop(self, request_id: str) -> None:
-        """Let the result go: whoever knows the promise by a request's number knows that there was one, no more."""
+        """Let the result go: whoever knows the promise by a request's number knows that there
+        was one, no more."""
         promise = self._open.pop(request_id, None)
         if promise is not None:
             self._bytes -= PROMISE_BYTES

@@ -1,12 +1,14 @@
-"""What is written of the runs of this process, on a thread of its own: neither the event loop nor the learner waits.
+"""What is written of the runs of this process, on a thread of its own: neither the event loop nor
+the learner waits.
 
-    sampling.py ──Drawn──┐                      rollouts.sqlite   samples as they end, and the groups of each step
+    sampling.py ──Drawn──┐                      rollouts.sqlite   samples, and each step's groups
     run_log.py ──Stepped─┼─► RunRecorder ──►    tokens.sqlite     their tokens' numbers
     service.py ──end()───┘   (one thread)       spans.jsonl       when was trained and sampled
                                                 metrics.jsonl     a line for each optimizer step
 
-They are the files of a training run, by the same writers, so the dashboard and `mlx_parallm rollouts`, `explain` and
-`compare` read them. A failure costs one warning (`RunEvents.emit`) and never an answer.
+They are the files of a training run, by the same writers, so the dashboard and `mlx_parallm
+rollouts`, `explain` and `compare` read them. A failure costs one warning (`RunEvents.emit`) and
+never an answer.
 """
 
 import math
@@ -80,7 +82,8 @@ class Stepped:
     """An optimizer step is made.
 
     Attributes:
-        weights, generation: steps of the weights that it started from, and how often a checkpoint was loaded.
+        weights, generation: steps of the weights that it started from, and how often a checkpoint
+            was loaded.
         values: of its line.
         trained: Unix times of its passes.
         size: of the requests, in bytes.
@@ -111,11 +114,14 @@ class RunRecorder:
         self._lock = threading.Lock()
         self._waiting, self._full = 0, False
         self._open: set[RecordedRun] = set()  # the recorder's thread
-        self._due: dict[RecordedRun, float] = {}  # runs with samples to write, and when; the recorder's thread
+        # runs with samples to write, and when; the recorder's thread
+        self._due: dict[RecordedRun, float] = {}
         self._thread = threading.Thread(target=self._main, name="tinker-recorder", daemon=True)
         self._thread.start()
 
-    def begin(self, run: Run, learned: LearnedModel, find: Callable[[str], SampleRecord | None]) -> "RecordedRun":
+    def begin(
+        self, run: Run, learned: LearnedModel, find: Callable[[str], SampleRecord | None]
+    ) -> "RecordedRun":
         """Write what is known of a new run, and what it does from now on."""
         directory, run_id = self._checkpoints.run_directory(run.run_id), run.run_id
         training = learned.training.model_copy(update={"checkpoint_dir": self._checkpoints.root})
@@ -130,7 +136,8 @@ class RunRecorder:
         return RecordedRun(self, directory, config, own)
 
     def post(self, work: Callable[[], None], size: int = 0) -> bool:
-        """Do it after what was posted before; `size`: bytes that it holds. False: there is no room for it."""
+        """Do it after what was posted before; `size`: bytes that it holds. False: there is no
+        room for it."""
         with self._lock:
             fits = not size or self._waiting + size <= MOST_WAITING
             warn = not fits and not self._full
@@ -161,7 +168,9 @@ class RunRecorder:
         while True:
             due = min(self._due.values(), default=math.inf)
             try:
-                found = self._work.get(timeout=None if math.isinf(due) else max(due - time.monotonic(), 0.0))
+                found = self._work.get(
+                    timeout=None if math.isinf(due) else max(due - time.monotonic(), 0.0)
+                )
             except queue.Empty:
                 found = (lambda: None), 0
             if found is None:
@@ -181,7 +190,8 @@ class RunRecorder:
 
 
 class RecordedRun:
-    """The files of one run. `drawn`, `stepped` and `end`: any thread; the rest is on the recorder's.
+    """The files of one run. `drawn`, `stepped` and `end`: any thread; the rest is on the
+    recorder's.
 
     Args:
         find: what is known of a sample of this run, by its sequence id.
@@ -208,7 +218,13 @@ class RecordedRun:
         self._events.subscribe(_Begun, lambda event: self._begin())
         self._events.subscribe(Drawn, self._take_in)
         self._events.subscribe(_Due, lambda event: self._write_live())
-        steps = (self._form_groups, self._write_groups, self._write_tokens, self._write_spans, self._write_line)
+        steps = (
+            self._form_groups,
+            self._write_groups,
+            self._write_tokens,
+            self._write_spans,
+            self._write_line,
+        )
         for subscriber in steps:
             self._events.subscribe(Stepped, subscriber)
         self._events.subscribe(_Ended, lambda event: self._end())
@@ -256,12 +272,15 @@ class RecordedRun:
         self._recorder.write_soon(self)
 
     def _write_live(self) -> None:
-        """Write the samples that wait: a group that has got more is written anew. What fails is tried again."""
+        """Write the samples that wait: a group that has got more is written anew. What fails is
+        tried again."""
         try:
             if changed := self._live.changed():
                 groups = [self._as_written(group) for group in changed]
                 gone = [group.group_id for group in changed if group.written]
-                self._opened().replace(gone, [group for group in groups if group is not None], source=SOURCE)
+                self._opened().replace(
+                    gone, [group for group in groups if group is not None], source=SOURCE
+                )
                 for group, written in zip(changed, groups, strict=True):
                     group.noted(written)
             self._drop(self._live.too_old(self._last_step))
@@ -280,7 +299,9 @@ class RecordedRun:
 
     def _drop(self, groups: Sequence[LiveGroup]) -> None:
         for reason in {group.unused for group in groups if group.written}:
-            written = [group.group_id for group in groups if group.written and group.unused == reason]
+            written = [
+                group.group_id for group in groups if group.written and group.unused == reason
+            ]
             self._opened().drop(written, self._last_step, reason)
         self._live.dropped(groups)
 
@@ -289,19 +310,30 @@ class RecordedRun:
         self._groups, self._last_step = None, stepped.step
         by_prompt: dict[tuple[str, bytes], list[TrainedAnswer]] = {}
         for request in stepped.requests:
-            for answer in trained_answers(request.batch, request.output, self._find, self._live.claim):
+            for answer in trained_answers(
+                request.batch, request.output, self._find, self._live.claim
+            ):
                 by_prompt.setdefault((request.loss, answer.prompt), []).append(answer)
-        self._taken = [name for answers in by_prompt.values() for answer in answers for name in answer.sequences]
+        self._taken = [
+            name
+            for answers in by_prompt.values()
+            for answer in answers
+            for name in answer.sequences
+        ]
         homes = self._live.homes(self._taken)
         left = self._live.left_by(self._taken)
         groups, claimed = [], set[str]()
         for (loss, prompt), answers in by_prompt.items():
-            group_id = next((homes[name].group_id for name in answers[0].sequences if name in homes), "")
+            group_id = next(
+                (homes[name].group_id for name in answers[0].sequences if name in homes), ("")
+            )
             if not group_id or group_id in claimed or group_id in left:
                 group_id = self._live.new_id(prompt)
             claimed.add(group_id)
             groups.append((group_of(group_id, answers, loss), answers))
-        self._groups = step_groups(stepped.step, groups, weights=stepped.weights, generation=stepped.generation)
+        self._groups = step_groups(
+            stepped.step, groups, weights=stepped.weights, generation=stepped.generation
+        )
 
     def _write_groups(self, stepped: Stepped) -> None:
         if self._groups is None or not self._groups.batch.groups:
@@ -319,7 +351,9 @@ class RecordedRun:
         if stepped.step % PRUNED_EVERY == 0:
             kept = self._config.rollouts
             always = -1 if kept.keep == "all" else stepped.step - kept.keep
-            store.prune(stepped.step - 1, always_up_to_step=always, max_bytes=round(kept.max_gb * GB))
+            store.prune(
+                stepped.step - 1, always_up_to_step=always, max_bytes=round(kept.max_gb * GB)
+            )
 
     def _write_tokens(self, stepped: Stepped) -> None:
         """Of the first groups of the step."""
@@ -345,7 +379,9 @@ class RecordedRun:
         values = dict(stepped.values)
         if groups is not None and groups.batch.groups:
             values = groups.numbers() | values | {"groups": len(groups.batch.groups)}
-        MetricsFile(self._path / METRICS_FILE).append(complete({"step": stepped.step, "judged_by": "loss"} | values))
+        MetricsFile(self._path / METRICS_FILE).append(
+            complete({"step": stepped.step, "judged_by": "loss"} | values)
+        )
 
     def _end(self) -> None:
         """Each part, whatever another one raises."""

@@ -65,7 +65,11 @@ def _run_routes(router: APIRouter, service: Service) -> None:
             trained = {key: lora[key] for key in ("train_mlp", "train_attn")}
             unembed = lora["train_unembed"] and service().learner.trains_head
             answer = {"base_model": found.base_model, "is_lora": True, "lora_rank": lora["rank"]}
-            return answer | trained | {"train_unembed": unembed, "optimizer_config": {"type": "adamw"}}
+            return (
+                answer
+                | trained
+                | {"train_unembed": unembed, "optimizer_config": {"type": ("adamw")}}
+            )
 
         return await asyncio.to_thread(read)
 
@@ -86,7 +90,11 @@ def _checkpoint_routes(router: APIRouter, service: Service) -> None:
     async def of_run(run_id: str) -> dict[str, Any]:
         def read() -> dict[str, Any]:
             _run(service(), run_id)
-            return {"checkpoints": [checkpoint.to_json() for checkpoint in service().checkpoints.list(run_id)]}
+            return {
+                "checkpoints": [
+                    checkpoint.to_json() for checkpoint in service().checkpoints.list(run_id)
+                ]
+            }
 
         return await asyncio.to_thread(read)
 
@@ -109,7 +117,8 @@ def _checkpoint_routes(router: APIRouter, service: Service) -> None:
 
 
 class Links:
-    """Addresses of a checkpoint's files for clients that send no key: whoever has one may read, for an hour."""
+    """Addresses of a checkpoint's files for clients that send no key: whoever has one may read,
+    for an hour."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[float, Checkpoint]] = {}
@@ -149,7 +158,10 @@ def _download_routes(router: APIRouter, service: Service) -> None:
         location = f"{links.new(checkpoint, request)}/{ARCHIVE}"
         return Response(
             status_code=302,
-            headers={"Location": location, "Expires": formatdate(time.time() + LINKS_LIVE_S, usegmt=True)},
+            headers={
+                "Location": location,
+                "Expires": formatdate(time.time() + LINKS_LIVE_S, usegmt=True),
+            },
         )
 
     @router.get("/downloads/{token}/{file}")
@@ -210,7 +222,9 @@ def _missing(path: TinkerPath) -> RefusedError:
 def _files(checkpoint: Checkpoint) -> list[Path]:
     """Raises RefusedError, 404: it was deleted."""
     try:
-        return sorted(file for file in checkpoint.directory.iterdir() if file.name != CHECKPOINT_FILE)
+        return sorted(
+            file for file in checkpoint.directory.iterdir() if file.name != CHECKPOINT_FILE
+        )
     except FileNotFoundError as error:
         raise _missing(checkpoint.path) from error
 
@@ -219,7 +233,8 @@ def _tar(files: list[Path]) -> Iterator[bytes]:
     """A tar file of them, a file at a time."""
     for file in files:
         buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as tar:  # a header is 512 bytes
+        # a header is 512 bytes
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as tar:
             tar.add(file, arcname=file.name)
         content = buffer.getvalue()
         yield content[: -(-file.stat().st_size // 512) * 512 + 512]

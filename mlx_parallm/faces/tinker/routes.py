@@ -1,7 +1,9 @@
-"""Tinker's routes below /api/v1: sessions, promises, training, sampling. rest.py has runs and checkpoints.
+"""Tinker's routes below /api/v1: sessions, promises, training, sampling. rest.py has runs and
+checkpoints.
 
-What a request may do wrong is either answered with an HTTP status at once (a body that cannot be read, an unknown
-session), or by its promise: 200 with `{"error", "category"}`, which the SDK raises as RequestFailedError.
+What a request may do wrong is either answered with an HTTP status at once (a body that cannot be
+read, an unknown session), or by its promise: 200 with `{"error", "category"}`, which the SDK raises
+as RequestFailedError.
 """
 
 import asyncio
@@ -22,7 +24,12 @@ from mlx_parallm.faces.tinker.pace import Pace
 from mlx_parallm.faces.tinker.promises import POLL_S
 from mlx_parallm.faces.tinker.sampling import Sampling
 from mlx_parallm.faces.tinker.service import TinkerService
-from mlx_parallm.faces.tinker.wire import BodyTooLargeError, decompressed, leading_number, read_forward_backward
+from mlx_parallm.faces.tinker.wire import (
+    BodyTooLargeError,
+    decompressed,
+    leading_number,
+    read_forward_backward,
+)
 from mlx_parallm.faces.tinker.wire_counts import CHUNK_DATUMS
 from mlx_parallm.server.context import Context
 from mlx_parallm.server.errors import request_error
@@ -32,13 +39,19 @@ PREFIX = "/api/v1"
 MOST_DECOMPRESSED = 256 << 20
 IN_A_THREAD = 1 << 18  # bytes of a body whose parsing would hold up the event loop
 CHUNK_BYTES = 24_000_000  # of one forward_backward request: below the server's limit of a body
-LARGE_AT_ONCE = 2  # bodies that are decompressed and read at once: each may take MOST_DECOMPRESSED twice
+# bodies that are decompressed and read at once: each may take MOST_DECOMPRESSED twice
+LARGE_AT_ONCE = 2
 LONGEST_REASON = 64  # characters
 Service = Callable[[], TinkerService]
 
 
 def tinker_router() -> APIRouter:
-    return APIRouter(prefix=PREFIX, route_class=StrictJSONRoute, default_response_class=JSONResponse, tags=["tinker"])
+    return APIRouter(
+        prefix=PREFIX,
+        route_class=StrictJSONRoute,
+        default_response_class=JSONResponse,
+        tags=[("tinker")],
+    )
 
 
 def add_routes(router: APIRouter, service: Service, sampling: Callable[[], Sampling]) -> None:
@@ -74,7 +87,10 @@ def _client_routes(router: APIRouter, service: Service) -> None:
 
     @router.get("/get_server_capabilities")
     async def capabilities() -> dict[str, Any]:
-        model = {"model_name": service().base_model, "max_context_length": service().engine.max_model_len}
+        model = {
+            "model_name": service().base_model,
+            "max_context_length": service().engine.max_model_len,
+        }
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
     @router.post("/telemetry")
@@ -86,7 +102,11 @@ def _session_routes(router: APIRouter, service: Service) -> None:
     @router.post("/create_session")
     async def create_session(body: bodies.CreateSessionBody) -> dict[str, Any]:
         session = service().create_session(body)
-        warning = None if service().learner.trains_head else "train_unembed has no effect: the head is the embedding"
+        warning = (
+            None
+            if service().learner.trains_head
+            else ("train_unembed has no effect: the head is the embedding")
+        )
         return {"type": "create_session", "session_id": session.session_id, "info_message": warning}
 
     @router.post("/session_heartbeat")
@@ -111,11 +131,17 @@ def _session_routes(router: APIRouter, service: Service) -> None:
     async def session(session_id: str) -> dict[str, Any]:
         found = service().session(session_id)
         metadata = shown_metadata(found.user_metadata or {})
-        answer = {"training_run_ids": found.models, "sampler_ids": found.samplers, "user_metadata": metadata}
+        answer = {
+            "training_run_ids": found.models,
+            "sampler_ids": found.samplers,
+            "user_metadata": metadata,
+        }
         return answer | {"display_name": found.display_name and display(found.display_name)}
 
 
-def _future_routes(router: APIRouter, many: APIRouter, service: Service, sampling: Callable[[], Sampling]) -> None:
+def _future_routes(
+    router: APIRouter, many: APIRouter, service: Service, sampling: Callable[[], Sampling]
+) -> None:
     @many.post("/retrieve_future")
     async def retrieve(body: bodies.RetrieveBody, context: Context) -> Response:
         promises = service().promises
@@ -123,7 +149,11 @@ def _future_routes(router: APIRouter, many: APIRouter, service: Service, samplin
         result = await promises.wait(promise, _poll_s(context), lambda: context.deps.state.draining)
         if result is not None:
             return Response(result.body, media_type=result.media_type)
-        answer: dict[str, Any] = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+        answer: dict[str, Any] = {
+            "type": "try_again",
+            "request_id": body.request_id,
+            "queue_state": ("active"),
+        }
         if reason := promise.reason():
             answer["queue_state_reason"] = reason
         return JSONResponse(answer)
@@ -134,7 +164,9 @@ def _future_routes(router: APIRouter, many: APIRouter, service: Service, samplin
         most = _poll_s(context)
         seconds = most if body.timeout is None else min(max(body.timeout, 0.0), most)
         state = context.deps.state
-        events, cursor = await sampling().completions(body.target, body.prev_cursor, seconds, lambda: state.draining)
+        events, cursor = await sampling().completions(
+            body.target, body.prev_cursor, seconds, lambda: state.draining
+        )
         return {"completions": events, "cursor": cursor}
 
     @router.post("/cancel_future")
@@ -211,11 +243,15 @@ def _saving_routes(numbered: APIRouter, service: Service) -> None:
         return service().save_external(body).answer()
 
 
-def _sampling_routes(router: APIRouter, many: APIRouter, service: Service, sampling: Callable[[], Sampling]) -> None:
+def _sampling_routes(
+    router: APIRouter, many: APIRouter, service: Service, sampling: Callable[[], Sampling]
+) -> None:
     @router.post("/create_sampling_session")
     async def create_sampling_session(body: bodies.SamplingSessionBody) -> dict[str, Any]:
         session = service().session(body.session_id)
-        made = await service().create_sampler(session, body.sampling_session_seq_id, body.base_model, body.model_path)
+        made = await service().create_sampler(
+            session, body.sampling_session_seq_id, body.base_model, body.model_path
+        )
         return {"type": "create_sampling_session", "sampling_session_id": made.sampler_id}
 
     @router.get("/samplers/{sampler_id}")
@@ -223,7 +259,11 @@ def _sampling_routes(router: APIRouter, many: APIRouter, service: Service, sampl
         found = service().sampling.get(sampler_id)
         if found is None:
             raise RefusedError(f"there is no sampler {sampler_id!r}", 404)
-        answer = {"sampler_id": sampler_id, "base_model": found.base_model, "model_path": found.model_path}
+        answer = {
+            "sampler_id": sampler_id,
+            "base_model": found.base_model,
+            "model_path": found.model_path,
+        }
         return JSONResponse(answer)
 
     @many.post("/asample")
@@ -253,9 +293,9 @@ def _paced_route(pace: Pace) -> type[StrictJSONRoute]:
 def _numbered_route(service: Service) -> type[StrictJSONRoute]:
     """The class of routes whose requests have `model_id` and `seq_id`.
 
-    The SDK takes a number before it sends, and goes on with the next one after an error. A number that never comes
-    would leave all later requests of the model waiting for it, so what cannot be run takes its turn and fails as a
-    promise.
+    The SDK takes a number before it sends, and goes on with the next one after an error. A number
+    that never comes would leave all later requests of the model waiting for it, so what cannot be
+    run takes its turn and fails as a promise.
     """
 
     class NumberedRoute(StrictJSONRoute):
@@ -275,7 +315,9 @@ def _numbered_route(service: Service) -> type[StrictJSONRoute]:
                     if number is None:
                         raise
                     content = blake2b(body, digest_size=16).digest()
-                    return JSONResponse(service().refuse(*number, kind, _why(error), content).answer())
+                    return JSONResponse(
+                        service().refuse(*number, kind, _why(error), content).answer()
+                    )
 
             return answer
 
@@ -289,7 +331,8 @@ def _why(error: RequestError | RequestValidationError | HTTPException) -> str:
 
 
 def _number(error: Exception, kind: str, body: bytes) -> tuple[str, int] | None:
-    """The model and the number of a request that was refused; None where they cannot be read, or it has none."""
+    """The model and the number of a request that was refused; None where they cannot be read, or
+    it has none."""
     if kind == "forward_backward":
         found = leading_number(error.leading if isinstance(error, BodyTooLargeError) else body)
         return found if found and found[1] > 0 else None
@@ -299,5 +342,9 @@ def _number(error: Exception, kind: str, body: bytes) -> tuple[str, int] | None:
         value = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    model, seq_id = (value.get("model_id"), value.get("seq_id")) if isinstance(value, dict) else (None, None)
-    return (model, seq_id) if isinstance(model, str) and type(seq_id) is int and seq_id > 0 else None
+    model, seq_id = (
+        (value.get("model_id"), value.get("seq_id")) if isinstance(value, dict) else (None, None)
+    )
+    return (
+        (model, seq_id) if isinstance(model, str) and type(seq_id) is int and seq_id > 0 else None
+    )

@@ -1,15 +1,19 @@
-"""What is known of a run beside its loss: how old its samples are, and how far sampler and learner differ.
+"""What is known of a run beside its loss: how old its samples are, and how far sampler and learner
+differ.
 
-The SDK says for each target which token of which sample it is (provenance spans). The samples are remembered here with
-their log-probabilities and the step of the weights that drew them, so every forward_backward can answer
+The SDK says for each target which token of which sample it is (provenance spans). The samples are
+remembered here with their log-probabilities and the step of the weights that drew them, so every
+forward_backward can answer
 
-    staleness:mean, :max       optimizer steps between the weights that sampled a token and those that learn from it;
-                               not known of samples from before a checkpoint was loaded
-    sampler_gap:mean, :max     |learner - sampler| in nats over the tokens that the present weights sampled at
-                               temperature 1: the same number computed twice
+    staleness:mean, :max       optimizer steps between the weights that sampled a token and those
+                               that learn from it; not known of samples from before a checkpoint was
+                               loaded
+    sampler_gap:mean, :max     |learner - sampler| in nats over the tokens that the present weights
+                               sampled at temperature 1: the same number computed twice
     ratio:mean, clip_fraction:mean, trained_tokens:sum, tokens:sum
 
-and each optimizer step has a line of `metrics.jsonl` in the run's directory, which recorder.py writes.
+and each optimizer step has a line of `metrics.jsonl` in the run's directory, which recorder.py
+writes.
 """
 
 import math
@@ -84,7 +88,8 @@ class _Since:
     kept: list[TrainedRequest] = field(default_factory=list)
     kept_bytes: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)  # of each request: begin and end
-    numbers: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # of each request, and its tokens
+    # of each request, and its tokens
+    numbers: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
 
 class TinkerRunLog:
@@ -106,7 +111,8 @@ class TinkerRunLog:
         records: SampleRecords,
         began: float,
     ) -> dict[str, float]:
-        """The metrics of a request's answer; every name ends with how chunks of a call are put together.
+        """The metrics of a request's answer; every name ends with how chunks of a call are put
+        together.
 
         `began`: when the learner began it, Unix time.
         """
@@ -132,7 +138,9 @@ class TinkerRunLog:
         """
         since, self._since = self._since, _Since()
         now = time.time()
-        self._step = applied.step if not self._loaded and applied.step > self._step else self._step + 1
+        self._step = (
+            applied.step if not self._loaded and applied.step > self._step else self._step + 1
+        )
         values: dict[str, float | str | None] = {
             "policy_version": applied.step,
             "time": now,
@@ -154,7 +162,9 @@ class TinkerRunLog:
                 values[key] = _REDUCED[reduction](found)
         times, size = (*since.times, (began, now)), min(since.kept_bytes, KEPT_BYTES)
         kept, generation = tuple(since.kept), self.generation
-        self.recorded.stepped(Stepped(self._step, applied.step - 1, values, kept, times, size, generation))
+        self.recorded.stepped(
+            Stepped(self._step, applied.step - 1, values, kept, times, size, generation)
+        )
         return {"grad_norm:mean": applied.grad_norm, "step:max": float(applied.step)}
 
     def loaded(self, path: str) -> None:
@@ -166,7 +176,9 @@ class TinkerRunLog:
         """The gradients were dropped: the next line is not about them."""
         self._since = _Since()
 
-    def _of_tokens(self, request: ForwardBackward, batch: DatumBatch, output: Output) -> dict[str, float]:
+    def _of_tokens(
+        self, request: ForwardBackward, batch: DatumBatch, output: Output
+    ) -> dict[str, float]:
         columns = batch.loss.columns
         weight = columns["advantages"] if "advantages" in columns else columns["weights"]
         trained = weight != 0
@@ -178,12 +190,16 @@ class TinkerRunLog:
             lp = np.concatenate([array.reshape(-1) for array in output.logprobs])
             ratio = np.exp(np.clip(lp[trained] - columns["logprobs"][trained], -80, 80))
             metrics["ratio:mean"] = float(ratio.mean(dtype=np.float64))
-            low, high = (batch.loss.settings.get(f"clip_{side}_threshold") for side in ("low", "high"))
+            low, high = (
+                batch.loss.settings.get(f"clip_{side}_threshold") for side in ("low", ("high"))
+            )
             if low is not None and high is not None and "sequence_ratio_mask" not in columns:
                 metrics["clip_fraction:mean"] = float(((ratio < low) | (ratio > high)).mean())
         return metrics
 
-    def _of_samples(self, batch: DatumBatch, output: Output, step: int, records: SampleRecords) -> dict[str, float]:
+    def _of_samples(
+        self, batch: DatumBatch, output: Output, step: int, records: SampleRecords
+    ) -> dict[str, float]:
         ages: list[np.ndarray] = []
         gaps: list[np.ndarray] = []
         for datum, logprobs in zip(batch.data, output.logprobs, strict=True):
@@ -198,18 +214,30 @@ class TinkerRunLog:
         for name, parts in (("staleness", ages), ("sampler_gap", gaps)):
             if parts:
                 values = np.concatenate(parts)
-                metrics |= {f"{name}:mean": float(values.mean(dtype=np.float64)), f"{name}:max": float(values.max())}
+                metrics |= {
+                    f"{name}:mean": float(values.mean(dtype=np.float64)),
+                    f"{name}:max": float(values.max()),
+                }
         return metrics
 
 
-def _sampled(datum: Datum, run: str, records: SampleRecords) -> Iterator[tuple[slice, np.ndarray, SampleRecord]]:
-    """The runs of targets that this run's own samples are known of: where, their log-probabilities, and the sample."""
+def _sampled(
+    datum: Datum, run: str, records: SampleRecords
+) -> Iterator[tuple[slice, np.ndarray, SampleRecord]]:
+    """The runs of targets that this run's own samples are known of: where, their
+    log-probabilities, and the sample."""
     start, count = 0, len(datum.inputs[TARGETS])
     for span in datum.spans:
         where = slice(start, start + span.length)
         start += span.length
         record = records.find(span.sequence_id) if span.sequence_id else None
-        if record is None or record.run != run or span.length <= 0 or span.offset < 0 or where.stop > count:
+        if (
+            record is None
+            or record.run != run
+            or span.length <= 0
+            or span.offset < 0
+            or where.stop > count
+        ):
             continue
         sampled = record.logprobs[span.offset : span.offset + span.length]
         if len(sampled) == span.length:

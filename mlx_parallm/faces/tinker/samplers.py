@@ -1,10 +1,14 @@
 """The weights that samples are drawn with: adapters in the engine's table, under names of this API.
 
-    tinker://RUN/sampler_weights/NAME   a named checkpoint; read from disk when it is asked for, by /v1 too
-    tinker://RUN/live/N                 the weights of one moment; it shares the trainer's arrays, and no copy is made
-    tinker://RUN/inflight/weights       the newest weights; each save replaces them, also for samples that run
+    tinker://RUN/sampler_weights/NAME   a named checkpoint; read from disk when it is asked for, by
+                                        /v1 too
+    tinker://RUN/live/N                 the weights of one moment; it shares the trainer's arrays,
+                                        and no copy is made
+    tinker://RUN/inflight/weights       the newest weights; each save replaces them, also for
+                                        samples that run
 
-`kept` sets of each run stay; of more, the one that was not used for the longest time goes, unless a request uses it.
+`kept` sets of each run stay; of more, the one that was not used for the longest time goes, unless a
+request uses it.
 """
 
 import threading
@@ -35,13 +39,25 @@ class SamplerWeights:
     """
 
     def __init__(
-        self, weights: SharedWeights, shapes: Mapping[str, tuple[int, int]], uses: AdapterUses, kept: int, total: int
+        self,
+        weights: SharedWeights,
+        shapes: Mapping[str, tuple[int, int]],
+        uses: AdapterUses,
+        kept: int,
+        total: int,
     ) -> None:
-        self._weights, self._shapes, self._uses, self._kept, self._total = weights, shapes, uses, kept, total
+        self._weights, self._shapes, self._uses, self._kept, self._total = (
+            weights,
+            shapes,
+            uses,
+            kept,
+            total,
+        )
         self._runs: dict[str, str] = {}  # name → run
         self._turns: dict[str, threading.Lock] = {}  # names that are read now
         self._changing = threading.Lock()  # held while arrays are computed and weights change
-        self._lock = threading.Lock()  # of the names: the server's event loop takes it, so it is held for moments
+        # of the names: the server's event loop takes it, so it is held for moments
+        self._lock = threading.Lock()
 
     def put(self, name: str, run: str, layers: Mapping[str, LoraPair]) -> None:
         """Serve evaluated layers under a name, or replace those that it has."""
@@ -82,8 +98,10 @@ class SamplerWeights:
             known = name is None or name in self._runs  # None: the base
         if not known:
             raise RefusedError(
-                f"the sampling client's weights ({name}) are no longer in memory: tinker.kept_samplers ="
-                f" {self._kept} sets of a model are kept; make a new sampling client, or save the weights by name",
+                f"the sampling client's weights ({name}) are no longer in memory:"
+                " tinker.kept_samplers ="
+                f" {self._kept} sets of a model are kept; make a new sampling client, or save the"
+                " weights by name",
                 410,
             )
 
@@ -110,10 +128,16 @@ class SamplerWeights:
 
     def _too_many(self, put: str) -> list[str]:
         own = [name for name, run in self._runs.items() if run == self._runs[put]]
-        names, most = (own, self._kept) if len(own) > self._kept else (list(self._runs), self._total)
+        names, most = (
+            (own, self._kept) if len(own) > self._kept else (list(self._runs), self._total)
+        )
         gone: list[str] = []
         while len(names) - len(gone) > most:
-            idle = (name for name in names if name != put and name not in gone and not name.endswith(INFLIGHT))
+            idle = (
+                name
+                for name in names
+                if name != put and name not in gone and not name.endswith(INFLIGHT)
+            )
             oldest = self._uses.least_recent(idle)
             if oldest is None:
                 break
@@ -122,13 +146,16 @@ class SamplerWeights:
 
 
 class SamplerShelf:
-    """Named sampler checkpoints, for requests of /v1 that name one: a `weights.AdapterShelf`. Any thread.
+    """Named sampler checkpoints, for requests of /v1 that name one: a `weights.AdapterShelf`. Any
+    thread.
 
     Args:
         names: of the base: a checkpoint of another one does not fit.
     """
 
-    def __init__(self, checkpoints: Checkpoints, samplers: SamplerWeights, names: Sequence[str]) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints, samplers: SamplerWeights, names: Sequence[str]
+    ) -> None:
         self._checkpoints, self._samplers, self._names = checkpoints, samplers, names
 
     def holds(self, name: str) -> bool:
@@ -152,9 +179,13 @@ class SamplerShelf:
         found, run = self._checkpoints.find(path), self._checkpoints.run(path.run)
         if found is None:
             self._samplers.drop(name)
-            raise ModelNotFoundError(name, self.names(), "the checkpoint was deleted, or its time is over")
+            raise ModelNotFoundError(
+                name, self.names(), ("the checkpoint was deleted, or its time is over")
+            )
         if run is not None and run.base_model not in self._names:
-            raise ModelNotFoundError(name, self.names(), f"it was trained on the base model {run.base_model!r}")
+            raise ModelNotFoundError(
+                name, self.names(), (f"it was trained on the base model {run.base_model!r}")
+            )
         try:
             self._samplers.load(name, path.run, found.directory)
         except AdapterError as error:

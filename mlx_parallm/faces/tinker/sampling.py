@@ -1,8 +1,8 @@
 """Samples: a request of the API → the engine's request → protobuf. Server's thread only.
 
-Log-probabilities of sampled tokens are those of the tempered distribution, before top_k and top_p; those of the prompt
-are at temperature 1. A `stop` that is sent takes the place of the end of the text: `[]` lets nothing stop a sample.
-What ended a sample belongs to it, once.
+Log-probabilities of sampled tokens are those of the tempered distribution, before top_k and top_p;
+those of the prompt are at temperature 1. A `stop` that is sent takes the place of the end of the
+text: `[]` lets nothing stop a sample. What ended a sample belongs to it, once.
 """
 
 import asyncio
@@ -31,7 +31,9 @@ from mlx_parallm.types import Completion, Request, RequestOutput, SamplingParams
 
 CLONE = 1_000_000_000  # seq_ids of a copied sampling client begin at a multiple of it
 KEPT_SAMPLES = 1 << 17  # requests that are known by their number
-GATHER_S = 0.02  # that an answer of retrieve_futures waits for more while samples run: a group takes one poll, not many
+# that an answer of retrieve_futures waits for more while samples run: a group takes one poll, not
+# many
+GATHER_S = 0.02
 WRITTEN_AT_ONCE = 4096  # tokens; more are written by another thread
 NOT_OFFERED = {
     "target_prompt_logprobs": "log-probabilities of other tokens at the prompt's positions",
@@ -52,20 +54,25 @@ class Sampling:
         self._pace = Pace()
 
     async def sample(self, body: SampleBody) -> Promise:
-        """Begin the samples of a request. Raises RequestError: it cannot be run; ServerBusyError: too many run."""
+        """Begin the samples of a request. Raises RequestError: it cannot be run;
+        ServerBusyError: too many run."""
         sampler = await self._sampler(body)
         key = None if body.seq_id is None else (sampler.sampler_id, body.seq_id)
         if key is not None and (known := self._known.get(key)) is not None:
             return known
         service = self._service
         if self._running and self._running + body.num_samples > service.config.max_samples:
-            raise ServerBusyError(f"{self._running} samples run or wait (tinker.max_samples); try again")
+            raise ServerBusyError(
+                f"{self._running} samples run or wait (tinker.max_samples); try again"
+            )
         params, prompt = _params(body), _prompt(body)
         asked = Request("tinker", prompt, params, sampler.adapter)
         service.engine.check(asked)
         line = None if key is None else sampler.line(key[1] // CLONE)
         ended = ExitStack()
-        ended.enter_context(self._alternatives.holding(alternatives(asked, service.engine.max_model_len)))
+        ended.enter_context(
+            self._alternatives.holding(alternatives(asked, service.engine.max_model_len))
+        )
         with ExitStack() as on_error:
             on_error.push(ended)
             promise = service.promises.new(sample_count=body.num_samples)
@@ -92,11 +99,13 @@ class Sampling:
     async def completions(
         self, target: FuturesTarget, cursor: int, seconds: float, ending: Callable[[], bool]
     ) -> tuple[list[object], int]:
-        """What has come to its end after event `cursor`, which is waited for; and the number of the last event."""
+        """What has come to its end after event `cursor`, which is waited for; and the number of
+        the last event."""
         sampler = self._service.sampling.get(target.sampling_session_id)
         if sampler is None:
             raise RefusedError(
-                f"sampling session {target.sampling_session_id!r} is unknown: the server was restarted, and its samples"
+                f"sampling session {target.sampling_session_id!r} is unknown: the server was"
+                " restarted, and its samples"
                 " are lost",
                 410,
             )
@@ -118,7 +127,8 @@ class Sampling:
         sampler = self._service.sampling.get(body.sampling_session_id)
         if sampler is None:
             raise RefusedError(
-                f"sampling session {body.sampling_session_id!r} is unknown: its model was unloaded, or the server was"
+                f"sampling session {body.sampling_session_id!r} is unknown: its model was"
+                " unloaded, or the server was"
                 " restarted. Make a new sampling client",
                 404,
             )
@@ -127,7 +137,9 @@ class Sampling:
             session.last_seen = time.time()
         return sampler
 
-    async def _run(self, promise: Promise, request: Request, body: SampleBody, sampler: Sampler) -> None:
+    async def _run(
+        self, promise: Promise, request: Request, body: SampleBody, sampler: Sampler
+    ) -> None:
         promises = self._service.promises
         try:
             promises.resolve(promise, await self._answer(promise, request, body, sampler))
@@ -137,12 +149,18 @@ class Sampling:
             promises.resolve(promise, failure("the sample was cancelled", category="user"))
             raise
         finally:
-            if promise.result is None:  # a fault of ours: the task's exception is logged, the client must not wait
-                promises.resolve(promise, failure("the server failed on this sample", category="server"))
+            # a fault of ours: the task's exception is logged, the client must not wait
+            if promise.result is None:
+                promises.resolve(
+                    promise, failure("the server failed on this sample", category=("server"))
+                )
 
-    async def _answer(self, promise: Promise, request: Request, body: SampleBody, sampler: Sampler) -> PromiseResult:
+    async def _answer(
+        self, promise: Promise, request: Request, body: SampleBody, sampler: Sampler
+    ) -> PromiseResult:
         service, weights, began = self._service, sampler.weights(), time.time()
-        with service.engine.uses.holding([sampler.adapter]):  # from here on, or others may take its place
+        # from here on, or others may take its place
+        with service.engine.uses.holding([sampler.adapter]):
             if sampler.directory is not None:
                 await asyncio.to_thread(_load, service, sampler)
             else:
@@ -153,11 +171,20 @@ class Sampling:
             if completion.finish_reason not in ("stop", "length"):
                 return failure(completion.error or "the sample was aborted", category="server")
         if sampler.run is not None and weights is not None:
-            self._record(sampler.run, weights, promise.sequence_ids, output, request.params.temperature, began)
+            self._record(
+                sampler.run,
+                weights,
+                promise.sequence_ids,
+                output,
+                request.params.temperature,
+                began,
+            )
         # Rows of likely tokens are slow to write: 0.1 s for 8,192 tokens with 20 each.
         tokens = sum(len(each.token_ids) for each in output.completions)
         large = body.topk_sample_logprobs or body.topk_prompt_logprobs or tokens > WRITTEN_AT_ONCE
-        return protobuf_result(await asyncio.to_thread(_written, body, output) if large else _written(body, output))
+        return protobuf_result(
+            await asyncio.to_thread(_written, body, output) if large else _written(body, output)
+        )
 
     def _record(
         self,
@@ -172,16 +199,23 @@ class Sampling:
         prompt, drawn = output.prompt_token_ids, list[DrawnAnswer]()
         step, generation = weights
         for name, completion in zip(names, output.completions, strict=True):
-            tokens, logprobs, stopped = completion.token_ids, completion.logprobs, completion.finish_reason == "stop"
+            tokens, logprobs, stopped = (
+                completion.token_ids,
+                completion.logprobs,
+                completion.finish_reason == ("stop"),
+            )
             record = SampleRecord(run, step, temperature, _array(logprobs), stopped, generation)
             self._service.records.add(name, record)
-            drawn.append(DrawnAnswer(name, prompt, tokens, logprobs, temperature, step, stopped, generation))
+            drawn.append(
+                DrawnAnswer(name, prompt, tokens, logprobs, temperature, step, stopped, generation)
+            )
         if (model := self._service.models.get(run)) is not None:
             model.log.recorded.drawn(Drawn(tuple(drawn), began, time.time()))
 
 
 def _load(service: TinkerService, sampler: Sampler) -> None:
-    """Have a named checkpoint in memory. Raises RequestError: it was deleted, or its time is over; AdapterError."""
+    """Have a named checkpoint in memory. Raises RequestError: it was deleted, or its time is
+    over; AdapterError."""
     assert sampler.adapter is not None and sampler.run is not None, "it has a directory"
     try:
         found = service.checkpoints.require(sampler.adapter)
@@ -214,7 +248,9 @@ def _prompt(body: SampleBody) -> tuple[int, ...]:
     tokens: list[int] = []
     for chunk in body.prompt.chunks:
         if chunk.tokens is None:
-            raise RequestError(f"the prompt holds a chunk of type {chunk.type!r}; this server reads token ids only")
+            raise RequestError(
+                f"the prompt holds a chunk of type {chunk.type!r}; this server reads token ids only"
+            )
         tokens += chunk.tokens
     return tuple(tokens)
 
@@ -261,7 +297,12 @@ def _written(body: SampleBody, output: RequestOutput) -> bytes:
     """A SampleResponse."""
     top_count, prompt_top_count = body.topk_sample_logprobs, body.topk_prompt_logprobs
     samples = [
-        DrawnSample(completion.finish_reason == "stop", completion.token_ids, completion.logprobs, _top(completion))
+        DrawnSample(
+            completion.finish_reason == "stop",
+            completion.token_ids,
+            completion.logprobs,
+            _top(completion),
+        )
         for completion in output.completions
     ]
     scores = output.prompt_logprobs
@@ -272,10 +313,14 @@ def _written(body: SampleBody, output: RequestOutput) -> bytes:
         numbers = [math.nan if number is None else number for number in scores.logprobs]
         logprobs = [math.nan] * unscored + numbers[unscored:]
     if scores is not None and prompt_top_count:
-        prompt_top = [() if i < unscored else _pairs(row or ()) for i, row in enumerate(scores.top_logprobs)]
+        prompt_top = [
+            () if i < unscored else _pairs(row or ()) for i, row in enumerate(scores.top_logprobs)
+        ]
     return write_samples(
         samples,
-        cached_tokens=min((completion.cached_tokens for completion in output.completions), default=0),
+        cached_tokens=min(
+            (completion.cached_tokens for completion in output.completions), default=0
+        ),
         top_count=top_count,
         prompt_logprobs=logprobs,
         prompt_top=prompt_top,
@@ -284,7 +329,11 @@ def _written(body: SampleBody, output: RequestOutput) -> bytes:
 
 
 def _top(completion: Completion) -> list[Sequence[tuple[int, float]]] | None:
-    return None if completion.top_logprobs is None else [_pairs(row) for row in completion.top_logprobs]
+    return (
+        None
+        if completion.top_logprobs is None
+        else [_pairs(row) for row in completion.top_logprobs]
+    )
 
 
 def _pairs(row: Sequence[TopLogprob]) -> tuple[tuple[int, float], ...]:

@@ -1,8 +1,10 @@
-"""Sessions, models and the order of their requests. Server's thread only; what trains runs on the learner's.
+"""Sessions, models and the order of their requests. Server's thread only; what trains runs on the
+learner's.
 
-A model's requests are numbered (`seq_id` 1, 2, …) over forward_backward, optim_step and saves together, and run in that
-order; the SDK sends the chunks of one call at once and the first one last. `(model_id, seq_id)` identifies a request:
-one that is sent again gets the promise that there is.
+A model's requests are numbered (`seq_id` 1, 2, …) over forward_backward, optim_step and saves
+together, and run in that order; the SDK sends the chunks of one call at once and the first one
+last. `(model_id, seq_id)` identifies a request: one that is sent again gets the promise that there
+is.
 """
 
 import asyncio
@@ -43,7 +45,14 @@ from mlx_parallm.faces.tinker.checkpoints import (
 from mlx_parallm.faces.tinker.config import TinkerConfig
 from mlx_parallm.faces.tinker.data import read_batch
 from mlx_parallm.faces.tinker.learner import LearnedModel, LoraChoice, TinkerLearner
-from mlx_parallm.faces.tinker.promises import Promise, PromiseResult, Promises, failure, json_result, protobuf_result
+from mlx_parallm.faces.tinker.promises import (
+    Promise,
+    PromiseResult,
+    Promises,
+    failure,
+    json_result,
+    protobuf_result,
+)
 from mlx_parallm.faces.tinker.recorder import RunRecorder
 from mlx_parallm.faces.tinker.run_log import SampleRecords, TinkerRunLog
 from mlx_parallm.faces.tinker.samplers import INFLIGHT, SamplerWeights
@@ -55,7 +64,8 @@ from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.system.log import get_logger
 
 GONE_AFTER_S = 900.0  # without a heartbeat, of which the SDK sends one in 10 s: the client is gone
-FORGOTTEN_AFTER_S = 24 * 3600.0  # then its session is forgotten; one that was finished, after GONE_AFTER_S
+# then its session is forgotten; one that was finished, after GONE_AFTER_S
+FORGOTTEN_AFTER_S = 24 * 3600.0
 MOST_QUEUED_BYTES = 1 << 30  # of forward_backward bodies that have not run
 FARTHEST_AHEAD = 4096  # requests of a model that may wait for an earlier one
 KEPT_REQUESTS = 65_536  # answered requests of a model that are still known by their number
@@ -80,7 +90,8 @@ class TrainedModel:
         self.run, self.learned, self.log = run, learned, run_log
         self.next_seq = 1
         self.waiting: dict[int, QueuedRequest] = {}
-        self.known: OrderedDict[int, tuple[str, bytes, Promise]] = OrderedDict()  # kind, content, answer
+        # kind, content, answer
+        self.known: OrderedDict[int, tuple[str, bytes, Promise]] = OrderedDict()
         self.last_request = time.time()
         self.live = 0  # sets of weights that were saved without a name
         self.inflight = (0, 0)  # the weights that inflight samplers draw with
@@ -139,15 +150,23 @@ class TinkerService:
         if len(self.sessions) >= MOST_SESSIONS:
             self._forget_sessions(now, GONE_AFTER_S)
         if len(self.sessions) >= MOST_SESSIONS:
-            raise ServerBusyError(f"{len(self.sessions)} sessions are open: close a ServiceClient; try again")
+            raise ServerBusyError(
+                f"{len(self.sessions)} sessions are open: close a ServiceClient; try again"
+            )
         session = ClientSession(
-            str(uuid.uuid4()), body.user_metadata, body.display_name, body.project_id, created=now, last_seen=now
+            str(uuid.uuid4()),
+            body.user_metadata,
+            body.display_name,
+            body.project_id,
+            created=now,
+            last_seen=now,
         )
         self.sessions[session.session_id] = session
         return session
 
     def _forget_sessions(self, now: float, unseen_s: float) -> None:
-        """Drop what is known of clients that are gone for so long, or have finished; their checkpoints stay."""
+        """Drop what is known of clients that are gone for so long, or have finished; their
+        checkpoints stay."""
         for session in list(self.sessions.values()):
             if now - session.last_seen > (GONE_AFTER_S if session.finished else unseen_s):
                 for model_id in session.models:
@@ -163,7 +182,8 @@ class TinkerService:
         session = self.sessions.get(session_id)
         if session is None:
             raise RefusedError(
-                f"session {session_id!r} is unknown: the server was restarted. Make a new ServiceClient;"
+                f"session {session_id!r} is unknown: the server was restarted. Make a new"
+                " ServiceClient;"
                 " create_training_client_from_state goes on from a checkpoint",
                 status,
             )
@@ -171,7 +191,8 @@ class TinkerService:
         return session
 
     def finish(self, session_id: str, reason: str) -> None:
-        """The client is done: its models and live weights give their memory back. Checkpoints stay."""
+        """The client is done: its models and live weights give their memory back. Checkpoints
+        stay."""
         session = self.session(session_id)
         session.finished = reason
         for model_id in session.models:
@@ -181,7 +202,9 @@ class TinkerService:
         """Forget a model; what was submitted ends before it is gone."""
         model = self.models.pop(model_id, None)
         if model is not None:
-            lost = failure(f"model {model_id} was unloaded before this request's turn", category="user")
+            lost = failure(
+                f"model {model_id} was unloaded before this request's turn", category=("user")
+            )
             for waiting in model.waiting.values():
                 self._queued_bytes -= waiting.size
                 self.promises.resolve(waiting.promise, lost)
@@ -198,8 +221,10 @@ class TinkerService:
         model = self.models.get(model_id)
         if model is None:
             raise RefusedError(
-                f"model {model_id!r} is not in training here: it was never created, its session has ended, or the"
-                " server was restarted. create_training_client_from_state goes on from a checkpoint",
+                f"model {model_id!r} is not in training here: it was never created, its session"
+                " has ended, or the"
+                " server was restarted. create_training_client_from_state goes on from a"
+                " checkpoint",
                 404,
             )
         model.last_request = time.time()
@@ -213,21 +238,31 @@ class TinkerService:
         session = self.session(body.session_id)
         key = (session.session_id, body.model_seq_id)
         lora = body.lora_config or LoraBody()
-        choice = LoraChoice(lora.rank, lora.seed, lora.train_unembed, lora.train_mlp, lora.train_attn)
+        choice = LoraChoice(
+            lora.rank, lora.seed, lora.train_unembed, lora.train_mlp, lora.train_attn
+        )
         metadata = body.user_metadata or {}
 
         def create() -> tuple[Run, LearnedModel]:
             self._check_base(body.base_model)
-            return self._begin(_model_id(key), session, choice, metadata), self.learner.create(choice)
+            return self._begin(_model_id(key), session, choice, metadata), self.learner.create(
+                choice
+            )
 
-        return self._create(key, f"creates a LoRA of rank {choice.rank}", create, {"type": "create_model"})
+        return self._create(
+            key, f"creates a LoRA of rank {choice.rank}", create, {"type": ("create_model")}
+        )
 
     def load_model(self, body: LoadWeightsBody) -> Promise:
-        """A new model from a checkpoint, or (older SDKs) a checkpoint into a model. Raises RequestError."""
+        """A new model from a checkpoint, or (older SDKs) a checkpoint into a model. Raises
+        RequestError."""
         if body.model_id is not None:
             return self._load_into(body.model_id, body)
         if body.session_id is None or body.model_seq_id is None:
-            raise RequestError("load_weights needs session_id and model_seq_id (a new model), or model_id and seq_id")
+            raise RequestError(
+                "load_weights needs session_id and model_seq_id (a new model), or model_id and"
+                " seq_id"
+            )
         session = self.session(body.session_id)
         key, metadata = (session.session_id, body.model_seq_id), body.user_metadata
 
@@ -238,7 +273,9 @@ class TinkerService:
             kept = saved.user_metadata if metadata is None else metadata
             return self._begin(_model_id(key), session, choice, kept), learned
 
-        return self._create(key, f"loads {body.path}", load, {"type": "load_weights", "path": body.path})
+        return self._create(
+            key, f"loads {body.path}", load, {"type": "load_weights", "path": body.path}
+        )
 
     def _create(
         self,
@@ -252,7 +289,9 @@ class TinkerService:
         promise = self.promises.new(_model_id(key))
         self._creating[key] = promise
         if len(self._creating) > MOST_CREATED:
-            self._creating.pop(next((old for old, made in self._creating.items() if made.ready.is_set()), key))
+            self._creating.pop(
+                next((old for old, made in self._creating.items() if made.ready.is_set()), key)
+            )
         if (full := self._make_room()) is not None:
             self.promises.resolve(promise, failure(full, category="user"))
             return promise
@@ -285,16 +324,24 @@ class TinkerService:
                 self.unload(model_id)
                 return None
         return (
-            f"{len(self.models)} models are in training (tinker.max_models = {self.config.max_models}): close a"
+            f"{len(self.models)} models are in training (tinker.max_models ="
+            f" {self.config.max_models}): close a"
             " ServiceClient that is done with its models, or raise the limit"
         )
 
     def _check_base(self, name: str) -> None:
         if name not in self.names:
-            raise RequestError(f"this server has the base model {self.base_model!r}, not {name!r}", param="base_model")
+            raise RequestError(
+                f"this server has the base model {self.base_model!r}, not {name!r}",
+                param=("base_model"),
+            )
 
-    def _begin(self, model_id: str, session: ClientSession, choice: LoraChoice, metadata: Mapping[str, Any]) -> Run:
-        run = Run(model_id, self.base_model, asdict(choice), time.time(), metadata, session.session_id)
+    def _begin(
+        self, model_id: str, session: ClientSession, choice: LoraChoice, metadata: Mapping[str, Any]
+    ) -> Run:
+        run = Run(
+            model_id, self.base_model, asdict(choice), time.time(), metadata, session.session_id
+        )
         self.checkpoints.begin(run)
         return run
 
@@ -303,7 +350,9 @@ class TinkerService:
         checkpoint = self.checkpoints.require(path)
         kinds = (TRAINING,) if optimizer else (TRAINING, SAMPLER)
         if checkpoint.path.kind not in kinds:
-            raise RequestError(f"{path} holds no optimizer state: load it without, or a path of kind {TRAINING}")
+            raise RequestError(
+                f"{path} holds no optimizer state: load it without, or a path of kind {TRAINING}"
+            )
         run = self.checkpoints.run(checkpoint.path.run)
         if run is None:
             raise RequestError(f"{path}: its run's description is gone")
@@ -313,7 +362,10 @@ class TinkerService:
     def _check_made_from(self, run: Run, path: str) -> None:
         if run.base_model not in self.names:
             raise RequestError(
-                f"{path} was trained on the base model {run.base_model!r}, this server has {self.base_model!r}",
+                (
+                    f"{path} was trained on the base model {run.base_model!r}, this server has"
+                    f" {self.base_model!r}"
+                ),
                 param="path",
             )
 
@@ -330,24 +382,31 @@ class TinkerService:
     ) -> Promise:
         """Queue a request under its number; None or 0 = next in the order of arrival.
 
-        `content`: of the request, or a digest. A number comes again with the same, or it is refused. `size`: bytes that
-        it holds until it has run. Raises RequestError; ServerBusyError: bodies take too much memory.
+        `content`: of the request, or a digest. A number comes again with the same, or it is
+        refused. `size`: bytes that it holds until it has run. Raises RequestError; ServerBusyError:
+        bodies take too much memory.
         """
         model = self.model(model_id)
         if not seq_id:
             seq_id = max([model.next_seq - 1, *model.waiting]) + 1
         if (known := model.known.get(seq_id)) is not None:
             if known[0] != kind:
-                raise RequestError(f"request {seq_id} of this model was {known[0]}, not {kind}", param="seq_id")
+                raise RequestError(
+                    f"request {seq_id} of this model was {known[0]}, not {kind}", param=("seq_id")
+                )
             if known[1] != content:
                 raise RequestError(
-                    f"request {seq_id} of this model was sent before with another body: give each its own seq_id",
+                    (
+                        f"request {seq_id} of this model was sent before with another body: give"
+                        " each its own seq_id"
+                    ),
                     param="seq_id",
                 )
             return known[2]
         if seq_id < model.next_seq or seq_id > model.next_seq + FARTHEST_AHEAD:
             raise RequestError(
-                f"seq_id {seq_id}: the next request of this model is {model.next_seq}, and at most {FARTHEST_AHEAD}"
+                f"seq_id {seq_id}: the next request of this model is {model.next_seq}, and at most"
+                f" {FARTHEST_AHEAD}"
                 " may be ahead of it",
                 param="seq_id",
             )
@@ -355,7 +414,8 @@ class TinkerService:
         blocked = seq_id != model.next_seq or self._running_bytes > 0
         if size and blocked and self._queued_bytes + size > MOST_QUEUED_BYTES:
             raise ServerBusyError(
-                f"forward_backward requests of {self._queued_bytes} bytes wait for their turn; try again"
+                f"forward_backward requests of {self._queued_bytes} bytes wait for their turn;"
+                " try again"
             )
         promise = self.promises.new(model_id)
         self._queued_bytes += size
@@ -363,14 +423,17 @@ class TinkerService:
         model.known[seq_id] = (kind, content, promise)
         if len(model.known) > KEPT_REQUESTS:
             model.known.popitem(last=False)
-        model.waiting[seq_id] = QueuedRequest(promise, f"{kind} {seq_id} of {model_id}", partial(work, model), size)
+        model.waiting[seq_id] = QueuedRequest(
+            promise, f"{kind} {seq_id} of {model_id}", partial(work, model), size
+        )
         while (ready := model.waiting.pop(model.next_seq, None)) is not None:
             model.next_seq += 1
             self._run(ready)
         return promise
 
     def refuse(self, model_id: str, seq_id: int, kind: str, why: str, content: bytes) -> Promise:
-        """A numbered request that cannot be run takes its turn and fails: its client goes on with the next number."""
+        """A numbered request that cannot be run takes its turn and fails: its client goes on
+        with the next number."""
 
         def work(model: TrainedModel) -> PromiseResult:
             return failure(why, category="user")
@@ -400,20 +463,28 @@ class TinkerService:
         def work(model: TrainedModel) -> PromiseResult:
             began, learned = time.time(), model.learned
             batch = read_batch(request, self.learner.limits)
-            output = learned.forward(batch) if request.forward_only else learned.forward_backward(batch)
+            output = (
+                learned.forward(batch) if request.forward_only else learned.forward_backward(batch)
+            )
             metrics = model.log.note(request, batch, output, learned.step, self.records, began)
             return protobuf_result(write_output(output.logprobs, metrics))
 
         kind = "forward" if request.forward_only else "forward_backward"
-        return self.submit(request.model_id, request.seq_id, kind, work, request.content, request.size)
+        return self.submit(
+            request.model_id, request.seq_id, kind, work, request.content, request.size
+        )
 
     def optim_step(self, body: OptimStepBody) -> Promise:
         """Raises RequestError: another optimizer than AdamW."""
         if body.optimizer_params is not None:
             kind = body.optimizer_params.get("type")
-            raise RequestError(f"optimizer_params of type {kind!r} are not offered: send adam_params")
+            raise RequestError(
+                f"optimizer_params of type {kind!r} are not offered: send adam_params"
+            )
         adam = body.adam_params or AdamBody()
-        settings = AdamWSettings(adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm)
+        settings = AdamWSettings(
+            adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm
+        )
 
         def work(model: TrainedModel) -> PromiseResult:
             began = time.time()
@@ -440,23 +511,31 @@ class TinkerService:
     def save_external(self, body: SaveExternalBody) -> Promise:
         """Raises RequestError: encryption."""
         if body.age_encryption_recipients:
-            raise RequestError("age_encryption_recipients is not offered: files stay on this machine, in the clear")
+            raise RequestError(
+                "age_encryption_recipients is not offered: files stay on this machine, in the clear"
+            )
         name = check_name(body.path or "")
 
         def work(model: TrainedModel) -> PromiseResult:
             path = TinkerPath(body.model_id, EXTERNAL, name)
-            write = partial(save_peft, layers=model.learned.adapter(), dropout=0.0, base=self.base_model)
+            write = partial(
+                save_peft, layers=model.learned.adapter(), dropout=0.0, base=self.base_model
+            )
             self._write(path, write, body, model)
             return json_result({"type": "save_weights_external", "path": str(path)})
 
-        return self.submit(body.model_id, body.seq_id, "save_weights_external", work, _content(body))
+        return self.submit(
+            body.model_id, body.seq_id, "save_weights_external", work, _content(body)
+        )
 
     def save_for_sampler(self, body: SaveForSamplerBody) -> Promise:
         """Raises RequestError."""
         if body.path is not None:
             return self._save_named(body, check_name(body.path))
         if body.sampling_session_seq_id is None:
-            raise RequestError("save_weights_for_sampler needs a path, or a sampling_session_seq_id")
+            raise RequestError(
+                "save_weights_for_sampler needs a path, or a sampling_session_seq_id"
+            )
         session = self.session(self.model(body.model_id).run.session_id)
         sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
         loop = asyncio.get_running_loop()
@@ -472,10 +551,16 @@ class TinkerService:
                 model.inflight = weights
             sampler.weights = (lambda: model.inflight) if inflight else (lambda: weights)
             loop.call_soon_threadsafe(self.add_sampler, session, sampler)
-            answer = {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler_id}
+            answer = {
+                "type": "save_weights_for_sampler",
+                "path": None,
+                "sampling_session_id": sampler_id,
+            }
             return json_result(answer)
 
-        return self.submit(body.model_id, body.seq_id, "save_weights_for_sampler", work, _content(body))
+        return self.submit(
+            body.model_id, body.seq_id, "save_weights_for_sampler", work, _content(body)
+        )
 
     def _save_named(self, body: SaveForSamplerBody, name: str) -> Promise:
         def work(model: TrainedModel) -> PromiseResult:
@@ -484,10 +569,16 @@ class TinkerService:
             self.samplers.put(str(path), body.model_id, model.learned.adapter())
             return json_result({"type": "save_weights_for_sampler", "path": str(path)})
 
-        return self.submit(body.model_id, body.seq_id, "save_weights_for_sampler", work, _content(body))
+        return self.submit(
+            body.model_id, body.seq_id, "save_weights_for_sampler", work, _content(body)
+        )
 
     def _write(
-        self, path: TinkerPath, write: Callable[[Path], None], body: SaveWeightsBody, model: TrainedModel
+        self,
+        path: TinkerPath,
+        write: Callable[[Path], None],
+        body: SaveWeightsBody,
+        model: TrainedModel,
     ) -> None:
         self.checkpoints.save(
             path,
@@ -524,7 +615,8 @@ class TinkerService:
         if (known := self.sampling.get(sampler_id)) is not None:
             if known.adapter != model_path:
                 raise RequestError(
-                    f"sampling session {seq_id} was made with {known.model_path or 'other weights'}: give each its own"
+                    f"sampling session {seq_id} was made with"
+                    f" {known.model_path or 'other weights'}: give each its own"
                     " sampling_session_seq_id",
                     param="sampling_session_seq_id",
                 )
@@ -542,12 +634,16 @@ class TinkerService:
     def _named_sampler(self, sampler_id: str, model_path: str) -> Sampler:
         checkpoint = self.checkpoints.require(model_path)
         if checkpoint.path.kind not in (SAMPLER, TRAINING):
-            raise RequestError(f"{model_path} cannot be sampled from: expected a path of kind {SAMPLER}")
+            raise RequestError(
+                f"{model_path} cannot be sampled from: expected a path of kind {SAMPLER}"
+            )
         run = checkpoint.path.run
         if (described := self.checkpoints.run(run)) is not None:
             self._check_made_from(described, model_path)
         self.samplers.load(model_path, run, checkpoint.directory)
-        sampler = Sampler(sampler_id, self.base_model, model_path, model_path, run, checkpoint.directory)
+        sampler = Sampler(
+            sampler_id, self.base_model, model_path, model_path, run, checkpoint.directory
+        )
         sampler.weights = lambda: checkpoint.weights
         return sampler
 

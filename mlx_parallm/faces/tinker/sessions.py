@@ -9,7 +9,8 @@ from typing import Any
 
 from mlx_parallm.server.errors import ServerBusyError
 
-MOST_SAMPLERS = 16_384  # sampling sessions; the one that was not used for the longest time makes room
+# sampling sessions; the one that was not used for the longest time makes room
+MOST_SAMPLERS = 16_384
 MOST_LINES = 1024  # copies of a sampling client that have a line of completions of their own
 KEPT_EVENTS = 1 << 17  # of a line that nobody reads
 
@@ -29,7 +30,8 @@ class ClientSession:
 
 @dataclass
 class Completions:
-    """What the samples of one client have come to, for `retrieve_futures`: events from number `first` + 1 on.
+    """What the samples of one client have come to, for `retrieve_futures`: events from number
+    `first` + 1 on.
 
     `running`: requests that have begun and not ended.
     """
@@ -50,7 +52,8 @@ class Completions:
 
 @dataclass
 class Sampler:
-    """A sampling session. `adapter`: None = the base. `weights`: of the model, when they were saved."""
+    """A sampling session. `adapter`: None = the base. `weights`: of the model, when they were
+    saved."""
 
     sampler_id: str
     base_model: str
@@ -75,7 +78,9 @@ class Sampler:
         line = self.completions.get(clone)
         if line is None:
             if len(self.completions) >= MOST_LINES:
-                raise ServerBusyError(f"a sampling session has at most {MOST_LINES} copies of its client")
+                raise ServerBusyError(
+                    f"a sampling session has at most {MOST_LINES} copies of its client"
+                )
             line = self.completions[clone] = Completions()
         return line
 
@@ -84,7 +89,8 @@ class SamplingSessions:
     """At most MOST_SAMPLERS, by id."""
 
     def __init__(self) -> None:
-        self._samplers: OrderedDict[str, Sampler] = OrderedDict()  # the one that was used last is the last
+        # the one that was used last is the last
+        self._samplers: OrderedDict[str, Sampler] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._samplers)
@@ -101,7 +107,10 @@ class SamplingSessions:
         self._samplers[sampler.sampler_id] = sampler
         if len(self._samplers) <= MOST_SAMPLERS:
             return None
-        gone = next((each for each in self._samplers.values() if each is not sampler and not each.running), None)
+        gone = next(
+            (each for each in self._samplers.values() if each is not sampler and not each.running),
+            None,
+        )
         if gone is not None:
             del self._samplers[gone.sampler_id]
         return gone
@@ -111,5 +120,9 @@ class SamplingSessions:
 
     def drop_live(self, run: str) -> None:
         """Drop those with weights of this run that have no name."""
-        for sampler_id in [key for key, each in self._samplers.items() if each.run == run and each.directory is None]:
+        for sampler_id in [
+            key
+            for key, each in self._samplers.items()
+            if each.run == run and each.directory is None
+        ]:
             del self._samplers[sampler_id]

@@ -1,7 +1,8 @@
 """The protobuf messages of Tinker's API (package `tinker_public`, proto3), and the tensors in them.
 
-The messages are described here and made by protobuf's message factory: there is no generated module, and the `tinker`
-package is not imported. Field numbers were read from SDK 0.38; unknown fields are ignored, as protobuf does.
+The messages are described here and made by protobuf's message factory: there is no generated
+module, and the `tinker` package is not imported. Field numbers were read from SDK 0.38; unknown
+fields are ignored, as protobuf does.
 """
 
 import math
@@ -28,28 +29,46 @@ ZSTD_STEP = 1 << 10  # bytes that are decompressed at once: to 32 MiB at most
 LEADING_BYTES = 256
 MODEL_ID_TAG, SEQ_ID_TAG = b"\x0a", b"\x10"  # of a ForwardBackwardRequest: field · 8 + type
 
-# "NUMBER NAME TYPE": a trailing * = repeated; `map` = map<string, TYPE>; names after | share a oneof.
+# "NUMBER NAME TYPE": a trailing * = repeated; `map` = map<string, TYPE>; names after | share a
+# oneof.
 MESSAGES: Mapping[str, str] = {
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
     "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
-    "Tensor": "1 dense bytes |encoding, 2 sparse_csr SparseCsr |encoding, 3 dtype int32, 4 shape int64*",
+    "Tensor": (
+        "1 dense bytes |encoding, 2 sparse_csr SparseCsr |encoding, 3 dtype int32, 4 shape int64*"
+    ),
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64*",
-    "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs TopkLogprobs",
-    "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs TopkLogprobs,"
+    "SampledSequence": (
+        "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs"
+        " TopkLogprobs"
+    ),
+    "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes, 3"
+    " topk_prompt_logprobs TopkLogprobs,"
     "4 prompt_cache_hit_tokens int32",
     "ArrayRecord": "1 type_tag string, 2 fields BatchedTensor map, 3 num_datums int64",
-    "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3 metrics double map",
+    "ForwardBackwardOutput": (
+        "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3 metrics double map"
+    ),
     "LossConfigValue": "1 number double |value, 2 text string |value",
     "SpanOfSequence": "1 sequence_id string, 2 offset int64, 3 length int64",
     "ProvenanceSpan": "1 prompt_tokens SpanOfSequence |span, 2 sampled_tokens SpanOfSequence |span",
     "EncodedText": "1 tokens bytes",
     "Chunk": "1 encoded_text EncodedText |chunk, 2 image bytes |chunk, 3 dmel bytes |chunk",
-    "Datum": "1 model_input Chunk*, 2 loss_fn_inputs Tensor map, 3 model_input_spans ProvenanceSpan*,"
+    "Datum": "1 model_input Chunk*, 2 loss_fn_inputs Tensor map, 3 model_input_spans"
+    " ProvenanceSpan*,"
     "4 loss_fn_input_spans ProvenanceSpan*",
     "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string,"
     "5 loss_fn_config double map, 6 forward_only bool, 7 loss_fn_config_v2 LossConfigValue map",
 }
-_TYPES: Mapping[str, Any] = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
+_TYPES: Mapping[str, Any] = {
+    "double": 1,
+    "int64": 3,
+    "int32": 5,
+    "bool": 8,
+    "string": 9,
+    "bytes": 12,
+    "uint32": 13,
+}
 _MESSAGE_TYPE: Any = 11
 _OPTIONAL: Any = 1
 _REPEATED: Any = 3
@@ -57,7 +76,9 @@ _PACKAGE = "mlx_parallm.faces.tinker"  # of the description here; package names 
 
 
 def _described() -> descriptor_pb2.FileDescriptorProto:
-    file = descriptor_pb2.FileDescriptorProto(name="mlx_parallm_tinker.proto", package=_PACKAGE, syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="mlx_parallm_tinker.proto", package=_PACKAGE, syntax=("proto3")
+    )
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
         for field in fields.split(","):
@@ -101,7 +122,8 @@ def message(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Span:
-    """A run of a field: `length` tokens of sample `sequence_id`, from its token `offset` on; "" = of a prompt."""
+    """A run of a field: `length` tokens of sample `sequence_id`, from its token `offset` on; ""
+    = of a prompt."""
 
     sequence_id: str
     offset: int
@@ -110,7 +132,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Datum:
-    """One example. `tokens` [N] int32; `inputs`: the loss's, [N] or [N, K]; `spans`: what the N targets come from."""
+    """One example. `tokens` [N] int32; `inputs`: the loss's, [N] or [N, K]; `spans`: what the N
+    targets come from."""
 
     tokens: np.ndarray
     inputs: Mapping[str, np.ndarray]
@@ -132,7 +155,8 @@ class ForwardBackward:
 
 
 def decompressed(body: bytes, encoding: str, most: int) -> bytes:
-    """The body without its Content-Encoding. Raises RequestError: another encoding than zstd, larger than `most`."""
+    """The body without its Content-Encoding. Raises RequestError: another encoding than zstd,
+    larger than `most`."""
     if encoding in ("", "identity"):
         return body
     if encoding != "zstd":
@@ -142,7 +166,9 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
         parts, size = [], 0
         for start in range(0, len(body), ZSTD_STEP):
             if reader.eof:
-                raise RequestError("the body is not valid zstd: it goes on behind its frame; send one whole frame")
+                raise RequestError(
+                    "the body is not valid zstd: it goes on behind its frame; send one whole frame"
+                )
             parts.append(reader.decompress(body[start : start + ZSTD_STEP]))
             size += len(parts[-1])
             if size > most:
@@ -164,8 +190,10 @@ class BodyTooLargeError(RequestError):
 
 
 def leading_number(body: bytes) -> tuple[str, int] | None:
-    """The model's id and the seq_id that a serialized ForwardBackwardRequest begins with, without reading the rest."""
-    if body[:1] != MODEL_ID_TAG or len(body) < 2 or body[1] > 127:  # a longer id is not one of this server
+    """The model's id and the seq_id that a serialized ForwardBackwardRequest begins with,
+    without reading the rest."""
+    # a longer id is not one of this server
+    if body[:1] != MODEL_ID_TAG or len(body) < 2 or body[1] > 127:
         return None
     end = 2 + body[1]
     if body[end : end + 1] != SEQ_ID_TAG:
@@ -180,7 +208,8 @@ def leading_number(body: bytes) -> tuple[str, int] | None:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """Raises RequestError: not such a message, or more datums and other messages than one request may hold."""
+    """Raises RequestError: not such a message, or more datums and other messages than one
+    request may hold."""
     request = message("ForwardBackwardRequest")
     try:
         if not check_counts(body):
@@ -206,12 +235,14 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
 
 
 def check_cells(data: Sequence[Any]) -> None:
-    """Raises RequestError: the sparse tensors of these Datum messages would be too large as arrays."""
+    """Raises RequestError: the sparse tensors of these Datum messages would be too large as
+    arrays."""
     shapes = (t.shape for d in data for t in d.loss_fn_inputs.values() if t.HasField("sparse_csr"))
     cells = sum(math.prod(max(size, 0) for size in shape) for shape in shapes)
     if cells > MAX_CELLS:
         raise RequestError(
-            f"the sparse tensors of the request have {cells} cells, {MAX_CELLS} are read: send fewer datums a request"
+            f"the sparse tensors of the request have {cells} cells, {MAX_CELLS} are read: send"
+            " fewer datums a request"
         )
 
 
@@ -221,23 +252,39 @@ def read_datum(datum: Any, where: str) -> Datum:
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            shown = {"image": "an image", "dmel": "audio"}.get(kind or "", "a chunk of unknown kind")
-            raise RequestError(f"{where}: the model input holds {shown}; this server trains on token ids only")
+            shown = {"image": "an image", "dmel": "audio"}.get(
+                kind or "", ("a chunk of unknown kind")
+            )
+            raise RequestError(
+                f"{where}: the model input holds {shown}; this server trains on token ids only"
+            )
         parts.append(_numbers(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
-    inputs = {name: read_tensor(tensor, f"{where}: {name}") for name, tensor in datum.loss_fn_inputs.items()}
+    inputs = {
+        name: read_tensor(tensor, f"{where}: {name}")
+        for name, tensor in datum.loss_fn_inputs.items()
+    }
     spans = []
     for entry in datum.loss_fn_input_spans:
         kind = entry.WhichOneof("span")
         span = entry.sampled_tokens if kind == "sampled_tokens" else entry.prompt_tokens
-        spans.append(Span(span.sequence_id if kind == "sampled_tokens" else "", span.offset, span.length))
+        spans.append(
+            Span(span.sequence_id if kind == ("sampled_tokens") else "", span.offset, span.length)
+        )
     return Datum(np.concatenate(parts) if parts else np.zeros(0, np.int32), inputs, tuple(spans))
 
 
 def read_tensor(tensor: Any, where: str) -> np.ndarray:
     """A dense array, [N] or [N, K], float32 or int64. Raises RequestError."""
-    dtypes = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4"), BFLOAT16: np.dtype("<u2")}
+    dtypes = {
+        FLOAT32: np.dtype("<f4"),
+        INT64: np.dtype("<i8"),
+        INT32: np.dtype("<i4"),
+        BFLOAT16: np.dtype("<u2"),
+    }
     if tensor.dtype not in dtypes:
-        raise RequestError(f"{where}: dtype {tensor.dtype} is not float32, int64, int32 or bfloat16")
+        raise RequestError(
+            f"{where}: dtype {tensor.dtype} is not float32, int64, int32 or bfloat16"
+        )
     dtype, shape = dtypes[tensor.dtype], tuple(tensor.shape)
     sparse = tensor.HasField("sparse_csr")
     values = _numbers(tensor.sparse_csr.values if sparse else tensor.dense, dtype, where)
@@ -247,8 +294,16 @@ def read_tensor(tensor: Any, where: str) -> np.ndarray:
         return _dense(tensor.sparse_csr, values, shape, where)
     if not shape:
         shape = values.shape
-    if len(shape) > MAX_RANK_OF_TENSOR or any(size < 0 for size in shape) or int(np.prod(shape)) != values.size:
-        raise RequestError(f"{where}: {values.size} numbers do not have the shape {list(shape)}; [N] or [N, K] is read")
+    if (
+        len(shape) > MAX_RANK_OF_TENSOR
+        or any(size < 0 for size in shape)
+        or int(np.prod(shape)) != values.size
+    ):
+        raise RequestError(
+            f"{where}: {values.size} numbers do not have the shape {list(shape)}; [N] or [N,"
+            " K] is"
+            " read"
+        )
     return values.reshape(shape)
 
 
@@ -282,7 +337,8 @@ def _numbers(data: bytes, dtype: Any, where: str) -> np.ndarray:
 def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
     """A ForwardBackwardOutput: `logprobs` of each datum, [N] or [N, K] float32.
 
-    One record holds neighbours of the same width K: in a record only the first dimension may differ.
+    One record holds neighbours of the same width K: in a record only the first dimension may
+    differ.
     """
     output = message("ForwardBackwardOutput")
     output.loss_fn_output_type = "ArrayRecord"
@@ -308,7 +364,8 @@ def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
 
 @dataclass(frozen=True)
 class DrawnSample:
-    """One sampled sequence: tokens [T], their log-probabilities [T], and the k likeliest at each (token, logprob)."""
+    """One sampled sequence: tokens [T], their log-probabilities [T], and the k likeliest at each
+    (token, logprob)."""
 
     stopped: bool
     tokens: Sequence[int]
@@ -348,4 +405,9 @@ def _fill_top(target: Any, rows: Sequence[Sequence[tuple[int, float]]], count: i
     for i, row in enumerate(rows):
         for j, (token, logprob) in enumerate(row[:count]):
             ids[i, j], logprobs[i, j] = token, logprob
-    target.token_ids, target.logprobs, target.k, target.length = ids.tobytes(), logprobs.tobytes(), count, len(rows)
+    target.token_ids, target.logprobs, target.k, target.length = (
+        ids.tobytes(),
+        logprobs.tobytes(),
+        count,
+        len(rows),
+    )

@@ -1,7 +1,8 @@
-"""How many messages a serialized ForwardBackwardRequest holds, counted before protobuf makes an object of each.
+"""How many messages a serialized ForwardBackwardRequest holds, counted before protobuf makes an
+object of each.
 
-An empty datum is two bytes on the wire and 250 in memory. The scan goes through the tags of the messages that hold
-repeated fields, and passes over everything else.
+An empty datum is two bytes on the wire and 250 in memory. The scan goes through the tags of the
+messages that hold repeated fields, and passes over everything else.
 """
 
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ _FIXED = {FIXED64: 8, FIXED32: 4}
 
 @dataclass(frozen=True)
 class Fields:
-    """A message. `most`: how often a field may come, and its name; `inner`: fields that are scanned too; `packed`: the
-    field of packed numbers, whose bytes count."""
+    """A message. `most`: how often a field may come, and its name; `inner`: fields that are
+    scanned too; `packed`: the field of packed numbers, whose bytes count."""
 
     most: Mapping[int, tuple[int, str]]
     inner: Mapping[int, "Fields"] = field(default_factory=dict)
@@ -58,7 +59,9 @@ class _Scan:
         while at < end:
             self._left -= 1
             if self._left < 0:
-                raise RequestError(f"the request holds more than {MOST_FIELDS} protobuf fields: send fewer datums")
+                raise RequestError(
+                    f"the request holds more than {MOST_FIELDS} protobuf fields: send fewer datums"
+                )
             tag, at = self._varint(at, end)
             number, kind = tag >> 3, tag & 7
             start, after = self._value(kind, at, end)
@@ -100,12 +103,17 @@ def _check(known: Fields, number: int, count: int) -> None:
     most, name = known.most[number]
     if count > most:
         unit = "bytes of" if number == known.packed else "entries of"
-        advice = ": send the datums in several requests" if known is REQUEST and name == "data" else ""
-        raise RequestError(f"a message of the request holds more than {most} {unit} {name!r}{advice}")
+        advice = (
+            (": send the datums in several requests") if known is REQUEST and name == "data" else ""
+        )
+        raise RequestError(
+            f"a message of the request holds more than {most} {unit} {name!r}{advice}"
+        )
 
 
 def check_counts(body: bytes) -> bool:
-    """Whether the body has the form of protobuf. Raises RequestError: more messages than a request may hold."""
+    """Whether the body has the form of protobuf. Raises RequestError: more messages than a
+    request may hold."""
     try:
         _Scan(body).message(0, len(body), REQUEST)
     except _NotProtobufError:

@@ -1,4 +1,5 @@
-"""Attributes and methods of transformers' Trainer that scripts use around `train`: each works, or says what to use."""
+"""Attributes and methods of transformers' Trainer that scripts use around `train`: each works,
+or says what to use."""
 
 import json
 from collections.abc import Mapping
@@ -11,12 +12,20 @@ from mlx_parallm.faces.trl.config import TrainerConfig
 _OPTIMIZER = "the run holds it: optim, learning_rate and lr_scheduler_type choose it"
 _BATCHES = "batches are made of rows without padding: train_dataset has the rows"
 NOT_ATTRIBUTES: Mapping[str, str] = {
-    **dict.fromkeys(("optimizer", "lr_scheduler", "create_optimizer", "create_scheduler"), _OPTIMIZER),
+    **dict.fromkeys(
+        ("optimizer", "lr_scheduler", "create_optimizer", "create_scheduler"), _OPTIMIZER
+    ),
     "create_optimizer_and_scheduler": _OPTIMIZER,
-    **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "data_collator"), _BATCHES),
+    **dict.fromkeys(
+        ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "data_collator"),
+        _BATCHES,
+    ),
     "ref_model": "the reference is the model as it was before training, without the adapter",
     "predict": "trainer.evaluate() measures eval_dataset; serve=True answers at trainer.url",
-    **dict.fromkeys(("compute_loss", "training_step", "prediction_step"), "a loss of your own is GRPOTrainer(loss=…)"),
+    **dict.fromkeys(
+        ("compute_loss", "training_step", "prediction_step"),
+        ("a loss of your own is GRPOTrainer(loss=…)"),
+    ),
     "compute_metrics": "trainer.evaluate() returns the loss and its metrics",
     **dict.fromkeys(
         ("push_to_hub", "create_model_card", "init_hf_repo"),
@@ -46,7 +55,9 @@ class Accelerator:
         print(*values, **options)  # noqa: T201 - accelerate's method prints
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer.accelerator.{name}: MLX computes in this process, without accelerate")
+        raise AttributeError(
+            f"trainer.accelerator.{name}: MLX computes in this process, without accelerate"
+        )
 
 
 class TrainerAttributes:
@@ -84,7 +95,8 @@ class TrainerAttributes:
         self._callbacks.pop_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Take a callback, or the first of a class, away and return it; None where there is none."""
+        """Take a callback, or the first of a class, away and return it; None where there is
+        none."""
         return self._callbacks.pop_callback(callback)
 
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
@@ -95,11 +107,15 @@ class TrainerAttributes:
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Print numbers below the name of a split."""
-        lines = [f"***** {split} metrics *****", *(f"  {name} = {metrics[name]}" for name in sorted(metrics))]
+        lines = [
+            f"***** {split} metrics *****",
+            *(f"  {name} = {metrics[name]}" for name in sorted(metrics)),
+        ]
         print("\n".join(lines))  # noqa: T201 - transformers' method prints
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Write SPLIT_results.json into output_dir; `combined`: add them to all_results.json too."""
+        """Write SPLIT_results.json into output_dir; `combined`: add them to all_results.json
+        too."""
         directory = Path(self.args.output_dir).expanduser()
         directory.mkdir(parents=True, exist_ok=True)
         _write(directory / f"{split}_results.json", metrics)
@@ -109,7 +125,8 @@ class TrainerAttributes:
             _write(file, earlier | dict(metrics))
 
     def save_state(self) -> None:
-        """Write `state` into output_dir, as log_history.json: checkpoints have a trainer_state.json of their own."""
+        """Write `state` into output_dir, as log_history.json: checkpoints have a
+        trainer_state.json of their own."""
         directory = Path(self.args.output_dir).expanduser()
         directory.mkdir(parents=True, exist_ok=True)
         _write(directory / "log_history.json", vars(self.state))
@@ -124,4 +141,6 @@ class TrainerAttributes:
 
 
 def _write(file: Path, values: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(dict(values), indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+    file.write_text(
+        json.dumps(dict(values), indent=2, sort_keys=True, default=str) + "\n", encoding=("utf-8")
+    )

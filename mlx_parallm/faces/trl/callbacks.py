@@ -1,6 +1,8 @@
-"""What a TRL user's callbacks see: `TRLState`, `TrainerControl`, and TRL's names of metrics. Driven by `RunEvents`.
+"""What a TRL user's callbacks see: `TRLState`, `TrainerControl`, and TRL's names of metrics. Driven
+by `RunEvents`.
 
-A callback is any object with some of the methods of transformers' `TrainerCallback`; its base class is not needed.
+A callback is any object with some of the methods of transformers' `TrainerCallback`; its base class
+is not needed.
 """
 
 import math
@@ -39,16 +41,30 @@ LOGGED: Mapping[str, str] = {
     "clip_fraction": "clip_ratio/region_mean",
     "time_train_s": "step_time",
 }
-"""Key of a metrics line → TRL's name. The parts of a reward and what a loss adds have TRL's names already."""
+"""Key of a metrics line → TRL's name. The parts of a reward and what a loss adds have TRL's
+names already."""
 ABOUT_ROLLOUTS = (
     "frac_reward_zero_std",
     "completions/mean_length",
     "completions/clipped_ratio",
     "clip_ratio/region_mean",
 )
-CALLED = ("on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
-EVALUATED = {"sampled_reward": "reward", "reward": "greedy_reward", "truncated": "completions/clipped_ratio"}
-"""Metric of an environment's evaluation → its name behind "eval_". Others keep theirs: pass@1, accuracy, problems."""
+CALLED = (
+    "on_train_begin",
+    "on_step_begin",
+    "on_step_end",
+    "on_log",
+    "on_evaluate",
+    "on_save",
+    ("on_train_end"),
+)
+EVALUATED = {
+    "sampled_reward": "reward",
+    "reward": "greedy_reward",
+    "truncated": ("completions/clipped_ratio"),
+}
+"""Metric of an environment's evaluation → its name behind "eval_". Others keep theirs: pass@1,
+accuracy, problems."""
 ENDS = ("_low", "_high")  # of the metric's 95% interval; TRL has none
 
 
@@ -73,8 +89,8 @@ class TRLState:
 
 @dataclass(slots=True)
 class TrainerControl:
-    """A callback sets these: to end the training in order, or to have a checkpoint after this step. Another name
-    (`should_evaluate`) is an error, not an assignment that nobody reads."""
+    """A callback sets these: to end the training in order, or to have a checkpoint after this
+    step. Another name (`should_evaluate`) is an error, not an assignment that nobody reads."""
 
     should_training_stop: bool = False
     should_save: bool = False
@@ -91,13 +107,18 @@ def logged(line: Mapping[str, Any]) -> dict[str, float]:
     numbers |= {
         key: value
         for key, value in line.items()
-        if key not in KEYS and isinstance(value, int | float) and not key.startswith((PREFIX, "eval_before/", "held"))
+        if key not in KEYS
+        and isinstance(value, int | float)
+        and not key.startswith((PREFIX, "eval_before/", ("held")))
     }
-    return {name: value for name, value in numbers.items() if not rows or name not in ABOUT_ROLLOUTS}
+    return {
+        name: value for name, value in numbers.items() if not rows or name not in ABOUT_ROLLOUTS
+    }
 
 
 def evaluation_numbers(numbers: Mapping[str, Any]) -> dict[str, float]:
-    """Return the eval/… keys of a metrics line by TRL's names: eval_loss, eval_rewards/accuracies, or eval_reward."""
+    """Return the eval/… keys of a metrics line by TRL's names: eval_loss,
+    eval_rewards/accuracies, or eval_reward."""
     found: dict[str, float] = {}
     for key, value in numbers.items():
         name = key.removeprefix(PREFIX)
@@ -113,7 +134,8 @@ def evaluation_numbers(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Callbacks:
-    """Calls the callbacks. What one raises ends the training in order, and `Trainer.train` raises it."""
+    """Calls the callbacks. What one raises ends the training in order, and `Trainer.train`
+    raises it."""
 
     def __init__(self, callbacks: Sequence[Any], args: TrainerConfig, state: TRLState) -> None:
         self.callbacks: list[Any] = []
@@ -122,7 +144,8 @@ class Callbacks:
         self.losses: list[float] = []  # of each step
         self._lines: list[Mapping[str, float]] = []  # since the last entry of log_history
         self._logged_at = 0
-        self._early: list[Mapping[str, Any]] = []  # evaluations that came before the line of their step
+        # evaluations that came before the line of their step
+        self._early: list[Mapping[str, Any]] = []
         self._silent = False
         self.asked = False  # the program has asked for an evaluation, and records it itself
         self._stop = threading.Event()
@@ -130,7 +153,8 @@ class Callbacks:
             self.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Take a callback, or the first of a class, away and return it; None where there is none."""
+        """Take a callback, or the first of a class, away and return it; None where there is
+        none."""
         given = (each for each in self.callbacks if each is callback or type(each) is callback)
         if (found := next(given, None)) is not None:
             self.callbacks.remove(found)
@@ -140,22 +164,34 @@ class Callbacks:
         self.pop_callback(callback)
 
     def add_callback(self, callback: Any) -> None:
-        """Take one more, or a class of one. Raises ConfigError: it has none of the methods that are called."""
+        """Take one more, or a class of one. Raises ConfigError: it has none of the methods that
+        are called."""
         callback = callback() if isinstance(callback, type) else callback
         if not any(callable(getattr(callback, name, None)) for name in CALLED):
             raise ConfigError(
-                f"callbacks: {type(callback).__name__} has none of the methods that are called: {', '.join(CALLED)}"
+                f"callbacks: {type(callback).__name__} has none of the methods that are"
+                f" called: {', '.join(CALLED)}"
             )
         self.callbacks.append(callback)
 
-    def subscribe(self, events: RunEvents, schedule: UpdateSchedule, *, stop: threading.Event) -> None:
-        """Follow a run. The lines of one that is resumed fill `log_history` without a call. `stop`: ends it."""
+    def subscribe(
+        self, events: RunEvents, schedule: UpdateSchedule, *, stop: threading.Event
+    ) -> None:
+        """Follow a run. The lines of one that is resumed fill `log_history` without a call.
+        `stop`: ends it."""
         self._stop = stop
-        self.failed, self.control.should_training_stop, self._logged_at, self._early = None, False, 0, []
+        self.failed, self.control.should_training_stop, self._logged_at, self._early = (
+            None,
+            False,
+            0,
+            [],
+        )
         events.subscribe(RunStarted, lambda event: self._begin(schedule, event.lines))
         events.subscribe(StepFinished, lambda event: self._step(schedule, event.line))
         events.subscribe(EvaluationFinished, lambda event: self._evaluated(schedule, event.line))
-        events.subscribe(CheckpointSaved, lambda event: self.call("on_save", checkpoint=str(event.path)))
+        events.subscribe(
+            CheckpointSaved, lambda event: self.call("on_save", checkpoint=str(event.path))
+        )
         events.subscribe(RunFinished, lambda event: self._log() if self._lines else None)
 
     def call(self, name: str, **arguments: Any) -> None:
@@ -171,11 +207,18 @@ class Callbacks:
             if self.control.should_training_stop:
                 self._stop.set()
 
-    def evaluated(self, numbers: Mapping[str, float], *, at: tuple[int, float] | None = None) -> dict[str, float]:
-        """Record the result of an evaluation, and return it. `at`: the update and epoch of its weights, if not now."""
+    def evaluated(
+        self, numbers: Mapping[str, float], *, at: tuple[int, float] | None = None
+    ) -> dict[str, float]:
+        """Record the result of an evaluation, and return it. `at`: the update and epoch of its
+        weights, if not now."""
         update, epoch = at or (self.state.global_step, self.state.epoch)
         entry, history = dict(numbers) | {"epoch": epoch}, self.state.log_history
-        if history and history[-1]["step"] == update and any(name in history[-1] for name in numbers):
+        if (
+            history
+            and history[-1]["step"] == update
+            and any(name in history[-1] for name in numbers)
+        ):
             history.pop()  # the run has evaluated these weights already
         history.append(entry | {"step": update})
         self.call("on_evaluate", metrics=entry)
@@ -185,7 +228,8 @@ class Callbacks:
         step = int(line["step"])
         if self.asked:
             return
-        if (update := schedule.update(step)) > self.state.global_step:  # the loop measures before it ends the step
+        # the loop measures before it ends the step
+        if (update := schedule.update(step)) > self.state.global_step:
             self._early.append(line)
             return
         self.evaluated(evaluation_numbers(flat(dict(line))), at=(update, schedule.epoch(step)))
@@ -198,10 +242,14 @@ class Callbacks:
     def _begin(self, schedule: UpdateSchedule, lines: Sequence[Mapping[str, Any]]) -> None:
         state = self.state
         state.max_steps, state.logging_steps = schedule.max_steps, self.args.logging_steps
-        state.eval_steps, state.save_steps = self.args.eval_steps or self.args.logging_steps, self.args.save_steps
+        state.eval_steps, state.save_steps = (
+            self.args.eval_steps or self.args.logging_steps,
+            self.args.save_steps,
+        )
         state.num_train_epochs = self.args.num_train_epochs
         state.train_batch_size = self.args.per_device_train_batch_size
-        state.global_step, state.epoch, state.num_input_tokens_seen, self._lines = 0, 0.0, 0, []  # of an earlier run
+        # of an earlier run
+        state.global_step, state.epoch, state.num_input_tokens_seen, self._lines = 0, 0.0, 0, []
         self.losses = []
         self._silent = True
         for line in lines:
@@ -219,10 +267,17 @@ class Callbacks:
         self._lines.append(logged(line))
         self.losses += [line["loss"]] if line.get("loss") is not None else []
         self.call("on_step_end")
-        due = state.global_step // self.args.logging_steps > self._logged_at // self.args.logging_steps
+        due = (
+            state.global_step // self.args.logging_steps
+            > self._logged_at // self.args.logging_steps
+        )
         if due or (self.args.logging_first_step and step == 1):
             self._log()
-        if of_rows(line) and self.args.eval_strategy != "no" and (numbers := evaluation_numbers(line)):
+        if (
+            of_rows(line)
+            and self.args.eval_strategy != "no"
+            and (numbers := evaluation_numbers(line))
+        ):
             self.evaluated(numbers)
         if not self._silent:
             self._deliver(schedule)
@@ -235,7 +290,9 @@ class Callbacks:
         names = dict.fromkeys(name for line in lines for name in line)
         columns = {name: [line[name] for line in lines if name in line] for name in names}
         entry = {name: math.fsum(values) / len(values) for name, values in columns.items()}
-        entry |= {"learning_rate": columns["learning_rate"][-1]} if "learning_rate" in columns else {}
+        entry |= (
+            {"learning_rate": columns["learning_rate"][-1]} if "learning_rate" in columns else {}
+        )
         entry |= {"num_tokens": self.state.num_input_tokens_seen, "epoch": self.state.epoch}
         self._logged_at = self.state.global_step
         self.state.log_history.append(entry | {"step": self.state.global_step})

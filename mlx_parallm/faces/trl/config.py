@@ -1,8 +1,10 @@
-"""GRPOConfig, SFTConfig, DPOConfig, KTOConfig: the arguments of TRL 1.16's trainers, by TRL's names and defaults.
+"""GRPOConfig, SFTConfig, DPOConfig, KTOConfig: the arguments of TRL 1.16's trainers, by TRL's names
+and defaults.
 
-A field's docstring says what it does here. `mapping.py` turns them into the daemon's configuration. Names of TRL
-and transformers that mean nothing here are in three tables: `SPEED_ONLY` changes no result there and is accepted;
-`WITHOUT_EFFECT` is accepted with a warning; `NOT_HERE` is refused, unless its value switches it off. Imports no MLX.
+A field's docstring says what it does here. `mapping.py` turns them into the daemon's configuration.
+Names of TRL and transformers that mean nothing here are in three tables: `SPEED_ONLY` changes no
+result there and is accepted; `WITHOUT_EFFECT` is accepted with a warning; `NOT_HERE` is refused,
+unless its value switches it off. Imports no MLX.
 """
 
 import warnings
@@ -20,53 +22,125 @@ from mlx_parallm.errors import ConfigError
 Interval = Literal["no", "steps", "epoch"]
 
 SPEED_ONLY = (
-    *("accelerator_config", "average_tokens_across_devices", "cast_lm_head_to_fp32", "dataloader_num_workers"),
-    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataset_num_proc"),
+    *(
+        "accelerator_config",
+        "average_tokens_across_devices",
+        "cast_lm_head_to_fp32",
+        ("dataloader_num_workers"),
+    ),
+    *(
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        ("dataset_num_proc"),
+    ),
     *("dataloader_multiprocessing_context", "dataloader_in_order", "do_eval", "do_predict"),
-    *("do_train", "ds3_gather_for_generation", "eval_accumulation_steps", "eval_do_concat_batches", "eval_packing"),
-    *("eval_use_gather_object", "gradient_checkpointing_kwargs", "include_num_input_tokens_seen", "length_column_name"),
-    *("log_level", "log_level_replica", "log_multimodal", "log_on_each_node", "logging_nan_inf_filter"),
-    *("num_completions_to_print", "pad_to_multiple_of", "padding_free", "per_device_eval_batch_size"),
-    *("precompute_ref_batch_size", "precompute_ref_log_probs", "prediction_loss_only", "remove_unused_columns"),
-    *("save_on_each_node", "skip_memory_metrics", "tf32", "torch_empty_cache_steps", "use_cache", "use_cpu"),
+    *(
+        "do_train",
+        "ds3_gather_for_generation",
+        "eval_accumulation_steps",
+        "eval_do_concat_batches",
+        ("eval_packing"),
+    ),
+    *(
+        "eval_use_gather_object",
+        "gradient_checkpointing_kwargs",
+        "include_num_input_tokens_seen",
+        ("length_column_name"),
+    ),
+    *(
+        "log_level",
+        "log_level_replica",
+        "log_multimodal",
+        "log_on_each_node",
+        ("logging_nan_inf_filter"),
+    ),
+    *(
+        "num_completions_to_print",
+        "pad_to_multiple_of",
+        "padding_free",
+        ("per_device_eval_batch_size"),
+    ),
+    *(
+        "precompute_ref_batch_size",
+        "precompute_ref_log_probs",
+        "prediction_loss_only",
+        ("remove_unused_columns"),
+    ),
+    *(
+        "save_on_each_node",
+        "skip_memory_metrics",
+        "tf32",
+        "torch_empty_cache_steps",
+        "use_cache",
+        ("use_cpu"),
+    ),
 )
-"""Names that change how fast TRL computes, or what it prints, and no result: accepted, without effect."""
+"""Names that change how fast TRL computes, or what it prints, and no result: accepted, without
+effect."""
 
 HUB = "nothing is uploaded: train, then `mlx_parallm merge --push-to-hub OWNER/NAME`"
 ONE_PROCESS = "several machines train by mlx.launch, not by these (docs/distributed.md)"
-COMPUTED_BY_MLX = "MLX computes here; a step's memory follows from gradient_checkpointing and rl_training.token_budget"
-DTYPE = 'the dtype is the model\'s: model_init_kwargs={"dtype": "bfloat16"}; the optimizer works on float32 copies'
+COMPUTED_BY_MLX = (
+    "MLX computes here; a step's memory follows from gradient_checkpointing and"
+    " rl_training.token_budget"
+)
+DTYPE = (
+    'the dtype is the model\'s: model_init_kwargs={"dtype": "bfloat16"}; the optimizer works on'
+    " float32 copies"
+)
 ROUTES = 'the engine of this process samples; set its keys with overrides={"server.batch_size": 64}'
 OWN_ENVIRONMENT = (
-    "episodes with tools or several turns are an environment of your own (docs/your_environment.md), which"
+    "episodes with tools or several turns are an environment of your own"
+    " (docs/your_environment.md), which"
     " primitives.GRPOAlgorithm trains, with a loss of your own too (docs/trl.md)"
 )
-OFF_SAMPLER = "rollouts are sampled from the model's own distribution at `temperature`, which the loss assumes"
+OFF_SAMPLER = (
+    "rollouts are sampled from the model's own distribution at `temperature`, which the loss"
+    " assumes"
+)
 WITHOUT_EFFECT: Mapping[str, str] = {
     **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), DTYPE),
     **dict.fromkeys(("torch_compile", "use_liger_kernel"), COMPUTED_BY_MLX),
-    "max_prompt_length": "prompts are not cut, as in TRL 1.16: shorten them, or leave out the long ones",
+    "max_prompt_length": (
+        "prompts are not cut, as in TRL 1.16: shorten them, or leave out the long ones"
+    ),
     "run_name": "the last part of output_dir names the run, in its directory and in trackers",
     "logging_dir": "TensorBoard files lie in output_dir",
 }
-"""Names that would change no result here: accepted, with a warning unless they are off. name → what is so instead."""
+"""Names that would change no result here: accepted, with a warning unless they are off. name →
+what is so instead."""
 NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("push_to_hub", "hub_always_push"), ((False,), HUB)),
     **dict.fromkeys(("hub_token", "hub_model_id", "hub_private_repo", "hub_revision"), ((), HUB)),
-    **dict.fromkeys(("log_completions_hub_repo", "trackio_bucket_id", "trackio_static_space_id"), ((), HUB)),
+    **dict.fromkeys(
+        ("log_completions_hub_repo", "trackio_bucket_id", "trackio_static_space_id"), ((), HUB)
+    ),
     "hub_strategy": (("every_save",), HUB),
     "trackio_space_id": (("trackio",), HUB),
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "ddp_backend"), ((), ONE_PROCESS)),
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "ddp_backend"), ((), ONE_PROCESS)
+    ),
     **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb"), ((), ONE_PROCESS)),
     **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), ((), ONE_PROCESS)),
     "ddp_timeout": ((1800,), ONE_PROCESS),
     "local_rank": ((-1,), ONE_PROCESS),
-    **dict.fromkeys(("activation_checkpointing", "auto_find_batch_size"), ((False,), COMPUTED_BY_MLX)),
+    **dict.fromkeys(
+        ("activation_checkpointing", "auto_find_batch_size"), ((False,), COMPUTED_BY_MLX)
+    ),
     "activation_offloading": ((False,), COMPUTED_BY_MLX),
-    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode", "liger_kernel_config"), ((), COMPUTED_BY_MLX)),
+    **dict.fromkeys(
+        ("torch_compile_backend", "torch_compile_mode", "liger_kernel_config"),
+        ((), COMPUTED_BY_MLX),
+    ),
     "activation_checkpointing_kwargs": ((), COMPUTED_BY_MLX),
-    **dict.fromkeys(("use_vllm", "use_transformers_paged", "use_transformers_continuous_batching"), ((False,), ROUTES)),
-    **dict.fromkeys(("transformers_continuous_batching_config", "cache_implementation"), ((), ROUTES)),
+    **dict.fromkeys(
+        ("use_vllm", "use_transformers_paged", "use_transformers_continuous_batching"),
+        ((False,), ROUTES),
+    ),
+    **dict.fromkeys(
+        ("transformers_continuous_batching_config", "cache_implementation"), ((), ROUTES)
+    ),
     **dict.fromkeys(("top_p", "repetition_penalty"), ((1.0,), OFF_SAMPLER)),
     "top_k": ((0, -1), OFF_SAMPLER),
     "min_p": ((0.0,), OFF_SAMPLER),
@@ -79,9 +153,17 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
         ((), 'name a metric of the evaluation: overrides={"rl_training.keep_best": "eval/score"}'),
     ),
     "data_seed": ((), "seed is of everything random"),
-    "dataloader_drop_last": ((False,), "every row is trained on: batches of an epoch are of nearly equal size"),
-    "lr_scheduler_kwargs": ((), 'the final rate of linear and cosine: overrides={"rl_training.lr_final": 1e-6}'),
-    **dict.fromkeys(("optim_args", "optim_target_modules"), ((), "optim names an optimizer of MLX")),
+    "dataloader_drop_last": (
+        (False,),
+        ("every row is trained on: batches of an epoch are of nearly equal size"),
+    ),
+    "lr_scheduler_kwargs": (
+        (),
+        ('the final rate of linear and cosine: overrides={"rl_training.lr_final": 1e-6}'),
+    ),
+    **dict.fromkeys(
+        ("optim_args", "optim_target_modules"), ((), ("optim names an optimizer of MLX"))
+    ),
     "label_smoothing_factor": ((0.0, 0), "DPO has label_smoothing"),
     "neftune_noise_alpha": ((), "no noise is added to embeddings"),
     "include_for_metrics": (([],), "trainer.evaluate() returns all metrics there are"),
@@ -94,21 +176,36 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_jit_checkpoint": ((False,), "Ctrl-C saves a checkpoint"),
     "debug": (("",), 'the log has a level: overrides={"logging.level": "debug"}'),
     "router_aux_loss_coef": ((0.0, 0), "there is no loss of a mixture's router"),
-    "top_entropy_quantile": ((1.0,), "every sampled token counts; a loss of your own may weigh them (docs/trl.md)"),
+    "top_entropy_quantile": (
+        (1.0,),
+        ("every sampled token counts; a loss of your own may weigh them (docs/trl.md)"),
+    ),
     "use_adaptive_entropy": ((False,), "entropy_coef is constant"),
-    **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), ((0.0, 1.0, 0.005), "as above")),
+    **dict.fromkeys(
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
+        ((0.0, 1.0, 0.005), ("as above")),
+    ),
     "entropy_target": ((0.2,), "entropy_coef is constant"),
     "off_policy_mask_threshold": ((), "rollouts are from the weights that they train"),
     "multi_objective_aggregation": (
         ("sum_then_normalize",),
-        'parts are summed by reward_weights; overrides={"environments.0.reward_method": "pareto"} ranks them',
+        (
+            'parts are summed by reward_weights; overrides={"environments.0.reward_method":'
+            ' "pareto"} ranks them'
+        ),
     ),
     "log_unique_prompts": ((False,), "output_dir/samples.html has prompts, answers and rewards"),
     "dataset_kwargs": ((), "rows have one of TRL's forms"),
     "truncation_mode": (("keep_start",), "longer rows are left out, not cut"),
     "packing": ((False,), "short rows share a computation already, without seeing each other"),
-    "packing_strategy": (("bfd",), "short rows share a computation already, without seeing each other"),
-    "completion_only_loss": ((True,), "prompts are never trained on: use rows with `text` for whole texts"),
+    "packing_strategy": (
+        ("bfd",),
+        ("short rows share a computation already, without seeing each other"),
+    ),
+    "completion_only_loss": (
+        (True,),
+        ("prompts are never trained on: use rows with `text` for whole texts"),
+    ),
     **dict.fromkeys(("eos_token", "pad_token"), ((), "the tokenizer's own tokens are used")),
     "ld_alpha": ((), "tokens behind the shorter completion's length weigh as much as the others"),
     "f_divergence_type": (("reverse_kl",), "DPO's divergence is the reverse KL"),
@@ -153,18 +250,22 @@ class TrainerConfig(Options):
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm; 0 = off."""
     per_device_train_batch_size: int = Field(8, ge=1)
-    """Completions, or rows, of one forward and backward pass in TRL. Here memory is bounded by tokens
-    (rl_training.token_budget), so only the product with gradient_accumulation_steps counts."""
+    """Completions, or rows, of one forward and backward pass in TRL. Here memory is bounded by
+    tokens (rl_training.token_budget), so only the product with gradient_accumulation_steps
+    counts."""
     gradient_accumulation_steps: int = Field(1, ge=1)
-    """times per_device_train_batch_size: completions (GRPO), rows or pairs of one optimizer update."""
+    """times per_device_train_batch_size: completions (GRPO), rows or pairs of one optimizer
+    update."""
     num_train_epochs: float = Field(3.0, gt=0)
     """Passes over the data set, where max_steps is not set."""
     train_sampling_strategy: Literal["random", "sequential"] = "random"
-    """"random": a new order in each epoch, drawn from seed; "sequential" (SFT, DPO, KTO): the order of the rows."""
+    """"random": a new order in each epoch, drawn from seed; "sequential" (SFT, DPO, KTO): the
+    order of the rows."""
     max_steps: int = Field(-1, ge=-1)
     """Optimizer updates in all; -1: by num_train_epochs."""
     logging_steps: int = Field(10, ge=1)
-    """Optimizer updates between two entries of state.log_history, each a mean since the one before."""
+    """Optimizer updates between two entries of state.log_history, each a mean since the one
+    before."""
     logging_first_step: bool = False
     """An entry for the first update too."""
     eval_strategy: Interval = "no"
@@ -184,9 +285,11 @@ class TrainerConfig(Options):
     full_determinism: bool = False
     """Bit-equal repeats."""
     load_best_model_at_end: bool = False
-    """save_model writes the best checkpoint; evaluate() and the server keep the last weights. Needs eval_strategy."""
+    """save_model writes the best checkpoint; evaluate() and the server keep the last weights.
+    Needs eval_strategy."""
     gradient_checkpointing: bool = True
-    """Compute each transformer block again in the backward pass: least memory; False is faster for a small model."""
+    """Compute each transformer block again in the backward pass: least memory; False is faster
+    for a small model."""
     report_to: str | tuple[str, ...] = "none"
     """"wandb", "tensorboard", "trackio", several of them, "all" or "none"."""
     project: str | None = None
@@ -194,17 +297,20 @@ class TrainerConfig(Options):
     disable_tqdm: bool | None = None
     """True: no display and no log lines below warnings."""
     model_init_kwargs: dict[str, Any] | None = None
-    """"dtype", "revision", "trust_remote_code", "attn_implementation" and "device_map" (without effect)."""
+    """"dtype", "revision", "trust_remote_code", "attn_implementation" and "device_map" (without
+    effect)."""
     trust_remote_code: bool = False
     """Let the tokenizer run code of the checkpoint."""
     serve: bool = False
-    """Not TRL's: answer at http://host:port/v1 with what is being trained, until trainer.close()."""
+    """Not TRL's: answer at http://host:port/v1 with what is being trained, until
+    trainer.close()."""
     host: str = ServerConfig().host
     """Not TRL's: address to bind. Anything but loopback needs an API key."""
     port: int = Field(ServerConfig().port, ge=0, le=65535)
     """Not TRL's: port of the server; 0 takes a free one (trainer.url)."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Not TRL's: any key of docs/config.md by its name, e.g. {"rl_training.max_staleness": 1}; wins over the rest."""
+    """Not TRL's: any key of docs/config.md by its name, e.g. {"rl_training.max_staleness": 1};
+    wins over the rest."""
 
     def __init__(self, output_dir: str | None = None, **values: Any) -> None:
         kind = type(self).__name__
@@ -221,11 +327,23 @@ class TrainerConfig(Options):
             elif name in NOT_HERE:
                 off, instead = NOT_HERE[name]
                 if value is not None and value not in off:
-                    raise ConfigError(f"{kind}({name}={value!r}) has no meaning here: {instead} (docs/trl.md)")
+                    raise ConfigError(
+                        f"{kind}({name}={value!r}) has no meaning here: {instead} (docs/trl.md)"
+                    )
             else:
                 kept[name] = value  # Options has no such name, and says which is near
-        unset = [name for name, value in kept.items() if value is None and name in type(self).model_fields]
-        super().__init__(**{name: value for name, value in kept.items() if name not in unset or name == "max_length"})
+        unset = [
+            name
+            for name, value in kept.items()
+            if value is None and name in type(self).model_fields
+        ]
+        super().__init__(
+            **{
+                name: value
+                for name, value in kept.items()
+                if name not in unset or name == ("max_length")
+            }
+        )
         if ignored:
             warnings.warn(f"{kind}: without effect: {'; '.join(ignored)}", stacklevel=2)
 
@@ -235,9 +353,17 @@ class TrainerConfig(Options):
             raise ValueError("warmup_steps and warmup_ratio contradict each other: set one of them")
         for name in ("adam_beta1", "adam_beta2"):
             if self.optim.startswith("lion") and name in self.changed():
-                raise ValueError(f"{name} is not read with optim={self.optim!r}: MLX's Lion has the betas 0.9 and 0.99")
+                raise ValueError(
+                    f"{name} is not read with optim={self.optim!r}: MLX's Lion has the betas"
+                    " 0.9"
+                    " and 0.99"
+                )
         if self.load_best_model_at_end and self.eval_strategy == "no":
-            raise ValueError("load_best_model_at_end needs eval_strategy: evaluations decide which checkpoint is best")
+            raise ValueError(
+                "load_best_model_at_end needs eval_strategy: evaluations decide which"
+                " checkpoint"
+                " is best"
+            )
         return self
 
 
@@ -253,11 +379,13 @@ class GRPOConfig(TrainerConfig):
     disable_dropout: bool = False
     """Without effect: the adapter's dropout is always off in RL."""
     max_token_length: int | None = Field(None, ge=2)
-    """Not TRL's: longest prompt and completion together; default: what the longest prompt can need."""
+    """Not TRL's: longest prompt and completion together; default: what the longest prompt can
+    need."""
     generation_batch_size: int | None = Field(None, ge=1)
     """Completions sampled together; default: per_device_train_batch_size x steps_per_generation."""
     steps_per_generation: int | None = Field(None, ge=1)
-    """Parts of per_device_train_batch_size that are sampled together; default: gradient_accumulation_steps."""
+    """Parts of per_device_train_batch_size that are sampled together; default:
+    gradient_accumulation_steps."""
     num_iterations: int = Field(1, ge=1)
     """Passes over the completions that were sampled together."""
     shuffle_dataset: bool = True
@@ -273,7 +401,8 @@ class GRPOConfig(TrainerConfig):
     epsilon: float = Field(0.2, ge=0)
     """The ratio is clipped below at 1 - epsilon."""
     epsilon_high: float | None = Field(None, ge=0)
-    """The ratio is clipped above at 1 + epsilon_high (default: epsilon); with cispo at epsilon_high."""
+    """The ratio is clipped above at 1 + epsilon_high (default: epsilon); with cispo at
+    epsilon_high."""
     delta: float | None = Field(None, gt=1)
     """Bound above of the ratio for negative advantages (INTELLECT-2)."""
     sapo_temperature_pos: float = Field(1.0, gt=0)
@@ -285,7 +414,8 @@ class GRPOConfig(TrainerConfig):
     loss_type: Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo"] = "dapo"
     """How the tokens' losses become one number, and which loss it is."""
     scale_rewards: bool | Literal["group", "none"] = "group"
-    """Divide a group's advantages by the standard deviation of its rewards; False or "none": do not."""
+    """Divide a group's advantages by the standard deviation of its rewards; False or "none": do
+    not."""
     reward_weights: tuple[float, ...] | None = None
     """One weight for each reward function; default: 1."""
     entropy_coef: float = Field(0.0, ge=0)
@@ -306,11 +436,19 @@ class GRPOConfig(TrainerConfig):
         if not self.shuffle_dataset:
             raise ValueError("shuffle_dataset=False: prompts come in a new order each epoch")
         if self.train_sampling_strategy != "random":
-            raise ValueError("train_sampling_strategy='sequential': prompts come in a new order each epoch")
+            raise ValueError(
+                "train_sampling_strategy='sequential': prompts come in a new order each epoch"
+            )
         if self.loss_type == "cispo" and (self.epsilon_high or 0.0) < 1:
-            raise ValueError("loss_type='cispo' clips the ratio at epsilon_high itself: 5.0 is usual")
+            raise ValueError(
+                "loss_type='cispo' clips the ratio at epsilon_high itself: 5.0 is usual"
+            )
         if self.delta is not None and self.loss_type in ("cispo", "sapo"):
-            raise ValueError(f"delta is a bound of the clipped loss: loss_type={self.loss_type!r} does not read it")
+            raise ValueError(
+                f"delta is a bound of the clipped loss: loss_type={self.loss_type!r} does not"
+                " read"
+                " it"
+            )
         return self
 
 
@@ -318,7 +456,8 @@ class RowsConfig(TrainerConfig):
     """What SFT, DPO and KTO have in common."""
 
     max_length: int | None = Field(1024, ge=2)
-    """Longest prompt and completion together, in tokens; longer rows are left out, TRL cuts them. None: no bound."""
+    """Longest prompt and completion together, in tokens; longer rows are left out, TRL cuts
+    them. None: no bound."""
 
 
 class SFTConfig(RowsConfig):
@@ -327,12 +466,14 @@ class SFTConfig(RowsConfig):
     dataset_text_field: str = "text"
     """The column of whole texts."""
     assistant_only_loss: bool | None = None
-    """None, True: of `messages` only what the assistant says is trained on. False, TRL's default, is refused with
+    """None, True: of `messages` only what the assistant says is trained on. False, TRL's default,
+    is refused with
     `messages`: rows with `text` are trained on as a whole."""
     chat_template_path: str | None = None
     """A file with a chat template."""
     shuffle_dataset: bool = False
-    """Without effect: train_sampling_strategy decides, whose "random" is a new order in each epoch, as in TRL."""
+    """Without effect: train_sampling_strategy decides, whose "random" is a new order in each
+    epoch, as in TRL."""
     loss_type: Literal["nll", "chunked_nll", "dft"] = "nll"
     """The negative log-likelihood (both names are the same here), or DFT's."""
 
@@ -345,8 +486,9 @@ class DPOConfig(RowsConfig):
     beta: float = Field(BETAS["dpo"], gt=0)
     """Scale of the implied reward."""
     loss_type: str | tuple[str, ...] = "sigmoid"
-    """"sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-    "discopop", "sigmoid_norm", "sft"; or a list of them, which are added up. "aot" and "aot_unpaired" there are not."""
+    """"sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
+    "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft"; or a list of them, which are added
+    up. "aot" and "aot_unpaired" there are not."""
     loss_weights: tuple[float, ...] | None = None
     """The weight of each loss of a list; default: 1 each."""
     label_smoothing: float = Field(PreferenceConfig().label_smoothing, ge=0, lt=0.5)

@@ -1,8 +1,10 @@
-"""TRL's arguments → the daemon's configuration. `SAME` and `HOW` are the one table of it, which docs/trl.md shows.
+"""TRL's arguments → the daemon's configuration. `SAME` and `HOW` are the one table of it, which
+docs/trl.md shows.
 
 SAME            TRL's name → the key with the same meaning, and the same unit
 HOW             TRL's name → what becomes of it; `configuration` does what it says
-UpdateSchedule   TRL counts optimizer updates; a step here is a batch of completions, which may have several
+UpdateSchedule   TRL counts optimizer updates; a step here is a batch of completions, which may have
+                 several
 """
 
 import math
@@ -16,13 +18,21 @@ from mlx_parallm.config.load import Config, hardware_defaults, parse_config
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import reference_to
-from mlx_parallm.faces.trl.config import DPOConfig, GRPOConfig, KTOConfig, RowsConfig, SFTConfig, TrainerConfig
+from mlx_parallm.faces.trl.config import (
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    RowsConfig,
+    SFTConfig,
+    TrainerConfig,
+)
 from mlx_parallm.faces.trl.rows import DataRows
 from mlx_parallm.models.adapters.settings import NAMES, TRAINED, check_trained
 from mlx_parallm.system.hardware import detect
 
 TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metrics
-PEFT_DEFAULT_MODULES = ("q_proj", "v_proj")  # PEFT's for Llama, Qwen and their like, where target_modules is None
+# PEFT's for Llama, Qwen and their like, where target_modules is None
+PEFT_DEFAULT_MODULES = ("q_proj", "v_proj")
 NO_BOUND = 1 << 30
 SPARE_TOKENS = 256  # of a chat template around a prompt
 
@@ -54,7 +64,9 @@ SAME: Mapping[str, str] = {
     "reward_weights": "environments.0.reward_weights",
 }
 HOW: Mapping[str, str] = {
-    "output_dir": "`rl_training.checkpoint_dir` is its parent, `rl_training.run_name` its last part",
+    "output_dir": (
+        "`rl_training.checkpoint_dir` is its parent, `rl_training.run_name` its last part"
+    ),
     "overwrite_output_dir": "the trainer removes the run before it begins",
     "lr_scheduler_type": "`rl_training.lr_schedule`; `constant` has no warm-up",
     "warmup_steps": "`rl_training.warmup_steps`, in steps",
@@ -85,7 +97,9 @@ HOW: Mapping[str, str] = {
     "num_generations_eval": "`evaluation.samples`",
     "max_token_length": "`rl_training.atropos.max_token_length`",
     "generation_batch_size": "`rl_training.atropos.rollout_batch_size`",
-    "steps_per_generation": "× `per_device_train_batch_size` = `rl_training.atropos.rollout_batch_size`",
+    "steps_per_generation": (
+        "× `per_device_train_batch_size` = `rl_training.atropos.rollout_batch_size`"
+    ),
     "shuffle_dataset": "always so",
     "disable_dropout": "`rl_training.lora.dropout = 0` (DPO, KTO)",
     "use_bias_correction_kl": '`rl_training.kl_estimator = "k3_ratio"`, else `"k3"`',
@@ -95,7 +109,8 @@ HOW: Mapping[str, str] = {
     "sapo_temperature_pos": "`rl_training.sapo_tau_positive`",
     "sapo_temperature_neg": "`rl_training.sapo_tau_negative`",
     "loss_type": (
-        "`rl_training.loss`, `.loss_aggregation` (GRPO); `rl_training.preference.loss_type` (DPO), `.kto_loss` (KTO),"
+        "`rl_training.loss`, `.loss_aggregation` (GRPO); `rl_training.preference.loss_type`"
+        " (DPO), `.kto_loss` (KTO),"
         " `.sft_loss` (SFT)"
     ),
     "importance_sampling_level": "`rl_training.ratio_level`",
@@ -145,25 +160,34 @@ class UpdateSchedule:
 
 
 def grpo_schedule(args: GRPOConfig, prompts: int) -> UpdateSchedule:
-    """Count as TRL does. Raises ConfigError: completions that are no whole groups, or no whole updates."""
+    """Count as TRL does. Raises ConfigError: completions that are no whole groups, or no whole
+    updates."""
     device, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
     if args.generation_batch_size is not None and args.steps_per_generation is not None:
-        raise ConfigError("GRPOConfig: generation_batch_size and steps_per_generation say the same: set one of them")
+        raise ConfigError(
+            "GRPOConfig: generation_batch_size and steps_per_generation say the same: set one"
+            " of"
+            " them"
+        )
     if args.generation_batch_size is not None and args.generation_batch_size % device:
         raise ConfigError(
             f"GRPOConfig: generation_batch_size ({args.generation_batch_size}) is not a multiple of"
             f" per_device_train_batch_size ({device})"
         )
-    parts = args.steps_per_generation or (args.generation_batch_size or device * accumulated) // device
+    parts = (
+        args.steps_per_generation or (args.generation_batch_size or device * accumulated) // device
+    )
     rollouts = device * parts
     if rollouts % args.num_generations:
         raise ConfigError(
-            f"GRPOConfig: per_device_train_batch_size ({device}) x steps_per_generation ({parts}) = {rollouts}"
+            f"GRPOConfig: per_device_train_batch_size ({device}) x steps_per_generation ({parts})"
+            f" = {rollouts}"
             f" completions are no whole groups of num_generations = {args.num_generations}"
         )
     if parts % accumulated:
         raise ConfigError(
-            f"GRPOConfig: steps_per_generation ({parts}) is not a multiple of gradient_accumulation_steps"
+            f"GRPOConfig: steps_per_generation ({parts}) is not a multiple of"
+            " gradient_accumulation_steps"
             f" ({accumulated}): the last update of a batch would be incomplete"
         )
     updates = args.num_iterations * parts // accumulated
@@ -180,28 +204,42 @@ def rows_schedule(args: RowsConfig, rows: int) -> UpdateSchedule:
 
 
 def _max_steps(args: TrainerConfig, updates_per_epoch: int) -> int:
-    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates_per_epoch)
+    return (
+        args.max_steps
+        if args.max_steps > 0
+        else math.ceil(args.num_train_epochs * updates_per_epoch)
+    )
 
 
 def lora_settings(given: Any) -> dict[str, Any]:
-    """Return [rl_training.lora] of a `LoraConfig`, of PEFT's, or of a dictionary with PEFT's names. None trains all
-    weights, as in TRL. Raises ConfigError: a setting that there is not here."""
+    """Return [rl_training.lora] of a `LoraConfig`, of PEFT's, or of a dictionary with PEFT's
+    names. None trains all weights, as in TRL. Raises ConfigError: a setting that there is not
+    here."""
     if given is None:
         return {"enabled": False}
     if isinstance(given, LoraConfig):
         return given.model_dump()
     if isinstance(given, Mapping):
-        check_trained(given, known={name for name in given if name not in NAMES})  # LoraConfig knows near names
-        return {name: value for name, value in given.items() if name in TRAINED or name not in NAMES}
+        # LoraConfig knows near names
+        check_trained(given, known={name for name in given if name not in NAMES})
+        return {
+            name: value for name, value in given.items() if name in TRAINED or name not in NAMES
+        }
     if getattr(given, "peft_type", None) is None or not hasattr(given, "lora_alpha"):
-        raise ConfigError(f"peft_config: {type(given).__name__} is neither PEFT's LoraConfig, nor a dictionary of r, …")
+        raise ConfigError(
+            f"peft_config: {type(given).__name__} is neither PEFT's LoraConfig, nor a"
+            " dictionary"
+            " of r, …"
+        )
     check_trained(vars(given))
     modules = given.target_modules
     return {
         "rank": given.r,
         "alpha": float(given.lora_alpha),
         "dropout": given.lora_dropout,
-        "target_modules": modules if isinstance(modules, str) else tuple(sorted(modules or PEFT_DEFAULT_MODULES)),
+        "target_modules": modules
+        if isinstance(modules, str)
+        else tuple(sorted(modules or PEFT_DEFAULT_MODULES)),
         "use_rslora": bool(given.use_rslora),
         "use_dora": bool(given.use_dora),
     }
@@ -220,7 +258,8 @@ def configuration(
     lora: Mapping[str, Any],
     chat_template: str | None = None,
 ) -> Config:
-    """Return the daemon's configuration of a run. Objects of this program get references that `load` finds.
+    """Return the daemon's configuration of a run. Objects of this program get references that
+    `load` finds.
 
     Args:
         rewards: functions or references; `names`: of the functions.
@@ -230,17 +269,27 @@ def configuration(
     data = _shared(args, schedule, model=model, lora=lora, chat_template=chat_template)
     training = data["rl_training"]
     if loss is not None:
-        training["loss"] = loss if isinstance(loss, str) else reference_to(loss, getattr(loss, "__name__", "loss"))
+        training["loss"] = (
+            loss
+            if isinstance(loss, str)
+            else reference_to(loss, getattr(loss, "__name__", ("loss")))
+        )
     if isinstance(args, GRPOConfig):
         named = zip(rewards, names, strict=True)
-        references = [value if isinstance(value, str) else reference_to(value, name) for value, name in named]
+        references = [
+            value if isinstance(value, str) else reference_to(value, name) for value, name in named
+        ]
         _add_grpo(data, args, schedule, train, evaluated, references)
     else:
         assert isinstance(args, RowsConfig)
         _add_rows(data, args, schedule, train, evaluated)
     values = args.model_dump()
     for name, key in SAME.items():
-        if name in values and values[name] is not None and (name != "beta" or isinstance(args, GRPOConfig)):
+        if (
+            name in values
+            and values[name] is not None
+            and (name != "beta" or isinstance(args, GRPOConfig))
+        ):
             _put(data, key, values[name])
     for key, value in hardware_defaults(detect()).items():
         section, leaf = key.split(".")
@@ -248,12 +297,19 @@ def configuration(
     for key, value in args.overrides.items():
         _put(data, key, value)
     if isinstance(args, GRPOConfig) and evaluated is not None:
-        data["evaluation"].setdefault("environments", [_evaluation_environment(data["environments"][0], evaluated)])
+        data["evaluation"].setdefault(
+            "environments", [_evaluation_environment(data["environments"][0], evaluated)]
+        )
     return parse_config(data, type(args).__name__)
 
 
 def _shared(
-    args: TrainerConfig, schedule: UpdateSchedule, *, model: str, lora: Mapping[str, Any], chat_template: str | None
+    args: TrainerConfig,
+    schedule: UpdateSchedule,
+    *,
+    model: str,
+    lora: Mapping[str, Any],
+    chat_template: str | None,
 ) -> dict[str, Any]:
     optimizer = _optimizer(args.optim)
     constant = args.lr_scheduler_type.startswith("constant")
@@ -261,7 +317,11 @@ def _shared(
     warmup = warmup * schedule.max_steps if 0 < warmup < 1 else warmup
     if args.lr_scheduler_type == "constant":
         warmup = 0
-    interval = {"no": schedule.total_steps, "epoch": schedule.steps_per_epoch, "steps": schedule.steps(args.save_steps)}
+    interval = {
+        "no": schedule.total_steps,
+        "epoch": schedule.steps_per_epoch,
+        "steps": schedule.steps(args.save_steps),
+    }
     place = Path(args.output_dir).expanduser().absolute()
     training: dict[str, Any] = {
         "checkpoint_dir": str(place.parent),
@@ -276,11 +336,16 @@ def _shared(
         "lora": dict(lora),
     }
     if optimizer in ("adamw", "muon"):
-        training |= {"adam_beta1": args.adam_beta1, "adam_beta2": args.adam_beta2, "adam_eps": args.adam_epsilon}
+        training |= {
+            "adam_beta1": args.adam_beta1,
+            "adam_beta2": args.adam_beta2,
+            "adam_eps": args.adam_epsilon,
+        }
     level = {"level": "warning"} if args.disable_tqdm else {}
     return {
         "server": {},
-        "model": {"base_path": model, "chat_template": chat_template} | _model_keys(args.model_init_kwargs or {}),
+        "model": {"base_path": model, "chat_template": chat_template}
+        | _model_keys(args.model_init_kwargs or {}),
         "rl_training": training,
         "logging": {"trackers": _trackers(args.report_to)} | level,
     }
@@ -295,7 +360,10 @@ def _add_grpo(
     rewards: Sequence[str],
 ) -> None:
     data["rl_training"] |= _grpo_keys(args, schedule, own_loss="loss" in data["rl_training"]) | {
-        "atropos": {"rollout_batch_size": schedule.rollouts, "max_token_length": _longest(args, train, evaluated)}
+        "atropos": {
+            "rollout_batch_size": schedule.rollouts,
+            "max_token_length": _longest(args, train, evaluated),
+        }
     }
     chat = train.conversational
     data["environments"] = [
@@ -311,7 +379,10 @@ def _add_grpo(
     ]
     if evaluated is not None:
         if evaluated.conversational != chat:
-            raise ConfigError("eval_dataset: its prompts are of another kind (text or messages) than train_dataset's")
+            raise ConfigError(
+                "eval_dataset: its prompts are of another kind (text or messages) than"
+                " train_dataset's"
+            )
         every = _evaluated_every(args, schedule)
         data["evaluation"] = {
             "problems": len(evaluated.rows),
@@ -341,11 +412,17 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
     if args.loss_type == "cispo":
         bounds = {"loss": "cispo", "clip_ratio_high": high - 1.0}
     elif args.loss_type == "sapo":
-        taus = {"sapo_tau_positive": args.sapo_temperature_pos, "sapo_tau_negative": args.sapo_temperature_neg}
+        taus = {
+            "sapo_tau_positive": args.sapo_temperature_pos,
+            "sapo_tau_negative": args.sapo_temperature_neg,
+        }
         bounds = {"loss": "sapo", **taus}
     elif args.delta is not None:
         bounds |= {"loss": "two_sided", "ratio_delta": args.delta}
-    bounds |= {"loss_aggregation": AGGREGATION[args.loss_type], "ratio_level": args.importance_sampling_level}
+    bounds |= {
+        "loss_aggregation": AGGREGATION[args.loss_type],
+        "ratio_level": args.importance_sampling_level,
+    }
     if args.loss_type == "dr_grpo":
         bounds["constant_length"] = args.max_completion_length
     keys = ({} if own_loss else bounds) | {  # the user's own reads none of these
@@ -356,7 +433,9 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
         "max_staleness": 0,
     }
     if args.beta:
-        keys |= _reference(args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule)
+        keys |= _reference(
+            args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule
+        )
     return keys
 
 
@@ -385,10 +464,14 @@ def _add_rows(
     data["data"] = rows
     if isinstance(args, DPOConfig | KTOConfig):
         if args.disable_dropout:
-            settings = {name: value for name, value in training["lora"].items() if name != "lora_dropout"}
+            settings = {
+                name: value for name, value in training["lora"].items() if name != ("lora_dropout")
+            }
             training["lora"] = settings | {"dropout": 0.0}
         training["preference"] = {"beta": args.beta}
-        training |= _reference(args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule)
+        training |= _reference(
+            args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule
+        )
     if isinstance(args, KTOConfig):
         training["preference"]["kto_loss"] = args.loss_type
     if isinstance(args, SFTConfig):
@@ -401,19 +484,27 @@ def _add_rows(
 def _reference(moves: bool, alpha: float, every: int, schedule: UpdateSchedule) -> dict[str, Any]:
     if not moves:
         return {}
-    return {"reference": "ema", "reference_decay": 1 - alpha, "reference_update_every": schedule.steps(every)}
+    return {
+        "reference": "ema",
+        "reference_decay": 1 - alpha,
+        "reference_update_every": schedule.steps(every),
+    }
 
 
 def _evaluated_every(args: TrainerConfig, schedule: UpdateSchedule) -> int:
     updates = args.eval_steps or args.logging_steps
-    return {"no": 0, "epoch": schedule.steps_per_epoch, "steps": schedule.steps(updates)}[args.eval_strategy]
+    return {"no": 0, "epoch": schedule.steps_per_epoch, "steps": schedule.steps(updates)}[
+        args.eval_strategy
+    ]
 
 
 def _longest(args: GRPOConfig, *splits: DataRows | None) -> int:
     """Return an upper bound of prompt and completion: a token is a byte at least."""
     if args.max_token_length is not None:
         return args.max_token_length
-    prompts = (str(row.get("prompt", "")) for split in splits if split is not None for row in split.rows)
+    prompts = (
+        str(row.get("prompt", "")) for split in splits if split is not None for row in split.rows
+    )
     longest = max((len(prompt.encode(errors="replace")) for prompt in prompts), default=0)
     return args.max_completion_length + longest + SPARE_TOKENS
 
@@ -442,7 +533,10 @@ def _model_keys(options: Mapping[str, Any]) -> dict[str, Any]:
         elif name in ("revision", "trust_remote_code"):
             keys[name] = value
         elif name not in ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"):
-            raise ConfigError(f"model_init_kwargs: {name!r} means nothing here: dtype, revision, trust_remote_code do")
+            raise ConfigError(
+                f"model_init_kwargs: {name!r} means nothing here: dtype, revision,"
+                " trust_remote_code do"
+            )
     return keys
 
 

@@ -1,4 +1,5 @@
-"""`trainer.model`: the MLX module that is trained, with the methods that users of TRL and PEFT look for first."""
+"""`trainer.model`: the MLX module that is trained, with the methods that users of TRL and PEFT
+look for first."""
 
 import copy
 import math
@@ -17,28 +18,35 @@ from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 
 NOT_HERE: Mapping[str, str] = {
-    "generate": "answers are sampled by the server: serve=True, then trainer.url; or `mlx_parallm serve`",
+    "generate": (
+        "answers are sampled by the server: serve=True, then trainer.url; or `mlx_parallm serve`"
+    ),
     "save_pretrained": "trainer.save_model(DIR) writes the adapter or the model",
     "push_to_hub": "train, then `mlx_parallm merge --push-to-hub OWNER/NAME`",
     "merge_and_unload": "`mlx_parallm merge` merges an adapter into its base",
     "get_input_embeddings": "it is an MLX module: trainer.model.named_modules() lists its layers",
-    **dict.fromkeys(("to", "cuda", "cpu", "half", "bfloat16"), "MLX holds its arrays in one memory"),
+    **dict.fromkeys(
+        ("to", "cuda", "cpu", "half", "bfloat16"), ("MLX holds its arrays in one memory")
+    ),
     **dict.fromkeys(("device", "hf_device_map"), "MLX holds its arrays in one memory"),
 }
 """Names of torch's and transformers' models that there are not → what to use instead."""
 
 
 class ModelMethods:
-    """Methods of torch's, transformers' and PEFT's models, for an `mlx.nn.Module`. Numbers are `mx.array`s."""
+    """Methods of torch's, transformers' and PEFT's models, for an `mlx.nn.Module`. Numbers are
+    `mx.array`s."""
 
     config: SimpleNamespace
 
     def named_parameters(self) -> Iterator[tuple[str, mx.array]]:
-        """Yield path and numbers of each parameter; `trainable_parameters()` is MLX's tree of those that learn."""
+        """Yield path and numbers of each parameter; `trainable_parameters()` is MLX's tree of
+        those that learn."""
         yield from tree_flatten(self.parameters())
 
     def get_parameter(self, target: str) -> mx.array:
-        """Return the numbers at a path of `named_parameters`. Raises AttributeError: there is no such path."""
+        """Return the numbers at a path of `named_parameters`. Raises AttributeError: there is no
+        such path."""
         found = dict(self.named_parameters()).get(target)
         if found is None:
             raise AttributeError(f"the model has no parameter {target!r}")
@@ -54,7 +62,10 @@ class ModelMethods:
 
     def print_trainable_parameters(self) -> None:
         trained, total = self.get_nb_trainable_parameters()
-        line = f"trainable params: {trained:,d} || all params: {total:,d} || trainable%: {100 * trained / total:.4f}"
+        line = (
+            f"trainable params: {trained:,d} || all params: {total:,d} || trainable%:"
+            f" {100 * trained / total:.4f}"
+        )
         print(line)  # noqa: T201 - PEFT's method prints
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +75,8 @@ class ModelMethods:
 
 
 def with_methods(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
-    """Return a view of the module that has `ModelMethods` too; layers and numbers are the module's own.
+    """Return a view of the module that has `ModelMethods` too; layers and numbers are the module's
+    own.
 
     Args:
         config: config.json.
@@ -81,7 +93,11 @@ def module_before_training(config: Config) -> nn.Module:
     Raises ModelError, AdapterError, ConfigError.
     """
     training = config.rl_training
-    loaded = load_model(config.model, quantize=training.lora.enabled and training.lora.quantize_base)
-    policy = build_policy(loaded, training, make_algorithm(training), initial_adapter=initial_adapter(config))
+    loaded = load_model(
+        config.model, quantize=training.lora.enabled and training.lora.quantize_base
+    )
+    policy = build_policy(
+        loaded, training, make_algorithm(training), initial_adapter=initial_adapter(config)
+    )
     evaluate_module(policy.model)
     return with_methods(policy.model, loaded.config)

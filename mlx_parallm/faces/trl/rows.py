@@ -1,4 +1,5 @@
-"""Rows of a data set, as TRL takes them: a list of dictionaries, a `datasets.Dataset`, or a JSONL file. No MLX."""
+"""Rows of a data set, as TRL takes them: a list of dictionaries, a `datasets.Dataset`, or a
+JSONL file. No MLX."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -15,37 +16,48 @@ TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages")
 
 @dataclass(frozen=True)
 class DataRows:
-    """`conversational`: prompts and completions are lists of messages, which go through the chat template; else texts,
-    which go to the model as they are."""
+    """`conversational`: prompts and completions are lists of messages, which go through the chat
+    template; else texts, which go to the model as they are."""
 
     rows: tuple[dict[str, Any], ...]
     conversational: bool
 
 
 def read_rows(
-    given: Any, what: str, *, text_field: str = "text", formatting: Callable[[Any], Any] | None = None
+    given: Any,
+    what: str,
+    *,
+    text_field: str = "text",
+    formatting: Callable[[Any], Any] | None = None,
 ) -> DataRows:
     """Read a data set that has an end. `formatting`: row → text, of SFT.
 
-    Raises ConfigError, which begins with `what`: none at all, several splits, a stream, no rows, or entries that are
-    no rows.
+    Raises ConfigError, which begins with `what`: none at all, several splits, a stream, no rows, or
+    entries that are no rows.
     """
     if given is None:
-        raise ConfigError(f"{what} is missing: a list of dictionaries, a datasets.Dataset or a JSONL file")
+        raise ConfigError(
+            f"{what} is missing: a list of dictionaries, a datasets.Dataset or a JSONL file"
+        )
     if isinstance(given, str | Path):
         entries: Iterable[Any] = [row for _, row in rows_of(str(given), None, "train", what)]
     elif isinstance(given, Mapping):
-        raise ConfigError(f"{what} has several splits: choose one, such as {what}[{next(iter(given), 'train')!r}]")
+        raise ConfigError(
+            f"{what} has several splits: choose one, such as {what}[{next(iter(given), 'train')!r}]"
+        )
     elif not isinstance(given, Sized) or not isinstance(given, Iterable):
         raise ConfigError(
-            f"{what}: {type(given).__name__} has no length: take as many rows as you need, list(data.take(1000))"
+            f"{what}: {type(given).__name__} has no length: take as many rows as you need,"
+            " list(data.take(1000))"
         )
     else:
         entries = given
     rows = []
     for number, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
-            raise ConfigError(f"{what}, row {number}: expected a dictionary, got {type(entry).__name__}")
+            raise ConfigError(
+                f"{what}, row {number}: expected a dictionary, got {type(entry).__name__}"
+            )
         row, _ = known_row(dict(entry), f"{what}, row {number}")
         if formatting is not None:
             with user_code("formatting_func"):

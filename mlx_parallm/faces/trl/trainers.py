@@ -1,9 +1,11 @@
 """GRPOTrainer, SFTTrainer, DPOTrainer, KTOTrainer: TRL's trainers, on the daemon's own run.
 
-    arguments, data, reward functions → `mapping.configuration` → `daemon.training_run` → its `RunEvents` → callbacks
+    arguments, data, reward functions → `mapping.configuration` → `daemon.training_run` → its
+    `RunEvents` → callbacks
 
-There is no loop here: `train` builds the run that `mlx_parallm train` builds, and its directory is an ordinary one.
-Everything that uses MLX is on one thread of the trainer's; the caller waits, so Ctrl-C saves a checkpoint first.
+There is no loop here: `train` builds the run that `mlx_parallm train` builds, and its directory is
+an ordinary one. Everything that uses MLX is on one thread of the trainer's; the caller waits, so
+Ctrl-C saves a checkpoint first.
 """
 
 import atexit
@@ -32,7 +34,13 @@ from mlx_parallm.faces.trl.config import (
     SFTConfig,
     TrainerConfig,
 )
-from mlx_parallm.faces.trl.mapping import UpdateSchedule, configuration, grpo_schedule, lora_settings, rows_schedule
+from mlx_parallm.faces.trl.mapping import (
+    UpdateSchedule,
+    configuration,
+    grpo_schedule,
+    lora_settings,
+    rows_schedule,
+)
 from mlx_parallm.faces.trl.model import module_before_training, with_methods
 from mlx_parallm.faces.trl.rows import DataRows, read_rows
 from mlx_parallm.models.adapters.peft import save_peft
@@ -43,7 +51,14 @@ from mlx_parallm.rewards.functions import is_reward_reference
 from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
 from mlx_parallm.rl_training.checkpoints.resume import placed
 from mlx_parallm.rl_training.data.source import Fit
-from mlx_parallm.rl_training.run_directory import BEST, CONFIG_FILE, FINAL, LATEST, USED_BY, RunDirectory
+from mlx_parallm.rl_training.run_directory import (
+    BEST,
+    CONFIG_FILE,
+    FINAL,
+    LATEST,
+    USED_BY,
+    RunDirectory,
+)
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.train import StartedRun, TrainingRun
 from mlx_parallm.system.blas import share_blas_between
@@ -56,7 +71,17 @@ from mlx_parallm.system.terminal import Console
 T = TypeVar("T")
 LISTEN_S = 0.5
 OF_A_RUN = (
-    *("step_*", "superseded_*", FINAL, BEST, LATEST, CONFIG_FILE, "metrics.jsonl", "evaluations.jsonl", "samples.*"),
+    *(
+        "step_*",
+        "superseded_*",
+        FINAL,
+        BEST,
+        LATEST,
+        CONFIG_FILE,
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        ("samples.*"),
+    ),
     *("rollouts.sqlite*", "run.log*", "reward.png", "trackers.json", "tensorboard", "wandb"),
 )
 """What overwrite_output_dir removes: output_dir may hold the user's own files, too."""
@@ -68,7 +93,9 @@ NOT_ARGUMENTS: Mapping[str, str] = {
     "quantization_config": "a 4-bit base: peft_config=LoraConfig(quantize_base=True)",
     **dict.fromkeys(("tools", "rollout_func", "environment_factory"), OWN_ENVIRONMENT),
     "data_collator": "batches are made of rows without padding",
-    "compute_metrics": "trainer.evaluate() returns the loss and its metrics; a callback's on_evaluate gets them",
+    "compute_metrics": (
+        "trainer.evaluate() returns the loss and its metrics; a callback's on_evaluate gets them"
+    ),
     "preprocess_logits_for_metrics": "trainer.evaluate() returns the loss and its metrics",
     "compute_loss_func": "a loss of your own is GRPOTrainer(loss=…) (docs/trl.md)",
     "ref_model": "the reference is the model as it was before training, without the adapter",
@@ -88,10 +115,12 @@ class TRLTrainer(TrainerAttributes):
 
     Args:
         model: a directory, a hub id or "builtin:tiny".
-        train_dataset, eval_dataset: lists of dictionaries, `datasets.Dataset`s or JSONL files, in TRL's forms.
+        train_dataset, eval_dataset: lists of dictionaries, `datasets.Dataset`s or JSONL files, in
+            TRL's forms.
         processing_class: None, or the model's own tokenizer, whose chat template is used.
         callbacks: objects, or classes, with methods of transformers' TrainerCallback.
-        peft_config: PEFT's LoraConfig, `mlx_parallm.LoraConfig`, or a dictionary; None trains all weights, as in TRL.
+        peft_config: PEFT's LoraConfig, `mlx_parallm.LoraConfig`, or a dictionary; None trains all
+            weights, as in TRL.
 
     Raises ConfigError.
     """
@@ -115,14 +144,24 @@ class TRLTrainer(TrainerAttributes):
             if argument not in NOT_ARGUMENTS:
                 raise ConfigError(f"{name} has no argument {argument!r}")
             if value is not None and value != (None, None):
-                raise ConfigError(f"{name}({argument}=…) means nothing here: {NOT_ARGUMENTS[argument]}")
+                raise ConfigError(
+                    f"{name}({argument}=…) means nothing here: {NOT_ARGUMENTS[argument]}"
+                )
         if not isinstance(model, str | Path):
-            raise ConfigError(f"{name}: model is a {type(model).__name__}: pass the path or hub id that it came from")
+            raise ConfigError(
+                f"{name}: model is a {type(model).__name__}: pass the path or hub id that it"
+                " came"
+                " from"
+            )
         self.args = (
-            args if args is not None else self.config_class(f"{str(model).rstrip('/').rpartition('/')[2]}-{name}")
+            args
+            if args is not None
+            else self.config_class(f"{str(model).rstrip('/').rpartition('/')[2]}-{name}")
         )
         if not isinstance(self.args, self.config_class):
-            raise ConfigError(f"{name}: args is a {type(args).__name__}, not a {self.config_class.__name__}")
+            raise ConfigError(
+                f"{name}: args is a {type(args).__name__}, not a {self.config_class.__name__}"
+            )
         path = Path(model).expanduser()
         self._base = str(path.resolve()) if path.is_dir() else str(model)
         self._tokenizer, self._module = processing_class, None
@@ -139,7 +178,9 @@ class TRLTrainer(TrainerAttributes):
     # ------------------------------------------------------------------ what each of the four adds
 
     def _read(self, train: Any, evaluated: Any) -> tuple[DataRows, DataRows | None]:
-        return read_rows(train, "train_dataset"), None if evaluated is None else read_rows(evaluated, "eval_dataset")
+        return read_rows(train, "train_dataset"), None if evaluated is None else read_rows(
+            evaluated, ("eval_dataset")
+        )
 
     def _schedule(self) -> UpdateSchedule:
         assert isinstance(self.args, RowsConfig)
@@ -155,16 +196,19 @@ class TRLTrainer(TrainerAttributes):
         """Train to the last step. Ctrl-C saves a checkpoint and raises KeyboardInterrupt.
 
         Args:
-            resume_from_checkpoint: True for the newest checkpoint in output_dir, or a step_… directory.
+            resume_from_checkpoint: True for the newest checkpoint in output_dir, or a step_…
+                directory.
 
-        Raises ConfigError: output_dir holds a run already; what a callback raised. CheckpointError: nothing to resume,
-        a full disk. EnvironmentFailedError: no reward function worked.
+        Raises ConfigError: output_dir holds a run already; what a callback raised. CheckpointError:
+        nothing to resume, a full disk. EnvironmentFailedError: no reward function worked.
         """
         self.close()
         resume = self._where_from(resume_from_checkpoint)
         self.state.log_history.clear()
         with ExitStack() as unless_finished:
-            run = self._open = _OpenRun(self._configuration(), self.args, resume, self._fit, callbacks=self._callbacks)
+            run = self._open = _OpenRun(
+                self._configuration(), self.args, resume, self._fit, callbacks=self._callbacks
+            )
             unless_finished.callback(self.close)
             self._module = None  # a step frees what it no longer needs
             run.do(lambda: run.train(self._callbacks, lambda: self.schedule, self._keep_module))
@@ -174,12 +218,17 @@ class TRLTrainer(TrainerAttributes):
         self._callbacks.call("on_train_end")
         losses = self._callbacks.losses
         mean = sum(losses) / len(losses) if losses else float("nan")
-        return TrainOutput(self.state.global_step, mean, {"train_loss": mean, "epoch": self.state.epoch})
+        return TrainOutput(
+            self.state.global_step, mean, {"train_loss": mean, "epoch": self.state.epoch}
+        )
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Measure the weights as they are now on eval_dataset: eval_loss and its metrics, or eval_reward (GRPO)."""
+        """Measure the weights as they are now on eval_dataset: eval_loss and its metrics, or
+        eval_reward (GRPO)."""
         if eval_dataset is not None and eval_dataset is not self.eval_dataset:
-            raise ConfigError(f"{type(self).__name__}.evaluate: pass eval_dataset when the trainer is made")
+            raise ConfigError(
+                f"{type(self).__name__}.evaluate: pass eval_dataset when the trainer is made"
+            )
         if self._evaluated is None:
             raise ConfigError(f"{type(self).__name__}: there is no eval_dataset")
         self._callbacks.asked = True
@@ -188,23 +237,27 @@ class TRLTrainer(TrainerAttributes):
                 run = self._open
                 if run is None:  # before training: a run of its own that leaves nothing
                     scratch = Path(closing.enter_context(TemporaryDirectory())) / "run"
-                    run = _OpenRun(placed(self._configuration(), scratch), self.args, None, self._fit)
+                    run = _OpenRun(
+                        placed(self._configuration(), scratch), self.args, None, self._fit
+                    )
                     closing.callback(run.close)
                 return self._callbacks.evaluated(evaluation_numbers(run.do(run.evaluate)))
         finally:
             self._callbacks.asked = False
 
     def save_model(self, output_dir: str | Path | None = None, *, of: str | None = None) -> None:
-        """Write the trained model into a directory (default: output_dir): a LoRA adapter in PEFT's files, all weights
-        as a Hugging Face model. `of`: "final", "best", or a step_… directory of the run; default: "final", with
-        load_best_model_at_end "best".
+        """Write the trained model into a directory (default: output_dir): a LoRA adapter in PEFT's
+        files, all weights as a Hugging Face model. `of`: "final", "best", or a step_… directory of
+        the run; default: "final", with load_best_model_at_end "best".
 
         Raises CheckpointError: nothing has been trained.
         """
         run = self._directory
         checkpoint = run / (of or (BEST if self.args.load_best_model_at_end else FINAL))
         if not checkpoint.is_dir():
-            raise CheckpointError(f"{checkpoint} is not there: train first, or name one of its step_… directories")
+            raise CheckpointError(
+                f"{checkpoint} is not there: train first, or name one of its step_… directories"
+            )
         target = Path(output_dir).expanduser() if output_dir is not None else run
         target.mkdir(parents=True, exist_ok=True)
         thread = MLXThread("save")
@@ -215,7 +268,8 @@ class TRLTrainer(TrainerAttributes):
 
     @property
     def model(self) -> Any:
-        """The MLX module that is trained: as training will begin, and once `train` was called, as it is now."""
+        """The MLX module that is trained: as training will begin, and once `train` was called,
+        as it is now."""
         if self._module is None:
             config = self._configuration()
             self._module = in_mlx_thread(lambda: module_before_training(config))
@@ -231,7 +285,9 @@ class TRLTrainer(TrainerAttributes):
 
             model = self._configuration().model
             path = resolve_model_path(self._base, model.revision, dtype=model.dtype)
-            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                path, trust_remote_code=model.trust_remote_code
+            )
         return self._tokenizer
 
     # ------------------------------------------------------------------ ours
@@ -247,7 +303,8 @@ class TRLTrainer(TrainerAttributes):
         return self._configuration()
 
     def close(self) -> None:
-        """End the run's server, threads and files. The end of the program does it too; `train` may be called again."""
+        """End the run's server, threads and files. The end of the program does it too; `train`
+        may be called again."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -277,10 +334,14 @@ class TRLTrainer(TrainerAttributes):
         )
 
     def _fit(self, config: Config, rows: int) -> Config:
-        """Count epochs by the rows that are trained on: those longer than max_length are left out."""
+        """Count epochs by the rows that are trained on: those longer than max_length are left
+        out."""
         assert isinstance(self.args, RowsConfig)
         self.schedule = rows_schedule(self.args, rows)
-        return placed(self._configuration(), config.rl_training.checkpoint_dir / str(config.rl_training.run_name))
+        return placed(
+            self._configuration(),
+            config.rl_training.checkpoint_dir / str(config.rl_training.run_name),
+        )
 
     def _keep_module(self, policy: TrainedPolicy) -> None:
         self._module = with_methods(policy.model, policy.model_config)
@@ -295,7 +356,8 @@ class TRLTrainer(TrainerAttributes):
             return None
         if not self.args.overwrite_output_dir:
             raise ConfigError(
-                f"{directory} holds a run already: train(resume_from_checkpoint=True) goes on with it,"
+                f"{directory} holds a run already: train(resume_from_checkpoint=True) goes on with"
+                " it,"
                 " overwrite_output_dir=True starts anew, or choose another output_dir"
             )
         if RunDirectory.in_use(directory):
@@ -318,10 +380,14 @@ class SFTTrainer(TRLTrainer):
         assert isinstance(self.args, SFTConfig)
         column, formatting = self.args.dataset_text_field, self._formatting
         rows = read_rows(train, "train_dataset", text_field=column, formatting=formatting)
-        if self.args.assistant_only_loss is False and any(row.get("messages") is not None for row in rows.rows):
+        if self.args.assistant_only_loss is False and any(
+            row.get("messages") is not None for row in rows.rows
+        ):
             raise ConfigError(
-                "SFTConfig(assistant_only_loss=False): of `messages` only what the assistant says is trained on here;"
-                " to train on all turns, render each conversation into a column `text` (formatting_func does it)"
+                "SFTConfig(assistant_only_loss=False): of `messages` only what the assistant says"
+                " is trained on here;"
+                " to train on all turns, render each conversation into a column `text`"
+                " (formatting_func does it)"
             )
         if evaluated is None:
             return rows, None
@@ -348,9 +414,10 @@ class GRPOTrainer(TRLTrainer):
     """Group relative policy optimisation. Rows: `prompt`, and columns for the reward functions.
 
     Args:
-        reward_funcs: one or several functions with TRL's signature, f(completions, **columns) → a number, or None, for
-            each; or references, "builtin:length".
-        loss: not TRL's: a loss of your own, LossInputs → LossOutputs, in the place of loss_type (docs/trl.md).
+        reward_funcs: one or several functions with TRL's signature, f(completions, **columns) → a
+            number, or None, for each; or references, "builtin:length".
+        loss: not TRL's: a loss of your own, LossInputs → LossOutputs, in the place of loss_type
+            (docs/trl.md).
     """
 
     config_class = GRPOConfig
@@ -365,14 +432,18 @@ class GRPOTrainer(TRLTrainer):
         **others: Any,
     ) -> None:
         given = [] if reward_funcs is None else reward_funcs
-        self.reward_funcs = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        self.reward_funcs = (
+            list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        )
         if not self.reward_funcs:
             raise ConfigError("GRPOTrainer: reward_funcs is missing: a function, or a list of them")
         for function in self.reward_funcs:
             _check_reward(function)
         self.loss = loss
         if loss is not None and not callable(loss) and not is_reference(str(loss)):
-            raise ConfigError(f'GRPOTrainer: loss is {loss!r}, neither a function nor "python:file.py:function"')
+            raise ConfigError(
+                f'GRPOTrainer: loss is {loss!r}, neither a function nor "python:file.py:function"'
+            )
         super().__init__(model, args, **others)
 
     def _schedule(self) -> UpdateSchedule:
@@ -381,7 +452,10 @@ class GRPOTrainer(TRLTrainer):
 
     def _objects(self) -> dict[str, Any]:
         names = [name_of(function) for function in self.reward_funcs]
-        unique = [name if (n := names[:i].count(name)) == 0 else f"{name}_{n + 1}" for i, name in enumerate(names)]
+        unique = [
+            name if (n := names[:i].count(name)) == 0 else f"{name}_{n + 1}"
+            for i, name in enumerate(names)
+        ]
         return {"rewards": self.reward_funcs, "names": unique, "loss": self.loss}
 
 
@@ -389,22 +463,33 @@ def _check_reward(function: Any) -> None:
     if isinstance(function, str):
         if not is_reward_reference(function):
             raise ConfigError(
-                f"reward_funcs: {function!r}: reward models are not loaded: write a function that asks one, or name"
+                f"reward_funcs: {function!r}: reward models are not loaded: write a function that"
+                " asks one, or name"
                 ' "builtin:…" or "python:file.py:function"'
             )
     elif not callable(function) or hasattr(function, "named_parameters"):
-        raise ConfigError(f"reward_funcs: {type(function).__name__} is no function: write one that calls it")
+        raise ConfigError(
+            f"reward_funcs: {type(function).__name__} is no function: write one that calls it"
+        )
 
 
 def _chat_template(tokenizer: Any, model: str) -> str | None:
-    """Return the chat template of the tokenizer that was passed. Raises ConfigError: another model's tokenizer."""
+    """Return the chat template of the tokenizer that was passed. Raises ConfigError: another
+    model's tokenizer."""
     if tokenizer is None:
         return None
     name = getattr(tokenizer, "name_or_path", None)
     if not isinstance(name, str):
-        raise ConfigError(f"processing_class: {type(tokenizer).__name__} is no tokenizer: the model's own is used")
-    if name not in ("", model) and Path(name).expanduser().resolve() != Path(model).expanduser().resolve():
-        raise ConfigError(f"processing_class is the tokenizer of {name!r}, model is {model!r}: its own is used")
+        raise ConfigError(
+            f"processing_class: {type(tokenizer).__name__} is no tokenizer: the model's own is used"
+        )
+    if (
+        name not in ("", model)
+        and Path(name).expanduser().resolve() != Path(model).expanduser().resolve()
+    ):
+        raise ConfigError(
+            f"processing_class is the tokenizer of {name!r}, model is {model!r}: its own is used"
+        )
     template = getattr(tokenizer, "chat_template", None)
     return template if isinstance(template, str) else None
 
@@ -412,7 +497,9 @@ def _chat_template(tokenizer: Any, model: str) -> str | None:
 def _save(checkpoint: Path, target: Path, *, lora: LoraConfig, base: str) -> None:
     if lora.enabled:
         layers = load_adapter(checkpoint).layers
-        write_into(target, lambda directory: save_peft(directory, layers, dropout=lora.dropout, base=base))
+        write_into(
+            target, lambda directory: save_peft(directory, layers, dropout=lora.dropout, base=base)
+        )
         return
     skipped = ("trainer_state", "optimizer", "served", CHECKSUMS_FILE)
 
@@ -432,11 +519,13 @@ def write_into(target: Path, fill: Callable[[Path], None]) -> None:
             file.replace(target / file.name)
 
 
-# ---------------------------------------------------------------------- a run on a thread of its own
+# ---------------------------------------------------------------------- a run on a thread of its
+# own
 
 
 class _OpenRun:
-    """A `TrainingRun` that stays open after its last step, to be evaluated and to answer, until `close`."""
+    """A `TrainingRun` that stays open after its last step, to be evaluated and to answer, until
+    `close`."""
 
     def __init__(
         self,
@@ -451,7 +540,12 @@ class _OpenRun:
         self._log = RunLog(Redactor([config.resolve_api_key(), *environment_secrets()]))
         self._started: StartedRun | None = None
         self._closed = False
-        configure_logging(level=config.logging.level, redactor=self._log.redactor, run_log=self._log, libraries=False)
+        configure_logging(
+            level=config.logging.level,
+            redactor=self._log.redactor,
+            run_log=self._log,
+            libraries=False,
+        )
         share_blas_between(COMPUTING_THREADS if config.environments else 1, usable_cores())
         control = callbacks.control if callbacks is not None else None
         with ExitStack() as unless_open:
@@ -472,10 +566,12 @@ class _OpenRun:
         atexit.register(self.close)
 
     def do(self, function: Callable[[], T]) -> T:
-        """Run it on the trainer's thread and wait. A KeyboardInterrupt first lets it stop in order."""
+        """Run it on the trainer's thread and wait. A KeyboardInterrupt first lets it stop in
+        order."""
         work: Future[T] = self._thread.submit(function)
         try:
-            while not wait([work], LISTEN_S).done:  # a lock without a limit would not hear of every interrupt
+            # a lock without a limit would not hear of every interrupt
+            while not wait([work], LISTEN_S).done:
                 pass
         except KeyboardInterrupt:
             self._stop.set()

@@ -12,8 +12,9 @@ PEFT_FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class LoraPair:
-    """One layer's update: a [in, r] and b [r, out], both float32, and its factor. With DoRA also the magnitude m [out],
-    and in serving `gain` = m / ‖W + scale · (AB)ᵀ‖ [out] over the base that it was loaded beside."""
+    """One layer's update: a [in, r] and b [r, out], both float32, and its factor. With DoRA also
+    the magnitude m [out], and in serving `gain` = m / ‖W + scale · (AB)ᵀ‖ [out] over the base
+    that it was loaded beside."""
 
     a: mx.array
     b: mx.array
@@ -28,12 +29,14 @@ class LoraPair:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """An adapter as it is served. Immutable: a publish makes a new one, requests in flight may keep the old."""
+    """An adapter as it is served. Immutable: a publish makes a new one, requests in flight may
+    keep the old."""
 
     name: str
     version: int
     layers: Mapping[str, LoraPair]
-    serial: int = field(default_factory=count(1).__next__)  # tells arrays apart: names and versions may come again
+    # tells arrays apart: names and versions may come again
+    serial: int = field(default_factory=count(1).__next__)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -42,9 +45,10 @@ class AdapterWeights:
 
 @dataclass(eq=False)
 class AdapterSlot:
-    """A name under which an adapter is served. Publishing and replacing rebind `weights` (weights.py, under the write
-    lock). A request holds its slot to its end: a slot that has left the table keeps its weights. `pinned`: the slot
-    holds one version of the policy for ever, and its tokens carry that version."""
+    """A name under which an adapter is served. Publishing and replacing rebind `weights`
+    (weights.py, under the write lock). A request holds its slot to its end: a slot that has left
+    the table keeps its weights. `pinned`: the slot holds one version of the policy for ever, and
+    its tokens carry that version."""
 
     name: str
     weights: AdapterWeights

@@ -1,16 +1,17 @@
-"""The adapted linear layers of the trainer's tree: LoRA (Hu et al. 2021, arXiv:2106.09685), and DoRA, weight-decomposed
-low-rank adaptation (Liu et al. 2024, arXiv:2402.09353), whose gain the serving tree uses too.
+"""The adapted linear layers of the trainer's tree: LoRA (Hu et al. 2021, arXiv:2106.09685), and
+DoRA, weight-decomposed low-rank adaptation (Liu et al. 2024, arXiv:2402.09353), whose gain the
+serving tree uses too.
 
-LoRALinear is not mlx-lm's class: importing that imports its trainer and every installed tracker, half a second of a
-start. DoRA:
+LoRALinear is not mlx-lm's class: importing that imports its trainer and every installed tracker,
+half a second of a start. DoRA:
 
     y = g ⊙ (Wx + s · (xA)B) + bias     g = m / ‖W + s · (AB)ᵀ‖, one number an output
 
-m [out] is trained beside A [in, r] and B [r, out] and starts as ‖W‖, so that g = 1. The norm is a constant of the
-gradient (the paper's section 4.3, as in PEFT and mlx-lm).
+m [out] is trained beside A [in, r] and B [r, out] and starts as ‖W‖, so that g = 1. The norm is a
+constant of the gradient (the paper's section 4.3, as in PEFT and mlx-lm).
 
-The rows' norms need neither W + s(AB)ᵀ nor a dequantised W:
-‖w + sAb‖² = ‖w‖² + 2s · b·(Aᵀw) + s² · b·(AᵀA)b, where Aᵀw of all rows is the layer applied to r inputs.
+The rows' norms need neither W + s(AB)ᵀ nor a dequantised W: ‖w + sAb‖² = ‖w‖² + 2s · b·(Aᵀw) + s² ·
+b·(AᵀA)b, where Aᵀw of all rows is the layer applied to r inputs.
 """
 
 import math
@@ -27,10 +28,12 @@ from mlx_parallm.models.sums import row_sums
 
 
 class AdapterDropout:
-    """Dropout of what the adapters of a tree read: a number is 0 with probability `rate`, else divided by 1 - rate.
+    """Dropout of what the adapters of a tree read: a number is 0 with probability `rate`, else
+    divided by 1 - rate.
 
-    Off but within `drawn_from`. What is dropped is a function of the seed and the layer, so the forward pass of a block
-    that is made again for its gradient drops the same numbers, and so does a step that is made again.
+    Off but within `drawn_from`. What is dropped is a function of the seed and the layer, so the
+    forward pass of a block that is made again for its gradient drops the same numbers, and so does
+    a step that is made again.
     """
 
     def __init__(self, rate: float) -> None:
@@ -46,7 +49,11 @@ class AdapterDropout:
     @contextmanager
     def drawn_from(self, seed: Sequence[int]) -> Iterator[None]:
         """Drop numbers for the length of the block."""
-        self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]) if self._rate else None
+        self._seed = (
+            int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+            if self._rate
+            else None
+        )
         try:
             yield
         finally:
@@ -64,7 +71,12 @@ class LoRALinear(nn.Module):
     """y = Wx + bias + (s · xA) B. A [in, r] ~ U(±1/√in) and B [r, out] = 0 are float32."""
 
     def __init__(
-        self, linear: nn.Module, shape: tuple[int, int], rank: int, scale: float, dropout: AdapterDropout | None = None
+        self,
+        linear: nn.Module,
+        shape: tuple[int, int],
+        rank: int,
+        scale: float,
+        dropout: AdapterDropout | None = None,
     ) -> None:
         """`shape` (in, out) of `linear`. Uses this thread's MLX random state."""
         super().__init__()
@@ -72,7 +84,8 @@ class LoRALinear(nn.Module):
         self.scale = scale
         self._dropout = dropout
         self._number = dropout.next_layer() if dropout else 0
-        mx.random.uniform()  # mlx-lm's draws a layer first that it throws away: a seed gives the adapter it gave there
+        # mlx-lm's draws a layer first that it throws away: a seed gives the adapter it gave there
+        mx.random.uniform()
         bound = 1 / math.sqrt(shape[0])
         self.lora_a = mx.random.uniform(-bound, bound, (shape[0], rank))
         self.lora_b = mx.zeros((rank, shape[1]))
@@ -87,13 +100,20 @@ class LoRALinear(nn.Module):
 
 
 class DoRALinear(LoRALinear):
-    """In the place of mlx-lm's class of that name, which unpacks a quantised W in each forward, and 6 bits wrongly."""
+    """In the place of mlx-lm's class of that name, which unpacks a quantised W in each forward,
+    and 6 bits wrongly."""
 
     def __init__(
-        self, linear: nn.Module, shape: tuple[int, int], rank: int, scale: float, dropout: AdapterDropout | None = None
+        self,
+        linear: nn.Module,
+        shape: tuple[int, int],
+        rank: int,
+        scale: float,
+        dropout: AdapterDropout | None = None,
     ) -> None:
         super().__init__(linear, shape, rank, scale, dropout)
-        self._squares = squared_norms(linear)  # of the frozen base; the underscore keeps it out of the parameters
+        # of the frozen base; the underscore keeps it out of the parameters
+        self._squares = squared_norms(linear)
         self.m = mx.sqrt(self._squares)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -109,18 +129,23 @@ class DoRALinear(LoRALinear):
         return self.m / mx.stop_gradient(norms)
 
 
-def gain(linear: nn.Module, a: mx.array, b: mx.array, scale: float, magnitude: mx.array) -> mx.array:
+def gain(
+    linear: nn.Module, a: mx.array, b: mx.array, scale: float, magnitude: mx.array
+) -> mx.array:
     """g [out] float32 of a layer as it is served. Lazy."""
     return magnitude / adapted_norms(linear, a, b, scale, squared_norms(linear))
 
 
 def scaled(y: mx.array, factor: mx.array, linear: nn.Module) -> mx.array:
-    """g ⊙ (y - bias) + bias of y = Wx + bias + the update: bit-equal to y where g = 1 (`factor` [..., out])."""
+    """g ⊙ (y - bias) + bias of y = Wx + bias + the update: bit-equal to y where g = 1 (`factor`
+    [..., out])."""
     bias = _bias(linear)
     return y * factor if bias is None else y * factor + (1.0 - factor) * bias
 
 
-def adapted_norms(linear: nn.Module, a: mx.array, b: mx.array, scale: float, squares: mx.array) -> mx.array:
+def adapted_norms(
+    linear: nn.Module, a: mx.array, b: mx.array, scale: float, squares: mx.array
+) -> mx.array:
     """‖W + s(AB)ᵀ‖ [out] float32, with `squares` = ‖W‖²."""
     projected, bias = linear(a.T), _bias(linear)  # [r, out]
     if bias is not None:
@@ -155,7 +180,9 @@ def dense_weight(linear: nn.Module) -> mx.array:
     if "scales" not in linear:  # an embedding and stacked experts may be quantised too
         return linear.weight
     if linear.mode != "affine":  # the scales are not floating point
-        return mx.dequantize(linear.weight, linear.scales, None, linear.group_size, linear.bits, linear.mode)
+        return mx.dequantize(
+            linear.weight, linear.scales, None, linear.group_size, linear.bits, linear.mode
+        )
     scales, biases = linear.scales.astype(mx.float32), linear.biases.astype(mx.float32)
     return mx.dequantize(linear.weight, scales, biases, linear.group_size, linear.bits)
 

@@ -1,7 +1,8 @@
 """PEFT's adapter files (`adapter_model.safetensors`, `adapter_config.json`), both ways.
 
-PEFT stores A [r, in] and B [out, r], the transposes of mlx-lm's, and alpha in place of the factor alpha / r (with
-`use_rslora` alpha / √r), single layers' own rank and alpha in `rank_pattern` and `alpha_pattern`.
+PEFT stores A [r, in] and B [out, r], the transposes of mlx-lm's, and alpha in place of the factor
+alpha / r (with `use_rslora` alpha / √r), single layers' own rank and alpha in `rank_pattern` and
+`alpha_pattern`.
 """
 
 import json
@@ -23,7 +24,8 @@ PREFIX = "base_model.model."
 MAGNITUDE = ".lora_magnitude_vector"
 PATTERN_SECONDS = 2.0
 DEFAULT_ALPHA = 8  # PEFT's, where the configuration does not say
-_NAME = r"(?:\.(?P<{}>(?!weight$|weight\.|bias$)[^.]+))?"  # of the adapter, as in lora_A.default.weight
+# of the adapter, as in lora_A.default.weight
+_NAME = r"(?:\.(?P<{}>(?!weight$|weight\.|bias$)[^.]+))?"
 _KEY = re.compile(
     r"(?P<path>.+)\.(?:(?P<matrix>lora_[AB])" + _NAME.format("name") + r"\.weight"
     r"|(?P<vector>lora_magnitude_vector)" + _NAME.format("other") + r"(?:\.weight)?)"
@@ -32,7 +34,9 @@ _NOT_APPLIED: Mapping[str, str] = {
     "modules_to_save": "modules_to_save is not supported, merge the adapter with PEFT",
     "original_module": "it is a copy of the base's weights (modules_to_save)",
     ".bias": "biases are not supported (bias, lora_bias), merge the adapter with PEFT",
-    "lora_embedding_": "adapters of embeddings are not supported, adapt linear layers or merge it with PEFT",
+    "lora_embedding_": (
+        "adapters of embeddings are not supported, adapt linear layers or merge it with PEFT"
+    ),
     "trainable_tokens": "trainable_token_indices is not supported, merge the adapter with PEFT",
     "base_layer": "it is a weight of the base, merge the adapter with PEFT",
     ".lora_a": "it is mlx-lm's name in a file of PEFT's",
@@ -47,26 +51,39 @@ def is_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> bool:
     return "peft_type" in config or any(".lora_A" in key or ".lora_B" in key for key in tensors)
 
 
-def read_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, LoraPair]:
-    """Return the layers by path. Raises AdapterError: a setting or a tensor that would be left out, or one that is
-    missing; ValueError: shapes that are no LoRA's."""
+def read_peft(
+    tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path
+) -> dict[str, LoraPair]:
+    """Return the layers by path. Raises AdapterError: a setting or a tensor that would be left
+    out, or one that is missing; ValueError: shapes that are no LoRA's."""
     config_file = file.parent / ADAPTER_CONFIG
     check_peft(config, config_file)
     dora, parts = bool(config.get("use_dora")), _parts_of_layers(tensors, file)
-    alphas, ranks = (_Pattern(name, config.get(name) or {}, config_file) for name in ("alpha_pattern", "rank_pattern"))
+    alphas, ranks = (
+        _Pattern(name, config.get(name) or {}, config_file)
+        for name in ("alpha_pattern", ("rank_pattern"))
+    )
     layers = {}
     for path, found in parts.items():
         for part, needed in (("lora_A", True), ("lora_B", True), ("lora_magnitude_vector", dora)):
             if needed != (part in found):
-                absent = "no magnitude vector (use_dora is true)" if part == "lora_magnitude_vector" else f"no {part}"
+                absent = (
+                    ("no magnitude vector (use_dora is true)")
+                    if part == "lora_magnitude_vector"
+                    else f"no {part}"
+                )
                 extra = "a magnitude vector, but use_dora is not true"
                 raise AdapterError(f"{file}: {path} has {absent if needed else extra}")
         a, b = found["lora_A"], found["lora_B"]
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.size or not b.size:
-            raise ValueError(f"{path}: lora_A {a.shape} and lora_B {b.shape} are not [rank, in] and [out, rank]")
+            raise ValueError(
+                f"{path}: lora_A {a.shape} and lora_B {b.shape} are not [rank, in] and [out, rank]"
+            )
         rank = int(a.shape[0])
         if (configured := ranks.of(path, config.get("r", rank))) != rank:
-            raise AdapterError(f"{file}: {path} has rank {rank}, {ADAPTER_CONFIG} {configured} (r, rank_pattern)")
+            raise AdapterError(
+                f"{file}: {path} has rank {rank}, {ADAPTER_CONFIG} {configured} (r, rank_pattern)"
+            )
         alpha = float(alphas.of(path, config.get("lora_alpha", DEFAULT_ALPHA)))
         scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         layers[path] = LoraPair(a.T, b.T, scale, found.get("lora_magnitude_vector"))
@@ -74,7 +91,8 @@ def read_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: 
 
 
 def _parts_of_layers(tensors: Mapping[str, mx.array], file: Path) -> dict[str, dict[str, mx.array]]:
-    """Return path → part → its tensor. Raises AdapterError: a tensor that is no part of a linear layer's adapter."""
+    """Return path → part → its tensor. Raises AdapterError: a tensor that is no part of a linear
+    layer's adapter."""
     layers: dict[str, dict[str, mx.array]] = {}
     keys: dict[tuple[str, str], str] = {}
     adapters: set[str | None] = set()
@@ -92,30 +110,51 @@ def _parts_of_layers(tensors: Mapping[str, mx.array], file: Path) -> dict[str, d
 
 
 def _reason(key: str) -> str:
-    return next((reason for part, reason in _NOT_APPLIED.items() if part in key), "its name has another form")
+    return next(
+        (reason for part, reason in _NOT_APPLIED.items() if part in key),
+        ("its name has another form"),
+    )
 
 
 def peft_tensors(layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
-    tensors = {f"{PREFIX}{path}.lora_A.weight": mx.contiguous(pair.a.T) for path, pair in layers.items()}
-    tensors |= {f"{PREFIX}{path}.lora_B.weight": mx.contiguous(pair.b.T) for path, pair in layers.items()}
-    magnitudes = {path: pair.magnitude for path, pair in layers.items() if pair.magnitude is not None}
-    return tensors | {f"{PREFIX}{path}{MAGNITUDE}": magnitude for path, magnitude in magnitudes.items()}
+    tensors = {
+        f"{PREFIX}{path}.lora_A.weight": mx.contiguous(pair.a.T) for path, pair in layers.items()
+    }
+    tensors |= {
+        f"{PREFIX}{path}.lora_B.weight": mx.contiguous(pair.b.T) for path, pair in layers.items()
+    }
+    magnitudes = {
+        path: pair.magnitude for path, pair in layers.items() if pair.magnitude is not None
+    }
+    return tensors | {
+        f"{PREFIX}{path}{MAGNITUDE}": magnitude for path, magnitude in magnitudes.items()
+    }
 
 
-def peft_config(layers: Mapping[str, LoraPair], *, dropout: float, base: str = "") -> dict[str, Any]:
-    """adapter_config.json; `base`: the model that it adapts, "" = not known. Raises AdapterError: layers with and
-    without a magnitude, or a factor that no alpha gives exactly (`use_rslora` is one setting for all layers)."""
+def peft_config(
+    layers: Mapping[str, LoraPair], *, dropout: float, base: str = ""
+) -> dict[str, Any]:
+    """adapter_config.json; `base`: the model that it adapts, "" = not known. Raises
+    AdapterError: layers with and without a magnitude, or a factor that no alpha gives exactly
+    (`use_rslora` is one setting for all layers)."""
     dora = {pair.magnitude is not None for pair in layers.values()}
     if len(dora) != 1:
-        raise AdapterError("PEFT's use_dora is one setting for all layers, this adapter has layers of both kinds")
+        raise AdapterError(
+            "PEFT's use_dora is one setting for all layers, this adapter has layers of both kinds"
+        )
     factors = {path: (int(pair.a.shape[-1]), pair.scale) for path, pair in layers.items()}
     for whole, rslora in ((True, False), (True, True), (False, False), (False, True)):
         roots = {path: rank**0.5 if rslora else rank for path, (rank, _) in factors.items()}
-        alphas = {path: _alpha(roots[path], scale, whole=whole) for path, (_, scale) in factors.items()}
+        alphas = {
+            path: _alpha(roots[path], scale, whole=whole) for path, (_, scale) in factors.items()
+        }
         if None not in alphas.values():
             break
     else:
-        raise AdapterError(f"no lora_alpha gives exactly the factors {sorted({s for _, s in factors.values()})[:3]}")
+        raise AdapterError(
+            "no lora_alpha gives exactly the factors"
+            f" {sorted({s for _, s in factors.values()})[:3]}"
+        )
     first = next(iter(layers))
     rank, alpha = factors[first][0], alphas[first]
     return {
@@ -128,32 +167,42 @@ def peft_config(layers: Mapping[str, LoraPair], *, dropout: float, base: str = "
         "use_rslora": rslora,
         "use_dora": dora.pop(),
         "target_modules": sorted(layers),
-        "rank_pattern": {re.escape(path): value for path, (value, _) in factors.items() if value != rank},
-        "alpha_pattern": {re.escape(path): value for path, value in alphas.items() if value != alpha},
+        "rank_pattern": {
+            re.escape(path): value for path, (value, _) in factors.items() if value != rank
+        },
+        "alpha_pattern": {
+            re.escape(path): value for path, value in alphas.items() if value != alpha
+        },
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
 
 
-def save_peft(directory: Path, layers: Mapping[str, LoraPair], *, dropout: float, base: str = "") -> None:
-    """Write both files into `directory`. Raises AdapterError: PEFT's format cannot hold this adapter."""
+def save_peft(
+    directory: Path, layers: Mapping[str, LoraPair], *, dropout: float, base: str = ""
+) -> None:
+    """Write both files into `directory`. Raises AdapterError: PEFT's format cannot hold this
+    adapter."""
     config = peft_config(layers, dropout=dropout, base=base)
     mx.save_safetensors(str(directory / PEFT_FILE), peft_tensors(layers), metadata={"format": "pt"})
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 class _Pattern:
-    """alpha_pattern or rank_pattern, by PEFT's rule: the first key that matches the path's end as a regular expression
-    counts.
+    """alpha_pattern or rank_pattern, by PEFT's rule: the first key that matches the path's end as a
+    regular expression counts.
 
-    The adapter may be anybody's, and an expression can take for ever: all of them together have PATTERN_SECONDS.
+    The adapter may be anybody's, and an expression can take for ever: all of them together have
+    PATTERN_SECONDS.
     """
 
     def __init__(self, name: str, pattern: Mapping[str, Any], file: Path) -> None:
         self._name, self._file, self._left_s = name, file, PATTERN_SECONDS
         try:
-            self._entries = [(regex.compile(rf"(.*\.)?({key})$"), value) for key, value in pattern.items()]
+            self._entries = [
+                (regex.compile(rf"(.*\.)?({key})$"), value) for key, value in pattern.items()
+            ]
         except (regex.error, RecursionError) as error:
             raise AdapterError(f"{file}: {name}: {error}") from error
 
@@ -162,7 +211,9 @@ class _Pattern:
         started = time.perf_counter()
         try:
             for expression, value in self._entries:
-                if expression.match(path, timeout=max(self._left_s - (time.perf_counter() - started), 1e-3)):
+                if expression.match(
+                    path, timeout=max(self._left_s - (time.perf_counter() - started), 1e-3)
+                ):
                     return value
         except TimeoutError as error:
             message = f"its regular expressions take more than {PATTERN_SECONDS:g} s"
@@ -173,7 +224,8 @@ class _Pattern:
 
 
 def _alpha(divisor: float, scale: float, *, whole: bool) -> float | None:
-    """Return the alpha with alpha / divisor = scale to the last bit, if there is one; `whole`: whole numbers only."""
+    """Return the alpha with alpha / divisor = scale to the last bit, if there is one; `whole`:
+    whole numbers only."""
     product = scale * divisor
     above, below = math.nextafter(product, math.inf), math.nextafter(product, 0.0)
     near = (float(round(product)),) if whole else (product, above, below)

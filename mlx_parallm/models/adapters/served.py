@@ -1,15 +1,18 @@
-"""LoRA in the serving tree: the rows of one forward may use different adapters, or none; nothing is merged.
+"""LoRA in the serving tree: the rows of one forward may use different adapters, or none; nothing is
+merged.
 
     LoraContext.activate   engine thread, under the weights' read lock: which row uses which adapter
     ServedLinear           every linear layer of the tree; adds what the context says
-    AdapterStack           several adapters in one array a layer, for as long as rows use them together
+    AdapterStack           several adapters in one array a layer, for as long as rows use them
+                           together
 
-One adapter is used as it was published: y + scale · (xA)B, no copy, and with DoRA times each output's `gain` (dora.py).
-Several are stacked, A [S, r, in], B [S, r, out], and `gather_mm` multiplies each row with its own, so a row's sums hold
-nothing of other rows' adapters: their NaN stays with them. Measured on CPU (scripts/bench/adapters.py), that beats a
-product per adapter and all adapters side by side.
-A decode step on the CPU takes xA row by row for one adapter too: MKL splits so narrow a product among its threads, by
-the arrays' alignment, and then waits for them (0.09 ms a layer instead of 0.02).
+One adapter is used as it was published: y + scale · (xA)B, no copy, and with DoRA times each
+output's `gain` (dora.py). Several are stacked, A [S, r, in], B [S, r, out], and `gather_mm`
+multiplies each row with its own, so a row's sums hold nothing of other rows' adapters: their NaN
+stays with them. Measured on CPU (scripts/bench/adapters.py), that beats a product per adapter and
+all adapters side by side. A decode step on the CPU takes xA row by row for one adapter too: MKL
+splits so narrow a product among its threads, by the arrays' alignment, and then waits for them
+(0.09 ms a layer instead of 0.02).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +30,14 @@ STACK_LIFETIME = 64  # forwards after which a stack that no row has used is drop
 
 
 class AdapterStack:
-    """Stacked copies of several adapters; the last entry is zero, for rows without an adapter. An adapter that changes
-    overwrites its own entry only.
+    """Stacked copies of several adapters; the last entry is zero, for rows without an adapter. An
+    adapter that changes overwrites its own entry only.
 
-    `arrays`: path → A [S + 1, r, in] and B [S + 1, r, out], float32, the scale in B; r is the path's largest rank, and
-    what an adapter does not have is zero. A lies transposed: a row's product with it is a quarter faster.
-    `gains`: path → [S + 1, out] where an adapter is DoRA's; 1 for the others, which changes no bit of their rows.
+    `arrays`: path → A [S + 1, r, in] and B [S + 1, r, out], float32, the scale in B; r is the
+    path's largest rank, and what an adapter does not have is zero. A lies transposed: a row's
+    product with it is a quarter faster.
+    `gains`: path → [S + 1, out] where an adapter is DoRA's; 1 for the others, which changes no bit
+    of their rows.
     """
 
     def __init__(self, slots: Sequence[AdapterSlot]) -> None:
@@ -46,9 +51,14 @@ class AdapterStack:
         """Takes over what the slots hold now. Builds a graph, evaluates nothing."""
         present = [slot.weights for slot in self.indices]
         changed = [
-            index for index, weights in enumerate(present) if not self._copied or self._copied[index] is not weights
+            index
+            for index, weights in enumerate(present)
+            if not self._copied or self._copied[index] is not weights
         ]
-        if any(not self._copied or _shapes(self._copied[index]) != _shapes(present[index]) for index in changed):
+        if any(
+            not self._copied or _shapes(self._copied[index]) != _shapes(present[index])
+            for index in changed
+        ):
             self._build(present)
         else:
             for index in changed:
@@ -60,7 +70,11 @@ class AdapterStack:
         count = len(adapters) + 1
         self.arrays, self.gains = {}, {}
         for path in dict.fromkeys(path for adapter in adapters for path in adapter.layers):
-            pairs = {index: adapter.layers[path] for index, adapter in enumerate(adapters) if path in adapter.layers}
+            pairs = {
+                index: adapter.layers[path]
+                for index, adapter in enumerate(adapters)
+                if path in adapter.layers
+            }
             rank = max(pair.a.shape[1] for pair in pairs.values())
             first = next(iter(pairs.values()))
             a = mx.zeros((count, rank, first.a.shape[0]), mx.float32)
@@ -71,7 +85,8 @@ class AdapterStack:
                 self._write(path, index, pair)
 
     def _write(self, path: str, index: int, pair: LoraPair) -> None:
-        """MLX writes in place: nothing else holds the arrays once the last step has been evaluated."""
+        """MLX writes in place: nothing else holds the arrays once the last step has been
+        evaluated."""
         a, b = self.arrays[path]
         rank = pair.a.shape[1]
         a[index, :rank] = pair.a.T
@@ -81,8 +96,8 @@ class AdapterStack:
 
 
 class LoraContext:
-    """The active adapters: the serving tree's linear layers read them while a forward's graph is built. Owned by the
-    engine thread."""
+    """The active adapters: the serving tree's linear layers read them while a forward's graph is
+    built. Owned by the engine thread."""
 
     def __init__(self) -> None:
         self.batch = 0  # rows of the forward
@@ -93,7 +108,8 @@ class LoraContext:
         self.indices: mx.array | None = None  # … and each row's index, [B] uint32
         self._stacks: list[AdapterStack] = []
         self._turn = 0
-        self._all_first: mx.array | None = None  # [batch] uint32 of 0, where rows are multiplied one by one
+        # [batch] uint32 of 0, where rows are multiplied one by one
+        self._all_first: mx.array | None = None
 
     def activate(self, slots: Sequence[AdapterSlot | None]) -> None:
         """The adapter of each row of the next forward."""
@@ -105,8 +121,14 @@ class LoraContext:
         if len(distinct) > 1:
             stack = self._stack(distinct)
             stack.refresh()
-            indices = [len(stack.indices) if slot is None else stack.indices[slot] for slot in slots]
-            self.stacked, self.gains, self.indices = stack.arrays, stack.gains, mx.array(indices, dtype=mx.uint32)
+            indices = [
+                len(stack.indices) if slot is None else stack.indices[slot] for slot in slots
+            ]
+            self.stacked, self.gains, self.indices = (
+                stack.arrays,
+                stack.gains,
+                mx.array(indices, dtype=mx.uint32),
+            )
         elif distinct:
             self.pairs = distinct[0].weights.layers
             if self._all_first is None or self._all_first.shape[0] != self.batch:
@@ -116,7 +138,12 @@ class LoraContext:
 
     def reduced(self, x: mx.array, a: mx.array) -> mx.array:
         """xA of the one adapter: x [B, T, in], a [in, r]."""
-        if self._all_first is None or x.ndim != 3 or x.shape[:2] != (self.batch, 1) or x.dtype != a.dtype:
+        if (
+            self._all_first is None
+            or x.ndim != 3
+            or x.shape[:2] != (self.batch, 1)
+            or x.dtype != a.dtype
+        ):
             return x @ a
         return mx.gather_mm(x, a[None], rhs_indices=self._all_first)
 
@@ -126,8 +153,13 @@ class LoraContext:
         self.stacked, self.gains, self.indices = {}, {}, None
 
     def _stack(self, slots: list[AdapterSlot]) -> AdapterStack:
-        """A stack that holds these, and not many others: their rows have ended, and may come again."""
-        fits = [s for s in self._stacks if s.indices.keys() >= set(slots) and len(s.indices) <= 2 * len(slots)]
+        """A stack that holds these, and not many others: their rows have ended, and may come
+        again."""
+        fits = [
+            s
+            for s in self._stacks
+            if s.indices.keys() >= set(slots) and len(s.indices) <= 2 * len(slots)
+        ]
         stack = fits[-1] if fits else AdapterStack(slots)
         self._stacks = [*[s for s in self._stacks if s is not stack], stack][-MAX_STACKS:]
         stack.used = self._turn
@@ -156,7 +188,8 @@ class ServedLinear(nn.Module):
             if pair.gain is not None:
                 updated = scaled(updated, pair.gain, self.linear)
             updated = updated.astype(y.dtype)
-            # A choice, not a product with 0: other rows stay bit-equal and an adapter's NaN stays in its rows.
+            # A choice, not a product with 0: other rows stay bit-equal and an adapter's NaN stays
+            # in its rows.
             return updated if context.rows is None else mx.where(context.rows, updated, y)
         if arrays := context.stacked.get(self._path):
             a, b = arrays
@@ -168,7 +201,8 @@ class ServedLinear(nn.Module):
         return y
 
     def __getattr__(self, name: str) -> Any:
-        # Architectures read attributes of their projections (weight, bias, bits); the wrapper is transparent.
+        # Architectures read attributes of their projections (weight, bias, bits); the wrapper is
+        # transparent.
         if name in self or "linear" not in self:
             return super().__getattr__(name)
         return getattr(self["linear"], name)

@@ -1,13 +1,16 @@
-"""What an adapter_config.json may say: each setting of PEFT's LoraConfig (0.21) and of mlx-lm's, and what comes of it.
+"""What an adapter_config.json may say: each setting of PEFT's LoraConfig (0.21) and of mlx-lm's,
+and what comes of it.
 
     APPLIED     read by `peft.read_peft`: rank, alpha and their patterns, rsLoRA, DoRA
     HARMLESS    name → why it changes nothing in the forward pass; any value passes
-    REFUSED     name → the values that switch it off, beside null, false and empty ones, and why others are refused
+    REFUSED     name → the values that switch it off, beside null, false and empty ones, and why
+                others are refused
     MLX_LM      mlx-lm's settings of a training that is over
 
-`check_peft` and `check_mlx_lm` hold a file against them, for every way that an adapter enters (`lora.load_adapter`);
-`check_trained` a LoraConfig that something is to be trained with. A name that stands in no table is refused unless its
-value is null, false or empty: what it does is not known, so it may change what the adapter computes.
+`check_peft` and `check_mlx_lm` hold a file against them, for every way that an adapter enters
+(`lora.load_adapter`); `check_trained` a LoraConfig that something is to be trained with. A name
+that stands in no table is refused unless its value is null, false or empty: what it does is not
+known, so it may change what the adapter computes.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,19 +19,36 @@ from typing import Any
 
 from mlx_parallm.errors import AdapterError, ConfigError
 
-APPLIED = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
+APPLIED = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    ("use_dora"),
+)
 
 _ABOUT_THE_FILE = "it describes the file"
 _WHICH_LAYERS = "it chose the layers, and the file holds their tensors"
 _IN_TRAINING = "it matters in training only"
 _STARTING_VALUES = "it is read by init_lora_weights only"
 HARMLESS: Mapping[str, str] = {
-    **dict.fromkeys(("peft_version", "base_model_name_or_path", "revision", "auto_mapping"), _ABOUT_THE_FILE),
+    **dict.fromkeys(
+        ("peft_version", "base_model_name_or_path", "revision", "auto_mapping"), _ABOUT_THE_FILE
+    ),
     **dict.fromkeys(("task_type", "inference_mode", "runtime_config"), _ABOUT_THE_FILE),
-    **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"), _WHICH_LAYERS),
+    **dict.fromkeys(
+        ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        _WHICH_LAYERS,
+    ),
     "lora_dropout": _IN_TRAINING,
-    **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config"), _STARTING_VALUES),
-    "fan_in_fan_out": "it says how the base of other libraries stores its weight, A and B are the same",
+    **dict.fromkeys(
+        ("loftq_config", "eva_config", "corda_config", "lora_ga_config"), _STARTING_VALUES
+    ),
+    "fan_in_fan_out": (
+        "it says how the base of other libraries stores its weight, A and B are the same"
+    ),
     "qalora_group_size": "it is read with use_qalora only",
     "megatron_core": "it is read with megatron_config only",
     "ensure_weight_tying": "it ties adapters of embeddings, which are refused",
@@ -38,59 +58,137 @@ HARMLESS: Mapping[str, str] = {
 KEPT_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights under which PEFT leaves the base weights as they are."""
 CHANGED_BASE = (
-    "its A and B belong to a base that PEFT changed when the training began. Convert it once with PEFT:"
-    " model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), INITIAL being the adapter as it"
+    "its A and B belong to a base that PEFT changed when the training began. Convert it once with"
+    " PEFT:"
+    " model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), INITIAL being"
+    " the adapter as it"
     " was before training; the result fits the plain base"
 )
-_OTHER_WEIGHTS = "weights beside A and B would have to be loaded; train without it, or merge the adapter with PEFT"
-_OTHER_FORWARD = "it computes something else than Wx + s·BAx; merge the adapter with PEFT if it can be merged"
+_OTHER_WEIGHTS = (
+    "weights beside A and B would have to be loaded; train without it, or merge the adapter with"
+    " PEFT"
+)
+_OTHER_FORWARD = (
+    "it computes something else than Wx + s·BAx; merge the adapter with PEFT if it can be merged"
+)
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "init_lora_weights": (KEPT_BASE, CHANGED_BASE),
     "bias": (("none",), _OTHER_WEIGHTS),
-    **dict.fromkeys(("modules_to_save", "trainable_token_indices", "lora_bias"), ((), _OTHER_WEIGHTS)),
-    "target_parameters": ((), "adapters of single parameters (stacked experts) are not applied here"),
+    **dict.fromkeys(
+        ("modules_to_save", "trainable_token_indices", "lora_bias"), ((), _OTHER_WEIGHTS)
+    ),
+    "target_parameters": (
+        (),
+        ("adapters of single parameters (stacked experts) are not applied here"),
+    ),
     "layer_replication": ((), "it adapts a base with repeated blocks: build that model first"),
-    "megatron_config": ((), "Megatron's parallel layers are not read here: export it with Megatron's own tools"),
+    "megatron_config": (
+        (),
+        ("Megatron's parallel layers are not read here: export it with Megatron's own tools"),
+    ),
     "alora_invocation_tokens": (
         (),
         "an activated LoRA acts only from these tokens on, here it would act on the whole text",
     ),
-    **dict.fromkeys(("use_qalora", "use_bdlora", "arrow_config", "kasa_config"), ((), _OTHER_FORWARD)),
+    **dict.fromkeys(
+        ("use_qalora", "use_bdlora", "arrow_config", "kasa_config"), ((), _OTHER_FORWARD)
+    ),
     **dict.fromkeys(("monteclora_config", "velora_config"), ((), _OTHER_FORWARD)),
 }
 """Settings of PEFT's that pass only switched off."""
 
 MLX_LM = frozenset(
     (
-        *("model", "fine_tune_type", "lora_parameters", "num_layers", "lora_layers", "use_dora", "trust_remote_code"),
-        *("train", "test", "data", "seed", "optimizer", "optimizer_config", "batch_size", "iters", "val_batches"),
-        *("learning_rate", "lr_schedule", "steps_per_report", "steps_per_eval", "resume_adapter_file"),
+        *(
+            "model",
+            "fine_tune_type",
+            "lora_parameters",
+            "num_layers",
+            "lora_layers",
+            "use_dora",
+            ("trust_remote_code"),
+        ),
+        *(
+            "train",
+            "test",
+            "data",
+            "seed",
+            "optimizer",
+            "optimizer_config",
+            "batch_size",
+            "iters",
+            ("val_batches"),
+        ),
+        *(
+            "learning_rate",
+            "lr_schedule",
+            "steps_per_report",
+            "steps_per_eval",
+            ("resume_adapter_file"),
+        ),
         *("adapter_path", "adapter_file", "save_every", "test_batches", "max_seq_length", "config"),
-        *("grad_checkpoint", "grad_accumulation_steps", "gradient_accumulation_steps", "clear_cache_threshold"),
-        *("mask_prompt", "report_to", "project_name", "wandb", "prompt_feature", "text_feature", "completion_feature"),
-        *("chat_feature", "use_chat_template", "hf_dataset", "hf_datasets", "prompt", "temp", "max_tokens"),
-        *("ignore_chat_template", "add_eos_token", "colorize", "bits", "group_size", "cache_prompt"),
+        *(
+            "grad_checkpoint",
+            "grad_accumulation_steps",
+            "gradient_accumulation_steps",
+            ("clear_cache_threshold"),
+        ),
+        *(
+            "mask_prompt",
+            "report_to",
+            "project_name",
+            "wandb",
+            "prompt_feature",
+            "text_feature",
+            ("completion_feature"),
+        ),
+        *(
+            "chat_feature",
+            "use_chat_template",
+            "hf_dataset",
+            "hf_datasets",
+            "prompt",
+            "temp",
+            ("max_tokens"),
+        ),
+        *(
+            "ignore_chat_template",
+            "add_eos_token",
+            "colorize",
+            "bits",
+            "group_size",
+            ("cache_prompt"),
+        ),
     )
 )
-"""Settings that versions of `mlx_lm.lora` write; of them fine_tune_type, use_dora and lora_parameters are read."""
+"""Settings that versions of `mlx_lm.lora` write; of them fine_tune_type, use_dora and
+lora_parameters are read."""
 MLX_LM_PARAMETERS = frozenset(("rank", "scale", "dropout", "keys"))
 
 
 def check_peft(config: Mapping[str, Any], file: Path) -> None:
-    """Raise AdapterError: a setting under which the tensors mean something else than what is computed here."""
+    """Raise AdapterError: a setting under which the tensors mean something else than what is
+    computed here."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise AdapterError(f"{file}: peft_type = {kind!r} is not supported, only 'LORA'")
     if "lora_parameters" in config:
-        raise AdapterError(f"{file}: lora_parameters is mlx-lm's, but the tensors beside it have PEFT's names")
+        raise AdapterError(
+            f"{file}: lora_parameters is mlx-lm's, but the tensors beside it have PEFT's names"
+        )
     if (fault := _fault(config, {*APPLIED, *HARMLESS}, REFUSED)) is not None:
         raise AdapterError(f"{file}: {fault}")
     for name in ("use_rslora", "use_dora"):
-        if not isinstance(value := config.get(name), bool | None):  # the text "false" would count as true
+        # the text "false" would count as true
+        if not isinstance(value := config.get(name), bool | None):
             raise AdapterError(f"{file}: {name} = {value!r}: must be true or false")
     patterns = config.get("alpha_pattern")
-    alphas = {"lora_alpha": config.get("lora_alpha")} | (patterns if isinstance(patterns, dict) else {})
-    if (wrong := next((name for name, alpha in alphas.items() if isinstance(alpha, bool)), None)) is not None:
+    alphas = {"lora_alpha": config.get("lora_alpha")} | (
+        patterns if isinstance(patterns, dict) else {}
+    )
+    if (
+        wrong := next((name for name, alpha in alphas.items() if isinstance(alpha, bool)), None)
+    ) is not None:
         raise AdapterError(f"{file}: the alpha of {wrong} is {alphas[wrong]}: must be a number")
 
 
@@ -102,7 +200,8 @@ def check_mlx_lm(config: Mapping[str, Any], file: Path) -> None:
     alpha, rank = parameters.get("alpha"), parameters.get("rank")
     if alpha is not None and alpha != rank:
         raise AdapterError(
-            f"{file}: lora_parameters.alpha = {alpha!r}: the first versions of mlx-lm multiplied scale by alpha / rank,"
+            f"{file}: lora_parameters.alpha = {alpha!r}: the first versions of mlx-lm multiplied"
+            " scale by alpha / rank,"
             " later ones do not read it; set scale to the factor that is meant and remove alpha"
         )
     if (fault := _fault(parameters, {*MLX_LM_PARAMETERS, "alpha"}, {})) is not None:
@@ -111,7 +210,10 @@ def check_mlx_lm(config: Mapping[str, Any], file: Path) -> None:
 
 TRAINED = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora")
 """Settings of PEFT's with which an adapter can be trained here."""
-_NOT_TRAINED = "every adapted layer has the same rank and alpha, the usual initial values, and nothing else is trained"
+_NOT_TRAINED = (
+    "every adapted layer has the same rank and alpha, the usual initial values, and nothing else"
+    " is trained"
+)
 _DEFAULTS = {"qalora_group_size": ((16,), ""), "megatron_core": (("megatron.core",), "")}
 NAMES = frozenset((*APPLIED, *HARMLESS, *REFUSED))
 """All settings of PEFT's LoraConfig."""
@@ -126,26 +228,45 @@ def check_trained(settings: Mapping[str, Any], known: Collection[str] = ()) -> N
     kind = settings.get("peft_type") or "LORA"
     if str(getattr(kind, "value", kind)) != "LORA":
         raise ConfigError(f"peft_config: peft_type={kind!r} is not trained here, only LORA")
-    free = {name for name, reason in HARMLESS.items() if reason == _ABOUT_THE_FILE} | {"fan_in_fan_out", "peft_type"}
+    free = {name for name, reason in HARMLESS.items() if reason == _ABOUT_THE_FILE} | {
+        "fan_in_fan_out",
+        ("peft_type"),
+    }
     switches = {name: (values, "") for name, (values, _) in REFUSED.items()} | _DEFAULTS
     start = settings.get("init_lora_weights", True)
     fault = _fault(settings, {*TRAINED, *free, *known, "init_lora_weights"}, switches)
     if fault is not None or start is not True:
-        name = f"init_lora_weights={start!r}" if fault is None else fault.partition(": ")[0].replace(" = ", "=", 1)
+        name = (
+            (f"init_lora_weights={start!r}")
+            if fault is None
+            else fault.partition(": ")[0].replace(" = ", "=", 1)
+        )
         raise ConfigError(f"peft_config: {name} is not done here: {_NOT_TRAINED}")
 
 
 def is_off(value: Any) -> bool:
     """Tell whether a setting of this value does nothing: null, false, or empty."""
-    return value is None or value is False or (isinstance(value, str | list | tuple | dict | set) and not value)
+    return (
+        value is None
+        or value is False
+        or (isinstance(value, str | list | tuple | dict | set) and not value)
+    )
 
 
 def _fault(
-    settings: Mapping[str, Any], free: Collection[str], switches: Mapping[str, tuple[tuple[Any, ...], str]]
+    settings: Mapping[str, Any],
+    free: Collection[str],
+    switches: Mapping[str, tuple[tuple[Any, ...], str]],
 ) -> str | None:
     """Return the first setting that is refused, "name = value: why", or None."""
     for name, value in settings.items():
-        off, why = switches.get(name, ((), "this setting is not known here, and may change what the adapter computes"))
-        if name not in free and not is_off(value) and not any(value is each or value == each for each in off):
+        off, why = switches.get(
+            name, ((), ("this setting is not known here, and may change what the adapter computes"))
+        )
+        if (
+            name not in free
+            and not is_off(value)
+            and not any(value is each or value == each for each in off)
+        ):
             return f"{name} = {value!r}: {why}"
     return None

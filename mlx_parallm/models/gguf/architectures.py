@@ -1,8 +1,10 @@
-"""The architectures that can be written as GGUF, and how each one differs from what mlx-lm holds in memory.
+"""The architectures that can be written as GGUF, and how each one differs from what mlx-lm holds in
+memory.
 
-Tensor names come from the `gguf` package, which maps Hugging Face's names; mlx-lm's differ from those in few places. An
-architecture is in `ARCHITECTURES` when a real llama.cpp computes the same as mlx-lm on random weights
-(tests/export/test_architectures.py). Everything that llama.cpp would compute otherwise is refused here, with its key.
+Tensor names come from the `gguf` package, which maps Hugging Face's names; mlx-lm's differ from
+those in few places. An architecture is in `ARCHITECTURES` when a real llama.cpp computes the same
+as mlx-lm on random weights (tests/export/test_architectures.py). Everything that llama.cpp would
+compute otherwise is refused here, with its key.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,10 +28,13 @@ class Architecture:
     Attributes:
         name: `general.architecture` of the file.
         hf_class: transformers' class, for `architectures` of config.json.
-        permuted: llama.cpp rotates neighbours, mlx-lm a head's two halves: rows of q and k change places.
+        permuted: llama.cpp rotates neighbours, mlx-lm a head's two halves: rows of q and k change
+        places.
         norm_offset: added to the weights of all norms.
-        scaled_embedding: mlx-lm scales embeddings by √width rounded to bfloat16, llama.cpp by √width.
-        rounding: nats that llama.cpp's own arithmetic costs a float32 file: it takes GELU from a table in float16.
+        scaled_embedding: mlx-lm scales embeddings by √width rounded to bfloat16, llama.cpp by
+        √width.
+        rounding: nats that llama.cpp's own arithmetic costs a float32 file: it takes GELU from a
+        table in float16.
         check: return what of a model's arguments llama.cpp does not compute.
     """
 
@@ -44,12 +49,16 @@ class Architecture:
 
 def _check_llama(arguments: Any) -> list[str]:
     windows = "sliding_attention" in (arguments.layer_types or ())
-    return ["layer_types with sliding_attention"] * windows + ["rope_traditional"] * bool(arguments.rope_traditional)
+    return ["layer_types with sliding_attention"] * windows + ["rope_traditional"] * bool(
+        arguments.rope_traditional
+    )
 
 
 def _check_experts(arguments: Any) -> list[str]:
     dense = bool(arguments.mlp_only_layers) or arguments.decoder_sparse_step != 1
-    return ["layers without experts"] * dense + ["norm_topk_prob = false"] * (not arguments.norm_topk_prob)
+    return ["layers without experts"] * dense + ["norm_topk_prob = false"] * (
+        not arguments.norm_topk_prob
+    )
 
 
 def _check_gemma3(arguments: Any) -> list[str]:
@@ -66,7 +75,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen3_moe": Architecture("qwen3moe", "Qwen3MoeForCausalLM", check=_check_experts),
     "gemma3_text": Architecture(
-        "gemma3", "Gemma3ForCausalLM", norm_offset=1.0, scaled_embedding=True, rounding=0.05, check=_check_gemma3
+        "gemma3",
+        "Gemma3ForCausalLM",
+        norm_offset=1.0,
+        scaled_embedding=True,
+        rounding=0.05,
+        check=_check_gemma3,
     ),
 }
 
@@ -77,7 +91,8 @@ def architecture_of(config: Config) -> Architecture:
     found = ARCHITECTURES.get(str(kind))
     if found is None:
         raise ModelError(
-            f"model_type {kind!r} cannot be exported as GGUF: only {', '.join(ARCHITECTURES)}. Write safetensors with"
+            f"model_type {kind!r} cannot be exported as GGUF: only {', '.join(ARCHITECTURES)}."
+            " Write safetensors with"
             " `mlx_parallm merge`, and try llama.cpp's convert_hf_to_gguf.py on them"
         )
     return found
@@ -86,35 +101,52 @@ def architecture_of(config: Config) -> Architecture:
 def check_arguments(architecture: Architecture, arguments: Any) -> None:
     """Raises ModelError: llama.cpp would not compute what mlx-lm does."""
     if differs := architecture.check(arguments):
-        raise ModelError(f"this {arguments.model_type} cannot be GGUF: llama.cpp has no {' and no '.join(differs)}")
+        raise ModelError(
+            f"this {arguments.model_type} cannot be GGUF: llama.cpp has no"
+            f" {' and no '.join(differs)}"
+        )
 
 
 def tensor_name(architecture: Architecture, mlx_name: str, layers: int) -> str:
-    """Return GGUF's name of mlx-lm's "model.layers.0.self_attn.q_proj.weight". Raises ModelError: it has none."""
+    """Return GGUF's name of mlx-lm's "model.layers.0.self_attn.q_proj.weight". Raises
+    ModelError: it has none."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
     names = gguf.get_tensor_name_map(kind, layers)
-    found = names.get_name(mlx_name.replace(".switch_mlp.", ".experts."), try_suffixes=(".weight", ".bias"))
+    found = names.get_name(
+        mlx_name.replace(".switch_mlp.", ".experts."), try_suffixes=(".weight", (".bias"))
+    )
     if found is None:
-        raise ModelError(f"tensor {mlx_name!r} has no name in GGUF's {architecture.name}: this model has other layers")
+        raise ModelError(
+            f"tensor {mlx_name!r} has no name in GGUF's {architecture.name}: this model has"
+            " other"
+            " layers"
+        )
     return str(found)
 
 
 def row_order(architecture: Architecture, mlx_name: str, arguments: Any) -> np.ndarray | None:
-    """Return which of mlx-lm's rows stands in each row of the file, [out] int64; None = the same rows.
+    """Return which of mlx-lm's rows stands in each row of the file, [out] int64; None = the same
+    rows.
 
     In a head of d rows mlx-lm rotates row i with row i + d/2, llama.cpp row 2i with row 2i + 1.
     """
     if not architecture.permuted or not any(part in mlx_name for part in (".q_proj.", ".k_proj.")):
         return None
-    heads = arguments.num_attention_heads if ".q_proj." in mlx_name else arguments.num_key_value_heads
+    heads = (
+        arguments.num_attention_heads if ".q_proj." in mlx_name else arguments.num_key_value_heads
+    )
     size = head_size(arguments)
     return np.arange(heads * size).reshape(heads, 2, size // 2).swapaxes(1, 2).reshape(-1)
 
 
-def changed(architecture: Architecture, name: str, arguments: Any, *, tied: bool) -> tuple[float, float]:
-    """Return (offset, factor) of a tensor of the file: its numbers are (mlx-lm's + offset) · factor.
+def changed(
+    architecture: Architecture, name: str, arguments: Any, *, tied: bool
+) -> tuple[float, float]:
+    """Return (offset, factor) of a tensor of the file: its numbers are (mlx-lm's + offset) ·
+    factor.
 
-    The embedding takes up the ratio of the two scales. Where it is the output's matrix too, the last norm undoes it.
+    The embedding takes up the ratio of the two scales. Where it is the output's matrix too, the
+    last norm undoes it.
     """
     offset = architecture.norm_offset if name.endswith("_norm.weight") else 0.0
     if not architecture.scaled_embedding or name not in ("token_embd.weight", "output_norm.weight"):
@@ -125,12 +157,23 @@ def changed(architecture: Architecture, name: str, arguments: Any, *, tied: bool
 
 
 def head_size(arguments: Any) -> int:
-    return int(getattr(arguments, "head_dim", None) or arguments.hidden_size // arguments.num_attention_heads)
+    return int(
+        getattr(arguments, "head_dim", None)
+        or arguments.hidden_size // arguments.num_attention_heads
+    )
 
 
 def rope_factors(model: nn.Module) -> np.ndarray | None:
-    """Return what llama.cpp divides each rotation's frequency by, [head_dim / 2] float32: Llama 3's rope scaling."""
-    rope = next((module for name, module in model.named_modules() if name.endswith("layers.0.self_attn.rope")), None)
+    """Return what llama.cpp divides each rotation's frequency by, [head_dim / 2] float32: Llama
+    3's rope scaling."""
+    rope = next(
+        (
+            module
+            for name, module in model.named_modules()
+            if name.endswith("layers.0.self_attn.rope")
+        ),
+        None,
+    )
     if rope is None or type(rope).__name__ != "Llama3RoPE":
         return None
     periods = mx.array(rope._freqs)
@@ -171,7 +214,8 @@ def read_metadata(number: Callable[..., Any], name: str) -> dict[str, Any]:
     """Return config.json's numbers from a file's: the way back of `write_metadata`.
 
     Args:
-        number: returns the value of a key of the architecture, or its default; without one it raises.
+        number: returns the value of a key of the architecture, or its default; without one it
+            raises.
         name: `general.architecture`.
 
     Raises ModelError: a shape of heads, or a kind of rope scaling, that is not written either.
@@ -180,7 +224,9 @@ def read_metadata(number: Callable[..., Any], name: str) -> dict[str, Any]:
     size = int(number("attention.key_length", width // heads))
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, size) != size:
-            raise ModelError(f"{name}.{key} = {number(key)}, but a head has {size} numbers: this is not read")
+            raise ModelError(
+                f"{name}.{key} = {number(key)}, but a head has {size} numbers: this is not read"
+            )
     config: dict[str, Any] = {
         "num_hidden_layers": int(number("block_count")),
         "max_position_embeddings": int(number("context_length")),
@@ -197,7 +243,9 @@ def read_metadata(number: Callable[..., Any], name: str) -> dict[str, Any]:
     if scaling == "linear":
         config["rope_scaling"] = {"rope_type": "linear", "factor": _shortest(factor)}
     elif scaling != "none":
-        raise ModelError(f"{name}.rope.scaling.type = {scaling!r} is not read: only linear, and llama3's tensor")
+        raise ModelError(
+            f"{name}.rope.scaling.type = {scaling!r} is not read: only linear, and llama3's tensor"
+        )
     if name == "qwen3moe":
         config |= {
             "num_experts": int(number("expert_count")),
@@ -219,7 +267,8 @@ def read_metadata(number: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def _shortest(number: float) -> float:
-    """Return the shortest decimal number of a float32: 1e-05, where the file has 9.999999747378752e-06."""
+    """Return the shortest decimal number of a float32: 1e-05, where the file has
+    9.999999747378752e-06."""
     return float(str(np.float32(number)))
 
 
@@ -229,4 +278,6 @@ def _write_rope_scaling(writer: gguf.GGUFWriter, scaling: Config) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(float(scaling["factor"]))
     elif kind not in ("default", "llama3"):  # Llama 3's is a tensor: rope_factors
-        raise ModelError(f"rope scaling of type {kind!r} cannot be exported as GGUF: only linear and llama3")
+        raise ModelError(
+            f"rope scaling of type {kind!r} cannot be exported as GGUF: only linear and llama3"
+        )

@@ -1,7 +1,9 @@
-"""A GGUF file in the place of a model: `--model FILE.gguf` converts it once and keeps the copy for the next start.
+"""A GGUF file in the place of a model: `--model FILE.gguf` converts it once and keeps the copy for
+the next start.
 
-The cache is a directory of Hugging Face folders, each named after what it was made from (path, size, time, dtype,
-versions). One process converts and the others wait for it. A folder may be deleted while nobody uses it.
+The cache is a directory of Hugging Face folders, each named after what it was made from (path,
+size, time, dtype, versions). One process converts and the others wait for it. A folder may be
+deleted while nobody uses it.
 """
 
 import fcntl
@@ -25,7 +27,8 @@ log = get_logger("gguf")
 
 FORMAT = 1  # of a folder: raise it when the converter writes something else
 SIZES_FILE = "source.json"  # in a folder: its key, and the sizes of its other files
-_ANNOUNCED: set[Path] = set()  # a line for each folder, though a command resolves its model several times
+# a line for each folder, though a command resolves its model several times
+_ANNOUNCED: set[Path] = set()
 
 
 def converted(file: Path, dtype: str, *, convert: bool = True) -> Path:
@@ -35,7 +38,8 @@ def converted(file: Path, dtype: str, *, convert: bool = True) -> Path:
         dtype: model.dtype; "auto" = float32 on a CPU, else bfloat16.
         convert: False: only look into the cache.
 
-    Raises ModelError: the file cannot be converted, or is not in the cache; ConfigError: the package gguf is missing;
+    Raises ModelError: the file cannot be converted, or is not in the cache; ConfigError: the
+    package gguf is missing;
     CheckpointError: the folder cannot be written.
     """
     require("reading GGUF", "gguf")
@@ -46,7 +50,12 @@ def converted(file: Path, dtype: str, *, convert: bool = True) -> Path:
         key = {
             "format": FORMAT,
             **{package: version(package) for package in ("gguf", "mlx-lm")},
-            **{"dtype": dtype, "file": str(file.resolve()), "size": status.st_size, "mtime_ns": status.st_mtime_ns},
+            **{
+                "dtype": dtype,
+                "file": str(file.resolve()),
+                "size": status.st_size,
+                "mtime_ns": status.st_mtime_ns,
+            },
         }
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror or error}") from error
@@ -55,7 +64,9 @@ def converted(file: Path, dtype: str, *, convert: bool = True) -> Path:
     if _is_complete(folder, key):
         _announce(folder, "the converted copy of the GGUF file is reused")
     elif not convert:
-        raise ModelError(f"{file} has no converted copy in {folder.parent} yet, and here none is made")
+        raise ModelError(
+            f"{file} has no converted copy in {folder.parent} yet, and here none is made"
+        )
     else:
         _make(folder, file, dtype, key)
     return folder
@@ -74,7 +85,9 @@ def _make(folder: Path, file: Path, dtype: str, key: dict[str, Any]) -> None:
         report = convert_gguf(file, folder, dtype=dtype)
         for note in report.notes:
             log.warning(note, file=str(file))
-        (folder / SIZES_FILE).write_text(json.dumps({"key": key, "sizes": _sizes(folder)}), encoding="utf-8")
+        (folder / SIZES_FILE).write_text(
+            json.dumps({"key": key, "sizes": _sizes(folder)}), encoding=("utf-8")
+        )
         _announce(folder, "the converted copy of the GGUF file is kept for the next start")
 
 
@@ -87,7 +100,8 @@ def _locked(folder: Path) -> Iterator[None]:
         file = lock.open("w")
     except OSError as error:
         raise CheckpointError(
-            f"{folder.parent} cannot be written: {error.strerror or error}; set XDG_CACHE_HOME to another directory"
+            f"{folder.parent} cannot be written: {error.strerror or error}; set XDG_CACHE_HOME"
+            " to another directory"
         ) from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, also by a kill -9
@@ -96,13 +110,19 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _is_complete(folder: Path, key: dict[str, Any]) -> bool:
     try:
-        return bool(json.loads((folder / SIZES_FILE).read_text()) == {"key": key, "sizes": _sizes(folder)})
+        return bool(
+            json.loads((folder / SIZES_FILE).read_text()) == {"key": key, "sizes": _sizes(folder)}
+        )
     except (OSError, ValueError):
         return False
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    return {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != SIZES_FILE}
+    return {
+        file.name: file.stat().st_size
+        for file in sorted(folder.iterdir())
+        if file.name != SIZES_FILE
+    }
 
 
 def _announce(folder: Path, event: str) -> None:

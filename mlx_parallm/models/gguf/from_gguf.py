@@ -1,9 +1,10 @@
 """A GGUF file as a Hugging Face folder: `mlx_parallm convert MODEL.gguf OUT`.
 
-The way back of `export.gguf_file.write_model`, by the same table of architectures. What the file holds and this
-module does not understand is refused by name where the model may need it; facts about the model (author, licence) go
-into `gguf.json` of the folder. Weights stay as coarse as the file has them: unpacked, or with `keep` in the file's own
-4 and 8 bits where MLX has such blocks (packed.py).
+The way back of `export.gguf_file.write_model`, by the same table of architectures. What the file
+holds and this module does not understand is refused by name where the model may need it; facts
+about the model (author, licence) go into `gguf.json` of the folder. Weights stay as coarse as the
+file has them: unpacked, or with `keep` in the file's own 4 and 8 bits where MLX has such blocks
+(packed.py).
 """
 
 import json
@@ -53,25 +54,37 @@ class FolderReport:
     def lines(self) -> list[str]:
         """Return what the command prints."""
         types = ", ".join(f"{count} {name}" for name, count in self.types.items())
-        first = f"{self.path}: {self.model_type}, {self.tensors} tensors ({types}), {self.parameters:,} parameters"
+        first = (
+            f"{self.path}: {self.model_type}, {self.tensors} tensors ({types}),"
+            f" {self.parameters:,} parameters"
+        )
         kept = f"{len(self.left_out)} keys of the file about the model are in {FACTS_FILE}"
         return [first, *([kept] if self.left_out else []), *self.notes]
 
 
-def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16", keep: bool = False) -> FolderReport:
+def convert_gguf(
+    source: Path, output: Path, *, dtype: str = "bfloat16", keep: bool = False
+) -> FolderReport:
     """Write the model of a GGUF file as a new directory: safetensors, config.json, tokenizer.json.
 
     Args:
-        dtype: of the weights, a key of `DTYPES`; with `keep` of the scales, and of what is not kept.
+        dtype: of the weights, a key of `DTYPES`; with `keep` of the scales, and of what is not
+            kept.
         keep: keep quantised weights packed where that rounds nothing. The report counts the others.
 
-    Raises ModelError: the output exists; the file is damaged, or holds something that mlx-lm would not compute; `keep`
-    with bfloat16, or with a file that allows it nowhere; CheckpointError: the directory cannot be written.
+    Raises ModelError: the output exists; the file is damaged, or holds something that mlx-lm would
+    not compute; `keep` with bfloat16, or with a file that allows it nowhere; CheckpointError: the
+    directory cannot be written.
     """
     if output.exists() or output.is_symlink():
-        raise ModelError(f"{output} exists already: choose another path, a converted model never replaces anything")
+        raise ModelError(
+            f"{output} exists already: choose another path, a converted model never replaces"
+            " anything"
+        )
     if keep and dtype == "bfloat16":
-        raise ModelError("bfloat16 would round the scales of quantised weights: keep them in float16 or float32")
+        raise ModelError(
+            "bfloat16 would round the scales of quantised weights: keep them in float16 or float32"
+        )
     file = GGUFFile(source)
     try:
         config = model_config(file)
@@ -91,7 +104,8 @@ def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16", keep: b
     notes: list[str] = []
 
     def fill(directory: Path) -> None:
-        notes.extend(write_tokenizer(directory, file, config))  # first: it may refuse, and takes no time
+        # first: it may refuse, and takes no time
+        notes.extend(write_tokenizer(directory, file, config))
         kept = _Kept(model, dtype)
         weights: dict[str, mx.array] = {}
         for tensor in file.tensors:
@@ -102,23 +116,29 @@ def convert_gguf(source: Path, output: Path, *, dtype: str = "bfloat16", keep: b
         if keep:
             config.update(kept.quantize(model, source))
             notes.extend(kept.lines())
-        model.load_weights(list(model.sanitize(weights).items()))  # gemma3's sanitize drops an unused lm_head
+        # gemma3's sanitize drops an unused lm_head
+        model.load_weights(list(model.sanitize(weights).items()))
         save_model(directory, model)
         save_config(config, directory / "config.json")
         facts = {"file": source.name, "left_out": file.left_out()}
-        (directory / FACTS_FILE).write_text(json.dumps(facts, indent=2, ensure_ascii=False), encoding="utf-8")
+        (directory / FACTS_FILE).write_text(
+            json.dumps(facts, indent=2, ensure_ascii=False), encoding=("utf-8")
+        )
 
     write_directory(output, fill)
     parameters = sum(int(np.prod(tensor.shape)) for tensor in file.tensors)
     types = [tensor.tensor_type.name for tensor in file.tensors]
     counts = {name: types.count(name) for name in sorted(set(types))}
-    return FolderReport(output, kind, len(types), parameters, counts, sorted(file.left_out()), notes)
+    return FolderReport(
+        output, kind, len(types), parameters, counts, sorted(file.left_out()), notes
+    )
 
 
 class GGUFFile:
     """The keys and tensors of a file; it knows which keys were asked for.
 
-    Raises ModelError: it is no GGUF, damaged, a part of several, an adapter, a projector, or of the other byte order.
+    Raises ModelError: it is no GGUF, damaged, a part of several, an adapter, a projector, or of the
+    other byte order.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,12 +155,22 @@ class GGUFFile:
         try:
             reader = gguf.GGUFReader(path)
             self._fields = {name: field.contents() for name, field in reader.fields.items()}
-        except (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError, UnicodeDecodeError) as error:
+        except (
+            ValueError,
+            IndexError,
+            KeyError,
+            OverflowError,
+            TypeError,
+            MemoryError,
+            UnicodeDecodeError,
+        ) as error:
             raise ModelError(f"{path} is damaged or cut short: {error}") from error
         self.tensors: list[gguf.ReaderTensor] = list(reader.tensors)
         self._asked = {"general.architecture", "general.type"}
         if (parts := self.get(SPLIT_COUNT, 0)) > 1:
-            raise ModelError(f"{path} is one of {parts} parts: join them with `llama-gguf-split --merge`")
+            raise ModelError(
+                f"{path} is one of {parts} parts: join them with `llama-gguf-split --merge`"
+            )
         if (kind := self.get("general.type", "model")) != "model":
             raise ModelError(f"{path} holds no model but a {kind}: pass the model's own file")
         self.architecture = str(self.get("general.architecture"))
@@ -151,35 +181,61 @@ class GGUFFile:
         return self._fields.get(key, default)
 
     def number(self, key: str, default: Any = None) -> Any:
-        """Return the value of the architecture's key, `{arch}.` left out. Raises ModelError: there is none."""
+        """Return the value of the architecture's key, `{arch}.` left out. Raises ModelError:
+        there is none."""
         value = self.get(f"{self.architecture}.{key}", default)
         if value is None:
-            raise ModelError(f"{self.path} has no {self.architecture}.{key}: the file is not complete")
+            raise ModelError(
+                f"{self.path} has no {self.architecture}.{key}: the file is not complete"
+            )
         if isinstance(value, list):
             if len(set(value)) != 1:
-                raise ModelError(f"{self.path}: {self.architecture}.{key} differs between layers, which is not read")
+                raise ModelError(
+                    f"{self.path}: {self.architecture}.{key} differs between layers, which is"
+                    " not"
+                    " read"
+                )
             value = value[0]
         return value
 
     def without_meaning(self, prefix: str) -> list[str]:
         """Return the keys under a prefix that nobody has asked for."""
-        return sorted(key for key in self._fields if key.startswith(prefix) and key not in self._asked)
+        return sorted(
+            key for key in self._fields if key.startswith(prefix) and key not in self._asked
+        )
 
     def left_out(self) -> dict[str, Any]:
         """Return what the folder's other files do not hold."""
         own = ("GGUF.",)
-        return {key: value for key, value in self._fields.items() if key not in self._asked and not key.startswith(own)}
+        return {
+            key: value
+            for key, value in self._fields.items()
+            if key not in self._asked and not key.startswith(own)
+        }
 
 
 def model_config(file: GGUFFile) -> dict[str, Any]:
-    """Return config.json of the file's model. Raises ModelError: an architecture, or a key of it, that is not known."""
-    kind = next((kind for kind, row in architectures.ARCHITECTURES.items() if row.name == file.architecture), None)
+    """Return config.json of the file's model. Raises ModelError: an architecture, or a key of
+    it, that is not known."""
+    kind = next(
+        (
+            kind
+            for kind, row in architectures.ARCHITECTURES.items()
+            if row.name == file.architecture
+        ),
+        None,
+    )
     if kind is None:
         readable = ", ".join(sorted({row.name for row in architectures.ARCHITECTURES.values()}))
-        raise ModelError(f"{file.path}: architecture {file.architecture!r} is not read: only {readable}")
+        raise ModelError(
+            f"{file.path}: architecture {file.architecture!r} is not read: only {readable}"
+        )
     names = {tensor.name for tensor in file.tensors}
     tokens = file.get("tokenizer.ggml.tokens") or []
-    config: dict[str, Any] = {"architectures": [architectures.ARCHITECTURES[kind].hf_class], "model_type": kind}
+    config: dict[str, Any] = {
+        "architectures": [architectures.ARCHITECTURES[kind].hf_class],
+        "model_type": kind,
+    }
     config |= architectures.read_metadata(file.number, file.architecture)
     config |= {
         "vocab_size": int(file.number("vocab_size", len(tokens))),
@@ -188,18 +244,21 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_gate.bias" in names,
     }
     if len(tokens) != config["vocab_size"]:
-        raise ModelError(f"{file.path}: {len(tokens)} tokens, but a vocabulary of {config['vocab_size']}")
+        raise ModelError(
+            f"{file.path}: {len(tokens)} tokens, but a vocabulary of {config['vocab_size']}"
+        )
     if unknown := file.without_meaning(f"{file.architecture}."):
         raise ModelError(f"{file.path}: {unknown[0]} is not understood, and the model may need it")
     return config
 
 
 def llama3_scaling(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope scaling of Llama 3 whose divisors of the frequencies are `factors`, [head_dim / 2] float32.
+    """Return the rope scaling of Llama 3 whose divisors of the frequencies are `factors`, [head_dim
+    / 2] float32.
 
-    Between its two bounds a divisor is 1 / ((1 - s) / factor + s), s = (L / wavelength - low) / (high - low)
-    (transformers, `_compute_llama3_parameters`). Only two of L, low and high follow, so low = 1, as Llama has it.
-    Raises ModelError: no such scaling gives these divisors.
+    Between its two bounds a divisor is 1 / ((1 - s) / factor + s), s = (L / wavelength - low) /
+    (high - low) (transformers, `_compute_llama3_parameters`). Only two of L, low and high follow,
+    so low = 1, as Llama has it. Raises ModelError: no such scaling gives these divisors.
     """
     size = 2 * len(factors)
     wavelengths = 2 * np.pi * float(config["rope_theta"]) ** (np.arange(0, size, 2) / size)
@@ -207,7 +266,9 @@ def llama3_scaling(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, 
     factor = float(numbers.max())
     between = (numbers > 1 + 1e-6) & (numbers < factor * (1 - 1e-6))
     if factor <= 1 or not between.any():
-        raise ModelError(f"the tensor {ROPE_FACTORS} is no rope scaling of Llama 3's: which one is not known")
+        raise ModelError(
+            f"the tensor {ROPE_FACTORS} is no rope scaling of Llama 3's: which one is not known"
+        )
     smooth = (1 / numbers[between] - 1 / factor) / (1 - 1 / factor)
     high = 4.0  # Llama's: one divisor alone allows any
     if between.sum() > 1:
@@ -215,7 +276,9 @@ def llama3_scaling(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, 
     length = round(float((wavelengths[between] * (smooth * (high - 1) + 1)).mean()))
     scale = np.clip((length / wavelengths - 1) / (high - 1), 0, 1)
     if not np.allclose(1 / ((1 - scale) / factor + scale), numbers, rtol=1e-4):
-        raise ModelError(f"the tensor {ROPE_FACTORS} is no rope scaling of Llama 3's: which one is not known")
+        raise ModelError(
+            f"the tensor {ROPE_FACTORS} is no rope scaling of Llama 3's: which one is not known"
+        )
     return {
         "rope_type": "llama3",
         "factor": round(factor, 4),
@@ -236,7 +299,8 @@ def _check_disk(file: GGUFFile, output: Path, dtype: mx.Dtype, *, keep: bool) ->
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     if needed > (free := free_bytes(existing)):
         raise ModelError(
-            f"{file.path} needs {needed / 1e9:.1f} GB in {dtype} for {output}, but {free / 1e9:.1f} GB are free there:"
+            f"{file.path} needs {needed / 1e9:.1f} GB in {dtype} for {output}, but"
+            f" {free / 1e9:.1f} GB are free there:"
             " free some space, or choose another directory (of the cache: XDG_CACHE_HOME)"
         )
 
@@ -246,10 +310,13 @@ def _check_names(file: GGUFFile, kind: str, wanted: set[str]) -> None:
     names = {tensor.name for tensor in file.tensors}
     if unknown := sorted(names - wanted - {ROPE_FACTORS}):
         raise ModelError(
-            f"{file.path}: {len(unknown)} tensors have no place in mlx-lm's {kind}, {unknown[0]} is the first"
+            f"{file.path}: {len(unknown)} tensors have no place in mlx-lm's {kind},"
+            f" {unknown[0]} is the first"
         )
     if missing := sorted(wanted - names):
-        raise ModelError(f"{file.path}: {len(missing)} tensors of {kind} are missing, {missing[0]} is the first")
+        raise ModelError(
+            f"{file.path}: {len(missing)} tensors of {kind} are missing, {missing[0]} is the first"
+        )
 
 
 def _build(config: Mapping[str, Any]) -> tuple[nn.Module, Any]:
@@ -261,8 +328,14 @@ def _build(config: Mapping[str, Any]) -> tuple[nn.Module, Any]:
 def _tensors_of(model: nn.Module, arguments: Any, *, tied: bool) -> dict[str, str]:
     """Return mlx-lm's name of each tensor by the file's name."""
     row = architectures.ARCHITECTURES[arguments.model_type]
-    names = [name for name, _ in tree_flatten(model.parameters()) if not (tied and name.startswith("lm_head."))]
-    return {architectures.tensor_name(row, name, arguments.num_hidden_layers): name for name in names}
+    names = [
+        name
+        for name, _ in tree_flatten(model.parameters())
+        if not (tied and name.startswith("lm_head."))
+    ]
+    return {
+        architectures.tensor_name(row, name, arguments.num_hidden_layers): name for name in names
+    }
 
 
 @dataclass(frozen=True)
@@ -278,7 +351,10 @@ class _Place:
     def check(self, tensor: gguf.ReaderTensor) -> None:
         """Raises ModelError: another shape than the architecture's."""
         if (shape := _shape_of(tensor)) != self.shape:
-            raise ModelError(f"{tensor.name} has shape {shape}, but {self.arguments.model_type} needs {self.shape}")
+            raise ModelError(
+                f"{tensor.name} has shape {shape}, but {self.arguments.model_type} needs"
+                f" {self.shape}"
+            )
 
     def in_order(self, tensor: gguf.ReaderTensor, rows: np.ndarray) -> np.ndarray:
         """Return a tensor's rows, numbers or blocks, in mlx-lm's order."""
@@ -295,13 +371,16 @@ class _Kept:
     """The matrices of a model that stay packed, and why others do not."""
 
     def __init__(self, model: nn.Module, dtype: str) -> None:
-        self._allowed = {path for path, module in model.named_modules() if hasattr(module, "to_quantized")}
+        self._allowed = {
+            path for path, module in model.named_modules() if hasattr(module, ("to_quantized"))
+        }
         self._dtype = dtype
         self._bits: dict[str, int] = {}
         self._unpacked: dict[tuple[str, str], list[str]] = {}  # (type, reason) → names in the file
 
     def pack(self, tensor: gguf.ReaderTensor, place: _Place) -> dict[str, mx.array]:
-        """Return the arrays of a matrix that can stay packed, else {}. Raises ModelError: it has another shape."""
+        """Return the arrays of a matrix that can stay packed, else {}. Raises ModelError: it has
+        another shape."""
         place.check(tensor)
         kind, path = tensor.tensor_type, place.name.removesuffix(".weight")
         reason = "MLX has no such blocks"
@@ -312,16 +391,25 @@ class _Kept:
                 parts = packed.pack(place.in_order(tensor, rows), kind, place.dtype)
                 if parts is not None:
                     self._bits[path] = parts.bits
-                    return {place.name: parts.weight, f"{path}.scales": parts.scales, f"{path}.biases": parts.biases}
-                reason = f"{self._dtype} would round the scales" + ", float32 does not" * (self._dtype == "float16")
+                    return {
+                        place.name: parts.weight,
+                        f"{path}.scales": parts.scales,
+                        f"{path}.biases": parts.biases,
+                    }
+                reason = f"{self._dtype} would round the scales" + ", float32 does not" * (
+                    self._dtype == ("float16")
+                )
         if kind.name not in PLAIN:
             self._unpacked.setdefault((kind.name, reason), []).append(tensor.name)
         return {}
 
     def quantize(self, model: nn.Module, source: Path) -> dict[str, Any]:
-        """Make the packed layers' places in the model; return config.json's entries. Raises ModelError: nothing is."""
+        """Make the packed layers' places in the model; return config.json's entries. Raises
+        ModelError: nothing is."""
         if not self._bits:
-            raise ModelError(f"{source} has no weights that can stay packed: {'; '.join(self.lines())}")
+            raise ModelError(
+                f"{source} has no weights that can stay packed: {'; '.join(self.lines())}"
+            )
         every = list(self._bits.values())
         common = {"group_size": packed.GROUP_SIZE, "bits": max(set(every), key=every.count)}
         layers = {path: common | {"bits": bits} for path, bits in self._bits.items()}
@@ -334,15 +422,20 @@ class _Kept:
         every = list(self._bits.values())
         counts = [f"{every.count(bits)} tensors in {bits} bits" for bits in sorted(set(every))]
         return [f"kept exactly: {', '.join(counts) or 'none'}"] + [
-            f"unpacked to {self._dtype}: {len(names)} {kind} tensors, {names[0]} the first ({reason})"
+            (
+                f"unpacked to {self._dtype}: {len(names)} {kind} tensors, {names[0]} the first"
+                f" ({reason})"
+            )
             for (kind, reason), names in self._unpacked.items()
         ]
 
 
 def _weight(tensor: gguf.ReaderTensor, place: _Place) -> mx.array:
-    """Return a tensor of the file as mlx-lm has it, evaluated: only one tensor is in memory in float32.
+    """Return a tensor of the file as mlx-lm has it, evaluated: only one tensor is in memory in
+    float32.
 
-    Raises ModelError: another shape than the architecture's; a number that is not finite, in the file or in the dtype.
+    Raises ModelError: another shape than the architecture's; a number that is not finite, in the
+    file or in the dtype.
     """
     place.check(tensor)
     numbers = place.in_order(tensor, _numbers(tensor))
@@ -351,7 +444,11 @@ def _weight(tensor: gguf.ReaderTensor, place: _Place) -> mx.array:
         numbers = numbers / np.float32(factor) - np.float32(offset)
     weight = mx.array(np.ascontiguousarray(numbers)).astype(place.dtype)
     if not mx.isfinite(weight).all().item():
-        wider = "" if not np.isfinite(numbers).all() else f" in {place.dtype}: choose --dtype bfloat16 or float32"
+        wider = (
+            ("")
+            if not np.isfinite(numbers).all()
+            else f" in {place.dtype}: choose --dtype bfloat16 or float32"
+        )
         raise ModelError(f"{tensor.name} has numbers that are not finite{wider}")
     return weight
 
@@ -367,4 +464,6 @@ def _numbers(tensor: gguf.ReaderTensor) -> np.ndarray:
         numbers = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
         return numbers.reshape(_shape_of(tensor))
     except (NotImplementedError, ValueError) as error:
-        raise ModelError(f"{tensor.name} of type {tensor.tensor_type.name} cannot be unpacked: {error}") from error
+        raise ModelError(
+            f"{tensor.name} of type {tensor.tensor_type.name} cannot be unpacked: {error}"
+        ) from error

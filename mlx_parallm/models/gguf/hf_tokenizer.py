@@ -1,6 +1,7 @@
 """The tokenizer of a GGUF file as tokenizer.json, tokenizer_config.json and generation_config.json.
 
-Two kinds of vocabulary are read: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's BPE with scores.
+Two kinds of vocabulary are read: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's
+BPE with scores.
 """
 
 import json
@@ -17,7 +18,8 @@ TEMPLATE = "tokenizer.chat_template"
 PREFIX = "tokenizer.ggml."
 STOPS = ("eos", "eot", "eom")
 SPACE = "\u2581"  # SentencePiece's
-SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where the file says nothing, as in llama.cpp
+# where the file says nothing, as in llama.cpp
+SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 FILL_IN_THE_MIDDLE = ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
 SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -37,13 +39,16 @@ class GGUFKeys(Protocol):
 
 
 def write_tokenizer(directory: Path, file: GGUFKeys, config: dict[str, Any]) -> list[str]:
-    """Write the three files, and the ids of special tokens into `config`. Return notes for a reader.
+    """Write the three files, and the ids of special tokens into `config`. Return notes for a
+    reader.
 
-    Raises ModelError: a vocabulary or a pre-tokenizer of a kind that is not read; a key that is not understood.
+    Raises ModelError: a vocabulary or a pre-tokenizer of a kind that is not read; a key that is not
+    understood.
     """
     if (kind := file.get(f"{PREFIX}model")) not in ("gpt2", "llama"):
         raise ModelError(
-            f"{file.path}: a vocabulary of kind {kind!r} is not read, only gpt2 (byte-level BPE) and llama"
+            f"{file.path}: a vocabulary of kind {kind!r} is not read, only gpt2 (byte-level BPE)"
+            " and llama"
             " (SentencePiece's BPE): use the safetensors that the file was made from"
         )
     pieces = kind == "llama"
@@ -53,17 +58,37 @@ def write_tokenizer(directory: Path, file: GGUFKeys, config: dict[str, Any]) -> 
     usual = SENTENCEPIECE_IDS if pieces else {}
     keys = ("bos", "unknown", "padding", "seperator", "mask")
     ids = {key: file.get(f"{PREFIX}{key}_token_id", usual.get(key)) for key in keys}
-    stops = [stop for key in STOPS if (stop := file.get(f"{PREFIX}{key}_token_id", usual.get(key))) is not None]
+    stops = [
+        stop
+        for key in STOPS
+        if (stop := file.get(f"{PREFIX}{key}_token_id", usual.get(key))) is not None
+    ]
     _check_special(stops, list(ids.values()), len(tokens), file.path)
-    add_bos, add_eos = bool(file.get(f"{PREFIX}add_bos_token", pieces)), bool(file.get(f"{PREFIX}add_eos_token", False))
+    add_bos, add_eos = (
+        bool(file.get(f"{PREFIX}add_bos_token", pieces)),
+        bool(file.get(f"{PREFIX}add_eos_token", False)),
+    )
     for key in FILL_IN_THE_MIDDLE:  # the tokens themselves are in the vocabulary
         file.get(f"{PREFIX}{key}_token_id")
-    data, notes = _sentencepiece(file, tokens, types, ids["unknown"]) if pieces else _byte_level(file, tokens, types)
+    data, notes = (
+        _sentencepiece(file, tokens, types, ids[("unknown")])
+        if pieces
+        else _byte_level(file, tokens, types)
+    )
     start, end = ids["bos"] if add_bos else None, stops[0] if add_eos else None
     data["post_processor"] = _post_processor(tokens, start, end)
     _write(directory / "tokenizer.json", data)
-    names = {"bos": "bos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
-    special = {name: tokens[ids[key]] for key, name in (names | {"mask": "mask_token"}).items() if ids[key] is not None}
+    names = {
+        "bos": "bos_token",
+        "unknown": "unk_token",
+        "padding": "pad_token",
+        "seperator": ("sep_token"),
+    }
+    special = {
+        name: tokens[ids[key]]
+        for key, name in (names | {"mask": "mask_token"}).items()
+        if ids[key] is not None
+    }
     _write(
         directory / "tokenizer_config.json",
         {
@@ -80,11 +105,18 @@ def write_tokenizer(directory: Path, file: GGUFKeys, config: dict[str, Any]) -> 
     )
     eos = stops[0] if len(stops) == 1 else stops
     config |= {"bos_token_id": ids["bos"], "eos_token_id": eos, "pad_token_id": ids["padding"]}
-    sampling = {name: value for key, name in SAMPLING.items() if (value := file.get(key)) is not None}
+    sampling = {
+        name: value for key, name in SAMPLING.items() if (value := file.get(key)) is not None
+    }
     generation = {"bos_token_id": ids["bos"], "eos_token_id": eos, "pad_token_id": ids["padding"]}
-    _write(directory / "generation_config.json", generation | ({"do_sample": True} | sampling if sampling else {}))
+    _write(
+        directory / "generation_config.json",
+        generation | ({"do_sample": True} | sampling if sampling else {}),
+    )
     if unknown := file.without_meaning("tokenizer."):
-        raise ModelError(f"{file.path}: {unknown[0]} is not understood, and the tokenizer may need it")
+        raise ModelError(
+            f"{file.path}: {unknown[0]} is not understood, and the tokenizer may need it"
+        )
     return notes
 
 
@@ -100,11 +132,15 @@ def _rules_of(pre: str, path: Path) -> Rules:
     rules = next((rules for rules, name in PRE_TOKENIZERS.items() if name == pre), None)
     if rules is None:
         known = ", ".join(PRE_TOKENIZERS.values())
-        raise ModelError(f"{path}: how the pre-tokenizer {pre!r} splits a text is not known here, only {known}")
+        raise ModelError(
+            f"{path}: how the pre-tokenizer {pre!r} splits a text is not known here, only {known}"
+        )
     return rules
 
 
-def _byte_level(file: GGUFKeys, tokens: list[str], types: list[int]) -> tuple[dict[str, Any], list[str]]:
+def _byte_level(
+    file: GGUFKeys, tokens: list[str], types: list[int]
+) -> tuple[dict[str, Any], list[str]]:
     """Return tokenizer.json without its post-processor, and notes."""
     pieces, ignore_merges = _rules_of(str(file.get(f"{PREFIX}pre")), file.path)
     if file.get(f"{PREFIX}add_space_prefix", False):
@@ -112,7 +148,12 @@ def _byte_level(file: GGUFKeys, tokens: list[str], types: list[int]) -> tuple[di
     used = _used(tokens, types)
     pairs = [merge.split(" ", 1) for merge in file.get(f"{PREFIX}merges") or []]
     kept = [pair for pair in pairs if "".join(pair) in used and all(part in used for part in pair)]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     model = {"vocab": used, "merges": kept, "ignore_merges": ignore_merges}
     data = _tokenizer_json(used, types, model) | {
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [_piece(piece) for piece in pieces]},
@@ -127,9 +168,9 @@ def _sentencepiece(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return tokenizer.json without its post-processor, and no notes.
 
-    SentencePiece joins the two neighbours that make the token with the highest score. So every split of a token into
-    two others is a merge, in the order of scores. A character without a token becomes its bytes. With a prefix a text
-    begins with a space, also after a special token.
+    SentencePiece joins the two neighbours that make the token with the highest score. So every
+    split of a token into two others is a merge, in the order of scores. A character without a token
+    becomes its bytes. With a prefix a text begins with a space, also after a special token.
     """
     file.get(f"{PREFIX}pre")  # "default": llama.cpp splits by it only for the other kind
     prefix = bool(file.get(f"{PREFIX}add_space_prefix", True))
@@ -147,12 +188,19 @@ def _sentencepiece(
         for cut in range(1, len(token))
         if token[:cut] in plain and token[cut:] in plain
     ]
-    model: dict[str, Any] = {"vocab": used, "merges": merges, "byte_fallback": True, "fuse_unk": True}
+    model: dict[str, Any] = {
+        "vocab": used,
+        "merges": merges,
+        "byte_fallback": True,
+        "fuse_unk": True,
+    }
     if unknown is not None:
         model["unk_token"] = tokens[unknown]
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     first = {"type": "Prepend", "prepend": SPACE}
-    parts: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
+    parts: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": (" ")}
+    ]
     parts += [{"type": "ByteFallback"}, {"type": "Fuse"}]
     parts += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
     data = _tokenizer_json(used, types, model) | {
@@ -163,14 +211,17 @@ def _sentencepiece(
 
 
 def _used(tokens: list[str], types: list[int]) -> dict[str, int]:
-    """Return the rows by their tokens; a row without one (UNUSED) is left out. Raises ModelError: two are the same."""
+    """Return the rows by their tokens; a row without one (UNUSED) is left out. Raises
+    ModelError: two are the same."""
     used = {token: row for row, token in enumerate(tokens) if types[row] != gguf.TokenType.UNUSED}
     if len(used) != sum(kind != gguf.TokenType.UNUSED for kind in types):
         raise ModelError("two tokens of the file have the same text")
     return used
 
 
-def _tokenizer_json(used: Mapping[str, int], types: list[int], model: dict[str, Any]) -> dict[str, Any]:
+def _tokenizer_json(
+    used: Mapping[str, int], types: list[int], model: dict[str, Any]
+) -> dict[str, Any]:
     added = [
         {
             "id": row,
@@ -210,16 +261,31 @@ def _tokenizer_json(used: Mapping[str, int], types: list[int], model: dict[str, 
 def _piece(name: str) -> dict[str, Any]:
     match name:
         case "bytes" | "words":
-            return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": name == "words"}
+            return {
+                "type": "ByteLevel",
+                "add_prefix_space": False,
+                "trim_offsets": True,
+                "use_regex": name == ("words"),
+            }
         case "digits":
             return {"type": "Digits", "individual_digits": True}
         case _:
-            return {"type": "Split", "pattern": {"Regex": name}, "behavior": "Isolated", "invert": False}
+            return {
+                "type": "Split",
+                "pattern": {"Regex": name},
+                "behavior": "Isolated",
+                "invert": False,
+            }
 
 
 def _post_processor(tokens: list[str], bos: int | None, eos: int | None) -> dict[str, Any]:
     if bos is None and eos is None:
-        return {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+        return {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": False,
+            "use_regex": True,
+        }
     start = [] if bos is None else [bos]
     end = [] if eos is None else [eos]
 
@@ -233,7 +299,10 @@ def _post_processor(tokens: list[str], bos: int | None, eos: int | None) -> dict
                 parts.append({"SpecialToken": {"id": tokens[token], "type_id": place}})
         return parts
 
-    special = {tokens[row]: {"id": tokens[row], "ids": [row], "tokens": [tokens[row]]} for row in [*start, *end]}
+    special = {
+        tokens[row]: {"id": tokens[row], "ids": [row], "tokens": [tokens[row]]}
+        for row in [*start, *end]
+    }
     return {
         "type": "TemplateProcessing",
         "single": template("A"),
@@ -250,7 +319,9 @@ def _templates(file: GGUFKeys) -> dict[str, Any]:
     if not named:
         return {} if default is None else {"chat_template": default}
     every: Mapping[str, Any] = ({} if default is None else {"default": default}) | named
-    return {"chat_template": [{"name": name, "template": template} for name, template in every.items()]}
+    return {
+        "chat_template": [{"name": name, "template": template} for name, template in every.items()]
+    }
 
 
 def _write(path: Path, data: Mapping[str, Any]) -> None:

@@ -1,12 +1,13 @@
-"""Blocks of a GGUF file as MLX packs quantised weights: the same integers, the same scales, nothing rounded.
+"""Blocks of a GGUF file as MLX packs quantised weights: the same integers, the same scales, nothing
+rounded.
 
-MLX has a scale and a bias for each group of 32 inputs, w = scale · q + bias with 0 ≤ q < 2^bits. So has llama.cpp, in
-other words (ggml-common.h; d, m, dmin are float16):
+MLX has a scale and a bias for each group of 32 inputs, w = scale · q + bias with 0 ≤ q < 2^bits. So
+has llama.cpp, in other words (ggml-common.h; d, m, dmin are float16):
 
     Q4_0   d · (q - 8)                   → scale d,        bias -8 d
     Q4_1   d · q + m                     → scale d,        bias m
     Q8_0   d · q, q signed               → scale d,        bias -128 d, q + 128
-    Q4_K   (d · s) · q - dmin · t        → scale d · s,    bias -dmin · t, for each eighth of 256 inputs
+    Q4_K   (d · s) · q - dmin · t        → scale d · s,    bias -dmin · t, an eighth of 256 each
 
 s and t have 6 bits, so Q4_K's scales need more bits than float16 has.
 """
@@ -46,7 +47,8 @@ def bits_of(kind: Type) -> int | None:
 
 
 def pack(data: np.ndarray, kind: Type, dtype: mx.Dtype) -> PackedMatrix | None:
-    """Return the rows of a tensor; None: `dtype` would round a scale or a bias, or one is not finite.
+    """Return the rows of a tensor; None: `dtype` would round a scale or a bias, or one is not
+    finite.
 
     Args:
         data: bytes of a type with `bits_of`, [..., out, bytes of a row].
@@ -77,21 +79,28 @@ def _q4_1(blocks: np.ndarray) -> Parts:
 
 def _q8_0(blocks: np.ndarray) -> Parts:
     scales = _halves(blocks, 0)
-    return blocks[:, 2:] ^ 0x80, scales, -128 * scales  # two's complement: the sign bit turned is 128 more
+    # two's complement: the sign bit turned is 128 more
+    return blocks[:, 2:] ^ 0x80, scales, -128 * scales
 
 
 def _q4_k(blocks: np.ndarray) -> Parts:
     steps, offsets = gguf.quants.Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
     scales = _halves(blocks, 0)[:, None] * steps.astype(np.float32)
     biases = -_halves(blocks, 2)[:, None] * offsets.astype(np.float32)
-    pairs = blocks[:, 16:].reshape(-1, GROUP_SIZE)  # the low bits of 32 bytes are a group, the high ones the next
+    # the low bits of 32 bytes are a group, the high ones the next
+    pairs = blocks[:, 16:].reshape(-1, GROUP_SIZE)
     integers = np.stack([pairs & 0x0F, pairs >> 4], axis=1).reshape(-1, GROUP_SIZE)
     return integers, scales.reshape(-1), biases.reshape(-1)
 
 
 def _halves(blocks: np.ndarray, start: int) -> np.ndarray:
     """Return the float16 at a place of each block, as float32."""
-    return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).reshape(-1).astype(np.float32)
+    return (
+        np.ascontiguousarray(blocks[:, start : start + 2])
+        .view(np.float16)
+        .reshape(-1)
+        .astype(np.float32)
+    )
 
 
 def _nibbles(integers: np.ndarray) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""How byte-level BPE splits a text before it merges, by llama.cpp's names: GGUF files are read and written by it."""
+"""How byte-level BPE splits a text before it merges, by llama.cpp's names: GGUF files are read
+and written by it."""
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -12,8 +13,9 @@ _QWEN35 = (
 
 Rules = tuple[tuple[str, ...], bool]
 
-# How a tokenizer splits, and whether a whole word needs no merges → llama.cpp's name (src/llama-vocab.cpp; MIT). Each
-# gives the same ids in a real llama.cpp (tests/export/test_vocabulary.py).
+# How a tokenizer splits, and whether a whole word needs no merges → llama.cpp's name
+# (src/llama-vocab.cpp; MIT). Each gives the same ids in a real llama.cpp
+# (tests/export/test_vocabulary.py).
 PRE_TOKENIZERS: dict[Rules, str] = {
     ((_LLAMA3, "bytes"), True): "llama-bpe",
     ((_LLAMA3, "bytes"), False): "dbrx",

@@ -1,17 +1,20 @@
-"""The recurrences of linear-attention and state-space layers in chunks: differentiable, ordinary MLX operations.
+"""The recurrences of linear-attention and state-space layers in chunks: differentiable, ordinary
+MLX operations.
 
-    gated_delta        S ← e^g S; S ← S + k ⊗ β(v - Sᵀk); o = Sᵀq: a gate a head, or one for each channel of the key
+    gated_delta        S ← e^g S; S ← S + k ⊗ β(v - Sᵀk); o = Sᵀq: a gate a head, or one for each
+                       channel of the key
     linear_scan        h ← a h + b, element by element
     selective_scan     Mamba 1: h ← exp(δA) h + δ B x; y = C h
 
-mlx-lm computes them token by token: a graph of O(T) operations that a gradient keeps alive, or a Metal kernel without a
-gradient. In chunks of C tokens nearly everything is a product of matrices over all chunks at once, and one state a
-chunk is kept. Formulas: Yang et al., arXiv:2406.06484 (the WY form) and arXiv:2412.06464 (gates); Kimi Team,
-arXiv:2510.26692 (a gate a channel). All of it is float32 inside, whatever comes in.
+mlx-lm computes them token by token: a graph of O(T) operations that a gradient keeps alive, or a
+Metal kernel without a gradient. In chunks of C tokens nearly everything is a product of matrices
+over all chunks at once, and one state a chunk is kept. Formulas: Yang et al., arXiv:2406.06484 (the
+WY form) and arXiv:2412.06464 (gates); Kimi Team, arXiv:2510.26692 (a gate a channel). All of it is
+float32 inside, whatever comes in.
 
-Decays come as they are, between 0 and 1. The decay between two tokens is a product of decays of whole blocks of 1, 2,
-4 … tokens, without logarithms or quotients: nothing overflows, however strong decays are, and weak ones behind strong
-ones stay exact.
+Decays come as they are, between 0 and 1. The decay between two tokens is a product of decays of
+whole blocks of 1, 2, 4 … tokens, without logarithms or quotients: nothing overflows, however strong
+decays are, and weak ones behind strong ones stay exact.
 """
 
 from collections.abc import Sequence
@@ -39,11 +42,13 @@ def gated_delta(
     *,
     chunk: int = CHUNK,
 ) -> tuple[mx.array, mx.array]:
-    """The gated delta rule over T tokens; returns the outputs [B, T, Hv, Dv] in q's type and the state after them.
+    """The gated delta rule over T tokens; returns the outputs [B, T, Hv, Dv] in q's type and the
+    state after them.
 
-    q, k: [B, T, Hk, Dk], Hk a divisor of Hv; v: [B, T, Hv, Dv]; beta: [B, T, Hv]; decay e^g: [B, T, Hv], or
-    [B, T, Hv, Dk] for a gate a channel; state: [B, Hv, Dv, Dk], None = 0; mask: [B, T], False where a token is padding:
-    it leaves the state as it is, and its output means nothing. As mlx-lm's `gated_delta_ops`.
+    q, k: [B, T, Hk, Dk], Hk a divisor of Hv; v: [B, T, Hv, Dv]; beta: [B, T, Hv]; decay e^g: [B, T,
+    Hv], or [B, T, Hv, Dk] for a gate a channel; state: [B, Hv, Dv, Dk], None = 0; mask: [B, T],
+    False where a token is padding: it leaves the state as it is, and its output means nothing. As
+    mlx-lm's `gated_delta_ops`.
     """
     dtype, (batch, length, heads, _) = q.dtype, v.shape
     if mask is not None:
@@ -60,7 +65,11 @@ def gated_delta(
     u, w = inverse @ (beta * v), inverse @ (weighted * from_start)
     queries, keys = q * from_start, (k * to_end).swapaxes(-1, -2)
     faded = from_start[..., -1, :, None]  # [B, H, N, Dk or 1, 1]
-    state = mx.zeros((batch, heads, k.shape[-1], v.shape[-1])) if state is None else _float(state.swapaxes(-1, -2))
+    state = (
+        mx.zeros((batch, heads, k.shape[-1], v.shape[-1]))
+        if state is None
+        else _float(state.swapaxes(-1, -2))
+    )
     outputs = []
     for n in range(u.shape[2]):
         fresh = u[:, :, n] - w[:, :, n] @ state
@@ -82,13 +91,16 @@ def _in_chunks(x: mx.array, chunk: int, filling: float = 0.0) -> mx.array:
     return _float(x).swapaxes(1, 2).reshape(batch, heads, -1, chunk, width)
 
 
-def _triangles(q: mx.array, k: mx.array, weighted: mx.array, decay: mx.array) -> tuple[mx.array, ...]:
-    """Return two lower triangles [B, H, N, C, C] and the decays [B, H, N, C, D] from a chunk's start to each token, it
-    included, and from behind it to the chunk's end.
+def _triangles(
+    q: mx.array, k: mx.array, weighted: mx.array, decay: mx.array
+) -> tuple[mx.array, ...]:
+    """Return two lower triangles [B, H, N, C, C] and the decays [B, H, N, C, D] from a chunk's
+    start to each token, it included, and from behind it to the chunk's end.
 
-    The triangles are q_i · (d_ij k_j) with the decay d_ij between the tokens, and (I + A)⁻¹ where A is
-    (βk_i) · (d_ij k_j) below the diagonal. All four grow from blocks of one token. For two neighbours the lower left
-    corner is added: d_ij is the decay from j to the middle times the one from the middle to i.
+    The triangles are q_i · (d_ij k_j) with the decay d_ij between the tokens, and (I + A)⁻¹ where A
+    is (βk_i) · (d_ij k_j) below the diagonal. All four grow from blocks of one token. For two
+    neighbours the lower left corner is added: d_ij is the decay from j to the middle times the one
+    from the middle to i.
     """
     within = (q * k).sum(axis=-1)[..., None, None]  # [B, H, N, blocks, size, size]
     inverse = mx.ones_like(within)
@@ -112,7 +124,12 @@ def _triangles(q: mx.array, k: mx.array, weighted: mx.array, decay: mx.array) ->
         to_end = mx.concatenate([before * after[..., -1:, :], end], axis=-2)
         from_start = mx.concatenate([start, after * start[..., -1:, :]], axis=-2)
         size *= 2
-    return within[..., 0, :, :], inverse[..., 0, :, :], from_start[..., 0, :, :], to_end[..., 0, :, :]
+    return (
+        within[..., 0, :, :],
+        inverse[..., 0, :, :],
+        from_start[..., 0, :, :],
+        to_end[..., 0, :, :],
+    )
 
 
 def _blocks(x: mx.array, size: int) -> mx.array:
@@ -132,7 +149,9 @@ def _merged(first: mx.array, corner: mx.array, second: mx.array) -> mx.array:
     return mx.concatenate([above, mx.concatenate([corner, second], axis=-1)], axis=-2)
 
 
-def linear_scan(decay: mx.array, x: mx.array, state: mx.array | None = None, *, chunk: int = SCAN_CHUNK) -> mx.array:
+def linear_scan(
+    decay: mx.array, x: mx.array, state: mx.array | None = None, *, chunk: int = SCAN_CHUNK
+) -> mx.array:
     """h_t = decay_t · h_{t-1} + x_t over axis 1; returns all h [B, T, …] in x's type.
 
     decay, x: [B, T, …]; state: [B, …], None = 0.
@@ -141,7 +160,9 @@ def linear_scan(decay: mx.array, x: mx.array, state: mx.array | None = None, *, 
     missing = -length % chunk
     padding = [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]
     decay, x = (
-        _float(mx.pad(array, padding, constant_values=filling)).reshape(x.shape[0], -1, chunk, *x.shape[2:])
+        _float(mx.pad(array, padding, constant_values=filling)).reshape(
+            x.shape[0], -1, chunk, *x.shape[2:]
+        )
         for array, filling in ((decay, 1.0), (x, 0.0))
     )
     h, product = [x[:, :, 0]], [decay[:, :, 0]]  # of all chunks at once, as if each began with 0
@@ -156,12 +177,18 @@ def linear_scan(decay: mx.array, x: mx.array, state: mx.array | None = None, *, 
 
 
 def selective_scan(
-    x: mx.array, delta: mx.array, a: mx.array, b: mx.array, c: mx.array, state: mx.array | None = None
+    x: mx.array,
+    delta: mx.array,
+    a: mx.array,
+    b: mx.array,
+    c: mx.array,
+    state: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Mamba's h_t = exp(δ_t A) h_{t-1} + δ_t B_t x_t, y_t = h_t C_t; y [B, T, D] and the last h [B, D, S], in x's type.
+    """Mamba's h_t = exp(δ_t A) h_{t-1} + δ_t B_t x_t, y_t = h_t C_t; y [B, T, D] and the last h [B,
+    D, S], in x's type.
 
-    x, delta: [B, T, D]; a: [D, S], negative; b, c: [B, T, S]; state: [B, D, S], None = 0. A gradient keeps the decays
-    and one state for SCAN_PART tokens; it is written out below.
+    x, delta: [B, T, D]; a: [D, S], negative; b, c: [B, T, S]; state: [B, D, S], None = 0. A
+    gradient keeps the decays and one state for SCAN_PART tokens; it is written out below.
     """
     dtype = x.dtype
     x, delta, a, b, c = (_float(array) for array in (x, delta, a, b, c))
@@ -169,7 +196,9 @@ def selective_scan(
     outputs = []
     for start in range(0, x.shape[1], SCAN_PART):
         part = slice(start, start + SCAN_PART)
-        computed: Any = _selective_part(x[:, part], delta[:, part], a, b[:, part], c[:, part], state)
+        computed: Any = _selective_part(
+            x[:, part], delta[:, part], a, b[:, part], c[:, part], state
+        )
         outputs.append(computed[0])
         state = computed[1]
     return mx.concatenate(outputs, axis=1).astype(dtype), state.astype(dtype)
@@ -195,8 +224,9 @@ def _selective_part(
 def _selective_part_gradient(
     primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
 ) -> tuple[mx.array, ...]:
-    """With g_t = C_t y'_t + exp(δ_{t+1} A) g_{t+1}, the gradient of h_t, and u_t = g_t exp(δ_t A) h_{t-1}:
-    x' = δ (g B), δ' = u A + x (g B), A' = Σ u δ, B' = Σ g δ x, C' = Σ y' h over the axes that each lacks."""
+    """With g_t = C_t y'_t + exp(δ_{t+1} A) g_{t+1}, the gradient of h_t, and u_t = g_t exp(δ_t
+    A) h_{t-1}: x' = δ (g B), δ' = u A + x (g B), A' = Σ u δ, B' = Σ g δ x, C' = Σ y' h over the
+    axes that each lacks."""
     x, delta, a, b, c, state = primals
     decays, length = outputs[2:], x.shape[1]
     places = [_by_place(array) for array in (x, delta, b, c, cotangents[0])]
@@ -206,7 +236,9 @@ def _selective_part_gradient(
     gs, to_state = _states_gradients(decays, pushed, cotangents[1])
     columns: list[list[mx.array]] = [[], [], [], []]
     of_a = mx.zeros_like(decays[0])
-    for xt, dt, bt, yt, h, h_before, decay, g in zip(*places[:3], places[4], hs, before, decays, gs, strict=True):
+    for xt, dt, bt, yt, h, h_before, decay, g in zip(
+        *places[:3], places[4], hs, before, decays, gs, strict=True
+    ):
         u, read = g * decay * h_before, (g @ bt[..., None])[..., 0]
         of_a = of_a + u * dt[..., None]
         columns[0].append(dt * read)
@@ -232,13 +264,21 @@ def _in_order(places: list[mx.array], length: int) -> mx.array:
 
 
 def _inputs(x: mx.array, delta: mx.array, b: mx.array) -> list[mx.array]:
-    return [dx[..., None] * bt[..., None, :] for dx, bt in zip(_by_place(delta * x), _by_place(b), strict=True)]
+    return [
+        dx[..., None] * bt[..., None, :]
+        for dx, bt in zip(_by_place(delta * x), _by_place(b), strict=True)
+    ]
 
 
 def _states(
-    decays: Sequence[mx.array], inputs: list[mx.array], deltas: list[mx.array], scale: mx.array, state: mx.array
+    decays: Sequence[mx.array],
+    inputs: list[mx.array],
+    deltas: list[mx.array],
+    scale: mx.array,
+    state: mx.array,
 ) -> list[mx.array]:
-    """h at each place, [B, N, D, S]: first the chunks' ends as if each began with 0, then all again."""
+    """h at each place, [B, N, D, S]: first the chunks' ends as if each began with 0, then all
+    again."""
     h = inputs[0]
     for decay, new in zip(decays[1:], inputs[1:], strict=True):
         h = decay * h + new
@@ -257,7 +297,8 @@ def _states(
 def _states_gradients(
     decays: Sequence[mx.array], pushed: list[mx.array], last: mx.array
 ) -> tuple[list[mx.array], mx.array]:
-    """g at each place, from the end to the beginning in the same two passes; and the gradient of the first state."""
+    """g at each place, from the end to the beginning in the same two passes; and the gradient of
+    the first state."""
     g, product = pushed[-1] * decays[-1], decays[-1]
     for push, decay in zip(pushed[-2::-1], decays[-2::-1], strict=True):
         g, product = (g + push) * decay, product * decay

@@ -2,8 +2,9 @@
 
     use_chunks      in the layers of a model: training, and prompts where there is no Metal kernel
 
-A few tokens, such as a decode step's, keep mlx-lm's own step; so does everything in front of the recurrence. On Metal
-mlx-lm's kernels stay where they are called: in evaluation mode, without a gradient.
+A few tokens, such as a decode step's, keep mlx-lm's own step; so does everything in front of the
+recurrence. On Metal mlx-lm's kernels stay where they are called: in evaluation mode, without a
+gradient.
 """
 
 import inspect
@@ -25,18 +26,23 @@ Layer = Any
 
 
 def use_chunks(model: nn.Module) -> list[str]:
-    """Replace the loops over tokens that the model's layers call; returns the names of those replaced, for the process.
+    """Replace the loops over tokens that the model's layers call; returns the names of those
+    replaced, for the process.
 
-    A function of the same name with other parameters is left as it is, with a warning: the model trains as slowly as
-    mlx-lm does.
+    A function of the same name with other parameters is left as it is, with a warning: the model
+    trains as slowly as mlx-lm does.
     """
     replaced = []
-    first = {type(module): path for path, module in model.named_modules()}  # MLX goes from the last layer to the first
+    # MLX goes from the last layer to the first
+    first = {type(module): path for path, module in model.named_modules()}
     for kind, path in first.items():
         replace = partial(_replace, f"{path} ({kind.__name__})")
         names = vars(sys.modules[kind.__module__])
-        if (update := names.get("gated_delta_update")) is not None:  # imported by name; it calls a global of its own
-            replaced += replace(inspect.unwrap(update).__globals__, "gated_delta_ops", _gated_delta_ops)
+        # imported by name; it calls a global of its own
+        if (update := names.get("gated_delta_update")) is not None:
+            replaced += replace(
+                inspect.unwrap(update).__globals__, "gated_delta_ops", _gated_delta_ops
+            )
         replaced += replace(names, "rnn_scan", _rnn_scan)
         if kind.__module__.rpartition(".")[2] == "bailing_moe_linear":
             replaced += replace(names, "recurrent_gla", _recurrent_gla)
@@ -48,13 +54,16 @@ def use_chunks(model: nn.Module) -> list[str]:
 
 
 def _replace(layer: str, owner: Any, name: str, make: Callable[[Any], Any]) -> list[str]:
-    """Replace `owner[name]`, or the method of a class, by `make(original)`, once. `layer`: for the warning."""
+    """Replace `owner[name]`, or the method of a class, by `make(original)`, once. `layer`: for
+    the warning."""
     names = owner if isinstance(owner, dict) else vars(owner)
     original = names.get(name)
     if original is None or hasattr(original, "by_token"):
         return []
     chunked = make(original)
-    parameters, expected = (list(inspect.signature(function).parameters) for function in (original, chunked))
+    parameters, expected = (
+        list(inspect.signature(function).parameters) for function in (original, chunked)
+    )
     if parameters != expected:
         reason = f"{name}({', '.join(parameters)}) is not mlx-lm's {name}({', '.join(expected)})"
         log.warning("a recurrent layer goes token by token", layer=layer, reason=reason)
@@ -115,7 +124,9 @@ def _mamba_sequence(by_token: Callable[..., Any]) -> Callable[..., Any]:
         x, z = self.in_proj(x).split(indices_or_sections=2, axis=-1)
         before = self.conv_kernel_size - 1
         window = (
-            mx.pad(x, [(0, 0), (before, 0), (0, 0)]) if conv_cache is None else mx.concatenate([conv_cache, x], axis=1)
+            mx.pad(x, [(0, 0), (before, 0), (0, 0)])
+            if conv_cache is None
+            else mx.concatenate([conv_cache, x], axis=1)
         )
         x = nn.silu(self.conv1d(window))
         delta, b, c = _selected(self, x)
@@ -130,7 +141,9 @@ def _mamba_sequence(by_token: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _jamba_step(by_token: Callable[..., Any]) -> Callable[..., Any]:
-    def ssm_step(self: Layer, x: mx.array, A: mx.array, state: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    def ssm_step(
+        self: Layer, x: mx.array, A: mx.array, state: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
         if x.shape[1] < FEWEST_TOKENS:
             return by_token(self, x, A, state)
         delta, b, c = _selected(self, x)
@@ -150,5 +163,7 @@ def _selected(layer: Layer, x: mx.array) -> Any:
 def _scanned(
     layer: Layer, x: mx.array, delta: mx.array, b: mx.array, c: mx.array, state: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    y, state = selective_scan(x, nn.softplus(layer.dt_proj(delta)), -mx.exp(layer.A_log), b, c, state)
+    y, state = selective_scan(
+        x, nn.softplus(layer.dt_proj(delta)), -mx.exp(layer.A_log), b, c, state
+    )
     return y + layer.D * x, state

@@ -10,14 +10,17 @@ CHECKSUMS_FILE = "SHA256SUMS"  # as `sha256sum -c` reads it
 
 def write_checksums(directory: Path) -> None:
     """Write the checksums of all files that lie in `directory` and below it."""
-    files = sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+    files = sorted(
+        file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file()
+    )
     sums = [f"{sha256_of(directory / file)}  {file}\n" for file in files]
     (directory / CHECKSUMS_FILE).write_text("".join(sums), encoding="utf-8")
 
 
 def damaged_files(checkpoint: Path) -> list[str] | None:
-    """Return the names of the files that differ from their checksums; None: there are no checksums, as older versions
-    wrote none. Raises CheckpointError: a file is missing, or the checksums cannot be read."""
+    """Return the names of the files that differ from their checksums; None: there are no
+    checksums, as older versions wrote none. Raises CheckpointError: a file is missing, or the
+    checksums cannot be read."""
     sums = checkpoint / CHECKSUMS_FILE
     if not sums.is_file():
         return None

@@ -1,8 +1,9 @@
-"""Where a run starts from: what `--resume` means, which keys of the configuration may differ from the saved ones, and
-which adapter `model.lora_path` gives it.
+"""Where a run starts from: what `--resume` means, which keys of the configuration may differ from
+the saved ones, and which adapter `model.lora_path` gives it.
 
-The model, the adapter's shape, the problems and how a step is divided may not change on a resume: the checkpoint, the
-rollouts that wait, or a comparison of the metrics before and after depend on them. docs/operations.md has the list.
+The model, the adapter's shape, the problems and how a step is divided may not change on a resume:
+the checkpoint, the rollouts that wait, or a comparison of the metrics before and after depend on
+them. docs/operations.md has the list.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,9 +25,10 @@ log = get_logger("train")
 
 
 def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | None, bool]:
-    """Return (configuration, checkpoint, start over). A run that was killed before its first checkpoint starts over in
-    its directory, where its accepted groups lie. Raises CheckpointError: nothing there. ConfigError: a key that may not
-    change on a resume, or a secret that is not given again."""
+    """Return (configuration, checkpoint, start over). A run that was killed before its first
+    checkpoint starts over in its directory, where its accepted groups lie. Raises
+    CheckpointError: nothing there. ConfigError: a key that may not change on a resume, or a
+    secret that is not given again."""
     refuse_redacted(config)
     training = config.rl_training
     if resume is None:
@@ -46,35 +48,49 @@ def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | N
 
 def placed(config: Config, run: Path) -> Config:
     """A run directory may have been moved: where it lies now is what counts."""
-    training = config.rl_training.model_copy(update={"checkpoint_dir": run.parent, "run_name": run.name})
+    training = config.rl_training.model_copy(
+        update={"checkpoint_dir": run.parent, "run_name": run.name}
+    )
     return config.model_copy(update={"rl_training": training})
 
 
 def initial_adapter(config: Config) -> dict[str, LoraPair] | None:
-    """`model.lora_path`. One that is not there yet, but would be made by training, starts anew with a warning."""
+    """`model.lora_path`. One that is not there yet, but would be made by training, starts anew
+    with a warning."""
     path, training = config.model.lora_path, config.rl_training
     if path is None:
         return None
     if not training.lora.enabled:
-        raise ConfigError("model.lora_path is set, but rl_training.lora.enabled = false trains all weights")
+        raise ConfigError(
+            "model.lora_path is set, but rl_training.lora.enabled = false trains all weights"
+        )
     try:
         file = find_adapter_file(path)
     except AdapterError:
         given = Path(path).expanduser()
         if given.exists() or training.checkpoint_dir.resolve() not in given.resolve().parents:
             raise
-        log.warning("model.lora_path does not exist yet: training starts with a new adapter", path=path)
+        log.warning(
+            "model.lora_path does not exist yet: training starts with a new adapter", path=path
+        )
         return None
     if (other := _other_run(config, path, file)) is not None:
-        log.warning("model.lora_path is of another run's model: training starts with a new adapter", run=str(other))
+        log.warning(
+            "model.lora_path is of another run's model: training starts with a new adapter",
+            run=str(other),
+        )
         return None
     return dict(load_adapter(file).layers)
 
 
 def _other_run(config: Config, path: str, file: Path) -> Path | None:
-    """Return the run that `checkpoints/latest` or `final` means now, if it trained another base or other layers."""
+    """Return the run that `checkpoints/latest` or `final` means now, if it trained another base
+    or other layers."""
     link = Path(path).expanduser().parent
-    if link.name not in (LATEST, FINAL) or link.parent.resolve() != config.rl_training.checkpoint_dir.resolve():
+    if (
+        link.name not in (LATEST, FINAL)
+        or link.parent.resolve() != config.rl_training.checkpoint_dir.resolve()
+    ):
         return None
     run = file.resolve().parent.parent
     try:
@@ -86,37 +102,78 @@ def _other_run(config: Config, path: str, file: Path) -> Path | None:
 
 
 MAY_CHANGE = (
-    *("server.*", "logging.*", "rollouts.*", "model.lora_path", "model.trust_remote_code", "model.quantized_cache"),
+    *(
+        "server.*",
+        "logging.*",
+        "rollouts.*",
+        "model.lora_path",
+        "model.trust_remote_code",
+        ("model.quantized_cache"),
+    ),
     *("model.tool_parser", "model.reasoning_parser"),
     *(
         f"rl_training.{key}"
         for key in (
-            *("learning_rate", "lr_schedule", "lr_final", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
+            *(
+                "learning_rate",
+                "lr_schedule",
+                "lr_final",
+                "warmup_steps",
+                "weight_decay",
+                "adam_beta1",
+                ("adam_beta2"),
+            ),
             *("adam_eps", "decay_norms_and_biases"),
             *("max_grad_norm", "kl_beta", "entropy_weight", "entropy_aggregation", *SETTINGS),
             *("overlong_buffer", "overlong_length"),
             *("sampler_correction*", "kl_in", "kl_target", "kl_horizon"),
             "temperature",
-            *("token_budget", "packing", "blocks_per_eval", "max_eval_ms", "serve_priority", "deterministic"),
-            *("ppo.*", "lora.dropout", "lora.loraplus_ratio", "reference_decay", "reference_update_every"),
-            *("max_staleness", "buffer_sampling", "dynamic_sampling", "max_oversampling", "max_empty_rounds"),
+            *(
+                "token_budget",
+                "packing",
+                "blocks_per_eval",
+                "max_eval_ms",
+                "serve_priority",
+                ("deterministic"),
+            ),
+            *(
+                "ppo.*",
+                "lora.dropout",
+                "lora.loraplus_ratio",
+                "reference_decay",
+                ("reference_update_every"),
+            ),
+            *(
+                "max_staleness",
+                "buffer_sampling",
+                "dynamic_sampling",
+                "max_oversampling",
+                ("max_empty_rounds"),
+            ),
             "weight_updates.*",
             *("total_steps", "checkpoint_interval", "keep_checkpoints", "keep_best"),
             *("checkpoint_dir", "run_name", "resume"),
-            *("atropos.api_url", "atropos.poll_interval_s", "atropos.wandb_*", "atropos.max_token_length"),
+            *(
+                "atropos.api_url",
+                "atropos.poll_interval_s",
+                "atropos.wandb_*",
+                ("atropos.max_token_length"),
+            ),
             "atropos.missing_logprobs",
         )
     ),
     *("data.eval_every", "data.eval_rows", "evaluation.*"),
     *(f"environments.*.{key}" for key in ("weight", "max_tokens", "timeout_s")),
 )
-"""Dotted keys; `*` stands for anything but a dot. A key that is a path may also name the same file elsewhere."""
+"""Dotted keys; `*` stands for anything but a dot. A key that is a path may also name the same
+file elsewhere."""
 
 log = get_logger("train")
 
 
 def check_resume(config: Config, run: Path, saved_file: Path) -> None:
-    """Compares with the configuration that the run was saved with. Raises ConfigError: which keys may not change."""
+    """Compares with the configuration that the run was saved with. Raises ConfigError: which
+    keys may not change."""
     if not saved_file.is_file():
         return
     try:
@@ -128,25 +185,36 @@ def check_resume(config: Config, run: Path, saved_file: Path) -> None:
     changed = [key for key in before | now if before.get(key) != now.get(key)]
     refused = [key for key in changed if not _may_change(key, before.get(key), now.get(key))]
     if refused:
-        what = ", ".join(f"{key} ({_shown(before.get(key))} → {_shown(now.get(key))})" for key in refused)
+        what = ", ".join(
+            f"{key} ({_shown(before.get(key))} → {_shown(now.get(key))})" for key in refused
+        )
         start = "model.lora_path" if config.rl_training.lora.enabled else "model.base_path"
         raise ConfigError(
-            f"--resume {run}: may not change: {what}. Set back to the first value to go on, or start a new run from"
-            f" this one's weights: {start}={run / 'latest'} and another rl_training.run_name, without --resume"
+            f"--resume {run}: may not change: {what}. Set back to the first value to go on, or"
+            " start a new run from"
+            f" this one's weights: {start}={run / 'latest'} and another rl_training.run_name,"
+            " without --resume"
         )
     if shown := [key for key in changed if not key.startswith(("server.", "logging."))]:
-        log.info("changed on resume", **{key: f"{_shown(before.get(key))} → {_shown(now.get(key))}" for key in shown})
+        log.info(
+            "changed on resume",
+            **{key: f"{_shown(before.get(key))} → {_shown(now.get(key))}" for key in shown},
+        )
 
 
 def refuse_redacted(config: Config) -> None:
-    """Raises ConfigError: a secret that a saved configuration does not hold. (server.api_key says so itself.)"""
+    """Raises ConfigError: a secret that a saved configuration does not hold. (server.api_key
+    says so itself.)"""
     for key, value in _leaves(config.model_dump(mode="json")):
         if isinstance(value, str) and REDACTED in value and key != "server.api_key":
-            raise ConfigError(f"{key} is redacted in a saved configuration: give it again with --set {key}=…")
+            raise ConfigError(
+                f"{key} is redacted in a saved configuration: give it again with --set {key}=…"
+            )
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything that is not a mapping; a list of mappings counts its entries."""
+    """(dotted key, value) of everything that is not a mapping; a list of mappings counts its
+    entries."""
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         value = {str(number): entry for number, entry in enumerate(value)}
     if isinstance(value, Mapping):
@@ -157,7 +225,9 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _may_change(key: str, before: Any, now: Any) -> bool:
-    return any(_matches(key.split("."), pattern.split(".")) for pattern in MAY_CHANGE) or _moved(before, now)
+    return any(_matches(key.split("."), pattern.split(".")) for pattern in MAY_CHANGE) or _moved(
+        before, now
+    )
 
 
 def _matches(key: list[str], pattern: list[str]) -> bool:
@@ -165,12 +235,15 @@ def _matches(key: list[str], pattern: list[str]) -> bool:
 
 
 def _moved(before: Any, now: Any) -> bool:
-    """The same file or directory in another place: `/data/Qwen3-4B` → `/Users/me/Qwen3-4B`, lists of them too."""
+    """The same file or directory in another place: `/data/Qwen3-4B` → `/Users/me/Qwen3-4B`,
+    lists of them too."""
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         return all(a == b or _moved(a, b) for a, b in zip(before, now, strict=True))
     if not (isinstance(before, str) and isinstance(now, str)):
         return False
-    place = Path(now.removeprefix("python:").partition(".py:")[0] + (".py" if ".py:" in now else ""))
+    place = Path(
+        now.removeprefix("python:").partition(".py:")[0] + ((".py") if ".py:" in now else "")
+    )
     return Path(before).name == Path(now).name and place.expanduser().exists()
 
 

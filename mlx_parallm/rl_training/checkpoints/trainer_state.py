@@ -17,7 +17,8 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 @dataclass(frozen=True)
 class StepInProgress:
-    """The step that a shutdown interrupted: `position` is trainer_base's StepPosition, `statistics` its batch's."""
+    """The step that a shutdown interrupted: `position` is trainer_base's StepPosition,
+    `statistics` its batch's."""
 
     step: Count
     group_ids: tuple[str, ...]
@@ -35,7 +36,8 @@ class StepInProgress:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """`step` steps are finished. `unpublished`: the weights are newer than what `policy_version` served."""
+    """`step` steps are finished. `unpublished`: the weights are newer than what `policy_version`
+    served."""
 
     step: Count
     policy_version: Annotated[int, Field(ge=-1, lt=2**53)]
@@ -43,11 +45,14 @@ class TrainerState:
     unpublished: bool = False
     in_progress: StepInProgress | None = None
     optimizer_updates: Count = 0
-    sources: dict[str, Any] = field(default_factory=dict)  # positions of the environments, by name of the source
+    # positions of the environments, by name of the source
+    sources: dict[str, Any] = field(default_factory=dict)
     random_state: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None  # the last line
-    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # rollback.Rollback of each, oldest first
-    changes: list[dict[str, Any]] = field(default_factory=list)  # {"step", "settings": {key: [before, now]}}
+    # rollback.Rollback of each, oldest first
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
+    # {"step", "settings": {key: [before, now]}}
+    changes: list[dict[str, Any]] = field(default_factory=list)
     trainer: dict[str, Any] = field(default_factory=dict)  # Trainer.state()
     score: float | None = None  # checkpoint.score
     schema_version: int = SCHEMA_VERSION
@@ -58,11 +63,16 @@ class TrainerState:
 
     @property
     def checkpoint_name(self) -> str:
-        return f"step_{self.step:06d}" + (f"_mb{self.mini_batches:04d}" if self.mini_batches else "")
+        return f"step_{self.step:06d}" + (
+            (f"_mb{self.mini_batches:04d}") if self.mini_batches else ""
+        )
 
-    def restored_versions(self, numbers: VersionNumbers, *, served_known: bool = False) -> VersionSteps:
-        """The version table of a resumed run. Weights that were never published get a number of their own, unless the
-        checkpoint has those that were (`served_known`): then these are served on."""
+    def restored_versions(
+        self, numbers: VersionNumbers, *, served_known: bool = False
+    ) -> VersionSteps:
+        """The version table of a resumed run. Weights that were never published get a number of
+        their own, unless the checkpoint has those that were (`served_known`): then these are
+        served on."""
         versions = VersionSteps.restored(self.versions)
         if self.unpublished and not served_known:
             versions.record(numbers.reserve(self.policy_version), self.step)
@@ -70,12 +80,13 @@ class TrainerState:
         return versions
 
     def publish_is_due(self, every: int) -> bool:
-        """Whether its weights were to be published, every n-th step, and no lock could be taken in time."""
+        """Whether its weights were to be published, every n-th step, and no lock could be taken
+        in time."""
         return self.unpublished and self.in_progress is None and self.step % every == 0
 
     def same_moment(self, other: "TrainerState") -> bool:
-        """Same weights and settings: nothing was trained, published or changed between the two. Positions of the
-        environments may differ."""
+        """Same weights and settings: nothing was trained, published or changed between the two.
+        Positions of the environments may differ."""
         return all(
             own == others
             for own, others in (
@@ -99,15 +110,18 @@ class TrainerState:
             data = json.loads(file.read_text(encoding="utf-8"))
             if data["schema_version"] > SCHEMA_VERSION:
                 raise CheckpointError(
-                    f"{file}: schema {data['schema_version']} is a newer version's; known: {SCHEMA_VERSION}"
+                    f"{file}: schema {data['schema_version']} is a newer version's; known:"
+                    f" {SCHEMA_VERSION}"
                 )
-            data.pop("config_hash", None)  # of versions that did not compare configurations key by key
+            # of versions that did not compare configurations key by key
+            data.pop("config_hash", None)
             if unknown := sorted(set(data) - {known.name for known in fields(cls)}):
                 raise ValueError(f"unknown keys {', '.join(unknown)}")
             return _ADAPTER.validate_json(json.dumps(data), strict=True)
         except ValidationError as error:
             wrong = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r:.80})" for e in error.errors()
+                f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r:.80})"
+                for e in error.errors()
             )
             raise CheckpointError(f"{file} is damaged: {wrong}") from error
         except (OSError, ValueError, KeyError, TypeError) as error:

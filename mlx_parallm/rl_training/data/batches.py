@@ -1,8 +1,9 @@
 """Rows of a file in the place of the rollout buffer: step → TrainBatch.
 
-The rows of a step are a function of (seed, step) alone: each epoch is a permutation (not shuffled: the order of the
-rows), cut into batches of nearly equal size that never mix epochs. So a resumed run goes on where it was without
-keeping a position. A step is one optimizer update on `batch_size` examples (a pair is one).
+The rows of a step are a function of (seed, step) alone: each epoch is a permutation (not shuffled:
+the order of the rows), cut into batches of nearly equal size that never mix epochs. So a resumed
+run goes on where it was without keeping a position. A step is one optimizer update on `batch_size`
+examples (a pair is one).
 """
 
 import math
@@ -50,7 +51,8 @@ class DataBatches:
             return np.arange(len(self._units))
         return np.random.default_rng([self._seed & 0xFFFFFFFF, epoch]).permutation(len(self._units))
 
-    # ------------------------------------------------------------------ the interface of a rollout buffer
+    # ------------------------------------------------------------------ the interface of a rollout
+    # buffer
 
     def request(self, step: int, last: int | None = None) -> None:
         """Rows need not be requested."""
@@ -103,7 +105,8 @@ def train_sequence(sequence: Encoded, advantage: float) -> TrainSequence:
 
 
 def mismatched(unit: Unit, other: Unit) -> Encoded:
-    """The prompt of one with the completion of another, for the KL estimate of KTO (arXiv:2402.01306, §3.3)."""
+    """The prompt of one with the completion of another, for the KL estimate of KTO
+    (arXiv:2402.01306, §3.3)."""
     [own], [others] = unit.sequences, other.sequences
     prompt, completion = own.prompt_length, others.prompt_length
     return Encoded(
@@ -113,12 +116,16 @@ def mismatched(unit: Unit, other: Unit) -> Encoded:
 
 
 def pair_constants(units: Sequence[Unit]) -> dict[str, float]:
-    """Constant of a mini-batch of pairs: how many tokens the chosen completions have. Nothing reads that of others."""
+    """Constant of a mini-batch of pairs: how many tokens the chosen completions have. Nothing
+    reads that of others."""
     return {"chosen_tokens": float(sum(int(unit.sequences[0].mask[1:].sum()) for unit in units))}
 
 
-def kto_constants(units: Sequence[Unit], foreign: Sequence[Encoded], log_ratios: Score) -> dict[str, float]:
-    """Constants of a mini-batch: "kl" = max(0, mean log-ratio of `foreign`), and how many units have either label."""
+def kto_constants(
+    units: Sequence[Unit], foreign: Sequence[Encoded], log_ratios: Score
+) -> dict[str, float]:
+    """Constants of a mini-batch: "kl" = max(0, mean log-ratio of `foreign`), and how many units
+    have either label."""
     ratios = log_ratios([sequence.rollout() for sequence in foreign])
     desirable = sum(unit.label for unit in units)
     return {

@@ -1,8 +1,9 @@
 """Held-out rows: the algorithm's own loss and metrics on them, every few steps.
 
-Keys of a metrics line: `eval/<metric>` for the loss and each of its metrics (eval/loss, eval/rewards/accuracies, …),
-for KTO also eval/auc; `heldout_score` is the one number that is better when higher: accuracy of pairs, AUC of labels,
-minus the loss for SFT. The line of step 1 has the same of the untrained model as `eval_before/…`.
+Keys of a metrics line: `eval/<metric>` for the loss and each of its metrics (eval/loss,
+eval/rewards/accuracies, …), for KTO also eval/auc; `heldout_score` is the one number that is better
+when higher: accuracy of pairs, AUC of labels, minus the loss for SFT. The line of step 1 has the
+same of the untrained model as `eval_before/…`.
 """
 
 import math
@@ -29,7 +30,12 @@ class HeldOut:
     """
 
     def __init__(
-        self, units: Sequence[Unit], trainer: Trainer, config: Config, *, weights: tuple[float, float]
+        self,
+        units: Sequence[Unit],
+        trainer: Trainer,
+        config: Config,
+        *,
+        weights: tuple[float, float],
     ) -> None:
         self._units, self._trainer, self._weights = units[: config.data.eval_rows], trainer, weights
         self._every, self._last = config.data.eval_every, config.rl_training.total_steps
@@ -46,7 +52,11 @@ class HeldOut:
     def before(self) -> dict[str, float]:
         """Measure the untrained model. The metrics line of step 1 has the same numbers."""
         numbers = self.numbers()
-        self._before = {key.replace("eval/", "eval_before/"): value for key, value in numbers.items() if key != SCORE}
+        self._before = {
+            key.replace("eval/", "eval_before/"): value
+            for key, value in numbers.items()
+            if key != SCORE
+        }
         return numbers
 
     def measure(self, step: int) -> dict[str, float]:
@@ -72,9 +82,15 @@ class HeldOut:
         score = numbers.get(f"eval/{ACCURACY}", -numbers["eval/loss"])
         return numbers | {SCORE: score}
 
-    def _inputs(self, rows: Sequence[np.ndarray], reference: Sequence[np.ndarray] | None) -> LossInputs:
+    def _inputs(
+        self, rows: Sequence[np.ndarray], reference: Sequence[np.ndarray] | None
+    ) -> LossInputs:
         """All held-out rows at once: only their scored tokens, so this is small."""
-        sides = [self._weights[0] if unit.label else -self._weights[1] for unit in self._units for _ in unit.sequences]
+        sides = [
+            self._weights[0] if unit.label else -self._weights[1]
+            for unit in self._units
+            for _ in unit.sequences
+        ]
         shape = (len(rows), max(len(row) for row in rows))
         return LossInputs(
             logprobs=_padded(rows, shape),
@@ -94,7 +110,9 @@ class HeldOut:
         foreign = [mismatched(unit, other) for unit, other in zip(self._units, after, strict=True)]
         if self._trainer.config.preference.kto_loss != "kto":
             return kto_constants(self._units, foreign, no_ratios)
-        return kto_constants(self._units, foreign, lambda rollouts: log_ratios(self._trainer, rollouts))
+        return kto_constants(
+            self._units, foreign, lambda rollouts: log_ratios(self._trainer, rollouts)
+        )
 
     def _reference_logprobs(self) -> list[np.ndarray]:
         if self._reference is None or self._reference_moves:
@@ -117,9 +135,11 @@ def no_ratios(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def area_under_curve(scores: Sequence[float], labels: Sequence[bool]) -> float | None:
-    """Probability that a row with label true scores above one with false, a tie counting ½. None: one label only.
+    """Probability that a row with label true scores above one with false, a tie counting ½. None:
+    one label only.
 
-    Worked: scores [2, 1, 1], labels [true, true, false]: pairs (2, 1) and (1, 1) → (1 + ½) / 2 = 0.75.
+    Worked: scores [2, 1, 1], labels [true, true, false]: pairs (2, 1) and (1, 1) → (1 + ½) / 2 =
+    0.75.
     """
     values, desirable = np.asarray(scores, np.float64), np.asarray(labels, bool)
     if desirable.all() or not desirable.any():
@@ -137,6 +157,11 @@ def _padded(rows: Sequence[np.ndarray], shape: tuple[int, int]) -> mx.array:
 
 def describe(numbers: Mapping[str, float]) -> str:
     """The loss and the score's parts as a text."""
-    shown = {"eval/loss": "loss", f"eval/{ACCURACY}": "accuracy", "eval/rewards/margins": "margin", "eval/auc": "AUC"}
+    shown = {
+        "eval/loss": "loss",
+        f"eval/{ACCURACY}": "accuracy",
+        "eval/rewards/margins": "margin",
+        "eval/auc": ("AUC"),
+    }
     parts = [f"{name} {numbers[key]:.3f}" for key, name in shown.items() if key in numbers]
     return ", ".join(parts) or "there are none"

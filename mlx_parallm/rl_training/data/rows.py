@@ -1,10 +1,11 @@
 """Rows of `[data]`, checked one by one, each as an `Example`. An error names file and line. No MLX.
 
-Forms (TRL's): `prompt, chosen, rejected`, or `chosen, rejected` whose common beginning is the prompt; KTO:
-`prompt, completion, label`, or pairs, which are split up; SFT: `messages`, `prompt, completion` or `text`. Prompts and
-completions are strings or lists of messages. ShareGPT's and Alpaca's rows come as these (`environments/row_forms.py`).
-Each form may have `tools` (a list of definitions, or JSON text of one).
-An assistant's message of `weight` 0 is context that is not learned.
+Forms (TRL's): `prompt, chosen, rejected`, or `chosen, rejected` whose common beginning is the
+prompt; KTO: `prompt, completion, label`, or pairs, which are split up; SFT: `messages`, `prompt,
+completion` or `text`. Prompts and completions are strings or lists of messages. ShareGPT's and
+Alpaca's rows come as these (`environments/row_forms.py`). Each form may have `tools` (a list of
+definitions, or JSON text of one). An assistant's message of `weight` 0 is context that is not
+learned.
 """
 
 import difflib
@@ -22,7 +23,11 @@ from mlx_parallm.execution.chat_messages import read_messages, read_tools
 SECTION = "data"
 FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
-    "kto": (("prompt", "completion", "label"), ("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    "kto": (
+        ("prompt", "completion", "label"),
+        ("prompt", "chosen", "rejected"),
+        ("chosen", ("rejected")),
+    ),
     "sft": (("messages",), ("prompt", "completion"), ("text",)),
 }
 """Columns of a row; the first form whose columns are all there is the row's."""
@@ -35,7 +40,8 @@ SAME = "chosen and rejected are the same: there is nothing to prefer"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """`completions`: (chosen, rejected) of a pair, else one. `label`: KTO's. `key`: the prompt's `prompt_key`."""
+    """`completions`: (chosen, rejected) of a pair, else one. `label`: KTO's. `key`: the prompt's
+    `prompt_key`."""
 
     where: str
     prompt: Text
@@ -46,7 +52,8 @@ class Example:
 
 
 def read_examples(config: DataConfig, algorithm: str) -> tuple[list[Example], list[Example]]:
-    """Return (training, held-out) examples. Raises ConfigError: a missing file, a bad row, nothing to train on."""
+    """Return (training, held-out) examples. Raises ConfigError: a missing file, a bad row,
+    nothing to train on."""
     assert config.path is not None
     return read_splits(
         functools.partial(_read, config, algorithm),
@@ -71,7 +78,9 @@ def _read(config: DataConfig, algorithm: str, file: str, split: str) -> list[Exa
                 examples.append(Example(where, prompt, (chosen, rejected), key, tools=tools))
             else:
                 sides = ((chosen, True), (rejected, False))
-                examples += [Example(where, prompt, (side,), key, good, tools) for side, good in sides]
+                examples += [
+                    Example(where, prompt, (side,), key, good, tools) for side, good in sides
+                ]
             continue
         label = row.get("label", True)
         if "label" in columns and not isinstance(label, bool):
@@ -82,16 +91,26 @@ def _read(config: DataConfig, algorithm: str, file: str, split: str) -> list[Exa
     return examples
 
 
-def _form(row: Mapping[str, Any], forms: Sequence[tuple[str, ...]], algorithm: str, where: str) -> tuple[str, ...]:
+def _form(
+    row: Mapping[str, Any], forms: Sequence[tuple[str, ...]], algorithm: str, where: str
+) -> tuple[str, ...]:
     present = [name for name, value in row.items() if value is not None]
     for columns in forms:
         if all(name in present for name in columns):
             return columns
-    missing = min(([name for name in columns if name not in present] for columns in forms), key=len)[0]
+    missing = min(
+        ([name for name in columns if name not in present] for columns in forms), key=len
+    )[0]
     near = difflib.get_close_matches(missing, row, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     needed = " or ".join(", ".join(columns) for columns in forms)
-    raise _bad(where, f"column {missing!r} is missing{hint}; {algorithm} needs {needed} (it has: {', '.join(row)})")
+    raise _bad(
+        where,
+        (
+            f"column {missing!r} is missing{hint}; {algorithm} needs {needed} (it has:"
+            f" {', '.join(row)})"
+        ),
+    )
 
 
 # ---------------------------------------------------------------------- forms
@@ -100,9 +119,14 @@ def _form(row: Mapping[str, Any], forms: Sequence[tuple[str, ...]], algorithm: s
 def _pair(row: Mapping[str, Any], *, chat: bool, where: str) -> tuple[Text, Text, Text]:
     if "prompt" in row and row["prompt"] is not None:
         prompt = _prompt(row["prompt"], chat=chat, where=where)
-        chosen, rejected = (_completion(row, name, prompt, chat=chat, where=where) for name in ("chosen", "rejected"))
+        chosen, rejected = (
+            _completion(row, name, prompt, chat=chat, where=where)
+            for name in ("chosen", ("rejected"))
+        )
     elif not chat:
-        texts = [_completion(row, name, "", chat=False, where=where) for name in ("chosen", "rejected")]
+        texts = [
+            _completion(row, name, "", chat=False, where=where) for name in ("chosen", ("rejected"))
+        ]
         prompt, chosen, rejected = _split_texts(*map(str, texts))
     elif isinstance(row["chosen"], str):
         text_mode = 'data.prompt_format = "text" takes their common beginning'
@@ -114,7 +138,13 @@ def _pair(row: Mapping[str, Any], *, chat: bool, where: str) -> tuple[Text, Text
             shared += 1
         prompt = one[:shared]
         if not prompt:
-            raise _bad(where, "chosen and rejected begin with different messages, and there is no column 'prompt'")
+            raise _bad(
+                where,
+                (
+                    "chosen and rejected begin with different messages, and there is no column"
+                    " 'prompt'"
+                ),
+            )
         if shared == len(one) == len(other):
             raise _bad(where, SAME)
         chosen = _answered(one[shared:], "chosen", where)
@@ -125,11 +155,11 @@ def _pair(row: Mapping[str, Any], *, chat: bool, where: str) -> tuple[Text, Text
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Return the common beginning and what follows it, as TRL's `extract_prompt`: a space before the first other
-    character begins the completions, and each of these has at least one character.
+    """Return the common beginning and what follows it, as TRL's `extract_prompt`: a space before
+    the first other character begins the completions, and each of these has at least one character.
 
-    Worked: "Sky is blue", "Sky is black" → "Sky is bl", "ue", "ack"; "Sky is red", "Sky is green" → "Sky is", " red",
-    " green"; "ab", "abc" → "a", "b", "bc".
+    Worked: "Sky is blue", "Sky is black" → "Sky is bl", "ue", "ack"; "Sky is red", "Sky is green" →
+    "Sky is", " red", " green"; "ab", "abc" → "a", "b", "bc".
     """
     pairs = enumerate(zip(chosen, rejected, strict=False))
     differs = next((place for place, (one, other) in pairs if one != other), None)
@@ -139,7 +169,9 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _single(row: Mapping[str, Any], columns: Sequence[str], *, chat: bool, where: str) -> tuple[Text, Text]:
+def _single(
+    row: Mapping[str, Any], columns: Sequence[str], *, chat: bool, where: str
+) -> tuple[Text, Text]:
     if "text" in columns:
         return "", _string(row["text"], "text", where)
     if "messages" in columns:
@@ -180,7 +212,9 @@ def _completion(row: Mapping[str, Any], name: str, prompt: Text, *, chat: bool, 
 
 def _answered(messages: tuple[Mapping[str, Any], ...], name: str, where: str) -> Text:
     if not messages or messages[-1]["role"] != "assistant":
-        raise _bad(where, f"{name} does not end with an assistant's message: there is no answer to learn")
+        raise _bad(
+            where, (f"{name} does not end with an assistant's message: there is no answer to learn")
+        )
     return messages
 
 

@@ -1,6 +1,8 @@
-"""A run that learns from rows of a file: `DataSource` reads them and builds what takes the place of rollouts.
+"""A run that learns from rows of a file: `DataSource` reads them and builds what takes the place of
+rollouts.
 
-rows checked → tokenised (before anything is written) → DataBatches for the loop, HeldOut for its metrics lines
+rows checked → tokenised (before anything is written) → DataBatches for the loop, HeldOut for its
+metrics lines
 """
 
 import hashlib
@@ -38,26 +40,41 @@ class DataSource(RolloutSource):
         train, heldout = read_examples(config.data, self._algorithm)
         kwargs, segments = config.model.chat_template_kwargs, self._algorithm == "sft"
         self._train, self._heldout = (
-            encode_all(examples, tokenizer, config.data, kwargs, segments=segments) for examples in (train, heldout)
+            encode_all(examples, tokenizer, config.data, kwargs, segments=segments)
+            for examples in (train, heldout)
         )
         for examples, units in ((train, self._train), (heldout, self._heldout)):
             if examples and not units:
                 raise ConfigError(
-                    f"data: none of {len(examples)} rows ({examples[0].where}, …) fits into data.max_length ="
+                    f"data: none of {len(examples)} rows ({examples[0].where}, …) fits into"
+                    " data.max_length ="
                     f" {config.data.max_length} tokens: raise it, or shorten the rows"
                 )
-        self._state: dict[str, Any] = {"rows": len(self._train), "sha256": _fingerprint(self._train)}
+        self._state: dict[str, Any] = {
+            "rows": len(self._train),
+            "sha256": _fingerprint(self._train),
+        }
         self.example_prompt = _prompt_text(train[0].prompt)
-        log.info("rows", train=len(self._train), heldout=len(self._heldout), file=shown(str(config.data.path)))
+        log.info(
+            "rows",
+            train=len(self._train),
+            heldout=len(self._heldout),
+            file=shown(str(config.data.path)),
+        )
 
     def total_steps(self, training: RLTrainingConfig) -> int:
         """As the configuration says; where it does not, one pass over the rows."""
         configured = "total_steps" in training.model_fields_set
-        return training.total_steps if configured else steps_per_epoch(len(self._train), training.batch_size)
+        return (
+            training.total_steps
+            if configured
+            else steps_per_epoch(len(self._train), training.batch_size)
+        )
 
     def with_total_steps(self, fit: Fit | None = None) -> Config:
-        """The configuration with `total_steps` set. `fit`: counts the steps otherwise than in one pass, and may lower
-        batch_size to the number of rows. Raises ConfigError: fewer rows than one mini-batch."""
+        """The configuration with `total_steps` set. `fit`: counts the steps otherwise than in
+        one pass, and may lower batch_size to the number of rows. Raises ConfigError: fewer rows
+        than one mini-batch."""
         training = self._config.rl_training
         training = training.model_copy(update={"total_steps": self.total_steps(training)})
         self._config = self._config.model_copy(update={"rl_training": training})
@@ -66,7 +83,8 @@ class DataSource(RolloutSource):
         batch_size = self._config.rl_training.batch_size
         if len(self._train) < batch_size:
             raise ConfigError(
-                f"data: {len(self._train)} rows to train on are fewer than one mini-batch: rl_training.batch_size ="
+                f"data: {len(self._train)} rows to train on are fewer than one mini-batch:"
+                " rl_training.batch_size ="
                 f" {batch_size}"
             )
         return self._config
@@ -94,7 +112,8 @@ class DataSource(RolloutSource):
     # ------------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What a resume compares: steps are a function of seed and rows, so the rows have to be the same."""
+        """What a resume compares: steps are a function of seed and rows, so the rows have to be
+        the same."""
         return self._state
 
     def start(self, served: Served, state: TrainerState | None) -> None:
@@ -102,8 +121,10 @@ class DataSource(RolloutSource):
         saved = state.sources[self.name] if state is not None else self._state
         if saved != self._state:
             raise CheckpointError(
-                f"data: {shown(str(self._config.data.path))} gives other tokens than when this run began"
-                f" ({saved['rows']} rows then, {len(self._train)} now): put file, chat template and data.* back as they"
+                f"data: {shown(str(self._config.data.path))} gives other tokens than when this run"
+                " began"
+                f" ({saved['rows']} rows then, {len(self._train)} now): put file, chat template"
+                " and data.* back as they"
                 " were, or start a new run from this one's weights (model.lora_path)"
             )
 
@@ -120,4 +141,10 @@ def _fingerprint(units: list[Unit]) -> str:
 
 
 def _prompt_text(prompt: Any) -> str:
-    return (prompt or "Hello!") if isinstance(prompt, str) else str(prompt[-1]["content"]) if prompt else "Hello!"
+    return (
+        (prompt or ("Hello!"))
+        if isinstance(prompt, str)
+        else str(prompt[-1]["content"])
+        if prompt
+        else "Hello!"
+    )

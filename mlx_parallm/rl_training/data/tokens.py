@@ -1,14 +1,15 @@
 """Examples → token ids and what of them is trained on. No MLX.
 
 The prompt is rendered and tokenised alone, as the server does it, and the completion behind it
-(`Tokenizer.encode_after`): the prompt's tokens are a prefix of the whole, and the completion has the tokens that it has
-there. A completion ends with the turn's end token, as a sampled one does; what the template puts behind it (a line end,
-the next turn) is given, not trained on. Where the template closes a turn with no end token, one is put there: without
-it the model would learn never to stop.
+(`Tokenizer.encode_after`): the prompt's tokens are a prefix of the whole, and the completion has
+the tokens that it has there. A completion ends with the turn's end token, as a sampled one does;
+what the template puts behind it (a line end, the next turn) is given, not trained on. Where the
+template closes a turn with no end token, one is put there: without it the model would learn never
+to stop.
 
-A template that rewrites history (Qwen3's leaves out earlier thinking; or it shows no such end) gives each such turn a
-sequence of its own, in the context that it would be sampled in. A preference is between two sequences: there it is an
-error that names the row.
+A template that rewrites history (Qwen3's leaves out earlier thinking; or it shows no such end)
+gives each such turn a sequence of its own, in the context that it would be sampled in. A preference
+is between two sequences: there it is an error that names the row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,8 @@ class Encoded:
         return int(self.mask.argmax())
 
     def rollout(self) -> Rollout:
-        """As the trainer takes it: nothing has sampled it, so there is no log-probability to compare with."""
+        """As the trainer takes it: nothing has sampled it, so there is no log-probability to
+        compare with."""
         length = len(self.tokens)
         return Rollout(
             tokens=tuple(self.tokens.tolist()),
@@ -56,7 +58,8 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is drawn as one: the sequences of a pair (chosen, rejected), or one sequence with its label."""
+    """What is drawn as one: the sequences of a pair (chosen, rejected), or one sequence with its
+    label."""
 
     sequences: tuple[Encoded, ...]
     label: bool
@@ -73,22 +76,30 @@ def encode_all(
     """In the order of the rows.
 
     Args:
-        segments: an example may become several units, one a stretch that the template leaves as it is (SFT).
+        segments: an example may become several units, one a stretch that the template leaves as it
+            is (SFT).
 
-    Raises ConfigError: a row that the template refuses or rewrites, or that is too long (see `data.too_long`).
+    Raises ConfigError: a row that the template refuses or rewrites, or that is too long (see
+    `data.too_long`).
     """
     plain = partial(tokenizer.render_chat_text, template_kwargs=template_kwargs)
     units, skipped, first = [], 0, ""
     for example in examples:
         own = config.end_token == "tokenizer"
         render = partial(plain, tools=list(example.tools)) if example.tools else plain
-        sides = [_encode(example, text, tokenizer, render, own_end=own) for text in example.completions]
+        sides = [
+            _encode(example, text, tokenizer, render, own_end=own) for text in example.completions
+        ]
         if not segments and any(len(side) > 1 for side in sides):
             raise ConfigError(
-                f"{SECTION}: {example.where}: the chat template rewrites earlier turns of a completion, so it is no one"
-                " sequence that could be preferred: keep only its last turn as the completion, the others in the prompt"
+                f"{SECTION}: {example.where}: the chat template rewrites earlier turns of a"
+                " completion, so it is no one"
+                " sequence that could be preferred: keep only its last turn as the completion,"
+                " the others in the prompt"
             )
-        candidates = [(part,) for part in sides[0]] if segments else [tuple(side[0] for side in sides)]
+        candidates = (
+            [(part,) for part in sides[0]] if segments else [tuple(side[0] for side in sides)]
+        )
         for sequences in candidates:
             longest = max(len(sequence.tokens) for sequence in sequences)
             if longest <= config.max_length:
@@ -97,11 +108,17 @@ def encode_all(
             if config.too_long == "error":
                 raise ConfigError(
                     f"{SECTION}: {example.where}: {longest} tokens are more than data.max_length ="
-                    f' {config.max_length}: raise it, shorten the row, or set data.too_long = "skip"'
+                    f" {config.max_length}: raise it, shorten the row, or set data.too_long ="
+                    ' "skip"'
                 )
             skipped, first = skipped + 1, first or example.where
     if skipped:
-        log.warning("rows longer than data.max_length are left out", rows=skipped, of=len(examples), first=first)
+        log.warning(
+            "rows longer than data.max_length are left out",
+            rows=skipped,
+            of=len(examples),
+            first=first,
+        )
     return units
 
 
@@ -111,8 +128,16 @@ def _encode(
     if isinstance(completion, str):
         assert isinstance(example.prompt, str)
         prompt = tokenizer.encode(example.prompt) if example.prompt else []
-        answer = tokenizer.encode_after(example.prompt, completion) if prompt else tokenizer.encode(completion)
-        end = [] if answer and answer[-1] in tokenizer.eos_token_ids else _end_token(tokenizer, example, own=own_end)
+        answer = (
+            tokenizer.encode_after(example.prompt, completion)
+            if prompt
+            else tokenizer.encode(completion)
+        )
+        end = (
+            []
+            if answer and answer[-1] in tokenizer.eos_token_ids
+            else _end_token(tokenizer, example, own=own_end)
+        )
         return [_joined([(prompt, False), (answer + end, True)], example)]
     assert not isinstance(example.prompt, str)
     try:
@@ -130,7 +155,8 @@ def _turns(
     *,
     own_end: bool,
 ) -> list[Encoded]:
-    """Every assistant turn of the completion. One sequence, or more where the template rewrites history."""
+    """Every assistant turn of the completion. One sequence, or more where the template rewrites
+    history."""
     encode = tokenizer.encode_after
     messages = [*prompt, *completion]
     sequences: list[list[tuple[list[int], bool]]] = []
@@ -142,8 +168,10 @@ def _turns(
         after = render(messages[: number + 1], add_generation_prompt=False)
         if not after.startswith(before):
             raise ConfigError(
-                f"{SECTION}: {example.where}: the chat template does not go on from the prompt that it opens an answer"
-                f" with: {before[-40:]!r} became {after[max(0, len(before) - 40) :][:60]!r}. Another"
+                f"{SECTION}: {example.where}: the chat template does not go on from the prompt"
+                " that it opens an answer"
+                f" with: {before[-40:]!r} became {after[max(0, len(before) - 40) :][:60]!r}."
+                " Another"
                 " model.chat_template, or model.chat_template_kwargs, may"
             )
         answer, closed = _without_tail(after[len(before) :], tokenizer)
@@ -152,14 +180,18 @@ def _turns(
             sequences[-1].append((encode(shown, before[len(shown) :]), False))
         else:
             sequences.append([(encode("", before), False)])
-        sequences[-1].append((encode(before, answer) + closing, messages[number].get("weight") != 0))
-        shown = before + answer if closed else None  # the template's next turn does not show that end
+        sequences[-1].append(
+            (encode(before, answer) + closing, messages[number].get("weight") != 0)
+        )
+        # the template's next turn does not show that end
+        shown = before + answer if closed else None
     learned = [spans for spans in sequences if any(trained for _, trained in spans)]
     return [_joined(spans, example) for spans in learned or sequences]
 
 
 def _without_tail(answer: str, tokenizer: ChatTokenizer) -> tuple[str, bool]:
-    """Up to the end token that closes the turn, as generation stops there; false: the template has none there."""
+    """Up to the end token that closes the turn, as generation stops there; false: the template
+    has none there."""
     ends = [
         cut + len(text)
         for text in map(tokenizer.token_text, tokenizer.eos_token_ids)
@@ -171,10 +203,13 @@ def _without_tail(answer: str, tokenizer: ChatTokenizer) -> tuple[str, bool]:
 
 def _end_token(tokenizer: ChatTokenizer, example: Example, *, own: bool) -> list[int]:
     if not tokenizer.eos_token_ids:
-        raise ConfigError(f"{SECTION}: {example.where}: this model has no end token to close a text with")
+        raise ConfigError(
+            f"{SECTION}: {example.where}: this model has no end token to close a text with"
+        )
     if own and tokenizer.eos_token_id is not None:
         return [tokenizer.eos_token_id]
-    return [min(tokenizer.eos_token_ids)]  # of several, the end of a document comes before those of turns
+    # of several, the end of a document comes before those of turns
+    return [min(tokenizer.eos_token_ids)]
 
 
 def _joined(spans: Sequence[tuple[list[int], bool]], example: Example) -> Encoded:

@@ -1,4 +1,5 @@
-"""`evaluations.jsonl` of a run: the result of each evaluation, and the score of a checkpoint by them. No MLX."""
+"""`evaluations.jsonl` of a run: the result of each evaluation, and the score of a checkpoint by
+them. No MLX."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,15 +17,19 @@ Line = dict[str, Any]
 class EvaluationLog:
     """The log of one run. Use it on the trainer's thread.
 
-    A line is `{"step", "version", "seconds", "score", "environments": {NAME: Evaluation.to_json()}}`, or
-    `{"step", "skipped": why}`. It is on the disk before the metrics line with its numbers.
+    A line is `{"step", "version", "seconds", "score", "environments": {NAME:
+    Evaluation.to_json()}}`, or `{"step", "skipped": why}`. It is on the disk before the metrics
+    line with its numbers.
 
     Args:
-        metric: the key of `flat` that checkpoints are compared by; None: they are compared otherwise.
+        metric: the key of `flat` that checkpoints are compared by; None: they are compared
+            otherwise.
         hide: removes secrets from a line.
     """
 
-    def __init__(self, run: Path, metric: str | None = None, hide: Callable[[Line], Line] = dict) -> None:
+    def __init__(
+        self, run: Path, metric: str | None = None, hide: Callable[[Line], Line] = dict
+    ) -> None:
         self._file, self._metric, self._hide = MetricsFile(run / EVALUATIONS_FILE), metric, hide
         self.lines: list[Line] = list(self._file.read())
         self.running: int | None = None  # the step that is being evaluated
@@ -70,7 +75,8 @@ class EvaluationLog:
 
 
 def flat(line: Line) -> dict[str, float]:
-    """Return an evaluation as keys of metrics.jsonl: eval/step, eval/score, eval/NAME/accuracy, …"""
+    """Return an evaluation as keys of metrics.jsonl: eval/step, eval/score, eval/NAME/accuracy,
+    …"""
     numbers = {f"{PREFIX}{key}": line[key] for key in ("step", "version", "seconds", "score")}
     for name, part in line["environments"].items():
         numbers |= {f"{PREFIX}{name}/{metric}": value for metric, value in part["numbers"].items()}
@@ -82,18 +88,30 @@ def sentence(line: Mapping[str, Any]) -> str:
     results = []
     for name, part in line["environments"].items():
         numbers = part["numbers"]
-        shown = [metric for metric in numbers if metric in ("accuracy", "reward") or metric.startswith("pass@")]
+        shown = [
+            metric
+            for metric in numbers
+            if metric in ("accuracy", "reward") or metric.startswith("pass@")
+        ]
         shown = [metric for metric in shown if f"{metric}_low" in numbers]
         if numbers.get("reward") == numbers.get("accuracy") and "reward" in shown:
             shown.remove("reward")
-        parts = [f"{m} {numbers[m]:.3f} [{numbers[f'{m}_low']:.3f}, {numbers[f'{m}_high']:.3f}]" for m in shown]
+        parts = [
+            f"{m} {numbers[m]:.3f} [{numbers[f'{m}_low']:.3f}, {numbers[f'{m}_high']:.3f}]"
+            for m in shown
+        ]
         results.append(f"{name}: {', '.join(parts) or 'every answer failed'}")
     return f"evaluation of step {line['step']} (version {line['version']}): {'; '.join(results)}"
 
 
 def best_by(config: Config) -> str | None:
-    """Return the metric of evaluations that checkpoints are compared by; None: they have a score already."""
+    """Return the metric of evaluations that checkpoints are compared by; None: they have a score
+    already."""
     keep = config.rl_training.keep_best
     if isinstance(keep, str):
         return keep
-    return f"{PREFIX}score" if keep and config.evaluation.problems and config.evaluation.every else None
+    return (
+        (f"{PREFIX}score")
+        if keep and config.evaluation.problems and config.evaluation.every
+        else None
+    )

@@ -1,12 +1,14 @@
-"""[evaluation]: held-out problems answered by the engine while training goes on. See docs/evaluation.md.
+"""[evaluation]: held-out problems answered by the engine while training goes on. See
+docs/evaluation.md.
 
     Evaluations     the schedule: when one is due, of which version, and where its result goes
     EvaluationLog   the file of results, and the score of a checkpoint (log.py)
 
-An evaluation measures one version: its requests name `policy@VERSION`, which is held in memory until the end, so the
-trainer can publish meanwhile; they have a lower priority than those of the rollouts. Training waits for it where
-versions are not kept (all weights are trained), where a run has to repeat bit for bit (deterministic), and after the
-last step. While one is still running, the next one that is due is skipped.
+An evaluation measures one version: its requests name `policy@VERSION`, which is held in memory
+until the end, so the trainer can publish meanwhile; they have a lower priority than those of the
+rollouts. Training waits for it where versions are not kept (all weights are trained), where a run
+has to repeat bit for bit (deterministic), and after the last step. While one is still running, the
+next one that is due is skipped.
 """
 
 import time
@@ -44,7 +46,8 @@ from mlx_parallm.types import PolicyClient
 from mlx_parallm.weights import SharedWeights
 
 BEHIND_ROLLOUTS = 1  # priority of the requests
-PATIENCE_S = 60.0  # without an answer, beyond the longest time-out of an episode: then an environment blocks
+# without an answer, beyond the longest time-out of an episode: then an environment blocks
+PATIENCE_S = 60.0
 JOIN_S = 5.0
 TURN_S = 0.1
 
@@ -57,10 +60,13 @@ def evaluation_sources(
     progress: Callable[[], TrainingProgress],
     tools: EpisodeTools | None = None,
 ) -> tuple[EnvironmentSource, ...]:
-    """Return the sources that a run evaluates: those of training, where that is possible. Raises ConfigError."""
+    """Return the sources that a run evaluates: those of training, where that is possible. Raises
+    ConfigError."""
     if not config.evaluation.problems:
         return ()
-    if config.evaluation.environments or any(entry.reward_method != ABSOLUTE for entry in config.environments):
+    if config.evaluation.environments or any(
+        entry.reward_method != ABSOLUTE for entry in config.environments
+    ):
         return build_evaluated(config, progress, tools=tools)
     return tuple(training)
 
@@ -76,7 +82,8 @@ class _Running:
 
 
 class Evaluations:
-    """The evaluations of one run. Call everything on the trainer's thread; the answers are sampled on another.
+    """The evaluations of one run. Call everything on the trainer's thread; the answers are sampled
+    on another.
 
     Args:
         sources: (evaluated, trained on); the first may be empty.
@@ -102,13 +109,18 @@ class Evaluations:
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._settings, self._run = config, config.evaluation, run
-        self._log, self._problems = evaluations, draw_problems(sources[0], config.evaluation.problems, sources[1])
+        self._log, self._problems = (
+            evaluations,
+            draw_problems(sources[0], config.evaluation.problems, sources[1]),
+        )
         self._client, self._tokenizer, self._weights = client, tokenizer, weights
         self._versions, self._policy, self._events = versions, policy, events or RunEvents()
         self._should_stop, self._while_waiting = should_stop, while_waiting
         self._last = config.rl_training.total_steps
         self._training_waits = config.rl_training.deterministic or policy is None
-        self._patience_s = PATIENCE_S + max((each.source.config.timeout_s for each in self._problems), default=0.0)
+        self._patience_s = PATIENCE_S + max(
+            (each.source.config.timeout_s for each in self._problems), default=0.0
+        )
         self._running: _Running | None = None
         self._thread: LoopThread | None = None
         self._postponed = False
@@ -122,10 +134,12 @@ class Evaluations:
     # ------------------------------------------------------------------ what the loop calls
 
     def begin(self, state: TrainerState | None, metrics: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Start, before the first step of this process, what `at_start` asks for or the last process left unfinished.
+        """Start, before the first step of this process, what `at_start` asks for or the last
+        process left unfinished.
 
         Args:
-            metrics: the run's lines so far; a result that none of them has is added to the next one.
+            metrics: the run's lines so far; a result that none of them has is added to the next
+                one.
         """
         reported = {line.get(f"{PREFIX}step") for line in metrics}
         if (done := self._log.done()) and done[-1]["step"] not in reported:
@@ -141,7 +155,8 @@ class Evaluations:
             self._wait()
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the numbers for the metrics line of `step`, which was trained and published; start what is due."""
+        """Return the numbers for the metrics line of `step`, which was trained and published;
+        start what is due."""
         last, skipped = step == self._last, self._log.skipped
         if last:
             self._wait()  # the last one is not skipped
@@ -151,15 +166,20 @@ class Evaluations:
         if last or self._training_waits:
             self._wait()
             numbers |= self._collect()
-        return numbers | ({f"{PREFIX}skipped": self._log.skipped} if self._log.skipped > skipped else {})
+        return numbers | (
+            {f"{PREFIX}skipped": self._log.skipped} if self._log.skipped > skipped else {}
+        )
 
     def wants_checkpoint(self, step: int) -> bool:
-        """Whether the weights of this step are evaluated: they must be kept in case they are the best, or the process
-        ends before the evaluation does."""
-        return self._log.running == step or any(line["step"] == step for line in self._log.done()[-1:])
+        """Whether the weights of this step are evaluated: they must be kept in case they are the
+        best, or the process ends before the evaluation does."""
+        return self._log.running == step or any(
+            line["step"] == step for line in self._log.done()[-1:]
+        )
 
     def now(self, step: int) -> dict[str, float]:
-        """Evaluate the served weights, those after `step`, and return the numbers; empty without held-out problems."""
+        """Evaluate the served weights, those after `step`, and return the numbers; empty without
+        held-out problems."""
         self._wait()
         self._collect()
         if self._problems:
@@ -168,7 +188,8 @@ class Evaluations:
         return self._collect()
 
     def finish(self) -> None:
-        """Wait, after the loop, for an evaluation that `begin` has started, where no step followed."""
+        """Wait, after the loop, for an evaluation that `begin` has started, where no step
+        followed."""
         self._wait()
         self._collect()
 
@@ -184,7 +205,9 @@ class Evaluations:
         settings = self._settings
         if step == 0 or not self._problems:
             return settings.at_start and bool(self._problems)
-        return (settings.every > 0 and step % settings.every == 0) or (settings.at_end and step == self._last)
+        return (settings.every > 0 and step % settings.every == 0) or (
+            settings.at_end and step == self._last
+        )
 
     def _newest_due(self, step: int) -> int | None:
         return next((due for due in range(step, -1, -1) if self._is_due(due)), None)
@@ -210,11 +233,12 @@ class Evaluations:
     # ------------------------------------------------------------------ one evaluation
 
     def _start_again(self, step: int, now: TrainerState) -> None:
-        """Repeat an evaluation that a stop or a kill interrupted. Its weights are in the checkpoint of its step; before
-        the first step they are the base's."""
+        """Repeat an evaluation that a stop or a kill interrupted. Its weights are in the
+        checkpoint of its step; before the first step they are the base's."""
         version = _version_of(self._run, step)
         if self._policy is None:
-            available = now.step == step and now.in_progress is None  # there is one version of them at a time
+            # there is one version of them at a time
+            available = now.step == step and now.in_progress is None
         else:
             available = version in self._weights.history.versions()
         if version is not None and available:
@@ -240,7 +264,9 @@ class Evaluations:
         )
         work = evaluate(answering, self._problems, self._settings, answered=self._answered)
         self._thread = self._thread or LoopThread("evaluation")
-        self._running = _Running(step, version, adapter is not None, self._thread.submit(work), now, now)
+        self._running = _Running(
+            step, version, adapter is not None, self._thread.submit(work), now, now
+        )
         self._log.running = step
 
     def _answered(self) -> None:
@@ -249,7 +275,8 @@ class Evaluations:
             running.last_answer = time.monotonic()
 
     def _collect(self) -> dict[str, float]:
-        """Record a result that has arrived, emit its events, and return it as keys of a metrics line."""
+        """Record a result that has arrived, emit its events, and return it as keys of a metrics
+        line."""
         running = self._running
         if running is None or not running.future.done():
             return {}
@@ -258,7 +285,9 @@ class Evaluations:
         for evaluation in evaluations:
             if evaluation.failed:
                 self._events.warn(
-                    "every answer failed", environment=evaluation.environment, error=evaluation.first_error
+                    "every answer failed",
+                    environment=evaluation.environment,
+                    error=evaluation.first_error,
                 )
         ended = time.time()
         line: dict[str, Any] = {
@@ -266,7 +295,9 @@ class Evaluations:
             "version": running.version,
             "seconds": time.monotonic() - running.began,
             "score": overall_score(evaluations),
-            "environments": {evaluation.environment: evaluation.to_json() for evaluation in evaluations},
+            "environments": {
+                evaluation.environment: evaluation.to_json() for evaluation in evaluations
+            },
         }
         self._log.add(line)
         self._events.emit(SpanEnded("evaluate", running.step, ended - line["seconds"], ended))
@@ -285,11 +316,18 @@ class Evaluations:
 
     def _give_up_if_stuck(self) -> None:
         running = self._running
-        if running is None or running.future.done() or time.monotonic() - running.last_answer < self._patience_s:
+        if (
+            running is None
+            or running.future.done()
+            or time.monotonic() - running.last_answer < self._patience_s
+        ):
             return
         self._release()
         self._thread = None  # an environment blocks it; it is a daemon
-        self._skip(running.step, f"no answer came within {self._patience_s:.0f} s: does an environment block?")
+        self._skip(
+            running.step,
+            (f"no answer came within {self._patience_s:.0f} s: does an environment block?"),
+        )
 
     def _release(self) -> None:
         """Cancel what is running and release its version."""
@@ -302,7 +340,8 @@ class Evaluations:
 
 
 def _version_of(run: Path, step: int) -> int | None:
-    """Return the version that the step's checkpoint was served as; None: it never was, or there is none."""
+    """Return the version that the step's checkpoint was served as; None: it never was, or there
+    is none."""
     for path in checkpoints(run):
         if moment(path) == (step, 0):
             try:

@@ -1,7 +1,9 @@
-"""What a person sees of a run: a live panel on a terminal (docs/panel.md), one log line for each step elsewhere.
+"""What a person sees of a run: a live panel on a terminal (docs/panel.md), one log line for each
+step elsewhere.
 
-Beside a panel the same lines go to run.log alone. It subscribes to the run's events. A display never ends a run: an
-error inside it turns it into the plain one. It installs no signal handler and swallows no KeyboardInterrupt.
+Beside a panel the same lines go to run.log alone. It subscribes to the run's events. A display
+never ends a run: an error inside it turns it into the plain one. It installs no signal handler and
+swallows no KeyboardInterrupt.
 """
 
 import functools
@@ -35,10 +37,21 @@ from mlx_parallm.rl_training.events import (
     Waiting,
 )
 from mlx_parallm.rl_training.metrics import of_rows, words_of
-from mlx_parallm.rl_training.monitor.drawing import CURVE_WIDTH, began_and_now, command_lines, sparkline
+from mlx_parallm.rl_training.monitor.drawing import (
+    CURVE_WIDTH,
+    began_and_now,
+    command_lines,
+    sparkline,
+)
 from mlx_parallm.rl_training.monitor.evidence import WINDOW
 from mlx_parallm.rl_training.monitor.health import HEALTHY, diagnose
-from mlx_parallm.rl_training.monitor.samples import Readable, Sample, merged, samples_table, shortened
+from mlx_parallm.rl_training.monitor.samples import (
+    Readable,
+    Sample,
+    merged,
+    samples_table,
+    shortened,
+)
 from mlx_parallm.system.log import FILE_ONLY, get_logger
 from mlx_parallm.system.terminal import Console
 
@@ -48,7 +61,8 @@ PACE_STEPS = 20
 """Steps that the ETA is computed from."""
 REFRESHES_PER_SECOND = 2
 EXAMPLE_LENGTH = 120
-"""Most characters of an example prompt: a command of many lines would push the rest off the screen."""
+"""Most characters of an example prompt: a command of many lines would push the rest off the
+screen."""
 UNKNOWN = "–"
 WAITING = Text("waiting for the first step", style="dim")
 LINE_KEYS = ("step", "policy_version", "reward_mean", "kl", "entropy", "eval/score", "publish_ms")
@@ -70,14 +84,20 @@ Sources = Callable[[], Sequence[str | None]]
 
 
 def curl_line(info: RunInfo, width: int | None = None) -> str:
-    """Return a command that asks the model; with a width in lines that can be pasted from a terminal that wide."""
+    """Return a command that asks the model; with a width in lines that can be pasted from a
+    terminal that wide."""
     prompt = info.example_prompt
     if len(prompt) > EXAMPLE_LENGTH:
         prompt = prompt[:EXAMPLE_LENGTH].rpartition(" ")[0] or prompt[:EXAMPLE_LENGTH]
     body = {"model": info.model_name, "messages": [{"role": "user", "content": prompt}]}
     quoted = json.dumps(body, separators=(",", ":"), ensure_ascii=False).replace("'", "'\\''")
     key = ['-H "Authorization: Bearer $MLX_PARALLM_API_KEY"'] if info.needs_key else []
-    parts = [f"curl {info.base_url}/v1/chat/completions", "-H 'Content-Type: application/json'", *key, f"-d '{quoted}'"]
+    parts = [
+        f"curl {info.base_url}/v1/chat/completions",
+        "-H 'Content-Type: application/json'",
+        *key,
+        (f"-d '{quoted}'"),
+    ]
     return command_lines(parts, width)
 
 
@@ -116,7 +136,8 @@ class TrainingDisplay:
         """
         Args:
             interactive: a live panel or lines; default: a panel where the console is a terminal.
-            sources: returns the health of the rollout sources (`RolloutManager.health`); called at each update.
+            sources: returns the health of the rollout sources (`RolloutManager.health`); called at
+            each update.
             readable: makes messages of what a chat template made of them, in samples.
             pages: addresses that show the run in a browser.
         """
@@ -161,7 +182,8 @@ class TrainingDisplay:
             self._pace.append((0, self._clock()))
         self._log("training", run=info.run_name, model=info.model, steps=info.total_steps)
         if info.base_url:
-            self._log(f"talk to the model: {curl_line(info)}")  # a field of the log would have its quotes escaped
+            # a field of the log would have its quotes escaped
+            self._log(f"talk to the model: {curl_line(info)}")
         for page in self._pages:
             self._log("watch the run in a browser", url=page.partition("#")[0])
         if not self._interactive:
@@ -184,7 +206,9 @@ class TrainingDisplay:
         self._curve_of, value = headline(metrics)
         if isinstance(value, int | float):
             self._curve.append(float(value))
-        if isinstance(score := metrics.get("eval/score", metrics.get("heldout_score")), int | float):
+        if isinstance(
+            score := metrics.get("eval/score", metrics.get("heldout_score")), int | float
+        ):
             self._heldout.append(float(score))
 
     @_guarded
@@ -195,7 +219,9 @@ class TrainingDisplay:
         """
         if words_of(health := self.health()) != words_of(self._logged_health):
             self._logged_health = health
-            self._log("health", logging.INFO if health == HEALTHY else logging.WARNING, health=health)
+            self._log(
+                "health", logging.INFO if health == HEALTHY else logging.WARNING, health=health
+            )
 
     @_guarded
     def note(self, text: str) -> None:
@@ -215,7 +241,14 @@ class TrainingDisplay:
         """Show what the policy wrote: a table above the live panel, or a line each."""
         for which, sample in merged(samples):
             prompt, completion = shortened(sample, self._readable)
-            self._log("sample", step=step, which=which, reward=sample.reward, prompt=prompt, completion=completion)
+            self._log(
+                "sample",
+                step=step,
+                which=which,
+                reward=sample.reward,
+                prompt=prompt,
+                completion=completion,
+            )
         if self._live is not None:
             self._live.console.print(samples_table(samples, self._readable))
 
@@ -239,7 +272,10 @@ class TrainingDisplay:
                 self._fall_back(error)
 
     def _fall_back(self, error: Exception) -> None:
-        log.warning("display failed, continuing with plain lines", error=f"{type(error).__name__}: {error}")
+        log.warning(
+            "display failed, continuing with plain lines",
+            error=(f"{type(error).__name__}: {error}"),
+        )
         live, self._live, self._interactive = self._live, None, False
         if live is not None and isinstance(again := attempt(live.stop), Exception):
             log.warning("the terminal could not be restored", error=str(again))
@@ -290,12 +326,18 @@ class TrainingDisplay:
         rows.add_row("step", self._progress(info, step))
         pace = self._seconds_a_step()
         elapsed = _duration(self._clock() - self._began)
-        rows.add_row("time", f"{elapsed} so far · {UNKNOWN if pace is None else f'{pace:.3g} s'} a step")
+        rows.add_row(
+            "time", (f"{elapsed} so far · {UNKNOWN if pace is None else f'{pace:.3g} s'} a step")
+        )
         rows.add_row(self._curve_of, _curve_text(self._curve) if self._curve else WAITING)
         evaluation = info.next_evaluation(step)
         if self._heldout or evaluation is not None:
             heldout = _curve_text(self._heldout) if self._heldout else Text("")
-            after = "" if evaluation is None else f"{' · ' if heldout else ''}next after step {evaluation}"
+            after = (
+                ("")
+                if evaluation is None
+                else f"{' · ' if heldout else ''}next after step {evaluation}"
+            )
             rows.add_row("held out", heldout.append(after, style="dim"))
         if len(environments := last.get("environments") or {}) > 1:
             shown = [(name, _environment_text(numbers)) for name, numbers in environments.items()]
@@ -321,11 +363,16 @@ class TrainingDisplay:
         after = "" if following is None else f" · next after step {following}"
         rows.add_row("checkpoint", Text(newest).append(after, style="dim"))
         rows.add_row("health", Text(health, style="green" if health == HEALTHY else "bold red"))
-        title = Rule(Text(f"mlx_parallm · {info.run_name} · {info.model}"), align="left", style="cyan")
+        title = Rule(
+            Text(f"mlx_parallm · {info.run_name} · {info.model}"), align="left", style=("cyan")
+        )
         if not info.base_url:  # nobody can ask
             return Group(title, rows)
         talk = Text(curl_line(info, self._console.width), style="cyan")
-        watch = [Text("watch it: ", style="dim").append(page, style="not dim cyan") for page in self._pages]
+        watch = [
+            Text("watch it: ", style="dim").append(page, style="not dim cyan")
+            for page in self._pages
+        ]
         return Group(title, rows, Text("talk to it while it learns:", style="dim"), talk, *watch)
 
     def _progress(self, info: RunInfo, step: int) -> RenderableType:
@@ -340,7 +387,8 @@ class TrainingDisplay:
 
 
 def _curve_text(series: Sequence[float]) -> Text:
-    """Return the newest value, the curve, and from where to where it went; for two values or more."""
+    """Return the newest value, the curve, and from where to where it went; for two values or
+    more."""
     values = list(series)  # another thread appends
     text = Text(f"{values[-1]:.3f} ", style="bold")
     text.append(sparkline(values), style="green")
@@ -349,8 +397,8 @@ def _curve_text(series: Sequence[float]) -> Text:
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return name and value of the number that a run is judged by: its reward; with rows its accuracy or its loss. A
-    line may name another one (`judged_by`)."""
+    """Return name and value of the number that a run is judged by: its reward; with rows its
+    accuracy or its loss. A line may name another one (`judged_by`)."""
     if name := metrics.get("judged_by"):
         return str(name).replace("_", " "), metrics.get(name)
     if not of_rows(metrics):
@@ -368,7 +416,9 @@ def trained_tokens_per_s(metrics: Mapping[str, Any]) -> float | None:
 def _facts(pairs: Sequence[tuple[str, str]]) -> Text:
     text = Text()
     for name, value in pairs:
-        text.append(" · " if text else "", style="dim").append(f"{name} ", style="dim").append(value)
+        text.append((" · ") if text else "", style="dim").append(f"{name} ", style="dim").append(
+            value
+        )
     return text
 
 

@@ -1,4 +1,5 @@
-"""Text for terminals: curves of block characters, and commands that can be pasted whatever the width. No MLX."""
+"""Text for terminals: curves of block characters, and commands that can be pasted whatever the
+width. No MLX."""
 
 import itertools
 import math
@@ -16,7 +17,8 @@ NARROWEST = 20
 
 
 def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
-    """Draw values as at most `width` block characters, each a mean. Values within [0, 1] are drawn on that scale."""
+    """Draw values as at most `width` block characters, each a mean. Values within [0, 1] are
+    drawn on that scale."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -29,15 +31,18 @@ def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
 
 
 def scale_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return what ▁ and █ stand for: 0 and 1 where all values lie between them, else the lowest and the highest."""
+    """Return what ▁ and █ stand for: 0 and 1 where all values lie between them, else the lowest
+    and the highest."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     return (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high)
 
 
 def began_and_now(values: Sequence[float]) -> tuple[float, float, int]:
-    """Return the mean of the first values, of the last ones, and how many make one mean: at most `WINDOW`.
+    """Return the mean of the first values, of the last ones, and how many make one mean: at most
+    `WINDOW`.
 
-    No value is in both means, unless there is only one. [0.375, 0.48] → (0.375, 0.48, 1). Raises ValueError: no values.
+    No value is in both means, unless there is only one. [0.375, 0.48] → (0.375, 0.48, 1). Raises
+    ValueError: no values.
     """
     if not values:
         raise ValueError("no values: there is no mean")
@@ -57,10 +62,12 @@ def by_option(command: str) -> list[str]:
 
 
 def command_lines(parts: Sequence[str], width: int | None = None) -> str:
-    """Return a shell command as one line, or with a width as a line for each part, none of them wider.
+    """Return a shell command as one line, or with a width as a line for each part, none of them
+    wider.
 
-    A part that is wider than that is continued in the first column of the next line. A shell reads the same words at
-    every width: `"Sort: gat` ends with `'\\` there, and the next line begins with `'`.
+    A part that is wider than that is continued in the first column of the next line. A shell reads
+    the same words at every width: `"Sort: gat` ends with `'\\` there, and the next line begins with
+    `'`.
     """
     if width is None:
         return " ".join(parts)
@@ -69,7 +76,8 @@ def command_lines(parts: Sequence[str], width: int | None = None) -> str:
 
 
 def _continued(line: str, room: int) -> str:
-    """Cut a line of a shell command; behind `room` cells there is place for a quote and a backslash."""
+    """Cut a line of a shell command; behind `room` cells there is place for a quote and a
+    backslash."""
     if cell_len(line) <= room:
         return line
     cut, column, quote = "", 0, ""

@@ -1,4 +1,5 @@
-"""What `health` judges: `Evidence`, metrics lines, and `Arrivals`, what has come for a step that waits. No MLX."""
+"""What `health` judges: `Evidence`, metrics lines, and `Arrivals`, what has come for a step that
+waits. No MLX."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,8 @@ WINDOW = 5
 FEWEST_STEPS, FEWEST_GROUPS = 3, 32
 """With fewer of both, groups are not judged: three of three without variance is chance."""
 GAIN = 0.5
-"""In standard deviations of the first rewards: more than noise (0.1 over five small steps), and more than a collapsed
-policy reaches."""
+"""In standard deviations of the first rewards: more than noise (0.1 over five small steps), and
+more than a collapsed policy reaches."""
 SAME_REWARD = 1e-6
 
 
@@ -28,7 +29,8 @@ class Sign(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """Metrics lines of the last steps, and of the run's first ones; without those the window is all there is."""
+    """Metrics lines of the last steps, and of the run's first ones; without those the window is
+    all there is."""
 
     window: Window
     start: Window = ()
@@ -64,19 +66,38 @@ class Evidence:
 
     @property
     def gained(self) -> bool:
-        """Whether the reward is well above that of the first steps: the run learns, or has learned."""
-        then, now, spread = self.first("reward_mean"), self.mean("reward_mean"), self.first("reward_std")
-        return then is not None and now is not None and now - then > GAIN * (spread or 0.0) + SAME_REWARD
+        """Whether the reward is well above that of the first steps: the run learns, or has
+        learned."""
+        then, now, spread = (
+            self.first("reward_mean"),
+            self.mean("reward_mean"),
+            self.first("reward_std"),
+        )
+        return (
+            then is not None
+            and now is not None
+            and now - then > GAIN * (spread or 0.0) + SAME_REWARD
+        )
 
     @property
     def rises(self) -> bool:
-        """Whether the reward is above that of the first steps by more than chance: twice the standard error of the
-        difference, which counts each group once, for its answers go together."""
-        then, now, spread = self.first("reward_mean"), self.mean("reward_mean"), self.first("reward_std")
-        groups = [sum(values_of(lines, "groups")) or len(lines) for lines in (self.start or self.window, self.window)]
+        """Whether the reward is above that of the first steps by more than chance: twice the
+        standard error of the difference, which counts each group once, for its answers go
+        together."""
+        then, now, spread = (
+            self.first("reward_mean"),
+            self.mean("reward_mean"),
+            self.first("reward_std"),
+        )
+        groups = [
+            sum(values_of(lines, "groups")) or len(lines)
+            for lines in (self.start or self.window, self.window)
+        ]
         if then is None or now is None:
             return False
-        error = (spread or 0.0) * math.sqrt(sum(1 / count for count in groups)) if all(groups) else 0.0
+        error = (
+            (spread or 0.0) * math.sqrt(sum(1 / count for count in groups)) if all(groups) else 0.0
+        )
         return now - then > 2 * error + SAME_REWARD
 
 
@@ -99,7 +120,11 @@ class Arrivals:
 
 def values_of(window: Window, key: str) -> list[float]:
     numbers = (line.get(key) for line in window)
-    return [float(number) for number in numbers if isinstance(number, int | float) and math.isfinite(number)]
+    return [
+        float(number)
+        for number in numbers
+        if isinstance(number, int | float) and math.isfinite(number)
+    ]
 
 
 def mean_of(window: Window, key: str) -> float | None:
@@ -108,7 +133,10 @@ def mean_of(window: Window, key: str) -> float | None:
 
 
 def reward_limit(lines: Window, environment: str) -> tuple[float, int, int]:
-    """Return the highest reward of an environment's answers, in how many steps one earned it, and of how many steps."""
-    each = values_of([(line.get("environments") or {}).get(environment, {}) for line in lines], "reward_max")
+    """Return the highest reward of an environment's answers, in how many steps one earned it,
+    and of how many steps."""
+    each = values_of(
+        [(line.get("environments") or {}).get(environment, {}) for line in lines], ("reward_max")
+    )
     highest = max(each, default=0.0)
     return highest, sum(highest - best <= SAME_REWARD for best in each), len(each)

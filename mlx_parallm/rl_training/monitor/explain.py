@@ -1,10 +1,13 @@
-"""`mlx_parallm explain`: what a run did and why it does not learn, read from its directory alone. No MLX.
+"""`mlx_parallm explain`: what a run did and why it does not learn, read from its directory alone.
+No MLX.
 
-    run directory → `Record` (metrics lines, what lies in the store, whether it runs) → `Explanation` → text or JSON
+    run directory → `Record` (metrics lines, what lies in the store, whether it runs) →
+    `Explanation` → text or JSON
 
-Each window of the run goes through `health.find`; windows with the same diagnosis become one finding with its steps.
-What no metrics line shows, because no step was made, is read from the store: nothing came, or everything was refused or
-too old. The run may still be running, may have been killed in the middle of a line, or may have made no step.
+Each window of the run goes through `health.find`; windows with the same diagnosis become one
+finding with its steps. What no metrics line shows, because no step was made, is read from the
+store: nothing came, or everything was refused or too old. The run may still be running, may have
+been killed in the middle of a line, or may have made no step.
 """
 
 import json
@@ -64,7 +67,8 @@ class Contents:
     """What the rollout database holds."""
 
     counts: StoreCounts = NOTHING
-    refused: tuple[tuple[str, int], ...] = ()  # (reason, times among the newest), most frequent first
+    # (reason, times among the newest), most frequent first
+    refused: tuple[tuple[str, int], ...] = ()
     too_old: int = 0
     misfits: int = 0
     last_received: float | None = None
@@ -74,7 +78,8 @@ class Contents:
 
 @dataclass(frozen=True)
 class Record:
-    """The facts of a run. Times in Unix seconds; `until`: now, or the newest file of a run that ended."""
+    """The facts of a run. Times in Unix seconds; `until`: now, or the newest file of a run that
+    ended."""
 
     path: Path
     lines: Sequence[Metrics]
@@ -84,7 +89,8 @@ class Record:
     started: float
     until: float
     contents: Contents
-    by_clients: bool = False  # they decide what is sampled, and when a step is made; their rewards are not known
+    # they decide what is sampled, and when a step is made; their rewards are not known
+    by_clients: bool = False
 
     @property
     def steps(self) -> int:
@@ -119,9 +125,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class HeldOutChange:
-    """One environment's held-out score in the first and the newest evaluation, over the same problems.
+    """One environment's held-out score in the first and the newest evaluation, over the same
+    problems.
 
-    `risen`: by more than chance; `fallen`: the same downwards; `enough`: of so many problems that it can be told."""
+    `risen`: by more than chance; `fallen`: the same downwards; `enough`: of so many problems that
+    it can be told."""
 
     environment: str
     steps: tuple[int, int]
@@ -133,7 +141,10 @@ class HeldOutChange:
 
     def __str__(self) -> str:
         chance = "" if self.risen or self.fallen else ", which may be chance"
-        change = f"{self.first:.3f} after step {self.steps[0]}, {self.last:.3f} after step {self.steps[1]}{chance}"
+        change = (
+            f"{self.first:.3f} after step {self.steps[0]}, {self.last:.3f} after step"
+            f" {self.steps[1]}{chance}"
+        )
         return f"held out, {self.environment}: {change}"
 
 
@@ -152,41 +163,58 @@ class Explanation:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong: a finding may also say that the run has learned what there is to learn."""
+        """Whether nothing is wrong: a finding may also say that the run has learned what there
+        is to learn."""
         return all(finding.diagnosis.good for finding in self.findings)
 
 
 def explain(path: Path) -> Explanation:
     """Raises ConfigError: no run directory; CheckpointError: a damaged metrics file."""
     record = read_record(path)
-    notes = [f"the rollouts cannot be read: {record.contents.unreadable}"] if record.contents.unreadable else []
+    notes = (
+        [(f"the rollouts cannot be read: {record.contents.unreadable}")]
+        if record.contents.unreadable
+        else []
+    )
     evidence = Evidence(record.lines[-WINDOW:], record.start)
     evaluations = EvaluationLog(record.path).done()
     heldout = held_out(evaluations)
     outside = () if record.by_clients else outside_of_steps(record)
     findings = (*over_the_run(record.lines), *(Finding(diagnosis) for diagnosis in outside))
     if record.lines and of_rows(record.lines[-1]):
-        scores = [line["heldout_score"] for line in record.lines if line.get("heldout_score") is not None]
+        scores = [
+            line["heldout_score"] for line in record.lines if line.get("heldout_score") is not None
+        ]
         notes += [f"held-out score: first {scores[0]:.3f}, last {scores[-1]:.3f}"] if scores else []
     elif not (findings or evidence.gained or record.by_clients) and record.steps >= SOME_STEPS:
         notes += slowness(evidence, heldout, record.lines)
     notes += two_curves(evidence, heldout)
-    notes += [] if any(finding.diagnosis.name == "reward-below-1" for finding in findings) else limits(record.lines)
+    notes += (
+        []
+        if any(finding.diagnosis.name == "reward-below-1" for finding in findings)
+        else limits(record.lines)
+    )
     return Explanation(
         run=record.path.name,
         state=record.state,
         steps=record.steps,
         total_steps=record.total_steps,
-        rewards=tuple(line["reward_mean"] for line in record.lines if line.get("reward_mean") is not None),
+        rewards=tuple(
+            line["reward_mean"] for line in record.lines if line.get("reward_mean") is not None
+        ),
         gained=evidence.gained,
         findings=findings,
         notes=tuple(notes),
         heldout=heldout,
-        to_read=full_marks_to_read(evaluations) if any(f.diagnosis.name == "reward-hole" for f in findings) else (),
+        to_read=full_marks_to_read(evaluations)
+        if any(f.diagnosis.name == "reward-hole" for f in findings)
+        else (),
     )
 
 
-def slowness(evidence: Evidence, heldout: Sequence[HeldOutChange], lines: Sequence[Metrics]) -> Iterator[str]:
+def slowness(
+    evidence: Evidence, heldout: Sequence[HeldOutChange], lines: Sequence[Metrics]
+) -> Iterator[str]:
     """Yield a word about a run in which nothing is found and whose reward has not gained much."""
     then, now = evidence.first("reward_mean"), evidence.mean("reward_mean")
     if then is None or now is None or any(score.risen for score in heldout):
@@ -198,7 +226,8 @@ def slowness(evidence: Evidence, heldout: Sequence[HeldOutChange], lines: Sequen
 
 
 def held_out(evaluations: Sequence[Metrics]) -> tuple[HeldOutChange, ...]:
-    """Compare the newest evaluation with the first one, environment by environment; () of fewer than two."""
+    """Compare the newest evaluation with the first one, environment by environment; () of fewer
+    than two."""
     if len(evaluations) < 2:
         return ()
     first, last = evaluations[0], evaluations[-1]
@@ -208,7 +237,11 @@ def held_out(evaluations: Sequence[Metrics]) -> tuple[HeldOutChange, ...]:
         change = difference(before, after)
         values = (sum(before) / len(before), sum(after) / len(after))
         up, down = change.significant and change.mean > 0, change.significant and change.mean < 0
-        found.append(HeldOutChange(row.environment, (first["step"], last["step"]), *values, up, down, change.enough))
+        found.append(
+            HeldOutChange(
+                row.environment, (first["step"], last["step"]), *values, up, down, change.enough
+            )
+        )
     return tuple(found)
 
 
@@ -218,21 +251,28 @@ def two_curves(evidence: Evidence, heldout: Sequence[HeldOutChange]) -> Iterator
     risen, fallen = any(score.risen for score in heldout), any(score.fallen for score in heldout)
     if fallen or risen > evidence.rises or (heldout and evidence.gained and not risen):
         yield (
-            "training reward and held-out score differ: believe the held-out score, which is of the same problems each"
-            " time; the training reward is of new ones in each step, sampled at the training's temperature"
+            "training reward and held-out score differ: believe the held-out score, which is of"
+            " the same problems each"
+            " time; the training reward is of new ones in each step, sampled at the training's"
+            " temperature"
         )
 
 
 def limits(lines: Sequence[Metrics]) -> Iterator[str]:
-    """Yield where the best answers of the whole run earned the same, below 1: perhaps none can earn more."""
+    """Yield where the best answers of the whole run earned the same, below 1: perhaps none can
+    earn more."""
     for name in (lines[-1].get("environments") or {}) if lines else ():
         limit, times, steps = reward_limit(lines, name)
         if steps >= SOME_STEPS and 0 < limit < 1 - health.SAME_REWARD and times > steps / 2:
-            yield f"no answer of {name} earned more than {limit:.3g}, which one earned in {times} of {steps} steps"
+            yield (
+                f"no answer of {name} earned more than {limit:.3g}, which one earned in {times} of"
+                f" {steps} steps"
+            )
 
 
 def over_the_run(lines: Sequence[Metrics]) -> Iterator[Finding]:
-    """Yield the findings of a run's windows, one for each name, in the order of first appearance."""
+    """Yield the findings of a run's windows, one for each name, in the order of first
+    appearance."""
     found: dict[str, Diagnosis] = {}
     spans: dict[str, list[tuple[int, int]]] = {}
     for end in range(1, len(lines) + 1):
@@ -251,7 +291,10 @@ def over_the_run(lines: Sequence[Metrics]) -> Iterator[Finding]:
 def outside_of_steps(record: Record) -> Iterator[Diagnosis]:
     """Yield what no metrics line shows."""
     contents, counts = record.contents, record.contents.counts
-    step, groups = record.steps + 1, counts.waiting + counts.taken + counts.dropped + counts.rejected
+    step, groups = (
+        record.steps + 1,
+        counts.waiting + counts.taken + counts.dropped + counts.rejected,
+    )
     reason, times = next(iter(contents.refused), ("", 0))
     refused = Arrivals(step, received=groups, rejected=counts.rejected, reason=reason, times=times)
     yield from health.find_waiting(refused)
@@ -262,8 +305,10 @@ def outside_of_steps(record: Record) -> Iterator[Diagnosis]:
     arrivals = Arrivals(
         step,
         usable=counts.waiting,
-        stale=contents.too_old - round(sum(line.get("dropped_stale") or 0 for line in record.lines)),
-        misfit=contents.misfits - round(sum(line.get("dropped_misfit") or 0 for line in record.lines)),
+        stale=contents.too_old
+        - round(sum(line.get("dropped_stale") or 0 for line in record.lines)),
+        misfit=contents.misfits
+        - round(sum(line.get("dropped_misfit") or 0 for line in record.lines)),
         received=groups,
         silent_s=_silent_s(record, groups),
         paused=paused_by(record.path),
@@ -273,7 +318,8 @@ def outside_of_steps(record: Record) -> Iterator[Diagnosis]:
 
 
 def paused_by(run: Path) -> str:
-    """Return who has paused the run's engine, as run.log says; "" while it runs, or in a process that began later."""
+    """Return who has paused the run's engine, as run.log says; "" while it runs, or in a process
+    that began later."""
     log, by = run / RUN_LOG_FILE, ""
     if not log.is_file():
         return ""
@@ -308,12 +354,19 @@ def _endless(run: Path) -> str:
 
 
 def _silent_s(record: Record, groups: int) -> float | None:
-    """Seconds since anything came, where that is too long. A first step that trains (its groups are taken) is fine."""
+    """Seconds since anything came, where that is too long. A first step that trains (its groups
+    are taken) is fine."""
     written = (record.path / METRICS_FILE).stat().st_mtime if record.lines else record.started
-    silent_s = max(record.until - max(record.started, written, record.contents.last_received or 0.0), 0.0)
-    seconds = [(line.get("time_rollout_s") or 0.0) + (line.get("time_train_s") or 0.0) for line in record.lines]
+    silent_s = max(
+        record.until - max(record.started, written, record.contents.last_received or 0.0), 0.0
+    )
+    seconds = [
+        (line.get("time_rollout_s") or 0.0) + (line.get("time_train_s") or 0.0)
+        for line in record.lines
+    ]
     usual = statistics.median(seconds) if seconds else 0.0
-    never = not groups and not record.lines and not record.running  # how long it waited may not be known
+    # how long it waited may not be known
+    never = not groups and not record.lines and not record.running
     training = not record.lines and record.contents.counts.taken
     long = silent_s >= max(health.STALLED_AFTER_S, health.STALLED_TIMES * usual)
     return silent_s if not training and (long or never) else None
@@ -323,7 +376,8 @@ def _silent_s(record: Record, groups: int) -> float | None:
 
 
 def read_record(path: Path) -> Record:
-    """The run directory at `path`, or the one that `path` is a step of. Raises ConfigError, CheckpointError."""
+    """The run directory at `path`, or the one that `path` is a step of. Raises ConfigError,
+    CheckpointError."""
     directory = find_run(path)
     running = RunDirectory.in_use(directory)
     until = time.time() if running else _last_written(directory)
@@ -347,8 +401,13 @@ def read_record(path: Path) -> Record:
 
 def _last_written(directory: Path) -> float:
     """Return when its newest file was written, without database and lock: reading changes those."""
-    files = [file for file in directory.iterdir() if not file.name.startswith((STORE_FILE, LOCK_FILE))]
-    return max((file.stat().st_mtime for file in [*files, directory / LATEST] if file.exists()), default=0.0)
+    files = [
+        file for file in directory.iterdir() if not file.name.startswith((STORE_FILE, LOCK_FILE))
+    ]
+    return max(
+        (file.stat().st_mtime for file in [*files, directory / LATEST] if file.exists()),
+        default=0.0,
+    )
 
 
 def _plan(config: Path) -> tuple[int | None, bool]:
@@ -412,7 +471,9 @@ def as_json(explanation: Explanation) -> str:
     }
     data["heldout"] = [asdict(score) for score in explanation.heldout]
     data["to_read"] = [asdict(reading) for reading in explanation.to_read]
-    data["reward"] = dict(zip(("first", "last"), began_and_now(rewards)[:2], strict=True)) if rewards else None
+    data["reward"] = (
+        dict(zip(("first", "last"), began_and_now(rewards)[:2], strict=True)) if rewards else None
+    )
     data["diagnoses"] = [finding.to_json() for finding in explanation.findings]
     return json.dumps(data, indent=1) + "\n"
 
@@ -428,12 +489,22 @@ def as_text(explanation: Explanation) -> str:
 
 def _lines(explanation: Explanation) -> Iterator[Text]:
     of = f" of {explanation.total_steps}" if explanation.total_steps is not None else ""
-    yield Text(f"{explanation.run}: {explanation.steps}{of} steps, {explanation.state}", style="bold")
+    yield Text(
+        f"{explanation.run}: {explanation.steps}{of} steps, {explanation.state}", style=("bold")
+    )
     rewards = explanation.rewards
     if rewards:
         began, now, steps = began_and_now(rewards)
-        curve = Text("reward ").append(f"{began:.3f} ", style="dim").append(sparkline(rewards), style="green")
-        means = f"means of the first and the last {steps} steps" if steps > 1 else "of the first and the last step"
+        curve = (
+            Text("reward ")
+            .append(f"{began:.3f} ", style="dim")
+            .append(sparkline(rewards), style=("green"))
+        )
+        means = (
+            (f"means of the first and the last {steps} steps")
+            if steps > 1
+            else "of the first and the last step"
+        )
         yield curve.append(f" {now:.3f}").append(f" ({means})", style="dim")
     yield from (Text(str(change)) for change in explanation.heldout)
     for finding in explanation.findings:
@@ -447,8 +518,11 @@ def _lines(explanation: Explanation) -> Iterator[Text]:
         yield Text("  change   ", style="dim").append(diagnosis.setting, style="not dim")
         yield Text("  page     ", style="dim").append(diagnosis.page, style="not dim")
     for reading in explanation.to_read:
-        yield Text(f"  {'a piece of its prompt' if reading.piece else 'full marks'}  ", style="dim").append(
-            f"{beginning_of(reading.prompt, SHOWN)}  →  {beginning_of(reading.answer, SHOWN)}", style="not dim"
+        yield Text(
+            f"  {'a piece of its prompt' if reading.piece else 'full marks'}  ", style="dim"
+        ).append(
+            f"{beginning_of(reading.prompt, SHOWN)}  →  {beginning_of(reading.answer, SHOWN)}",
+            style=("not dim"),
         )
     if not explanation.findings and explanation.steps:
         yield Text("healthy: nothing found", style="green")
@@ -461,6 +535,8 @@ def _lines(explanation: Explanation) -> Iterator[Text]:
 def _steps(spans: Sequence[tuple[int, int]]) -> str:
     if not spans:
         return ""
-    shown = ", ".join(f"{first}–{last}" if last > first else str(first) for first, last in spans[:SPANS_SHOWN])
+    shown = ", ".join(
+        (f"{first}–{last}") if last > first else str(first) for first, last in spans[:SPANS_SHOWN]
+    )
     more = f" and {len(spans) - SPANS_SHOWN} more" if len(spans) > SPANS_SHOWN else ""
     return f"  [steps {shown}{more}]"

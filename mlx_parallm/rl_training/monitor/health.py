@@ -1,12 +1,14 @@
-"""RULES: the known ways in which a run does not learn, each with its signs and the setting to change. No MLX.
+"""RULES: the known ways in which a run does not learn, each with its signs and the setting to
+change. No MLX.
 
-A rule looks at `Evidence`, the newest metrics lines and the first ones, or at `Arrivals`, what has come for a step that
-still waits, and answers with a sentence and its numbers, or None. `find` returns the diagnoses of the metrics, gravest
-first; `diagnose` makes the health line of the display out of them; `explain` applies them to a whole run; a buffer asks
-`find_waiting`. Every name is a section of docs/troubleshooting.md. A metric that a line does not have is not judged.
+A rule looks at `Evidence`, the newest metrics lines and the first ones, or at `Arrivals`, what has
+come for a step that still waits, and answers with a sentence and its numbers, or None. `find`
+returns the diagnoses of the metrics, gravest first; `diagnose` makes the health line of the display
+out of them; `explain` applies them to a whole run; a buffer asks `find_waiting`. Every name is a
+section of docs/troubleshooting.md. A metric that a line does not have is not judged.
 
-A run that learns well shows some of these signs too: little entropy, groups without variance, a policy far from the
-reference. They count only while the reward has not gained (`Evidence.gained`).
+A run that learns well shows some of these signs too: little entropy, groups without variance, a
+policy far from the reference. They count only while the reward has not gained (`Evidence.gained`).
 """
 
 import itertools
@@ -35,7 +37,8 @@ from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
 HEALTHY = "healthy"
 PAGE = "docs/troubleshooting.md"
 ALWAYS = 0.95
-"""Share of the episodes: an environment that ends its episodes ends one in twenty before there is no room."""
+"""Share of the episodes: an environment that ends its episodes ends one in twenty before there
+is no room."""
 OVERSAMPLED = 0.75
 """Share of the groups that were sampled and dropped: four for each one that is trained on."""
 MOSTLY_RIGHT = 0.5
@@ -45,37 +48,47 @@ MOST_GROUPS = 0.8
 NO_ROOM = 0.05
 """A reward this close to 1 has no room to gain."""
 TRUNCATED, NEVER_ENDS = 0.2, 0.01
-"""A truncated answer earns what a wrong one earns; a fifth of them is a visible part of the gradient."""
+"""A truncated answer earns what a wrong one earns; a fifth of them is a visible part of the
+gradient."""
 KL_HIGH = 1.0
-"""Nats a token, mean over the window, without gain. Quickstart, which gains, stays below 0.6; at 1.0 the policy gives
-its own tokens 2.7 times the reference's probability on average."""
+"""Nats a token, mean over the window, without gain. Quickstart, which gains, stays below 0.6; at
+1.0 the policy gives its own tokens 2.7 times the reference's probability on average."""
 KL_FAR = 3.0
-"""Nats a token, whatever the reward: 20 times the reference's probability. Rewards are hacked there."""
+"""Nats a token, whatever the reward: 20 times the reference's probability. Rewards are hacked
+there."""
 SAME_ANSWERS = 0.8
-"""Share of the groups in which every answer is the same; one that learns well ends with less, or with no room left."""
+"""Share of the groups in which every answer is the same; one that learns well ends with less, or
+with no room left."""
 PART = re.compile(r"rewards/(.+)/mean")
 PENALTY = re.compile(r"overlong(#\d+)?|.*penalt.*", re.IGNORECASE)
 """Parts whose best score is 0: the built-in one, and functions that are called so."""
 ENTROPY_LOW, ENTROPY_LEFT = 0.05, 0.2
-"""Nats a token, and the share left of the first entropy: below both, eight samples are hardly ever two answers."""
+"""Nats a token, and the share left of the first entropy: below both, eight samples are hardly
+ever two answers."""
 RATIO_OFF = 0.1
-"""The mean ratio is close to 1 while the policy is near the one that sampled (quickstart: off by 0.08 in one step)."""
+"""The mean ratio is close to 1 while the policy is near the one that sampled (quickstart: off by
+0.08 in one step)."""
 CLIPPED = 0.3
-"""Share of tokens whose gradient is clipped away; PPO runs show 0.05 to 0.2, quickstart up to 0.11."""
+"""Share of tokens whose gradient is clipped away; PPO runs show 0.05 to 0.2, quickstart up to
+0.11."""
 LOGPROB_MISMATCH, LOGPROB_MISMATCH_MEAN = 0.5, 0.06
-"""|trainer - engine| on the same weights, one token and the mean. float32 keeps 1e-4 at most; bfloat16 on 4-bit weights
-has a mean of 0.033 (`step.prepare.MEASURED_MISMATCH`), which a correction takes care of; a mistake shows more."""
+"""|trainer - engine| on the same weights, one token and the mean. float32 keeps 1e-4 at most;
+bfloat16 on 4-bit weights has a mean of 0.033 (`step.prepare.MEASURED_MISMATCH`), which a correction
+takes care of; a mistake shows more.
+"""
 STALE_MISMATCH_MEAN = 1.0
-"""The same mean where the weights have learned since: one step at the largest learning rate that works moves 0.9 nats a
-token (`group_fit.MISMATCH_NATS`), usual ones a hundredth of it."""
+"""The same mean where the weights have learned since: one step at the largest learning rate that
+works moves 0.9 nats a token (`group_fit.MISMATCH_NATS`), usual ones a hundredth of it."""
 SMALL_UPDATE = 1e-6
-"""An update's norm over the weights' norm. A thousand such updates in one direction move the weights by 0.1 %; learning
-rates that work reach 1e-5 (all weights) to 1e-2 (a young adapter)."""
+"""An update's norm over the weights' norm. A thousand such updates in one direction move the
+weights by 0.1 %; learning rates that work reach 1e-5 (all weights) to 1e-2 (a young adapter)."""
 FEW_MOVED = 1e-4
-"""Share of the weights that an update changes in the model's own dtype. 1e-6 on bfloat16 weights, a usual rate for all
-weights, moves almost 1 % of them; the rest waits in the float32 copy."""
+"""Share of the weights that an update changes in the model's own dtype. 1e-6 on bfloat16
+weights, a usual rate for all weights, moves almost 1 % of them; the rest waits in the float32
+copy."""
 JUDGED_RATE = 0.1
-"""Share of the highest rate: smaller rates, in a warm-up or at the end of a schedule, are not judged."""
+"""Share of the highest rate: smaller rates, in a warm-up or at the end of a schedule, are not
+judged."""
 NO_UPDATE = 0.4
 """Share of the steps; with max_staleness = 1 every second step has rollouts of an older policy."""
 STALE, FEWEST_STALE = 0.25, 6
@@ -86,7 +99,8 @@ STALLED_AFTER_S, STALLED_TIMES = 60.0, 10.0
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`name`: section of docs/troubleshooting.md. `numbers`: what shows it. `setting`: what to change."""
+    """`name`: section of docs/troubleshooting.md. `numbers`: what shows it. `setting`: what to
+    change."""
 
     name: str
     sentence: str
@@ -116,18 +130,23 @@ class Rule:
 RULES: list[Rule] = []  # in the order of this file: the gravest first
 
 
-def _rule(name: str, setting: str, *, good: bool = False) -> Callable[[Callable[[Evidence], Sign | None]], None]:
+def _rule(
+    name: str, setting: str, *, good: bool = False
+) -> Callable[[Callable[[Evidence], Sign | None]], None]:
     return lambda judge: RULES.append(Rule(name, setting, judge, good=good))
 
 
-def _waiting_rule(name: str, setting: str = "") -> Callable[[Callable[[Arrivals], Sign | None]], None]:
+def _waiting_rule(
+    name: str, setting: str = ""
+) -> Callable[[Callable[[Arrivals], Sign | None]], None]:
     """Without a setting: that of the rule of this name before."""
     setting = setting or next(rule.setting for rule in RULES if rule.name == name)
     return lambda judge: RULES.append(Rule(name, setting, judge, waiting=True))
 
 
 def find(window: Window, start: Window = ()) -> list[Diagnosis]:
-    """Return what is wrong in the last `WINDOW` lines of `window` (newest last), the gravest first."""
+    """Return what is wrong in the last `WINDOW` lines of `window` (newest last), the gravest
+    first."""
     evidence = Evidence(list(window)[-WINDOW:], list(start)[:WINDOW])
     return _diagnoses(evidence, waiting=False) if evidence.window else []
 
@@ -139,7 +158,11 @@ def find_waiting(arrivals: Arrivals) -> list[Diagnosis]:
 
 def _diagnoses(facts: Evidence | Arrivals, *, waiting: bool) -> list[Diagnosis]:
     found = [(rule, rule.judge(facts)) for rule in RULES if rule.waiting == waiting]
-    return [Diagnosis(rule.name, s.words, s.setting or rule.setting, s.numbers, rule.good) for rule, s in found if s]
+    return [
+        Diagnosis(rule.name, s.words, s.setting or rule.setting, s.numbers, rule.good)
+        for rule, s in found
+        if s
+    ]
 
 
 def diagnose(window: Window, sources: Sequence[str | None] = (), start: Window = ()) -> str:
@@ -166,12 +189,19 @@ def _not_finite(evidence: Evidence) -> Sign | None:
 
 
 def _misfits(count: int, when: str) -> Sign | None:
-    words = f"another model's groups: {count} dropped {when}; their log-probabilities are far from this model's"
+    words = (
+        f"another model's groups: {count} dropped {when}; their log-probabilities are far from"
+        " this model's"
+    )
     return Sign(words, {"dropped_misfit": count}) if count else None
 
 
 @_rule(
-    "another-model", "let environments ask this server, with its tokenizer, and send its log-probabilities unchanged"
+    "another-model",
+    (
+        "let environments ask this server, with its tokenizer, and send its log-probabilities"
+        " unchanged"
+    ),
 )
 def _misfits_in_metrics(evidence: Evidence) -> Sign | None:
     return _misfits(evidence.total("dropped_misfit"), f"in {evidence.steps}")
@@ -184,21 +214,30 @@ def _misfits_waiting(arrivals: Arrivals) -> Sign | None:
 
 @_rule(
     "log-probability-mismatch",
-    "send the log-probabilities that the server returned, with the temperature they were sampled at",
+    (
+        "send the log-probabilities that the server returned, with the temperature they were"
+        " sampled at"
+    ),
 )
 def _logprob_mismatch(evidence: Evidence) -> Sign | None:
-    runs_away = (evidence.mean("kl") or 0.0) > KL_HIGH  # then weights a few steps apart have to differ
+    # then weights a few steps apart have to differ
+    runs_away = (evidence.mean("kl") or 0.0) > KL_HIGH
     for fresh, weights in ((True, "the same weights"), (False, "weights a few steps apart")):
         if runs_away and not fresh:
             continue
-        lines = [line for line in evidence.window if (line.get("mismatch_fresh") is not False) == fresh]
+        lines = [
+            line for line in evidence.window if (line.get("mismatch_fresh") is not False) == fresh
+        ]
         largest, mean = (
             max(values_of(lines, "logprob_diff_max"), default=0.0),
             mean_of(lines, "logprob_diff_mean") or 0.0,
         )
         bound = LOGPROB_MISMATCH_MEAN if fresh else STALE_MISMATCH_MEAN
         if mean > bound or (fresh and largest > LOGPROB_MISMATCH):
-            words = f"rollouts and trainer differ by {mean:.2g} on average, {largest:.2g} at most, on {weights}"
+            words = (
+                f"rollouts and trainer differ by {mean:.2g} on average, {largest:.2g} at most, on"
+                f" {weights}"
+            )
             numbers = {"logprob_diff_mean": mean, "logprob_diff_max": largest}
             return Sign(f"log-probability mismatch: {words}", numbers)
     return None
@@ -219,7 +258,8 @@ def _ratio(evidence: Evidence) -> Sign | None:
     if mean is None or (abs(mean - 1.0) <= RATIO_OFF and clipped <= CLIPPED):
         return None
     return Sign(
-        f"ratio mismatch: {mean:.2f} on average and {clipped:.0%} of the tokens clipped, so the policy is far from the"
+        f"ratio mismatch: {mean:.2f} on average and {clipped:.0%} of the tokens clipped, so the"
+        " policy is far from the"
         " one that sampled",
         {"ratio_mean": mean, "clip_fraction": clipped} | evidence.known("optimizer_updates"),
     )
@@ -228,14 +268,23 @@ def _ratio(evidence: Evidence) -> Sign | None:
 @_rule("no-update", "raise ppo.target_kl, or lower max_staleness")
 def _no_update(evidence: Evidence) -> Sign | None:
     steps, kl = len(evidence.window), evidence.mean("stopped_at_kl")
-    without = sum(line.get("stopped_at_kl") is not None and not line["optimizer_updates"] for line in evidence.window)
+    without = sum(
+        line.get("stopped_at_kl") is not None and not line["optimizer_updates"]
+        for line in evidence.window
+    )
     if kl is None or steps < FEWEST_STEPS or without < NO_UPDATE * steps:
         return None
-    words = f"no update in {without} of {steps} steps: a KL of {kl:.2g} is beyond target_kl before the first one"
+    words = (
+        f"no update in {without} of {steps} steps: a KL of {kl:.2g} is beyond target_kl before the"
+        " first one"
+    )
     return Sign(words, {"stopped_at_kl": kl})
 
 
-@_rule("entropy-collapse", "lower learning_rate, or raise entropy_weight or kl_beta; go back to an earlier checkpoint")
+@_rule(
+    "entropy-collapse",
+    ("lower learning_rate, or raise entropy_weight or kl_beta; go back to an earlier checkpoint"),
+)
 def _entropy(evidence: Evidence) -> Sign | None:
     now, then = evidence.mean("rollout_entropy"), evidence.first("rollout_entropy")
     reward = evidence.mean("reward_mean")
@@ -243,44 +292,69 @@ def _entropy(evidence: Evidence) -> Sign | None:
         return None
     if evidence.gained or (reward is not None and reward >= 1 - NO_ROOM):
         return None
-    words = f"entropy collapse: from {then:.2g} to {now:.2g} nats a token, and the reward has not gained by it"
+    words = (
+        f"entropy collapse: from {then:.2g} to {now:.2g} nats a token, and the reward has not"
+        " gained by it"
+    )
     return Sign(words, {"entropy_first": then, "entropy": now} | evidence.known("reward_mean"))
 
 
 @_rule(
     "same-answers",
-    "go back to an earlier checkpoint, with a lower learning_rate, higher entropy_weight or kl_beta, or temperature 1",
+    (
+        "go back to an earlier checkpoint, with a lower learning_rate, higher entropy_weight or"
+        " kl_beta, or temperature 1"
+    ),
 )
 def _same_answers(evidence: Evidence) -> Sign | None:
-    """One answer to each problem is what learning ends in, too: then no answer earns visibly more than the others."""
+    """One answer to each problem is what learning ends in, too: then no answer earns visibly
+    more than the others."""
     same, reward = evidence.mean("groups_same_answer"), evidence.mean("reward_mean")
     if same is None or reward is None or same < SAME_ANSWERS or not evidence.has_enough_groups:
         return None
     room = max(values_of(evidence.lines, "reward_max"), default=reward) - reward
-    if reward >= 1 - NO_ROOM or (evidence.gained and room <= GAIN * (evidence.first("reward_std") or 0.0)):
+    if reward >= 1 - NO_ROOM or (
+        evidence.gained and room <= GAIN * (evidence.first("reward_std") or 0.0)
+    ):
         return None
     began, entropy = evidence.first("groups_same_answer") or 0.0, evidence.first("rollout_entropy")
     numbers = {"groups_same_answer_first": began, "groups_same_answer": same}
     numbers |= {} if entropy is None else {"rollout_entropy_first": entropy}
-    words = f"same answers: in {_share(same)} of the groups all answers are one and the same; at first in {began:.0%}"
+    words = (
+        f"same answers: in {_share(same)} of the groups all answers are one and the same; at first"
+        f" in {began:.0%}"
+    )
     return Sign(words, numbers | evidence.known("rollout_entropy", "reward_mean"))
 
 
 def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
-    """The numbers of rewards that teach nothing in the way of this rule; empty: they do not, or in another way."""
+    """The numbers of rewards that teach nothing in the way of this rule; empty: they do not, or
+    in another way."""
     share, means = evidence.mean("groups_without_variance"), evidence.values("reward_mean")
     if share is None or share < MOST_GROUPS or not evidence.has_enough_groups or evidence.gained:
         return {}
-    wrong, right = evidence.mean("groups_all_wrong") or 0.0, evidence.mean("groups_all_right") or 0.0
-    spreads = [*evidence.values("reward_std"), max(means, default=math.inf) - min(means, default=0.0)]
-    constant = len(spreads) > 1 and max(spreads) <= SAME_REWARD * max(1.0, abs(evidence.mean("reward_mean") or 0.0))
+    wrong, right = (
+        evidence.mean("groups_all_wrong") or 0.0,
+        evidence.mean("groups_all_right") or 0.0,
+    )
+    spreads = [
+        *evidence.values("reward_std"),
+        max(means, default=math.inf) - min(means, default=0.0),
+    ]
+    constant = len(spreads) > 1 and max(spreads) <= SAME_REWARD * max(
+        1.0, abs(evidence.mean("reward_mean") or 0.0)
+    )
     began = (evidence.start or evidence.window)[0].get("groups_all_right") or 0.0
     solved = _solved_steps(evidence) >= FEWEST_STEPS and min(began, right) < MOST_GROUPS
     fits = {"too-hard": wrong >= MOST_GROUPS, "solved": solved, "too-easy": right >= MOST_GROUPS}
     fits["reward-constant"] = constant
     if name != next((kind for kind, true in fits.items() if true), "no-variance"):
         return {}
-    numbers = {"groups_without_variance": share, "groups_all_wrong": wrong, "groups_all_right": right}
+    numbers = {
+        "groups_without_variance": share,
+        "groups_all_wrong": wrong,
+        "groups_all_right": right,
+    }
     return numbers | evidence.known("reward_mean", "reward_std")
 
 
@@ -289,7 +363,13 @@ def _too_hard(evidence: Evidence) -> Sign | None:
     if not (numbers := _uniform(evidence, "too-hard")):
         return None
     share = _share(numbers["groups_all_wrong"])
-    return Sign(f"too hard: no answer earns more than 0 in {share} of the groups, or the reward never fires", numbers)
+    return Sign(
+        (
+            f"too hard: no answer earns more than 0 in {share} of the groups, or the reward never"
+            " fires"
+        ),
+        numbers,
+    )
 
 
 @_rule("too-easy", "harder problems, or a reward that tells answers apart")
@@ -316,19 +396,31 @@ def _solved(evidence: Evidence) -> Sign | None:
     if not _is_solved(evidence):
         return None
     steps = _solved_steps(evidence)
-    words = f"solved: every answer of {steps} steps in a row earned 1, the best reward; nothing is left to learn"
+    words = (
+        f"solved: every answer of {steps} steps in a row earned 1, the best reward; nothing is"
+        " left to learn"
+    )
     solved = Evidence(evidence.window[-steps:])
-    return Sign(words, {"steps_solved": steps} | solved.known("reward_mean", "groups_all_right", "grad_norm"))
+    return Sign(
+        words,
+        {"steps_solved": steps} | solved.known("reward_mean", "groups_all_right", ("grad_norm")),
+    )
 
 
 @_rule("reward-constant", "the reward function: it must tell answers apart")
 def _constant(evidence: Evidence) -> Sign | None:
     if not (numbers := _uniform(evidence, "reward-constant")):
         return None
-    return Sign(f"reward constant: every answer earned {numbers['reward_mean']:.3g} in {evidence.steps}", numbers)
+    return Sign(
+        f"reward constant: every answer earned {numbers['reward_mean']:.3g} in {evidence.steps}",
+        numbers,
+    )
 
 
-@_rule("no-variance", "problems of middling difficulty, a larger group_size, temperature = 1, a finer reward")
+@_rule(
+    "no-variance",
+    ("problems of middling difficulty, a larger group_size, temperature = 1, a finer reward"),
+)
 def _no_variance(evidence: Evidence) -> Sign | None:
     if not (numbers := _uniform(evidence, "no-variance")):
         return None
@@ -342,15 +434,28 @@ def _learned(evidence: Evidence) -> Sign | None:
     """The good reason for groups that teach nothing: what they ask for is learned."""
     if not _has_learned(evidence) or _is_solved(evidence):
         return None
-    began, now, groups = evidence.first("reward_mean"), evidence.mean("reward_mean"), evidence.total("groups")
+    began, now, groups = (
+        evidence.first("reward_mean"),
+        evidence.mean("reward_mean"),
+        evidence.total("groups"),
+    )
     trained = groups - evidence.total("dropped_without_variance")
     words = f"learned: nearly all answers are right, reward {now:.2f} after {began:.2f} at first"
-    numbers = {"reward_first": began or 0.0, "reward_mean": now or 0.0, "groups": groups, "trained": trained}
+    numbers = {
+        "reward_first": began or 0.0,
+        "reward_mean": now or 0.0,
+        "groups": groups,
+        "trained": trained,
+    }
     return Sign(f"{words}; {trained} of {groups} groups still taught something", numbers)
 
 
 def _has_learned(evidence: Evidence) -> bool:
-    return _oversampled(evidence) and evidence.gained and (evidence.mean("groups_all_right") or 0.0) >= MOSTLY_RIGHT
+    return (
+        _oversampled(evidence)
+        and evidence.gained
+        and (evidence.mean("groups_all_right") or 0.0) >= MOSTLY_RIGHT
+    )
 
 
 def _oversampled(evidence: Evidence) -> bool:
@@ -363,82 +468,140 @@ def _nothing_trained(evidence: Evidence) -> Sign | None:
     groups = evidence.total("groups")
     if not _trains_nothing(evidence):
         return None
-    right, wrong = evidence.mean("groups_all_right") or 0.0, evidence.mean("groups_all_wrong") or 0.0
-    words = f"nothing was trained: in all {groups} groups of {evidence.steps} every answer to a prompt earns the same"
+    right, wrong = (
+        evidence.mean("groups_all_right") or 0.0,
+        evidence.mean("groups_all_wrong") or 0.0,
+    )
+    words = (
+        f"nothing was trained: in all {groups} groups of {evidence.steps} every answer to a prompt"
+        " earns the same"
+    )
     words += f"; {right:.0%} all right, {wrong:.0%} all wrong"
-    return Sign(words, {"groups": groups, "trained": 0, "groups_all_right": right, "groups_all_wrong": wrong})
+    return Sign(
+        words,
+        {"groups": groups, "trained": 0, "groups_all_right": right, "groups_all_wrong": wrong},
+    )
 
 
 def _trains_nothing(evidence: Evidence) -> bool:
     groups, dropped = evidence.total("groups"), evidence.total("dropped_without_variance")
-    return 0 < groups <= dropped and len(evidence.window) >= FEWEST_STEPS and not _is_solved(evidence)
+    return (
+        0 < groups <= dropped and len(evidence.window) >= FEWEST_STEPS and not _is_solved(evidence)
+    )
 
 
-@_rule("oversampling", "harder problems; or dynamic_sampling = false, or a smaller max_oversampling")
+@_rule(
+    "oversampling", ("harder problems; or dynamic_sampling = false, or a smaller max_oversampling")
+)
 def _oversampling(evidence: Evidence) -> Sign | None:
     """Steps that cost much, also in a run that gains."""
     groups, dropped = evidence.total("groups"), evidence.total("dropped_without_variance")
     if not _oversampled(evidence) or _has_learned(evidence) or _trains_nothing(evidence):
         return None
     trained, short = groups - dropped, sum(bool(line.get("gave_up")) for line in evidence.window)
-    right, wrong = evidence.mean("groups_all_right") or 0.0, evidence.mean("groups_all_wrong") or 0.0
-    numbers = {"groups": groups, "trained": trained, "steps_cut_short": short, "groups_all_right": right}
+    right, wrong = (
+        evidence.mean("groups_all_right") or 0.0,
+        evidence.mean("groups_all_wrong") or 0.0,
+    )
+    numbers = {
+        "groups": groups,
+        "trained": trained,
+        "steps_cut_short": short,
+        "groups_all_right": right,
+    }
     numbers |= {"groups_all_wrong": wrong} | evidence.known("time_rollout_s", "time_train_s")
-    words = f"oversampling: {groups} groups sampled, {trained} trained on; {right:.0%} all right, {wrong:.0%} all wrong"
+    words = (
+        f"oversampling: {groups} groups sampled, {trained} trained on; {right:.0%} all right,"
+        f" {wrong:.0%} all wrong"
+    )
     return Sign(f"{words}; {short} of {evidence.steps} cut short" if short else words, numbers)
 
 
 @_rule(
     "reward-part-constant",
-    "that function, or a prompt that leads to what it pays for; if it is a penalty, put that word into its name",
+    (
+        "that function, or a prompt that leads to what it pays for; if it is a penalty, put that"
+        " word into its name"
+    ),
 )
 def _constant_part(evidence: Evidence) -> Sign | None:
-    """Of several parts, one that was the same for every answer of the first steps and of the last ones, below 1."""
-    parts = {key: match[1] for line in evidence.lines for key in line if (match := PART.fullmatch(key))}
+    """Of several parts, one that was the same for every answer of the first steps and of the
+    last ones, below 1."""
+    parts = {
+        key: match[1] for line in evidence.lines for key in line if (match := PART.fullmatch(key))
+    }
     if len(parts) < 2 or len(evidence.window) < WINDOW or not evidence.has_enough_groups:
         return None
     constant = {}
     for key, name in parts.items():
-        scores, spreads = values_of(evidence.lines, key), values_of(evidence.lines, f"rewards/{name}/std")
+        scores, spreads = (
+            values_of(evidence.lines, key),
+            values_of(evidence.lines, (f"rewards/{name}/std")),
+        )
         same = bool(spreads) and max(*spreads, max(scores) - min(scores)) <= SAME_REWARD
         if same and scores[0] < 1 and (scores[0] != 0 or not PENALTY.fullmatch(name)):
             constant[name] = scores[0]
     if not constant:
         return None
     earned = " and ".join(f"{value:.3g} from {name}" for name, value in constant.items())
-    words = f"reward part constant: every answer earned {earned} in the first and the last {evidence.steps}"
+    words = (
+        f"reward part constant: every answer earned {earned} in the first and the last"
+        f" {evidence.steps}"
+    )
     return Sign(words, {f"rewards/{name}/mean": value for name, value in constant.items()})
 
 
 @_rule(
     "reward-below-1",
-    "let the best answer earn 1 (reward_weights), as accuracy counts it; or easier problems, if none was that good",
+    (
+        "let the best answer earn 1 (reward_weights), as accuracy counts it; or easier problems,"
+        " if none was that good"
+    ),
 )
 def _reward_below_one(evidence: Evidence) -> Sign | None:
-    """The best answer of most steps earned the same, and no answer more: a limit below what accuracy calls right."""
+    """The best answer of most steps earned the same, and no answer more: a limit below what
+    accuracy calls right."""
     environments = evidence.window[-1].get("environments") or {}
     for name in environments if len(evidence.window) >= WINDOW else ():
         accuracy = values_of(evidence.lines, f"eval/{name}/accuracy")
         limit, times, of = reward_limit(evidence.lines, name)
         if 0 < limit < 1 - SAME_REWARD and times > of / 2 and accuracy and not any(accuracy):
-            words = f"reward below 1: no answer of {name} earned more than {limit:.3g}, so its accuracy stays 0"
-            return Sign(words, {"reward_max": limit, "eval/accuracy": 0.0} | evidence.known("reward_mean"))
+            words = (
+                f"reward below 1: no answer of {name} earned more than {limit:.3g}, so its"
+                " accuracy stays 0"
+            )
+            return Sign(
+                words, {"reward_max": limit, "eval/accuracy": 0.0} | evidence.known("reward_mean")
+            )
     return None
 
 
 _rule(
     "reward-hole",
-    "read the full-mark answers (mlx_parallm rollouts RUN --best); if they are not what the task asks for, the reward",
+    (
+        "read the full-mark answers (mlx_parallm rollouts RUN --best); if they are not what the"
+        " task asks for, the reward"
+    ),
 )(reward_hole)
 
 
-@_rule("episodes-never-end", "set state.done when an episode is over; or raise max_token_length, if it ends later")
+@_rule(
+    "episodes-never-end",
+    ("set state.done when an episode is over; or raise max_token_length, if it ends later"),
+)
 def _never_done_in_metrics(evidence: Evidence) -> Sign | None:
     if not (share := _never_done(evidence)):
         return None
     turns = evidence.mean("never_done_turns") or 0.0
-    words = f"episodes never end: {turns:.0f} turns on average, and nothing set state.done in {_share(share)} of them"
-    return Sign(words, {"never_done_fraction": share, "never_done_turns": turns} | evidence.known("time_rollout_s"))
+    words = (
+        f"episodes never end: {turns:.0f} turns on average, and nothing set state.done in"
+        f" {_share(share)} of them"
+    )
+    return Sign(
+        words,
+        {"never_done_fraction": share, "never_done_turns": turns}
+        | evidence.known("time_rollout_s"),
+    )
 
 
 def _never_done(evidence: Evidence) -> float:
@@ -463,20 +626,25 @@ def _truncation(evidence: Evidence) -> Sign | None:
 
 
 @_rule(
-    "eos-never-sampled", "raise max_tokens; if they do not end then either, check the chat template and eos_token_id"
+    "eos-never-sampled",
+    ("raise max_tokens; if they do not end then either, check the chat template and eos_token_id"),
 )
 def _eos_never_sampled(evidence: Evidence) -> Sign | None:
     numbers = _truncated(evidence)
     ended = numbers.get("eos_fraction", 1.0)
     if ended > NEVER_ENDS or _out_of_room(numbers):
         return None
-    return Sign(f"EOS never sampled: {_share(1 - ended)} of the answers run into the length limit", numbers)
+    return Sign(
+        f"EOS never sampled: {_share(1 - ended)} of the answers run into the length limit", numbers
+    )
 
 
 def _truncated(evidence: Evidence) -> dict[str, float]:
     """The numbers of answers that are cut; empty where few are."""
     keys = ("truncated_fraction", "out_of_room_fraction", "eos_fraction", "completion_tokens_mean")
-    enough = (evidence.mean("truncated_fraction") or 0.0) >= TRUNCATED and evidence.has_enough_groups
+    enough = (
+        evidence.mean("truncated_fraction") or 0.0
+    ) >= TRUNCATED and evidence.has_enough_groups
     enough = enough and not _never_done(evidence)  # which is why they are cut
     return evidence.known(*keys) if enough else {}
 
@@ -501,16 +669,24 @@ def _small_updates(evidence: Evidence) -> Sign | None:
     moved = max(evidence.values("weights_moved"), default=1.0)
     if size >= SMALL_UPDATE and moved >= FEW_MOVED:
         return None
-    rounding = f"; {moved:.1g} of the weights changed in the model's dtype" if moved < FEW_MOVED else ""
+    rounding = (
+        (f"; {moved:.1g} of the weights changed in the model's dtype") if moved < FEW_MOVED else ""
+    )
     return Sign(
-        f"learning rate too small: an update moves the weights by {size:.1g} of their size{rounding}",
+        (
+            f"learning rate too small: an update moves the weights by {size:.1g} of their"
+            f" size{rounding}"
+        ),
         {"learning_rate": rate, "update_to_weight": size, "weights_moved": moved},
     )
 
 
 @_rule("update-refused", "lower learning_rate")
 def _publishes_refused(evidence: Evidence) -> Sign | None:
-    count, kl = evidence.total("publishes_refused"), max(evidence.values("publish_kl"), default=None)
+    count, kl = (
+        evidence.total("publishes_refused"),
+        max(evidence.values("publish_kl"), default=None),
+    )
     if not count:
         return None
     numbers = {"publishes_refused": count} | evidence.known("learning_rate")
@@ -543,18 +719,27 @@ def _stale_waiting(arrivals: Arrivals) -> Sign | None:
     dropped = arrivals.stale
     if dropped < max(FEWEST_STALE, arrivals.usable):
         return None
-    words = f"stale rollouts: {dropped} groups dropped as too old while step {arrivals.step} waited for its batch"
+    words = (
+        f"stale rollouts: {dropped} groups dropped as too old while step {arrivals.step} waited"
+        " for its batch"
+    )
     return Sign(words, {"dropped_stale": dropped, "waiting": arrivals.usable})
 
 
 @_rule("environment-stalled", "see what the environment waits for; timeout_s bounds an episode")
 def _stalled_in_metrics(evidence: Evidence) -> Sign | None:
-    waits = [line for line in evidence.window if not line.get("gave_up")]  # giving up takes many rounds
+    # giving up takes many rounds
+    waits = [line for line in evidence.window if not line.get("gave_up")]
     longest = max(values_of(waits, "time_rollout_s"), default=0.0)
-    usual = statistics.median(values_of([*evidence.start, *evidence.window], "time_rollout_s") or [0.0])
+    usual = statistics.median(
+        values_of([*evidence.start, *evidence.window], "time_rollout_s") or [0.0]
+    )
     if longest < STALLED_AFTER_S or longest < STALLED_TIMES * usual:
         return None
-    words = f"environment stalled: a step waited {longest:.0f} s for its rollouts, {usual:.2g} s is usual"
+    words = (
+        f"environment stalled: a step waited {longest:.0f} s for its rollouts, {usual:.2g} s is"
+        " usual"
+    )
     return Sign(words, {"time_rollout_s": longest, "time_rollout_s_median": usual})
 
 
@@ -569,17 +754,24 @@ def _stalled_waiting(arrivals: Arrivals) -> Sign | None:
     if arrivals.silent_s is None or arrivals.paused:
         return None
     since = f"came in the last {arrivals.silent_s:.0f} s" if arrivals.received else "ever came"
-    words = f"environment stalled: no group of rollouts {since}, step {arrivals.step} waits for its batch"
+    words = (
+        f"environment stalled: no group of rollouts {since}, step {arrivals.step} waits for its"
+        " batch"
+    )
     return Sign(words, {"silent_s": round(arrivals.silent_s, 1), "groups": arrivals.received})
 
 
-@_rule("no-log-probabilities", "collect through atroposlib's managed_server with server_type vllm, which returns them")
+@_rule(
+    "no-log-probabilities",
+    ("collect through atroposlib's managed_server with server_type vllm, which returns them"),
+)
 def _without_logprobs(evidence: Evidence) -> Sign | None:
     count, groups = evidence.total("groups_without_logprobs"), evidence.total("groups")
     if not count or not evidence.has_enough_groups:
         return None
     return Sign(
-        f"no log-probabilities: {count} of {groups} groups came without, so the trainer's own stand in and nothing"
+        f"no log-probabilities: {count} of {groups} groups came without, so the trainer's own"
+        " stand in and nothing"
         " corrects for what the policy has learned since",
         {"groups_without_logprobs": count, "groups": groups},
     )
@@ -590,8 +782,15 @@ def _refused(arrivals: Arrivals) -> Sign | None:
     if arrivals.rejected < max(FEWEST_REFUSED, REFUSED * arrivals.received):
         return None
     return Sign(
-        f"groups refused: {arrivals.rejected} of {arrivals.received}; the most frequent reason: {arrivals.reason}",
-        {"rejected": arrivals.rejected, "groups": arrivals.received, "with_this_reason": arrivals.times},
+        (
+            f"groups refused: {arrivals.rejected} of {arrivals.received}; the most frequent"
+            f" reason: {arrivals.reason}"
+        ),
+        {
+            "rejected": arrivals.rejected,
+            "groups": arrivals.received,
+            "with_this_reason": arrivals.times,
+        },
     )
 
 

@@ -1,4 +1,5 @@
-"""The report at the end of a run: the reward curve as a PNG, the same prompts before and after, and what to do next."""
+"""The report at the end of a run: the reward curve as a PNG, the same prompts before and after,
+and what to do next."""
 
 import itertools
 import math
@@ -28,14 +29,16 @@ from mlx_parallm.types import BETWEEN
 SMOOTHING = 10  # steps on each side of a mean, fewer in a short run
 SHOWN = 60  # characters of a text
 FEWER = 0.1
-"""A larger share of steps without all their rollouts is worth a word; one in quickstart's 180 is not."""
+"""A larger share of steps without all their rollouts is worth a word; one in quickstart's 180 is
+not."""
 INK, RAW, SECOND, THIRD = "#1b3a57", "#9dbad5", "#b3541e", "#4b7f52"
 INKS = (INK, SECOND, THIRD, "#7a4b94", "#c49a1a", "#3a8c9e", "#a83250", "#6b6b6b")
 """Of several runs, one each."""
 
 
 def write_reward_curve(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> Path:
-    """Draw `reward_mean` over the steps, raw and smoothed, with KL and entropy below; replace `path` atomically.
+    """Draw `reward_mean` over the steps, raw and smoothed, with KL and entropy below; replace
+    `path` atomically.
 
     Raises ValueError: no step has a reward. OSError: `path` cannot be written.
     """
@@ -51,14 +54,19 @@ def write_curves(
 ) -> Path:
     """Draw the same of several runs over each other, each in its colour.
 
-    `judged`: what `reward_mean` is in each run; runs with different ones are drawn on axes of their own.
+    `judged`: what `reward_mean` is in each run; runs with different ones are drawn on axes of their
+    own.
     """
     points = {name: _series(metrics, "reward_mean") for name, metrics in runs.items()}
     if not any(steps for steps, _ in points.values()):
         raise ValueError("no step has a reward_mean: nothing to draw")
     from matplotlib.figure import Figure  # here, because it takes a second and only this needs it
 
-    labels = {name: (judged or {}).get(name, "mean reward of the rollouts") for name in runs if points[name][0]}
+    labels = {
+        name: (judged or {}).get(name, "mean reward of the rollouts")
+        for name in runs
+        if points[name][0]
+    }
     rows = list(dict.fromkeys(labels.values()))
     figure = Figure(figsize=(9, 3 + 3 * len(rows)), dpi=120, layout="constrained")
     grid = figure.add_gridspec(len(rows) + 1, 2, height_ratios=(*[3] * len(rows), 1.2))
@@ -70,10 +78,16 @@ def write_curves(
         shown = {name: points[name] for name, label in labels.items() if label == judged_by}
         for name, (steps, values) in shown.items():
             label = f"mean of ±{window} steps" if alone else name
-            raw = {"color": RAW, "label": "each step"} if alone else {"color": inks[name], "alpha": 0.25}
+            raw = (
+                {"color": RAW, "label": ("each step")}
+                if alone
+                else {"color": inks[name], "alpha": 0.25}
+            )
             top.plot(steps, values, linewidth=1, **raw)
             top.plot(steps, smooth(values, window), color=inks[name], linewidth=2.4, label=label)
-        top.set_title("" if row else title, loc="left", fontsize=13, fontweight="bold", parse_math=False)
+        top.set_title(
+            ("") if row else title, loc="left", fontsize=13, fontweight="bold", parse_math=False
+        )
         top.set_ylabel(judged_by, parse_math=False)
         top.set_xlabel("training step")
         if all(0 <= value <= 1 for _, values in shown.values() for value in values):
@@ -81,7 +95,10 @@ def write_curves(
         for text in top.legend(frameon=False, loc="best").get_texts():
             text.set_parse_math(False)
     for position, (key, label, color) in enumerate(
-        (("kl", "KL to the reference\n(nats a token)", SECOND), ("entropy", "entropy\n(nats a token)", THIRD))
+        (
+            ("kl", "KL to the reference\n(nats a token)", SECOND),
+            ("entropy", "entropy\n(nats a token)", THIRD),
+        )
     ):
         small = figure.add_subplot(grid[1, position])
         curves = {name: _series(metrics, key) for name, metrics in runs.items()}
@@ -90,7 +107,15 @@ def write_curves(
         small.set_ylabel(label, fontsize=9)
         small.set_xlabel("training step", fontsize=9)
         if not any(x for x, _ in curves.values()):
-            small.text(0.5, 0.5, "not measured", ha="center", va="center", transform=small.transAxes, color="grey")
+            small.text(
+                0.5,
+                0.5,
+                "not measured",
+                ha="center",
+                va="center",
+                transform=small.transAxes,
+                color=("grey"),
+            )
     for axes in figure.axes:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -107,7 +132,10 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     """Return the centred moving mean over up to `window` neighbours on each side."""
     return [
         sum(part) / len(part)
-        for part in (values[max(0, position - window) : position + window + 1] for position in range(len(values)))
+        for part in (
+            values[max(0, position - window) : position + window + 1]
+            for position in range(len(values))
+        )
     ]
 
 
@@ -133,12 +161,15 @@ class Comparison:
 
     @property
     def measured(self) -> Iterator[tuple[str, list[float], list[float]]]:
-        """Yield (name, before, after): accuracy where 1 is the full reward, and the mean reward where it differs."""
+        """Yield (name, before, after): accuracy where 1 is the full reward, and the mean reward
+        where it differs."""
         before, after = ([pair[side] for pair in self.rewards] for side in (0, 1))
         every = [*before, *after]
         judged = self.greedy and max(every) <= 1 and (max(every) >= SOLVED or not any(every))
         if judged:
-            right, now_right = ([float(reward >= SOLVED) for reward in side] for side in (before, after))
+            right, now_right = (
+                [float(reward >= SOLVED) for reward in side] for side in (before, after)
+            )
             yield self.environment, right, now_right
         if not judged or any(0 != reward < SOLVED for reward in every):
             yield f"{self.environment} (mean reward)", before, after
@@ -149,9 +180,18 @@ def compare(before: Line, after: Line) -> list[Comparison]:
     comparisons = []
     for name, now in after["environments"].items():
         then = before["environments"].get(name, {"problems": [], "examples": []})
-        earlier, texts = {p["key"]: p for p in then["problems"]}, {e["key"]: e for e in then["examples"]}
-        rewards = [(reward_of(earlier[p["key"]]), reward_of(p)) for p in now["problems"] if p["key"] in earlier]
-        examples = [(texts[e["key"]], e) for e in now["examples"][:SHOWN_EXAMPLES] if e["key"] in texts]
+        earlier, texts = (
+            {p["key"]: p for p in then["problems"]},
+            {e["key"]: e for e in then[("examples")]},
+        )
+        rewards = [
+            (reward_of(earlier[p["key"]]), reward_of(p))
+            for p in now[("problems")]
+            if p["key"] in earlier
+        ]
+        examples = [
+            (texts[e["key"]], e) for e in now["examples"][:SHOWN_EXAMPLES] if e["key"] in texts
+        ]
         if rewards:
             greedy = all(problem["greedy"] is not None for problem in now["problems"])
             comparisons.append(Comparison(name, tuple(rewards), tuple(examples), greedy))
@@ -161,7 +201,9 @@ def compare(before: Line, after: Line) -> list[Comparison]:
 def reward_of(problem: Line) -> float:
     """Return the reward of the greedy answer to a problem, else the mean of the sampled ones."""
     sampled: Sequence[float] = problem["sampled"]
-    return float(problem["greedy"]) if problem["greedy"] is not None else sum(sampled) / len(sampled)
+    return (
+        float(problem[("greedy")]) if problem["greedy"] is not None else sum(sampled) / len(sampled)
+    )
 
 
 def accuracy_table(
@@ -169,7 +211,8 @@ def accuracy_table(
     title: str = "answers to held-out problems",
     columns: tuple[str, str, str] = (BEFORE, "after", "change"),
 ) -> Table:
-    """Held-out accuracy of each environment, before and after, with the 95% interval and p of the difference."""
+    """Held-out accuracy of each environment, before and after, with the 95% interval and p of
+    the difference."""
     table = Table(title=Text(title), title_justify="left", box=SIMPLE, pad_edge=False)
     table.add_column("environment")
     for name in ("problems", *columns, "95% interval", "p"):
@@ -185,7 +228,8 @@ def accuracy_table(
 
 
 def verdict(comparisons: Sequence[Comparison], a: str, b: str) -> str:
-    """Say in a sentence which of the differences are significant, by `estimates.Difference.significant`."""
+    """Say in a sentence which of the differences are significant, by
+    `estimates.Difference.significant`."""
     better: list[str] = []
     worse: list[str] = []
     unclear: list[str] = []
@@ -202,14 +246,17 @@ def verdict(comparisons: Sequence[Comparison], a: str, b: str) -> str:
 
 
 def answers_table(comparisons: Sequence[Comparison], first: str = BEFORE) -> Table:
-    """Return the first answers of each environment, not selected ones. `first`: when the earlier ones were given."""
+    """Return the first answers of each environment, not selected ones. `first`: when the earlier
+    ones were given."""
     last = "after" if first == BEFORE else "at the end"
     table = Table(title=f"the same prompts, {first} and {last}", title_justify="left")
     for name in ("prompt", "expected", first, last):
         table.add_column(name, overflow="fold")
     for row in comparisons:
         for before, after in row.examples:
-            prompt, expected = (Text(beginning_of(after[key] or "", SHOWN)) for key in ("prompt", "expected"))
+            prompt, expected = (
+                Text(beginning_of(after[key] or "", SHOWN)) for key in ("prompt", ("expected"))
+            )
             table.add_row(prompt, expected, _mark(before), _mark(after))
     return table
 
@@ -227,20 +274,33 @@ def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
             change = f"({found.mean:+.3f}, {interval}) on {problems}"
             lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} {change}")
         for then, now in row.examples:
-            prompt = f"{beginning_of(now['prompt'], SHOWN)}  [{beginning_of(now['expected'] or '', SHOWN)}]"
+            prompt = (
+                f"{beginning_of(now['prompt'], SHOWN)} "
+                f" [{beginning_of(now['expected'] or '', SHOWN)}]"
+            )
             lines.append(f"  {prompt}  {_plain(then)} -> {_plain(now)}")
     return "\n".join(lines)
 
 
 def problems_of(lines: Sequence[Line], run: Path) -> list[str]:
-    """Return what is wrong with a run that ends here, in its last steps or in how its steps were filled."""
-    told = [f"{diagnosis}; see {diagnosis.page}" for diagnosis in find(lines, lines) if not diagnosis.good]
+    """Return what is wrong with a run that ends here, in its last steps or in how its steps were
+    filled."""
+    told = [
+        f"{diagnosis}; see {diagnosis.page}"
+        for diagnosis in find(lines, lines)
+        if not diagnosis.good
+    ]
     given = {words_of(line["gave_up"]): line["gave_up"] for line in lines if line.get("gave_up")}
     reasons = Counter(words_of(line["gave_up"]) for line in lines if line.get("gave_up"))
     for reason, count in reasons.most_common(1) if reasons.total() > FEWER * len(lines) else ():
-        told.append(f"{reasons.total()} of {len(lines)} steps had fewer rollouts, {count} because of: {given[reason]}")
+        told.append(
+            f"{reasons.total()} of {len(lines)} steps had fewer rollouts, {count} because of:"
+            f" {given[reason]}"
+        )
     if not has_trained(lines) and lines:
-        told.insert(0, f"nothing was learned: none of the {len(lines)} steps has changed the weights")
+        told.insert(
+            0, (f"nothing was learned: none of the {len(lines)} steps has changed the weights")
+        )
     return [*told, f"more: {our_command()} explain {shlex.quote(str(run))}"] if told else []
 
 
@@ -255,10 +315,13 @@ def successes_of(lines: Sequence[Line]) -> list[str]:
 
 
 def our_command() -> str:
-    """Return how a shell runs `mlx_parallm`: its name where it is on PATH, else the path beside this Python."""
+    """Return how a shell runs `mlx_parallm`: its name where it is on PATH, else the path beside
+    this Python."""
     name = "mlx_parallm"
     beside = Path(sys.executable).parent / name
-    return name if shutil.which(name) or not beside.exists() else shlex.quote(os.path.relpath(beside))
+    return (
+        name if shutil.which(name) or not beside.exists() else shlex.quote(os.path.relpath(beside))
+    )
 
 
 def next_commands(run_dir: Path, base_path: str, *, lora: bool) -> list[str]:
@@ -284,7 +347,8 @@ def print_report(
     *,
     first: str = BEFORE,
 ) -> None:
-    """Print the report. In a terminal no line breaks inside a word, and a command in several lines can be pasted.
+    """Print the report. In a terminal no line breaks inside a word, and a command in several lines
+    can be pasted.
 
     Args:
         problems: what is wrong with the run, a sentence each. successes: what is good about it.
@@ -296,19 +360,26 @@ def print_report(
             columns = (first, "after" if first == BEFORE else "at the end", "change")
             console.print(accuracy_table(comparisons, columns=columns))
         else:
-            console.print(plain_report(comparisons, first), soft_wrap=True, markup=False, highlight=False)
-    sentences = [(success, "bold green") for success in successes] + [(problem, "bold red") for problem in problems]
+            console.print(
+                plain_report(comparisons, first), soft_wrap=True, markup=False, highlight=False
+            )
+    sentences = [(success, "bold green") for success in successes] + [
+        (problem, "bold red") for problem in problems
+    ]
     for sentence, style in sentences:
         console.print(Text(sentence, style=style), soft_wrap=not console.is_terminal)
     for name, file in (("reward curve", curve), ("samples", samples)):
         if file is not None:
             _print_whole(console, f"{name}:", [str(file)])
-    for lead, command in zip(itertools.chain(["next:"], itertools.repeat("  or:")), commands, strict=False):
+    for lead, command in zip(
+        itertools.chain(["next:"], itertools.repeat("  or:")), commands, strict=False
+    ):
         _print_whole(console, lead, by_option(command))
 
 
 def _print_whole(console: Console, lead: str, parts: Sequence[str]) -> None:
-    """Print a path or the parts of a command behind `lead`, or below it where they are too wide for the terminal."""
+    """Print a path or the parts of a command behind `lead`, or below it where they are too wide
+    for the terminal."""
     line = f"{lead} {' '.join(parts)}"
     if console.is_terminal and cell_len(line) > console.width:
         line = f"{lead}\n{command_lines(parts, console.width) if len(parts) > 1 else parts[0]}"
@@ -316,19 +387,28 @@ def _print_whole(console: Console, lead: str, parts: Sequence[str]) -> None:
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    points = [(int(line["step"]), float(line[key])) for line in metrics if isinstance(line.get(key), int | float)]
+    points = [
+        (int(line["step"]), float(line[key]))
+        for line in metrics
+        if isinstance(line.get(key), int | float)
+    ]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def _mean(values: Sequence[float]) -> float:
-    """As `estimates.estimate` rounds it: a plain sum may be 0.9694999 where the other tables show 0.970."""
+    """As `estimates.estimate` rounds it: a plain sum may be 0.9694999 where the other tables
+    show 0.970."""
     return math.fsum(values) / len(values)
 
 
 def _one_line(answer: Line) -> str:
     """Return an answer on one line; of several turns their beginning and the last one."""
     before, mark, last = (answer["error"] or answer["text"]).rpartition(BETWEEN[-1])
-    return f"{beginning_of(before + mark, SHOWN)} {beginning_of(last, SHOWN)}" if mark else beginning_of(last, SHOWN)
+    return (
+        (f"{beginning_of(before + mark, SHOWN)} {beginning_of(last, SHOWN)}")
+        if mark
+        else beginning_of(last, SHOWN)
+    )
 
 
 def _mark(answer: Line) -> Text:

@@ -1,7 +1,8 @@
 """What the policy writes, for people to read: first, best and worst completion of a step. No MLX.
 
-`samples.jsonl` in the run directory has one line for each; `samples.html` shows the last steps in a browser, one file
-without scripts, everything escaped. The terminal shows a table, and trackers get the same.
+`samples.jsonl` in the run directory has one line for each; `samples.html` shows the last steps in a
+browser, one file without scripts, everything escaped. The terminal shows a table, and trackers get
+the same.
 """
 
 import re
@@ -28,7 +29,8 @@ SAMPLES_FILE = "samples.jsonl"
 SAMPLES_PAGE = "samples.html"
 STEPS_ON_PAGE = 50
 SHOWN_CHARACTERS = 300  # in the terminal: of the end of a prompt, of the beginning of a completion
-OLD_DEFAULTS: dict[str, Any] = {"version": None, "scores": {}, "turns": 1}  # keys that older lines lack
+# keys that older lines lack
+OLD_DEFAULTS: dict[str, Any] = {"version": None, "scores": {}, "turns": 1}
 LONGEST_TEXT = 8_000  # characters of a prompt or a completion on the page; samples.jsonl has all
 
 STYLE = """
@@ -65,7 +67,8 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`completion`: everything after the prompt, with what an environment put between two turns in ⟦ ⟧."""
+    """`completion`: everything after the prompt, with what an environment put between two turns
+    in ⟦ ⟧."""
 
     step: int
     which: Literal["first", "best", "worst"]
@@ -88,7 +91,15 @@ class Sample:
         turns = f" in {self.turns} turns" if self.turns > 1 else ""
         ended = f"{self.tokens} tokens{turns}, ended by {self.stop_reason or '?'}"
         notes = (self.environment, version, ended, self.group_id)
-        return Shown(f"step {self.step}", self.which, self.reward, notes, self.prompt, self.completion, self.scores)
+        return Shown(
+            f"step {self.step}",
+            self.which,
+            self.reward,
+            notes,
+            self.prompt,
+            self.completion,
+            self.scores,
+        )
 
 
 class SampleLog:
@@ -104,10 +115,13 @@ class SampleLog:
         self._file.cut(step)
         self._page = path.with_name(SAMPLES_PAGE)
         old = self._file.last(3 * STEPS_ON_PAGE) if every else []
-        self._shown = deque([Sample(**(OLD_DEFAULTS | line)) for line in old], maxlen=3 * STEPS_ON_PAGE)
+        self._shown = deque(
+            [Sample(**(OLD_DEFAULTS | line)) for line in old], maxlen=3 * STEPS_ON_PAGE
+        )
 
     def write(self, batch: TrainBatch) -> list[Sample]:
-        """Write and return the samples of this step; empty where none are due. Raises CheckpointError: a full disk."""
+        """Write and return the samples of this step; empty where none are due. Raises
+        CheckpointError: a full disk."""
         if not self._every or batch.step % self._every:
             return []
         samples = choose_samples(batch.step, batch.groups, self._decode)
@@ -121,13 +135,18 @@ class SampleLog:
         """Replace the page, newest step first."""
         self._shown.extend(samples)
         newest = sorted(self._shown, key=lambda sample: -sample.step)
-        note = f"First, best and worst answer of every {self._every} steps; the last {STEPS_ON_PAGE} of them."
-        write_page(self._page, self._page.parent.name, [sample.shown() for sample in newest], note=note)
+        note = (
+            f"First, best and worst answer of every {self._every} steps; the last {STEPS_ON_PAGE}"
+            " of them."
+        )
+        write_page(
+            self._page, self._page.parent.name, [sample.shown() for sample in newest], note=note
+        )
 
 
 def choose_samples(step: int, groups: Sequence[RolloutGroup], decode: Decode) -> list[Sample]:
-    """Return a batch's first rollout, the one with the highest reward and the one with the lowest; where several have
-    it, one that is not the first rollout."""
+    """Return a batch's first rollout, the one with the highest reward and the one with the
+    lowest; where several have it, one that is not the first rollout."""
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
     if not pairs:
         return []
@@ -137,7 +156,11 @@ def choose_samples(step: int, groups: Sequence[RolloutGroup], decode: Decode) ->
 
     others = [*pairs[1:], pairs[0]]
     chosen: list[tuple[Literal["first", "best", "worst"], tuple[RolloutGroup, Rollout]]]
-    chosen = [("first", pairs[0]), ("best", max(others, key=reward)), ("worst", min(others, key=reward))]
+    chosen = [
+        ("first", pairs[0]),
+        ("best", max(others, key=reward)),
+        ("worst", min(others, key=reward)),
+    ]
     return [_sample(step, which, group, rollout, decode) for which, (group, rollout) in chosen]
 
 
@@ -145,7 +168,9 @@ def merged(samples: Sequence[Sample]) -> list[tuple[str, Sample]]:
     """Return each answer to a problem once, with all its names: ("first, best", sample)."""
     found: dict[tuple[str, str, float], tuple[list[str], Sample]] = {}
     for sample in samples:
-        which, _ = found.setdefault((sample.group_id, sample.completion, sample.reward), ([], sample))
+        which, _ = found.setdefault(
+            (sample.group_id, sample.completion, sample.reward), ([], sample)
+        )
         which.append(sample.which)
     return [(", ".join(which), sample) for which, sample in found.values()]
 
@@ -164,20 +189,26 @@ def samples_table(samples: Sequence[Sample], readable: Readable = str) -> Table:
 
 
 def shortened(sample: Sample, readable: Readable = str) -> tuple[str, str]:
-    """Return the end of the prompt (the question) and the beginning of the completion, each on one short line."""
+    """Return the end of the prompt (the question) and the beginning of the completion, each on
+    one short line."""
     prompt, completion = readable(sample.prompt), readable(sample.completion)
     return end_of(prompt, SHOWN_CHARACTERS), beginning_of(completion, SHOWN_CHARACTERS)
 
 
 def without_template(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Readable:
-    """Return a function that makes messages of what the chat template made of them: "user: Hi assistant: Hello".
+    """Return a function that makes messages of what the chat template made of them: "user: Hi
+    assistant: Hello".
 
     One message alone comes without its role. Special tokens that are left are removed.
     """
     marks = {mark: f"{TURN}{role}: " for mark, role in _marks(tokenizer, template_kwargs).items()}
     gone = {tokenizer.token_text(token): "" for token in tokenizer.special_ids} if marks else {}
     words = {text: new for text, new in (gone | marks).items() if text}
-    pattern = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True)))) if words else None
+    pattern = (
+        re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+        if words
+        else None
+    )
 
     def readable(text: str) -> str:
         if pattern is None:
@@ -192,12 +223,15 @@ def without_template(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any
 
 
 def _marks(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """What the template writes before a message, and the message's role; empty without a template."""
+    """What the template writes before a message, and the message's role; empty without a
+    template."""
     marks: dict[str, str] = {}
     ends = [tokenizer.token_text(token) for token in tokenizer.eos_token_ids]
     for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
         words = [f"MESSAGE-{number}-OF-THE-TEMPLATE" for number in range(len(roles))]
-        messages = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+        messages = [
+            {"role": role, "content": word} for role, word in zip(roles, words, strict=True)
+        ]
         try:
             text = tokenizer.render_chat_text(messages, template_kwargs=template_kwargs)
         except RequestError:
@@ -213,7 +247,11 @@ def _marks(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> dict
 
 
 def _sample(
-    step: int, which: Literal["first", "best", "worst"], group: RolloutGroup, rollout: Rollout, decode: Decode
+    step: int,
+    which: Literal["first", "best", "worst"],
+    group: RolloutGroup,
+    rollout: Rollout,
+    decode: Decode,
 ) -> Sample:
     sampled = [
         version
@@ -222,7 +260,9 @@ def _sample(
         if mask and version >= 0
     ]
     begins = rollout.mask.index(1) if 1 in rollout.mask else len(rollout.tokens)
-    after = groupby(zip(rollout.tokens[begins:], rollout.mask[begins:], strict=True), key=itemgetter(1))
+    after = groupby(
+        zip(rollout.tokens[begins:], rollout.mask[begins:], strict=True), key=itemgetter(1)
+    )
     parts = [(on, [token for token, _ in part]) for on, part in after]
     prompt, *texts = decode([rollout.tokens[:begins], *(tokens for _, tokens in parts)])
     return Sample(
@@ -237,7 +277,9 @@ def _sample(
         version=max(sampled, default=None),
         scores=dict(rollout.scores),
         prompt=prompt,
-        completion="".join(text if on else BETWEEN.format(text) for (on, _), text in zip(parts, texts, strict=True)),
+        completion="".join(
+            text if on else BETWEEN.format(text) for (on, _), text in zip(parts, texts, strict=True)
+        ),
     )
 
 
@@ -262,4 +304,8 @@ def _article(one: Shown) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} … ({len(text):,} characters)"
+    return (
+        text
+        if len(text) <= LONGEST_TEXT
+        else (f"{text[:LONGEST_TEXT]} … ({len(text):,} characters)")
+    )

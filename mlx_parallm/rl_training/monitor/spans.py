@@ -1,9 +1,11 @@
-"""`spans.jsonl`: what the run did when, as lanes of time: `{"name", "step", "begin", "end"}`, Unix seconds. No MLX.
+"""`spans.jsonl`: what the run did when, as lanes of time: `{"name", "step", "begin", "end"}`, Unix
+seconds. No MLX.
 
-Names are those of OpenTelemetry's proposal for RL (semantic-conventions-genai #88) where it has one: `rl.sample`,
-`rl.reward`, `rl.train`, `rl.sync`; ours are `rl.wait`, `rl.checkpoint`, `rl.evaluate`. Sampling and scoring overlap,
-group by group: of a step they are written as the times in which any group was sampled, or scored. One further line of
-each step, `{"name": "versions", "step", "tokens"}`, has how many of its tokens each policy version sampled.
+Names are those of OpenTelemetry's proposal for RL (semantic-conventions-genai #88) where it has
+one: `rl.sample`, `rl.reward`, `rl.train`, `rl.sync`; ours are `rl.wait`, `rl.checkpoint`,
+`rl.evaluate`. Sampling and scoring overlap, group by group: of a step they are written as the times
+in which any group was sampled, or scored. One further line of each step, `{"name": "versions",
+"step", "tokens"}`, has how many of its tokens each policy version sampled.
 
 Nothing needs this file: a failure here costs one warning (`RunEvents.emit`) and never the run.
 """
@@ -74,18 +76,23 @@ class SpanLog:
         step = event.batch.step
         with self._lock:
             groups, self._overlapping = self._overlapping, defaultdict(list)
-        self._lines += [_line(name, step, times) for name in groups for times in merged(groups[name])]
+        self._lines += [
+            _line(name, step, times) for name in groups for times in merged(groups[name])
+        ]
         sampled = Counter[int]()
         for sequence in event.batch.sequences:
             if sequence.rollout.policy_versions is not None:
                 sampled.update(compress(sequence.rollout.policy_versions, sequence.rollout.mask))
         if sampled:
-            self._lines.append(json.dumps({"name": "versions", "step": step, "tokens": dict(sampled)}) + "\n")
+            self._lines.append(
+                json.dumps({"name": "versions", "step": step, "tokens": dict(sampled)}) + ("\n")
+            )
         self.flush()
 
     def flush(self) -> None:
-        """Write what has come since the last step: after a run, its last checkpoint and evaluation. What cannot be
-        written (a full disk, a directory that was removed) is left out: a run does not end for its times."""
+        """Write what has come since the last step: after a run, its last checkpoint and
+        evaluation. What cannot be written (a full disk, a directory that was removed) is left
+        out: a run does not end for its times."""
         lines, self._lines = self._lines, []
         try:
             self._append(lines)
@@ -96,7 +103,8 @@ class SpanLog:
         if self._step is not None and lines:
             try:
                 MetricsFile(self._path).cut(self._step)
-            except CheckpointError as error:  # of a run that lost power: what was before is of little worth
+            # of a run that lost power: what was before is of little worth
+            except CheckpointError as error:
                 log.warning("spans of earlier steps are set aside", reason=str(error))
                 self._path.replace(self._path.with_suffix(".damaged"))
             self._step = None
@@ -150,8 +158,8 @@ def _step_of(text: bytes) -> int:
 
 
 def lines_of_steps(path: Path, first: int, last: int) -> Iterator[dict[str, Any]]:
-    """Yield the lines of these steps from a file in which steps rise, but for an evaluation's few: by halves to the
-    first one, from a little before it."""
+    """Yield the lines of these steps from a file in which steps rise, but for an evaluation's
+    few: by halves to the first one, from a little before it."""
     with path.open("rb") as file:
         low, high = 0, file.seek(0, 2)
         while high - low > NEAR_BYTES:

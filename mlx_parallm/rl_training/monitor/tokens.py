@@ -1,7 +1,9 @@
-"""`tokens.sqlite`: what the trainer knew of each token, of the groups that samples.jsonl shows. No MLX.
+"""`tokens.sqlite`: what the trainer knew of each token, of the groups that samples.jsonl shows. No
+MLX.
 
-A row is one segment of one answer. Its columns are little-endian float32 [T], NaN where a token was not trained on and
-where a number was not computed; the names are those of `verifiers/v1/graph.py:MessageNode` (0.4.0). Nothing needs this
+A row is one segment of one answer. Its columns are little-endian float32 [T], NaN where a token was
+not trained on and where a number was not computed; the names are those of
+`verifiers/v1/graph.py:MessageNode` (0.4.0). Nothing needs this
 file: a failure here costs one warning (`RunEvents.emit`) and never the run.
 """
 
@@ -57,7 +59,10 @@ class TokenLog:
     def subscribe(self, events: RunEvents) -> None:
         """Call it before the samples subscribe: it keeps the step that they are taken from."""
         events.subscribe(StepFinished, self._keep)
-        events.subscribe(SamplesWritten, lambda event: self._write_shown({sample.group_id for sample in event.samples}))
+        events.subscribe(
+            SamplesWritten,
+            lambda event: self._write_shown({sample.group_id for sample in event.samples}),
+        )
 
     def close(self) -> None:
         if self._connection is not None:
@@ -86,12 +91,14 @@ class TokenLog:
             raise
 
     def _open(self) -> sqlite3.Connection:
-        """Open the file for this run; a failure leaves nothing open, so that the next step tries again."""
+        """Open the file for this run; a failure leaves nothing open, so that the next step tries
+        again."""
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         try:
             connection.executescript(_OPEN + _TABLE)
             connection.execute("DELETE FROM tokens WHERE step > ?", (self._step,))
-            if pragma(connection, "page_count") * pragma(connection, "page_size") > self._most:  # had a larger bound
+            # had a larger bound
+            if pragma(connection, "page_count") * pragma(connection, "page_size") > self._most:
                 self._make_room(connection, 0)
                 connection.execute("VACUUM")
         except (sqlite3.Error, StoreError):
@@ -103,7 +110,10 @@ class TokenLog:
     def _make_room(self, connection: sqlite3.Connection, wanted: int) -> None:
         """Remove the oldest steps until `wanted` bytes fit. Raises StoreError: they never will."""
         if wanted + EMPTY_BYTES > self._most:
-            raise StoreError(f"the tokens of one step need {wanted} bytes, and logging.tokens_gb allows {self._most}")
+            raise StoreError(
+                f"the tokens of one step need {wanted} bytes, and logging.tokens_gb allows"
+                f" {self._most}"
+            )
         while _used_bytes(connection) + wanted > self._most:
             ((oldest,),) = connection.execute("SELECT min(step) FROM tokens")
             if oldest is None:
@@ -117,11 +127,14 @@ def _used_bytes(connection: sqlite3.Connection) -> int:
 
 
 def _bytes_of(row: Sequence[object]) -> int:
-    """The bytes of a row in the file, at most: whole pages of its columns, one for what leads to them."""
+    """The bytes of a row in the file, at most: whole pages of its columns, one for what leads to
+    them."""
     return (sum(len(part) for part in row if isinstance(part, bytes)) // PAGE + 2) * PAGE
 
 
-def rows_of(batch: TrainBatch, tokens: "StepTokens", group_ids: Collection[str]) -> list[tuple[object, ...]]:
+def rows_of(
+    batch: TrainBatch, tokens: "StepTokens", group_ids: Collection[str]
+) -> list[tuple[object, ...]]:
     """Return a row for each segment of these groups that was trained on."""
     places = {
         id(segment): (group.group_id, number, place)
@@ -149,16 +162,24 @@ def rows_of(batch: TrainBatch, tokens: "StepTokens", group_ids: Collection[str])
 
 
 def read_tokens(run: Path, group_id: str, number: int, segment: int) -> Mapping[str, np.ndarray]:
-    """Return the columns of one segment, [T] float32 by name; empty where the run has not kept it."""
+    """Return the columns of one segment, [T] float32 by name; empty where the run has not kept
+    it."""
     path = run / TOKENS_FILE
     if not path.is_file():
         return {}
     with closing(sqlite3.connect(reading_uri(path), uri=True)) as connection:
         try:
             row = connection.execute(
-                f"SELECT {', '.join(COLUMNS)} FROM tokens WHERE group_id = ? AND number = ? AND segment = ?",
+                (
+                    f"SELECT {', '.join(COLUMNS)} FROM tokens WHERE group_id = ? AND number = ?"
+                    " AND segment = ?"
+                ),
                 (group_id, number, segment),
             ).fetchone()
         except sqlite3.Error:  # being made, or damaged: the page does without
             return {}
-    return {} if row is None else {name: np.frombuffer(part, "<f4") for name, part in zip(COLUMNS, row, strict=True)}
+    return (
+        {}
+        if row is None
+        else {name: np.frombuffer(part, "<f4") for name, part in zip(COLUMNS, row, strict=True)}
+    )

@@ -1,4 +1,5 @@
-"""Weights & Biases, trackio, TensorBoard: every metrics line and every sample table, under the same names. No MLX.
+"""Weights & Biases, trackio, TensorBoard: every metrics line and every sample table, under the same
+names. No MLX.
 
     Trackers    hands lines to its own thread, so that a slow or dead network never delays a step
     Tracker     the client of one service; an error in it becomes one warning, and the run goes on
@@ -60,7 +61,8 @@ def check_installed(config: LoggingConfig) -> None:
 
 
 class Trackers:
-    """Single use. `log` and `samples` are called on the trainer's thread; they never wait and never raise."""
+    """Single use. `log` and `samples` are called on the trainer's thread; they never wait and
+    never raise."""
 
     def __init__(
         self,
@@ -97,7 +99,10 @@ class Trackers:
             self._waiting.put(None, timeout=CLOSE_SECONDS)
             self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._warn("trackers", f"not finished within {CLOSE_SECONDS:.0f} s: the last lines may be missing")
+            self._warn(
+                "trackers",
+                (f"not finished within {CLOSE_SECONDS:.0f} s: the last lines may be missing"),
+            )
 
     def _put(self, work: Callable[[Tracker], None]) -> None:
         if not self._thread.is_alive():
@@ -105,7 +110,10 @@ class Trackers:
         try:
             self._waiting.put_nowait(work)
         except queue.Full:
-            self._warn("trackers", f"{WAITING_LINES} lines behind: some are left out (metrics.jsonl has them all)")
+            self._warn(
+                "trackers",
+                (f"{WAITING_LINES} lines behind: some are left out (metrics.jsonl has them all)"),
+            )
 
     def _work(self) -> None:
         trackers = {}
@@ -129,11 +137,16 @@ class Trackers:
     def _warn(self, name: str, problem: str) -> None:
         if name not in self._warned:
             self._warned.add(name)
-            log.warning("tracker failed; training goes on, metrics.jsonl is complete", tracker=name, problem=problem)
+            log.warning(
+                "tracker failed; training goes on, metrics.jsonl is complete",
+                tracker=name,
+                problem=problem,
+            )
 
 
 def flat(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield a metrics line without its nulls; nested names are joined by "/": reward_by_environment/reverse."""
+    """Yield a metrics line without its nulls; nested names are joined by "/":
+    reward_by_environment/reverse."""
     for key, value in line.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}/{inner}", item) for inner, item in flat(value))
@@ -142,12 +155,15 @@ def flat(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class _TensorBoard:
-    """Event files under `tensorboard/` of the run directory; steps after the one resumed from are hidden."""
+    """Event files under `tensorboard/` of the run directory; steps after the one resumed from
+    are hidden."""
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.step + 1, flush_secs=10)
+        self._writer = SummaryWriter(
+            str(run.directory / "tensorboard"), purge_step=run.step + 1, flush_secs=10
+        )
         if not run.step:
             self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```", 0)
 
@@ -160,7 +176,8 @@ class _TensorBoard:
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         texts = [
-            f"**{s.which}** · reward {s.reward:g}\n\n```\n{s.prompt}\n```\n```\n{s.completion}\n```" for s in samples
+            f"**{s.which}** · reward {s.reward:g}\n\n```\n{s.prompt}\n```\n```\n{s.completion}\n```"
+            for s in samples
         ]
         self._writer.add_text("samples", "\n\n".join(texts), step)
 
@@ -172,7 +189,8 @@ class _Wandb:
     """W&B's interface, which trackio has too, but for two calls.
 
     Args:
-        make_table: rows → a table; trackio takes the names of columns from the rows, W&B as an argument.
+        make_table: rows → a table; trackio takes the names of columns from the rows, W&B as an
+            argument.
         log_values: sends the values of a step.
     """
 
@@ -188,7 +206,9 @@ class _Wandb:
         self._log(step, {name: value for name, value in flat(line) if name != "step"})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [{name: str(value) for name, value in sample.to_json().items()} for sample in samples]
+        rows = [
+            {name: str(value) for name, value in sample.to_json().items()} for sample in samples
+        ]
         self._log(step, {"samples": self._make_table(rows)})
 
     def close(self) -> None:
@@ -196,12 +216,15 @@ class _Wandb:
 
 
 def _open_wandb(run: TrackedRun) -> Tracker:
-    """`step` is an ordinary metric and the x axis: W&B's own step cannot go back, as a resume does."""
+    """`step` is an ordinary metric and the x axis: W&B's own step cannot go back, as a resume
+    does."""
     import wandb
 
     offline = wandb.setup().settings.mode in ("offline", "disabled", "dryrun")
     if not offline and not wandb.login(prompt=False, verify=False):
-        raise RuntimeError("not logged in: run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline")
+        raise RuntimeError(
+            "not logged in: run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
+        )
     opened = wandb.init(
         project=run.project,
         name=run.name,
@@ -209,7 +232,9 @@ def _open_wandb(run: TrackedRun) -> Tracker:
         resume="allow",
         dir=str(run.directory),
         config=dict(run.config),
-        settings=wandb.Settings(console="off", silent=True, x_disable_meta=True, disable_git=True, save_code=False),
+        settings=wandb.Settings(
+            console="off", silent=True, x_disable_meta=True, disable_git=True, save_code=False
+        ),
     )
     opened.define_metric("*", step_metric="step")
     log.info("W&B", run=opened.id, url=None if offline else opened.url, files=opened.dir)
@@ -226,8 +251,14 @@ def _open_trackio(run: TrackedRun) -> Tracker:
 
     name = f"{run.name}-{_kept_id(run.directory, 'trackio')}"
     quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-    opened = trackio.init(project=run.project, name=name, resume="allow", config=dict(run.config), **quiet)
-    return _Wandb(opened, lambda rows: trackio.Table(data=rows), lambda step, values: opened.log(values, step=step))
+    opened = trackio.init(
+        project=run.project, name=name, resume="allow", config=dict(run.config), **quiet
+    )
+    return _Wandb(
+        opened,
+        lambda rows: trackio.Table(data=rows),
+        lambda step, values: opened.log(values, step=step),
+    )
 
 
 MAKERS: dict[str, Callable[[TrackedRun], Tracker]] = {

@@ -1,10 +1,11 @@
-"""`mlx_parallm train --dry-run`: a real start and a few real steps in a directory that is thrown away.
+"""`mlx_parallm train --dry-run`: a real start and a few real steps in a directory that is thrown
+away.
 
     memory by formula → load → one group of each environment, shown and scored → probe → Forecast
 
-The probe is the run itself: same engine, environments, trainer and overlap of the two, so what it measures is what the
-run will do. It ends by an exception out of the loop, which saves nothing. A broken environment or reward function ends
-the dry run with EnvironmentFailedError before the probe.
+The probe is the run itself: same engine, environments, trainer and overlap of the two, so what it
+measures is what the run will do. It ends by an exception out of the loop, which saves nothing. A
+broken environment or reward function ends the dry run with EnvironmentFailedError before the probe.
 """
 
 import asyncio
@@ -75,7 +76,8 @@ LOG_LINE = 400
 """Bytes that a step adds to run.log and samples.jsonl."""
 NEVER = 10**9
 SEVERAL_TURNS = ("conversation", "svrl", "gymnasium", "tools")
-"""Kinds of environments whose episodes may have several turns, though a probe's may all have one."""
+"""Kinds of environments whose episodes may have several turns, though a probe's may all have
+one."""
 STAND_IN = "STAND-IN-FOR-THE-ANSWER"
 
 T = TypeVar("T")
@@ -83,7 +85,8 @@ T = TypeVar("T")
 
 @dataclass
 class Probe:
-    """Hold what the steps of the probe showed; `after_step` raises `ProbeDone` after the last one."""
+    """Hold what the steps of the probe showed; `after_step` raises `ProbeDone` after the last
+    one."""
 
     clock: Callable[[], float] = time.monotonic
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -93,10 +96,15 @@ class Probe:
 
     def add(self, batch: TrainBatch) -> None:
         self.seen = self.seen.with_batch(batch)
-        self.several_turns |= any(has_several_turns(rollout) for group in batch.groups for rollout in group.rollouts)
+        self.several_turns |= any(
+            has_several_turns(rollout) for group in batch.groups for rollout in group.rollouts
+        )
 
     def saw(self, prompt: int, completion: int) -> None:
-        longer = {"prompt": max(self.seen.prompt, prompt), "completion": max(self.seen.completion, completion)}
+        longer = {
+            "prompt": max(self.seen.prompt, prompt),
+            "completion": max(self.seen.completion, completion),
+        }
         self.seen = replace(self.seen, **longer)
 
     def after_step(self, line: dict[str, Any]) -> None:
@@ -110,7 +118,8 @@ class Probe:
 
     @property
     def seconds(self) -> float | None:
-        """A step's, from the end of the first on: then the next step's rollouts are made while one trains."""
+        """A step's, from the end of the first on: then the next step's rollouts are made while
+        one trains."""
         if len(self.times) < 2:
             return None
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
@@ -125,7 +134,8 @@ class DryRun:
         open_run: makes the `TrainingRun` of a configuration.
         scratch: an empty directory that the caller removes; takes the place of `checkpoint_dir`.
 
-    Raises EnvironmentFailedError: an environment or a reward function is broken. ConfigError, ModelError, …: as a run.
+    Raises EnvironmentFailedError: an environment or a reward function is broken. ConfigError,
+    ModelError, …: as a run.
     """
 
     def __init__(
@@ -149,10 +159,15 @@ class DryRun:
         return bool(self._environments) or self._run.data is not None
 
     def execute(self) -> None:
-        """Show what the run needs by formula, start it, show samples, run the probe, and show the forecast."""
+        """Show what the run needs by formula, start it, show samples, run the probe, and show
+        the forecast."""
         shape = ModelShape.of(read_config(self._serving.model_path), self._asked)
         self._console.print(Rule(Text(f"dry run · {self._asked.model.base_path}"), align="left"))
-        self._console.print(show_memory(predict_memory(self._asked, shape), memory_present()[0], longest(self._asked)))
+        self._console.print(
+            show_memory(
+                predict_memory(self._asked, shape), memory_present()[0], longest(self._asked)
+            )
+        )
         self._say([widened] if (widened := float32_note(shape)) else [])
         started = self._run.start()  # which refuses what does not fit
         if started is None:
@@ -172,7 +187,8 @@ class DryRun:
     # ------------------------------------------------------------------ samples
 
     def _sample(self) -> None:
-        """Plays one group of each environment and shows it. Raises EnvironmentFailedError when one is broken."""
+        """Plays one group of each environment and shows it. Raises EnvironmentFailedError when
+        one is broken."""
         tokenizer, training = self._serving.tokenizer(), self._config.rl_training
         inference = policy_inference(self._config, self._serving)
         for source in self._environments:
@@ -187,12 +203,20 @@ class DryRun:
         )
         runner = EpisodeRunner(policy)
         plans = [
-            GroupPlan(f"dry-run-{s.name}", s, 0, s.config.group_size, derive_seed("dry-run", training.seed, number))
+            GroupPlan(
+                f"dry-run-{s.name}",
+                s,
+                0,
+                s.config.group_size,
+                derive_seed("dry-run", training.seed, number),
+            )
             for number, s in enumerate(self._environments)
         ]
 
         async def play() -> list[GroupResult]:
-            return [result for [result] in await asyncio.gather(*(runner.run([plan]) for plan in plans))]
+            return [
+                result for [result] in await asyncio.gather(*(runner.run([plan]) for plan in plans))
+            ]
 
         results = asyncio.run(unless_stopped(play(), self._stop)) or []
         broken = []
@@ -214,7 +238,8 @@ class DryRun:
             raise EnvironmentFailedError("; ".join(broken))
 
     def _look_through(self, policy: EpisodePolicy, source: EnvironmentSource) -> str | None:
-        """Render some prompts, for their lengths. Return what is wrong with the environment; None when nothing is."""
+        """Render some prompts, for their lengths. Return what is wrong with the environment;
+        None when nothing is."""
         most, lengths = self._config.rl_training.atropos.max_token_length, []
         with attempt() as outcome:
             for index in range(PROMPTS):
@@ -224,15 +249,30 @@ class DryRun:
             return outcome.failure
         fitting = [length for length in lengths if length < most]
         if not fitting:
-            return f"none of {PROMPTS} prompts is shorter than rl_training.atropos.max_token_length = {most}"
+            return (
+                f"none of {PROMPTS} prompts is shorter than rl_training.atropos.max_token_length ="
+                f" {most}"
+            )
         self._probe.saw(max(fitting), 0)
         if len(fitting) < PROMPTS:
             where = f"{source.name}: {PROMPTS - len(fitting)} of {PROMPTS} prompts are too long"
-            self._say([f"{where} for rl_training.atropos.max_token_length = {most} and will be dropped"])
+            self._say(
+                [(f"{where} for rl_training.atropos.max_token_length = {most} and will be dropped")]
+            )
         short = sum(length + source.config.max_tokens > most for length in fitting)
         if short:
-            rest = f"prompt and {source.config.max_tokens} max_tokens exceed max_token_length = {most}"
-            self._say([f"{source.name}: with {short} of {PROMPTS} prompts {rest}: those completions are cut shorter"])
+            rest = (
+                f"prompt and {source.config.max_tokens} max_tokens exceed max_token_length = {most}"
+            )
+            self._say(
+                [
+                    (
+                        f"{source.name}: with {short} of {PROMPTS} prompts {rest}: those"
+                        " completions are"
+                        " cut shorter"
+                    )
+                ]
+            )
         return None
 
     def _template_fault(self, result: GroupResult, tokenizer: Tokenizer) -> str | None:
@@ -240,19 +280,31 @@ class DryRun:
         if result.task is None or result.task.plain:
             return None
         turns = [*result.task.messages, {"role": "assistant", "content": STAND_IN}]
-        options = self._config.model.chat_template_kwargs | result.plan.source.config.chat_template_kwargs
+        options = (
+            self._config.model.chat_template_kwargs | result.plan.source.config.chat_template_kwargs
+        )
         try:
-            text = tokenizer.render_chat_text(turns, add_generation_prompt=False, template_kwargs=options)
+            text = tokenizer.render_chat_text(
+                turns, add_generation_prompt=False, template_kwargs=options
+            )
         except RequestError:
             return None  # a template that takes no assistant turn
         before, found, tail = text.rpartition(STAND_IN)
-        mark = next(iter(tokenizer.encode_after(before + found, tail.lstrip())), None) if found else None
+        mark = (
+            next(iter(tokenizer.encode_after(before + found, tail.lstrip())), None)
+            if found
+            else None
+        )
         if mark is None or mark in tokenizer.eos_token_ids or mark not in tokenizer.special_ids:
             return None
-        ends = ", ".join(repr(tokenizer.token_text(token)) for token in sorted(tokenizer.eos_token_ids)) or "none"
+        ends = ", ".join(
+            repr(tokenizer.token_text(token)) for token in sorted(tokenizer.eos_token_ids)
+        ) or ("none")
         return (
-            f"the chat template ends an answer with {tokenizer.token_text(mark)!r}, which is no end token of this model"
-            f" ({ends}): answers will run on to max_tokens; set eos_token_id in its generation_config.json"
+            f"the chat template ends an answer with {tokenizer.token_text(mark)!r}, which is no"
+            " end token of this model"
+            f" ({ends}): answers will run on to max_tokens; set eos_token_id in its"
+            " generation_config.json"
         )
 
     # ------------------------------------------------------------------ probe
@@ -265,18 +317,28 @@ class DryRun:
             served_tokens=lambda: self._serving.client.stats().generation_tokens,
         )
         self._run.events.subscribe(BatchReady, lambda event: self._probe.add(event.batch))
-        loop = TrainingLoop(started.parts, self._config.rl_training, control=control, events=self._run.events)
+        loop = TrainingLoop(
+            started.parts, self._config.rl_training, control=control, events=self._run.events
+        )
         with suppress(ProbeDone):
             loop.run()
 
     def _conclude(self, started: StartedRun, shape: ModelShape, empty_bytes: int) -> None:
         probe, asked, (free, whole) = self._probe, self._asked, memory_present()
-        seen = replace(probe.seen, prompt=max(probe.seen.prompt, 1), completion=max(probe.seen.completion, 1))
-        most = longest_to_expect(asked, seen, several_turns=probe.several_turns) if self._measurable else longest(asked)
+        seen = replace(
+            probe.seen, prompt=max(probe.seen.prompt, 1), completion=max(probe.seen.completion, 1)
+        )
+        most = (
+            longest_to_expect(asked, seen, several_turns=probe.several_turns)
+            if self._measurable
+            else longest(asked)
+        )
         by_formula = [predict_memory(asked, shape, lengths) for lengths in (seen, most)]
         memory = measured_bytes(probe.lines) if self._measurable else needed_bytes(by_formula[1])
         training = asked.rl_training
-        steps = training.total_steps if self._run.data is None else self._run.data.total_steps(training)
+        steps = (
+            training.total_steps if self._run.data is None else self._run.data.total_steps(training)
+        )
         kept = training.keep_checkpoints + bool(training.keep_best)
         forecast = Forecast(
             memory_seen=memory,
@@ -296,14 +358,29 @@ class DryRun:
 
     def _probe_remarks(self, started: StartedRun) -> list[str]:
         if not self._measurable:
-            return ["no in-process environments: rollouts come over HTTP, so nothing was sampled and no step measured"]
+            return [
+                (
+                    "no in-process environments: rollouts come over HTTP, so nothing was sampled"
+                    " and"
+                    " no step measured"
+                )
+            ]
         found, lines = [], self._probe.lines
         if reason := next((line["gave_up"] for line in lines if line["gave_up"]), None):
             found.append(f"a step could not be filled: {reason}")
-        alike = [line["groups_without_variance"] for line in lines if line["groups_without_variance"] is not None]
+        alike = [
+            line["groups_without_variance"]
+            for line in lines
+            if line["groups_without_variance"] is not None
+        ]
         if alike and (share := sum(alike) / len(alike)) >= ALIKE:
-            why = "the reward does not tell answers apart, or the task is too hard or too easy for this model"
-            found.append(f"in {share:.0%} of the probe's groups every completion scored alike: {why}")
+            why = (
+                "the reward does not tell answers apart, or the task is too hard or too easy for"
+                " this model"
+            )
+            found.append(
+                f"in {share:.0%} of the probe's groups every completion scored alike: {why}"
+            )
         if health := next((words for words in started.sources.health() if words), None):
             found.append(health)
         return found
@@ -314,7 +391,9 @@ class DryRun:
         if not lines:
             return 0
         counts = store.counts()
-        one_group = (store.size_bytes() - empty_bytes) / max(1, counts.waiting + counts.taken + counts.dropped)
+        one_group = (store.size_bytes() - empty_bytes) / max(
+            1, counts.waiting + counts.taken + counts.dropped
+        )
         groups = sum(line["groups"] or 0 for line in lines) / len(lines)
         metrics = (started.directory.path / METRICS_FILE).stat().st_size / len(lines)
         return round(one_group * groups + metrics + LOG_LINE)
@@ -323,37 +402,48 @@ class DryRun:
         """The tokenizer's files, which travel with full weights."""
         if self._asked.rl_training.lora.enabled:
             return 0
-        return sum(file.stat().st_size for file in self._serving.model_path.iterdir() if file.suffix in COMPANIONS)
+        return sum(
+            file.stat().st_size
+            for file in self._serving.model_path.iterdir()
+            if file.suffix in COMPANIONS
+        )
 
     def _say(self, sentences: list[str]) -> None:
         for sentence in sentences:
-            self._console.print(Text(f"note: {sentence}", style="yellow"), soft_wrap=not self._console.is_terminal)
+            self._console.print(
+                Text(f"note: {sentence}", style="yellow"), soft_wrap=not self._console.is_terminal
+            )
 
 
 def has_several_turns(rollout: Rollout) -> bool:
-    """Return whether something that was not sampled follows what was: a tool's result, the next question."""
+    """Return whether something that was not sampled follows what was: a tool's result, the next
+    question."""
     sampled = [place for place, each in enumerate(rollout.mask) if each]
     return bool(rollout.earlier) or (bool(sampled) and sampled[-1] - sampled[0] >= len(sampled))
 
 
 def longest_to_expect(config: Config, seen: Lengths, *, several_turns: bool) -> Lengths:
-    """Return the longest prompt that was seen with the longest completion that may follow it: max_tokens, or where
-    episodes have several turns all that max_token_length leaves."""
+    """Return the longest prompt that was seen with the longest completion that may follow it:
+    max_tokens, or where episodes have several turns all that max_token_length leaves."""
     limit = longest(config)
     completion = limit.completion
-    if several_turns or any(entry.kind in SEVERAL_TURNS or entry.tools for entry in config.environments):
+    if several_turns or any(
+        entry.kind in SEVERAL_TURNS or entry.tools for entry in config.environments
+    ):
         completion = config.rl_training.atropos.max_token_length - seen.prompt
     return Lengths(seen.prompt, max(seen.completion, completion))
 
 
 def at_most(measured: int, by_formula: Sequence[MemoryEstimate]) -> int:
-    """Return the most bytes that a run may need, from what a probe needed and the formula for its lengths and for the
-    longest ones. The formula is good to 15 %, so that much is added: a bound that is passed is none."""
+    """Return the most bytes that a run may need, from what a probe needed and the formula for
+    its lengths and for the longest ones. The formula is good to 15 %, so that much is added: a
+    bound that is passed is none."""
     return round((measured + max(0, by_formula[1].total - by_formula[0].total)) * (1 + OFF)) + SMALL
 
 
 async def unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -> T | None:
-    """The result of `work`; None, and `work` is cancelled, when the process is asked to stop first."""
+    """The result of `work`; None, and `work` is cancelled, when the process is asked to stop
+    first."""
     task = asyncio.create_task(work)
     while not task.done():
         if stop.is_set():
@@ -365,10 +455,12 @@ async def unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) ->
 
 
 def probe_config(config: Config, scratch: Path) -> Config:
-    """A probe's configuration: a directory and a port of its own, no end, nothing saved, no external API."""
+    """A probe's configuration: a directory and a port of its own, no end, nothing saved, no
+    external API."""
     given = config.model
     if given.lora_path is not None and initial_adapter(config) is None:
-        given = given.model_copy(update={"lora_path": None})  # does not exist yet, as far as the run's directory says
+        # does not exist yet, as far as the run's directory says
+        given = given.model_copy(update={"lora_path": None})
     training = config.rl_training
     atropos = training.atropos.model_copy(update={"api_url": EMBEDDED})
     never = {"total_steps": NEVER, "checkpoint_interval": NEVER, "resume": None}
@@ -404,8 +496,9 @@ OTHER_FILES = 170 * 2**10
 
 @dataclass(frozen=True)
 class Forecast:
-    """Hold what the run will need: bytes, seconds, steps. `memory_seen`: at the lengths of the probe; `memory_most`:
-    with the longest sequences, and what a prediction may be off by. `seconds` of a step; None = none was measured."""
+    """Hold what the run will need: bytes, seconds, steps. `memory_seen`: at the lengths of the
+    probe; `memory_most`: with the longest sequences, and what a prediction may be off by.
+    `seconds` of a step; None = none was measured."""
 
     memory_seen: int
     memory_most: int
@@ -433,19 +526,27 @@ class Forecast:
 def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Text:
     """The text of tokens; special tokens stand out, line ends show as ⏎."""
     text = Text()
-    parts = [(special, list(run)) for special, run in itertools.groupby(token_ids, tokenizer.special_ids.__contains__)]
+    parts = [
+        (special, list(run))
+        for special, run in itertools.groupby(token_ids, tokenizer.special_ids.__contains__)
+    ]
     pieces = tokenizer.decode_parts([part for _, part in parts])
     for (special, _), piece in zip(parts, pieces, strict=True):
-        text.append(piece if special else piece.replace("\n", "⏎\n"), style=SPECIAL if special else "")
+        text.append(
+            piece if special else piece.replace("\n", "⏎\n"), style=SPECIAL if special else ("")
+        )
     return text
 
 
 def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer) -> RenderableType:
-    """The prompt as the model reads it, and one row for each completion, the parts of its reward below it."""
+    """The prompt as the model reads it, and one row for each completion, the parts of its reward
+    below it."""
     shown = visible(tokenizer, prompt)
     if len(prompt) > LONGEST_PROMPT:
         half, hidden = LONGEST_PROMPT // 2, len(prompt) - LONGEST_PROMPT
-        shown = visible(tokenizer, prompt[:half]).append(f" … {hidden} tokens not shown … ", style="dim")
+        shown = visible(tokenizer, prompt[:half]).append(
+            f" … {hidden} tokens not shown … ", style=("dim")
+        )
         shown.append_text(visible(tokenizer, prompt[-half:]))
     title = f"{result.plan.source.name}: the prompt, {len(prompt)} tokens"
     table = Table("#", "reward", "tokens", "ended by", expand=True)
@@ -453,14 +554,22 @@ def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer)
     for number, trajectory in enumerate(result.trajectories):
         rollout, answer = trajectory.rollout, trajectory.conversation
         cut = rollout.stop_reason == "length"
-        last = visible(tokenizer, rollout.tokens[-1:]) if rollout.tokens[-1] in tokenizer.eos_token_ids else "stop"
+        last = (
+            visible(tokenizer, rollout.tokens[-1:])
+            if rollout.tokens[-1] in tokenizer.eos_token_ids
+            else ("stop")
+        )
         ended = Text("truncated", style="yellow") if cut else last
         text = Text(answer if len(answer) <= LONGEST_ANSWER else answer[:LONGEST_ANSWER] + " …")
         if parts := _parts(rollout.scores):
             text.append(f"\n{parts}", style="dim")
         reward = f"{rollout.scores['reward']:.3g}" if "reward" in rollout.scores else "–"
         table.add_row(str(number), reward, str(rollout.sampled_tokens), ended, text)
-    expected = [] if result.task is None or result.task.answer is None else [Text(f"expected: {result.task.answer}")]
+    expected = (
+        []
+        if result.task is None or result.task.answer is None
+        else [Text(f"expected: {result.task.answer}")]
+    )
     return Group(Panel(shown, title=title, title_align="left"), *expected, table)
 
 
@@ -471,33 +580,45 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
         return []
     found = []
     config = result.plan.source.config
-    uneven = [name for name in config.rewards if WEIGHTS.get(name.removeprefix(BUILTIN), 1.0) != 1.0]
+    uneven = [
+        name for name in config.rewards if WEIGHTS.get(name.removeprefix(BUILTIN), 1.0) != 1.0
+    ]
     if uneven and len(config.rewards) > 1 and not config.reward_weights:
-        counts = " and ".join(f"{name} counts {WEIGHTS[name.removeprefix(BUILTIN)]:g}" for name in uneven)
-        found.append(f"{counts} in the reward, the others 1: {config_key}.reward_weights changes that")
+        counts = " and ".join(
+            f"{name} counts {WEIGHTS[name.removeprefix(BUILTIN)]:g}" for name in uneven
+        )
+        found.append(
+            f"{counts} in the reward, the others 1: {config_key}.reward_weights changes that"
+        )
     rewards = {rollout.reward for rollout in rollouts}
     if len(rewards) == 1:
         found.append(
-            f"every completion of this group scores {rewards.pop():g}: nothing can be learnt from equal rewards"
+            f"every completion of this group scores {rewards.pop():g}: nothing can be learnt"
+            " from equal rewards"
         )
     cut = sum(rollout.stop_reason == "length" for rollout in rollouts)
     if result.group.metadata.get("never_done") == len(rollouts):
         turns = round(result.group.metadata["never_done_turns"] / len(rollouts))
         found.append(
             f"no episode was ended by the environment, all {cut} were cut off after {turns} turns:"
-            f" {result.plan.source.how_to_end}. If it is to end later: raise rl_training.atropos.max_token_length"
+            f" {result.plan.source.how_to_end}. If it is to end later: raise"
+            " rl_training.atropos.max_token_length"
         )
     elif sum(trajectory.out_of_room for trajectory in result.trajectories) > cut / 2:
         what = "rl_training.atropos.max_token_length, which holds prompt and all turns"
         found.append(f"{cut} of {len(rollouts)} completions were cut off: raise {what}")
     elif cut == len(rollouts):
         found.append(
-            f"no completion ended by itself, all {cut} were cut off: the model does not sample its end token within"
+            f"no completion ended by itself, all {cut} were cut off: the model does not sample its"
+            " end token within"
             f" {config_key}.max_tokens = {result.plan.source.config.max_tokens}"
         )
     elif cut > TRUNCATED * len(rollouts):
         limit = result.plan.source.config.max_tokens
-        found.append(f"{cut} of {len(rollouts)} completions were cut off: raise {config_key}.max_tokens ({limit})")
+        found.append(
+            f"{cut} of {len(rollouts)} completions were cut off: raise {config_key}.max_tokens"
+            f" ({limit})"
+        )
     return found
 
 
@@ -509,7 +630,8 @@ def float32_note(shape: ModelShape) -> str | None:
     if shape.weights - narrow <= SMALL:
         return None
     return (
-        f"the checkpoint is {shape.widened}, and the weights are float32 here, which a CPU computes several times"
+        f"the checkpoint is {shape.widened}, and the weights are float32 here, which a CPU"
+        " computes several times"
         f" faster: {in_words(shape.weights)} instead of {in_words(narrow)}; if that is too much:"
         f' rl_training.lora.quantize_base = true, or model.dtype = "{shape.widened}"'
     )
@@ -537,34 +659,56 @@ def show_forecast(forecast: Forecast, config: Config, most: Lengths) -> Table:
     table = Table(title="what the run will need", title_justify="left", show_header=False)
     longest = f"at most {in_words(forecast.memory_most)}, with sequences of {_tokens(most)}"
     table.add_row(
-        "memory", f"needed {in_words(forecast.memory_seen)}; {longest}; present {in_words(forecast.memory_present)}"
+        "memory",
+        (
+            f"needed {in_words(forecast.memory_seen)}; {longest}; present"
+            f" {in_words(forecast.memory_present)}"
+        ),
     )
     if forecast.seconds is None or forecast.duration_s is None:
         table.add_row("time", "not known: no step was measured")
     else:
-        table.add_row("a step", f"{duration(forecast.seconds)} (mean of {forecast.measured_steps} real steps)")
         table.add_row(
-            "time", f"{duration(forecast.duration_s)} to total_steps = {forecast.steps}, evaluations not counted"
+            "a step",
+            (f"{duration(forecast.seconds)} (mean of {forecast.measured_steps} real steps)"),
+        )
+        table.add_row(
+            "time",
+            (
+                f"{duration(forecast.duration_s)} to total_steps = {forecast.steps}, evaluations"
+                " not counted"
+            ),
         )
     saved = f"{forecast.checkpoints} × checkpoint of {in_words(forecast.checkpoint)}"
     parts = f"{saved}, {in_words(forecast.disk_step)} a step"
-    table.add_row("disk", f"needed {in_words(forecast.disk)} ({parts}); free {in_words(forecast.disk_present)}")
+    table.add_row(
+        "disk",
+        (f"needed {in_words(forecast.disk)} ({parts}); free {in_words(forecast.disk_present)}"),
+    )
     table.add_row("written to", str(config.rl_training.checkpoint_dir))
     return table
 
 
-def shortcomings(forecast: Forecast, config: Config, shape: ModelShape, most: Lengths) -> Iterator[str]:
-    """Yield what there is too little of, and what to do about it. `most`: the lengths that `memory_most` is for."""
+def shortcomings(
+    forecast: Forecast, config: Config, shape: ModelShape, most: Lengths
+) -> Iterator[str]:
+    """Yield what there is too little of, and what to do about it. `most`: the lengths that
+    `memory_most` is for."""
     if forecast.memory_most > forecast.memory_present:
         may = forecast.memory_seen <= forecast.memory_present
-        yield too_little_memory(config, shape, forecast.memory_most, forecast.memory_present, most, may=may)
+        yield too_little_memory(
+            config, shape, forecast.memory_most, forecast.memory_present, most, may=may
+        )
     if forecast.disk > forecast.disk_present:
         yield (
-            f"the disk has {in_words(forecast.disk_present)} free and the run writes {in_words(forecast.disk)}: lower"
+            f"the disk has {in_words(forecast.disk_present)} free and the run writes"
+            f" {in_words(forecast.disk)}: lower"
             " rl_training.keep_checkpoints, or move rl_training.checkpoint_dir"
         )
 
 
 def _parts(scores: Mapping[str, float]) -> str:
-    parts = {name.removeprefix("rewards/"): value for name, value in scores.items() if name != "reward"}
+    parts = {
+        name.removeprefix("rewards/"): value for name, value in scores.items() if name != ("reward")
+    }
     return " · ".join(f"{name} {value:.3g}" for name, value in parts.items())

@@ -1,12 +1,15 @@
-"""Predict what a run will need before anything is loaded: memory by parts, disk, and the settings with which it fits.
+"""Predict what a run will need before anything is loaded: memory by parts, disk, and the settings
+with which it fits.
 
-    ModelShape.of(config.json, Config)        the model's dimensions; builds the architecture, evaluates nothing
+    ModelShape.of(config.json, Config)        the model's dimensions; builds the architecture,
+                                              evaluates nothing
     predict_memory(Config, shape, lengths)    → MemoryEstimate: parts in bytes, and their total
     what_fits(Config, shape, room, lengths)   settings that bring it below so many bytes
     checkpoint_bytes(Config, shape)           one step_* directory
 
-The counts of intermediate arrays below were measured with MLX 0.32.4 (`mx.get_peak_memory` around one micro-batch, some
-sixty shapes of Qwen3 with an adapter, hidden 256 to 5,120, 1 to 8 layers): see docs/benchmarks/dry_run.md.
+The counts of intermediate arrays below were measured with MLX 0.32.4 (`mx.get_peak_memory` around
+one micro-batch, some sixty shapes of Qwen3 with an adapter, hidden 256 to 5,120, 1 to 8 layers):
+see docs/benchmarks/dry_run.md.
 """
 
 import resource
@@ -40,18 +43,22 @@ from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.terminal import Console
 
 PROCESS_BYTES = 240 * 2**20
-"""Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny` and served nothing."""
+"""Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny`
+and served nothing."""
 FLOAT, HALF = 4, 2
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 NARROW = 0.82
-"""Activations of a half-precision model against float32: adapters and log-probabilities stay float32."""
+"""Activations of a half-precision model against float32: adapters and log-probabilities stay
+float32."""
 WHOLE_COPIES, PIECE_COPIES = 10, 11
-"""float32 arrays of [tokens, vocabulary] that the head's backward pass holds at its peak: of all tokens in one graph
-with the last block, or of one piece of them."""
+"""float32 arrays of [tokens, vocabulary] that the head's backward pass holds at its peak: of all
+tokens in one graph with the last block, or of one piece of them."""
 SHARED = 0.85
-"""Activations where prompts are shared: the same operations on smaller arrays, so that fewer wait to be freed."""
+"""Activations where prompts are shared: the same operations on smaller arrays, so that fewer
+wait to be freed."""
 UNPACKED_AHEAD = 12
-"""Slices of unpacked 4-bit weights that MLX holds on a CPU: those in work, and those of operations that wait."""
+"""Slices of unpacked 4-bit weights that MLX holds on a CPU: those in work, and those of
+operations that wait."""
 LEAST_SAVING = 0.01
 """Of what is needed: a setting that saves less is not named."""
 SAMPLING_COPIES = 6
@@ -79,16 +86,30 @@ class ModelShape:
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
-        """From a config.json. Raises ModelError: an unknown architecture; AdapterError: targets that match nothing."""
+        """From a config.json. Raises ModelError: an unknown architecture; AdapterError: targets
+        that match nothing."""
         training = config.rl_training
         model = blueprint(model_config)
-        quantizes = training.lora.enabled and training.lora.quantize_base and "quantization" not in model_config
-        largest = max(array.size for _, array in tree_flatten(model.parameters())) * HALF if quantizes else 0
-        _quantize_lazily(model, model_config, quantize=training.lora.enabled and training.lora.quantize_base)
+        quantizes = (
+            training.lora.enabled
+            and training.lora.quantize_base
+            and "quantization" not in model_config
+        )
+        largest = (
+            max(array.size for _, array in tree_flatten(model.parameters())) * HALF
+            if quantizes
+            else 0
+        )
+        _quantize_lazily(
+            model, model_config, quantize=training.lora.enabled and training.lora.quantize_base
+        )
         dtype, own = _dtypes(config, model_config)
         model.set_dtype(dtype)
         arrays = tree_flatten(model.parameters())
-        weights, count = sum(array.nbytes for _, array in arrays), sum(array.size for _, array in arrays)
+        weights, count = (
+            sum(array.nbytes for _, array in arrays),
+            sum(array.size for _, array in arrays),
+        )
         if training.lora.enabled:
             inject_lora(model, training.lora)
             count = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
@@ -97,7 +118,9 @@ class ModelShape:
         hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
         count += hidden + 1 if training.algorithm == "ppo" else 0  # the value head
         dense = int(text.get("intermediate_size") or 4 * hidden)
-        experts = int(text.get("moe_intermediate_size") or 0) * int(text.get("num_experts_per_tok") or 0)
+        experts = int(text.get("moe_intermediate_size") or 0) * int(
+            text.get("num_experts_per_tok") or 0
+        )
         return cls(
             weights=weights,
             trained=count,
@@ -125,7 +148,8 @@ class ModelShape:
         if bits is None or (kv_format := KVFormat.fitting(bits, [self.head_dim])) is None:
             return self.kv_token
         numbers = 2 * self.layers * self.kv_heads * self.head_dim
-        return numbers * bits // 8 + 2 * numbers // kv_format.group_size * self.width  # a scale and a bias for a group
+        # a scale and a bias for a group
+        return numbers * bits // 8 + 2 * numbers // kv_format.group_size * self.width
 
     @property
     def activation(self) -> float:
@@ -135,8 +159,8 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest prompt and of the longest completion; `batch`: of all sequences of the largest batch, each
-    padded. None: each sequence may be as long as the longest."""
+    """Tokens of the longest prompt and of the longest completion; `batch`: of all sequences of
+    the largest batch, each padded. None: each sequence may be as long as the longest."""
 
     prompt: int
     completion: int
@@ -144,13 +168,21 @@ class Lengths:
 
     def with_batch(self, batch: TrainBatch) -> "Lengths":
         """The longest of these and of a batch's."""
-        sequences = [(len(r.tokens), r.sampled_tokens) for group in batch.groups for r in group.rollouts]
+        sequences = [
+            (len(r.tokens), r.sampled_tokens) for group in batch.groups for r in group.rollouts
+        ]
         if not batch.groups:  # rows of a file
-            sequences = [(len(row.rollout.tokens), sum(row.rollout.mask)) for row in batch.sequences]
+            sequences = [
+                (len(row.rollout.tokens), sum(row.rollout.mask)) for row in batch.sequences
+            ]
         prompts = [whole - completion for whole, completion in sequences]
         completions = [completion for _, completion in sequences]
         padded = sum(padded_length(max(whole - 1, 1)) for whole, _ in sequences)
-        return Lengths(max([self.prompt, *prompts]), max([self.completion, *completions]), max(self.batch or 0, padded))
+        return Lengths(
+            max([self.prompt, *prompts]),
+            max([self.completion, *completions]),
+            max(self.batch or 0, padded),
+        )
 
 
 @dataclass(frozen=True)
@@ -171,12 +203,20 @@ class MemoryEstimate:
 
 def longest(config: Config) -> Lengths:
     """The longest that the configuration allows."""
-    whole = config.data.max_length if config.data.path is not None else config.rl_training.atropos.max_token_length
-    completion = min(max((entry.max_tokens for entry in config.environments), default=whole), whole - 1)
+    whole = (
+        config.data.max_length
+        if config.data.path is not None
+        else config.rl_training.atropos.max_token_length
+    )
+    completion = min(
+        max((entry.max_tokens for entry in config.environments), default=whole), whole - 1
+    )
     return Lengths(whole - completion, completion)
 
 
-def predict_memory(config: Config, shape: ModelShape, lengths: Lengths | None = None) -> MemoryEstimate:
+def predict_memory(
+    config: Config, shape: ModelShape, lengths: Lengths | None = None
+) -> MemoryEstimate:
     """The peak of a training run with server.batch_size sequences being generated meanwhile.
 
     Args:
@@ -188,19 +228,35 @@ def predict_memory(config: Config, shape: ModelShape, lengths: Lengths | None = 
     narrow = 0 if shape.width == FLOAT else shape.width
     lora = training.lora.enabled
     activations, logits = _micro_batch(config, shape, lengths)
-    # The optimizer's state and the gradients; an adapter's own arrays, and the versions that are kept; a float32 copy
-    # of all weights where they are narrower; what a rollback goes back to; the weights that are the KL's reference.
+    # The optimizer's state and the gradients; an adapter's own arrays, and the versions that are
+    # kept; a float32 copy of all weights where they are narrower; what a rollback goes back to; the
+    # weights that are the KL's reference.
     state = STATE_BYTES[training.optimizer]
-    kept = state + FLOAT + ((1 + config.server.keep_versions) * FLOAT if lora else FLOAT * bool(narrow))
+    kept = (
+        state
+        + FLOAT
+        + ((1 + config.server.keep_versions) * FLOAT if lora else FLOAT * bool(narrow))
+    )
     kept += training.weight_updates.kept_versions(lora=lora) * (FLOAT + state)
-    if training.reference == "ema" or (_needs_reference(config) and (not lora or training.reference != "base")):
+    if training.reference == "ema" or (
+        _needs_reference(config) and (not lora or training.reference != ("base"))
+    ):
         kept += FLOAT if lora or training.reference == "ema" else shape.width
-    updating = shape.trained * (3 * FLOAT + (0 if lora else narrow))  # new weights beside old ones, clipped gradients
-    engine = {"keys and values": 0, "generating": 0}  # data algorithms: requests of others come on top
+    # new weights beside old ones, clipped gradients
+    updating = shape.trained * (3 * FLOAT + (0 if lora else narrow))
+    # data algorithms: requests of others come on top
+    engine = {"keys and values": 0, "generating": 0}
     if training.algorithm not in DATA_ALGORITHMS:
-        prefill = config.server.prefill_chunk * (4 * shape.hidden + 4 * shape.intermediate) * shape.activation
+        prefill = (
+            config.server.prefill_chunk
+            * (4 * shape.hidden + 4 * shape.intermediate)
+            * shape.activation
+        )
         decoding = _rows(config) * shape.vocab * FLOAT * SAMPLING_COPIES
-        engine = {"keys and values": _kv_bytes(config, shape, lengths), "generating": int(prefill + decoding)}
+        engine = {
+            "keys and values": _kv_bytes(config, shape, lengths),
+            "generating": int(prefill + decoding),
+        }
     parts = {
         "weights": shape.weights,
         "optimizer and gradients": shape.trained * kept,
@@ -218,8 +274,8 @@ def what_fits(
 ) -> tuple[dict[str, str], MemoryEstimate]:
     """Settings with which the run needs at most `room` bytes, and what it then needs.
 
-    The one that saves most comes first, halved again where it still is; those that change what is learnt come only
-    after all that do not. Where nothing is enough: all that help.
+    The one that saves most comes first, halved again where it still is; those that change what is
+    learnt come only after all that do not. Where nothing is enough: all that help.
     """
     chosen: dict[str, str] = {}
     estimate = predict_memory(config, shape, lengths)
@@ -228,7 +284,15 @@ def what_fits(
             found = []
             for key, value, smaller, its_shape in _candidates(config, shape, costly=costly):
                 its_lengths = _no_longer(lengths, longest(smaller))
-                found.append((predict_memory(smaller, its_shape, its_lengths), key, value, smaller, its_shape))
+                found.append(
+                    (
+                        predict_memory(smaller, its_shape, its_lengths),
+                        key,
+                        value,
+                        smaller,
+                        its_shape,
+                    )
+                )
             if not found:
                 break
             best, key, value, smaller, its_shape = min(found, key=lambda entry: entry[0].total)
@@ -239,7 +303,13 @@ def what_fits(
 
 
 def too_little_memory(
-    config: Config, shape: ModelShape, needed: int, present: int, lengths: Lengths | None = None, *, may: bool = False
+    config: Config,
+    shape: ModelShape,
+    needed: int,
+    present: int,
+    lengths: Lengths | None = None,
+    *,
+    may: bool = False,
 ) -> str:
     """One sentence: what is needed and there, and with which settings it fits.
 
@@ -267,8 +337,8 @@ def in_words(size: float) -> str:
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """One checkpoint without the tokenizer's files: trained weights, the optimizer's state, masters where they differ,
-    the reference where nothing else knows it."""
+    """One checkpoint without the tokenizer's files: trained weights, the optimizer's state,
+    masters where they differ, the reference where nothing else knows it."""
     training = config.rl_training
     state, ema = STATE_BYTES[training.optimizer], training.reference == "ema"
     if not training.lora.enabled:
@@ -290,45 +360,61 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
     together = 2 if training.algorithm in PAIRED else 1
     rows = training.batch_size * together
     computed, shared = _computed(config, lengths, rows, span)
-    tokens = max(together * span, min(training.token_budget, computed, lengths.batch or sys.maxsize))
+    tokens = max(
+        together * span, min(training.token_budget, computed, lengths.batch or sys.maxsize)
+    )
     scored = min(tokens, rows * lengths.completion)
     size = training.blocks_per_eval or shape.layers
     groups = -(-shape.layers // size)
-    d, ffn, heads, kv = shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    d, ffn, heads, kv = (
+        shape.hidden,
+        shape.intermediate,
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+    )
     scores = shape.heads * span
-    unpacks = shape.quantized and on_cpu()  # models/cpu_kernels.py: what ends waits for fewer operations
+    # models/cpu_kernels.py: what ends waits for fewer operations
+    unpacks = shape.quantized and on_cpu()
     in_mlp = 13 * d + (10 if unpacks else 15) * ffn + 4 * heads + 6 * kv + scores
     in_attention = 12 * d + 7 * ffn + 11 * heads + 8 * kv + 3.4 * scores
-    stays = 4.2 * d + 5 * ffn + 3.2 * heads + 2.5 * kv + 1.3 * scores  # of a block that waits for its backward pass
+    # of a block that waits for its backward pass
+    stays = 4.2 * d + 5 * ffn + 3.2 * heads + 2.5 * kv + 1.3 * scores
     block = (size - 1) * stays + max(in_mlp, in_attention)
     times = TRAINED_HEAD if not training.lora.enabled else UNPACKED_HEAD if unpacks else 1
     piece = head_rows(scored, shape.vocab, times=times)
     logits = (WHOLE_COPIES if piece >= scored else PIECE_COPIES) * piece * shape.vocab * FLOAT
     if unpacks:
         logits += min(UNPACKED_AHEAD * UNPACKED, shape.vocab * d) * FLOAT
-    unit = tokens * (FLOAT if shape.width == FLOAT or unpacks else FLOAT * NARROW) * (SHARED if shared else 1)
-    # The head's peak comes while the last group waits; where it goes in pieces, before any block is computed again.
+    unit = (
+        tokens
+        * (FLOAT if shape.width == FLOAT or unpacks else FLOAT * NARROW)
+        * (SHARED if shared else 1)
+    )
+    # The head's peak comes while the last group waits; where it goes in pieces, before any block is
+    # computed again.
     above = max(block * unit - logits, size * stays * unit if piece >= scored else 0.0)
     return groups * d * unit + above, logits
 
 
 def _computed(config: Config, lengths: Lengths, rows: int, span: int) -> tuple[int, bool]:
-    """Tokens of a mini-batch of the longest rows, and whether a prompt is computed once for its group or its pair:
-    where that pays, as rl_training/step/collate.py has it."""
+    """Tokens of a mini-batch of the longest rows, and whether a prompt is computed once for its
+    group or its pair: where that pays, as rl_training/step/collate.py has it."""
     if config.rl_training.algorithm in PAIRED:
         group = 2
     elif config.data.path is not None:
         group = 1
     else:
         group = min((entry.group_size for entry in config.environments), default=1)
-    once = -(-rows // group) * padded_length(lengths.prompt) + rows * padded_length(max(lengths.completion - 1, 1))
+    once = -(-rows // group) * padded_length(lengths.prompt) + rows * padded_length(
+        max(lengths.completion - 1, 1)
+    )
     shared = group > 1 and once <= PAYS_BELOW * rows * span
     return (once if shared else rows * span), shared
 
 
 def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
-    """The running rows' when all are as long as they may be, and the prefix cache, with all that one step's sequences
-    leave in it: each publish empties it."""
+    """The running rows' when all are as long as they may be, and the prefix cache, with all that
+    one step's sequences leave in it: each publish empties it."""
     bits = config.server.kv_bits
     wanted, token = lengths.prompt + lengths.completion, shape.held_token(bits)
     if shape.by_tokens and config.server.kv_layout != "rectangle":
@@ -343,26 +429,38 @@ def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
         running = max(running, case)
     running += config.server.prefill_chunk * shape.kv_token
     stored = config.rl_training.atropos.rollout_batch_size * wanted * token
-    cache = prefix_cache_bytes(config.server.prefix_cache_bytes, deterministic=config.rl_training.deterministic)
+    cache = prefix_cache_bytes(
+        config.server.prefix_cache_bytes, deterministic=config.rl_training.deterministic
+    )
     return running + min(stored, cache)
 
 
 def _positions_by_tokens(config: Config, lengths: Lengths) -> list[tuple[int, int]]:
-    """Positions of the rows' own arrays (`engine/cache/size_classes.py`), and of prompts that a group holds once: of
-    the longest prompts, and of the longest ones that are copied into each row, which can take more."""
+    """Positions of the rows' own arrays (`engine/cache/size_classes.py`), and of prompts that a
+    group holds once: of the longest prompts, and of the longest ones that are copied into each
+    row, which can take more."""
     rows, most = _rows(config), config.server.max_model_len or sys.maxsize
     group = min((entry.group_size for entry in config.environments), default=1)
     capacity = min(config.server.batch_size, rows + rows // SLACK)
     copied = min(lengths.prompt, (SHARED_FROM if group > 1 else PRIVATE_FROM) - 1)
     cases = [(capacity * min(most, size_class(lengths.completion + copied)), 0)]
     if worth_a_segment(lengths.prompt, group):
-        cases.append((capacity * min(most, size_class(lengths.completion)), -(-rows // group) * lengths.prompt))
+        cases.append(
+            (
+                capacity * min(most, size_class(lengths.completion)),
+                -(-rows // group) * lengths.prompt,
+            )
+        )
     return cases
 
 
 def _positions_of_rectangle(config: Config, wanted: int) -> int:
-    """`engine/cache/rectangle.py` at its capacity: a power of two of rows, positions by doubling."""
-    rows, positions = min(config.server.batch_size, 1 << (_rows(config) - 1).bit_length()), FIRST_CAPACITY
+    """`engine/cache/rectangle.py` at its capacity: a power of two of rows, positions by
+    doubling."""
+    rows, positions = (
+        min(config.server.batch_size, 1 << (_rows(config) - 1).bit_length()),
+        FIRST_CAPACITY,
+    )
     while positions < wanted:
         positions = min(2 * positions, positions + DOUBLING_LIMIT)
     return rows * min(positions, config.server.max_model_len or positions)
@@ -377,8 +475,11 @@ def _rows(config: Config) -> int:
     return min(config.server.batch_size, config.rl_training.atropos.rollout_batch_size)
 
 
-def _candidates(config: Config, shape: ModelShape, *, costly: bool) -> Iterator[tuple[str, str, Config, ModelShape]]:
-    """(key, smaller value, configuration with it, its model). `costly`: those that change what is learnt."""
+def _candidates(
+    config: Config, shape: ModelShape, *, costly: bool
+) -> Iterator[tuple[str, str, Config, ModelShape]]:
+    """(key, smaller value, configuration with it, its model). `costly`: those that change what
+    is learnt."""
     training, server = config.rl_training, config.server
 
     def with_training(**changes: Any) -> Config:
@@ -399,17 +500,28 @@ def _candidates(config: Config, shape: ModelShape, *, costly: bool) -> Iterator[
     else:
         length = max(2, training.atropos.max_token_length // 2)
         atropos = training.atropos.model_copy(update={"max_token_length": length})
-        yield "rl_training.atropos.max_token_length", str(length), with_training(atropos=atropos), shape
+        yield (
+            "rl_training.atropos.max_token_length",
+            str(length),
+            with_training(atropos=atropos),
+            shape,
+        )
     if not training.lora.enabled:
         lora = training.lora.model_copy(update={"enabled": True})
-        yield "rl_training.lora.enabled", "true", with_training(lora=lora), replace(shape, trained=shape.trained // 100)
+        yield (
+            "rl_training.lora.enabled",
+            "true",
+            with_training(lora=lora),
+            replace(shape, trained=shape.trained // 100),
+        )
         return
     if training.lora.rank > 1:
         half = training.lora.model_copy(update={"rank": training.lora.rank // 2})
         fewer = replace(shape, trained=shape.trained // 2)
         yield "rl_training.lora.rank", str(half.rank), with_training(lora=half), fewer
     if not shape.quantized:
-        packed = int(shape.weights * (4 + 16 * shape.width / 64) / 8 / shape.width)  # with a scale and a bias for 64
+        # with a scale and a bias for 64
+        packed = int(shape.weights * (4 + 16 * shape.width / 64) / 8 / shape.width)
         fewer = replace(shape, weights=packed, quantized=True)
         lora = training.lora.model_copy(update={"quantize_base": True})
         yield "rl_training.lora.quantize_base", "true", with_training(lora=lora), fewer
@@ -426,7 +538,12 @@ def _no_longer(lengths: Lengths | None, limit: Lengths) -> Lengths | None:
 def _dtypes(config: Config, model_config: Mapping[str, Any]) -> tuple[mx.Dtype, str]:
     """The dtype of the weights as `models.loading` chooses it, and the name of the checkpoint's."""
     text = model_config.get("text_config", model_config)
-    name = str(model_config.get("dtype") or model_config.get("torch_dtype") or text.get("torch_dtype") or "bfloat16")
+    name = str(
+        model_config.get("dtype")
+        or model_config.get("torch_dtype")
+        or text.get("torch_dtype")
+        or ("bfloat16")
+    )
     own = name.removeprefix("torch.")
     own = own if own in DTYPES else "bfloat16"
     if config.model.dtype != "auto":
@@ -463,7 +580,8 @@ TIGHT = 0.85
 """A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
 OFF = 0.15
 SMALL = 64 * 2**20
-"""On top of that, a difference that nobody needs to hear of: that of a small model is made by single arrays."""
+"""On top of that, a difference that nobody needs to hear of: that of a small model is made by
+single arrays."""
 
 
 class MemoryWatch:
@@ -473,15 +591,22 @@ class MemoryWatch:
         self._config, self._shape = config, shape
         self._seen = Lengths(0, 0)
         self._peak = 0
-        # A program, or a notebook, may hold more than a process of the daemon's: torch, the model of an earlier run.
+        # A program, or a notebook, may hold more than a process of the daemon's: torch, the model
+        # of an earlier run.
         self._others = max(0, measured_bytes([]) - PROCESS_BYTES) if on_cpu() else 0
 
     @classmethod
-    def checked(cls, config: Config, model_config: Mapping[str, Any], *, processes: int = 1) -> "MemoryWatch":
-        """Raises ConfigError: the longest sequences that the configuration allows need more than this machine has.
+    def checked(
+        cls, config: Config, model_config: Mapping[str, Any], *, processes: int = 1
+    ) -> "MemoryWatch":
+        """Raises ConfigError: the longest sequences that the configuration allows need more than
+        this machine has.
         ModelError, AdapterError: as `ModelShape.of`."""
         shape = ModelShape.of(model_config, config)
-        needed, (free, whole) = processes * needed_bytes(predict_memory(config, shape)), memory_present()
+        needed, (free, whole) = (
+            processes * needed_bytes(predict_memory(config, shape)),
+            memory_present(),
+        )
         if needed > whole:
             raise ConfigError(too_little_memory(config, shape, needed, whole))
         if needed > min(TIGHT * whole, free):
@@ -511,7 +636,9 @@ class MemoryWatch:
         if self._peak <= self.predicted * (1 + OFF) + SMALL:
             return None
         peak, predicted = in_words(self._peak), in_words(self.predicted)
-        return f"memory: {peak} at the peak, {predicted} predicted; rl_training.token_budget lowers it"
+        return (
+            f"memory: {peak} at the peak, {predicted} predicted; rl_training.token_budget lowers it"
+        )
 
     def tell(self, console: Console) -> None:
         """Print the comparison, at the end of a run."""
@@ -520,19 +647,27 @@ class MemoryWatch:
         peak, predicted = in_words(self._peak), in_words(self.predicted)
         if self.health():
             log.warning("the preflight predicted too little", peak=peak, predicted=predicted)
-        lengths = f"the longest prompt ({self._seen.prompt} tokens) and completion ({self._seen.completion}) of the run"
+        lengths = (
+            f"the longest prompt ({self._seen.prompt} tokens) and completion"
+            f" ({self._seen.completion}) of the run"
+        )
         ratio = self.predicted / self._peak
-        text = f"memory: {peak} at the peak; predicted {predicted}, {ratio:.2f} times that, for {lengths}"
+        text = (
+            f"memory: {peak} at the peak; predicted {predicted}, {ratio:.2f} times that, for"
+            f" {lengths}"
+        )
         console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
 
 
 def needed_bytes(estimate: MemoryEstimate) -> int:
-    """Return the bytes that must fit into `hardware.memory_present`: a GPU's memory holds MLX's arrays only."""
+    """Return the bytes that must fit into `hardware.memory_present`: a GPU's memory holds MLX's
+    arrays only."""
     return estimate.total if on_cpu() else estimate.of_mlx
 
 
 def measured_bytes(lines: Sequence[Mapping[str, Any]]) -> int:
-    """The same, measured: the peak so far of this process (resident), or of MLX's arrays in steps with these lines."""
+    """The same, measured: the peak so far of this process (resident), or of MLX's arrays in
+    steps with these lines."""
     if on_cpu():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024

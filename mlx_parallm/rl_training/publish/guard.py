@@ -1,8 +1,8 @@
 """Checks between training and serving, and the states that training goes back to.
 
-PublishGuard     may the trained weights be served? They and the log-probabilities that they give must be finite, other
-                 numbers than the served ones, and answer nearly as those do: one forward pass of a few of the step's
-                 own sequences measures that.
+PublishGuard     may the trained weights be served? They and the log-probabilities that they give
+                 must be finite, other numbers than the served ones, and answer nearly as those do:
+                 one forward pass of a few of the step's own sequences measures that.
 TrainingStates   what a refused update and a rollback go back to
 """
 
@@ -25,12 +25,14 @@ NOT_FINITE = "the weights are not finite"
 NO_ANSWERS = "the weights are finite, but the log-probabilities that they give are not"
 TRIED_TOKENS = 16
 NOT_SERVED = -2
-"""Stands for the version of a state that was resumed and never served; -1 is that of weights at the start."""
+"""Stands for the version of a state that was resumed and never served; -1 is that of weights at
+the start."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reason`: why the weights are not to be served; "" = they may be. `kl`: nats a token, None = not measured."""
+    """`reason`: why the weights are not to be served; "" = they may be. `kl`: nats a token, None
+    = not measured."""
 
     reason: str = ""
     moved: bool = True
@@ -39,7 +41,8 @@ class Verdict:
 
 class PublishGuard:
     """Args:
-    score: log-probabilities of each rollout's sampled tokens under the trained weights: `Trainer.logprobs`.
+    score: log-probabilities of each rollout's sampled tokens under the trained weights:
+    `Trainer.logprobs`.
     max_kl: nats a token; None = not measured.
     """
 
@@ -58,7 +61,11 @@ class PublishGuard:
 
     def judge(self, rollouts: Sequence[Rollout]) -> Verdict:
         """Judge the weights as they are now. `rollouts`: those that the step was trained on."""
-        if not mx.stack([mx.isfinite(array).all() for array in self._policy.slots.read()]).all().item():
+        if (
+            not mx.stack([mx.isfinite(array).all() for array in self._policy.slots.read()])
+            .all()
+            .item()
+        ):
             return Verdict(NOT_FINITE)
         pairs = zip(self.served, self._policy.served_arrays(), strict=True)
         if all(mx.array_equal(old, new).item() for old, new in pairs):
@@ -71,27 +78,34 @@ class PublishGuard:
         kl = kl_from_served(self._score(sample), sample)
         if kl <= self._max_kl:
             return Verdict(kl=kl)
-        return Verdict(f"KL {kl:.3g} nats a token from the served version, above {self._max_kl:g}", kl=kl)
+        return Verdict(
+            f"KL {kl:.3g} nats a token from the served version, above {self._max_kl:g}", kl=kl
+        )
 
     def _answers(self, rollouts: Sequence[Rollout]) -> bool:
-        """Whether the first tokens of a sequence have finite log-probabilities: a short forward pass."""
+        """Whether the first tokens of a sequence have finite log-probabilities: a short forward
+        pass."""
         first = next((rollout for rollout in rollouts if len(rollout.tokens) > 1), None)
         if first is None:
             return True
         tokens = first.tokens[:TRIED_TOKENS]
         n = len(tokens)
-        short = Rollout(tokens, (0, *[1] * (n - 1)), None, first.policy_versions[:n], first.temperature, {})
+        short = Rollout(
+            tokens, (0, *[1] * (n - 1)), None, first.policy_versions[:n], first.temperature, {}
+        )
         return all(np.isfinite(scores).all() for scores in self._score([short]))
 
 
 def kl_from_served(logprobs: Sequence[np.ndarray], rollouts: Sequence[Rollout]) -> float:
-    """KL(served ‖ trained) in nats a token: Schulman's k3 = r - 1 - ln r, r = trained / served, over sampled tokens.
+    """KL(served ‖ trained) in nats a token: Schulman's k3 = r - 1 - ln r, r = trained / served,
+    over sampled tokens.
 
     Args:
         logprobs: of each rollout's sampled tokens under the trained weights, [N] each.
 
-    Two tokens with log-probabilities -1 when sampled and -1.5, -0.5 now: r = 0.6065, 1.6487, k3 = 0.1065, 0.1487, so
-    0.1276. With rollouts of older versions it is the distance from those. NaN and overflow count as infinite.
+    Two tokens with log-probabilities -1 when sampled and -1.5, -0.5 now: r = 0.6065, 1.6487, k3 =
+    0.1065, 0.1487, so 0.1276. With rollouts of older versions it is the distance from those. NaN
+    and overflow count as infinite.
     """
     served = [
         value
@@ -106,12 +120,18 @@ def kl_from_served(logprobs: Sequence[np.ndarray], rollouts: Sequence[Rollout]) 
 
 
 def _sample(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The last sequences with log-probabilities of a known version, as many as `MEASURED_TOKENS` hold."""
+    """The last sequences with log-probabilities of a known version, as many as `MEASURED_TOKENS`
+    hold."""
     sample: list[Rollout] = []
     room = MEASURED_TOKENS
     for rollout in reversed(rollouts):
-        versions = [version for version, sampled in zip(rollout.policy_versions, rollout.mask, strict=True) if sampled]
-        if rollout.logprobs is None or not any(rollout.mask[1:]) or min(versions) < 0:  # negative: not known
+        versions = [
+            version
+            for version, sampled in zip(rollout.policy_versions, rollout.mask, strict=True)
+            if sampled
+        ]
+        # negative: not known
+        if rollout.logprobs is None or not any(rollout.mask[1:]) or min(versions) < 0:
             continue
         room -= len(rollout.tokens)
         if sample and room < 0:
@@ -122,7 +142,8 @@ def _sample(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """All that training moves, by reference: MLX's arrays never change. `table`: `VersionSteps.state()` of then."""
+    """All that training moves, by reference: MLX's arrays never change. `table`:
+    `VersionSteps.state()` of then."""
 
     version: int
     steps: int
@@ -134,14 +155,16 @@ class TrainingState:
 
 
 class TrainingStates:
-    """The newest `keep` versions that were served, with the optimizer that had made them. The trainer's thread only."""
+    """The newest `keep` versions that were served, with the optimizer that had made them. The
+    trainer's thread only."""
 
     def __init__(self, trainer: Trainer, versions: VersionSteps, keep: int) -> None:
         self._trainer, self._versions, self._limit = trainer, versions, keep
         self._kept: list[TrainingState] = []
 
     def keep(self, *, served: bool = True) -> None:
-        """Keep the present state: it is that of the newest version, unless it was resumed and never `served`."""
+        """Keep the present state: it is that of the newest version, unless it was resumed and
+        never `served`."""
         state = self.now() if served else replace(self.now(), version=NOT_SERVED)
         self._kept = [*self._kept, state][-self._limit :] if self._limit else []
 
@@ -150,7 +173,9 @@ class TrainingStates:
         policy, optimizer = self._trainer.policy, self._trainer.optimizer.state()
         mx.eval(optimizer)
         numbers, table = self._trainer.state(), self._versions.state()
-        return TrainingState(version, steps, policy.slots.read(), optimizer, policy.reference_arrays, numbers, table)
+        return TrainingState(
+            version, steps, policy.slots.read(), optimizer, policy.reference_arrays, numbers, table
+        )
 
     def kept(self) -> list[int]:
         """Versions."""

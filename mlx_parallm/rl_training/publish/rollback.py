@@ -1,9 +1,11 @@
 """Rollbacks requested at /v1/training/rollback, done by the trainer's thread between two steps.
 
-    RollbackService ─ take ─► find the version in memory, or a checkpoint → put it back → publish under a new number
+    RollbackService ─ take ─► find the version in memory, or a checkpoint → put it back → publish
+    under a new number
 
-Weights, optimizer and the trainer's own numbers go back; steps, schedules, data and random states go on. Rollouts of
-versions that are left count as stale (versions.py); those of the version that is back are fresh.
+Weights, optimizer and the trainer's own numbers go back; steps, schedules, data and random states
+go on. Rollouts of versions that are left count as stale (versions.py); those of the version that is
+back are fresh.
 """
 
 import threading
@@ -45,7 +47,8 @@ class RequestedRollback:
 
 
 class RollbackService:
-    """Hands one request at a time from any thread to the trainer's, which takes it and sets its result."""
+    """Hands one request at a time from any thread to the trainer's, which takes it and sets its
+    result."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,15 +56,22 @@ class RollbackService:
         self._waiting: RequestedRollback | None = None
         self._last: RequestedRollback | None = None
 
-    def request(self, *, version: int | None = None, checkpoint: str | None = None) -> RequestedRollback:
+    def request(
+        self, *, version: int | None = None, checkpoint: str | None = None
+    ) -> RequestedRollback:
         """Raises RefusedError: another request is not done yet, or the training has ended."""
         with self._lock:
             if self._closed:
                 raise RefusedError("the training has ended: nothing is rolled back any more", 409)
             if self._last is not None and not self._last.result.done():
-                raise RefusedError(f"a rollback to {self._last.target} is not done yet: ask again then", 409)
-            self._waiting = self._last = RequestedRollback(RollbackTarget(version, checkpoint), Future())
-            self._last.result.set_running_or_notify_cancel()  # it is done even if its client has gone
+                raise RefusedError(
+                    f"a rollback to {self._last.target} is not done yet: ask again then", 409
+                )
+            self._waiting = self._last = RequestedRollback(
+                RollbackTarget(version, checkpoint), Future()
+            )
+            # it is done even if its client has gone
+            self._last.result.set_running_or_notify_cancel()
             return self._last
 
     def take(self) -> RequestedRollback | None:
@@ -75,16 +85,20 @@ class RollbackService:
             return self._last
 
     def close(self) -> None:
-        """Refuses the request that waits, and one whose rollback failed half-way. Called by the thread that takes."""
+        """Refuses the request that waits, and one whose rollback failed half-way. Called by the
+        thread that takes."""
         with self._lock:
             self._closed, self._waiting = True, None
         if self._last is not None and not self._last.result.done():
-            self._last.result.set_exception(RefusedError("the training has ended before it was rolled back", 409))
+            self._last.result.set_exception(
+                RefusedError("the training has ended before it was rolled back", 409)
+            )
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """`step` steps were finished when the weights went back to those of `to`, `to_step` steps old, as `version`."""
+    """`step` steps were finished when the weights went back to those of `to`, `to_step` steps
+    old, as `version`."""
 
     step: int
     to: str
@@ -95,14 +109,17 @@ class Rollback:
 class Rollbacks:
     """One run's. The trainer's thread only; the service is for the others."""
 
-    def __init__(self, service: RollbackService, run: Path, trainer: Trainer, updater: WeightUpdater) -> None:
+    def __init__(
+        self, service: RollbackService, run: Path, trainer: Trainer, updater: WeightUpdater
+    ) -> None:
         self._service, self._run = service, run
         self._trainer, self._states, self._updater = trainer, updater.states, updater
         self._archive = CheckpointVersions(run)
         self._answer: tuple[Future[dict[str, Any]], Rollback] | None = None
 
     def perform(self, step: int) -> Rollback | None:
-        """Does what is waiting, after `step` finished steps; None: nothing, or it was refused. `settle` answers."""
+        """Does what is waiting, after `step` finished steps; None: nothing, or it was refused.
+        `settle` answers."""
         requested = self._service.take()
         if requested is None:
             return None
@@ -116,7 +133,12 @@ class Rollbacks:
             return None
         report = self._updater.go_back(state, step)
         done = Rollback(step, str(target), state.steps, report.version)
-        log.warning("rolled back", to=done.to, version=done.version, seconds=round(time.perf_counter() - started, 3))
+        log.warning(
+            "rolled back",
+            to=done.to,
+            version=done.version,
+            seconds=round(time.perf_counter() - started, 3),
+        )
         self._answer = future, done
         return done
 
@@ -125,7 +147,12 @@ class Rollbacks:
         if self._answer is not None:
             future, done = self._answer
             future.set_result(
-                {"to": done.to, "to_step": done.to_step, "step": done.step, "policy_version": done.version}
+                {
+                    "to": done.to,
+                    "to_step": done.to_step,
+                    "step": done.step,
+                    "policy_version": done.version,
+                }
             )
             self._answer = None
 
@@ -149,7 +176,8 @@ class Rollbacks:
         self._trainer.optimizer.restore(read_tensors(path / OPTIMIZER_FILE))
         self._trainer.restore(state.trainer)
         mx.eval(self._trainer.policy.slots.read())
-        table = [] if state.unpublished else state.versions  # of half a step: no version has had these weights
+        # of half a step: no version has had these weights
+        table = [] if state.unpublished else state.versions
         return TrainingState(state.policy_version, state.step, (), {}, None, {}, table)
 
     def _checkpoint(self, target: RollbackTarget) -> Path:
@@ -167,7 +195,9 @@ class Rollbacks:
             return path
         name = target.checkpoint or ""
         if name not in there:
-            raise RefusedError(f"no checkpoint {name!r}. There are: {_listed(there)}", 404, "checkpoint")
+            raise RefusedError(
+                f"no checkpoint {name!r}. There are: {_listed(there)}", 404, ("checkpoint")
+            )
         return (self._run / name).resolve()
 
 

@@ -1,23 +1,28 @@
-"""Policy versions: which training step the weights of each come from, and which number the next one gets.
+"""Policy versions: which training step the weights of each come from, and which number the next one
+gets.
 
-A run has one timeline until it resumes an older checkpoint or is rolled back: then it leaves what came after that
-point, and goes on beside it. Steps may come again under the same number, versions never do.
+A run has one timeline until it resumes an older checkpoint or is rolled back: then it leaves what
+came after that point, and goes on beside it. Steps may come again under the same number, versions
+never do.
 """
 
 import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-KEPT = 4096  # versions remembered; anything older is as stale as what belongs to a timeline that was left
+# versions remembered; anything older is as stale as what belongs to a timeline that was left
+KEPT = 4096
 LEFT = -(1 << 40)  # its steps
 
 
 class VersionSteps:
-    """version → training steps that its weights had behind them when they were published; of this timeline only.
+    """version → training steps that its weights had behind them when they were published; of this
+    timeline only.
 
-    `staleness` of what step s trains on is s - 1 - steps(version): 0 when it was sampled by the weights that the step
-    starts from. A version that is not in the table was sampled by weights that a kill -9 lost or a rollback left: it is
-    as stale as can be. A negative one is unknown to its sender and counts as the newest.
+    `staleness` of what step s trains on is s - 1 - steps(version): 0 when it was sampled by the
+    weights that the step starts from. A version that is not in the table was sampled by weights
+    that a kill -9 lost or a rollback left: it is as stale as can be. A negative one is unknown to
+    its sender and counts as the newest.
     """
 
     def __init__(self, version: int = 0, steps: int = 0) -> None:
@@ -34,13 +39,16 @@ class VersionSteps:
         self._entries = [*self._entries, (version, steps)][-KEPT:]
 
     def still_newest(self, steps: int) -> None:
-        """A step ended without changing the weights: the newest version is what `steps` steps have made, too."""
+        """A step ended without changing the weights: the newest version is what `steps` steps
+        have made, too."""
         self._entries = [*self._entries[:-1], (self._entries[-1][0], steps)]
 
     def go_back(self, table: Iterable[Sequence[int]], at: int, *, version: int, steps: int) -> None:
-        """After `steps` steps `version` serves what `at` steps had made, when `table` was the `state()`.
+        """After `steps` steps `version` serves what `at` steps had made, when `table` was the
+        `state()`.
 
-        What lies on the way to it keeps its distance, so rollouts of the very weights that are back are fresh again.
+        What lies on the way to it keeps its distance, so rollouts of the very weights that are back
+        are fresh again.
         """
         shift = steps - at
         kept = [(int(entry[0]), int(entry[1]) + shift) for entry in table if entry[1] <= at]
@@ -76,10 +84,12 @@ class Notes(Protocol):
 
 
 class VersionNumbers:
-    """Numbers of a run's policy versions: each stands for one set of weights, whatever was resumed or rolled back.
+    """Numbers of a run's policy versions: each stands for one set of weights, whatever was resumed
+    or rolled back.
 
-    A number is on the disk before anything is served under it. A resume in deterministic mode makes the same weights
-    again, bit for bit: there they come with a `digest`, and equal ones get their old number back.
+    A number is on the disk before anything is served under it. A resume in deterministic mode makes
+    the same weights again, bit for bit: there they come with a `digest`, and equal ones get their
+    old number back.
 
     Args:
         notes: None = numbers that no other process has given out.
@@ -112,5 +122,7 @@ class VersionNumbers:
 
     def _is(self, number: int, digest: str | None) -> bool:
         return (
-            digest is not None and self._notes is not None and digest == self._notes.recall(f"{self.HIGHEST}/{number}")
+            digest is not None
+            and self._notes is not None
+            and digest == self._notes.recall(f"{self.HIGHEST}/{number}")
         )

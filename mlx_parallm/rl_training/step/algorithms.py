@@ -1,10 +1,11 @@
 """From the configuration to an `Algorithm`. `ALGORITHMS` is the registry: one function a line.
 
-rollouts        one function for all: they differ in their presets (`config.algorithm.PRESETS`, filled into the
-                configuration as it is read); PPO adds a value head and GAE to it
+rollouts        one function for all: they differ in their presets (`config.algorithm.PRESETS`,
+                filled into the configuration as it is read); PPO adds a value head and GAE to it
 rows of a file  a loss, and whether it reads the reference: a line in `DATA_LOSSES`
-the user's own  `rl_training.advantage` and `rl_training.loss` as functions: loaded and checked before a model is;
-                what they return is checked at every call (docs/your_environment.md)
+the user's own  `rl_training.advantage` and `rl_training.loss` as functions: loaded and checked
+                before a model is; what they return is checked at every call
+                (docs/your_environment.md)
 """
 
 import math
@@ -32,13 +33,22 @@ from mlx_parallm.losses.advantages import (
 )
 from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
 from mlx_parallm.losses.ppo import gae, with_value_loss
-from mlx_parallm.losses.preference import cpo_loss, dft_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
+from mlx_parallm.losses.preference import (
+    cpo_loss,
+    dft_loss,
+    dpo_loss,
+    kto_loss,
+    nll_loss,
+    orpo_loss,
+    simpo_loss,
+)
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.metrics import KEYS
 from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch
 
 STOP_FACTOR = 1.5  # of the target KL, as in Spinning Up and Stable-Baselines3
-LOSS_METRICS = ("kl", "entropy", "clip_fraction", "ratio_mean")  # columns of metrics.jsonl that a loss may fill
+# columns of metrics.jsonl that a loss may fill
+LOSS_METRICS = ("kl", "entropy", "clip_fraction", "ratio_mean")
 
 Loss = Callable[[LossInputs], LossOutputs]
 
@@ -47,12 +57,15 @@ Loss = Callable[[LossInputs], LossOutputs]
 class Algorithm:
     """All that an algorithm is, for the trainer.
 
-    `advantages`: rewards of one group → one number each, None = nothing to learn. `finish`: a step over the whole batch
-    (whitening, GAE). `needs_…`: what is scored before the step's first update. `on_data`: it learns from rows of a
-    file, which no policy sampled. `rows_per_example`: consecutive sequences that only make sense together (2: a pair).
-    `stop_kl`: a mini-batch whose metric approx_kl is above it is not applied, and ends the updates of the step.
-    `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once. `fuse`: the loss takes
-    arrays for numbers, and looks at none (`losses.types.LossInputs`), so it may be compiled with the step.
+    `advantages`: rewards of one group → one number each, None = nothing to learn. `finish`: a step
+    over the whole batch (whitening, GAE). `needs_…`: what is scored before the step's first update.
+    `on_data`: it learns from rows of a file, which no policy sampled. `rows_per_example`:
+    consecutive sequences that only make sense together (2: a pair).
+    `stop_kl`: a mini-batch whose metric approx_kl is above it is not applied, and ends the updates
+    of the step.
+    `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once.
+    `fuse`: the loss takes arrays for numbers, and looks at none (`losses.types.LossInputs`), so it
+    may be compiled with the step.
     """
 
     name: str
@@ -69,13 +82,14 @@ class Algorithm:
 
 
 def make_algorithm(config: RLTrainingConfig) -> Algorithm:
-    """The configured algorithm, with the user's own advantage and loss where they are set. Raises ConfigError."""
+    """The configured algorithm, with the user's own advantage and loss where they are set.
+    Raises ConfigError."""
     return ALGORITHMS[config.algorithm](config)
 
 
 def make_shaping(config: RLTrainingConfig, algorithm: Algorithm) -> Shaping:
-    """The configured changes to groups. A rollout marked `zero_advantage` is left out where the algorithm, or a KL in
-    the reward, would give it an advantage all the same."""
+    """The configured changes to groups. A rollout marked `zero_advantage` is left out where the
+    algorithm, or a KL in the reward, would give it an advantage all the same."""
     return Shaping(
         overlong_length=config.overlong_length or 0,
         overlong_buffer=config.overlong_buffer,
@@ -88,7 +102,8 @@ def make_shaping(config: RLTrainingConfig, algorithm: Algorithm) -> Shaping:
 
 
 def policy_gradient(config: RLTrainingConfig) -> Algorithm:
-    """The configured loss on the configured advantages, functions of the user's own included. Raises ConfigError."""
+    """The configured loss on the configured advantages, functions of the user's own included.
+    Raises ConfigError."""
     name = cast(str, config.loss)  # every preset has one
     custom = is_reference(name)
     return Algorithm(
@@ -103,7 +118,8 @@ def policy_gradient(config: RLTrainingConfig) -> Algorithm:
 
 
 def loss_options(config: RLTrainingConfig) -> LossOptions:
-    """The policy loss's options. The configuration has a number for each key that its loss reads."""
+    """The policy loss's options. The configuration has a number for each key that its loss
+    reads."""
 
     def number(value: float | None) -> float:
         return math.nan if value is None else value
@@ -114,9 +130,13 @@ def loss_options(config: RLTrainingConfig) -> LossOptions:
         aggregation=config.loss_aggregation or "token",
         kl_estimator=config.kl_estimator,
         entropy_weight=config.entropy_weight,
-        entropy_aggregation="token" if config.entropy_aggregation == "token" else config.loss_aggregation or "token",
+        entropy_aggregation=("token")
+        if config.entropy_aggregation == "token"
+        else config.loss_aggregation or "token",
         clip_ratio=number(config.clip_ratio),
-        clip_ratio_high=number(config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high),
+        clip_ratio_high=number(
+            config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+        ),
         dual_clip=number(config.dual_clip),
         ratio_delta=number(config.ratio_delta),
         sapo_tau_positive=number(config.sapo_tau_positive),
@@ -136,8 +156,9 @@ def _estimator(config: RLTrainingConfig) -> Estimator:
 
 
 def whitened(prepared: PreparedBatch) -> PreparedBatch:
-    """REINFORCE++ (arXiv:2501.03262): each token's reward-to-go, with the KL in it where kl_in = "reward", whitened
-    over the tokens of the step. With group means taken off first (advantage = "mean") it is REINFORCE++-baseline."""
+    """REINFORCE++ (arXiv:2501.03262): each token's reward-to-go, with the KL in it where kl_in =
+    "reward", whitened over the tokens of the step. With group means taken off first (advantage =
+    "mean") it is REINFORCE++-baseline."""
     values = prepared.advantages.astype(np.float64)
     if prepared.kl_penalty is not None:
         values = values - to_go(prepared.kl_penalty, prepared.lengths)
@@ -145,11 +166,14 @@ def whitened(prepared: PreparedBatch) -> PreparedBatch:
 
 
 def ppo(config: RLTrainingConfig) -> Algorithm:
-    """PPO (arXiv:1707.06347): a value loss beside the policy loss, and generalised advantage estimation."""
+    """PPO (arXiv:1707.06347): a value loss beside the policy loss, and generalised advantage
+    estimation."""
     policy, options = policy_gradient(config), config.ppo
     return replace(
         policy,
-        loss=with_value_loss(policy.loss, clip=options.value_clip, coefficient=options.value_coefficient),
+        loss=with_value_loss(
+            policy.loss, clip=options.value_clip, coefficient=options.value_coefficient
+        ),
         needs_values=True,
         finish=partial(
             credit,
@@ -161,13 +185,16 @@ def ppo(config: RLTrainingConfig) -> Algorithm:
     )
 
 
-def credit(prepared: PreparedBatch, *, gamma: float, gae_lambda: float, normalize_advantages: bool) -> PreparedBatch:
-    """Rewards in `advantages` → GAE, whitened over the batch, and returns (of advantages before whitening).
+def credit(
+    prepared: PreparedBatch, *, gamma: float, gae_lambda: float, normalize_advantages: bool
+) -> PreparedBatch:
+    """Rewards in `advantages` → GAE, whitened over the batch, and returns (of advantages before
+    whitening).
 
-    The value of a token is that of the state in which it is predicted. Only trained tokens are states: a tool's answer
-    between two of them is passed over, so value and advantage are carried across it. The last trained token of a
-    sequence gets the reward and ends its episode, also where the answer was cut off (as in TRL and verl): no value
-    stands in for what was not written.
+    The value of a token is that of the state in which it is predicted. Only trained tokens are
+    states: a tool's answer between two of them is passed over, so value and advantage are carried
+    across it. The last trained token of a sequence gets the reward and ends its episode, also where
+    the answer was cut off (as in TRL and verl): no value stands in for what was not written.
 
     Metrics: explained_variance, 1 - Var(return - V) / Var(return), of the values before the step.
     """
@@ -175,7 +202,11 @@ def credit(prepared: PreparedBatch, *, gamma: float, gae_lambda: float, normaliz
     if not len(prepared.old_values):
         return prepared
     values = prepared.old_values.astype(np.float64)
-    rewards = np.zeros(len(values)) if prepared.kl_penalty is None else -prepared.kl_penalty.astype(np.float64)
+    rewards = (
+        np.zeros(len(values))
+        if prepared.kl_penalty is None
+        else -prepared.kl_penalty.astype(np.float64)
+    )
     last = np.cumsum(prepared.lengths)[np.array(prepared.lengths) > 0] - 1
     rewards[last] += prepared.advantages[last]
     advantages = gae(rewards, values, last, gamma=gamma, gae_lambda=gae_lambda)
@@ -208,7 +239,8 @@ DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
     "cpo": lambda own, beta: partial(cpo_loss, beta=beta, nll_weight=own.nll_weight),
     "sft": lambda own, beta: dft_loss if own.sft_loss == "dft" else nll_loss,
 }
-"""One more is a function in `losses.preference`, a line here, and its name (with its options) in `config.data`."""
+"""One more is a function in `losses.preference`, a line here, and its name (with its options) in
+`config.data`."""
 
 
 def on_rows(config: RLTrainingConfig) -> Algorithm:
@@ -238,7 +270,8 @@ ALGORITHMS: dict[str, Callable[[RLTrainingConfig], Algorithm]] = {
 
 
 def custom_advantage(reference: str) -> Estimator:
-    """Rewards of one group → one number each, or None (nothing to learn). Raises ConfigError, here and when called."""
+    """Rewards of one group → one number each, or None (nothing to learn). Raises ConfigError,
+    here and when called."""
     key = f"rl_training.advantage: {reference}"
     function = load_function_of(("rewards",), reference, "rl_training.advantage")
 
@@ -250,7 +283,8 @@ def custom_advantage(reference: str) -> Estimator:
             return None
         if len(numbers) != len(rewards) or not all(map(math.isfinite, numbers)):
             raise ConfigError(
-                f"{key} returned {values!r} for {len(rewards)} rewards: expected a finite number for each"
+                f"{key} returned {values!r} for {len(rewards)} rewards: expected a finite"
+                " number for each"
             )
         return numbers if any(numbers) else None
 
@@ -258,7 +292,8 @@ def custom_advantage(reference: str) -> Estimator:
 
 
 def custom_loss(reference: str) -> Loss:
-    """LossInputs of one micro-batch → LossOutputs (or the bare loss). Raises ConfigError, here and when called."""
+    """LossInputs of one micro-batch → LossOutputs (or the bare loss). Raises ConfigError, here
+    and when called."""
     key = f"rl_training.loss: {reference}"
     function = load_function_of(("inputs",), reference, "rl_training.loss")
 
@@ -268,16 +303,27 @@ def custom_loss(reference: str) -> Loss:
         if isinstance(outputs, mx.array):
             outputs = LossOutputs(outputs)
         value = outputs.loss if isinstance(outputs, LossOutputs) else outputs
-        if not isinstance(outputs, LossOutputs) or not isinstance(value, mx.array) or value.ndim != 0:
+        if (
+            not isinstance(outputs, LossOutputs)
+            or not isinstance(value, mx.array)
+            or value.ndim != 0
+        ):
             shape = list(value.shape) if isinstance(value, mx.array) else type(value).__name__
-            raise ConfigError(f"{key} returned {shape}: expected LossOutputs with a loss of one number (see aggregate)")
+            raise ConfigError(
+                f"{key} returned {shape}: expected LossOutputs with a loss of one number (see"
+                " aggregate)"
+            )
         if taken := [name for name in outputs.metrics if name in KEYS and name not in LOSS_METRICS]:
-            raise ConfigError(f"{key} returned the metric {taken[0]!r}, which is a column of metrics.jsonl already")
+            raise ConfigError(
+                f"{key} returned the metric {taken[0]!r}, which is a column of metrics.jsonl"
+                " already"
+            )
         with user_code(key):
             metrics = {name: mx.array(value) for name, value in outputs.metrics.items()}
         if wrong := [name for name, value in metrics.items() if value.ndim != 0]:
             raise ConfigError(
-                f"{key}: the metric {wrong[0]!r} has the shape {list(metrics[wrong[0]].shape)}, not one number"
+                f"{key}: the metric {wrong[0]!r} has the shape"
+                f" {list(metrics[wrong[0]].shape)}, not one number"
             )
         return LossOutputs(outputs.loss, metrics or {"policy_loss": outputs.loss})
 

@@ -1,6 +1,8 @@
-"""TrainBatch, the rollouts of one step: RolloutBuffer → TrainBatch → `collate` and `prepare` → trainer.
+"""TrainBatch, the rollouts of one step: RolloutBuffer → TrainBatch → `collate` and `prepare` →
+trainer.
 
-Imports neither MLX nor numpy: the command line loads it before it blocks signals, and their threads would take them.
+Imports neither MLX nor numpy: the command line loads it before it blocks signals, and their threads
+would take them.
 """
 
 import math
@@ -23,10 +25,11 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One rollout with what the trainer adds. `fresh`: read and sampled wholly by the weights the step starts from.
+    """One rollout with what the trainer adds. `fresh`: read and sampled wholly by the weights the
+    step starts from.
 
-    `targets`: the tokens that are scored at each position, [T - 1] or several at each [T - 1, K], where these are not
-    the tokens that follow.
+    `targets`: the tokens that are scored at each position, [T - 1] or several at each [T - 1, K],
+    where these are not the tokens that follow.
     """
 
     rollout: Rollout
@@ -46,8 +49,8 @@ class TrainSequence:
 
 
 EnvironmentNumbers = dict[str, float | None]
-"""One environment in one step: groups, reward_mean, reward_max, trained_groups, trained_sequences, staleness and
-dropped_stale."""
+"""One environment in one step: groups, reward_mean, reward_max, trained_groups,
+trained_sequences, staleness and dropped_stale."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class BatchStatistics:
     sequences: int = 0
     reward_mean: float | None = None
     reward_std: float | None = None  # population, over sequences
-    reward_std_in_groups: float | None = None  # mean over groups of the sample standard deviation, divided by n - 1
+    # mean over groups of the sample standard deviation, divided by n - 1
+    reward_std_in_groups: float | None = None
     reward_max: float | None = None
     reward_p25: float | None = None  # quartiles over sequences, linear between neighbours
     reward_p75: float | None = None
@@ -71,29 +75,37 @@ class BatchStatistics:
     groups_all_right: float = 0.0  # fraction: no reward below 1
     groups_same_answer: float = 0.0  # fraction: several answers, all of the same sampled tokens
     truncated_fraction: float = 0.0
-    out_of_room_fraction: float = 0.0  # truncated by max_token_length, as far as is known: in-process environments
-    never_done_fraction: float = 0.0  # of those with several turns, which their environment did not end
+    # truncated by max_token_length, as far as is known: in-process environments
+    out_of_room_fraction: float = 0.0
+    # of those with several turns, which their environment did not end
+    never_done_fraction: float = 0.0
     never_done_turns: float | None = None  # mean turns of these
     eos_fraction: float | None = None  # of the sequences that say how they ended
     completion_tokens_mean: float = 0.0
-    rollout_entropy: float | None = None  # mean of -logprobs over the sampled tokens that have one, in nats
+    # mean of -logprobs over the sampled tokens that have one, in nats
+    rollout_entropy: float | None = None
     staleness: float = 0.0  # mean over the groups that are trained on, in steps
     staleness_max: int = 0
     dropped_stale: int = 0  # groups
     dropped_misfit: int = 0  # groups of another tokenizer or model
     groups_without_logprobs: int = 0
-    extra_segments: int = 0  # sequences beyond one an episode, because the chat template rewrote history
+    # sequences beyond one an episode, because the chat template rewrote history
+    extra_segments: int = 0
     reward_by_environment: dict[str, float | None] = field(default_factory=dict)
     environments: dict[str, EnvironmentNumbers] = field(default_factory=dict)
-    full_marks: dict[str, dict[str, int]] = field(default_factory=dict)  # `full_marks.FullMarks` of each environment
-    parts: dict[str, float] = field(default_factory=dict)  # further scores by name: means over who has them
-    parts_std: dict[str, float] = field(default_factory=dict)  # and their sample standard deviations
+    # `full_marks.FullMarks` of each environment
+    full_marks: dict[str, dict[str, int]] = field(default_factory=dict)
+    # further scores by name: means over who has them
+    parts: dict[str, float] = field(default_factory=dict)
+    # and their sample standard deviations
+    parts_std: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def to_metrics(self) -> dict[str, Any]:
-        """For a metrics line: `parts` become keys of their own, e.g. rewards/correct/mean and rewards/correct/std."""
+        """For a metrics line: `parts` become keys of their own, e.g. rewards/correct/mean and
+        rewards/correct/std."""
         values = self.to_json()
         means, deviations = values.pop("parts"), values.pop("parts_std")
         own = {f"{name}/mean": mean for name, mean in means.items()}
@@ -102,14 +114,16 @@ class BatchStatistics:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The rollouts of one step. `gave_up`: why it holds fewer sequences than requested (perhaps none)."""
+    """The rollouts of one step. `gave_up`: why it holds fewer sequences than requested (perhaps
+    none)."""
 
     step: int
     groups: tuple[RolloutGroup, ...]
     sequences: tuple[TrainSequence, ...]
     statistics: BatchStatistics
     gave_up: str = ""
-    constants: Mapping[str, float] = field(default_factory=dict)  # numbers of the whole batch, from its source
+    # numbers of the whole batch, from its source
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def group_ids(self) -> tuple[str, ...]:
@@ -189,18 +203,28 @@ class StatisticsCollector:
         return self._misfit
 
     def lost_in_words(self) -> str:
-        """What became of groups that are not trained on, and the section of the page about the most frequent reason."""
+        """What became of groups that are not trained on, and the section of the page about the
+        most frequent reason."""
         groups, right, wrong = self._dropped_without_variance, self._all_right, self._all_wrong
         if not groups:
             return f"{self._stale} groups were too old, {self._misfit} of another model"
         why = (
-            (right, "too-easy", "the policy has learned these problems: harder ones would teach it more"),
-            (wrong, "too-hard", "the problems are too hard for this policy, or the reward never fires"),
+            (
+                right,
+                "too-easy",
+                ("the policy has learned these problems: harder ones would teach it more"),
+            ),
+            (
+                wrong,
+                "too-hard",
+                ("the problems are too hard for this policy, or the reward never fires"),
+            ),
             (groups - right - wrong, "no-variance", "the reward does not tell answers apart"),
         )
         _, page, meaning = max(why, key=lambda entry: entry[0])
         return (
-            f"of {groups} groups with one reward for all answers {right} were all right and {wrong} all wrong;"
+            f"of {groups} groups with one reward for all answers {right} were all right and"
+            f" {wrong} all wrong;"
             f" {meaning} (docs/troubleshooting.md#{page})"
         )
 
@@ -234,10 +258,17 @@ class StatisticsCollector:
 
     def result(self) -> BatchStatistics:
         count = len(self._rewards)
-        environments = {name: environment.result() for name, environment in sorted(self._by_environment.items())}
+        environments = {
+            name: environment.result() for name, environment in sorted(self._by_environment.items())
+        }
         if count == 0:
-            return BatchStatistics(dropped_stale=self._stale, dropped_misfit=self._misfit, environments=environments)
-        parts = {name: (_mean(scores), _sample_deviation(scores)) for name, scores in sorted(self._parts.items())}
+            return BatchStatistics(
+                dropped_stale=self._stale, dropped_misfit=self._misfit, environments=environments
+            )
+        parts = {
+            name: (_mean(scores), _sample_deviation(scores))
+            for name, scores in sorted(self._parts.items())
+        }
         known = [end for end in self._ends if end is not None]
         return BatchStatistics(
             groups=self._groups,
@@ -256,7 +287,9 @@ class StatisticsCollector:
             truncated_fraction=self._ends.count("length") / count,
             out_of_room_fraction=self._out_of_room / count,
             never_done_fraction=self._never_done / count,
-            never_done_turns=self._never_done_turns / self._never_done if self._never_done else None,
+            never_done_turns=self._never_done_turns / self._never_done
+            if self._never_done
+            else None,
             eos_fraction=known.count("stop") / len(known) if known else None,
             completion_tokens_mean=sum(self._lengths) / count,
             rollout_entropy=self._surprise / self._surprising if self._surprising else None,
@@ -267,7 +300,9 @@ class StatisticsCollector:
             groups_without_logprobs=self._without_logprobs,
             extra_segments=self._extra_segments,
             reward_by_environment={
-                name: numbers["reward_mean"] for name, numbers in environments.items() if numbers["groups"]
+                name: numbers["reward_mean"]
+                for name, numbers in environments.items()
+                if numbers[("groups")]
             },
             environments=environments,
             full_marks={
@@ -291,7 +326,8 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the number below which a share of the values lies, linear between neighbours (as numpy.quantile)."""
+    """Return the number below which a share of the values lies, linear between neighbours (as
+    numpy.quantile)."""
     ordered, place = sorted(values), share * (len(values) - 1)
     low = math.floor(place)
     return ordered[low] + (place - low) * (ordered[math.ceil(place)] - ordered[low])
@@ -304,4 +340,6 @@ def _sample_deviation(values: Sequence[float]) -> float:
 
 def _sampled(rollout: Rollout) -> tuple[int, ...]:
     """The tokens that the policy sampled in all turns."""
-    return tuple(chain.from_iterable(compress(segment.tokens, segment.mask) for segment in rollout.segments))
+    return tuple(
+        chain.from_iterable(compress(segment.tokens, segment.mask) for segment in rollout.segments)
+    )

@@ -1,15 +1,16 @@
-"""TrainSequences → the micro-batches of a mini-batch, as arrays. Rows are sorted by length, and cut by a token budget.
+"""TrainSequences → the micro-batches of a mini-batch, as arrays. Rows are sorted by length, and cut
+by a token budget.
 
-A mini-batch is one optimizer update, a micro-batch one backward pass. Alignment: position t of every [B, T] array is
-where token t + 1 is predicted, so T is the longest sequence - 1. The first token of a sequence has nothing before it
-and is never trained on.
+A mini-batch is one optimizer update, a micro-batch one backward pass. Alignment: position t of
+every [B, T] array is where token t + 1 is predicted, so T is the longest sequence - 1. The first
+token of a sequence has nothing before it and is never trained on.
 
     by length   rows of nearly equal length, right-padded
     by prompt   the rows that share a prompt together, so that the model computes the prompt once
     packed      several sequences end to end in one row
 
-The budget counts the tokens that are computed, padding included. `MicroBatchBudget` lowers it where one evaluation
-would take too long.
+The budget counts the tokens that are computed, padding included. `MicroBatchBudget` lowers it where
+one evaluation would take too long.
 """
 
 from bisect import bisect_right
@@ -27,13 +28,15 @@ from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.system.log import get_logger
 
 PAYS_BELOW = 0.9
-"""Share of the tokens that is left to compute. Above it, sharing prompts or packing rows costs what it saves: the one
-splits products in two, the other needs masks."""
+"""Share of the tokens that is left to compute. Above it, sharing prompts or packing rows costs
+what it saves: the one splits products in two, the other needs masks."""
 ATTENTION_WIDTH = 1024
-"""Row length at which attention costs a token as much as all else: 512 with a 0.6B model on a CPU, where exp is most of
-it, some thousands on a GPU. Packing must not put many short sequences into a row that is much longer."""
+"""Row length at which attention costs a token as much as all else: 512 with a 0.6B model on a
+CPU, where exp is most of it, some thousands on a GPU. Packing must not put many short sequences
+into a row that is much longer."""
 SHORT_ROW = 64
-"""Tokens of a row that may be longer than every sequence in it: attention over so few costs next to nothing."""
+"""Tokens of a row that may be longer than every sequence in it: attention over so few costs next
+to nothing."""
 FIRST_TOKENS = 512
 """Of a micro-batch, until a time limit has been compared with a measurement."""
 AIM = 0.8
@@ -50,7 +53,8 @@ log = get_logger("trainer")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B rows of at most T positions, N of which are trained on, row after row. Rows are right-padded with token 0."""
+    """B rows of at most T positions, N of which are trained on, row after row. Rows are
+    right-padded with token 0."""
 
     rows: tuple[int, ...]  # [B] indices into the step's sequences
     inputs: np.ndarray  # [B, T] int32
@@ -59,7 +63,8 @@ class MicroBatch:
     targets: np.ndarray  # [N] int32
     temperatures: np.ndarray  # [N] float32
     scatter: np.ndarray  # [B, T] int32: which of the N scores belongs here; N where mask is false
-    columns: np.ndarray  # [N] int64: where the numbers of these tokens stand in the columns of the step (prepare.py)
+    # [N] int64: where the numbers of these tokens stand in the columns of the step (prepare.py)
+    columns: np.ndarray
     compact: CompactRows | None = None  # the same tokens, fewer of them computed
 
     @property
@@ -68,9 +73,14 @@ class MicroBatch:
         return self.inputs.size if self.compact is None else self.compact.tokens
 
     def token_batch(self, *, entropy_slope: bool = True) -> TokenBatch:
-        """The part that the model reads. `entropy_slope` False: the loss does not depend on the entropy."""
+        """The part that the model reads. `entropy_slope` False: the loss does not depend on the
+        entropy."""
         temperatures = self.temperatures
-        same = float(temperatures[0]) if len(temperatures) and (temperatures == temperatures[0]).all() else None
+        same = (
+            float(temperatures[0])
+            if len(temperatures) and (temperatures == temperatures[0]).all()
+            else None
+        )
         return TokenBatch(
             inputs=mx.array(self.inputs),
             positions=mx.array(self.positions),
@@ -105,16 +115,18 @@ def collate(
     share_prompts: bool = False,
     packing: bool = False,
 ) -> MiniBatch:
-    """The mini-batch of these rows. A sequence longer than the budget is a micro-batch of its own; one without a
-    trained token is in none, and counts among the sequences.
+    """The mini-batch of these rows. A sequence longer than the budget is a micro-batch of its own;
+    one without a trained token is in none, and counts among the sequences.
 
     Args:
-        together: so many consecutive rows are one example (a pair) and stay in one micro-batch, in their order.
-        share_prompts: the model can compute a prompt once for all rows of a micro-batch that have it.
+        together: so many consecutive rows are one example (a pair) and stay in one micro-batch, in
+            their order.
+        share_prompts: the model can compute a prompt once for all rows of a micro-batch that have
+            it.
         packing: the model can compute several sequences in one row. Pairs are not packed.
 
-    Prompts are shared, or rows packed, where that computes less than rows sorted by length (PAYS_BELOW); of the two,
-    the one with fewer tokens.
+    Prompts are shared, or rows packed, where that computes less than rows sorted by length
+    (PAYS_BELOW); of the two, the one with fewer tokens.
     """
     count = len(rows)
     examples = [tuple(rows[i : i + together]) for i in range(0, count, together)]
@@ -122,7 +134,9 @@ def collate(
     rows = [row for example in examples for row in example]
     parts = _by_length(sequences, examples, token_budget)
     cut: Cut = [(part, None) for part in parts]
-    if rows and all(1 in sequences[row].rollout.mask[1:] and sequences[row].targets_each == 1 for row in rows):
+    if rows and all(
+        1 in sequences[row].rollout.mask[1:] and sequences[row].targets_each == 1 for row in rows
+    ):
         shapes = [(len(part), _width(sequences, part)) for part in parts]
         fewest = PAYS_BELOW * _tokens(shapes)
         if share_prompts:
@@ -134,13 +148,20 @@ def collate(
             wide = [(len(part.rows), part.width) for part in packed]
             if _tokens(wide) <= fewest and _cost(wide) <= PAYS_BELOW * _cost(shapes):
                 cut = [(part.sequences, partial(pack_rows, counts=part.counts)) for part in packed]
-    starts = np.concatenate([[0], np.cumsum([sequence.trained for sequence in sequences])]).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum([sequence.trained for sequence in sequences])]).astype(
+        np.int64
+    )
     micro_batches = tuple(_micro_batch(sequences, part, arrange, starts) for part, arrange in cut)
-    return MiniBatch(micro_batches, sum(len(part.positions) for part in micro_batches), count, sequences)
+    return MiniBatch(
+        micro_batches, sum(len(part.positions) for part in micro_batches), count, sequences
+    )
 
 
 def _micro_batch(
-    sequences: Sequence[TrainSequence], rows: Sequence[int], arrange: Arrange | None, starts: np.ndarray
+    sequences: Sequence[TrainSequence],
+    rows: Sequence[int],
+    arrange: Arrange | None,
+    starts: np.ndarray,
 ) -> MicroBatch:
     """`starts` [sequences + 1]: where the columns of each sequence begin."""
     width = padded_length(max(len(sequences[row].rollout.tokens) for row in rows) - 1)
@@ -159,7 +180,8 @@ def _micro_batch(
     compact = arrange(inputs, positions) if arrange else None
     scatter = np.full(shape[0] * shape[1], len(positions), np.int32)
     scatter[positions] = np.arange(len(positions), dtype=np.int32)
-    temperatures = np.array([sequences[row].rollout.temperature or 1.0 for row in rows], np.float32)  # 0 counts as 1
+    # 0 counts as 1
+    temperatures = np.array([sequences[row].rollout.temperature or 1.0 for row in rows], np.float32)
     return MicroBatch(
         rows=tuple(rows),
         inputs=inputs,
@@ -184,7 +206,9 @@ def _targets(
     for i, row in enumerate(rows):
         own = sequences[row].targets
         chosen = mask[i] if own is None else mask[i, : len(own)]
-        parts.append(following[starts[i] : starts[i + 1]] if own is None else own[chosen].reshape(-1))
+        parts.append(
+            following[starts[i] : starts[i + 1]] if own is None else own[chosen].reshape(-1)
+        )
     return np.concatenate(parts).astype(np.int32)
 
 
@@ -195,7 +219,9 @@ def _by_length(
     sequences: Sequence[TrainSequence], examples: Sequence[tuple[int, ...]], token_budget: int
 ) -> list[list[int]]:
     parts: list[list[int]] = []
-    for example in sorted(examples, key=lambda example: (_width(sequences, example, exact=True), example)):
+    for example in sorted(
+        examples, key=lambda example: (_width(sequences, example, exact=True), example)
+    ):
         size = (len(parts[-1]) + len(example)) * _width(sequences, example) if parts else 0
         if parts and size <= token_budget:
             parts[-1] += example
@@ -226,10 +252,11 @@ def _cost(shapes: Sequence[tuple[int, int]]) -> float:
 def _by_prompt(
     sequences: Sequence[TrainSequence], examples: Sequence[tuple[int, ...]], token_budget: int
 ) -> tuple[list[list[int]], int]:
-    """Rows of the parts, in the order of their prompts, and the tokens that are computed for all of them.
+    """Rows of the parts, in the order of their prompts, and the tokens that are computed for all of
+    them.
 
-    A part costs its distinct prompts and what follows them in each row, both padded. Every row has a sampled token
-    behind its first one.
+    A part costs its distinct prompts and what follows them in each row, both padded. Every row has
+    a sampled token behind its first one.
     """
     numbers: dict[tuple[int, ...], int] = {}
     prompts: dict[int, int] = {}  # row → number of its prompt
@@ -242,7 +269,9 @@ def _by_prompt(
 
     def computed(rows: Sequence[int]) -> int:
         prompt, rest = (max(sizes[row][i] for row in rows) for i in (0, 1))
-        return len({prompts[row] for row in rows}) * padded_length(prompt) + len(rows) * padded_length(max(rest, 1))
+        return len({prompts[row] for row in rows}) * padded_length(prompt) + len(
+            rows
+        ) * padded_length(max(rest, 1))
 
     longest = [0] * len(numbers)
     for row, number in prompts.items():
@@ -250,7 +279,12 @@ def _by_prompt(
 
     def place(example: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
         first = example[0]
-        return longest[prompts[first]], prompts[first], max(sum(sizes[row]) for row in example), example
+        return (
+            longest[prompts[first]],
+            prompts[first],
+            max(sum(sizes[row]) for row in example),
+            example,
+        )
 
     parts: list[list[int]] = []
     for example in sorted(examples, key=place):
@@ -284,19 +318,23 @@ class PackedPart:
         return [len(row) for row in self.rows]
 
 
-def parts_packed(sequences: Sequence[TrainSequence], chosen: Sequence[int], *, token_budget: int) -> list[PackedPart]:
+def parts_packed(
+    sequences: Sequence[TrainSequence], chosen: Sequence[int], *, token_budget: int
+) -> list[PackedPart]:
     """Micro-batches, short sequences first; one that is over the budget is a single sequence.
 
     Args:
         chosen: indices into `sequences`; each has a sampled token behind its first one.
 
-    A row is as long as the longest sequence of its micro-batch, or SHORT_ROW. So no micro-batch has more tokens, or
-    larger attention scores, than its sequences would have one to a row.
+    A row is as long as the longest sequence of its micro-batch, or SHORT_ROW. So no micro-batch has
+    more tokens, or larger attention scores, than its sequences would have one to a row.
     """
     sizes = sorted((used(sequences[sequence]), sequence) for sequence in chosen)
     parts: list[PackedPart] = []
     while sizes:
-        end = bisect_right(range(1, len(sizes) + 1), token_budget, key=lambda end: _first_fit(sizes[:end]).tokens)
+        end = bisect_right(
+            range(1, len(sizes) + 1), token_budget, key=lambda end: _first_fit(sizes[:end]).tokens
+        )
         parts.append(_first_fit(sizes[: max(1, end)]))
         sizes = sizes[max(1, end) :]
     return parts
@@ -309,8 +347,8 @@ def used(sequence: TrainSequence) -> int:
 
 
 def _first_fit(sizes: Sizes) -> PackedPart:
-    """Each sequence, the longest first, into the first row where it fits: at most 11/9 of the fewest rows possible, and
-    one more (Johnson, 1973)."""
+    """Each sequence, the longest first, into the first row where it fits: at most 11/9 of the
+    fewest rows possible, and one more (Johnson, 1973)."""
     capacity = max(padded_length(sizes[-1][0]), SHORT_ROW)
     rows: list[list[int]] = []
     room: list[int] = []
@@ -328,11 +366,12 @@ def _first_fit(sizes: Sizes) -> PackedPart:
 
 
 class MicroBatchBudget:
-    """Tokens of a micro-batch so that one evaluation stays within `max_eval_ms`; never above `token_budget`.
+    """Tokens of a micro-batch so that one evaluation stays within `max_eval_ms`; never above
+    `token_budget`.
 
-    macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267), and the first piece of work
-    that is too large ends the process. So `tokens` starts small and doubles as long as evaluations take less than half
-    the limit. Without a limit it is always `token_budget`.
+    macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267), and the
+    first piece of work that is too large ends the process. So `tokens` starts small and doubles as
+    long as evaluations take less than half the limit. Without a limit it is always `token_budget`.
     """
 
     def __init__(self, config: RLTrainingConfig) -> None:
@@ -342,13 +381,15 @@ class MicroBatchBudget:
         self._warned = False
 
     def observe(self, longest_ms: float, *, tokens: int, rows: int) -> None:
-        """After a micro-batch of `rows` sequences and `tokens` tokens, whose longest evaluation took `longest_ms`."""
+        """After a micro-batch of `rows` sequences and `tokens` tokens, whose longest evaluation
+        took `longest_ms`."""
         if self._limit_ms is None:
             return
         if longest_ms > self._limit_ms:
             if rows == 1 and not self._warned:
                 log.warning(
-                    "one sequence alone takes longer than max_eval_ms: shorten rl_training.atropos.max_token_length or"
+                    "one sequence alone takes longer than max_eval_ms: shorten"
+                    " rl_training.atropos.max_token_length or"
                     " set rl_training.blocks_per_eval = 1",
                     tokens=tokens,
                     evaluation_ms=round(longest_ms),
@@ -357,7 +398,13 @@ class MicroBatchBudget:
                 self._warned = True
             lowered = max(1, int(tokens * AIM * self._limit_ms / longest_ms))
             if lowered < self.tokens:
-                log.info("smaller micro-batches", tokens=lowered, evaluation_ms=round(longest_ms), limit=self._limit_ms)
+                log.info(
+                    "smaller micro-batches",
+                    tokens=lowered,
+                    evaluation_ms=round(longest_ms),
+                    limit=self._limit_ms,
+                )
                 self.tokens = lowered
-        elif longest_ms < self._limit_ms / 2 and 2 * tokens > self.tokens:  # a micro-batch that was nearly full
+        # a micro-batch that was nearly full
+        elif longest_ms < self._limit_ms / 2 and 2 * tokens > self.tokens:
             self.tokens = min(self._full, 2 * self.tokens)

@@ -1,8 +1,10 @@
-"""What the answers with full marks look like: a reward with a hole pays for less than the task asks. No MLX.
+"""What the answers with full marks look like: a reward with a hole pays for less than the task
+asks. No MLX.
 
-Two signs need no knowledge of the task: an answer that is nothing but a piece of its own prompt ("end with the words
-…" earns 1 for the words alone), and one text that earns full marks whatever the prompt is. Both are right answers to
-some tasks, so `monitor/health.py` asks whether they became frequent while the run learned.
+Two signs need no knowledge of the task: an answer that is nothing but a piece of its own prompt
+("end with the words …" earns 1 for the words alone), and one text that earns full marks whatever
+the prompt is. Both are right answers to some tasks, so `monitor/health.py` asks whether they became
+frequent while the run learned.
 
     FullMarks        counts of one environment in one step: a metrics line has one for each
     is_piece         the comparison: of tokens here, of words in `monitor/explain.py`
@@ -16,14 +18,16 @@ from mlx_parallm.types import Rollout, RolloutGroup
 
 ROUNDING = 1e-6
 FEWEST_TOKENS = 4
-"""A shorter answer, such as a number or a label, is often in its prompt, and is often that of another prompt."""
+"""A shorter answer, such as a number or a label, is often in its prompt, and is often that of
+another prompt."""
 
 Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class FullMarks:
-    """Counts over the answers of one turn. Full marks are the step's highest reward, where it is above 0."""
+    """Counts over the answers of one turn. Full marks are the step's highest reward, where it is
+    above 0."""
 
     answers: int = 0
     pieces: int = 0  # nothing but a piece of their prompt
@@ -44,7 +48,8 @@ class FullMarks:
 class FullMarksCollector:
     """Adds up the answers of one environment in one step; single use."""
 
-    _answers: list[tuple[Tokens, Tokens, float]] = field(default_factory=list)  # prompt, answer, reward
+    # prompt, answer, reward
+    _answers: list[tuple[Tokens, Tokens, float]] = field(default_factory=list)
 
     def add(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:
@@ -72,15 +77,19 @@ class FullMarksCollector:
         )
 
 
-def is_piece(answer: Sequence[Hashable], prompt: Sequence[Hashable], *, ragged: bool = False) -> bool:
+def is_piece(
+    answer: Sequence[Hashable], prompt: Sequence[Hashable], *, ragged: bool = False
+) -> bool:
     """Return whether an answer is a stretch of its prompt.
 
     Args:
-        ragged: it has to have `FEWEST_TOKENS`, and where so many are between its first and last token, these two may
-            differ, since a tokenizer may join them with a space or a quotation mark. Of "abcd", sorted from "dbca" in
-            a token a letter, two letters between would not be enough.
+        ragged: it has to have `FEWEST_TOKENS`, and where so many are between its first and last
+            token, these two may differ, since a tokenizer may join them with a space or a quotation
+            mark. Of "abcd", sorted from "dbca" in a token a letter, two letters between would not
+            be enough.
 
-    Worked: (7, 8) is a piece of (6, 7, 8, 9), (7, 9) is not; (1, 6, 7, 8, 9, 2) is one where it is ragged.
+    Worked: (7, 8) is a piece of (6, 7, 8, 9), (7, 9) is not; (1, 6, 7, 8, 9, 2) is one where it is
+    ragged.
     """
     if ragged:
         if len(answer) < FEWEST_TOKENS:
@@ -89,7 +98,9 @@ def is_piece(answer: Sequence[Hashable], prompt: Sequence[Hashable], *, ragged: 
             answer = answer[1:-1]
     size, first = len(answer), answer[0] if answer else None
     starts = (place for place in range(len(prompt) - size + 1) if prompt[place] == first)
-    return size > 0 and any(tuple(prompt[place : place + size]) == tuple(answer) for place in starts)
+    return size > 0 and any(
+        tuple(prompt[place : place + size]) == tuple(answer) for place in starts
+    )
 
 
 def most_frequent(texts: Sequence[str]) -> tuple[str, int]:
@@ -98,8 +109,11 @@ def most_frequent(texts: Sequence[str]) -> tuple[str, int]:
 
 
 def _one_turn(rollout: Rollout) -> tuple[Tokens, Tokens] | None:
-    """Return prompt and answer, without the token that ended it; None: the episode has several turns."""
-    begin = next((place for place, sampled in enumerate(rollout.mask) if sampled), len(rollout.mask))
+    """Return prompt and answer, without the token that ended it; None: the episode has several
+    turns."""
+    begin = next(
+        (place for place, sampled in enumerate(rollout.mask) if sampled), len(rollout.mask)
+    )
     if rollout.earlier or not all(rollout.mask[begin:]):
         return None
     end = len(rollout.tokens) - (rollout.stop_reason == "stop")

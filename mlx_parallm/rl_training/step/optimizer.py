@@ -1,13 +1,15 @@
-"""The optimizer over a policy's parameters: float32 masters, global-norm clipping, learning-rate schedules.
+"""The optimizer over a policy's parameters: float32 masters, global-norm clipping, learning-rate
+schedules.
 
-    PolicyOptimizer    all that is trained, by slots; the arrays bound in the tree may be views of bundles of several
+    PolicyOptimizer    all that is trained, by slots; the arrays bound in the tree may be views of
+                       bundles of several
     ParameterGroup     the parameters that one of MLX's optimizers updates at one rate
     optimizer_keys     an optimizer of mlx.optimizers as keys of [rl_training]
     learning_rate_at   the schedule: warm-up, constant, linear, cosine
 
-Small arrays are laid end to end in bundles, so that an adapter of hundreds of arrays costs a dozen operations and not
-thousands; AdamW and Lion are elementwise, so this changes no number. Muon and Adafactor look at whole matrices: there
-each array stands alone.
+Small arrays are laid end to end in bundles, so that an adapter of hundreds of arrays costs a dozen
+operations and not thousands; AdamW and Lion are elementwise, so this changes no number. Muon and
+Adafactor look at whole matrices: there each array stands alone.
 """
 
 import math
@@ -30,19 +32,27 @@ from mlx_parallm.models.sums import total
 from mlx_parallm.models.value_head import is_value_head
 
 MEASURED_ELEMENTS = 1 << 20
-"""The most weights that `Movement` is measured on: all of a small adapter, an even sample of anything larger."""
+"""The most weights that `Movement` is measured on: all of a small adapter, an even sample of
+anything larger."""
 BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
 ELEMENTWISE = ("adamw", "lion")
 STATE_BYTES = {"adamw": 8, "muon": 4, "lion": 4, "adafactor": 0}
-"""Bytes of the optimizer's state for each trained number, without masters (Adafactor: a row and a column a matrix)."""
-KINDS = {optimizers.Adam: "adamw", optimizers.AdamW: "adamw", optimizers.Lion: "lion", optimizers.Muon: "muon"}
+"""Bytes of the optimizer's state for each trained number, without masters (Adafactor: a row and
+a column a matrix)."""
+KINDS = {
+    optimizers.Adam: "adamw",
+    optimizers.AdamW: "adamw",
+    optimizers.Lion: "lion",
+    optimizers.Muon: ("muon"),
+}
 
 
 @dataclass(frozen=True)
 class Movement:
-    """How far one update moved the trained weights: L2 norms of the update and of the weights before it, and the share
-    of weights that changed in the tree's own dtype. A value head is left out: it is never served and has its own rate.
-    With bfloat16 an update below half a unit in the last place (2^-9 of the weight) moves nothing that is served."""
+    """How far one update moved the trained weights: L2 norms of the update and of the weights
+    before it, and the share of weights that changed in the tree's own dtype. A value head is
+    left out: it is never served and has its own rate. With bfloat16 an update below half a unit
+    in the last place (2^-9 of the weight) moves nothing that is served."""
 
     update_norm: float
     weight_norm: float
@@ -51,7 +61,8 @@ class Movement:
 
 @dataclass(frozen=True)
 class Update:
-    """`grad_norm` before clipping. Not `applied`: the gradient was not finite, nothing changed, nothing `moved`."""
+    """`grad_norm` before clipping. Not `applied`: the gradient was not finite, nothing changed,
+    nothing `moved`."""
 
     grad_norm: float
     applied: bool
@@ -70,7 +81,8 @@ class AdamWSettings:
 
 
 class PolicyOptimizer:
-    """Owns the float32 master copy of the slots' arrays; writes them into the tree, in the tree's dtype."""
+    """Owns the float32 master copy of the slots' arrays; writes them into the tree, in the
+    tree's dtype."""
 
     def __init__(self, slots: ParameterSlots, config: RLTrainingConfig) -> None:
         self._slots = slots
@@ -91,14 +103,17 @@ class PolicyOptimizer:
         return self._groups[0].updates
 
     def use_adamw(self, settings: AdamWSettings) -> None:
-        """Take these numbers from the next update on; the optimizer is AdamW. All parameters are decayed."""
+        """Take these numbers from the next update on; the optimizer is AdamW. All parameters are
+        decayed."""
         self._max_grad_norm = settings.max_grad_norm
         for group in self._groups:
             group.use_adamw(settings)
 
     def update(self, gradients: Sequence[mx.array], learning_rate: float) -> Update:
         """One step on float32 gradients in slot order; everything is evaluated."""
-        sums = [group.square_sum([gradients[slot] for slot in group.slots]) for group in self._groups]
+        sums = [
+            group.square_sum([gradients[slot] for slot in group.slots]) for group in self._groups
+        ]
         norm = mx.sqrt(sum((squares for squares, _ in sums), mx.array(0.0)))
         packed = [part for _, part in sums]
         mx.eval(norm, packed)
@@ -115,7 +130,9 @@ class PolicyOptimizer:
 
     def _sample(self) -> list[tuple[int, mx.array]]:
         """Every n-th weight, bundle by bundle: copies, so that they may still be written over."""
-        measured = [group for group in self._groups if not is_value_head(self._slots.names[group.slots[0]])]
+        measured = [
+            group for group in self._groups if not is_value_head(self._slots.names[group.slots[0]])
+        ]
         sample = [entry for group in measured for entry in group.sample(self._stride)]
         mx.eval([array for _, array in sample])
         return sample
@@ -130,7 +147,9 @@ class PolicyOptimizer:
         mx.eval(squares, weights, moved)
         count = sum(array.size for _, array in before)
         return Movement(
-            math.sqrt(self._stride * scalar(squares)), math.sqrt(self._stride * scalar(weights)), scalar(moved) / count
+            math.sqrt(self._stride * scalar(squares)),
+            math.sqrt(self._stride * scalar(weights)),
+            scalar(moved) / count,
         )
 
     def _masters(self) -> list[mx.array]:
@@ -145,40 +164,55 @@ class PolicyOptimizer:
             group.masters = group.pack([arrays[slot] for slot in group.slots])
 
     def _write(self) -> None:
-        arrays = [array.astype(dtype) for array, dtype in zip(self._masters(), self._dtypes, strict=True)]
+        arrays = [
+            array.astype(dtype) for array, dtype in zip(self._masters(), self._dtypes, strict=True)
+        ]
         mx.eval(arrays)
         self._slots.write(arrays)
 
     # ------------------------------------------------------------------ checkpoint
 
     def state(self) -> dict[str, mx.array]:
-        """For `optimizer.safetensors`: `step`, and `<parameter>.<kind>` of what the optimizer keeps (AdamW: m, v), and
-        `<parameter>.master` where the tree is narrower than float32."""
+        """For `optimizer.safetensors`: `step`, and `<parameter>.<kind>` of what the optimizer
+        keeps (AdamW: m, v), and `<parameter>.master` where the tree is narrower than float32."""
         tensors: dict[str, mx.array] = {"step": mx.array(self.updates, mx.uint64)}
         for group in self._groups:
             for kind, arrays in group.state().items():
                 names = (self._slots.names[slot] for slot in group.slots)
-                tensors |= {f"{name}.{kind}": a for name, a in zip(names, arrays, strict=True) if a.size}
+                tensors |= {
+                    f"{name}.{kind}": a for name, a in zip(names, arrays, strict=True) if a.size
+                }
         masters = zip(self._slots.names, self._masters(), self._dtypes, strict=True)
-        return tensors | {f"{name}.master": array for name, array, dtype in masters if dtype != mx.float32}
+        return tensors | {
+            f"{name}.master": array for name, array, dtype in masters if dtype != mx.float32
+        }
 
     def restore(self, tensors: Mapping[str, mx.array]) -> None:
-        """Load what `state()` returned. The tree's own arrays must have been loaded. Raises CheckpointError."""
+        """Load what `state()` returned. The tree's own arrays must have been loaded. Raises
+        CheckpointError."""
         for name, array in self.state().items():
             if name not in tensors or tensors[name].shape != array.shape:
                 shape = tensors[name].shape if name in tensors else "nothing"
-                raise CheckpointError(f"optimizer state of {name}: expected {array.shape}, found {shape}")
+                raise CheckpointError(
+                    f"optimizer state of {name}: expected {array.shape}, found {shape}"
+                )
         loaded = zip(self._slots.names, self._slots.read(), strict=True)
-        self._set_masters([tensors.get(f"{n}.master", array.astype(mx.float32)) for n, array in loaded])
+        self._set_masters(
+            [tensors.get(f"{n}.master", array.astype(mx.float32)) for n, array in loaded]
+        )
         for group in self._groups:
             names = [self._slots.names[slot] for slot in group.slots]
-            state = {kind: [tensors.get(f"{n}.{kind}", mx.zeros((0,))) for n in names] for kind in group.state()}
+            state = {
+                kind: [tensors.get(f"{n}.{kind}", mx.zeros((0,))) for n in names]
+                for kind in group.state()
+            }
             group.restore(tensors["step"], state)
         self._write()
 
 
 class ParameterGroup:
-    """The float32 masters of some slots, their optimizer and its state; lists are in the order of `slots`.
+    """The float32 masters of some slots, their optimizer and its state; lists are in the order of
+    `slots`.
 
     `rate`: this group's learning rate in units of the step's.
     """
@@ -194,10 +228,15 @@ class ParameterGroup:
     ) -> None:
         self.slots, self._rate, self._flat = list(slots), rate, kind in ELEMENTWISE
         self._shapes = [array.shape for array in arrays]
-        self._bundles = bundles([array.size for array in arrays]) if self._flat else [[i] for i in range(len(arrays))]
+        self._bundles = (
+            bundles([array.size for array in arrays])
+            if self._flat
+            else [[i] for i in range(len(arrays))]
+        )
         self._optimizer = make_optimizer(kind, config, decay)
         self._settings: AdamWSettings | None = None
-        self._new_settings = False  # since the last update: it is not compiled, since they would be part of its loops
+        # since the last update: it is not compiled, since they would be part of its loops
+        self._new_settings = False
         self.masters = self.pack(arrays)
         self._optimizer.init(self.masters)
 
@@ -218,13 +257,16 @@ class ParameterGroup:
         self._optimizer.weight_decay = settings.weight_decay
 
     def square_sum(self, gradients: Sequence[mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
-        """Σ g² of this group's gradients (float32), and the gradients as `apply` takes them. Lazy."""
+        """Σ g² of this group's gradients (float32), and the gradients as `apply` takes them.
+        Lazy."""
         packed = self.pack(gradients)
         return sum((total(mx.square(part)) for part in packed.values()), mx.array(0.0)), packed
 
-    def apply(self, gradients: dict[str, mx.array], learning_rate: float, factor: float | None) -> None:
-        """One update with the gradients, times `factor` unless it is None; masters and state are evaluated. After an
-        exception this group's are what they were."""
+    def apply(
+        self, gradients: dict[str, mx.array], learning_rate: float, factor: float | None
+    ) -> None:
+        """One update with the gradients, times `factor` unless it is None; masters and state are
+        evaluated. After an exception this group's are what they were."""
         optimizer = self._optimizer
         optimizer.learning_rate = learning_rate * self._rate
         state = optimizer.state
@@ -236,9 +278,12 @@ class ParameterGroup:
             return optimizer.apply_gradients(gradients, masters), optimizer.state
 
         numbers = 0 if self._new_settings else sum(array.size for array in self.masters.values())
-        own = tree_map(lambda array: array, state)  # MLX writes into the dictionaries that it is given
+        # MLX writes into the dictionaries that it is given
+        own = tree_map(lambda array: array, state)
         try:
-            found = fused(updated, numbers)(gradients, self.masters, own, None if factor is None else mx.array(factor))
+            found = fused(updated, numbers)(
+                gradients, self.masters, own, None if factor is None else mx.array(factor)
+            )
             mx.eval(found)
             self.masters, state = found
         finally:
@@ -252,11 +297,15 @@ class ParameterGroup:
     # ------------------------------------------------------------------ checkpoint
 
     def state(self) -> dict[str, list[mx.array]]:
-        """What the optimizer keeps beside the step, by kind ("m", "v", …): an array a slot, empty where it has none."""
+        """What the optimizer keeps beside the step, by kind ("m", "v", …): an array a slot,
+        empty where it has none."""
         kept = [self._optimizer.state[name] for name in self.masters]
         kinds = sorted({kind for entry in kept for kind in entry})
         if self._flat:
-            return {kind: self._unpack({n: self._optimizer.state[n][kind] for n in self.masters}) for kind in kinds}
+            return {
+                kind: self._unpack({n: self._optimizer.state[n][kind] for n in self.masters})
+                for kind in kinds
+            }
         return {kind: [entry.get(kind, mx.zeros((0,))) for entry in kept] for kind in kinds}
 
     def restore(self, step: mx.array, state: Mapping[str, Sequence[mx.array]]) -> None:
@@ -298,11 +347,17 @@ class ParameterGroup:
 def make_groups(
     names: Sequence[str], arrays: Sequence[mx.array], config: RLTrainingConfig
 ) -> tuple[ParameterGroup, ...]:
-    """One group for each (optimizer, rate, decay) that the parameters have; a value head is one of its own."""
+    """One group for each (optimizer, rate, decay) that the parameters have; a value head is one
+    of its own."""
     members: dict[tuple[str, float, float, bool], list[int]] = {}
     for slot, (name, array) in enumerate(zip(names, arrays, strict=True)):
         decay = decay_of(name, array.shape, config)
-        key = optimizer_of(name, array.shape, config), rate_of(name, config), decay, is_value_head(name)
+        key = (
+            optimizer_of(name, array.shape, config),
+            rate_of(name, config),
+            decay,
+            is_value_head(name),
+        )
         members.setdefault(key, []).append(slot)
     wide = [array.astype(mx.float32) for array in arrays]
     return tuple(
@@ -312,23 +367,26 @@ def make_groups(
 
 
 def optimizer_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> str:
-    """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms, magnitudes and stacked experts
-    are AdamW's (https://kellerjordan.github.io/posts/muon/)."""
-    is_matrix = len(shape) == 2 and (name.endswith((".lora_a", ".lora_b")) or re.search(r"\.\d+\.", name))
+    """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms,
+    magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/)."""
+    is_matrix = len(shape) == 2 and (
+        name.endswith((".lora_a", ".lora_b")) or re.search(r"\.\d+\.", name)
+    )
     return config.optimizer if config.optimizer != "muon" or is_matrix else "adamw"
 
 
 def rate_of(name: str, config: RLTrainingConfig) -> float:
-    """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns `loraplus_ratio` times as fast as A. A value head has
-    `ppo.value_learning_rate`, on the same schedule."""
+    """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns `loraplus_ratio` times as fast as A.
+    A value head has `ppo.value_learning_rate`, on the same schedule."""
     if is_value_head(name):
         return config.ppo.value_learning_rate / config.learning_rate
     return config.lora.loraplus_ratio if name.endswith(".lora_b") else 1.0
 
 
 def decay_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> float:
-    """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer off. Hugging Face's
-    trainer, and so TRL, leaves them out too; a DoRA magnitude, which is no norm's, is decayed there and here."""
+    """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer
+    off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude, which is no
+    norm's, is decayed there and here."""
     left_out = len(shape) < 2 and not name.endswith(".m")
     return 0.0 if left_out and not config.decay_norms_and_biases else config.weight_decay
 
@@ -339,14 +397,21 @@ def make_optimizer(kind: str, config: RLTrainingConfig, decay: float) -> optimiz
     if kind == "adamw":
         betas = [config.adam_beta1, config.adam_beta2]
         return optimizers.AdamW(
-            learning_rate=rate, betas=betas, eps=config.adam_eps, weight_decay=decay, bias_correction=True
+            learning_rate=rate,
+            betas=betas,
+            eps=config.adam_eps,
+            weight_decay=decay,
+            bias_correction=True,
         )
     if kind == "lion":
         return optimizers.Lion(learning_rate=rate, weight_decay=decay)
     if kind == "muon":
         return optimizers.Muon(learning_rate=rate, weight_decay=decay)
-    assert kind == "adafactor", kind  # the learning rate is the configuration's, not the paper's own schedule
-    return optimizers.Adafactor(rate, weight_decay=decay, relative_step=False, scale_parameter=False)
+    # the learning rate is the configuration's, not the paper's own schedule
+    assert kind == "adafactor", kind
+    return optimizers.Adafactor(
+        rate, weight_decay=decay, relative_step=False, scale_parameter=False
+    )
 
 
 def bundles(sizes: Sequence[int]) -> list[list[int]]:
@@ -364,14 +429,18 @@ def bundles(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
-    """An optimizer of mlx.optimizers as keys of [rl_training]. It is read for its numbers and made again, because the
-    trainer's works on float32 masters, in groups. Adam becomes AdamW without a decay; both correct their bias.
+    """An optimizer of mlx.optimizers as keys of [rl_training]. It is read for its numbers and made
+    again, because the trainer's works on float32 masters, in groups. Adam becomes AdamW without a
+    decay; both correct their bias.
 
-    Raises ConfigError: it is none of KINDS, its rate is a schedule, or one of its numbers would get lost."""
+    Raises ConfigError: it is none of KINDS, its rate is a schedule, or one of its numbers would get
+    lost."""
     kind = KINDS.get(type(optimizer))
     if kind is None:
         names = ", ".join(known.__name__ for known in KINDS)
-        raise ConfigError(f"optimizer = {type(optimizer).__name__}: expected one of mlx.optimizers' {names}")
+        raise ConfigError(
+            f"optimizer = {type(optimizer).__name__}: expected one of mlx.optimizers' {names}"
+        )
     if optimizer._schedulers:
         raise ConfigError("the optimizer's learning rate is a schedule; give a number")
     keys = {"optimizer": kind, "learning_rate": scalar(optimizer.learning_rate)}
@@ -387,17 +456,19 @@ def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
         kept = getattr(made, name)
         if not np.array_equal(value, kept):
             raise ConfigError(
-                f"the optimizer's {name} = {value} would get lost (the trainer's is {kept}): leave it out"
+                f"the optimizer's {name} = {value} would get lost (the trainer's is {kept}):"
+                " leave it out"
             )
     return keys
 
 
 def learning_rate_at(step: int, config: RLTrainingConfig) -> float:
-    """Return the learning rate of all updates of a step (1, 2, …). Schedules count steps, not updates, so that
-    update_epochs and batch_size do not move them.
+    """Return the learning rate of all updates of a step (1, 2, …). Schedules count steps, not
+    updates, so that update_epochs and batch_size do not move them.
 
-    Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the peak comes at
-    warmup_steps + 1. After it: constant, or linear or cosine down to lr_final, which the step after total_steps would
+    Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the peak
+    comes at warmup_steps + 1. After it: constant, or linear or cosine down to lr_final, which the
+    step after total_steps would
     have: the last one still learns.
     """
     if step <= config.warmup_steps:
@@ -406,5 +477,9 @@ def learning_rate_at(step: int, config: RLTrainingConfig) -> float:
         return config.learning_rate
     first = config.warmup_steps + 1
     progress = min((step - first) / max(config.total_steps + 1 - first, 1), 1.0)
-    share = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    share = (
+        1.0 - progress
+        if config.lr_schedule == ("linear")
+        else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
     return config.lr_final + (config.learning_rate - config.lr_final) * share

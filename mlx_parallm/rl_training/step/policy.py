@@ -1,13 +1,16 @@
-"""TrainedPolicy: the trainer's own module tree, which part of it is trained, and the reference that it contains.
+"""TrainedPolicy: the trainer's own module tree, which part of it is trained, and the reference that
+it contains.
 
-    adapter        `inject_lora` around the targets; reference = the same tree with the adapter taken out ("base"), or
-                   with the adapter as it was when the run started ("initial")
-    full weights   everything is trained; the reference is a frozen copy (arrays are immutable: it costs memory only
-                   once training has moved the weights away from it)
-    "ema"          either way: the moving average of what is trained, begun where the run began, kept in float32
+    adapter        `inject_lora` around the targets; reference = the same tree with the adapter
+                   taken out ("base"), or with the adapter as it was when the run started
+                   ("initial")
+    full weights   everything is trained; the reference is a frozen copy (arrays are immutable: it
+                   costs memory only once training has moved the weights away from it)
+    "ema"          either way: the moving average of what is trained, begun where the run began,
+                   kept in float32
 
-The tree shares its frozen arrays with the serving one (`copy.deepcopy` before either was wrapped), so parameters are
-only ever rebound.
+The tree shares its frozen arrays with the serving one (`copy.deepcopy` before either was wrapped),
+so parameters are only ever rebound.
 """
 
 import shutil
@@ -36,25 +39,33 @@ from mlx_parallm.models.lora import (
 )
 from mlx_parallm.models.mlx_lm_api import save_config, save_model
 from mlx_parallm.models.parameters import ParameterSlots
-from mlx_parallm.models.value_head import VALUE_HEAD_FILE, attach_value_head, is_value_head, without_value_head
+from mlx_parallm.models.value_head import (
+    VALUE_HEAD_FILE,
+    attach_value_head,
+    is_value_head,
+    without_value_head,
+)
 from mlx_parallm.weights import parameter_slots
 
 REFERENCE_FILE = "reference.safetensors"
-COMPANIONS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")  # tokenizer, template, generation_config
+# tokenizer, template, generation_config
+COMPANIONS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 
 
 class TrainedPolicy:
     """Args:
         model: a tree of its own, frozen and evaluated.
-        source: the base checkpoint's directory (tokenizer and configuration travel with saved full weights).
+        source: the base checkpoint's directory (tokenizer and configuration travel with saved full
+            weights).
         base: its name, for who finds a saved adapter.
         model_config: the base's config.json.
         initial_adapter: arrays to start the adapter from, as `models.lora.load_adapter` reads them.
         needs_reference: whether `reference` will be used; default: whether the loss has a KL to it.
-        needs_values: whether the tree gets a value head (models/value_head.py), trained beside the rest.
+        needs_values: whether the tree gets a value head (models/value_head.py), trained beside the
+            rest.
 
-    Raises ConfigError: full-weight training of a quantised base, no hidden state for a value head. AdapterError:
-    targets or shapes that do not fit.
+    Raises ConfigError: full-weight training of a quantised base, no hidden state for a value head.
+    AdapterError: targets or shapes that do not fit.
     """
 
     def __init__(
@@ -69,7 +80,12 @@ class TrainedPolicy:
         needs_reference: bool | None = None,
         needs_values: bool = False,
     ) -> None:
-        self.model, self._source, self.model_config, self._base = model, source, dict(model_config), base
+        self.model, self._source, self.model_config, self._base = (
+            model,
+            source,
+            dict(model_config),
+            base,
+        )
         self.lora = config.lora.enabled
         self.dropout = AdapterDropout(config.lora.dropout)
         use_fast_swiglu(model)
@@ -82,15 +98,24 @@ class TrainedPolicy:
             if initial_adapter is not None:
                 load_into_trainer(model, initial_adapter)
         else:
-            if any(isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding) for module in model.modules()):
-                raise ConfigError("rl_training.lora.enabled = false trains all weights, but this base is quantised")
+            if any(
+                isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
+                for module in model.modules()
+            ):
+                raise ConfigError(
+                    "rl_training.lora.enabled = false trains all weights, but this base is"
+                    " quantised"
+                )
             model.unfreeze()
         if needs_values:
             attach_value_head(model)
-        model.train()  # gated-delta layers have a gradient in this mode only; its own dropouts are 0
+        # gated-delta layers have a gradient in this mode only; its own dropouts are 0
+        model.train()
         mx.eval(model.parameters())
         self.slots = ParameterSlots(model)
-        self._value_slots = [slot for slot, name in enumerate(self.slots.names) if is_value_head(name)]
+        self._value_slots = [
+            slot for slot, name in enumerate(self.slots.names) if is_value_head(name)
+        ]
         self.reference_arrays: list[mx.array] | None = None  # float32 where it is an average
         self._reference_base: dict[str, mx.array] | None = None  # another model's arrays, by path
         self._reference_replaced = False  # by `use_reference` or `blend_reference`
@@ -110,7 +135,9 @@ class TrainedPolicy:
         """The tree is the reference policy for the length of the block."""
         if self.reference_arrays is not None:
             own = self.slots.read()
-            with self.slots.bound([array.astype(p.dtype) for array, p in zip(self.reference_arrays, own, strict=True)]):
+            with self.slots.bound(
+                [array.astype(p.dtype) for array, p in zip(self.reference_arrays, own, strict=True)]
+            ):
                 yield
             return
         with self._without_adapter(), self._base_bound(self._reference_base or {}):
@@ -118,7 +145,8 @@ class TrainedPolicy:
 
     @contextmanager
     def serving(self, served: Mapping[str, mx.array], where: Path) -> Iterator[None]:
-        """The tree has these weights, of the names of `full_parameters`, for the length of the block.
+        """The tree has these weights, of the names of `full_parameters`, for the length of the
+        block.
 
         Raises CheckpointError: they do not fit; they are from `where`.
         """
@@ -129,7 +157,9 @@ class TrainedPolicy:
     @contextmanager
     def _without_adapter(self) -> Iterator[None]:
         adapted = trainer_lora_layers(self.model)
-        self.model.update_modules(tree_unflatten([(path, layer.linear) for path, layer in adapted.items()]))
+        self.model.update_modules(
+            tree_unflatten([(path, layer.linear) for path, layer in adapted.items()])
+        )
         try:
             yield
         finally:
@@ -149,14 +179,16 @@ class TrainedPolicy:
                 places[path][0][places[path][1]] = array
 
     def use_reference(self, parameters: Mapping[str, mx.array]) -> None:
-        """Take another model of this shape as the reference: arrays by path. Raises ConfigError: they do not fit."""
+        """Take another model of this shape as the reference: arrays by path. Raises ConfigError:
+        they do not fit."""
         with self._without_adapter(), without_value_head(self.model):
             own = {path: module[key] for path, (module, key) in parameter_slots(self.model).items()}
         for path, array in own.items():
             if path not in parameters or parameters[path].shape != array.shape:
                 other = parameters[path].shape if path in parameters else "missing"
                 raise ConfigError(
-                    f"the reference is not of this model's shape: {path} is {other}, expected {array.shape}"
+                    f"the reference is not of this model's shape: {path} is {other}, expected"
+                    f" {array.shape}"
                 )
         arrays = {path: parameters[path].astype(array.dtype) for path, array in own.items()}
         mx.eval(arrays)
@@ -170,16 +202,27 @@ class TrainedPolicy:
     def blend_reference(self, decay: float) -> None:
         """reference = decay · reference + (1 - decay) · policy; 0 copies the policy.
 
-        Adapter off is B = 0. Raises ConfigError: an average of an adapter and a reference that is no adapter.
+        Adapter off is B = 0. Raises ConfigError: an average of an adapter and a reference that is
+        no adapter.
         """
         if self.reference_arrays is None:
-            if decay and (self._reference_base is not None or any(name.endswith(".m") for name in self.slots.names)):
-                kind = "DoRA without its adapter" if self._reference_base is None else "another model"
+            if decay and (
+                self._reference_base is not None
+                or any(name.endswith(".m") for name in self.slots.names)
+            ):
+                kind = (
+                    ("DoRA without its adapter")
+                    if self._reference_base is None
+                    else "another model"
+                )
                 raise ConfigError(
-                    f"the reference is {kind}: no average with an adapter exists; copy the policy, or train all weights"
+                    f"the reference is {kind}: no average with an adapter exists; copy the"
+                    " policy, or train all weights"
                 )
             slots = zip(self.slots.names, self.slots.read(), strict=True)
-            self.reference_arrays = [mx.zeros_like(a) if name.endswith(".lora_b") else a for name, a in slots]
+            self.reference_arrays = [
+                mx.zeros_like(a) if name.endswith(".lora_b") else a for name, a in slots
+            ]
         self._reference_base, self._reference_replaced = None, True
         self.reference_arrays = [
             decay * mean.astype(mx.float32) + (1.0 - decay) * array.astype(mx.float32)
@@ -194,7 +237,8 @@ class TrainedPolicy:
         return adapter_layers(self.model)
 
     def served_arrays(self) -> list[mx.array]:
-        """The trained weights that requests are answered with: all but the value head, as they are now."""
+        """The trained weights that requests are answered with: all but the value head, as they
+        are now."""
         arrays = zip(self.slots.names, self.slots.read(), strict=True)
         return [array for name, array in arrays if not is_value_head(name)]
 
@@ -206,18 +250,29 @@ class TrainedPolicy:
     @property
     def _saved_reference(self) -> list[mx.array]:
         """Empty where a resume makes it again: the base, or the weights that the run began with."""
-        return (self.reference_arrays or []) if self.lora or self._ema or self._reference_replaced else []
+        return (
+            (self.reference_arrays or [])
+            if self.lora or self._ema or self._reference_replaced
+            else []
+        )
 
     def saved_bytes(self) -> int:
         """Bytes that `save` writes, without its configuration file."""
         arrays = [*self.slots.read(), *self._saved_reference]
-        copied = [] if self.lora else [file for file in self._source.iterdir() if file.suffix in COMPANIONS]
+        copied = (
+            []
+            if self.lora
+            else [file for file in self._source.iterdir() if file.suffix in COMPANIONS]
+        )
         return sum(array.nbytes for array in arrays) + sum(file.stat().st_size for file in copied)
 
     def save(self, directory: Path) -> None:
-        """Write an adapter in mlx-lm's format, or a Hugging Face model directory, into an existing directory."""
+        """Write an adapter in mlx-lm's format, or a Hugging Face model directory, into an
+        existing directory."""
         if self.lora:
-            save_adapter(directory, self.adapter(), num_layers=len(self.model.layers), base=self._base)
+            save_adapter(
+                directory, self.adapter(), num_layers=len(self.model.layers), base=self._base
+            )
         else:
             with without_value_head(self.model):
                 save_model(directory, self.model)
@@ -230,12 +285,16 @@ class TrainedPolicy:
             arrays = {self.slots.names[slot]: array for slot, array in head}
             mx.save_safetensors(str(directory / VALUE_HEAD_FILE), arrays)
         if saved := self._saved_reference:
-            mx.save_safetensors(str(directory / REFERENCE_FILE), dict(zip(self.slots.names, saved, strict=True)))
+            mx.save_safetensors(
+                str(directory / REFERENCE_FILE), dict(zip(self.slots.names, saved, strict=True))
+            )
 
     def load(self, directory: Path) -> None:
         """Load what `save` wrote. Raises AdapterError, CheckpointError."""
         if self._value_slots and not (directory / VALUE_HEAD_FILE).is_file():
-            raise CheckpointError(f"{directory} has no value head ({VALUE_HEAD_FILE}): it is not of a PPO run")
+            raise CheckpointError(
+                f"{directory} has no value head ({VALUE_HEAD_FILE}): it is not of a PPO run"
+            )
         tensors = read_tensors(directory / VALUE_HEAD_FILE) if self._value_slots else {}
         slots: Sequence[int] = range(len(self.slots))
         if self.lora:
@@ -247,12 +306,19 @@ class TrainedPolicy:
         self.slots.write(self._arranged(tensors, directory, slots), slots)
         mx.eval(self.slots.read())
         reference = directory / REFERENCE_FILE
-        if self._ema or (self._saved_reference and reference.is_file()):  # without it: kl_beta was 0 until now
+        # without it: kl_beta was 0 until now
+        if self._ema or (self._saved_reference and reference.is_file()):
             dtype = mx.float32 if self._ema else None
-            self.reference_arrays = self._arranged(read_tensors(reference), reference, range(len(self.slots)), dtype)
+            self.reference_arrays = self._arranged(
+                read_tensors(reference), reference, range(len(self.slots)), dtype
+            )
 
     def _arranged(
-        self, tensors: Mapping[str, mx.array], where: Path, slots: Sequence[int], dtype: mx.Dtype | None = None
+        self,
+        tensors: Mapping[str, mx.array],
+        where: Path,
+        slots: Sequence[int],
+        dtype: mx.Dtype | None = None,
     ) -> list[mx.array]:
         """These slots' arrays from a file, in `dtype` or their own. Raises CheckpointError."""
         arranged = []
@@ -260,14 +326,17 @@ class TrainedPolicy:
             name = self.slots.names[slot]
             if name not in tensors or tensors[name].shape != own.shape:
                 saved = tensors[name].shape if name in tensors else "nothing"
-                raise CheckpointError(f"{where}: {name}: the model has {own.shape}, the checkpoint {saved}")
+                raise CheckpointError(
+                    f"{where}: {name}: the model has {own.shape}, the checkpoint {saved}"
+                )
             arranged.append(tensors[name].astype(dtype or own.dtype))
         mx.eval(arranged)
         return arranged
 
 
 def read_tensors(file: Path) -> dict[str, mx.array]:
-    """The arrays of one safetensors file of a checkpoint, read from disk when first used. Raises CheckpointError."""
+    """The arrays of one safetensors file of a checkpoint, read from disk when first used. Raises
+    CheckpointError."""
     try:
         tensors = mx.load(str(file))
     except (OSError, ValueError, RuntimeError) as error:

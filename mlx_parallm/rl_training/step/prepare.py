@@ -1,23 +1,29 @@
-"""What a loss reads of each token, fixed before the first update of a step. The forward passes are the trainer's.
+"""What a loss reads of each token, fixed before the first update of a step. The forward passes are
+the trainer's.
 
-    TrainBatch → scores (the trainer's forward passes, kept in StepPosition) → PreparedBatch → BatchLoss → LossInputs
+    TrainBatch → scores (the trainer's forward passes, kept in StepPosition) → PreparedBatch →
+    BatchLoss → LossInputs
 
-Every number of a token is in a *column*: a flat array [N] over the trained tokens of all sequences of the batch, one
-sequence after the other. `MicroBatch.columns` are the places of its tokens in them.
+Every number of a token is in a *column*: a flat array [N] over the trained tokens of all sequences
+of the batch, one sequence after the other. `MicroBatch.columns` are the places of its tokens in
+them.
 
-All but the scores is a pure function of the batch, the scores and the KL coefficient. So a step that was interrupted
-continues with the same numbers when its scores are kept, however the weights have changed since.
+All but the scores is a pure function of the batch, the scores and the KL coefficient. So a step
+that was interrupted continues with the same numbers when its scores are kept, however the weights
+have changed since.
 
-*Sampler correction*: weights for the gap between the distribution that was sampled from and the same weights as the
-trainer computes them. Engine and trainer add the same numbers in another order and, below float32, round differently;
-after an optimizer step more tokens differ. With a correction, the trainer scores every sequence before the step's first
-update (`old_logprobs`); the loss's ratio is against those, and each token's loss is multiplied by a constant made of
-exp(old_logprobs - rollout_logprobs). Without one, the ratio is against `rollout_logprobs` itself and contains that
-factor already: the two are never used together.
+*Sampler correction*: weights for the gap between the distribution that was sampled from and the
+same weights as the trainer computes them. Engine and trainer add the same numbers in another order
+and, below float32, round differently; after an optimizer step more tokens differ. With a
+correction, the trainer scores every sequence before the step's first update (`old_logprobs`); the
+loss's ratio is against those, and each token's loss is multiplied by a constant made of
+exp(old_logprobs - rollout_logprobs). Without one, the ratio is against `rollout_logprobs` itself
+and contains that factor already: the two are never used together.
 
-`rollout_logprobs` are those *before* top-k, top-p and the like, as the trainer's are: the same function of the weights,
-so that ratio and weight are 1 where nothing but a filter stands between sampler and trainer. The log-probabilities
-after the filter would multiply every ratio by the mass that the filter kept.
+`rollout_logprobs` are those *before* top-k, top-p and the like, as the trainer's are: the same
+function of the weights, so that ratio and weight are 1 where nothing but a filter stands between
+sampler and trainer. The log-probabilities after the filter would multiply every ratio by the mass
+that the filter kept.
 """
 
 import base64
@@ -47,17 +53,19 @@ from mlx_parallm.system.log import get_logger
 log = get_logger(__name__)
 
 Scores = Mapping[str, np.ndarray]
-"""Columns of the trainer's own forward passes, [N] float32 over the trained tokens of the batch: "old_logprobs" (under
-the weights that the step starts from) or only "stand_ins" (the same, of the sequences that came without
-log-probabilities; 0 elsewhere), "ref_logprobs", "old_values"."""
+"""Columns of the trainer's own forward passes, [N] float32 over the trained tokens of the batch:
+"old_logprobs" (under the weights that the step starts from) or only "stand_ins" (the same, of
+the sequences that came without log-probabilities; 0 elsewhere), "ref_logprobs", "old_values"."""
 
 Mismatch = tuple[float, float, float, bool]
-"""Largest and mean |trainer - engine| and KL(engine || trainer) in nats a token, and whether the tokens are fresh."""
+"""Largest and mean |trainer - engine| and KL(engine || trainer) in nats a token, and whether the
+tokens are fresh."""
 
 MISMATCH_BOUND = 1e-3
-"""Mean |trainer - engine| in nats a token on the same weights, from which on "auto" corrects: a thousandth of the
-sampled tokens' probability on average, two orders below what the ratio's clipping (0.2) notices. It lies between
-float32 (at most 1.3e-5) and narrower types (at least 2e-3), whatever the model's size."""
+"""Mean |trainer - engine| in nats a token on the same weights, from which on "auto" corrects: a
+thousandth of the sampled tokens' probability on average, two orders below what the ratio's
+clipping (0.2) notices. It lies between float32 (at most 1.3e-5) and narrower types (at least
+2e-3), whatever the model's size."""
 MEASURED_MISMATCH: Mapping[tuple[mx.Dtype, bool], float] = {
     (mx.float32, False): 1.3e-5,
     (mx.float32, True): 1.2e-5,
@@ -66,17 +74,18 @@ MEASURED_MISMATCH: Mapping[tuple[mx.Dtype, bool], float] = {
     (mx.bfloat16, False): 5.2e-2,
     (mx.bfloat16, True): 4.7e-2,
 }
-"""Mean |trainer - engine| by (dtype of the activations, 4-bit weights): the largest of the models that
-`scripts/bench/mismatch.py` measured on a CPU (docs/off_policy.md). `mlx_parallm doctor --contracts` measures it for any
-model and device."""
+"""Mean |trainer - engine| by (dtype of the activations, 4-bit weights): the largest of the
+models that `scripts/bench/mismatch.py` measured on a CPU (docs/off_policy.md). `mlx_parallm
+doctor --contracts` measures it for any model and device."""
 
 
 @dataclass(frozen=True)
 class StepPosition:
-    """Where inside a step training is, so that a step which a shutdown interrupted is continued exactly.
+    """Where inside a step training is, so that a step which a shutdown interrupted is continued
+    exactly.
 
-    `totals`: sums of the metrics of finished mini-batches. `scores`: those made before the first update, under weights
-    that no longer exist.
+    `totals`: sums of the metrics of finished mini-batches. `scores`: those made before the first
+    update, under weights that no longer exist.
     """
 
     epoch: int = 0
@@ -93,7 +102,8 @@ class StepPosition:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPosition":
-        """Raises CheckpointError: an older version's, with scores in a form that is no longer read."""
+        """Raises CheckpointError: an older version's, with scores in a form that is no longer
+        read."""
         if "scores" not in data:
             data = _from_older_version(data)
         mismatch = data["mismatch"]  # an older version compared fresh tokens only
@@ -102,19 +112,27 @@ class StepPosition:
             for name, text in data["scores"].items()
         }
         read = {"order": tuple(data["order"]), "scores": scores}
-        return cls(**data | read | {"mismatch": None if mismatch is None else (*mismatch, True)[:4]})
+        return cls(
+            **data | read | {"mismatch": None if mismatch is None else (*mismatch, True)[:4]}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Scores keep their bits: base64 of little-endian float32."""
-        scores = {name: base64.b64encode(c.astype("<f4").tobytes()).decode() for name, c in self.scores.items()}
+        scores = {
+            name: base64.b64encode(c.astype("<f4").tobytes()).decode()
+            for name, c in self.scores.items()
+        }
         return asdict(replace(self, scores={})) | {"scores": scores}
 
 
 def _from_older_version(data: dict[str, Any]) -> dict[str, Any]:
-    others = {key: value for key, value in data.items() if key not in ("recomputed", "logprob_diff")}
+    others = {
+        key: value for key, value in data.items() if key not in ("recomputed", ("logprob_diff"))
+    }
     if data.get("recomputed"):
         raise CheckpointError(
-            "the checkpoint was made by an older version, inside a step of groups without log-probabilities: resume"
+            "the checkpoint was made by an older version, inside a step of groups without"
+            " log-probabilities: resume"
             " from the checkpoint before it"
         )
     diff = data["logprob_diff"]
@@ -123,17 +141,19 @@ def _from_older_version(data: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What a step knew of every token that it trained on: columns [N] float32 over the batch's sequences, one after the
-    other; NaN = not known.
+    """What a step knew of every token that it trained on: columns [N] float32 over the batch's
+    sequences, one after the other; NaN = not known.
 
-    `trainer_logprobs`, `entropies`: when the token's gradient was first taken. `logprobs`: the sampler's. `advantages`:
-    as the loss read them. `reference_logprobs`: only where a reference was scored.
+    `trainer_logprobs`, `entropies`: when the token's gradient was first taken. `logprobs`: the
+    sampler's. `advantages`: as the loss read them. `reference_logprobs`: only where a reference was
+    scored.
     """
 
     columns: Mapping[str, np.ndarray]
 
     def record(self, places: np.ndarray, logprobs: np.ndarray, entropies: np.ndarray) -> None:
-        """Keep the scores of a micro-batch, [its N], at these places of the columns; a later epoch's are not kept."""
+        """Keep the scores of a micro-batch, [its N], at these places of the columns; a later
+        epoch's are not kept."""
         for name, values in (("trainer_logprobs", logprobs), ("entropies", entropies)):
             column = self.columns[name]
             column[places] = np.where(np.isnan(column[places]), values, column[places])
@@ -141,10 +161,11 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """Columns are [N] float32, `fresh` and `known` [N] bool; None = not needed. LossInputs has them by name.
+    """Columns are [N] float32, `fresh` and `known` [N] bool; None = not needed. LossInputs has them
+    by name.
 
-    `kl`: mean of log(policy / reference) over all tokens, before the step. `weights_cut`: share of the tokens whose
-    sampler-correction weight was cut or dropped.
+    `kl`: mean of log(policy / reference) over all tokens, before the step. `weights_cut`: share of
+    the tokens whose sampler-correction weight was cut or dropped.
     """
 
     lengths: tuple[int, ...]  # [rows] trained tokens of each sequence
@@ -157,7 +178,8 @@ class PreparedBatch:
     ref_logprobs: np.ndarray | None = None
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
-    kl_penalty: np.ndarray | None = None  # coefficient · log(policy / reference), with kl_in = "reward"
+    # coefficient · log(policy / reference), with kl_in = "reward"
+    kl_penalty: np.ndarray | None = None
     kl: float | None = None
     weights_cut: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # of `finish`
@@ -184,11 +206,16 @@ class PreparedBatch:
             "trainer_logprobs": unknown,
             "entropies": unknown.copy(),
         }
-        return StepTokens(columns if self.ref_logprobs is None else columns | {"reference_logprobs": self.ref_logprobs})
+        return StepTokens(
+            columns
+            if self.ref_logprobs is None
+            else columns | {"reference_logprobs": self.ref_logprobs}
+        )
 
 
 Finish = Callable[[PreparedBatch], PreparedBatch]
-"""The batch-level step of an algorithm: replaces `advantages` (and `returns`). It accounts for `kl_penalty` itself."""
+"""The batch-level step of an algorithm: replaces `advantages` (and `returns`). It accounts for
+`kl_penalty` itself."""
 
 
 @dataclass(frozen=True)
@@ -203,16 +230,20 @@ class SamplerCorrection:
     def weights(
         self, old_logprobs: np.ndarray, rollout_logprobs: np.ndarray, lengths: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Both [N] → weights [N] float32, and which were cut or dropped [N] bool. `lengths`: tokens of each row.
+        """Both [N] → weights [N] float32, and which were cut or dropped [N] bool. `lengths`: tokens
+        of each row.
 
-        With w = exp(old - rollout) of a token, or of a sequence's sum: TIS is min(w, cap) (Yao et al. 2025,
-        fengyao.notion.site/off-policy-rl); MIS is w where floor ≤ w ≤ cap and 0 elsewhere (IcePop: arXiv:2510.18855).
-        Sums stay in log space and are bounded by ±20.
+        With w = exp(old - rollout) of a token, or of a sequence's sum: TIS is min(w, cap) (Yao et
+        al. 2025, fengyao.notion.site/off-policy-rl); MIS is w where floor ≤ w ≤ cap and 0 elsewhere
+        (IcePop: arXiv:2510.18855). Sums stay in log space and are bounded by ±20.
 
-        Worked, cap 2, floor 0.5, a sequence with old - rollout = [0, 1, -1]: w = [1, 2.718, 0.368] → TIS [1, 2, 0.368],
-        MIS [1, 0, 0]; the sequence's w is 1, so with level "sequence" all three are 1.
+        Worked, cap 2, floor 0.5, a sequence with old - rollout = [0, 1, -1]: w = [1, 2.718, 0.368]
+        → TIS [1, 2, 0.368], MIS [1, 0, 0]; the sequence's w is 1, so with level "sequence" all
+        three are 1.
         """
-        log_weights: np.ndarray = old_logprobs.astype(np.float64) - rollout_logprobs.astype(np.float64)
+        log_weights: np.ndarray = old_logprobs.astype(np.float64) - rollout_logprobs.astype(
+            np.float64
+        )
         if self.level == "sequence":
             rows = np.repeat(np.arange(len(lengths)), np.array(lengths, np.int64))
             sums: np.ndarray = np.bincount(rows, weights=log_weights, minlength=len(lengths))
@@ -236,18 +267,22 @@ def prepare(
     """The columns of a batch.
 
     Args:
-        scores: with "old_logprobs" where there is a correction, else with "stand_ins" where sequences came without
-            log-probabilities.
+        scores: with "old_logprobs" where there is a correction, else with "stand_ins" where
+            sequences came without log-probabilities.
         kl_penalty: coefficient of the KL in the reward; None = it is not there.
 
-    A sequence that came without log-probabilities counts as sampled by the policy that the step starts from: its ratio
-    starts at 1 and its weight is 1.
+    A sequence that came without log-probabilities counts as sampled by the policy that the step
+    starts from: its ratio starts at 1 and its weight is 1.
     """
     sequences = batch.sequences
     lengths = [sequence.trained for sequence in sequences]
     counts = np.array(lengths, np.int64)
-    rollout_logprobs = _column([sequence.rollout.logprobs or () for sequence in sequences], sequences)
-    missing = np.repeat([sequence.rollout.logprobs is None for sequence in sequences], counts).astype(bool)
+    rollout_logprobs = _column(
+        [sequence.rollout.logprobs or () for sequence in sequences], sequences
+    )
+    missing = np.repeat(
+        [sequence.rollout.logprobs is None for sequence in sequences], counts
+    ).astype(bool)
     if missing.any():
         computed = scores["old_logprobs"] if "old_logprobs" in scores else scores["stand_ins"]
         rollout_logprobs = np.where(missing, computed, rollout_logprobs)
@@ -269,25 +304,36 @@ def prepare(
     if finish is not None and counts.any():
         return finish(prepared)
     if prepared.kl_penalty is not None and prepared.kl is not None:
-        return replace(prepared, advantages=prepared.advantages + (prepared.kl_penalty.mean() - prepared.kl_penalty))
+        return replace(
+            prepared,
+            advantages=prepared.advantages + (prepared.kl_penalty.mean() - prepared.kl_penalty),
+        )
     return prepared
 
 
 def _with_kl(prepared: PreparedBatch, coefficient: float | None) -> PreparedBatch:
-    """k1 of the policy that the step starts from (the sampler, where that one was not scored) against the reference."""
+    """k1 of the policy that the step starts from (the sampler, where that one was not scored)
+    against the reference."""
     assert prepared.ref_logprobs is not None
     policy = prepared.rollout_logprobs if prepared.old_logprobs is None else prepared.old_logprobs
     k1 = policy - prepared.ref_logprobs
-    return replace(prepared, kl=_mean(k1), kl_penalty=None if coefficient is None else np.float32(coefficient) * k1)
+    return replace(
+        prepared,
+        kl=_mean(k1),
+        kl_penalty=None if coefficient is None else np.float32(coefficient) * k1,
+    )
 
 
-def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, sequences: int) -> float:
-    """The next coefficient of the KL: coefficient · (1 + clip(kl / target - 1, ±0.2) · sequences / horizon).
+def adapted_coefficient(
+    coefficient: float, kl: float, *, target: float, horizon: int, sequences: int
+) -> float:
+    """The next coefficient of the KL: coefficient · (1 + clip(kl / target - 1, ±0.2) · sequences /
+    horizon).
 
     Ziegler et al. 2019 (arXiv:1909.08593), section 2.2; also verl's and TRL's.
 
-    Worked: coefficient 0.1, kl 0.3, target 0.1 → the error 2 is clipped to 0.2; with 128 sequences of a horizon of
-    10,000: 0.1 · (1 + 0.2 · 0.0128) = 0.100256.
+    Worked: coefficient 0.1, kl 0.3, target 0.1 → the error 2 is clipped to 0.2; with 128 sequences
+    of a horizon of 10,000: 0.1 · (1 + 0.2 · 0.0128) = 0.100256.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coefficient * (1.0 + error * sequences / horizon)
@@ -298,7 +344,9 @@ def _column(values: Sequence[Sequence[float]], sequences: Sequence[TrainSequence
     parts = []
     for row, sequence in zip(values, sequences, strict=True):
         chosen = np.array(sequence.rollout.mask[1:], bool)
-        parts.append(np.array(row[1:], np.float32)[chosen] if row else np.zeros(chosen.sum(), np.float32))
+        parts.append(
+            np.array(row[1:], np.float32)[chosen] if row else np.zeros(chosen.sum(), np.float32)
+        )
     return np.concatenate(parts or [np.zeros(0, np.float32)])
 
 
@@ -310,7 +358,8 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 class MiniBatchLoss(Protocol):
-    """What `Trainer.accumulate` differentiates: `objective` of each micro-batch, as `BatchLoss` has it."""
+    """What `Trainer.accumulate` differentiates: `objective` of each micro-batch, as `BatchLoss`
+    has it."""
 
     @property
     def metric_names(self) -> list[str]: ...
@@ -325,10 +374,13 @@ class MiniBatchLoss(Protocol):
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """A loss over a prepared batch: every number that it reads but the scores that are differentiated.
+    """A loss over a prepared batch: every number that it reads but the scores that are
+    differentiated.
 
-    The normalizers divide the sums over tokens, or sequences: the counts of a mini-batch give its mean, 1 gives sums.
-    `max_length`: of a sequence, for losses that divide by it. `kl_beta`: weight of the KL to the reference in the loss.
+    The normalizers divide the sums over tokens, or sequences: the counts of a mini-batch give its
+    mean, 1 gives sums.
+    `max_length`: of a sequence, for losses that divide by it. `kl_beta`: weight of the KL to the
+    reference in the loss.
     `fuse`: the loss takes arrays for numbers.
     """
 
@@ -340,20 +392,24 @@ class BatchLoss:
     max_length: float
     constants: Mapping[str, float]
     fuse: bool = False
-    metric_names: list[str] = field(default_factory=list)  # of the loss's metrics, once it was called
+    # of the loss's metrics, once it was called
+    metric_names: list[str] = field(default_factory=list)
 
     def objective(self, micro_batch: MicroBatch) -> Objective:
-        """(logprobs, entropy, perhaps values; each [N]) → (loss, (metrics [K], parts of the mismatch [8], and the
-        logprobs and the entropy as they came))."""
+        """(logprobs, entropy, perhaps values; each [N]) → (loss, (metrics [K], parts of the
+        mismatch [8], and the logprobs and the entropy as they came))."""
         scatter, mask = mx.array(micro_batch.scatter), mx.array(micro_batch.mask)
 
         def spread(column: mx.array) -> mx.array:
             return mx.concatenate([column, mx.zeros((1,))])[scatter]
 
         own = micro_batch.columns
-        columns = {name: spread(mx.array(c[own])) for name, c in self.prepared.loss_columns().items()}
+        columns = {
+            name: spread(mx.array(c[own])) for name, c in self.prepared.loss_columns().items()
+        }
         fresh, known = (
-            spread(mx.array(column[own].astype(np.float32))) for column in (self.prepared.fresh, self.prepared.known)
+            spread(mx.array(column[own].astype(np.float32)))
+            for column in (self.prepared.fresh, self.prepared.known)
         )
 
         def objective(
@@ -379,13 +435,19 @@ class BatchLoss:
             metrics = mx.stack(numbers) if numbers else mx.zeros((0,))
             apart = mx.stop_gradient(rows) - columns["rollout_logprobs"]
             parts = mx.concatenate([_mismatch_parts(apart, of) for of in (fresh, known)])
-            return outputs.loss, (metrics, parts, mx.stop_gradient(logprobs), mx.stop_gradient(entropy))
+            return outputs.loss, (
+                metrics,
+                parts,
+                mx.stop_gradient(logprobs),
+                mx.stop_gradient(entropy),
+            )
 
         return objective
 
 
 def _mismatch_parts(apart: mx.array, chosen: mx.array) -> mx.array:
-    """[4]: largest and sum of |trainer - engine|, sum of k3 of KL(engine || trainer), number of the chosen tokens.
+    """[4]: largest and sum of |trainer - engine|, sum of k3 of KL(engine || trainer), number of the
+    chosen tokens.
     `apart`: log-probabilities of the trainer - those of the engine."""
     apart = mx.where(chosen > 0, apart, 0.0)
     bounded = mx.clip(apart, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -395,9 +457,9 @@ def _mismatch_parts(apart: mx.array, chosen: mx.array) -> mx.array:
 
 
 def mismatch(parts: np.ndarray) -> Mismatch | None:
-    """Parts of a mini-batch's micro-batches [M, 8] → what engine and trainer differ by. Fresh tokens count alone where
-    there are some; else all that came with log-probabilities, and what was learned since is in it. None: there are
-    none."""
+    """Parts of a mini-batch's micro-batches [M, 8] → what engine and trainer differ by. Fresh
+    tokens count alone where there are some; else all that came with log-probabilities, and what
+    was learned since is in it. None: there are none."""
     for fresh, (largest, *sums) in ((True, parts[:, :4].T), (False, parts[:, 4:].T)):
         absolute, k3, count = (float(total.sum(dtype=np.float64)) for total in sums)
         if count:
@@ -409,8 +471,8 @@ def mismatch(parts: np.ndarray) -> Mismatch | None:
 
 
 def sampler_correction(config: RLTrainingConfig, model: nn.Module) -> SamplerCorrection | None:
-    """The configured correction. "auto" is TIS where `MEASURED_MISMATCH` of this model is above `MISMATCH_BOUND`, and
-    none with a custom loss, which need not read weights.
+    """The configured correction. "auto" is TIS where `MEASURED_MISMATCH` of this model is above
+    `MISMATCH_BOUND`, and none with a custom loss, which need not read weights.
     """
     kind = config.sampler_correction
     if kind == "auto":
@@ -423,25 +485,32 @@ def sampler_correction(config: RLTrainingConfig, model: nn.Module) -> SamplerCor
 
 
 def check_kv_bits(config: Config) -> None:
-    """Raises ConfigError: rollouts would be drawn with quantised keys and values, so by another policy than the one
-    that is trained, and nothing corrects for it."""
+    """Raises ConfigError: rollouts would be drawn with quantised keys and values, so by another
+    policy than the one that is trained, and nothing corrects for it."""
     training, bits = config.rl_training, config.server.kv_bits
     corrected = training.sampler_correction in ("tis", "mis")
     if bits is not None and training.algorithm not in DATA_ALGORITHMS and not corrected:
         raise ConfigError(
-            f"server.kv_bits = {bits}: the trainer's keys and values are not quantised, so it is another policy:"
+            f"server.kv_bits = {bits}: the trainer's keys and values are not quantised, so it is"
+            " another policy:"
             ' set rl_training.sampler_correction = "tis" (or "mis"), or leave kv_bits out'
         )
     if bits is not None and corrected and training.loss is not None and is_reference(training.loss):
         log.warning(
-            "the policy that samples is another one (server.kv_bits): this loss has to multiply by inputs.weights",
+            (
+                "the policy that samples is another one (server.kv_bits): this loss has to"
+                " multiply by inputs.weights"
+            ),
             loss=training.loss,
         )
 
 
 def expected_mismatch(model: nn.Module) -> float:
-    """The row of `MEASURED_MISMATCH` for a model, adapters aside: they are float32 whatever the base is."""
-    base = [(name, array) for name, array in tree_flatten(model.parameters()) if ".lora_" not in name]
+    """The row of `MEASURED_MISMATCH` for a model, adapters aside: they are float32 whatever the
+    base is."""
+    base = [
+        (name, array) for name, array in tree_flatten(model.parameters()) if ".lora_" not in name
+    ]
     floats = [array for _, array in base if mx.issubdtype(array.dtype, mx.floating)]
     dtype = max(floats, key=lambda array: array.nbytes).dtype
     return MEASURED_MISMATCH[dtype, any(name.endswith(".scales") for name, _ in base)]

@@ -1,9 +1,11 @@
-"""What a trainer needs of the processes that train with it (docs/distributed.md). Here: one process alone.
+"""What a trainer needs of the processes that train with it (docs/distributed.md). Here: one process
+alone.
 
-Every rank runs the same `Trainer.train_step` on the same batch from the same state. Only the micro-batches are spread;
-their numbers are exchanged and their gradients added, so each rank continues with the same values. Every rank samples
-too, with an engine of its own on these weights: rank 0 says which groups it plays, and when it serves a new version.
-`distributed/` has the ranks of several processes.
+Every rank runs the same `Trainer.train_step` on the same batch from the same state. Only the
+micro-batches are spread; their numbers are exchanged and their gradients added, so each rank
+continues with the same values. Every rank samples too, with an engine of its own on these weights:
+rank 0 says which groups it plays, and when it serves a new version. `distributed/` has the ranks of
+several processes.
 """
 
 import threading
@@ -49,18 +51,20 @@ class Ranks:
     lost = ""
 
     def begin(self, config: Config) -> None:
-        """On rank 0, before anything is started or written: the other ranks prepare for this run. Raises ConfigError:
-        which of them cannot, and why; RankLostError: a rank is gone."""
+        """On rank 0, before anything is started or written: the other ranks prepare for this
+        run. Raises ConfigError: which of them cannot, and why; RankLostError: a rank is gone."""
 
     def publish(self, version: int, trainer: HasArrays) -> None:
-        """After a publish on rank 0: when this returns, every rank serves the weights of `trainer` as `version`."""
+        """After a publish on rank 0: when this returns, every rank serves the weights of
+        `trainer` as `version`."""
 
     def players(self) -> Sequence[MakePlayer]:
         """Return what plays groups on the other ranks, once they serve."""
         return ()
 
     def clients_engine(self, own: EngineClient) -> EngineClient:
-        """On rank 0, whose engine is `own`: return the engine for clients and for pauses, perhaps that of all ranks."""
+        """On rank 0, whose engine is `own`: return the engine for clients and for pauses,
+        perhaps that of all ranks."""
         return own
 
     def served_tokens(self) -> int:
@@ -68,11 +72,13 @@ class Ranks:
         return 0
 
     def lead(self, task: RankTask, trainer: HasArrays) -> None:
-        """At the start of a step, on rank 0: the other ranks begin the same step, from the same arrays. Raises
+        """At the start of a step, on rank 0: the other ranks begin the same step, from the same
+        arrays. Raises
         RankLostError: they train another model."""
 
     def share(self, parts: Sequence[T], cost: Callable[[T], float]) -> list[T]:
-        """This rank's of all parts, in their order: longest first, each to the least loaded rank."""
+        """This rank's of all parts, in their order: longest first, each to the least loaded
+        rank."""
         loads, own = [0.0] * self.size, []
         for number in sorted(range(len(parts)), key=lambda number: -cost(parts[number])):
             least = loads.index(min(loads))
@@ -86,16 +92,18 @@ class Ranks:
         return budget if self.size == 1 else min(budget, -(-tokens // self.size))
 
     def exchange(self, value: T, *, stop: bool = False) -> list[T] | None:
-        """Every rank's value, in the order of ranks. None: one of them wants to stop, or is gone."""
+        """Every rank's value, in the order of ranks. None: one of them wants to stop, or is
+        gone."""
         return None if stop else [value]
 
     def sum(self, arrays: list[mx.array]) -> list[mx.array] | None:
-        """The sums over all ranks of evaluated arrays, evaluated, the same bits everywhere. None: a rank is gone."""
+        """The sums over all ranks of evaluated arrays, evaluated, the same bits everywhere.
+        None: a rank is gone."""
         return arrays
 
     def check(self, stop: threading.Event | None = None) -> None:
-        """Between two steps. On rank 0: sets `stop` where another rank was asked to end the run. Raises RankLostError:
-        a rank is gone."""
+        """Between two steps. On rank 0: sets `stop` where another rank was asked to end the run.
+        Raises RankLostError: a rank is gone."""
 
     def close(self) -> None:
         """End the run for the others too."""

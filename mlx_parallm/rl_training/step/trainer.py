@@ -1,23 +1,29 @@
-"""Trainer: TrainBatch → optimizer updates. Blind to the algorithm, which is a loss and an advantage.
+"""Trainer: TrainBatch → optimizer updates. Blind to the algorithm, which is a loss and an
+advantage.
 
-    step = prepare + update_epochs × mini-batches (one optimizer update each) × micro-batches (one backward pass each)
+    step = prepare + update_epochs × mini-batches (one optimizer update each) × micro-batches (one
+    backward pass each)
 
     collate     rows → a mini-batch, cut into micro-batches              collate.py
     score       the forward passes that the step needs before its first update
     prepare     scores → the columns that a loss reads                   prepare.py
-    accumulate  forward and backward of a mini-batch; its gradients are added to those of earlier calls
+    accumulate  forward and backward of a mini-batch; its gradients are added to those of earlier
+                calls
     apply       the optimizer's update with what was accumulated         optimizer.py
 
-`train_step` calls these in that order. A caller with a loop of its own may call `accumulate` several times before one
+`train_step` calls these in that order. A caller with a loop of its own may call `accumulate`
+several times before one
 `apply`: everything is a sum, and the normalizers of the `BatchLoss` are the caller's.
 
-*Scores*: before the first update of a step the batch is scored once, as far as the algorithm or the sampler correction
-needs it: the policy that the step starts from, its values, the reference. Sequences that came without log-probabilities
-are scored too: that policy stands in for the one that sampled. These scores stay fixed over mini-batches and epochs.
+*Scores*: before the first update of a step the batch is scored once, as far as the algorithm or the
+sampler correction needs it: the policy that the step starts from, its values, the reference.
+Sequences that came without log-probabilities are scored too: that policy stands in for the one that
+sampled. These scores stay fixed over mini-batches and epochs.
 
-A mini-batch is normalised by its own token count over all its micro-batches, so how it is cut changes nothing. A
-mini-batch with a non-finite loss or gradient is skipped and counted. On a stop request training ends between two
-micro-batches; the gradients of the current mini-batch are dropped, and `StepPosition` says where to continue.
+A mini-batch is normalised by its own token count over all its micro-batches, so how it is cut
+changes nothing. A mini-batch with a non-finite loss or gradient is skipped and counted. On a stop
+request training ends between two micro-batches; the gradients of the current mini-batch are
+dropped, and `StepPosition` says where to continue.
 
 No host sync beyond the evaluations of the backward pass: numbers are read once a mini-batch.
 """
@@ -40,7 +46,13 @@ from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.support import layers_by_token
 from mlx_parallm.rl_training.step.algorithms import Algorithm
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
-from mlx_parallm.rl_training.step.collate import MicroBatch, MicroBatchBudget, MiniBatch, collate, epoch_order
+from mlx_parallm.rl_training.step.collate import (
+    MicroBatch,
+    MicroBatchBudget,
+    MiniBatch,
+    collate,
+    epoch_order,
+)
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, Update, learning_rate_at
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import (
@@ -69,7 +81,8 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class StepResult:
-    """`finished`: false after a stop request. `metrics`: means over the step's mini-batches, None = not measured."""
+    """`finished`: false after a stop request. `metrics`: means over the step's mini-batches,
+    None = not measured."""
 
     finished: bool
     position: StepPosition
@@ -79,8 +92,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Sums:
-    """Numbers of a mini-batch, over its micro-batches and all ranks. `totals`: the loss and its metrics; empty where
-    the mini-batch has no trained token."""
+    """Numbers of a mini-batch, over its micro-batches and all ranks. `totals`: the loss and its
+    metrics; empty where the mini-batch has no trained token."""
 
     totals: dict[str, float]
     mismatch: Mismatch | None
@@ -104,9 +117,14 @@ class Trainer:
     ) -> None:
         self.policy, self.algorithm, self.config = policy, algorithm, config
         self.ranks = ranks
-        self.model = BlockwiseModel(policy.model, blocks_per_eval=config.blocks_per_eval, between_blocks=between_blocks)
+        self.model = BlockwiseModel(
+            policy.model, blocks_per_eval=config.blocks_per_eval, between_blocks=between_blocks
+        )
         for layer in layers_by_token(policy.model):
-            reason = "its recurrence has no form in chunks here, so its graph visits one token after another"
+            reason = (
+                "its recurrence has no form in chunks here, so its graph visits one token after"
+                " another"
+            )
             log.warning("a layer trains slowly", layer=layer, reason=reason)
         if self.model.fallback and config.blocks_per_eval:
             log.info("not trained block by block", reason=self.model.fallback)
@@ -116,26 +134,35 @@ class Trainer:
             if config.packing and not self.model.packs_rows:
                 log.info("sequences are not packed", reason=self.model.unpacked)
         self.optimizer = PolicyOptimizer(policy.slots, config)
-        self.step_tokens: StepTokens | None = None  # of the newest step; an interrupted one knows its last part
-        self.gradients: list[mx.array] | None = None  # accumulated since the last update, in the order of the slots
+        # of the newest step; an interrupted one knows its last part
+        self.step_tokens: StepTokens | None = None
+        # accumulated since the last update, in the order of the slots
+        self.gradients: list[mx.array] | None = None
         self._budget = MicroBatchBudget(config)
         self._kl_coefficient = config.kl_beta
         self._correction = None if algorithm.on_data else sampler_correction(config, policy.model)
         if self._correction is not None:
             fields = asdict(self._correction)
-            log.info("sampler correction", weight_of=fields.pop("level"), **fields)  # a log line has a level already
+            # a log line has a level already
+            log.info("sampler correction", weight_of=fields.pop("level"), **fields)
         if config.lora.dropout > 0 and not algorithm.on_data:
-            log.warning("lora.dropout is off in RL: every pass yields a log-probability that is compared")
+            log.warning(
+                "lora.dropout is off in RL: every pass yields a log-probability that is compared"
+            )
 
     def under(self, algorithm: Algorithm, *, sequences: int) -> "Trainer":
-        """The same trainer, whose steps are one update of so many sequences by another algorithm's loss."""
+        """The same trainer, whose steps are one update of so many sequences by another
+        algorithm's loss."""
         other = copy.copy(self)
         other.algorithm = algorithm
-        other.config = self.config.model_copy(update={"update_epochs": 1, "batch_size": max(sequences, 1)})
+        other.config = self.config.model_copy(
+            update={"update_epochs": 1, "batch_size": max(sequences, 1)}
+        )
         return other
 
     def change(self, values: Mapping[str, float]) -> None:
-        """Take other values of these keys of [rl_training], which are valid together, from the next step on."""
+        """Take other values of these keys of [rl_training], which are valid together, from the
+        next step on."""
         self.config = self.config.model_copy(update=dict(values))
         if "kl_beta" in values:
             self._kl_coefficient = self.config.kl_beta
@@ -147,23 +174,33 @@ class Trainer:
         return {"kl_coefficient": self._kl_coefficient}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load what `state()` returned. A coefficient that does not adapt is the configuration's."""
+        """Load what `state()` returned. A coefficient that does not adapt is the
+        configuration's."""
         if self.config.kl_target is not None:
             self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
 
     def arrays(self) -> dict[str, mx.array]:
         """Every array that a step changes, or that it is measured against."""
         names = self.policy.slots.names
-        arrays = {f"weights.{name}": array for name, array in zip(names, self.policy.slots.read(), strict=True)}
+        arrays = {
+            f"weights.{name}": array
+            for name, array in zip(names, self.policy.slots.read(), strict=True)
+        }
         arrays |= {f"optimizer.{name}": array for name, array in self.optimizer.state().items()}
         reference = self.policy.reference_arrays or []
-        return arrays | {f"reference.{name}": array for name, array in zip(names, reference, strict=False)}
+        return arrays | {
+            f"reference.{name}": array for name, array in zip(names, reference, strict=False)
+        }
 
     def restore_arrays(self, arrays: Mapping[str, mx.array]) -> None:
         """Load what `arrays()` returned, evaluated."""
 
         def part(kind: str) -> dict[str, mx.array]:
-            return {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
+            return {
+                name.removeprefix(kind): array
+                for name, array in arrays.items()
+                if name.startswith(kind)
+            }
 
         self.policy.slots.write(list(part("weights.").values()))
         self.optimizer.restore(part("optimizer."))
@@ -173,21 +210,31 @@ class Trainer:
     # ------------------------------------------------------------------ forward only
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """Log-probabilities of each rollout's sampled tokens ([N], the first token of a sequence left out)."""
+        """Log-probabilities of each rollout's sampled tokens ([N], the first token of a sequence
+        left out)."""
         return [scores[0] for scores in self.token_scores(rollouts)]
 
     def token_scores(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """Log-probabilities, entropies (nats) and, with a value head, values of the same tokens: [2 or 3, N]."""
-        sequences = [TrainSequence(rollout, (0.0,) * len(rollout.tokens), fresh=False) for rollout in rollouts]
+        """Log-probabilities, entropies (nats) and, with a value head, values of the same tokens:
+        [2 or 3, N]."""
+        sequences = [
+            TrainSequence(rollout, (0.0,) * len(rollout.tokens), fresh=False)
+            for rollout in rollouts
+        ]
         by_row: dict[int, np.ndarray] = {}
         for micro_batch in self.collate(sequences, range(len(sequences)), together=1).micro_batches:
             ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
-            scores = np.stack([np.array(part) for part in self.model.score(micro_batch.token_batch())])
+            scores = np.stack(
+                [np.array(part) for part in self.model.score(micro_batch.token_batch())]
+            )
             by_row |= dict(zip(micro_batch.rows, np.split(scores, ends, axis=1), strict=True))
         return [by_row[row] for row in range(len(sequences))]
 
-    def evaluate(self, batch: TrainBatch, scores: Scores) -> tuple[float, Mapping[str, float], Scores]:
-        """The loss of a batch that is one mini-batch, its metrics, and its scores; nothing is differentiated.
+    def evaluate(
+        self, batch: TrainBatch, scores: Scores
+    ) -> tuple[float, Mapping[str, float], Scores]:
+        """The loss of a batch that is one mini-batch, its metrics, and its scores; nothing is
+        differentiated.
 
         `scores`: those of an earlier call, which are not made again.
         """
@@ -199,7 +246,9 @@ class Trainer:
         for micro_batch in mini_batch.micro_batches:
             if not len(micro_batch.positions):
                 continue
-            value, (numbers, *_) = loss.objective(micro_batch)(*self.model.score(micro_batch.token_batch()))
+            value, (numbers, *_) = loss.objective(micro_batch)(
+                *self.model.score(micro_batch.token_batch())
+            )
             total += scalar(value)
             named = zip(loss.metric_names, np.array(numbers).tolist(), strict=True)
             metrics = {name: metrics.get(name, 0.0) + number for name, number in named}
@@ -208,7 +257,8 @@ class Trainer:
     # ------------------------------------------------------------------ a step
 
     def lead(self, batch: TrainBatch, position: StepPosition | None = None) -> None:
-        """Before `train_step`: the other ranks begin the same step from the same arrays. Raises RankLostError."""
+        """Before `train_step`: the other ranks begin the same step from the same arrays. Raises
+        RankLostError."""
         self.ranks.lead(RankTask(self.config, batch, position, self.state()), self)
 
     def train_step(
@@ -234,7 +284,9 @@ class Trainer:
         self.step_tokens = None if self.algorithm.on_data else prepared.step_tokens()
         for epoch in range(at.epoch, self.config.update_epochs):
             at = replace(at, order=at.order or self._order(batch, epoch))
-            for number in range(at.next_mini_batch, math.ceil(len(at.order) / self.config.batch_size)):
+            for number in range(
+                at.next_mini_batch, math.ceil(len(at.order) / self.config.batch_size)
+            ):
                 after = self._update(batch, prepared, at, number, learning_rate, stopping)
                 if after is None:
                     return self._result(at, prepared, learning_rate, started, finished=False)
@@ -267,9 +319,14 @@ class Trainer:
             log.warning("non-finite loss: mini-batch skipped", step=batch.step)
             self.drop()
             return skipped
-        if self.algorithm.stop_kl is not None and (kl := sums.totals["approx_kl"]) > self.algorithm.stop_kl:
+        if (
+            self.algorithm.stop_kl is not None
+            and (kl := sums.totals["approx_kl"]) > self.algorithm.stop_kl
+        ):
             self.drop()
-            return replace(at, left_out=1, stopped_at_kl=kl, mismatch=sums.mismatch if first else at.mismatch)
+            return replace(
+                at, left_out=1, stopped_at_kl=kl, mismatch=sums.mismatch if first else at.mismatch
+            )
         update = self.apply(learning_rate)
         if update is None:
             return None
@@ -282,17 +339,23 @@ class Trainer:
         return replace(
             at,
             updates=at.updates + 1,
-            totals={name: at.totals.get(name, 0.0) + float(value) for name, value in totals.items()},
+            totals={
+                name: at.totals.get(name, 0.0) + float(value) for name, value in totals.items()
+            },
             mismatch=sums.mismatch if first else at.mismatch,
             tokens=at.tokens + mini_batch.tokens,
         )
 
     def accumulate(
-        self, mini_batch: MiniBatch, loss: MiniBatchLoss, should_stop: Callable[[], bool] = lambda: False
+        self,
+        mini_batch: MiniBatch,
+        loss: MiniBatchLoss,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> Sums | None:
-        """Forward and backward of a mini-batch. Its gradients are added to those of earlier calls, until `apply` or
-        `drop`. None after a stop request between two micro-batches: then all of them are dropped. After an exception
-        `gradients` holds those of the micro-batches before it too."""
+        """Forward and backward of a mini-batch. Its gradients are added to those of earlier
+        calls, until `apply` or `drop`. None after a stop request between two micro-batches: then
+        all of them are dropped. After an exception `gradients` holds those of the micro-batches
+        before it too."""
         parts: list[tuple[Any, ...]] = []
         scores: list[tuple[np.ndarray, mx.array, mx.array]] = []
         stopped = False
@@ -309,8 +372,12 @@ class Trainer:
                 )
             parts.append((value, *extras))
             scores.append((micro_batch.columns, logprobs, entropy))
-            self._budget.observe(self.model.longest_eval_ms, tokens=micro_batch.tokens, rows=len(micro_batch.rows))
-        numbers = [(list(loss.metric_names), *(np.array(number) for number in part)) for part in parts]
+            self._budget.observe(
+                self.model.longest_eval_ms, tokens=micro_batch.tokens, rows=len(micro_batch.rows)
+            )
+        numbers = [
+            (list(loss.metric_names), *(np.array(number) for number in part)) for part in parts
+        ]
         if self.step_tokens is not None:
             for columns, logprobs, entropy in scores:
                 self.step_tokens.record(columns, np.array(logprobs), np.array(entropy))
@@ -323,17 +390,23 @@ class Trainer:
         if not parts:
             return Sums({}, None)
         names, losses, values, mismatches = zip(*parts, strict=True)
-        totals = {name: float(total) for name, total in zip(names[0], np.sum(values, 0), strict=True)}
+        totals = {
+            name: float(total) for name, total in zip(names[0], np.sum(values, 0), strict=True)
+        }
         return Sums({"loss": math.fsum(losses)} | totals, mismatch(np.stack(mismatches)))
 
     def _dropout(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """The adapter's dropout, in training on rows of a file: another one in each update and for each micro-batch."""
+        """The adapter's dropout, in training on rows of a file: another one in each update and
+        for each micro-batch."""
         if not self.algorithm.on_data:
             return nullcontext()
-        return self.policy.dropout.drawn_from([self.config.seed, self.optimizer.updates, *micro_batch.rows])
+        return self.policy.dropout.drawn_from(
+            [self.config.seed, self.optimizer.updates, *micro_batch.rows]
+        )
 
     def apply(self, learning_rate: float) -> Update | None:
-        """One optimizer update with the accumulated gradients of all ranks, which are used up. None: a rank is gone."""
+        """One optimizer update with the accumulated gradients of all ranks, which are used up.
+        None: a rank is gone."""
         gradients = self.gradients or [mx.zeros(array.shape) for array in self.policy.slots.read()]
         self.drop()
         summed = self.ranks.sum(gradients)
@@ -344,11 +417,16 @@ class Trainer:
         self.gradients = None
 
     def _finish_step(self, step: int, prepared: PreparedBatch) -> None:
-        """Adapt the KL's coefficient for the next step, and update a reference that is a moving average."""
+        """Adapt the KL's coefficient for the next step, and update a reference that is a moving
+        average."""
         target, horizon = self.config.kl_target, self.config.kl_horizon
         if target is not None and prepared.kl is not None:
             self._kl_coefficient = adapted_coefficient(
-                self._kl_coefficient, prepared.kl, target=target, horizon=horizon, sequences=len(prepared.lengths)
+                self._kl_coefficient,
+                prepared.kl,
+                target=target,
+                horizon=horizon,
+                sequences=len(prepared.lengths),
             )
         if self.config.reference == "ema" and step % self.config.reference_update_every == 0:
             self.policy.blend_reference(self.config.reference_decay)
@@ -365,13 +443,20 @@ class Trainer:
         chosen = order[number * size : (number + 1) * size]
         rows = [each * example + row for example in chosen for row in range(each)]
         whole = self.collate(batch.sequences, rows)
-        budget = self.ranks.budget(self._budget.tokens, sum(part.tokens for part in whole.micro_batches))
-        return whole if budget == self._budget.tokens else self.collate(batch.sequences, rows, budget)
+        budget = self.ranks.budget(
+            self._budget.tokens, sum(part.tokens for part in whole.micro_batches)
+        )
+        return (
+            whole if budget == self._budget.tokens else self.collate(batch.sequences, rows, budget)
+        )
 
     def _micro_batches(self, mini_batch: MiniBatch) -> Iterator[MicroBatch]:
-        """This rank's of a mini-batch, cut again where the budget has been lowered in the meantime."""
+        """This rank's of a mini-batch, cut again where the budget has been lowered in the
+        meantime."""
         each = self.algorithm.rows_per_example
-        waiting = list(reversed(self.ranks.share(mini_batch.micro_batches, lambda part: part.tokens)))
+        waiting = list(
+            reversed(self.ranks.share(mini_batch.micro_batches, lambda part: part.tokens))
+        )
         while waiting:
             micro_batch = waiting.pop()
             if micro_batch.tokens > self._budget.tokens and len(micro_batch.rows) > each:
@@ -402,7 +487,9 @@ class Trainer:
             packing=self.config.packing and self.model.packs_rows,
         )
 
-    def _score(self, batch: TrainBatch, at: StepPosition, should_stop: Callable[[], bool]) -> Scores | None:
+    def _score(
+        self, batch: TrainBatch, at: StepPosition, should_stop: Callable[[], bool]
+    ) -> Scores | None:
         """The forward passes that this step needs, as columns; None after a stop request.
 
         An interrupted step has them already, except those that a changed configuration needs.
@@ -414,7 +501,10 @@ class Trainer:
         scored, name = (rows, "old_logprobs") if everything else (silent, "stand_ins")
         if (everything or silent) and name not in scores and "old_logprobs" not in scores:
             if at.updates:
-                log.warning("scored after updates of the same step: the configuration was changed", step=batch.step)
+                log.warning(
+                    "scored after updates of the same step: the configuration was changed",
+                    step=batch.step,
+                )
             columns = self._score_rows(batch, scored, should_stop)
             if columns is None:
                 return None
@@ -427,16 +517,23 @@ class Trainer:
             scores["ref_logprobs"] = columns[0]
         return scores
 
-    def _score_rows(self, batch: TrainBatch, rows: set[int], should_stop: Callable[[], bool]) -> np.ndarray | None:
+    def _score_rows(
+        self, batch: TrainBatch, rows: set[int], should_stop: Callable[[], bool]
+    ) -> np.ndarray | None:
         """Columns of the model's scores of each token; 0 outside of `rows`.
 
-        The micro-batches are those of the first epoch, so that rounding is the same as in the pass that learns.
+        The micro-batches are those of the first epoch, so that rounding is the same as in the pass
+        that learns.
         """
         tokens = sum(sequence.trained for sequence in batch.sequences)
         columns = np.zeros((3 if self.algorithm.needs_values else 2, tokens), np.float32)
         order, stopped = self._order(batch, 0), False
         numbers = range(math.ceil(len(order) / self.config.batch_size))
-        parts = [part for number in numbers for part in self._mini_batch(batch, order, number).micro_batches]
+        parts = [
+            part
+            for number in numbers
+            for part in self._mini_batch(batch, order, number).micro_batches
+        ]
         parts = [part for part in parts if len(part.positions) and not rows.isdisjoint(part.rows)]
         for micro_batch in self.ranks.share(parts, lambda part: part.tokens):
             if stopped := should_stop():
@@ -477,7 +574,9 @@ class Trainer:
         *,
         finished: bool,
     ) -> StepResult:
-        means: dict[str, float | None] = {name: total / at.updates for name, total in at.totals.items()}
+        means: dict[str, float | None] = {
+            name: total / at.updates for name, total in at.totals.items()
+        }
         diff_max, diff_mean, mismatch_kl, fresh = at.mismatch or (None, None, None, None)
         metrics = dict.fromkeys(MEASURED) | means
         metrics |= {

@@ -1,4 +1,5 @@
-"""The shapes of what the routes below /dashboard/api answer, for the OpenAPI document and the clients made from it.
+"""The shapes of what the routes below /dashboard/api answer, for the OpenAPI document and the
+clients made from it.
 
 tests/dashboard/test_routes.py compares them with real answers. A dictionary may get more keys.
 """
@@ -12,9 +13,10 @@ GroupState = Literal["waiting", "taken", "dropped", "quarantined"]
 
 
 class RunSummary(TypedDict):
-    """`id`: by which routes are asked about the run. `inferred_rewards`: rewards are known from advantages alone
-    (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards takes its answers'
-    rewards. What follows `steps` is None where the run's configuration cannot be read."""
+    """`id`: by which routes are asked about the run. `inferred_rewards`: rewards are known from
+    advantages alone (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards
+    takes its answers' rewards. What follows `steps` is None where the run's configuration cannot
+    be read."""
 
     id: int
     name: str
@@ -45,8 +47,8 @@ class Mark(TypedDict):
 
 
 class MetricsAnswer(TypedDict):
-    """Columns of metrics.jsonl: one number for each of `steps`, None where a step has none. `reset`: forget what came
-    before. `keys`: all that there are."""
+    """Columns of metrics.jsonl: one number for each of `steps`, None where a step has none.
+    `reset`: forget what came before. `keys`: all that there are."""
 
     cursor: str
     reset: bool
@@ -78,7 +80,8 @@ class AnswerToRead(TypedDict):
 
 
 class RunHealth(TypedDict):
-    """A finding that is `good` says that the run has reached its end. `to_read`: only beside a reward hole."""
+    """A finding that is `good` says that the run has reached its end. `to_read`: only beside a
+    reward hole."""
 
     state: str
     gained: bool
@@ -88,7 +91,8 @@ class RunHealth(TypedDict):
 
 
 class RunVersions(TypedDict):
-    """A word for each kind of data of run `id`, another one after each change; `state` is the run's state."""
+    """A word for each kind of data of run `id`, another one after each change; `state` is the
+    run's state."""
 
     id: int
     metrics: str
@@ -120,7 +124,8 @@ class EvaluationList(TypedDict):
 
 
 class ListedAnswer(TypedDict):
-    """`version`: the newest policy version that sampled it. `tokens`: how many it sampled. `why`: what became of it."""
+    """`version`: the newest policy version that sampled it. `tokens`: how many it sampled.
+    `why`: what became of it."""
 
     number: int
     reward: float | None
@@ -197,8 +202,9 @@ class ShownGroup(TypedDict):
 
 
 class Tokens(TypedDict):
-    """A window of `total` tokens of one answer, from `first` on; each list has one entry a token. `mask`: 1 = sampled
-    by the policy. `values`: log-probabilities and, where the trainer kept them, its own numbers."""
+    """A window of `total` tokens of one answer, from `first` on; each list has one entry a
+    token. `mask`: 1 = sampled by the policy. `values`: log-probabilities and, where the trainer
+    kept them, its own numbers."""
 
     group_id: str
     number: int
@@ -220,7 +226,8 @@ class Settings(TypedDict):
 
 
 class ControlState(TypedDict):
-    """`paused`: a client has paused the engine. `fixed`: why settings cannot change. `checkpoints`: newest first."""
+    """`paused`: a client has paused the engine. `fixed`: why settings cannot change.
+    `checkpoints`: newest first."""
 
     paused: bool
     settings: Settings
@@ -229,7 +236,8 @@ class ControlState(TypedDict):
 
 
 class ControlAnswer(TypedDict):
-    """`result`: the checkpoint's name, or {setting: [before, now]} of a change. "waiting": when the step ends."""
+    """`result`: the checkpoint's name, or {setting: [before, now]} of a change. "waiting": when
+    the step ends."""
 
     status: Literal["done", "waiting"]
     result: NotRequired[dict[str, Any]]

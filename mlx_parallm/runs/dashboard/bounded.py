@@ -1,4 +1,5 @@
-"""What the page may be sent: texts of a bounded length, numbers that JSON can hold, a word for each state of a file."""
+"""What the page may be sent: texts of a bounded length, numbers that JSON can hold, a word for
+each state of a file."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +8,11 @@ from typing import Any
 
 
 def cut(text: str | None, most: int) -> str | None:
-    return text if text is None or len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
+    return (
+        text
+        if text is None or len(text) <= most
+        else (f"{text[:most]} … ({len(text):,} characters)")
+    )
 
 
 def file_version(path: Path) -> str:
@@ -19,7 +24,8 @@ def file_version(path: Path) -> str:
 
 
 def sendable(value: Any) -> Any:
-    """Turn what JSON and UTF-8 cannot hold into what they can: numbers that are not finite, halves of characters."""
+    """Turn what JSON and UTF-8 cannot hold into what they can: numbers that are not finite,
+    halves of characters."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):

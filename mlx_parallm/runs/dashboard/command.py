@@ -1,4 +1,5 @@
-"""`mlx_parallm_dashboard RUN_DIR…`: the page for runs on the disk, in a server of its own on this machine only."""
+"""`mlx_parallm_dashboard RUN_DIR…`: the page for runs on the disk, in a server of its own on
+this machine only."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -19,9 +20,15 @@ MOST_RUNS = 26
 def dashboard(parser: ArgumentParser) -> Callable[[Namespace], int]:
     """`mlx_parallm dashboard`: runs on the disk in a browser."""
     parser.add_argument(
-        "runs", metavar="RUN_DIR", type=Path, nargs="+", help="checkpoints/<run>; several: compare them"
+        "runs",
+        metavar="RUN_DIR",
+        type=Path,
+        nargs="+",
+        help=("checkpoints/<run>; several: compare them"),
     )
-    parser.add_argument("--port", type=int, default=PORT, help=f"0 takes a free one; default: {PORT}")
+    parser.add_argument(
+        "--port", type=int, default=PORT, help=(f"0 takes a free one; default: {PORT}")
+    )
 
     def run(args: Namespace) -> int:
         from mlx_parallm.server.connections import connection_limit
@@ -46,8 +53,8 @@ def dashboard(parser: ArgumentParser) -> Callable[[Namespace], int]:
 
 
 def make_app(paths: list[Path]) -> "FastAPI":
-    """Return the page's routes alone, without a model. Raises ConfigError: no run directory, one that is named twice,
-    too many."""
+    """Return the page's routes alone, without a model. Raises ConfigError: no run directory, one
+    that is named twice, too many."""
     from fastapi import FastAPI
     from starlette.responses import RedirectResponse
 
@@ -73,5 +80,7 @@ def make_app(paths: list[Path]) -> "FastAPI":
     app.include_router(added.router)
     app.add_api_route("/", lambda: RedirectResponse(PAGE), response_class=RedirectResponse)
     install_error_handlers(app)
-    app.add_middleware(AuthMiddleware, api_key=None, origins=(), basic_prefixes=(), public=PublicPaths())
+    app.add_middleware(
+        AuthMiddleware, api_key=None, origins=(), basic_prefixes=(), public=PublicPaths()
+    )
     return app

@@ -1,8 +1,10 @@
-"""Controls of the run that this process trains: POST /dashboard/api/control. Each command is in the run's log and in
-marks.jsonl (rl_training/commands.py); rolling back has its own route, /v1/training/rollback.
+"""Controls of the run that this process trains: POST /dashboard/api/control. Each command is in the
+run's log and in marks.jsonl (rl_training/commands.py); rolling back has its own route,
+/v1/training/rollback.
 
-A foreign page cannot post here: without a key the server answers this machine's pages only, with one a page would need
-the key in a header; and a browser's Origin has to be this server's, or one of server.cors_origins, either way.
+A foreign page cannot post here: without a key the server answers this machine's pages only, with
+one a page would need the key in a header; and a browser's Origin has to be this server's, or one of
+server.cors_origins, either way.
 """
 
 import asyncio
@@ -25,7 +27,8 @@ from mlx_parallm.server.protocol.fields import Body, ObjectOf
 from mlx_parallm.server.protocol.strict_json import json_router
 
 ANSWERED_WITHIN_S = 20.0
-"""A step may take minutes: then the answer is 202, and a mark on the charts says that it is done."""
+"""A step may take minutes: then the answer is 202, and a mark on the charts says that it is
+done."""
 LONGEST_NOTE = 400
 LISTED_CHECKPOINTS = 20
 DASHBOARD = "the dashboard"
@@ -40,7 +43,9 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 class ControlBody(Body):
     action: Literal["pause", "resume", "checkpoint", "stop", "note", "change"]
     text: Annotated[str, Field(max_length=LONGEST_NOTE)] = ""
-    settings: ObjectOf[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
+    settings: ObjectOf[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+        default_factory=dict
+    )
 
 
 def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
@@ -49,13 +54,18 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
 
     def commands() -> RunCommands:
         if run is None:
-            raise RefusedError("this process does not train the run: there is nothing to control", 409)
+            raise RefusedError(
+                "this process does not train the run: there is nothing to control", 409
+            )
         return run
 
     @router.get("/dashboard/api/control", responses={200: {"model": ControlState}})
     async def state(context: Context) -> Response:
-        """What can be ordered now: whether clients have paused the engine, settings, checkpoints to go back to."""
-        names = [path.name for path in await asyncio.to_thread(checkpoints, directory)][-LISTED_CHECKPOINTS:]
+        """What can be ordered now: whether clients have paused the engine, settings, checkpoints
+        to go back to."""
+        names = [path.name for path in await asyncio.to_thread(checkpoints, directory)][
+            -LISTED_CHECKPOINTS:
+        ]
         return JSONResponse(
             {
                 "paused": context.clients_paused,
@@ -67,7 +77,8 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
 
     @router.post("/dashboard/api/control", responses=_ANSWERS)
     async def control(body: ControlBody, request: Request, context: Context) -> Response:
-        """Pause or resume the engine, save a checkpoint, stop with one, note something, change settings."""
+        """Pause or resume the engine, save a checkpoint, stop with one, note something, change
+        settings."""
         _check_origin(request, context)
         order = commands()
         if body.action in ("pause", "resume"):
@@ -82,13 +93,16 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
         if body.action == "stop":
             await asyncio.to_thread(order.stop)
             return JSONResponse({"status": "done"})
-        return await _answer(order.checkpoint() if body.action == "checkpoint" else order.change(body.settings))
+        return await _answer(
+            order.checkpoint() if body.action == ("checkpoint") else order.change(body.settings)
+        )
 
     return router
 
 
 async def _pause(context: ServerContext, pause: bool) -> None:
-    """Hold every request where it stands, those of the rollouts too: the training waits for its batch."""
+    """Hold every request where it stands, those of the rollouts too: the training waits for its
+    batch."""
     if pause:
         await pause_for_clients(context.engine, DASHBOARD, freeze=True)
     else:
@@ -97,7 +111,9 @@ async def _pause(context: ServerContext, pause: bool) -> None:
 
 async def _answer(result: "Future[dict[str, Any]]") -> Response:
     try:
-        done = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(result)), ANSWERED_WITHIN_S)
+        done = await asyncio.wait_for(
+            asyncio.shield(asyncio.wrap_future(result)), ANSWERED_WITHIN_S
+        )
     except TimeoutError:
         return JSONResponse({"status": "waiting"}, 202)
     return JSONResponse({"status": "done", "result": done})
@@ -107,5 +123,11 @@ def _check_origin(request: Request, context: ServerContext) -> None:
     """Raises RefusedError: a page of another origin."""
     origin = request.headers.get("origin")
     allowed = context.deps.config.cors_origins
-    if origin is not None and origin not in allowed and urlsplit(origin).netloc != request.headers.get("host"):
-        raise RefusedError("controls are for this server's own page, not for one of another origin", 403)
+    if (
+        origin is not None
+        and origin not in allowed
+        and urlsplit(origin).netloc != request.headers.get("host")
+    ):
+        raise RefusedError(
+            "controls are for this server's own page, not for one of another origin", 403
+        )

@@ -1,4 +1,5 @@
-"""EvaluationsView: evaluations.jsonl as values for the page: numbers, and the same problems in two evaluations."""
+"""EvaluationsView: evaluations.jsonl as values for the page: numbers, and the same problems in
+two evaluations."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +30,13 @@ class EvaluationsView:
         self._kept: dict[tuple[Any, ...], Any] = {}  # of one version of the file
 
     def _once(self, name: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return what `make` returned for these evaluations: every tab asks for the same, and word diffs take long."""
+        """Return what `make` returned for these evaluations: every tab asks for the same, and
+        word diffs take long."""
         version = file_version(self._path / EVALUATIONS_FILE)
         with self._lock:
-            for old in [key for key in self._kept if key[0] != version] or list(self._kept)[:-MOST_KEPT]:
+            for old in [key for key in self._kept if key[0] != version] or list(self._kept)[
+                :-MOST_KEPT
+            ]:
                 del self._kept[old]
             if (version, *name) not in self._kept:
                 self._kept[version, *name] = make()
@@ -44,7 +48,9 @@ class EvaluationsView:
 
     def _all(self) -> list[dict[str, Any]]:
         lines = EvaluationLog(self._path).done()
-        numbers = [{name: part["numbers"] for name, part in line["environments"].items()} for line in lines]
+        numbers = [
+            {name: part["numbers"] for name, part in line["environments"].items()} for line in lines
+        ]
         return [
             {key: line.get(key) for key in ("step", "version", "score")} | {"environments": own}
             for line, own in zip(lines, numbers, strict=True)
@@ -53,8 +59,9 @@ class EvaluationsView:
     def heldout(self, before: int, after: int) -> dict[str, Any]:
         """Compare two evaluations, by their places in the list; negative ones count from the end.
 
-        `problems`: [key, reward before, reward after] of each; `examples`: those whose answers were kept, with their
-        rewards over all evaluations and a diff by words. Raises RequestError: no such evaluation.
+        `problems`: [key, reward before, reward after] of each; `examples`: those whose answers were
+        kept, with their rewards over all evaluations and a diff by words. Raises RequestError: no
+        such evaluation.
         """
         return self._once((before, after), lambda: self._heldout(before, after))
 
@@ -65,7 +72,9 @@ class EvaluationsView:
         chosen = []
         for name, place in (("before", before), ("after", after)):
             if not -len(lines) <= place < len(lines):
-                raise RequestError(f"there are {len(lines)} evaluations, no number {place}", param=name)
+                raise RequestError(
+                    f"there are {len(lines)} evaluations, no number {place}", param=name
+                )
             chosen.append(lines[place])
         shown = {
             "evaluations": [{key: line[key] for key in ("step", "version")} for line in lines],
@@ -78,19 +87,26 @@ class EvaluationsView:
         return sendable(self._redactor.value(shown))
 
 
-def _compared(name: str, lines: Sequence[Mapping[str, Any]], chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _compared(
+    name: str, lines: Sequence[Mapping[str, Any]], chosen: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return one environment in two evaluations."""
     before, after = (line["environments"][name] for line in chosen)
     earlier = {problem["key"]: reward_of(problem) for problem in before["problems"]}
     texts = {example["key"]: example for example in before["examples"]}
     over_time = [
-        {problem["key"]: reward_of(problem) for problem in line["environments"].get(name, {"problems": []})["problems"]}
+        {
+            problem["key"]: reward_of(problem)
+            for problem in line["environments"].get(name, {"problems": []})[("problems")]
+        }
         for line in lines[-MOST_EVALUATIONS:]
     ]
     examples = []
     for example in after["examples"]:
         key = example["key"]
-        was, now = (cut((side.get(key) or {}).get("text"), LONGEST_DIFF) for side in (texts, {key: example}))
+        was, now = (
+            cut((side.get(key) or {}).get("text"), LONGEST_DIFF) for side in (texts, {key: example})
+        )
         examples.append(
             {
                 "key": key,
@@ -111,12 +127,17 @@ def _compared(name: str, lines: Sequence[Mapping[str, Any]], chosen: Sequence[Ma
 
 
 def word_diff(before: str, after: str) -> list[tuple[str, str]]:
-    """Return parts of both texts in order: ("same" | "gone" | "new", text), by words, spaces and signs."""
+    """Return parts of both texts in order: ("same" | "gone" | "new", text), by words, spaces and
+    signs."""
     was, now = (re.findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after))
     parts = list[tuple[str, str]]()
     for kind, a, b, c, d in SequenceMatcher(None, was, now, autojunk=False).get_opcodes():
         if kind == "equal":
             parts.append(("same", "".join(was[a:b])))
             continue
-        parts += [(name, "".join(words)) for name, words in (("gone", was[a:b]), ("new", now[c:d])) if words]
+        parts += [
+            (name, "".join(words))
+            for name, words in (("gone", was[a:b]), ("new", now[c:d]))
+            if words
+        ]
     return parts

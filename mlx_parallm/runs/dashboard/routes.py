@@ -1,8 +1,10 @@
-"""The routes below /dashboard, in the daemon and in a server of their own (command.py). The page's own files (static/)
-are public and hold no data; all data needs the server's key. A leaf: `RunView` has what is shown, from the disk alone.
+"""The routes below /dashboard, in the daemon and in a server of their own (command.py). The page's
+own files (static/) are public and hold no data; all data needs the server's key. A leaf: `RunView`
+has what is shown, from the disk alone.
 
     /dashboard, /dashboard/static/…   the page
-    /dashboard/api/events             one stream for each tab: which data has changed; the page then asks for it
+    /dashboard/api/events             one stream for each tab: which data has changed; the page then
+                                      asks for it
     /dashboard/api/…                  that data, bounded, with cursors
 
 Handlers are plain functions: they read files, and Starlette runs them in its worker threads.
@@ -37,7 +39,13 @@ from mlx_parallm.runs.dashboard.answers import (
     Tokens,
 )
 from mlx_parallm.runs.dashboard.controls import control_router
-from mlx_parallm.runs.dashboard.run_view import MOST_ANSWERS, MOST_TIMELINE_STEPS, RunView, Search, differing_settings
+from mlx_parallm.runs.dashboard.run_view import (
+    MOST_ANSWERS,
+    MOST_TIMELINE_STEPS,
+    RunView,
+    Search,
+    differing_settings,
+)
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.context import Context
 from mlx_parallm.server.sse import EVENT_STREAM, EventStream
@@ -47,12 +55,16 @@ PAGE, STATIC, API = "/dashboard", "/dashboard/static/", "/dashboard/api"
 LOOK_S = 0.4
 """Between two looks at the files' times."""
 PACE_S = 1.5
-"""Between two events of a run that changes all the time: each is a drawing of the page. A step is on it within 2 s."""
+"""Between two events of a run that changes all the time: each is a drawing of the page. A step
+is on it within 2 s."""
 BEAT_S = 8.0
-"""An event is sent that often though nothing has changed: the page tells a quiet run from a lost connection."""
+"""An event is sent that often though nothing has changed: the page tells a quiet run from a lost
+connection."""
 MOST_POINTS = 2000
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -64,16 +76,22 @@ Views = Callable[[], Mapping[int, RunView]]
 
 
 def dashboard(
-    runs: Path | Callable[[], Sequence[Path]], redactor: Redactor, commands: RunCommands | None = None
+    runs: Path | Callable[[], Sequence[Path]],
+    redactor: Redactor,
+    commands: RunCommands | None = None,
 ) -> AddedRouter:
-    """Return the routes for the run that this process trains, or for runs that come and go: a `daemon.Page`."""
+    """Return the routes for the run that this process trains, or for runs that come and go: a
+    `daemon.Page`."""
     if isinstance(runs, Path):
         return added_router([RunView(runs, redactor)], live=True, commands=commands)
     return _added(_ComingRuns(runs, redactor), live=False, commands=None, directory=Path())
 
 
-def added_router(views: Sequence[RunView], *, live: bool, commands: RunCommands | None = None) -> AddedRouter:
-    """Return the routes of these runs. `live`: the first of them is trained by this process, and takes `commands`."""
+def added_router(
+    views: Sequence[RunView], *, live: bool, commands: RunCommands | None = None
+) -> AddedRouter:
+    """Return the routes of these runs. `live`: the first of them is trained by this process, and
+    takes `commands`."""
     by_id = dict(enumerate(views))
     return _added(lambda: by_id, live=live, commands=commands, directory=views[0].path)
 
@@ -96,7 +114,9 @@ class _ComingRuns:
             return dict(self._known.values())
 
 
-def _added(views: Views, *, live: bool, commands: RunCommands | None, directory: Path) -> AddedRouter:
+def _added(
+    views: Views, *, live: bool, commands: RunCommands | None, directory: Path
+) -> AddedRouter:
     router = APIRouter(tags=["dashboard"], default_response_class=JSONResponse)
     _page_routes(router, views)
     _run_routes(router, views, live=live)
@@ -119,7 +139,8 @@ def _page_routes(router: APIRouter, views: Views) -> None:
 
     @router.get("/dashboard", include_in_schema=False)
     def page() -> Response:
-        """The page, and then the numbers that it will ask for, while the browser loads its files."""
+        """The page, and then the numbers that it will ask for, while the browser loads its
+        files."""
         answer = _file("index.html")
         answer.background = BackgroundTask(read_ahead)
         return answer
@@ -132,8 +153,8 @@ def _page_routes(router: APIRouter, views: Views) -> None:
 def _run_routes(router: APIRouter, views: Views, *, live: bool) -> None:
     @router.get("/dashboard/api/runs", responses=_answer(Runs))
     def runs(context: Context) -> Response:
-        """The runs that this page shows. `live`: this process trains it, and can be talked to; `rewards`: its answers
-        may be rewarded."""
+        """The runs that this page shows. `live`: this process trains it, and can be talked to;
+        `rewards`: its answers may be rewarded."""
         kept = context.deps.completions
         here = {"live": live, "rewards": live and kept is not None and kept.enabled}
         shown = [
@@ -170,7 +191,9 @@ def _run_routes(router: APIRouter, views: Views, *, live: bool) -> None:
 
     @router.get("/dashboard/api/timeline")
     def timeline(
-        steps: Annotated[int, Query(ge=1, le=MOST_TIMELINE_STEPS)], last: int | None = None, run: Run = 0
+        steps: Annotated[int, Query(ge=1, le=MOST_TIMELINE_STEPS)],
+        last: int | None = None,
+        run: Run = 0,
     ) -> Response:
         """What the run did when, in the newest steps or those up to `last`."""
         return JSONResponse(_view(views, run).timeline(steps, last))
@@ -182,10 +205,12 @@ def _run_routes(router: APIRouter, views: Views, *, live: bool) -> None:
 
     look = _Look(views)
 
-    @router.get("/dashboard/api/events", responses={200: {"model": Changes, "content": {EVENT_STREAM: {}}}})
+    @router.get(
+        "/dashboard/api/events", responses={200: {"model": Changes, "content": {EVENT_STREAM: {}}}}
+    )
     async def events(request: Request, context: Context, once: bool = False) -> Response:
-        """A stream of server-sent events: a word for each kind of data of each run, again whenever one changes. With
-        `once`, one such object as JSON."""
+        """A stream of server-sent events: a word for each kind of data of each run, again
+        whenever one changes. With `once`, one such object as JSON."""
         if once:
             return JSONResponse({"runs": await look.now()})
         return await EventStream(_changes(context, look)).prefetch(request.receive)
@@ -247,12 +272,15 @@ def _rollout_routes(router: APIRouter, views: Views) -> None:
 def _view(views: Views, run: int) -> RunView:
     found = views()
     if run not in found:
-        raise RefusedError(f"there is no run {run}; there are {', '.join(map(str, found)) or 'none yet'}", 404)
+        raise RefusedError(
+            f"there is no run {run}; there are {', '.join(map(str, found)) or 'none yet'}", 404
+        )
     return found[run]
 
 
 class _Look:
-    """Looks at the files at most every LOOK_S, once for all streams. The event loop's thread only."""
+    """Looks at the files at most every LOOK_S, once for all streams. The event loop's thread
+    only."""
 
     def __init__(self, views: Views) -> None:
         self._views, self._due = views, 0.0
@@ -262,7 +290,8 @@ class _Look:
         loop = asyncio.get_running_loop()
         if self._task is None or loop.time() >= self._due:
             self._task = asyncio.create_task(asyncio.to_thread(self._look))
-            self._due = loop.time() + LOOK_S * 0.9  # a stream that sleeps for LOOK_S finds a new one
+            # a stream that sleeps for LOOK_S finds a new one
+            self._due = loop.time() + LOOK_S * 0.9
         return await asyncio.shield(self._task)
 
     def _look(self) -> list[dict[str, Any]]:

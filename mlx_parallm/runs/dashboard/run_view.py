@@ -1,7 +1,9 @@
-"""RunView: one run directory as values for the page. Reads only; no answer is larger than the page needs.
+"""RunView: one run directory as values for the page. Reads only; no answer is larger than the page
+needs.
 
-Metrics are kept as columns of numbers, and only new lines of the file are read. A cursor names a file and a row of it:
-the file is another one after a rollback or a resume has cut it, and then the page gets everything again.
+Metrics are kept as columns of numbers, and only new lines of the file are read. A cursor names a
+file and a row of it: the file is another one after a rollback or a resume has cut it, and then the
+page gets everything again.
 """
 
 import math
@@ -45,9 +47,11 @@ MOST_CHARACTERS = 160_000
 """Of all texts of one answer of the API."""
 MOST_TOKENS = 2048
 SEARCH_S, PATTERN_S = 2.0, 0.2
-"""A search answers with what it has found by then, and says where to go on; one text is given up after PATTERN_S."""
+"""A search answers with what it has found by then, and says where to go on; one text is given up
+after PATTERN_S."""
 HEALTH_PAUSE = 400
-"""Health is judged again after this many times the seconds that it took: at most a quarter of a percent of one core."""
+"""Health is judged again after this many times the seconds that it took: at most a quarter of a
+percent of one core."""
 READ_BYTES = 1 << 20
 MOST_MARKS = 100
 MOST_SPANS, MOST_TIMELINE_STEPS = 3000, 64
@@ -55,8 +59,8 @@ MARK_KEY = "rolled_back_to"
 
 
 class MetricColumns:
-    """The numbers of metrics lines, by key: [rows] float64 each, NaN where a line has none. Nested keys are joined by
-    a slash."""
+    """The numbers of metrics lines, by key: [rows] float64 each, NaN where a line has none.
+    Nested keys are joined by a slash."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -74,7 +78,8 @@ class MetricColumns:
         self.last = line
 
     def _take(self, line: Mapping[str, Any], prefix: str) -> None:
-        """Of a long run this is what its first chart waits for: types are compared, not asked with isinstance."""
+        """Of a long run this is what its first chart waits for: types are compared, not asked
+        with isinstance."""
         rows, columns = len(self.steps), self._values
         for key, value in line.items():
             kind = type(value)
@@ -89,7 +94,8 @@ class MetricColumns:
                 self._take(value, f"{prefix}{key}/")
 
     def _put(self, key: str, number: float | None) -> None:
-        """Add the number of the row that is being made; a column is filled up with NaN when it gets its next number."""
+        """Add the number of the row that is being made; a column is filled up with NaN when it
+        gets its next number."""
         if number is None:
             return
         column = self._values.setdefault(key, array("d"))
@@ -100,15 +106,20 @@ class MetricColumns:
     def keys(self) -> list[str]:
         return list(self._values)
 
-    def rows(self, keys: Sequence[str], first: int, most: int) -> tuple[list[int], dict[str, list[float | None]]]:
-        """Return steps and columns from row `first` on. More than `most` rows, or than MOST_NUMBERS, become fewer: each
-        is the mean of its steps, under the last of them. `keys`: a * stands for anything."""
+    def rows(
+        self, keys: Sequence[str], first: int, most: int
+    ) -> tuple[list[int], dict[str, list[float | None]]]:
+        """Return steps and columns from row `first` on. More than `most` rows, or than
+        MOST_NUMBERS, become fewer: each is the mean of its steps, under the last of them.
+        `keys`: a * stands for anything."""
         known = [key for key in self._values if any(fnmatchcase(key, wanted) for wanted in keys)]
         count, most = len(self.steps) - first, max(1, min(most, MOST_NUMBERS // max(1, len(known))))
         size = max(1, math.ceil(count / most))
         ends = range(first + size, first + count + size, size)
         steps = [self.steps[min(end, len(self.steps)) - 1] for end in ends]
-        return steps, {key: [_mean(self._values[key][end - size : end]) for end in ends] for key in known}
+        return steps, {
+            key: [_mean(self._values[key][end - size : end]) for end in ends] for key in known
+        }
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -160,7 +171,8 @@ class RunView:
     # ------------------------------------------------------------------ what changed
 
     def versions(self) -> dict[str, str]:
-        """Return a word for each kind of data, another one after each change; and whether a process has the run."""
+        """Return a word for each kind of data, another one after each change; and whether a
+        process has the run."""
         words, (count, known, due, _) = self._words(), self._health
         ripe = words != known and (time.monotonic() >= due or words["state"] != known["state"])
         return words | {"health": f"{count}{'+' if ripe else ''}"}
@@ -187,7 +199,8 @@ class RunView:
             self._read()
 
     def read_newest_group(self) -> None:
-        """Load what an answer needs, such as the tokenizer: the first look at a group need not wait for it."""
+        """Load what an answer needs, such as the tokenizer: the first look at a group need not
+        wait for it."""
         with suppress(ParallmError):
             self.groups(Search(limit=1))
 
@@ -196,16 +209,23 @@ class RunView:
             self._read()
             last = dict(self._columns.last)
         config = self._config()
-        clients = None if config is None else client_trainer(config.model_dump())  # they decide step by step
+        # they decide step by step
+        clients = None if config is None else client_trainer(config.model_dump())
         return self._shown(
             {
                 "name": self.path.name,
                 "path": str(self.path),
                 "state": self.state(),
                 "steps": last.get("step", 0),
-                "total_steps": config.rl_training.total_steps if config is not None and clients is None else None,
+                "total_steps": config.rl_training.total_steps
+                if config is not None and clients is None
+                else None,
                 "model": None if config is None else config.model.base_path,
-                "algorithm": clients.name if clients else None if config is None else config.rl_training.algorithm,
+                "algorithm": clients.name
+                if clients
+                else None
+                if config is None
+                else config.rl_training.algorithm,
                 "judged_by": headline(last)[0] if last else "reward",
                 "inferred_rewards": self._rewards_are_inferred(),
                 "environments": list(last.get("environments") or {}),
@@ -217,7 +237,8 @@ class RunView:
     def metrics(self, keys: Sequence[str], after: str, most: int) -> dict[str, Any]:
         """Return the columns `keys` of the steps behind the cursor `after` ("" = all of them).
 
-        `reset`: true when the page has to forget what it has. `keys`: all that there are. Raises CheckpointError.
+        `reset`: true when the page has to forget what it has. `keys`: all that there are. Raises
+        CheckpointError.
         """
         with self._numbers_lock:
             self._read()
@@ -236,9 +257,11 @@ class RunView:
             }
 
     def _marks(self, columns: MetricColumns) -> list[dict[str, Any]]:
-        """Return what happened to the run: rollbacks, and what people ordered; the newest MOST_MARKS, by step.
+        """Return what happened to the run: rollbacks, and what people ordered; the newest
+        MOST_MARKS, by step.
 
-        A rollback is in both files, in metrics.jsonl with the step after it; runs of older versions have it only there.
+        A rollback is in both files, in metrics.jsonl with the step after it; runs of older versions
+        have it only there.
         """
         ordered = list[dict[str, Any]]()
         with suppress(CheckpointError):  # a damaged line: the charts are worth more
@@ -261,7 +284,8 @@ class RunView:
             return
         if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._position:
             self._reset((stat.st_dev, stat.st_ino))
-        for most in (READ_BYTES, -1):  # in parts, so that no more than one is in memory; then a longer line
+        # in parts, so that no more than one is in memory; then a longer line
+        for most in (READ_BYTES, -1):
             lines: Sequence[Mapping[str, Any]] = ({},)
             while lines:
                 lines, self._position = MetricsFile(path).after(self._position, most)
@@ -269,8 +293,8 @@ class RunView:
                     self._columns.add(line)
 
     def health(self) -> dict[str, Any]:
-        """Return what `mlx_parallm explain` finds. Judged again when the run begins or ends; when something else has
-        changed, not too often."""
+        """Return what `mlx_parallm explain` finds. Judged again when the run begins or ends;
+        when something else has changed, not too often."""
         with self._health_lock:
             words, (count, known, due, answer) = self._words(), self._health
             if words == known or (time.monotonic() < due and words["state"] == known["state"]):
@@ -279,7 +303,8 @@ class RunView:
             try:
                 found = explain(self.path)
             except (ParallmError, OSError):
-                self._health = (count + 1, words, began, answer)  # so that the next change is asked about again
+                # so that the next change is asked about again
+                self._health = (count + 1, words, began, answer)
                 raise
             now = time.monotonic()
             answer = {
@@ -294,8 +319,8 @@ class RunView:
             return answer
 
     def timeline(self, steps: int, last: int | None) -> dict[str, Any]:
-        """Return the spans of `steps` steps up to `last` (None: the newest) and how many tokens each policy version
-        sampled; at most MOST_SPANS, and MOST_TIMELINE_STEPS."""
+        """Return the spans of `steps` steps up to `last` (None: the newest) and how many tokens
+        each policy version sampled; at most MOST_SPANS, and MOST_TIMELINE_STEPS."""
         path = self.path / SPANS_FILE
         if not path.is_file():
             return {"spans": [], "tokens": {}}
@@ -315,10 +340,11 @@ class RunView:
     # ------------------------------------------------------------------ rollouts
 
     def groups(self, search: Search) -> dict[str, Any]:
-        """Return the answers that fit, by group, the newest group first or by the groups' mean rewards.
+        """Return the answers that fit, by group, the newest group first or by the groups' mean
+        rewards.
 
-        `older`: the group behind which a further search goes on; None: there is nothing more. Raises RequestError: a
-        wrong pattern, no rollouts.
+        `older`: the group behind which a further search goes on; None: there is nothing more.
+        Raises RequestError: a wrong pattern, no rollouts.
         """
         fits, limit = _condition(search), min(max(search.limit, 1), MOST_ANSWERS)
         wanted = Wanted(
@@ -333,7 +359,10 @@ class RunView:
             notes = answers.notes
         most = min(LISTED_CHARACTERS, MOST_CHARACTERS // max(1, len(rows)))
         inferred = self._rewards_are_inferred()
-        groups = [_listed(list(own), most, inferred) for _, own in groupby(rows, key=lambda row: row["group_id"])]
+        groups = [
+            _listed(list(own), most, inferred)
+            for _, own in groupby(rows, key=lambda row: row[("group_id")])
+        ]
         if search.order in ("best", "worst"):
             best = search.order == "best"
             worst = -math.inf if best else math.inf  # an unknown one comes last
@@ -348,27 +377,38 @@ class RunView:
         most = min(SHOWN_CHARACTERS, MOST_CHARACTERS // max(1, turns))
         for rollout in rollouts:
             rollout["segments"] = [len(segment["tokens"]) for segment in rollout["segments"]]
-            rollout["conversation"] = [turn | {"text": cut(turn["text"], most)} for turn in rollout["conversation"]]
-            rollout["prompt"], rollout["completion"] = (cut(rollout[key], most) for key in ("prompt", "completion"))
+            rollout["conversation"] = [
+                turn | {"text": cut(turn["text"], most)} for turn in rollout[("conversation")]
+            ]
+            rollout["prompt"], rollout["completion"] = (
+                cut(rollout[key], most) for key in ("prompt", ("completion"))
+            )
         rewards = [rollout["reward"] for rollout in rollouts]
         return self._shown(found | _rewards(rewards, inferred=self._rewards_are_inferred()))
 
     def tokens(self, group_id: str, number: int, segment: int, first: int) -> dict[str, Any]:
-        """Return at most MOST_TOKENS tokens of one answer with what is known of each; lists have one entry a token.
+        """Return at most MOST_TOKENS tokens of one answer with what is known of each; lists have
+        one entry a token.
 
         Raises RequestError: no such group, answer or segment.
         """
         found = self._group_of(f"{group_id}#{number}")
         if not found["rollouts"]:
-            raise RequestError(f"the tokens of group {group_id} are lost: {found['lost']}", param="id")
+            raise RequestError(
+                f"the tokens of group {group_id} are lost: {found['lost']}", param=("id")
+            )
         segments = found["rollouts"][0]["segments"]
         if segment >= len(segments):
-            raise RequestError(f"the answer has segments 0 to {len(segments) - 1}, no {segment}", param="segment")
+            raise RequestError(
+                f"the answer has segments 0 to {len(segments) - 1}, no {segment}", param=("segment")
+            )
         chosen, window = segments[segment], slice(first, first + MOST_TOKENS)
         texts = chosen["token_texts"] or [f"⟨{token}⟩" for token in chosen["tokens"]]
         logprobs, versions = chosen["logprobs"] or (), chosen["policy_versions"] or ()
         mask = list(chosen["mask"][window])
-        sampled = [value if own else None for value, own in zip(logprobs[window], mask, strict=False)]
+        sampled = [
+            value if own else None for value, own in zip(logprobs[window], mask, strict=False)
+        ]
         kept = read_tokens(self.path, found["group_id"], number, segment)
         return self._shown(
             {
@@ -421,7 +461,8 @@ class RunView:
 
 
 def differing_settings(views: Sequence[RunView]) -> dict[str, Any]:
-    """Return each setting whose value is not the same in all runs, with a value for each run. Secrets are not in it."""
+    """Return each setting whose value is not the same in all runs, with a value for each run.
+    Secrets are not in it."""
     runs = read_runs([view.path for view in views])
     return {"settings": sendable(differing(runs)), "faults": [run.fault for run in runs]}
 
@@ -435,7 +476,9 @@ def _condition(search: Search) -> Callable[[Mapping[str, Any]], bool]:
     try:
         pattern = regex.compile(search.pattern) if search.pattern else None
     except regex.error as error:
-        raise RequestError(f"{search.pattern!r} is no regular expression: {error}", param="regex") from error
+        raise RequestError(
+            f"{search.pattern!r} is no regular expression: {error}", param="regex"
+        ) from error
 
     def found(shown: str) -> bool:
         if pattern is None:
@@ -443,7 +486,9 @@ def _condition(search: Search) -> Callable[[Mapping[str, Any]], bool]:
         try:
             return pattern.search(shown, timeout=PATTERN_S, concurrent=True) is not None
         except TimeoutError as error:
-            raise RequestError("the regular expression takes too long on one answer", param="regex") from error
+            raise RequestError(
+                "the regular expression takes too long on one answer", param="regex"
+            ) from error
 
     def fits(row: Mapping[str, Any]) -> bool:
         reward = row["reward"]
@@ -452,7 +497,10 @@ def _condition(search: Search) -> Callable[[Mapping[str, Any]], bool]:
             and (search.highest is None or (reward is not None and reward <= search.highest))
             and (search.version is None or row["version"] == search.version)
             and (not search.reason or search.reason.casefold() in (row["reason"] or "").casefold())
-            and (not (text or pattern) or any(found(row[key] or "") for key in ("prompt", "completion")))
+            and (
+                not (text or pattern)
+                or any(found(row[key] or "") for key in ("prompt", ("completion")))
+            )
         )
 
     return fits
@@ -461,11 +509,17 @@ def _condition(search: Search) -> Callable[[Mapping[str, Any]], bool]:
 def _until(
     rows: Iterator[dict[str, Any]], limit: int, fits: Callable[[Mapping[str, Any]], bool]
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the rows that fit, each with all rewards of its group, until there are `limit` or SEARCH_S are over; and
-    the last group that was looked at, None where it is the last of all."""
-    deadline, found, group_id, rewards = math.inf, list[dict[str, Any]](), None, list[float | None]()
+    """Return the rows that fit, each with all rewards of its group, until there are `limit` or
+    SEARCH_S are over; and the last group that was looked at, None where it is the last of all."""
+    deadline, found, group_id, rewards = (
+        math.inf,
+        list[dict[str, Any]](),
+        None,
+        list[float | None](),
+    )
     for row in rows:
-        deadline = min(deadline, time.monotonic() + SEARCH_S)  # from the first row on: before it, a tokenizer is loaded
+        # from the first row on: before it, a tokenizer is loaded
+        deadline = min(deadline, time.monotonic() + SEARCH_S)
         if group_id != row["group_id"]:
             if group_id is not None and (len(found) >= limit or time.monotonic() > deadline):
                 return found, group_id
@@ -482,7 +536,18 @@ def _number(value: float | None, unknown: float) -> float:
 
 OF_A_GROUP = ("group_id", "environment", "source", "state", "step", "reason", "received", "prompt")
 OF_AN_ANSWER = (
-    *("number", "reward", "parts", "advantage", "why", "version", "tokens", "stop_reason", "error", "completion"),
+    *(
+        "number",
+        "reward",
+        "parts",
+        "advantage",
+        "why",
+        "version",
+        "tokens",
+        "stop_reason",
+        "error",
+        ("completion"),
+    ),
 )
 
 
@@ -495,8 +560,9 @@ def _listed(rows: list[dict[str, Any]], most: int, inferred: bool) -> dict[str, 
 
 
 def _rewards(rewards: Sequence[float | None], *, inferred: bool) -> dict[str, Any]:
-    """`kind`: "right" where none is below 1, "wrong" where none is above 0 (as the metrics count them; not where they
-    are `inferred`), "same" where all are equal, else "mixed"; "unknown" where a reward is not known."""
+    """`kind`: "right" where none is below 1, "wrong" where none is above 0 (as the metrics count
+    them; not where they are `inferred`), "same" where all are equal, else "mixed"; "unknown"
+    where a reward is not known."""
     if not rewards:
         return {"reward_mean": None, "kind": "lost"}
     known = [reward for reward in rewards if reward is not None]
@@ -510,9 +576,9 @@ def _rewards(rewards: Sequence[float | None], *, inferred: bool) -> dict[str, An
 
 
 def _token_values(kept: Mapping[str, np.ndarray], window: slice) -> dict[str, list[float]]:
-    """Return the trainer's numbers of the tokens in the window, without columns in which nothing is known; with the
-    importance ratio exp(trainer - sampler), and k3 of KL(trainer || reference), exp(d) - d - 1 with d = reference -
-    trainer (joschu.net/blog/kl-approx.html)."""
+    """Return the trainer's numbers of the tokens in the window, without columns in which nothing
+    is known; with the importance ratio exp(trainer - sampler), and k3 of KL(trainer ||
+    reference), exp(d) - d - 1 with d = reference - trainer (joschu.net/blog/kl-approx.html)."""
     columns = {name: column[window].astype(np.float64) for name, column in kept.items()}
     if columns:
         trainer, reference = columns["trainer_logprobs"], columns["reference_logprobs"]

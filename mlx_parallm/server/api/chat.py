@@ -1,4 +1,5 @@
-"""/v1/chat/completions: messages in, streamed or not; ids and log-probabilities of exactly what was sampled."""
+"""/v1/chat/completions: messages in, streamed or not; ids and log-probabilities of exactly what
+was sampled."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,14 @@ from mlx_parallm.server.protocol.answers import (
 from mlx_parallm.server.protocol.openai import ChatBody, ChatTokensBody
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.schema_check import answer_check
-from mlx_parallm.types import Completion, CompletionDelta, FinishReason, RequestOutput, ServedModel, Structure
+from mlx_parallm.types import (
+    Completion,
+    CompletionDelta,
+    FinishReason,
+    RequestOutput,
+    ServedModel,
+    Structure,
+)
 from mlx_parallm.types import Request as EngineRequest
 
 _TAIL_TOKENS = 16  # enough for the markers with which a template opens an answer
@@ -53,12 +61,19 @@ async def create_chat_completion(body: ChatBody, request: Request, context: Cont
 
 
 async def answer_chat(
-    body: ChatBody, request: Request, context: ServerContext, *, response_id: str, form: AnswerForm | None = None
+    body: ChatBody,
+    request: Request,
+    context: ServerContext,
+    *,
+    response_id: str,
+    form: AnswerForm | None = None,
 ) -> Response:
     """Answers a chat. `form`: the words of another API. Raises as `generation.run` does."""
     model = resolve_model(context, body.model)
     tokens = body.prompt_tokens or render_conversation(context, body)
-    prompt = EncodedPrompt(tokens, opens_text=not body.continues_final_message).last(body.truncate_prompt_tokens)
+    prompt = EncodedPrompt(tokens, opens_text=not body.continues_final_message).last(
+        body.truncate_prompt_tokens
+    )
     plan, params = plan_answer(context, body, prompt.token_ids), body.to_params()
     skips = params.skip_special_tokens and not plan.form.needs_special_tokens
     params = replace(params, skip_special_tokens=skips, structure=plan.structure)
@@ -76,43 +91,64 @@ async def answer_chat(
     answer = _ChatResponse(context, model, response_id, body, plan.form, requests[0])
     options = body.stream_options
     return await respond(
-        answer, request, requests, streamed=body.stream, stream_options=options, form=form, check=check
+        answer,
+        request,
+        requests,
+        streamed=body.stream,
+        stream_options=options,
+        form=form,
+        check=check,
     )
 
 
 @router.post("/v1/chat/completions/tokens")
 async def continue_tokens(body: ChatTokensBody, request: Request, context: Context) -> Response:
-    """A chat whose prompt is `tokens`, unchanged; so multi-turn RL clients keep the tokens that were sampled."""
+    """A chat whose prompt is `tokens`, unchanged; so multi-turn RL clients keep the tokens that
+    were sampled."""
     return await create_chat_completion(body, request, context)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How an answer to one prompt must look, and how it is read. `schema`: of its content behind the reasoning; None =
-    any text."""
+    """How an answer to one prompt must look, and how it is read. `schema`: of its content behind
+    the reasoning; None = any text."""
 
     form: AnswerFormat
     structure: Structure | None
     schema: Structure | None
-    called_schemas: Mapping[str, Structure]  # of the arguments of calls that a grammar makes or that are strict
-    checked_form: AnswerFormat  # how its content and calls are told from its reasoning, which the client may not want
+    # of the arguments of calls that a grammar makes or that are strict
+    called_schemas: Mapping[str, Structure]
+    # how its content and calls are told from its reasoning, which the client may not want
+    checked_form: AnswerFormat
 
 
-def plan_answer(context: ServerContext, body: ChatBody, prompt_token_ids: Sequence[int]) -> AnswerPlan:
+def plan_answer(
+    context: ServerContext, body: ChatBody, prompt_token_ids: Sequence[int]
+) -> AnswerPlan:
     """Raises RequestError: tools, and calls are not to be read."""
     tokenizer, tools, forced = context.tokenizer, body.callable_tools, body.forced_tools
     if tools and not tokenizer.reads_tools:
         raise RequestError(
-            'this server reads no tool calls: set model.tool_parser to their format, or send tool_choice = "none"',
+            (
+                "this server reads no tool calls: set model.tool_parser to their format, or send"
+                ' tool_choice = "none"'
+            ),
             param="tools",
         )
     schema = None if forced else body.structure()
     written = forced_format(tokenizer) if forced else tool_format(tokenizer)
     thinking = _thinking(context, body, prompt_token_ids)
-    calls = Calls(forced or tools, written, body.calls_several) if forced or (tools and schema is not None) else None
-    may_think = thinking if thinking is not None and (thinking.opened or not body.thinking_is_off) else None
+    calls = (
+        Calls(forced or tools, written, body.calls_several)
+        if forced or (tools and schema is not None)
+        else None
+    )
+    may_think = (
+        thinking if thinking is not None and (thinking.opened or not body.thinking_is_off) else None
+    )
     think = tokenizer.think_markers if body.separate_reasoning else None
-    mixed = may_think is not None and think is None  # the content is reasoning and answer: nobody tells where it begins
+    # the content is reasoning and answer: nobody tells where it begins
+    mixed = may_think is not None and think is None
     form = AnswerFormat(
         think_markers=think if may_think is not None or (schema is None and not forced) else None,
         tool_markers=written.markers if tools else None,
@@ -125,40 +161,57 @@ def plan_answer(context: ServerContext, body: ChatBody, prompt_token_ids: Sequen
         structured=schema is not None and not mixed,
         starts_reasoning=think is not None and thinking is not None and thinking.opened,
         # Inside tool markers any special token may stand.
-        needs_special_tokens=bool(tools) or (think is not None and any(map(tokenizer.hides, think))),
+        needs_special_tokens=bool(tools)
+        or (think is not None and any(map(tokenizer.hides, think))),
         on_malformed=context.metrics.malformed_tool_calls.inc,
     )
     structure = answer_grammar(tokenizer, may_think, calls, schema)
-    checked = forced or [tool for tool in tools if schema is not None or tool["function"].get("strict") is True]
+    checked = forced or [
+        tool for tool in tools if schema is not None or tool["function"].get("strict") is True
+    ]
     called = {tool["function"]["name"]: arguments_schema(tool) for tool in checked}
     checked_form = replace(form, on_malformed=lambda: None)
     if mixed and may_think is not None:
         if any(map(tokenizer.hides, may_think.markers)):  # nobody tells where the content begins
             schema = None
         checked_form = replace(
-            checked_form, think_markers=may_think.markers, structured=True, starts_reasoning=may_think.opened
+            checked_form,
+            think_markers=may_think.markers,
+            structured=True,
+            starts_reasoning=may_think.opened,
         )
     return AnswerPlan(form, structure, schema, called, checked_form)
 
 
-def _thinking(context: ServerContext, body: ChatBody, prompt_token_ids: Sequence[int]) -> Thinking | None:
-    """Whether the answer may begin with reasoning. None: the model does not think, or the prompt has ended it."""
+def _thinking(
+    context: ServerContext, body: ChatBody, prompt_token_ids: Sequence[int]
+) -> Thinking | None:
+    """Whether the answer may begin with reasoning. None: the model does not think, or the prompt
+    has ended it."""
     tokenizer = context.tokenizer
     markers = tokenizer.think_markers
     if markers is None:
         return None
-    # Markers in a user's message must not count: only the prompt's end does, or the message that is continued.
+    # Markers in a user's message must not count: only the prompt's end does, or the message that is
+    # continued.
     tail = tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     if body.continues_final_message:
         tail = str(body.template_messages()[-1]["content"])
-        return Thinking(markers, opened=True) if tail.rfind(markers[0]) > tail.rfind(markers[1]) else None
+        return (
+            Thinking(markers, opened=True)
+            if tail.rfind(markers[0]) > tail.rfind(markers[1])
+            else None
+        )
     if tail.rstrip().endswith(markers[1]):
         return None
     return Thinking(markers, opened=tail.rstrip().endswith(markers[0]))
 
 
-def reasoning_tokens(ids: Sequence[int], start: Sequence[int], end: Sequence[int], *, opened: bool) -> int:
-    """How many of an answer's tokens are its first reasoning, markers included. `opened`: by the prompt."""
+def reasoning_tokens(
+    ids: Sequence[int], start: Sequence[int], end: Sequence[int], *, opened: bool
+) -> int:
+    """How many of an answer's tokens are its first reasoning, markers included. `opened`: by the
+    prompt."""
     begin = 0 if opened else _position(ids, start, 0)
     if begin is None:
         return 0
@@ -177,7 +230,8 @@ def openai_reason(reason: FinishReason | None, called: bool) -> str | None:
 
 
 class _ChatResponse(ResponseBuilder):
-    """One prompt's answer. A streamed choice sends its role first, then content, and the finish reason last."""
+    """One prompt's answer. A streamed choice sends its role first, then content, and the finish
+    reason last."""
 
     def __init__(
         self,
@@ -189,11 +243,14 @@ class _ChatResponse(ResponseBuilder):
         request: EngineRequest,
     ) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__(context, model, openai_head(kind, response_id, model, usage_follows=body.include_usage))
+        super().__init__(
+            context, model, openai_head(kind, response_id, model, usage_follows=body.include_usage)
+        )
         self._body = body
         self._form = form
         self._request = request
-        self._readers: dict[int, TokenReader] = {}  # by choice, of its tokens with log-probabilities
+        # by choice, of its tokens with log-probabilities
+        self._readers: dict[int, TokenReader] = {}
         self._splitters: dict[int, AnswerSplitter] = {}
         self._sampled: dict[int, list[int]] = {}  # token ids of each choice, of models that reason
 
@@ -204,7 +261,9 @@ class _ChatResponse(ResponseBuilder):
         tokenizer = self.context.tokenizer
         start, end = map(tokenizer.encode_within, self._form.think_markers)
         opened = self._form.starts_reasoning
-        count = sum(reasoning_tokens(ids, start, end, opened=opened) for ids in self._sampled.values())
+        count = sum(
+            reasoning_tokens(ids, start, end, opened=opened) for ids in self._sampled.values()
+        )
         return {"reasoning_tokens": count}
 
     def _sample(self, part: Completion | CompletionDelta) -> None:
@@ -213,11 +272,15 @@ class _ChatResponse(ResponseBuilder):
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
-        response: dict[str, Any] = {"choices": [self._choice(completion) for completion in output.completions]}
+        response: dict[str, Any] = {
+            "choices": [self._choice(completion) for completion in output.completions]
+        }
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             reader = self.context.tokenizer.detokenizer(skip_special_tokens=False)
             scores = output.prompt_logprobs
-            response["prompt_logprobs"] = prompt_logprob_entries(reader, output.prompt_token_ids, scores)
+            response["prompt_logprobs"] = prompt_logprob_entries(
+                reader, output.prompt_token_ids, scores
+            )
         if self._body.return_token_ids:
             response["prompt_token_ids"] = output.prompt_token_ids
         return response
@@ -247,7 +310,9 @@ class _ChatResponse(ResponseBuilder):
         as_ids = self._body.return_tokens_as_token_ids
         if (reader := self._readers.get(part.index)) is None:
             skips = self._request.params.skip_special_tokens
-            reader = self.context.tokenizer.detokenizer(opens_text=self._request.opens_text, skip_special_tokens=skips)
+            reader = self.context.tokenizer.detokenizer(
+                opens_text=self._request.opens_text, skip_special_tokens=skips
+            )
             self._readers[part.index] = reader
         return chat_logprobs(reader, part.token_ids, part.logprobs, tops, as_ids)
 
@@ -270,7 +335,9 @@ class _ChatResponse(ResponseBuilder):
         first = not self._splitters
         self._splitters[index] = AnswerSplitter(self._form)
         delta = {"role": "assistant", "content": ""}
-        chunk: dict[str, Any] = {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
+        chunk: dict[str, Any] = {
+            "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+        }
         if first and self._body.return_token_ids:
             chunk["prompt_token_ids"] = self._request.prompt_token_ids
         return chunk

@@ -1,4 +1,5 @@
-"""/v1/completions: text or token ids in, one or many prompts, streamed or not, and prompt scoring (echo)."""
+"""/v1/completions: text or token ids in, one or many prompts, streamed or not, and prompt
+scoring (echo)."""
 
 from functools import partial
 from typing import Any
@@ -37,14 +38,18 @@ router = json_router("openai")
 @router.post("/v1/completions")
 async def create_completion(body: CompletionBody, request: Request, context: Context) -> Response:
     model = resolve_model(context, body.model)
-    prompts = [prompt.last(body.truncate_prompt_tokens) for prompt in encode_prompts(context, body.prompt)]
+    prompts = [
+        prompt.last(body.truncate_prompt_tokens) for prompt in encode_prompts(context, body.prompt)
+    ]
     response_id = new_id("cmpl")
     params = body.to_params()
     check = await answer_check(context, params, content=params.structure)
     requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
     answer = _CompletionsResponse(context, model, response_id, body, prompts, requests)
     options = body.stream_options
-    return await respond(answer, request, requests, streamed=body.stream, stream_options=options, check=check)
+    return await respond(
+        answer, request, requests, streamed=body.stream, stream_options=options, check=check
+    )
 
 
 class _CompletionsResponse(ResponseBuilder):
@@ -71,7 +76,9 @@ class _CompletionsResponse(ResponseBuilder):
         ]
         return {"choices": choices}
 
-    def _choice(self, position: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
+    def _choice(
+        self, position: int, output: RequestOutput, completion: Completion
+    ) -> dict[str, Any]:
         wanted = self._body.logprobs is not None
         choice: dict[str, Any] = {
             "index": position * self._body.n + completion.index,
@@ -101,7 +108,9 @@ class _CompletionsResponse(ResponseBuilder):
             return prompt.text
         return self.context.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
-    def _all_logprobs(self, position: int, output: RequestOutput, completion: Completion) -> dict[str, list[Any]]:
+    def _all_logprobs(
+        self, position: int, output: RequestOutput, completion: Completion
+    ) -> dict[str, list[Any]]:
         """The completion's log-probabilities; with `echo` the prompt's before them."""
         own = partial(completion_logprobs, as_ids=self._body.return_tokens_as_token_ids)
         start, scores = len(self._echoed(position)), output.prompt_logprobs
@@ -118,7 +127,9 @@ class _CompletionsResponse(ResponseBuilder):
     def _reader(self, position: int) -> TokenReader:
         request = self._requests[position]
         skips = request.params.skip_special_tokens
-        return self.context.tokenizer.detokenizer(opens_text=request.opens_text, skip_special_tokens=skips)
+        return self.context.tokenizer.detokenizer(
+            opens_text=request.opens_text, skip_special_tokens=skips
+        )
 
     def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
         choice: dict[str, Any] = {"index": index, "text": delta.text}

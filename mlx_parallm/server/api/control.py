@@ -1,7 +1,8 @@
-"""Control by a trainer outside of this process, by vLLM's names: /pause, /resume, /is_paused, /abort_requests,
-/reset_prefix_cache, /server_info, /get_world_size, /weight_info, /version.
+"""Control by a trainer outside of this process, by vLLM's names: /pause, /resume, /is_paused,
+/abort_requests, /reset_prefix_cache, /server_info, /get_world_size, /weight_info, /version.
 
-Behind the same key as every other route. A client's pause and the trainer's own drain are two holders of the engine's
+Behind the same key as every other route. A client's pause and the trainer's own drain are two
+holders of the engine's
 admission (`EngineClient.pause_admission`): neither ends the other's.
 """
 
@@ -72,10 +73,14 @@ class Version(TypedDict):
 
 @router.post("/pause", responses={200: {"model": PauseStatus}})
 async def pause(
-    request: Request, context: Context, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
+    request: Request,
+    context: Context,
+    mode: Literal["abort", "wait", "keep"] = "abort",
+    clear_cache: bool = True,
 ) -> Response:
-    """New requests are accepted and wait until /resume. Running ones end with finish_reason "abort" ("abort"), end by
-    themselves ("wait"), or stand still until /resume ("keep"). Answered once that is so."""
+    """New requests are accepted and wait until /resume. Running ones end with finish_reason
+    "abort" ("abort"), end by themselves ("wait"), or stand still until /resume ("keep").
+    Answered once that is so."""
     engine = context.engine
     await pause_for_clients(engine, "POST /pause", freeze=mode == "keep")
     if mode == "abort":

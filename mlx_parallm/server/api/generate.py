@@ -1,7 +1,9 @@
-"""Root /generate: token ids in, token ids and log-probabilities out, in the shapes of two families of RL clients.
+"""Root /generate: token ids in, token ids and log-probabilities out, in the shapes of two families
+of RL clients.
 
-vLLM's (Atropos' default): `prompt: {"prompt_token_ids": […]}`, parallel lists out. SGLang's: `input_ids` or `text` with
-`sampling_params`, one object with `meta_info` a completion out. Both ignore unknown keys.
+vLLM's (Atropos' default): `prompt: {"prompt_token_ids": […]}`, parallel lists out. SGLang's:
+`input_ids` or `text` with `sampling_params`, one object with `meta_info` a completion out. Both
+ignore unknown keys.
 """
 
 import json
@@ -39,7 +41,14 @@ from mlx_parallm.server.protocol.fields import (
 )
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.schema_check import answer_check
-from mlx_parallm.types import Completion, PromptLogprobs, RequestOutput, SamplingParams, Structure, TopLogprob
+from mlx_parallm.types import (
+    Completion,
+    PromptLogprobs,
+    RequestOutput,
+    SamplingParams,
+    Structure,
+    TopLogprob,
+)
 from mlx_parallm.types import Request as EngineRequest
 
 if TYPE_CHECKING:
@@ -51,7 +60,8 @@ SGLANG_MAX_NEW_TOKENS = 128
 
 
 class GenerationAbortedError(EngineUnavailableError):
-    """Stopped from outside (HTTP 503: ask again); clients of /generate know only "stop" and "length"."""
+    """Stopped from outside (HTTP 503: ask again); clients of /generate know only "stop" and
+    "length"."""
 
 
 class VllmPrompt(Body):
@@ -72,7 +82,11 @@ class VllmBody(QueueFields, StructureFields, SamplingFields):
     def prompt_value(self) -> str | list[int]:
         if not isinstance(self.prompt, VllmPrompt):
             return self.prompt
-        value = self.prompt.prompt_token_ids if self.prompt.prompt_token_ids is not None else self.prompt.prompt
+        value = (
+            self.prompt.prompt_token_ids
+            if self.prompt.prompt_token_ids is not None
+            else self.prompt.prompt
+        )
         if value is None:
             raise RequestError("'prompt' needs 'prompt_token_ids' or 'prompt'", param="prompt")
         return value
@@ -95,21 +109,30 @@ class SglangSampling(SamplingFields):
     stop: str | ListOf[str] | ListOf[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
 
     def structure(self) -> Structure | None:
-        """What the text must match. Raises RequestError: more than one is given, or SGLang's structural tags."""
+        """What the text must match. Raises RequestError: more than one is given, or SGLang's
+        structural tags."""
         if self.structural_tag is not None:
             param = "sampling_params.structural_tag"
-            raise RequestError(f"{param!r} is not supported by this server", param=param, code="unsupported_parameter")
+            raise RequestError(
+                f"{param!r} is not supported by this server",
+                param=param,
+                code=("unsupported_parameter"),
+            )
         schema = self.json_schema
         source = json.dumps(schema) if isinstance(schema, dict) else schema
         given = [
-            None if source is None else Structure("json_schema", source, "sampling_params.json_schema"),
+            None
+            if source is None
+            else Structure("json_schema", source, ("sampling_params.json_schema")),
             None if self.regex is None else Structure("regex", self.regex, "sampling_params.regex"),
             None if self.ebnf is None else Structure("grammar", self.ebnf, "sampling_params.ebnf"),
         ]
         found = [structure for structure in given if structure is not None]
         if len(found) > 1:
             names = ", ".join(structure.param for structure in found)
-            raise RequestError(f"one answer cannot follow several structures: {names}", param=found[0].param)
+            raise RequestError(
+                f"one answer cannot follow several structures: {names}", param=found[0].param
+            )
         return found[0] if found else None
 
     def to_params(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
@@ -146,18 +169,28 @@ class SglangBody(QueueFields, Body):
         """The prompts, and whether they came as a batch (which is answered with a list)."""
         source: Any = self.input_ids if self.input_ids is not None else self.text
         if source is None or source == []:
-            raise RequestError("'input_ids' or 'text' must be given and not empty", param="input_ids")
+            raise RequestError(
+                "'input_ids' or 'text' must be given and not empty", param=("input_ids")
+            )
         if isinstance(source, str) or isinstance(source[0], int):
             return [source], False
         return list(source), True
 
     def params_of(self, count: int) -> list[SamplingParams]:
         """One `SamplingParams` a prompt."""
-        given = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params] * count
+        given = (
+            self.sampling_params
+            if isinstance(self.sampling_params, list)
+            else [self.sampling_params] * count
+        )
         if len(given) != count:
-            raise RequestError("'sampling_params' as a list needs one entry a prompt", param="sampling_params")
+            raise RequestError(
+                "'sampling_params' as a list needs one entry a prompt", param=("sampling_params")
+            )
         logprobs = self.top_logprobs_num if self.return_logprob else None
-        prompt_logprobs = self.top_logprobs_num if self.return_logprob and self.logprob_start_len >= 0 else None
+        prompt_logprobs = (
+            self.top_logprobs_num if self.return_logprob and self.logprob_start_len >= 0 else None
+        )
         return [sampling.to_params(logprobs, prompt_logprobs) for sampling in given]
 
 
@@ -191,19 +224,29 @@ async def _sglang(body: SglangBody, request: Request, context: ServerContext) ->
         for position, (prompt, params) in enumerate(zip(prompts, params_of, strict=True))
     ]
     if len({params.structure for params in params_of}) > 1:
-        raise RequestError("the 'sampling_params' of one request must have one structure", param="sampling_params")
-    warmest = max(params_of, key=lambda params: params.temperature)  # a greedy answer is not sampled again
+        raise RequestError(
+            "the 'sampling_params' of one request must have one structure",
+            param=("sampling_params"),
+        )
+    # a greedy answer is not sampled again
+    warmest = max(params_of, key=lambda params: params.temperature)
     check = await answer_check(context, warmest, content=warmest.structure)
     outputs = await run(context, request, requests, check=check)
     answers = zip(requests, prompts, outputs, strict=True)
-    objects = [each for answer in answers for each in _sglang_objects(context.tokenizer, body, *answer)]
-    return check.with_header(JSONResponse(objects[0] if len(objects) == 1 and not batched else objects))
+    objects = [
+        each for answer in answers for each in _sglang_objects(context.tokenizer, body, *answer)
+    ]
+    return check.with_header(
+        JSONResponse(objects[0] if len(objects) == 1 and not batched else objects)
+    )
 
 
 def _parse(body: dict[str, Any]) -> VllmBody | SglangBody:
     """Tells the shapes apart by their prompt key. Raises RequestError."""
     if body.get("stream"):
-        raise RequestError("'stream' is not supported on /generate; use /v1/completions", param="stream")
+        raise RequestError(
+            "'stream' is not supported on /generate; use /v1/completions", param=("stream")
+        )
     shape = SglangBody if "input_ids" in body or "text" in body else VllmBody
     try:
         return shape.model_validate(body)
@@ -221,7 +264,9 @@ def _vllm_answer(body: VllmBody, output: RequestOutput, default_version: int) ->
         "finish_reasons": [_finish_reason(completion) for completion in completions],
         "prompt_token_ids": output.prompt_token_ids,
         "token_ids": [completion.token_ids for completion in completions],
-        "weight_versions": [version_spans(completion.policy_versions) for completion in completions],
+        "weight_versions": [
+            version_spans(completion.policy_versions) for completion in completions
+        ],
         "policy_version": last_version([output], default_version),
     }
     if any(completion.error for completion in completions):
@@ -229,22 +274,32 @@ def _vllm_answer(body: VllmBody, output: RequestOutput, default_version: int) ->
     if body.logprobs is not None:
         response["logprobs"] = [_vllm_logprobs(completion) for completion in completions]
     if output.prompt_logprobs is not None:
-        response["prompt_logprobs"] = _vllm_prompt_logprobs(output.prompt_token_ids, output.prompt_logprobs)
+        response["prompt_logprobs"] = _vllm_prompt_logprobs(
+            output.prompt_token_ids, output.prompt_logprobs
+        )
     return response
 
 
 def _vllm_logprobs(completion: Completion) -> list[list[dict[str, float]]]:
-    tops: Sequence[Sequence[TopLogprob]] = completion.top_logprobs or [()] * len(completion.token_ids)
+    tops: Sequence[Sequence[TopLogprob]] = completion.top_logprobs or [()] * len(
+        completion.token_ids
+    )
     return [
         [_by_id(token_id, logprob, top)]
-        for token_id, logprob, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
+        for token_id, logprob, top in zip(
+            completion.token_ids, completion.logprobs, tops, strict=True
+        )
     ]
 
 
-def _vllm_prompt_logprobs(token_ids: Sequence[int], scores: PromptLogprobs) -> list[dict[str, float] | None]:
+def _vllm_prompt_logprobs(
+    token_ids: Sequence[int], scores: PromptLogprobs
+) -> list[dict[str, float] | None]:
     return [
         None if logprob is None else _by_id(token_id, logprob, top or ())
-        for token_id, logprob, top in zip(token_ids, scores.logprobs, scores.top_logprobs, strict=True)
+        for token_id, logprob, top in zip(
+            token_ids, scores.logprobs, scores.top_logprobs, strict=True
+        )
     ]
 
 
@@ -257,15 +312,24 @@ def _by_id(token_id: int, logprob: float, top: Sequence[TopLogprob]) -> dict[str
 
 
 def _sglang_objects(
-    tokenizer: "Tokenizer", body: SglangBody, request: EngineRequest, prompt: EncodedPrompt, output: RequestOutput
+    tokenizer: "Tokenizer",
+    body: SglangBody,
+    request: EngineRequest,
+    prompt: EncodedPrompt,
+    output: RequestOutput,
 ) -> list[dict[str, Any]]:
     """One object a completion."""
     opens, skips = request.opens_text, request.params.skip_special_tokens
 
     def triples(
-        reader: TokenReader, ids: Sequence[int], logprobs: Sequence[float | None], *, in_turn: bool = True
+        reader: TokenReader,
+        ids: Sequence[int],
+        logprobs: Sequence[float | None],
+        *,
+        in_turn: bool = True,
     ) -> list[list[Any]]:
-        """`in_turn`: the tokens follow one another; otherwise each could stand in the reader's place."""
+        """`in_turn`: the tokens follow one another; otherwise each could stand in the reader's
+        place."""
         shown = []
         for token_id, logprob in zip(ids, logprobs, strict=True):
             text = reader.text_of(token_id) if body.return_text_in_logprobs else None
@@ -282,24 +346,35 @@ def _sglang_objects(
             "prompt_tokens": len(output.prompt_token_ids),
             "completion_tokens": len(completion.token_ids),
             "cached_tokens": completion.cached_tokens,
-            "weight_version": str(completion.policy_versions[-1]) if completion.policy_versions else None,
+            "weight_version": str(completion.policy_versions[-1])
+            if completion.policy_versions
+            else None,
             "weight_versions": version_spans(completion.policy_versions),
         }
         meta |= schema_error(completion)
         if body.return_logprob:
             reader = tokenizer.detokenizer(opens_text=opens, skip_special_tokens=skips)
-            meta["output_token_logprobs"] = triples(reader, completion.token_ids, completion.logprobs)
+            meta["output_token_logprobs"] = triples(
+                reader, completion.token_ids, completion.logprobs
+            )
         if body.return_logprob and body.top_logprobs_num and completion.top_logprobs is not None:
-            reader, alternatives = tokenizer.detokenizer(opens_text=opens, skip_special_tokens=skips), []
+            reader, alternatives = (
+                tokenizer.detokenizer(opens_text=opens, skip_special_tokens=skips),
+                [],
+            )
             for token_id, top in zip(completion.token_ids, completion.top_logprobs, strict=True):
                 ids, logprobs = [t.token_id for t in top], [t.logprob for t in top]
                 alternatives.append(triples(reader, ids, logprobs, in_turn=False))
                 reader.add(token_id)
             meta["output_top_logprobs"] = alternatives
         if body.return_logprob and output.prompt_logprobs is not None:
-            of_prompt = triples(prompt.reader(tokenizer), output.prompt_token_ids, output.prompt_logprobs.logprobs)
+            of_prompt = triples(
+                prompt.reader(tokenizer), output.prompt_token_ids, output.prompt_logprobs.logprobs
+            )
             meta["input_token_logprobs"] = of_prompt[body.logprob_start_len :]
-        objects.append({"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta})
+        objects.append(
+            {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
+        )
     return objects
 
 
@@ -307,7 +382,9 @@ def _sglang_finish(completion: Completion) -> dict[str, Any]:
     reason = _finish_reason(completion)
     if reason == "length":
         return {"type": "length", "length": len(completion.token_ids)}
-    matched = completion.stop_reason if completion.stop_reason is not None else completion.token_ids[-1]
+    matched = (
+        completion.stop_reason if completion.stop_reason is not None else completion.token_ids[-1]
+    )
     return {"type": "stop", "matched": matched}
 
 

@@ -1,7 +1,8 @@
 """/inference/v1/generate: token ids in, token ids and log-probabilities out, in vLLM's shape.
 
-RL clients (verifiers' TrainClient) check it strictly: `logprobs.content` has one entry a token id, its `token` is
-"token_id:<id>". Unknown fields are ignored, as in vLLM; a known sampling field that this server lacks is refused.
+RL clients (verifiers' TrainClient) check it strictly: `logprobs.content` has one entry a token id,
+its `token` is "token_id:<id>". Unknown fields are ignored, as in vLLM; a known sampling field that
+this server lacks is refused.
 """
 
 from typing import Any, ClassVar, Self
@@ -39,7 +40,13 @@ from mlx_parallm.server.protocol.fields import (
 )
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.schema_check import answer_check
-from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, SamplingParams, ServedModel
+from mlx_parallm.types import (
+    Completion,
+    CompletionDelta,
+    RequestOutput,
+    SamplingParams,
+    ServedModel,
+)
 
 router = json_router("tokens")
 
@@ -72,7 +79,10 @@ class InferenceBody(QueueFields, Body):
     def _text_only(self) -> Self:
         for name, value in {"features": self.features, "content_parts": self.content_parts}.items():
             if value:
-                raise RequestError(f"{name!r} carries images or sound; this server takes only token ids", param=name)
+                raise RequestError(
+                    f"{name!r} carries images or sound; this server takes only token ids",
+                    param=name,
+                )
         if self.stream and self.sampling_params.prompt_logprobs is not None:
             param = "sampling_params.prompt_logprobs"
             raise RequestError(f"{param!r} is not available when stream = true", param=param)
@@ -100,7 +110,9 @@ async def generate_tokens(body: InferenceBody, request: Request, context: Contex
 
 
 class _TokensResponse(ResponseBuilder):
-    def __init__(self, context: ServerContext, model: ServedModel, request_id: str, body: InferenceBody) -> None:
+    def __init__(
+        self, context: ServerContext, model: ServedModel, request_id: str, body: InferenceBody
+    ) -> None:
         super().__init__(context, model, {"request_id": request_id, "model": model.id})
         self._logprobs = body.sampling_params.logprobs
         self._readers: dict[int, TokenReader] = {}  # by choice
@@ -109,9 +121,12 @@ class _TokensResponse(ResponseBuilder):
         [output] = outputs
         scores = None
         if output.prompt_logprobs is not None:
-            scores = prompt_logprob_entries(self._reader(), output.prompt_token_ids, output.prompt_logprobs)
+            scores = prompt_logprob_entries(
+                self._reader(), output.prompt_token_ids, output.prompt_logprobs
+            )
         choices = [
-            self._choice(completion) | {"weight_versions": version_spans(completion.policy_versions)}
+            self._choice(completion)
+            | {"weight_versions": version_spans(completion.policy_versions)}
             for completion in output.completions
         ]
         return {"choices": choices, "prompt_logprobs": scores}
@@ -133,6 +148,8 @@ class _TokensResponse(ResponseBuilder):
         if self._logprobs is not None:
             tops = part.top_logprobs if self._logprobs else None
             reader = self._readers.setdefault(part.index, self._reader(opens_text=False))
-            choice["logprobs"] = chat_logprobs(reader, part.token_ids, part.logprobs, tops, as_ids=True)
+            choice["logprobs"] = chat_logprobs(
+                reader, part.token_ids, part.logprobs, tops, as_ids=True
+            )
             choice |= processed_logprobs(part)
         return choice

@@ -58,7 +58,8 @@ _HEALTH_ANSWERS: dict[int | str, dict[str, Any]] = {
 @router.head(HEALTH, include_in_schema=False)
 @router.get(HEALTH, responses=_HEALTH_ANSWERS)
 async def health(context: Context) -> Response:
-    """200 only when a request sent now would be worked on: loaded, engine thread alive, and stepping."""
+    """200 only when a request sent now would be worked on: loaded, engine thread alive, and
+    stepping."""
     unavailable = context.deps.state.unavailable
     if unavailable is not None:
         return _health_response(*unavailable)
@@ -101,7 +102,10 @@ async def list_models(context: Context) -> Response:
     models = context.engine.models()
     shelved = await asyncio.to_thread(context.engine.shelved_models)
     further = [replace(models[0], id=name) for name in context.deps.config.served_model_names]
-    listed: ModelList = {"object": "list", "data": [_entry(context, model) for model in (*models, *shelved, *further)]}
+    listed: ModelList = {
+        "object": "list",
+        "data": [_entry(context, model) for model in (*models, *shelved, *further)],
+    }
     return JSONResponse(listed)
 
 

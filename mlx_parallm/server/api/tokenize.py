@@ -27,15 +27,17 @@ async def tokenize(body: TokenizeBody, context: Context) -> Response:
             "count": len(token_ids),
             "max_model_len": context.engine.max_model_len,
             "tokens": token_ids,
-            "token_strs": context.tokenizer.token_texts(token_ids) if body.return_token_strs else None,
+            "token_strs": context.tokenizer.token_texts(token_ids)
+            if body.return_token_strs
+            else None,
         }
     )
 
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(context: Context) -> Response:
-    """What a client that renders and counts by itself asks for (lm-eval's `tokenizer_backend = "remote"`), by the names
-    of tokenizer_config.json."""
+    """What a client that renders and counts by itself asks for (lm-eval's `tokenizer_backend =
+    "remote"`), by the names of tokenizer_config.json."""
     tokenizer = context.tokenizer
     special = {
         f"{name}_token": None if token_id is None else tokenizer.token_text(token_id)
@@ -55,8 +57,16 @@ async def detokenize(body: DetokenizeBody, context: Context) -> Response:
     resolve_model(context, body.model)
     room, size = context.engine.max_model_len, context.tokenizer.vocab_size
     if len(body.tokens) > room:
-        message = f"'tokens' holds {len(body.tokens)} ids: this model's maximum context length is {room} tokens"
+        message = (
+            f"'tokens' holds {len(body.tokens)} ids: this model's maximum context length is {room}"
+            " tokens"
+        )
         raise RequestError(message, param="tokens", code="context_length_exceeded")
     if max(body.tokens, default=0) >= size:
-        raise RequestError(f"'tokens' holds {max(body.tokens)}, but the vocabulary has {size} tokens", param="tokens")
-    return JSONResponse({"prompt": context.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        raise RequestError(
+            f"'tokens' holds {max(body.tokens)}, but the vocabulary has {size} tokens",
+            param=("tokens"),
+        )
+    return JSONResponse(
+        {"prompt": context.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    )

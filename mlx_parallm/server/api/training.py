@@ -1,7 +1,8 @@
-"""/v1/training/rollback: the weights that are trained and served go back to an earlier version, optimizer included.
+"""/v1/training/rollback: the weights that are trained and served go back to an earlier version,
+optimizer included.
 
-The trainer does it between two steps, on its own thread (rl_training/publish/rollback.py). Every server has the route:
-one that trains nothing answers 409.
+The trainer does it between two steps, on its own thread (rl_training/publish/rollback.py). Every
+server has the route: one that trains nothing answers 409.
 """
 
 import asyncio
@@ -28,7 +29,8 @@ _NOT_NOW: dict[str, Any] = {
 
 
 class RollbackAnswer(TypedDict):
-    """`to` and what follows: of a request that waits or is done; `error`: of one that was refused."""
+    """`to` and what follows: of a request that waits or is done; `error`: of one that was
+    refused."""
 
     object: Literal["rollback"]
     status: Literal["none", "waiting", "done", "refused"]
@@ -41,7 +43,10 @@ class RollbackAnswer(TypedDict):
 
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"model": RollbackAnswer},
-    202: {"model": RollbackAnswer, "description": "It will be done when the step that is being trained ends: see GET"},
+    202: {
+        "model": RollbackAnswer,
+        "description": ("It will be done when the step that is being trained ends: see GET"),
+    },
     404: {"description": "No such version or checkpoint is kept", "content": ERROR_CONTENT},
     409: _NOT_NOW,
 }
@@ -61,7 +66,8 @@ class RollbackBody(Body):
 
 @router.post(PATH, responses=_ANSWERS)
 async def roll_back(body: RollbackBody, context: Context) -> Response:
-    """Answers when it is done, or 202 when the step that is being trained takes longer than that."""
+    """Answers when it is done, or 202 when the step that is being trained takes longer than
+    that."""
     request = _rollbacks(context).request(version=body.version, checkpoint=body.checkpoint)
     done, _ = await asyncio.to_thread(wait, [request.result], ANSWERED_WITHIN_S)
     if done:

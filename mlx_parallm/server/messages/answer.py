@@ -40,7 +40,12 @@ class _Blocks:
         for position, call in enumerate(delta.get("tool_calls") or ()):
             index, function = call.get("index", position), call.get("function") or {}
             if self._call != index or self._open is None or self._open["type"] != "tool_use":
-                yield from self._begin("tool_use", anew=True, id=call.get("id") or "", name=function.get("name") or "")
+                yield from self._begin(
+                    "tool_use",
+                    anew=True,
+                    id=call.get("id") or "",
+                    name=function.get("name") or (""),
+                )
                 self._call = index
             if arguments := function.get("arguments"):
                 yield self._grow(arguments)
@@ -67,7 +72,11 @@ class _Blocks:
         yield from self.finish()
         self._open, self._texts = {"type": kind, **fields, **_START[kind]}, []
         self.content.append(self._open)
-        yield {"type": "content_block_start", "index": len(self.content) - 1, "content_block": dict(self._open)}
+        yield {
+            "type": "content_block_start",
+            "index": len(self.content) - 1,
+            "content_block": dict(self._open),
+        }
 
     def _grow(self, text: str) -> Event:
         assert self._open is not None
@@ -80,7 +89,8 @@ class _Blocks:
 
 
 class MessageForm:
-    """One answer in the words of the Messages API: an `AnswerForm`. `stops`: the client's stop sequences."""
+    """One answer in the words of the Messages API: an `AnswerForm`. `stops`: the client's stop
+    sequences."""
 
     def __init__(self, message_id: str, model: str, stops: Sequence[str]) -> None:
         self.id, self._model, self._stops = message_id, model, stops
@@ -101,7 +111,9 @@ class MessageForm:
         self._take_end(answer, choice)
         return self._message() | self._more.taken
 
-    async def events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[Event, None]:
+    async def events(
+        self, chunks: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[Event, None]:
         begun = False
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -120,7 +132,12 @@ class MessageForm:
                         self._take_end(chunk, choice)
         for event in self._blocks.finish():
             yield event
-        yield {"type": "message_delta", "delta": dict(self._end), "usage": self._usage, **self._more.taken}
+        yield {
+            "type": "message_delta",
+            "delta": dict(self._end),
+            "usage": self._usage,
+            **self._more.taken,
+        }
         yield {"type": "message_stop"}
 
     def error(self, error: Mapping[str, Any]) -> Event:
@@ -140,8 +157,14 @@ class MessageForm:
     def _take_end(self, answer: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
         """`answer`: the whole one, or a choice's last chunk."""
         stopped_by = choice.get("stop_reason")
-        stop = stopped_by if choice["finish_reason"] == "stop" and stopped_by in self._stops else None
-        reason = "stop_sequence" if stop is not None else _REASONS.get(choice["finish_reason"], "end_turn")
+        stop = (
+            stopped_by if choice["finish_reason"] == "stop" and stopped_by in self._stops else None
+        )
+        reason = (
+            ("stop_sequence")
+            if stop is not None
+            else _REASONS.get(choice["finish_reason"], "end_turn")
+        )
         self._end = {"stop_reason": reason, "stop_sequence": stop}
         self._more.take_end(answer, choice)
 

@@ -8,7 +8,12 @@ from pydantic import Field, model_validator
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.protocol.fields import Body, ListOf, QueueFields, SamplingFields
 from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
-from mlx_parallm.server.protocol.to_chat import chat_body, joined_text, refuse_choices, shared_fields
+from mlx_parallm.server.protocol.to_chat import (
+    chat_body,
+    joined_text,
+    refuse_choices,
+    shared_fields,
+)
 
 Block = dict[str, Any]
 IN_CHAT = {  # a field of the chat → the one that a client of this API has written
@@ -19,7 +24,12 @@ IN_CHAT = {  # a field of the chat → the one that a client of this API has wri
     "stop": "stop_sequences",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_FUNCTION = {"name": "name", "input_schema": "parameters", "description": "description", "strict": "strict"}
+_FUNCTION = {
+    "name": "name",
+    "input_schema": "parameters",
+    "description": "description",
+    "strict": ("strict"),
+}
 
 
 class ConversationTurn(Body):
@@ -28,7 +38,8 @@ class ConversationTurn(Body):
 
 
 class ThinkingConfig(Body):
-    """`budget_tokens` and `display` are read by nothing: `max_tokens` bounds the reasoning, which is always shown."""
+    """`budget_tokens` and `display` are read by nothing: `max_tokens` bounds the reasoning,
+    which is always shown."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(None, ge=0)
@@ -60,7 +71,14 @@ class CountTokensBody(Body):
         "speed": ("standard",),
     }
     more_without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id", "betas"}
+        {
+            "cache_control",
+            "inference_geo",
+            "diagnostics",
+            "user_profile_id",
+            "workspace_id",
+            ("betas"),
+        }
     )
 
     model: str | None = None
@@ -80,10 +98,16 @@ class CountTokensBody(Body):
         edits = (self.context_management or {}).get("edits") or []
         for edit in edits if isinstance(edits, list) else [edits]:
             kind = edit.get("type") if isinstance(edit, dict) else None
-            if not isinstance(kind, str) or not kind.startswith("clear_thinking") or edit.get("keep") != "all":
+            if (
+                not isinstance(kind, str)
+                or not kind.startswith("clear_thinking")
+                or edit.get("keep") != ("all")
+            ):
                 where = "context_management.edits"
                 raise RequestError(
-                    f"{where}: this server edits no context (got {kind!r})", param=where, code="unsupported_parameter"
+                    f"{where}: this server edits no context (got {kind!r})",
+                    param=where,
+                    code=("unsupported_parameter"),
                 )
         return self
 
@@ -94,11 +118,17 @@ class CountTokensBody(Body):
     def chat_fields(self) -> dict[str, Any]:
         messages: list[dict[str, Any]] = []
         if self.system is not None:
-            messages.append({"role": "system", "content": joined_text(self.system, "system", _text)})
+            messages.append(
+                {"role": "system", "content": joined_text(self.system, "system", _text)}
+            )
         unanswered: set[str] = set()  # ids of the last answer's calls
         for position, turn in enumerate(self.messages):
             where = f"messages.{position}"
-            if turn.role == "assistant" and position and self.messages[position - 1].role != "assistant":
+            if (
+                turn.role == "assistant"
+                and position
+                and self.messages[position - 1].role != ("assistant")
+            ):
                 _check_answered(unanswered, where)
             chat = _chat_turn(turn, where, unanswered)
             if turn.role == "assistant":
@@ -110,11 +140,14 @@ class CountTokensBody(Body):
         form = self.output_config.format or self.output_format
         fields: dict[str, Any] = shared_fields(self) | {
             "messages": messages,
-            "tools": [_chat_tool(tool, f"tools.{position}") for position, tool in enumerate(self.tools)],
+            "tools": [
+                _chat_tool(tool, f"tools.{position}") for position, tool in enumerate(self.tools)
+            ],
             "tool_choice": self._chat_choice(choice),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "reasoning_effort": self.output_config.effort,
-            "response_format": form and {"type": "json_schema", "json_schema": {"schema": form.schema_}},
+            "response_format": form
+            and {"type": "json_schema", "json_schema": {"schema": form.schema_}},
             "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
         }
         if self.thinking is not None:
@@ -156,7 +189,8 @@ class MessagesBody(CountTokensBody, QueueFields, SamplingFields):
 def _chat_turn(turn: ConversationTurn, where: str, unanswered: set[str]) -> list[dict[str, Any]]:
     """The messages of a chat: an assistant's blocks are one, a tool's result is one of its own.
 
-    `unanswered`: ids of the calls in the assistant's turn before; those that are answered are removed. Raises
+    `unanswered`: ids of the calls in the assistant's turn before; those that are answered are
+    removed. Raises
     RequestError: another kind of block, a result without its call.
     """
     if isinstance(turn.content, str):
@@ -182,14 +216,17 @@ def _check_answered(unanswered: set[str], where: str) -> None:
     """Raises RequestError: calls of the assistant's turn before have no result."""
     if unanswered:
         ids = ", ".join(sorted(unanswered))
-        raise RequestError(f"{where}: the tool_use blocks before it have no tool_result: {ids}", param=where)
+        raise RequestError(
+            f"{where}: the tool_use blocks before it have no tool_result: {ids}", param=where
+        )
 
 
 def _chat_result(block: Block, place: str, unanswered: set[str]) -> dict[str, Any]:
     call_id = _string(block, "tool_use_id", place)
     if call_id not in unanswered:
         reason = (
-            f"{place}.tool_use_id: {call_id!r} answers no tool_use block of the assistant's turn before it"
+            f"{place}.tool_use_id: {call_id!r} answers no tool_use block of the assistant's turn"
+            " before it"
             " (each is answered once)"
         )
         raise RequestError(reason, param=f"{place}.tool_use_id")
@@ -209,8 +246,13 @@ def _chat_answer(blocks: Sequence[Block], where: str) -> dict[str, Any]:
         elif kind == "redacted_thinking":  # another server's; nobody here can read it
             continue
         elif kind == "tool_use":
-            function = {"name": _string(block, "name", place), "arguments": block.get("input") or {}}
-            calls.append({"id": _string(block, "id", place), "type": "function", "function": function})
+            function = {
+                "name": _string(block, "name", place),
+                "arguments": block.get("input") or {},
+            }
+            calls.append(
+                {"id": _string(block, "id", place), "type": "function", "function": function}
+            )
         else:
             message["content"] += _text(block, place)
     if reasoning:
@@ -231,19 +273,29 @@ def _text(block: Any, where: str) -> str:
 def _string(block: Block, name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise RequestError(f"{where}.{name}: a block of type {block.get('type')!r} needs this string", param=where)
+        raise RequestError(
+            f"{where}.{name}: a block of type {block.get('type')!r} needs this string", param=where
+        )
     return value
 
 
 def _chat_tool(tool: Block, where: str) -> dict[str, Any]:
-    """Raises RequestError: a tool that only Anthropic's servers can run, or whose schema only its models know."""
+    """Raises RequestError: a tool that only Anthropic's servers can run, or whose schema only
+    its models know."""
     kind = tool.get("type") or "custom"
     if kind != "custom":
         raise RequestError(
-            f"{where}: this server takes only tools with an input_schema, which the client runs, and not {kind!r}",
+            (
+                f"{where}: this server takes only tools with an input_schema, which the client"
+                f" runs, and not {kind!r}"
+            ),
             param=where,
             code="unsupported_tool",
         )
     _string(tool, "name", where)
-    function = {_FUNCTION[key]: value for key, value in tool.items() if key in _FUNCTION and value is not None}
+    function = {
+        _FUNCTION[key]: value
+        for key, value in tool.items()
+        if key in _FUNCTION and value is not None
+    }
     return {"type": "function", "function": function}

@@ -31,7 +31,8 @@ def anthropic_error(error: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AnthropicErrors:
-    """Rewrites an error's JSON body on its way out. A stream's last event is written by its `StreamForm`."""
+    """Rewrites an error's JSON body on its way out. A stream's last event is written by its
+    `StreamForm`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -53,7 +54,11 @@ class AnthropicErrors:
                 parts.append(message.get("body", b""))
                 if not message.get("more_body", False):
                     body = json.dumps(anthropic_error(json.loads(b"".join(parts)))).encode()
-                    headers = [(key, value) for key, value in start["headers"] if key != b"content-length"]
+                    headers = [
+                        (key, value)
+                        for key, value in start[("headers")]
+                        if key != b"content-length"
+                    ]
                     headers.append((b"content-length", str(len(body)).encode()))
                     await send({**start, "headers": headers})
                     await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,5 @@
-"""POST /v1/messages and /v1/messages/count_tokens: a chat in the words of Anthropic's Messages API."""
+"""POST /v1/messages and /v1/messages/count_tokens: a chat in the words of Anthropic's Messages
+API."""
 
 import uuid
 

@@ -1,10 +1,12 @@
-"""The grammar of a chat answer that must call a tool, follow a schema, or do either: Lark over the structures in it.
+"""The grammar of a chat answer that must call a tool, follow a schema, or do either: Lark over the
+structures in it.
 
     (reasoning)? (call+ | schema)          what is asked for decides which of the two there are
 
-The reasoning is there where the model thinks; its text is free up to its end marker. Calls are written in the model's
-own format where this file has its grammar, else in the generic one (`GENERIC`): a JSON object between <tool_call> and
-</tool_call>. Markers that are special tokens are those tokens, others are text.
+The reasoning is there where the model thinks; its text is free up to its end marker. Calls are
+written in the model's own format where this file has its grammar, else in the generic one
+(`GENERIC`): a JSON object between <tool_call> and </tool_call>. Markers that are special tokens are
+those tokens, others are text.
 """
 
 import json
@@ -20,12 +22,17 @@ if TYPE_CHECKING:
     from mlx_parallm.models.tokenizer import Tokenizer
 
 MISTRALS_ARGUMENTS = "[ARGS]"
-NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_ARGUMENTS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How calls are written: `name` is that of mlx-lm's parser, `markers` stand around one call or several of them."""
+    """How calls are written: `name` is that of mlx-lm's parser, `markers` stand around one call
+    or several of them."""
 
     name: str
     markers: tuple[str, str]
@@ -36,8 +43,8 @@ GENERIC = ToolFormat("json_tools", MARKERS, read_taught_call)
 
 
 def tool_format(tokenizer: "Tokenizer") -> ToolFormat:
-    """The format in which the model is asked to call: its own, or the generic one where its chat template takes no
-    tools or nobody knows how it writes calls."""
+    """The format in which the model is asked to call: its own, or the generic one where its chat
+    template takes no tools or nobody knows how it writes calls."""
     markers, parse = tokenizer.tool_markers, tokenizer.parse_tool_call
     if markers is None or parse is None or not tokenizer.template_takes_tools:
         return GENERIC
@@ -52,7 +59,8 @@ def forced_format(tokenizer: "Tokenizer") -> ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """`markers`: around the reasoning. `opened`: the prompt has opened it, so the answer begins inside."""
+    """`markers`: around the reasoning. `opened`: the prompt has opened it, so the answer begins
+    inside."""
 
     markers: tuple[str, str]
     opened: bool
@@ -60,7 +68,8 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls that the answer may be. `tools`: OpenAI's definitions, of which there is one at least."""
+    """Calls that the answer may be. `tools`: OpenAI's definitions, of which there is one at
+    least."""
 
     tools: Sequence[Mapping[str, Any]]
     format: ToolFormat
@@ -70,7 +79,8 @@ class Calls:
 def answer_grammar(
     tokenizer: "Tokenizer", thinking: Thinking | None, calls: Calls | None, schema: Structure | None
 ) -> Structure | None:
-    """What the whole answer must match: the calls, the schema, or either of them. None: both are None."""
+    """What the whole answer must match: the calls, the schema, or either of them. None: both are
+    None."""
     if calls is None and (thinking is None or schema is None):
         return schema
     writer = _Writer(tokenizer)
@@ -82,7 +92,13 @@ def answer_grammar(
     start = "body"
     if thinking is not None:
         start = writer.reasoning(thinking) + " body"
-    rules = [f"start: {start}", f"body: {' | '.join(bodies)}", *writer.rules, "ANY: /(.|\\n)*/", "WS: /[ \\n]{1,4}/"]
+    rules = [
+        f"start: {start}",
+        f"body: {' | '.join(bodies)}",
+        *writer.rules,
+        "ANY: /(.|\\n)*/",
+        ("WS: /[ \\n]{1,4}/"),
+    ]
     param = schema.param if schema is not None else "tools"
     return Structure("answer", "\n".join(rules), param, parts=tuple(writer.parts))
 
@@ -104,7 +120,10 @@ class _Writer:
         if not any(token in tokenizer.special_ids for token in ids):
             return literal(text)
         return " ".join(
-            f"<[{token}]>" if token in tokenizer.special_ids else literal(tokenizer.token_text(token)) for token in ids
+            f"<[{token}]>"
+            if token in tokenizer.special_ids
+            else literal(tokenizer.token_text(token))
+            for token in ids
         )
 
     def up_to(self, end: str, name: str) -> str:
@@ -140,7 +159,8 @@ class _Writer:
 
 
 def arguments_schema(tool: Mapping[str, Any]) -> Structure:
-    """The schema of a tool's arguments; a function without parameters takes none. Raises RequestError."""
+    """The schema of a tool's arguments; a function without parameters takes none. Raises
+    RequestError."""
     function = tool["function"]
     try:
         source = json.dumps({"type": "object", **(function.get("parameters") or NO_ARGUMENTS)})
@@ -154,7 +174,8 @@ def literal(text: str) -> str:
 
 
 Written = tuple[str, str | None]
-"""One call with its markers, and what stands between two of them; None: there is one, or it holds several."""
+"""One call with its markers, and what stands between two of them; None: there is one, or it
+holds several."""
 
 
 def _json_calls(writer: _Writer, calls: Calls) -> Written:
@@ -170,7 +191,10 @@ def _mistral_calls(writer: _Writer, calls: Calls) -> Written:
         more = '(", " object)*' if calls.parallel else ""
         return f'{start} "[" object {more} "]"', None
     marker = writer.marker(MISTRALS_ARGUMENTS)
-    each = (f"{literal(tool['function']['name'])} {marker} {writer.arguments(tool)}" for tool in calls.tools)
+    each = (
+        f"{literal(tool['function']['name'])} {marker} {writer.arguments(tool)}"
+        for tool in calls.tools
+    )
     return f"{start} ({' | '.join(each)})", ""
 
 
@@ -183,7 +207,12 @@ def _any_call(writer: _Writer, calls: Calls) -> Written:
     inside = ",".join(map(str, sorted(tokenizer.special_ids - outside)))
     writer.rules.append(f"inside: SOME {f'| <[{inside}]>' if inside else ''}")
     writer.rules.append("SOME: /(.|\\n)+/")
-    return f"{writer.marker(start)} inside* {writer.marker(end) if end else ''}", '"\\n"?' if end else None
+    return f"{writer.marker(start)} inside* {writer.marker(end) if end else ''}", (
+        '"\\n"?'
+    ) if end else None
 
 
-_CALLS: Mapping[str, Callable[[_Writer, Calls], Written]] = {"json_tools": _json_calls, "mistral": _mistral_calls}
+_CALLS: Mapping[str, Callable[[_Writer, Calls], Written]] = {
+    "json_tools": _json_calls,
+    "mistral": _mistral_calls,
+}

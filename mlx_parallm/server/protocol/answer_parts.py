@@ -1,14 +1,17 @@
-"""A chat answer's text → reasoning, content and tool calls, piece by piece while it streams. No MLX.
+"""A chat answer's text → reasoning, content and tool calls, piece by piece while it streams. No
+MLX.
 
     engine's text → AnswerSplitter.feed … finish → AnswerParts (what may be shown now) → api/chat.py
 
-An answer that is not streamed goes through the same code in one piece; where the text is cut makes no difference. The
-tokenizer brings the markers and the parser of calls (mlx-lm's knowledge of the model). Nothing is lost: text between
-tool markers that is no call becomes part of the text that it interrupted. (A parser may leave out text beside a call.)
-Whitespace beside a marker belongs to the marker. A marker within an argument of a call is text of that argument.
+An answer that is not streamed goes through the same code in one piece; where the text is cut makes
+no difference. The tokenizer brings the markers and the parser of calls (mlx-lm's knowledge of the
+model). Nothing is lost: text between tool markers that is no call becomes part of the text that it
+interrupted. (A parser may leave out text beside a call.) Whitespace beside a marker belongs to the
+marker. A marker within an argument of a call is text of that argument.
 
-A streamed call is shown as it grows (begun_calls.py). So two answers differ from their streams: of a malformed call the
-stream has shown the beginning, as a call; and it is text in an answer that is sent whole.
+A streamed call is shown as it grows (begun_calls.py). So two answers differ from their streams: of
+a malformed call the stream has shown the beginning, as a call; and it is text in an answer that is
+sent whole.
 """
 
 import json
@@ -22,14 +25,17 @@ from mlx_parallm.execution.tool_calls import read_calls
 from mlx_parallm.server.protocol.begun_calls import BegunCall, BegunCalls, begun_calls, new_call_id
 from mlx_parallm.types import FinishReason
 
-State = str  # "content", "reasoning", or one of these: content without markers; inside tool markers that interrupted it
+# "content", "reasoning", or one of these: content without markers; inside tool markers that
+# interrupted it
+State = str
 _FINAL = "final content"
 _INTERRUPTED: dict[State, State] = {"tool": "content", "tool in reasoning": "reasoning"}
 
 
 @dataclass(slots=True)
 class AnswerParts:
-    """The parts of one choice that may be shown now. `tool_calls` as in an OpenAI delta: pieces of calls, by index."""
+    """The parts of one choice that may be shown now. `tool_calls` as in an OpenAI delta: pieces
+    of calls, by index."""
 
     reasoning: str = ""
     content: str = ""
@@ -59,7 +65,9 @@ class AnswerParts:
     def message(self) -> dict[str, Any]:
         content = None if self.tool_calls and not self.content else self.content
         calls = {"tool_calls": self.whole_calls()} if self.tool_calls else {}
-        return {"role": "assistant", "content": content, "refusal": None} | self._reasoning() | calls
+        return (
+            {"role": "assistant", "content": content, "refusal": None} | self._reasoning() | calls
+        )
 
     def delta(self) -> dict[str, Any]:
         shown = self._reasoning()
@@ -71,27 +79,34 @@ class AnswerParts:
 
     def _reasoning(self) -> dict[str, Any]:
         """The reasoning under both names that clients read: vLLM's new one, and DeepSeek's."""
-        return {"reasoning": self.reasoning, "reasoning_content": self.reasoning} if self.reasoning else {}
+        return (
+            {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
+            if self.reasoning
+            else {}
+        )
 
 
 MOST_WORK = 10_000_000
-"""Characters that are read, in one answer, to tell whether markers stand in arguments: a degenerate answer has no end
-of them. Beyond it every marker counts."""
+"""Characters that are read, in one answer, to tell whether markers stand in arguments: a
+degenerate answer has no end of them. Beyond it every marker counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How to read the answers to one request. `tools`: what may be called, empty = calls are text like any other."""
+    """How to read the answers to one request. `tools`: what may be called, empty = calls are
+    text like any other."""
 
     think_markers: tuple[str, str] | None = None
-    tool_markers: tuple[str, str] | None = None  # the end may be "": then a call ends with the answer, or at the next
+    # the end may be "": then a call ends with the answer, or at the next
+    tool_markers: tuple[str, str] | None = None
     structural_markers: tuple[str, ...] = ()
     parse: Callable[[str, Any], Any] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     tool_format: str = ""  # the name of mlx-lm's parser, for begun_calls.py
     parallel: bool = True  # False: only an answer's first call is given
     forced: bool = False  # a grammar makes it call: what is cut off is a call, too
-    structured: bool = False  # a grammar makes it call or follow a schema: once content has begun, markers are text
+    # a grammar makes it call or follow a schema: once content has begun, markers are text
+    structured: bool = False
     starts_reasoning: bool = False  # the prompt has opened the reasoning
     needs_special_tokens: bool = False  # text without them would not show the markers
     on_malformed: Callable[[], None] = lambda: None
@@ -103,9 +118,12 @@ class AnswerFormat:
         return parts.plus(splitter.finish(complete=reason == "stop"))
 
     def transitions(self) -> dict[State, dict[str, State]]:
-        """State → marker → the state after it. (mlx-lm's `make_text_state_machine`, whose tool state only its own end
-        ends; a model that forgets it would lose the rest of its answer there.)"""
-        found: dict[State, dict[str, State]] = {state: {} for state in ("content", "reasoning", _FINAL, *_INTERRUPTED)}
+        """State → marker → the state after it. (mlx-lm's `make_text_state_machine`, whose tool
+        state only its own end ends; a model that forgets it would lose the rest of its answer
+        there.)"""
+        found: dict[State, dict[str, State]] = {
+            state: {} for state in ("content", "reasoning", _FINAL, *_INTERRUPTED)
+        }
         found["content"].update(dict.fromkeys(self.structural_markers, "content"))
         if self.tool_markers is not None:
             start, end = self.tool_markers
@@ -123,12 +141,15 @@ class AnswerFormat:
 def joined(parts: Sequence[AnswerParts]) -> AnswerParts:
     """The parts of one choice as one."""
     calls = [call for part in parts for call in part.tool_calls]
-    return AnswerParts("".join(part.reasoning for part in parts), "".join(part.content for part in parts), calls)
+    return AnswerParts(
+        "".join(part.reasoning for part in parts), "".join(part.content for part in parts), calls
+    )
 
 
 class AnswerSplitter:
-    """Splits the text of one choice. It keeps back text that may begin a marker, whitespace that may belong to one, and
-    of a tool call that has not ended what is not certain (all of it, if not `streamed`)."""
+    """Splits the text of one choice. It keeps back text that may begin a marker, whitespace that
+    may belong to one, and of a tool call that has not ended what is not certain (all of it, if
+    not `streamed`)."""
 
     def __init__(self, form: AnswerFormat, *, streamed: bool = True) -> None:
         self._form, self._streamed = form, streamed
@@ -138,7 +159,8 @@ class AnswerSplitter:
         self._region: list[str] = []  # the tool region's text, its start marker first
         self._begun: BegunCalls | None = None  # the region's calls …
         self._sent: list[str] = []  # … and what was shown of their arguments
-        self._first_inside: int | None = None  # where in the region the first marker within an argument ended
+        # where in the region the first marker within an argument ended
+        self._first_inside: int | None = None
         self._work = 0  # of MOST_WORK
         self._pending = ""  # may begin a marker
         self._space = ""  # whitespace that the next marker would take
@@ -169,8 +191,8 @@ class AnswerSplitter:
         return parts if reason is None else parts.plus(self.finish(complete=reason == "stop"))
 
     def finish(self, *, complete: bool) -> AnswerParts:
-        """The rest. `complete`: the model itself ended the answer, so a tool call that lacks only its end counts; of
-        one that a limit cut off there is the beginning."""
+        """The rest. `complete`: the model itself ended the answer, so a tool call that lacks
+        only its end counts; of one that a limit cut off there is the beginning."""
         parts, thinking = AnswerParts(), self._state in ("reasoning", "tool in reasoning")
         self._take(self._pending, parts)
         self._pending = ""
@@ -184,7 +206,9 @@ class AnswerSplitter:
         else:
             parts.content = ""  # it was to be a call
             if not self.calls_made and len(self._form.tools) == 1:
-                self._show(_first_piece(0, new_call_id(), self._form.tools[0]["function"]["name"]), parts)
+                self._show(
+                    _first_piece(0, new_call_id(), self._form.tools[0]["function"]["name"]), parts
+                )
                 self.calls_made = 1
         self._pending = self._space = ""
         return parts
@@ -239,9 +263,10 @@ class AnswerSplitter:
         return self._work < MOST_WORK and inside_value(self._form.tool_format, text)
 
     def _end_region(self, end: str, parts: AnswerParts, *, cut_off: bool = False) -> str:
-        """Goes back to the state that the region interrupted, which gets the text unless it is a call, or a call that
-        was cut off or shown before it turned out to be malformed. Of a malformed call the text behind the first marker
-        that seemed to stand in an argument is returned: it is to be read again."""
+        """Goes back to the state that the region interrupted, which gets the text unless it is a
+        call, or a call that was cut off or shown before it turned out to be malformed. Of a
+        malformed call the text behind the first marker that seemed to stand in an argument is
+        returned: it is to be read again."""
         start, *body = self._region
         self._state = _INTERRUPTED[self._state]
         assert self._begun is not None and self._form.parse is not None
@@ -257,7 +282,8 @@ class AnswerSplitter:
                 whole, again = whole[: self._first_inside], whole[self._first_inside :]
         if not calls and not (cut_off and self._begun.calls) and not self._sent:
             self._begun = None
-            if not (cut_off and (self._form.forced or self._form.structured)):  # the beginning of a call is no content
+            # the beginning of a call is no content
+            if not (cut_off and (self._form.forced or self._form.structured)):
                 self._take(whole, parts)
             return again
         self._show_begun(parts)
@@ -266,8 +292,11 @@ class AnswerSplitter:
         self._space, self._after_marker = "", True
         return again
 
-    def _complete(self, index: int, name: str, arguments: Mapping[str, Any], call_id: str | None) -> None:
-        """Puts a call as it was read in the end beside what had begun; what was shown of it stays."""
+    def _complete(
+        self, index: int, name: str, arguments: Mapping[str, Any], call_id: str | None
+    ) -> None:
+        """Puts a call as it was read in the end beside what had begun; what was shown of it
+        stays."""
         assert self._begun is not None
         if index == len(self._begun.calls):
             self._begun.calls.append(BegunCall(name, call_id or new_call_id()))
@@ -275,7 +304,8 @@ class AnswerSplitter:
         if call.name == name and _is_that(call.arguments, arguments):
             return  # as the model wrote it
         written = json.dumps(arguments, ensure_ascii=False)
-        if any("\ud800" <= character <= "\udfff" for character in written):  # half a surrogate pair: no UTF-8 has it
+        # half a surrogate pair: no UTF-8 has it
+        if any("\ud800" <= character <= "\udfff" for character in written):
             written = json.dumps(arguments)
         if index >= len(self._sent):
             call.name = name
@@ -317,11 +347,17 @@ class AnswerSplitter:
 
 
 def _pattern(markers: Mapping[str, State]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, markers)) or "(?!)")  # without markers it matches nothing
+    # without markers it matches nothing
+    return re.compile("|".join(map(re.escape, markers)) or "(?!)")
 
 
 def _first_piece(index: int, call_id: str, name: str) -> dict[str, Any]:
-    return {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+    return {
+        "index": index,
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": ("")},
+    }
 
 
 def _is_that(written: str, arguments: Mapping[str, Any]) -> bool:

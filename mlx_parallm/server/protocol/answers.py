@@ -1,7 +1,8 @@
-"""Answers of the OpenAI routes as plain dictionaries, built once and dumped once (no response models to validate).
+"""Answers of the OpenAI routes as plain dictionaries, built once and dumped once (no response
+models to validate).
 
-Token-exact: ids and log-probabilities are what the engine sampled, EOS included; every choice carries the spans of
-policy versions it was sampled under.
+Token-exact: ids and log-probabilities are what the engine sampled, EOS included; every choice
+carries the spans of policy versions it was sampled under.
 """
 
 import time
@@ -22,7 +23,8 @@ MINIMUM_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
 
 
 class TokenReader(Protocol):
-    """Follows the tokens of a text and says what each stands for in its place (`models.token_text`)."""
+    """Follows the tokens of a text and says what each stands for in its place
+    (`models.token_text`)."""
 
     length: int  # characters before the next token's
 
@@ -38,7 +40,9 @@ def finite(logprob: float) -> float:
     return logprob if logprob > MINIMUM_LOGPROB else MINIMUM_LOGPROB
 
 
-def openai_head(kind: str, response_id: str, model: ServedModel, *, usage_follows: bool) -> dict[str, Any]:
+def openai_head(
+    kind: str, response_id: str, model: ServedModel, *, usage_follows: bool
+) -> dict[str, Any]:
     """`usage_follows`: a stream whose last chunk has the usage; OpenAI's others say null then."""
     head = {"id": response_id, "object": kind, "created": int(time.time()), "model": model.id}
     return head | {"usage": None} if usage_follows else head
@@ -62,11 +66,15 @@ def usage(
     Args:
         completion_tokens: of the choices that are shown.
         cached_tokens: of the prompts, found in the prefix cache.
-        rejected_tokens: of choices that broke their schema and were sampled again; they count as completion tokens.
+        rejected_tokens: of choices that broke their schema and were sampled again; they count as
+            completion tokens.
         details: more for `completion_tokens_details`.
     """
     completion_tokens += rejected_tokens
-    details = {**(details or {}), **({"rejected_tokens": rejected_tokens} if rejected_tokens else {})}
+    details = {
+        **(details or {}),
+        **({"rejected_tokens": rejected_tokens} if rejected_tokens else {}),
+    }
     counts: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -76,7 +84,9 @@ def usage(
     return counts | {"completion_tokens_details": details} if details else counts
 
 
-def usage_of(outputs: Iterable[RequestOutput], details: Mapping[str, int] | None = None) -> dict[str, Any]:
+def usage_of(
+    outputs: Iterable[RequestOutput], details: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """Each prompt counts once, every choice's tokens count. `details`: as of `usage`."""
     outputs = list(outputs)
     return usage(
@@ -90,12 +100,17 @@ def usage_of(outputs: Iterable[RequestOutput], details: Mapping[str, int] | None
 
 def version_spans(policy_versions: tuple[int, ...]) -> list[dict[str, int]]:
     """vLLM's `weight_versions`: which tokens [start, end) each policy version sampled."""
-    return [{"version": span.version, "start": span.start, "end": span.end} for span in weight_spans(policy_versions)]
+    return [
+        {"version": span.version, "start": span.start, "end": span.end}
+        for span in weight_spans(policy_versions)
+    ]
 
 
 def last_version(outputs: Iterable[RequestOutput], default: int) -> int:
     """The version that sampled the last token; `default` when there is none."""
-    versions = [c.policy_versions[-1] for output in outputs for c in output.completions if c.policy_versions]
+    versions = [
+        c.policy_versions[-1] for output in outputs for c in output.completions if c.policy_versions
+    ]
     return max(versions, default=default)
 
 
@@ -106,11 +121,16 @@ def chat_logprobs(
     top_logprobs: Sequence[Sequence[TopLogprob]] | None,
     as_ids: bool,
 ) -> dict[str, Any]:
-    """Chat's form: one entry a token; `token` is "token_id:<id>" when `as_ids`. The reader takes the tokens."""
+    """Chat's form: one entry a token; `token` is "token_id:<id>" when `as_ids`. The reader takes
+    the tokens."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         shown = _shown(reader, token_id, as_ids)
-        return {"token": shown, "logprob": finite(logprob), "bytes": list(reader.bytes_of(token_id))}
+        return {
+            "token": shown,
+            "logprob": finite(logprob),
+            "bytes": list(reader.bytes_of(token_id)),
+        }
 
     tops: Sequence[Sequence[TopLogprob]] = top_logprobs or [()] * len(token_ids)
     content = []
@@ -135,8 +155,8 @@ def completion_logprobs(
     as_ids: bool,
     start: int = 0,
 ) -> dict[str, list[Any]]:
-    """The completions route's form: four parallel lists. A token without a log-probability (a prompt's first) shows
-    null. The reader takes the tokens.
+    """The completions route's form: four parallel lists. A token without a log-probability (a
+    prompt's first) shows null. The reader takes the tokens.
 
     `start`: characters of the text before those that the reader has taken.
     """
@@ -149,7 +169,8 @@ def completion_logprobs(
         if logprob is not None:  # the top ones and the sampled one, which may not be among them
             shown = {}
             for t in top or ():
-                shown.setdefault(_shown(reader, t.token_id, as_ids), finite(t.logprob))  # of one text the likeliest
+                # of one text the likeliest
+                shown.setdefault(_shown(reader, t.token_id, as_ids), finite(t.logprob))
             shown.setdefault(tokens[-1], finite(logprob))
         alternatives.append(shown)
         reader.add(token_id)
@@ -169,19 +190,28 @@ def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[st
 def prompt_logprob_entries(
     reader: TokenReader, token_ids: Sequence[int], scores: PromptLogprobs
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: a position's given token and its top-k, each {logprob, rank, decoded_token}.
+    """vLLM's `prompt_logprobs`: a position's given token and its top-k, each {logprob, rank,
+    decoded_token}.
 
-    `rank` is 1-based; null for a given token outside the top-k, whose rank is not computed. The reader takes
-    the tokens.
+    `rank` is 1-based; null for a given token outside the top-k, whose rank is not computed. The
+    reader takes the tokens.
     """
     entries: list[dict[str, Any] | None] = []
     for token_id, logprob, top in zip(token_ids, scores.logprobs, scores.top_logprobs, strict=True):
         entry: dict[str, Any] | None = None
         if logprob is not None:
-            shown = {"logprob": finite(logprob), "rank": None, "decoded_token": reader.text_of(token_id)}
+            shown = {
+                "logprob": finite(logprob),
+                "rank": None,
+                "decoded_token": reader.text_of(token_id),
+            }
             entry = {str(token_id): shown}
             for rank, t in enumerate(top or (), 1):
-                shown = {"logprob": finite(t.logprob), "rank": rank, "decoded_token": reader.text_of(t.token_id)}
+                shown = {
+                    "logprob": finite(t.logprob),
+                    "rank": rank,
+                    "decoded_token": reader.text_of(t.token_id),
+                }
                 entry[str(t.token_id)] = shown
         entries.append(entry)
         reader.add(token_id)

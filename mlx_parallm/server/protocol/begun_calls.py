@@ -1,10 +1,13 @@
-"""Tool calls while they are being written: which have begun, and the beginning of their arguments that is certain.
+"""Tool calls while they are being written: which have begun, and the beginning of their arguments
+that is certain.
 
-    text between tool markers → BegunCalls.feed → calls (name, arguments so far) → AnswerSplitter → deltas
+    text between tool markers → BegunCalls.feed → calls (name, arguments so far) → AnswerSplitter →
+    deltas
 
-Two ways, by the format: where the arguments are JSON, their text is shown as it comes (`_JsonCalls`). Elsewhere the
-text up to the last complete argument is closed and read by the format's parser (`_GrowingCalls`); a text argument is
-shown while it grows, if its format has it verbatim.
+Two ways, by the format: where the arguments are JSON, their text is shown as it comes
+(`_JsonCalls`). Elsewhere the text up to the last complete argument is closed and read by the
+format's parser (`_GrowingCalls`); a text argument is shown while it grows, if its format has it
+verbatim.
 """
 
 import ast
@@ -18,12 +21,14 @@ from typing import Any, Protocol
 from mlx_parallm.execution.call_text import MARKUP, certain_text, decided_end, inside_value
 from mlx_parallm.execution.tool_calls import read_calls
 
-READ_AGAIN = 6  # a text of n characters is parsed again after n / 2^6 more: the work stays linear but for a factor
+# a text of n characters is parsed again after n / 2^6 more: the work stays linear but for a factor
+READ_AGAIN = 6
 _NULLS = ("null", "none", "nil")  # parsers turn these words into nothing
 
 
 def new_call_id() -> str:
-    """Mistral's template takes nine letters and digits as an id, no more and no less; everybody else takes anything."""
+    """Mistral's template takes nine letters and digits as an id, no more and no less; everybody
+    else takes anything."""
     return uuid.uuid4().hex[:9]
 
 
@@ -40,9 +45,11 @@ class BegunCalls(Protocol):
     def feed(self, text: str) -> None: ...
 
 
-def begun_calls(form: str, parse: Callable[[str, Any], Any], tools: Sequence[Mapping[str, Any]]) -> BegunCalls:
-    """For one region between tool markers. `form`: the name of mlx-lm's parser; of an unknown one nothing is shown
-    before the region's end."""
+def begun_calls(
+    form: str, parse: Callable[[str, Any], Any], tools: Sequence[Mapping[str, Any]]
+) -> BegunCalls:
+    """For one region between tool markers. `form`: the name of mlx-lm's parser; of an unknown
+    one nothing is shown before the region's end."""
     if form in _HEADERS:
         return _JsonCalls(_HEADERS[form])
     return _GrowingCalls(form, parse, tools)
@@ -51,7 +58,8 @@ def begun_calls(form: str, parse: Callable[[str, Any], Any], tools: Sequence[Map
 # ------------------------------------------------------------------ arguments that are JSON
 
 _OBJECT = re.compile(
-    r'[\s,\[\]}]*+\{\s*+"name"\s*+:\s*+(?P<json>"(?:[^"\\]|\\.){1,256}+")\s*+,\s*+"arguments"\s*+:\s*+(?=\{)', re.DOTALL
+    r'[\s,\[\]}]*+\{\s*+"name"\s*+:\s*+(?P<json>"(?:[^"\\]|\\.){1,256}+")\s*+,\s*+"arguments"\s*+:\s*+(?=\{)',
+    re.DOTALL,
 )
 _HEADERS: Mapping[str, tuple[re.Pattern[str], ...]] = {  # up to where the arguments begin
     "json_tools": (_OBJECT,),
@@ -86,7 +94,10 @@ class _JsonCalls:
 
     def _begin(self) -> bool:
         """Reads the header of the next call, and the bracket that opens its arguments."""
-        match = next((match for header in self._headers if (match := header.match(self._text, self._at))), None)
+        match = next(
+            (match for header in self._headers if (match := header.match(self._text, self._at))),
+            None,
+        )
         if match is None:
             return False
         found = match.groupdict()
@@ -125,11 +136,11 @@ class _JsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """How a text becomes a whole call: up to `opened` there is a name, `close` ends the call. An argument ends as
-    call_text.MARKUP says, or in the other formats at a comma.
+    """How a text becomes a whole call: up to `opened` there is a name, `close` ends the call. An
+    argument ends as call_text.MARKUP says, or in the other formats at a comma.
 
-    `verbatim`: the text of an argument whose schema is a string stands there as it is. `valid`: whether a closed text
-    may be read, where the parser takes anything.
+    `verbatim`: the text of an argument whose schema is a string stands there as it is. `valid`:
+    whether a closed text may be read, where the parser takes anything.
     """
 
     opened: re.Pattern[str]
@@ -155,7 +166,9 @@ _STEPS: Mapping[str, _Steps] = {
     "minimax_m2": _Steps(re.compile("<invoke name=[^>]+>"), "</invoke>", verbatim=True),
     "minicpm5": _Steps(re.compile(r"""^\s*["']?[^"'<>]+["']?\s*>"""), "", verbatim=True),
     "muse_spark": _Steps(re.compile('<atem:invoke[^>]*name="[^"]+">'), "</atem:invoke>"),
-    "kimi_k3": _Steps(re.compile(r"<\|open\|>call(?:(?!<\|sep\|>).)*<\|sep\|>"), "<|close|>call<|sep|>"),
+    "kimi_k3": _Steps(
+        re.compile(r"<\|open\|>call(?:(?!<\|sep\|>).)*<\|sep\|>"), ("<|close|>call<|sep|>")
+    ),
     "function_gemma": _Steps(re.compile(r"call:\w+\{"), "}"),
     "gemma4": _Steps(re.compile(r"call:[\w-]+\{"), "}"),
     "pythonic": _Steps(re.compile(r"\[[\w.]+\("), ")]", valid=_is_python),
@@ -163,7 +176,9 @@ _STEPS: Mapping[str, _Steps] = {
 
 
 class _GrowingCalls:
-    def __init__(self, form: str, parse: Callable[[str, Any], Any], tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, form: str, parse: Callable[[str, Any], Any], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
         self.calls: list[BegunCall] = []
         self._form, self._steps, self._parse, self._tools = form, _STEPS.get(form), parse, tools
         self._markup = MARKUP.get(form)
@@ -175,7 +190,9 @@ class _GrowingCalls:
         if self._steps is None or len(self._text) < self._next:
             return
         self._next = len(self._text) + max(1, len(self._text) >> READ_AGAIN)
-        end = self._text.rfind(",") if self._markup is None else decided_end(self._markup, self._text)
+        end = (
+            self._text.rfind(",") if self._markup is None else decided_end(self._markup, self._text)
+        )
         if end <= 0:
             opened = self._steps.opened.search(self._text)
             if opened is None:
@@ -188,11 +205,16 @@ class _GrowingCalls:
         growing = self._with_open_text(calls) if self._steps.verbatim else None
         self._take(growing or calls, cut=2 if growing else 1)
 
-    def _with_open_text(self, calls: list[tuple[str, dict[str, Any], str | None]]) -> list[Any] | None:
-        """The calls with the argument that is being written, where that is a text that will not be read otherwise."""
+    def _with_open_text(
+        self, calls: list[tuple[str, dict[str, Any], str | None]]
+    ) -> list[Any] | None:
+        """The calls with the argument that is being written, where that is a text that will not
+        be read otherwise."""
         assert self._steps is not None and self._markup is not None
         shown = certain_text(self._markup, self._text)
-        longer = read_calls(self._parse, shown + self._markup.closed + self._steps.close, self._tools)
+        longer = read_calls(
+            self._parse, shown + self._markup.closed + self._steps.close, self._tools
+        )
         if not calls or len(longer) != len(calls) or len(longer[-1][1]) != len(calls[-1][1]) + 1:
             return None
         name, arguments, _ = longer[-1]

@@ -1,11 +1,13 @@
-"""The fields that request bodies share: sampling, the queue, and the structure of the answer. A null means the default.
+"""The fields that request bodies share: sampling, the queue, and the structure of the answer. A
+null means the default.
 
-Beside the declared fields there are three kinds: those that cannot change the answer (accepted and dropped), those that
-would and that this server lacks (400 naming the field, unless they hold their neutral value), and unknown ones (400).
+Beside the declared fields there are three kinds: those that cannot change the answer (accepted and
+dropped), those that would and that this server lacks (400 naming the field, unless they hold their
+neutral value), and unknown ones (400).
 
-The answer's structure can be given as OpenAI's `response_format`, vLLM's `structured_outputs`, or `guided_*`, vLLM's
-older spelling. Each becomes one `Structure`; the prompt is not changed. A schema is always enforced; `strict` closes
-its objects, and those of others follow server.open_objects.
+The answer's structure can be given as OpenAI's `response_format`, vLLM's `structured_outputs`, or
+`guided_*`, vLLM's older spelling. Each becomes one `Structure`; the prompt is not changed. A schema
+is always enforced; `strict` closes its objects, and those of others follow server.open_objects.
 """
 
 import json
@@ -28,7 +30,8 @@ from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RequestError
 from mlx_parallm.types import SamplingParams, Structure
 
-# Limits of one request. MAX_CHOICES (prompts × n) and the ranges of sampling values are in engine/validation.py.
+# Limits of one request. MAX_CHOICES (prompts × n) and the ranges of sampling values are in
+# engine/validation.py.
 MAX_TOP_LOGPROBS = 20
 MAX_BODY_BYTES = 32 << 20
 
@@ -94,7 +97,8 @@ INSTEAD = {  # of a field that this server lacks
 
 
 class OneFault(FailFast):
-    """A list is given up at its first fault: millions of faults in one body would take gigabytes, and minutes."""
+    """A list is given up at its first fault: millions of faults in one body would take
+    gigabytes, and minutes."""
 
     __hash__ = object.__hash__  # `X | None` asks for one
 
@@ -116,7 +120,8 @@ def give_up_early(value: Any, check: Callable[[Any], dict[Any, Any]]) -> dict[An
 
 
 def short(text: str) -> str:
-    """Raises ValueError: too long for a name or a path. Unlike Field(max_length=…) it takes half a surrogate pair."""
+    """Raises ValueError: too long for a name or a path. Unlike Field(max_length=…) it takes half
+    a surrogate pair."""
     if len(text) > LONGEST_NAME:
         raise ValueError(f"at most {LONGEST_NAME} characters")
     return text
@@ -124,7 +129,8 @@ def short(text: str) -> str:
 
 ShortText = Annotated[str, AfterValidator(short)]
 Key = TypeVar("Key")
-ObjectOf = Annotated[dict[Key, Item], WrapValidator(give_up_early)]  # every object whose keys or values are checked
+# every object whose keys or values are checked
+ObjectOf = Annotated[dict[Key, Item], WrapValidator(give_up_early)]
 
 
 class Body(BaseModel):
@@ -133,7 +139,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     more_neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # beside NEUTRAL_VALUES
     more_without_effect: ClassVar[frozenset[str]] = frozenset()  # beside WITHOUT_EFFECT
-    screened: ClassVar[bool] = True  # False: unknown and unsupported fields are ignored (root /generate)
+    # False: unknown and unsupported fields are ignored (root /generate)
+    screened: ClassVar[bool] = True
 
     @model_validator(mode="before")
     @classmethod
@@ -153,10 +160,12 @@ def _declared(body: type[BaseModel]) -> Set[str]:
 
 
 def screen_fields(
-    given: dict[str, Any], declared: Set[str], neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES
+    given: dict[str, Any],
+    declared: Set[str],
+    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES,
 ) -> dict[str, Any]:
-    """Drops fields without effect and neutral values. Raises RequestError for a field that this server lacks. Of
-    unknown fields the first is kept."""
+    """Drops fields without effect and neutral values. Raises RequestError for a field that this
+    server lacks. Of unknown fields the first is kept."""
     kept: dict[str, Any] = {}
     unknown = False
     for key, value in given.items():
@@ -164,7 +173,9 @@ def screen_fields(
             kept[key] = value
         elif key in neutral:
             if value not in neutral[key]:
-                reason = f"{key!r} is not supported by this server" + (f": {INSTEAD[key]}" if key in INSTEAD else "")
+                reason = f"{key!r} is not supported by this server" + (
+                    (f": {INSTEAD[key]}") if key in INSTEAD else ""
+                )
                 raise RequestError(reason, param=key, code="unsupported_parameter")
         elif key not in WITHOUT_EFFECT and not unknown:
             kept[key], unknown = value, True  # pydantic names it in its error
@@ -174,13 +185,15 @@ def screen_fields(
 class QueueFields(BaseModel):
     """How a request stands to the others."""
 
-    cache_salt: str | None = Field(None, min_length=1)  # prefixes are shared with requests of the same salt only
+    # prefixes are shared with requests of the same salt only
+    cache_salt: str | None = Field(None, min_length=1)
     priority: int = Field(0, ge=-(2**31), lt=2**31)  # lower is admitted first
 
 
 class StreamOptions(Body):
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: with include_usage, every chunk has the usage so far
+    # vLLM's: with include_usage, every chunk has the usage so far
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # padding against traffic analysis; there is none here
 
     @property
@@ -193,7 +206,8 @@ LogprobCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class SamplingFields(Body):
-    """Sampling, by vLLM's names. Unset = neutral: the model's own distribution, nothing from generation_config."""
+    """Sampling, by vLLM's names. Unset = neutral: the model's own distribution, nothing from
+    generation_config."""
 
     model: str | None = None
     temperature: float = Field(1.0, ge=0)
@@ -211,7 +225,9 @@ class SamplingFields(Body):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
-    logit_bias: ObjectOf[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    logit_bias: ObjectOf[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict
+    )
     allowed_token_ids: ListOf[TokenId] = Field(default_factory=list)
     bad_words: ListOf[str] = Field(default_factory=list)
     prompt_logprobs: LogprobCount | None = None
@@ -253,7 +269,9 @@ class SamplingFields(Body):
             allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids)),
             bad_words=tuple(self.bad_words),
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs if prompt_logprobs is not None else self.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs
+            if prompt_logprobs is not None
+            else self.prompt_logprobs,
             structure=self.structure(),
         )
 
@@ -284,8 +302,13 @@ class ResponseFormat(Body):
     @model_validator(mode="before")
     @classmethod
     def _tgis(cls, data: Any) -> Any:
-        """TGI's words, which huggingface_hub sends: {"type": "json_object" or "json", "value": SCHEMA}."""
-        if not isinstance(data, dict) or data.get("type") not in ("json", "json_object") or data.get("value") is None:
+        """TGI's words, which huggingface_hub sends: {"type": "json_object" or "json", "value":
+        SCHEMA}."""
+        if (
+            not isinstance(data, dict)
+            or data.get("type") not in ("json", "json_object")
+            or data.get("value") is None
+        ):
             return data
         kept = {key: value for key, value in data.items() if key != "value"}
         return {"schema": data["value"], **kept, "type": "json_object"}
@@ -295,11 +318,15 @@ class ResponseFormat(Body):
         if self.schema_ is not None:
             if self.type == "text" or self.json_schema is not None:
                 param = "response_format.schema"
-                raise RequestError(f"{param!r} belongs to type json_object, without json_schema", param=param)
+                raise RequestError(
+                    f"{param!r} belongs to type json_object, without json_schema", param=param
+                )
             return self
         if (self.type == "json_schema") != (self.json_schema is not None):
             param = "response_format.json_schema"
-            raise RequestError(f"{param!r} belongs to type json_schema, which needs it", param=param)
+            raise RequestError(
+                f"{param!r} belongs to type json_schema, which needs it", param=param
+            )
         return self
 
     def structure(self) -> Structure | None:
@@ -307,8 +334,14 @@ class ResponseFormat(Body):
             return Structure("json_schema", json.dumps(self.schema_), "response_format.schema")
         if self.json_schema is not None:
             param = "response_format.json_schema.schema"
-            return Structure("json_schema", json.dumps(self.json_schema.schema_), param, self.json_schema.strict)
-        return None if self.type == "text" else Structure("json_schema", ANY_OBJECT, "response_format")
+            return Structure(
+                "json_schema", json.dumps(self.json_schema.schema_), param, self.json_schema.strict
+            )
+        return (
+            None
+            if self.type == ("text")
+            else Structure("json_schema", ANY_OBJECT, "response_format")
+        )
 
 
 class StructuredOutputs(Body):
@@ -322,25 +355,39 @@ class StructuredOutputs(Body):
     @classmethod
     def _drop_false(cls, data: Any) -> Any:
         """vLLM's own client sends its switches (disable_fallback, …) too, each of them false."""
-        return {key: value for key, value in data.items() if value is not False} if isinstance(data, dict) else data
+        return (
+            {key: value for key, value in data.items() if value is not False}
+            if isinstance(data, dict)
+            else data
+        )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if len(self.structures("structured_outputs.")) != 1:
             names = "json, regex, choice, grammar, json_object"
-            raise RequestError(f"'structured_outputs' needs exactly one of {names}", param="structured_outputs")
+            raise RequestError(
+                f"'structured_outputs' needs exactly one of {names}", param=("structured_outputs")
+            )
         return self
 
     def structures(self, prefix: str) -> list[Structure]:
         """Whatever is given, named by `prefix` and its key."""
-        schema = self.json_ if self.json_ is None or isinstance(self.json_, str) else json.dumps(self.json_)
+        schema = (
+            self.json_
+            if self.json_ is None or isinstance(self.json_, str)
+            else json.dumps(self.json_)
+        )
         choice = None if self.choice is None else json.dumps(self.choice)
         found = [
             None if schema is None else Structure("json_schema", schema, f"{prefix}json"),
             None if self.regex is None else Structure("regex", self.regex, f"{prefix}regex"),
             None if choice is None else Structure("choice", choice, f"{prefix}choice"),
-            None if self.grammar is None else Structure("grammar", self.grammar, f"{prefix}grammar"),
-            Structure("json_schema", ANY_OBJECT, f"{prefix}json_object") if self.json_object else None,
+            None
+            if self.grammar is None
+            else Structure("grammar", self.grammar, (f"{prefix}grammar")),
+            Structure("json_schema", ANY_OBJECT, (f"{prefix}json_object"))
+            if self.json_object
+            else None,
         ]
         return [structure for structure in found if structure is not None]
 
@@ -358,14 +405,22 @@ class StructureFields(Body):
     def structure(self) -> Structure | None:
         """What the answer must match. Raises RequestError: more than one is given."""
         guided = StructuredOutputs.model_construct(
-            json_=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
+            json_=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
         )
         found = guided.structures("guided_")
         if self.structured_outputs is not None:
             found += self.structured_outputs.structures("structured_outputs.")
-        if self.response_format is not None and (structure := self.response_format.structure()) is not None:
+        if (
+            self.response_format is not None
+            and (structure := self.response_format.structure()) is not None
+        ):
             found.append(structure)
         if len(found) > 1:
             names = ", ".join(structure.param for structure in found)
-            raise RequestError(f"one answer cannot follow several structures: {names}", param=found[0].param)
+            raise RequestError(
+                f"one answer cannot follow several structures: {names}", param=found[0].param
+            )
         return found[0] if found else None

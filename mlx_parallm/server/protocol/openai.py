@@ -3,7 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.chat_messages import read_messages, read_tools
@@ -34,14 +41,17 @@ class GenerationBody(QueueFields, StructureFields, SamplingFields):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    truncate_prompt_tokens: int | None = Field(None, ge=1)  # the prompt's last so many tokens are the prompt
+    # the prompt's last so many tokens are the prompt
+    truncate_prompt_tokens: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise RequestError("'stream_options' needs stream = true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
-            raise RequestError("'prompt_logprobs' is not available when stream = true", param="prompt_logprobs")
+            raise RequestError(
+                "'prompt_logprobs' is not available when stream = true", param=("prompt_logprobs")
+            )
         return self
 
     @property
@@ -59,19 +69,27 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise RequestError("'max_tokens' must be at least 1 (0 is for scoring: echo = true)", param="max_tokens")
+            raise RequestError(
+                "'max_tokens' must be at least 1 (0 is for scoring: echo = true)",
+                param=("max_tokens"),
+            )
         if self.max_tokens == 0 and self.stream:
             raise RequestError("'stream' has nothing to send with max_tokens = 0", param="stream")
         if self.echo and self.logprobs is not None and self.stream:
-            raise RequestError("'echo' with 'logprobs' is not available when stream = true", param="echo")
+            raise RequestError(
+                "'echo' with 'logprobs' is not available when stream = true", param=("echo")
+            )
         return self
 
     def to_params(self) -> SamplingParams:
-        """`echo` with `logprobs` wants the prompt scored too; with max_tokens = 0 that is all there is."""
+        """`echo` with `logprobs` wants the prompt scored too; with max_tokens = 0 that is all
+        there is."""
         scored = self.logprobs if self.echo else None
         asked = [count for count in (scored, self.prompt_logprobs) if count is not None]
         return self.sampling_params(
-            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            max_tokens=self.max_tokens
+            if self.max_completion_tokens is None
+            else self.max_completion_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=max(asked, default=None),
         )
@@ -94,7 +112,8 @@ class ToolDefinition(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _keep(cls, data: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
-        """Keep the client's order of keys: templates print it, and a model's fields have one of their own."""
+        """Keep the client's order of keys: templates print it, and a model's fields have one of
+        their own."""
         tool = read(data)
         if isinstance(data, dict):
             tool._as_written = data
@@ -118,7 +137,8 @@ class AllowedTools(BaseModel):
 
 
 class AllowedToolsChoice(BaseModel):
-    """A `tool_choice` that lets the model call some of the tools; the others do not reach the template either."""
+    """A `tool_choice` that lets the model call some of the tools; the others do not reach the
+    template either."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -142,7 +162,8 @@ class Conversation(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    reasoning_effort: str | None = Field(None, max_length=LONGEST_WORD)  # which words a template knows is its own
+    # which words a template knows is its own
+    reasoning_effort: str | None = Field(None, max_length=LONGEST_WORD)
     verbosity: str | None = Field(None, max_length=LONGEST_WORD)
     enable_thinking: bool | None = None  # Qwen's, as a field
     tools: ListOf[ToolDefinition] = Field(default_factory=list, max_length=MAX_TOOLS)
@@ -154,20 +175,27 @@ class Conversation(Body):
 
     @property
     def continues_final_message(self) -> bool:
-        """`continue_final_message`, or `prefix` in that message (DeepSeek's and Mistral's name for it)."""
-        return self.continue_final_message or (self.messages[-1].model_extra or {}).get("prefix") is True
+        """`continue_final_message`, or `prefix` in that message (DeepSeek's and Mistral's name
+        for it)."""
+        return (
+            self.continue_final_message
+            or (self.messages[-1].model_extra or {}).get("prefix") is True
+        )
 
     def render_options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of `Tokenizer.render_chat`. A trailing assistant message is gone on with only when
-        `continue_final_message` says so; `defaults` are the configuration's template arguments."""
+        """Options of `Tokenizer.render_chat`. A trailing assistant message is gone on with only
+        when `continue_final_message` says so; `defaults` are the configuration's template
+        arguments."""
         continued = self.continues_final_message
         if continued and self.add_generation_prompt:
             raise RequestError(
-                "'continue_final_message' and 'add_generation_prompt' exclude each other", param="add_generation_prompt"
+                "'continue_final_message' and 'add_generation_prompt' exclude each other",
+                param=("add_generation_prompt"),
             )
         if continued and self.messages[-1].role != "assistant":
             raise RequestError(
-                "'continue_final_message' needs a last message of role assistant", param="continue_final_message"
+                "'continue_final_message' needs a last message of role assistant",
+                param=("continue_final_message"),
             )
         generation_prompt = not continued
         if self.add_generation_prompt is not None:
@@ -185,9 +213,13 @@ class Conversation(Body):
         return words.get("enable_thinking") is False or words.get("thinking") is False
 
     def _template_words(self) -> dict[str, Any]:
-        """The fields that only a template can follow, under the names that templates read. `reasoning_effort` = "none"
-        is what they call no thinking: `enable_thinking` (Qwen, GLM) and `thinking` (DeepSeek, Granite) are false."""
-        words: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        """The fields that only a template can follow, under the names that templates read.
+        `reasoning_effort` = "none" is what they call no thinking: `enable_thinking` (Qwen, GLM)
+        and `thinking` (DeepSeek, Granite) are false."""
+        words: dict[str, Any] = {
+            "reasoning_effort": self.reasoning_effort,
+            "verbosity": self.verbosity,
+        }
         thinks = False if self.reasoning_effort == NO_REASONING else None
         thinks = self.enable_thinking if self.enable_thinking is not None else thinks
         words |= {"enable_thinking": thinks, "thinking": thinks}
@@ -238,15 +270,25 @@ class ChatBody(Conversation, GenerationBody):
     def forced_tools(self) -> list[dict[str, Any]]:
         """The tools of which the answer must call one; [] = it need not."""
         named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        return [t for t in self.callable_tools if self.must_call and named in (None, t["function"]["name"])]
+        return [
+            t
+            for t in self.callable_tools
+            if self.must_call and named in (None, t["function"][("name")])
+        ]
 
     @property
     def calls_several(self) -> bool:
         return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
 
     def to_params(self) -> SamplingParams:
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return self.sampling_params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        limit = (
+            self.max_completion_tokens
+            if self.max_completion_tokens is not None
+            else self.max_tokens
+        )
+        return self.sampling_params(
+            max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None
+        )
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
@@ -255,7 +297,8 @@ class ChatBody(Conversation, GenerationBody):
 
 
 class ChatTokensBody(ChatBody):
-    """/v1/chat/completions/tokens: `messages` are only what the tokens were made of; unknown fields are ignored."""
+    """/v1/chat/completions/tokens: `messages` are only what the tokens were made of; unknown
+    fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
     tokens: ListOf[TokenId] = Field(min_length=1)
@@ -271,7 +314,8 @@ class TokenizeBody(Conversation):
     model: str | None = None
     prompt: str | None = None
     messages: ListOf[Message] = Field(default_factory=list, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool | None = None  # default: true for a prompt; a rendered chat has its special tokens
+    # default: true for a prompt; a rendered chat has its special tokens
+    add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -279,7 +323,9 @@ class TokenizeBody(Conversation):
         if (self.prompt is None) == (not self.messages):
             raise RequestError("give either 'prompt' or 'messages'", param="prompt")
         if self.messages and self.add_special_tokens:
-            raise RequestError("'add_special_tokens' is for 'prompt' only", param="add_special_tokens")
+            raise RequestError(
+                "'add_special_tokens' is for 'prompt' only", param=("add_special_tokens")
+            )
         return self
 
 
@@ -297,5 +343,6 @@ def check_choice(tools: Sequence[ToolDefinition], choice: ToolChoice | None) -> 
         raise RequestError("'tool_choice' needs 'tools'", param="tool_choice")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise RequestError(
-            f"'tool_choice' names {choice.function.name!r}; 'tools' has {', '.join(names)}", param="tool_choice"
+            f"'tool_choice' names {choice.function.name!r}; 'tools' has {', '.join(names)}",
+            param=("tool_choice"),
         )

@@ -1,4 +1,5 @@
-"""Routers that read request bodies as strict JSON: Python's `json` would let NaN and Infinity through."""
+"""Routers that read request bodies as strict JSON: Python's `json` would let NaN and Infinity
+through."""
 
 import json
 from collections.abc import Callable, Coroutine
@@ -14,7 +15,8 @@ MAX_DEPTH = 256  # lists and objects inside one another: what reads them calls i
 
 
 def check_containers(body: bytes) -> None:
-    """Raises HTTPException 413: so many lists and objects would take gigabytes ("[[],[],…" is 3 bytes a list)."""
+    """Raises HTTPException 413: so many lists and objects would take gigabytes ("[[],[],…" is 3
+    bytes a list)."""
     if len(body) > MAX_CONTAINERS and body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
         raise HTTPException(413, f"the body holds more than {MAX_CONTAINERS} lists and objects")
 
@@ -26,12 +28,17 @@ def deeper_than(value: Any, most: int) -> bool:
         level = [item for item in level if isinstance(item, dict | list)]
         if not level:
             return False
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+        level = [
+            inner for item in level for inner in (item.values() if isinstance(item, dict) else item)
+        ]
     return True
 
 
 def _too_deep() -> HTTPException:
-    return HTTPException(400, f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another")
+    return HTTPException(
+        400,
+        (f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another"),
+    )
 
 
 def json_router(tag: str) -> APIRouter:
@@ -41,14 +48,16 @@ def json_router(tag: str) -> APIRouter:
 
 class StrictJSONRequest(Request):
     async def json(self) -> Any:
-        """The body's value. Raises HTTPException: 400 for what is not UTF-8, not JSON, NaN, Infinity or nested too
-        deeply; 413 for too many lists."""
+        """The body's value. Raises HTTPException: 400 for what is not UTF-8, not JSON, NaN,
+        Infinity or nested too deeply; 413 for too many lists."""
         body = await self.body()
         check_containers(body)
         try:
             value = json.loads(body.decode(), parse_constant=_refuse_constant)
         except UnicodeDecodeError as error:
-            raise HTTPException(400, f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from error
+            raise HTTPException(
+                400, f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
+            ) from error
         except RecursionError as error:
             raise _too_deep() from error
         except ValueError as error:

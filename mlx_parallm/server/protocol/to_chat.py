@@ -22,7 +22,8 @@ SHARED = frozenset(
 
 
 class ChatFields:
-    """Fields of a chat's answer that keep their names: the token ids, and at the end the ones of these `names`."""
+    """Fields of a chat's answer that keep their names: the token ids, and at the end the ones of
+    these `names`."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.taken: dict[str, Any] = {}
@@ -37,11 +38,14 @@ class ChatFields:
 
     def take_end(self, answer: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
         """`answer`: the whole one, or a choice's last chunk."""
-        self.taken |= {key: source[key] for source in (answer, choice) for key in self._names if key in source}
+        self.taken |= {
+            key: source[key] for source in (answer, choice) for key in self._names if key in source
+        }
 
 
 def joined_text(content: Any, where: str, text: Callable[[Any, str], str]) -> str:
-    """A string, or the texts of its parts; `text`: of one part and its place. Raises RequestError."""
+    """A string, or the texts of its parts; `text`: of one part and its place. Raises
+    RequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -52,7 +56,9 @@ def joined_text(content: Any, where: str, text: Callable[[Any, str], str]) -> st
 def refuse_choices(body: SamplingFields) -> None:
     """Raises RequestError: what an answer of one choice cannot show."""
     if body.n != 1:
-        raise RequestError("'n' must be 1 here: /v1/chat/completions gives several answers", param="n")
+        raise RequestError(
+            "'n' must be 1 here: /v1/chat/completions gives several answers", param=("n")
+        )
     if body.prompt_logprobs is not None:
         raise RequestError("'prompt_logprobs' is of /v1/chat/completions", param="prompt_logprobs")
 
@@ -63,7 +69,8 @@ def shared_fields(body: BaseModel) -> dict[str, Any]:
 
 
 def chat_body(fields: Mapping[str, Any], in_chat: Mapping[str, str]) -> ChatBody:
-    """The chat of these fields. `in_chat`: the chat's names → the client's, for errors. Raises RequestError."""
+    """The chat of these fields. `in_chat`: the chat's names → the client's, for errors. Raises
+    RequestError."""
     try:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
@@ -73,7 +80,8 @@ def chat_body(fields: Mapping[str, Any], in_chat: Mapping[str, str]) -> ChatBody
 
 
 def renamed(error: RequestError, in_chat: Mapping[str, str]) -> RequestError:
-    """The same error in the words of the client's API; of another class of error only the class is kept."""
+    """The same error in the words of the client's API; of another class of error only the class
+    is kept."""
     text, param = str(error), error.param
     for chat, own in in_chat.items():
         text = text.replace(f"{chat!r}", f"{own!r}")

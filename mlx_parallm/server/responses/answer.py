@@ -14,7 +14,8 @@ from mlx_parallm.server.responses.output import COMPLETED, INCOMPLETE, Event, Ou
 from mlx_parallm.server.responses.store import ResponseStore, StoredItem
 
 CANCELLED, FAILED, IN_PROGRESS = "cancelled", "failed", "in_progress"
-_STATUSES = {"length": INCOMPLETE, "abort": CANCELLED}  # by the chat's finish reason; of all others COMPLETED
+# by the chat's finish reason; of all others COMPLETED
+_STATUSES = {"length": INCOMPLETE, "abort": CANCELLED}
 # Of the chat's answer or choice:
 _KEPT = ("policy_version", "weight_versions", "stop_reason", "processed_logprobs", "schema_error")
 _FINAL = {COMPLETED: "response.completed", FAILED: "response.failed"}
@@ -55,8 +56,11 @@ class ResponseForm:
         self._output.finish(self._item_status)
         return self._ended()
 
-    async def events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[Event, None]:
-        """The first chunk's failure is raised, because then the answer can have a status of its own."""
+    async def events(
+        self, chunks: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[Event, None]:
+        """The first chunk's failure is raised, because then the answer can have a status of its
+        own."""
         with self._store.holding(self):
             async with aclosing(chunks):
                 first = await anext(chunks, None)
@@ -74,11 +78,18 @@ class ResponseForm:
             for event in self._output.finish(self._item_status):
                 yield self._numbered(event)
             response = self._ended()
-            yield self._numbered({"type": _FINAL.get(self._status, "response.incomplete"), "response": response})
+            yield self._numbered(
+                {"type": _FINAL.get(self._status, "response.incomplete"), "response": response}
+            )
 
     def error(self, error: Mapping[str, Any]) -> Event:
         fields = error["error"]
-        event = {"type": "error", "code": fields["code"], "message": fields["message"], "param": fields["param"]}
+        event = {
+            "type": "error",
+            "code": fields["code"],
+            "message": fields["message"],
+            "param": fields[("param")],
+        }
         return self._numbered(event)
 
     def snapshot(self, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -93,7 +104,9 @@ class ResponseForm:
             "status": self._status,
             "background": False,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if self._status == INCOMPLETE else None,
+            "incomplete_details": {"reason": ("max_output_tokens")}
+            if self._status == INCOMPLETE
+            else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata,
@@ -120,7 +133,9 @@ class ResponseForm:
 
     def _take_chunk(self, chunk: Mapping[str, Any]) -> Iterator[Event]:
         for choice in chunk.get("choices") or ():
-            yield from map(self._numbered, self._output.take(choice["delta"], choice.get("logprobs")))
+            yield from map(
+                self._numbered, self._output.take(choice["delta"], choice.get("logprobs"))
+            )
             self._more.take_ids(choice)
             if choice["finish_reason"] is not None:
                 self._take_end(chunk, choice)

@@ -32,7 +32,8 @@ Include = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-# OpenAI's servers search. Codex CLI always offers it, so it is left out; `tools` of the response shows that.
+# OpenAI's servers search. Codex CLI always offers it, so it is left out; `tools` of the response
+# shows that.
 LEFT_OUT = ("web_search", "web_search_preview")
 SPARE_DEPTH = 100  # how much deeper than here the stack may be where the response is written
 IN_CHAT = {  # a field of the chat → the one that a client of this API has written
@@ -59,7 +60,9 @@ class TextFormat(Body):
     def _schema_is_there(self) -> Self:
         if (self.type == "json_schema") != (self.schema_ is not None):
             param = "text.format.schema"
-            raise RequestError(f"{param!r} belongs to type json_schema, which needs it", param=param)
+            raise RequestError(
+                f"{param!r} belongs to type json_schema, which needs it", param=param
+            )
         return self
 
 
@@ -88,10 +91,12 @@ class ResponseStreamOptions(Body):
 
 @dataclass(frozen=True, slots=True)
 class ToolNames:
-    """What a function of the chat was in the request: a custom tool, or a function of a namespace."""
+    """What a function of the chat was in the request: a custom tool, or a function of a
+    namespace."""
 
     custom: frozenset[str] = frozenset()
-    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # flat name → namespace, name
+    # flat name → namespace, name
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def fields(self, flat: str) -> dict[str, Any]:
         """`name`, and `namespace` where it has one."""
@@ -112,10 +117,13 @@ class ResponsesBody(QueueFields, SamplingFields):
         "background_options": (),
     }
     more_without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"client_metadata", "access_programs", "max_tool_calls"}  # the last is of tools that OpenAI's servers run
+        # the last is of tools that OpenAI's servers run
+        {"client_metadata", "access_programs", "max_tool_calls"}
     )
 
-    input: str | Annotated[ListOf[Item], Field(max_length=4 * MAX_MESSAGES)] = Field(default_factory=list)
+    input: str | Annotated[ListOf[Item], Field(max_length=4 * MAX_MESSAGES)] = Field(
+        default_factory=list
+    )
     instructions: str | None = None
     tools: ListOf[Item] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: str | Item | None = None
@@ -149,7 +157,15 @@ class ResponsesBody(QueueFields, SamplingFields):
 
     def _can_be_shown(self) -> None:
         """Raises RequestError: a field that is repeated or kept, and that no JSON text holds."""
-        repeated = {"metadata", "tools", "tool_choice", "text", "user", "prompt_cache_key", "safety_identifier"}
+        repeated = {
+            "metadata",
+            "tools",
+            "tool_choice",
+            "text",
+            "user",
+            "prompt_cache_key",
+            ("safety_identifier"),
+        }
         repeated |= {"input"} if self.store else set()
         for name, value in self.model_dump(include=repeated & self.model_fields_set).items():
             for _ in range(SPARE_DEPTH):
@@ -157,7 +173,9 @@ class ResponsesBody(QueueFields, SamplingFields):
             try:
                 json.dumps(value, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
-                raise RequestError(f"{name!r} is not valid Unicode: a lone surrogate", param=name) from error
+                raise RequestError(
+                    f"{name!r} is not valid Unicode: a lone surrogate", param=name
+                ) from error
             except (RecursionError, ValueError) as error:
                 raise RequestError(f"{name!r} is nested too deeply", param=name) from error
 
@@ -165,7 +183,13 @@ class ResponsesBody(QueueFields, SamplingFields):
     def items(self) -> list[Item]:
         """The input as items."""
         if isinstance(self.input, str):
-            return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
+            return [
+                {
+                    "type": "message",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": self.input}],
+                }
+            ]
         return self.input
 
     @property
@@ -189,7 +213,9 @@ class ResponsesBody(QueueFields, SamplingFields):
         chat = shared_fields(self) | {
             "messages": messages,
             "tools": tools,
-            "tool_choice": chat_choice(self.tool_choice) if tools or self.tool_choice != "auto" else None,
+            "tool_choice": chat_choice(self.tool_choice)
+            if tools or self.tool_choice != ("auto")
+            else None,
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning.effort,
@@ -207,12 +233,18 @@ class ResponsesBody(QueueFields, SamplingFields):
         form = self.text.format
         if form is None or form.type != "json_schema":
             return None if form is None else {"type": form.type}
-        schema = {"name": form.name, "description": form.description, "strict": form.strict, "schema": form.schema_}
+        schema = {
+            "name": form.name,
+            "description": form.description,
+            "strict": form.strict,
+            "schema": form.schema_,
+        }
         return {"type": "json_schema", "json_schema": schema}
 
 
 def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
-    """Functions of a chat. A custom tool is a function of one string; the functions of a namespace stand alone.
+    """Functions of a chat. A custom tool is a function of one string; the functions of a namespace
+    stand alone.
 
     Raises RequestError: a tool that only OpenAI's servers can run.
     """
@@ -224,7 +256,8 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind not in ("function", "custom"):
             raise RequestError(
-                f"{where}: this server runs no tools: it takes tools of type function, custom and namespace, which "
+                f"{where}: this server runs no tools: it takes tools of type function, custom and"
+                " namespace, which "
                 f"the client runs, and not {kind!r}",
                 param=where,
                 code="unsupported_tool",
@@ -237,7 +270,11 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
             namespaces[flat] = (namespace, name)
         if kind == "custom":
             custom.add(flat)
-        function = {"name": name} | _custom_function(tool, where) if kind == "custom" else _function(tool)
+        function = (
+            {"name": name} | _custom_function(tool, where)
+            if kind == ("custom")
+            else _function(tool)
+        )
         found.append({"type": "function", "function": function | {"name": flat}})
 
     for position, tool in enumerate(tools):
@@ -246,7 +283,9 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
             add(tool, where, None)
             continue
         if not isinstance(tool.get("name"), str) or not isinstance(tool.get("tools"), list):
-            raise RequestError(f"{where}: a namespace needs a 'name' and a list of 'tools'", param=where)
+            raise RequestError(
+                f"{where}: a namespace needs a 'name' and a list of 'tools'", param=where
+            )
         for index, member in enumerate(tool["tools"]):
             add(member, f"{where}.tools.{index}", tool["name"])
     return found, ToolNames(frozenset(custom), namespaces)
@@ -262,8 +301,16 @@ def _custom_function(tool: Item, where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.format: must be an object", param=f"{where}.format")
     text: dict[str, Any] = {"type": "string"}
     if form.get("type") == "grammar":
-        text["description"] = f"A text of this {form.get('syntax')} grammar:\n{form.get('definition')}"
-    function = {"parameters": {"type": "object", "properties": {CUSTOM_ARGUMENT: text}, "required": [CUSTOM_ARGUMENT]}}
+        text["description"] = (
+            f"A text of this {form.get('syntax')} grammar:\n{form.get('definition')}"
+        )
+    function = {
+        "parameters": {
+            "type": "object",
+            "properties": {CUSTOM_ARGUMENT: text},
+            "required": [CUSTOM_ARGUMENT],
+        }
+    }
     return function | ({"description": tool["description"]} if tool.get("description") else {})
 
 
@@ -277,8 +324,13 @@ def chat_choice(choice: str | Item | None) -> Any:
     if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
         tools = [_named(tool) if isinstance(tool, dict) else tool for tool in choice["tools"]]
         return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    raise RequestError(f"'tool_choice': this server has no tool of type {kind!r}", param="tool_choice")
+    raise RequestError(
+        f"'tool_choice': this server has no tool of type {kind!r}", param=("tool_choice")
+    )
 
 
 def _named(choice: Item) -> Item:
-    return {"type": "function", "function": {"name": flat_name(str(choice.get("name")), choice.get("namespace"))}}
+    return {
+        "type": "function",
+        "function": {"name": flat_name(str(choice.get("name")), choice.get("namespace"))},
+    }

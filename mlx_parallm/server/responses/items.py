@@ -1,7 +1,8 @@
 """The Responses API's items → messages of a chat.
 
-A chat has one message where the Responses API has several items: the reasoning, the text and the calls of one answer.
-Items are joined again in that order, so that a conversation has the same prompt tokens through either API.
+A chat has one message where the Responses API has several items: the reasoning, the text and the
+calls of one answer. Items are joined again in that order, so that a conversation has the same
+prompt tokens through either API.
 """
 
 import json
@@ -23,10 +24,11 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def chat_messages(items: Sequence[Mapping[str, Any]], *, first: int = 0) -> list[dict[str, Any]]:
-    """Messages of a chat. `first`: position in `items` of the request's own first one, for error texts.
+    """Messages of a chat. `first`: position in `items` of the request's own first one, for error
+    texts.
 
-    Raises RequestError: an item of another kind, content that is not text, a field that is missing, an output of no
-    call.
+    Raises RequestError: an item of another kind, content that is not text, a field that is missing,
+    an output of no call.
     """
     turns, called = _Turns(), set[str]()
     for position, item in enumerate(items):
@@ -49,7 +51,10 @@ def chat_messages(items: Sequence[Mapping[str, Any]], *, first: int = 0) -> list
             turns.reason(_reasoning(item, where))
         else:
             raise RequestError(
-                f"{where}: this server takes no item of type {kind!r}; it takes message, reasoning, item_reference, "
+                (
+                    f"{where}: this server takes no item of type {kind!r}; it takes message,"
+                    " reasoning, item_reference, "
+                )
                 + ", ".join((*_CALLS, *_OUTPUTS)),
                 param=where,
                 code="unsupported_content",
@@ -90,7 +95,10 @@ class _Turns:
 def _add_message(turns: _Turns, item: Mapping[str, Any], where: str) -> None:
     role = item.get("role")
     if role not in _ROLES:
-        raise RequestError(f"{where}.role: must be one of {', '.join(_ROLES)}, not {role!r}", param=f"{where}.role")
+        raise RequestError(
+            f"{where}.role: must be one of {', '.join(_ROLES)}, not {role!r}",
+            param=(f"{where}.role"),
+        )
     text = content_text(item.get("content"), f"{where}.content")
     if role == "assistant":
         turns.say(text)
@@ -99,22 +107,29 @@ def _add_message(turns: _Turns, item: Mapping[str, Any], where: str) -> None:
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """The reasoning's own text; else what `encrypted_content` of this server holds; else the summary."""
+    """The reasoning's own text; else what `encrypted_content` of this server holds; else the
+    summary."""
     for name in ("content", "summary"):
         parts = item.get(name) or []
         if not isinstance(parts, list) or not all(
             isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
         ):
-            raise RequestError(f"{where}.{name}: must be a list of parts with a 'text'", param=f"{where}.{name}")
+            raise RequestError(
+                f"{where}.{name}: must be a list of parts with a 'text'", param=(f"{where}.{name}")
+            )
         if parts:
             return "".join(part["text"] for part in parts)
-        if name == "content" and (text := opened_reasoning(item.get("encrypted_content"))) is not None:
+        if (
+            name == "content"
+            and (text := opened_reasoning(item.get("encrypted_content"))) is not None
+        ):
             return text
     return ""
 
 
 def sealed_reasoning(text: str) -> str:
-    """`encrypted_content`: the text for clients that keep nothing else. It is not secret: the client may read it."""
+    """`encrypted_content`: the text for clients that keep nothing else. It is not secret: the
+    client may read it."""
     return _SEAL + json.dumps(text)
 
 
@@ -135,7 +150,9 @@ _SEAL = "mlx_parallm:"
 def _chat_call(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
     name = flat_name(_text_field(item, "name", where), item.get("namespace"))
     if kind == "custom_tool_call":
-        arguments = json.dumps({CUSTOM_ARGUMENT: _text_field(item, "input", where)}, ensure_ascii=False)
+        arguments = json.dumps(
+            {CUSTOM_ARGUMENT: _text_field(item, "input", where)}, ensure_ascii=False
+        )
     else:
         arguments = _text_field(item, "arguments", where)
     call_id = _text_field(item, "call_id", where)
@@ -145,5 +162,7 @@ def _chat_call(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]
 def _text_field(item: Mapping[str, Any], name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise RequestError(f"{where}.{name}: an item of type {item.get('type')!r} needs this string", param=where)
+        raise RequestError(
+            f"{where}.{name}: an item of type {item.get('type')!r} needs this string", param=where
+        )
     return value

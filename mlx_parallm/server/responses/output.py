@@ -2,8 +2,8 @@
 
     chat's delta → OutputItems.take … finish → events (without their sequence numbers), and `output`
 
-An answer that is not streamed goes through the same code as one delta. An item is open until a delta of another kind
-comes; events hold copies, because an item grows after them.
+An answer that is not streamed goes through the same code as one delta. An item is open until a
+delta of another kind comes; events hold copies, because an item grows after them.
 """
 
 import json
@@ -25,7 +25,12 @@ class _OpenItem(ABC):
 
     def __init__(self, kind: str, index: int, **fields: Any) -> None:
         self.index = index
-        self.item: dict[str, Any] = {"id": new_item_id(kind), "type": kind, **fields, "status": "in_progress"}
+        self.item: dict[str, Any] = {
+            "id": new_item_id(kind),
+            "type": kind,
+            **fields,
+            "status": ("in_progress"),
+        }
         self._texts: list[str] = []
 
     @property
@@ -33,7 +38,13 @@ class _OpenItem(ABC):
         return "".join(self._texts)
 
     def added(self) -> list[Event]:
-        return [{"type": "response.output_item.added", "output_index": self.index, "item": dict(self.item)}]
+        return [
+            {
+                "type": "response.output_item.added",
+                "output_index": self.index,
+                "item": dict(self.item),
+            }
+        ]
 
     def grow(self, text: str, **more: Any) -> list[Event]:
         if not text:
@@ -44,10 +55,18 @@ class _OpenItem(ABC):
     def done(self, status: str) -> list[Event]:
         closing = self._close()
         self.item["status"] = status
-        return [*closing, {"type": "response.output_item.done", "output_index": self.index, "item": self.item}]
+        return [
+            *closing,
+            {"type": "response.output_item.done", "output_index": self.index, "item": self.item},
+        ]
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        return {"type": f"response.{kind}", "item_id": self.item["id"], "output_index": self.index, **fields}
+        return {
+            "type": f"response.{kind}",
+            "item_id": self.item["id"],
+            "output_index": self.index,
+            **fields,
+        }
 
     @abstractmethod
     def _delta(self, text: str, **more: Any) -> Event:
@@ -64,10 +83,18 @@ class _Message(_OpenItem):
         self._logprobs: list[Any] = []
 
     def added(self) -> list[Event]:
-        return [*super().added(), self._event("content_part.added", content_index=0, part=self._part())]
+        return [
+            *super().added(),
+            self._event("content_part.added", content_index=0, part=self._part()),
+        ]
 
     def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self._logprobs)}
+        return {
+            "type": "output_text",
+            "text": self.text,
+            "annotations": [],
+            "logprobs": list(self._logprobs),
+        }
 
     def _delta(self, text: str, **more: Any) -> Event:
         logprobs = more["logprobs"]
@@ -85,17 +112,29 @@ class _Message(_OpenItem):
 
 
 class _Reasoning(_OpenItem):
-    """The model's own words, or the same as its summary where the client wants one: this server writes no other."""
+    """The model's own words, or the same as its summary where the client wants one: this server
+    writes no other."""
 
     def __init__(self, index: int, *, as_summary: bool, sealed: bool) -> None:
         super().__init__("reasoning", index, summary=[])
         self._sealed = sealed
         self._name, self._field, self._kind = "reasoning_text", "content", "reasoning_text"
-        self._at, self._opening, self._closing = "content_index", "content_part.added", "content_part.done"
+        self._at, self._opening, self._closing = (
+            "content_index",
+            "content_part.added",
+            ("content_part.done"),
+        )
         if as_summary:
-            self._name, self._field, self._kind = "reasoning_summary_text", "summary", "summary_text"
+            self._name, self._field, self._kind = (
+                "reasoning_summary_text",
+                "summary",
+                ("summary_text"),
+            )
             self._at = "summary_index"
-            self._opening, self._closing = "reasoning_summary_part.added", "reasoning_summary_part.done"
+            self._opening, self._closing = (
+                "reasoning_summary_part.added",
+                ("reasoning_summary_part.done"),
+            )
 
     def _part(self) -> dict[str, Any]:
         return {"type": self._kind, "text": self.text}
@@ -125,11 +164,14 @@ class _FunctionCall(_OpenItem):
 
     def _close(self) -> list[Event]:
         self.item["arguments"] = self.text
-        return [self._event("function_call_arguments.done", name=self.item["name"], arguments=self.text)]
+        return [
+            self._event("function_call_arguments.done", name=self.item["name"], arguments=self.text)
+        ]
 
 
 class _CustomCall(_OpenItem):
-    """Its input is one string inside of the function's arguments, so it is sent once the arguments are whole."""
+    """Its input is one string inside of the function's arguments, so it is sent once the
+    arguments are whole."""
 
     def __init__(self, index: int, call_id: str, names: Mapping[str, Any]) -> None:
         super().__init__("custom_tool_call", index, call_id=call_id, **names, input="")
@@ -176,12 +218,15 @@ class OutputItems:
         self._logprobs = TextLogprobs()
 
     def take(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> list[Event]:
-        """The events of a chat's delta, or of a whole message. `logprobs`: the chat's, of the same tokens."""
+        """The events of a chat's delta, or of a whole message. `logprobs`: the chat's, of the
+        same tokens."""
         self._logprobs.feed((logprobs or {}).get("content") or ())
         events: list[Event] = []
         if reasoning := delta.get("reasoning"):
             if not isinstance(self._open, _Reasoning):
-                events += self._begin(_Reasoning(self._next, as_summary=self._as_summary, sealed=self._sealed))
+                events += self._begin(
+                    _Reasoning(self._next, as_summary=self._as_summary, sealed=self._sealed)
+                )
             events += self._grow(reasoning)
             self._logprobs.take(reasoning)
         if content := delta.get("content"):
@@ -230,7 +275,8 @@ class OutputItems:
 
 
 class TextLogprobs:
-    """Finds the tokens of a text among all that were sampled: an answer's tokens are also markers, reasoning, calls."""
+    """Finds the tokens of a text among all that were sampled: an answer's tokens are also
+    markers, reasoning, calls."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -244,7 +290,8 @@ class TextLogprobs:
             self._entries.append((start, len(self._bytes), entry))
 
     def take(self, text: str) -> list[Mapping[str, Any]]:
-        """The tokens that hold the next occurrence of this text, each once; [] where it was not sampled so."""
+        """The tokens that hold the next occurrence of this text, each once; [] where it was not
+        sampled so."""
         wanted = text.encode(errors="surrogatepass")
         found = self._bytes.find(wanted, self._at)
         if found < 0 or not self._entries:

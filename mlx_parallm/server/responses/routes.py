@@ -22,7 +22,9 @@ from mlx_parallm.server.responses.store import StoredItem
 from mlx_parallm.server.sse import AnswerResponse
 
 router = json_router("openai")
-_CONFLICT: dict[int | str, dict[str, Any]] = {409: {"description": "It has ended", "content": ERROR_CONTENT}}
+_CONFLICT: dict[int | str, dict[str, Any]] = {
+    409: {"description": "It has ended", "content": ERROR_CONTENT}
+}
 
 
 @router.post("/v1/responses")
@@ -51,12 +53,19 @@ async def count_input_tokens(body: ResponsesBody, context: Context) -> Response:
 
 
 @router.get("/v1/responses/{response_id}")
-async def show_response(response_id: str, context: Context, stream: Annotated[bool, Query()] = False) -> Response:
+async def show_response(
+    response_id: str, context: Context, stream: Annotated[bool, Query()] = False
+) -> Response:
     """A response that is kept, or that is being generated."""
     if stream:
-        raise RequestError("'stream' is of POST /v1/responses: the events of a response are not kept", param="stream")
+        raise RequestError(
+            "'stream' is of POST /v1/responses: the events of a response are not kept",
+            param=("stream"),
+        )
     running = context.responses.running(response_id)
-    return AnswerResponse(running.snapshot() if running else context.responses.find(response_id).load())
+    return AnswerResponse(
+        running.snapshot() if running else context.responses.find(response_id).load()
+    )
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -83,7 +92,11 @@ async def list_input_items(
             raise RequestError(f"'after': no item {after!r} in this response", param="after")
         listed = listed[position:]
     page = [item.load() for item in listed[:limit]]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    ends = (
+        {"first_id": page[0]["id"], "last_id": page[-1][("id")]}
+        if page
+        else {"first_id": None, "last_id": None}
+    )
     return AnswerResponse({"object": "list", "data": page, **ends, "has_more": len(listed) > limit})
 
 

@@ -1,7 +1,8 @@
 """Responses that `store` keeps, in memory: for `previous_response_id`, item references and GET.
 
-Everything is kept as JSON text, so that the bound in bytes is one. An item is in the memory once, however many
-responses of a conversation name it, but each of them counts it: what is kept is never more than the bound.
+Everything is kept as JSON text, so that the bound in bytes is one. An item is in the memory once,
+however many responses of a conversation name it, but each of them counts it: what is kept is never
+more than the bound.
 """
 
 import json
@@ -48,7 +49,8 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """`input`: everything before the answer, earlier responses' items too. `output`: the answer's items."""
+    """`input`: everything before the answer, earlier responses' items too. `output`: the
+    answer's items."""
 
     json: str
     input: tuple[StoredItem, ...]
@@ -77,7 +79,8 @@ class RunningResponse(Protocol):
 
 
 class ResponseStore:
-    """The server's thread only. `max_bytes`: of all that is kept, as JSON; the oldest goes first, 0 = nothing is."""
+    """The server's thread only. `max_bytes`: of all that is kept, as JSON; the oldest goes
+    first, 0 = nothing is."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -125,7 +128,8 @@ class ResponseStore:
         del self._kept[response_id]
 
     def conversation(self, response_id: str | None) -> tuple[StoredItem, ...]:
-        """The items up to the end of this response; () for None. Raises RequestError: it is not kept."""
+        """The items up to the end of this response; () for None. Raises RequestError: it is not
+        kept."""
         if response_id is None:
             return ()
         if response_id not in self._kept:
@@ -134,8 +138,8 @@ class ResponseStore:
         return self._kept[response_id].items
 
     def resolve(self, items: Sequence[Item]) -> list[Item]:
-        """A request's items, with those that `item_reference`s name. Raises RequestError: one is not kept, or is named
-        twice (a short request could stand for any number of large items)."""
+        """A request's items, with those that `item_reference`s name. Raises RequestError: one is
+        not kept, or is named twice (a short request could stand for any number of large items)."""
         wanted = {item.get("id"): n for n, item in enumerate(items) if _is_reference(item)}
         if not wanted:
             return list(items)
@@ -147,7 +151,9 @@ class ResponseStore:
                 continue
             item_id, param = item.get("id"), f"input.{position}.id"
             if not isinstance(item_id, str) or item_id not in known:
-                raise RequestError(self._missing("item", item_id), param=param, code="item_not_found")
+                raise RequestError(
+                    self._missing("item", item_id), param=param, code=("item_not_found")
+                )
             if wanted[item_id] != position:
                 raise RequestError(f"{param}: item {item_id!r} is named twice", param=param)
             found.append(known[item_id].load())
@@ -155,8 +161,10 @@ class ResponseStore:
 
     def _missing(self, what: str, name: object) -> str:
         return (
-            f"no {what} {name!r} is kept: it was not stored, was deleted, or was the oldest of more than "
-            f"server.stored_responses_bytes = {self._max_bytes}; send the whole conversation as 'input'"
+            f"no {what} {name!r} is kept: it was not stored, was deleted, or was the oldest of"
+            " more than "
+            f"server.stored_responses_bytes = {self._max_bytes}; send the whole conversation as"
+            " 'input'"
         )
 
 

@@ -1,4 +1,5 @@
-"""Small recurrent policies ("experts") for control: GRU and LSTM, learned by recurrent PPO. docs/experts.md.
+"""Small recurrent policies ("experts") for control: GRU and LSTM, learned by recurrent PPO.
+docs/experts.md.
 
 expert.py     the network: `ExpertConfig`, `GRUExpert`, `LSTMExpert`; a `losses.ppo.Policy`
 registry.py   experts by name, and the ready-made ones

@@ -1,17 +1,21 @@
-"""Recurrent policies: encoder → L × (GRU or LSTM) → heads of the action, its deviation, and the value.
+"""Recurrent policies: encoder → L × (GRU or LSTM) → heads of the action, its deviation, and the
+value.
 
-The memory between two steps is one array [B, L · S, H] with S = 1 (GRU: h) or 2 (LSTM: h, c), so that it is stored,
-cut and reset like any other column. Zeros begin an episode.
+The memory between two steps is one array [B, L · S, H] with S = 1 (GRU: h) or 2 (LSTM: h, c), so
+that it is stored, cut and reset like any other column. Zeros begin an episode.
 
-A continuous action is a = low + (high - low) · (tanh(u) + 1) / 2 with u ~ N(mean, std). What is stored and replayed is
-u: tanh⁻¹ of an action near the bound has no digits left. Its log-probability counts the change of variables,
+A continuous action is a = low + (high - low) · (tanh(u) + 1) / 2 with u ~ N(mean, std). What is
+stored and replayed is
+u: tanh⁻¹ of an action near the bound has no digits left. Its log-probability counts the change of
+variables,
 
     log p(a) = log N(u; mean, std) - Σ log((high - low) / 2 · (1 - tanh²(u)))
 
-(Haarnoja et al. 2018, arXiv:1801.01290, appendix C), with log(1 - tanh²(u)) = 2 (log 2 - u - softplus(-2u)).
+(Haarnoja et al. 2018, arXiv:1801.01290, appendix C), with log(1 - tanh²(u)) = 2 (log 2 - u -
+softplus(-2u)).
 
-Worked, bounds ±1, mean 0, std 1, u = 0.5: log N = -0.918939 - 0.125 = -1.043939; tanh² = 0.213552, log 0.786448 =
--0.240229; log p = -0.803710.
+Worked, bounds ±1, mean 0, std 1, u = 0.5: log N = -0.918939 - 0.125 = -1.043939; tanh² = 0.213552,
+log 0.786448 = -0.240229; log p = -0.803710.
 """
 
 import math
@@ -32,12 +36,13 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 @dataclass(frozen=True)
 class ExpertConfig:
-    """The shape of an expert. Raises ConfigError: a size below 1, bounds in the wrong order, no number of actions, or a
-    setting of the other kind of actions, which would have no effect."""
+    """The shape of an expert. Raises ConfigError: a size below 1, bounds in the wrong order, no
+    number of actions, or a setting of the other kind of actions, which would have no effect."""
 
     name: str
     obs_dim: int
-    action_dim: int = 1  # of continuous actions; a discrete expert chooses one of `num_actions` instead
+    # of continuous actions; a discrete expert chooses one of `num_actions` instead
+    action_dim: int = 1
     hidden_dim: int = 128
     num_layers: int = 2
     dropout: float = 0.0  # between layers, while the policy learns
@@ -50,22 +55,33 @@ class ExpertConfig:
     def __post_init__(self) -> None:
         if min(self.obs_dim, self.action_dim, self.hidden_dim, self.num_layers) < 1:
             raise ConfigError(
-                f"expert {self.name!r}: obs_dim, action_dim, hidden_dim and num_layers have to be at least 1"
+                f"expert {self.name!r}: obs_dim, action_dim, hidden_dim and num_layers have to"
+                " be at least 1"
             )
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"expert {self.name!r}: dropout has to be in [0, 1), not {self.dropout}")
+            raise ConfigError(
+                f"expert {self.name!r}: dropout has to be in [0, 1), not {self.dropout}"
+            )
         if self.discrete_actions and self.num_actions < 2:
-            raise ConfigError(f"expert {self.name!r}: discrete_actions needs num_actions ≥ 2, not {self.num_actions}")
+            raise ConfigError(
+                f"expert {self.name!r}: discrete_actions needs num_actions ≥ 2, not"
+                f" {self.num_actions}"
+            )
         what = f"expert {self.name!r}"
         if self.discrete_actions and (self.action_low, self.action_high) != (-1.0, 1.0):
-            raise ConfigError(f"{what}: action_low and action_high have no effect with discrete_actions")
+            raise ConfigError(
+                f"{what}: action_low and action_high have no effect with discrete_actions"
+            )
         if self.num_actions and not self.discrete_actions:
-            raise ConfigError(f"{what}: num_actions = {self.num_actions} needs discrete_actions = True")
+            raise ConfigError(
+                f"{what}: num_actions = {self.num_actions} needs discrete_actions = True"
+            )
         if self.dropout and self.num_layers == 1:
             raise ConfigError(f"{what}: dropout is between layers, and num_layers is 1")
         if not -math.inf < self.action_low < self.action_high < math.inf:
             raise ConfigError(
-                f"expert {self.name!r}: finite action_low < action_high, not {self.action_low}, {self.action_high}"
+                f"expert {self.name!r}: finite action_low < action_high, not"
+                f" {self.action_low}, {self.action_high}"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,7 +109,8 @@ class PackedState:
 
 
 class RNNExpertBase(nn.Module):
-    """What GRU and LSTM experts share. A `losses.ppo.Policy`; called, it keeps its own memory (`reset_hidden`)."""
+    """What GRU and LSTM experts share. A `losses.ppo.Policy`; called, it keeps its own memory
+    (`reset_hidden`)."""
 
     kind = ""  # "gru", "lstm"
     states = 1  # arrays of memory a layer
@@ -122,15 +139,20 @@ class RNNExpertBase(nn.Module):
     def make_layer(self, width: int) -> nn.Module:
         raise NotImplementedError
 
-    def run_layer(self, layer: nn.Module, x: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
-        """x [B, T, H], state [B, S, H] → outputs [B, T, H], the state after the last step [B, S, H]."""
+    def run_layer(
+        self, layer: nn.Module, x: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """x [B, T, H], state [B, S, H] → outputs [B, T, H], the state after the last step [B, S,
+        H]."""
         raise NotImplementedError
 
     def initial_state(self, rows: int) -> mx.array:
         """Return zeros [B, L · S, H]: the memory that an episode begins with."""
         return mx.zeros((rows, self._config.num_layers * self.states, self._config.hidden_dim))
 
-    def features(self, observations: mx.array, state: mx.array | PackedState | None) -> tuple[mx.array, mx.array]:
+    def features(
+        self, observations: mx.array, state: mx.array | PackedState | None
+    ) -> tuple[mx.array, mx.array]:
         """observations [B, T, D] → [B, T, H], and the memory after them."""
         begins = state.begins if isinstance(state, PackedState) else None
         memory = state.state if isinstance(state, PackedState) else state
@@ -140,7 +162,11 @@ class RNNExpertBase(nn.Module):
             if number:
                 x = self.dropout(x)
             own = memory[:, number * self.states : (number + 1) * self.states]
-            x, new = self.run_layer(layer, x, own) if begins is None else self._run_episodes(layer, x, own, begins)
+            x, new = (
+                self.run_layer(layer, x, own)
+                if begins is None
+                else self._run_episodes(layer, x, own, begins)
+            )
             after.append(new)
         return x, mx.concatenate(after, axis=1)
 
@@ -164,18 +190,27 @@ class RNNExpertBase(nn.Module):
         deterministic: bool = False,
         key: mx.array | None = None,
     ) -> ExpertOutput:
-        """Act once: observations [B, D]. `deterministic` takes the most likely action. `key`: of mx.random."""
+        """Act once: observations [B, D]. `deterministic` takes the most likely action. `key`: of
+        mx.random."""
         x, hidden = self.features(observations[:, None], state)
         x = x[:, 0]
         if self._config.discrete_actions:
             logits = self.policy_logits(x)
-            raw = logits.argmax(axis=-1) if deterministic else mx.random.categorical(logits, key=key)
+            raw = (
+                logits.argmax(axis=-1) if deterministic else mx.random.categorical(logits, key=key)
+            )
             raw = raw.astype(mx.int32)
         else:
             mean, log_std = self._gaussian(x)
-            raw = mean if deterministic else mean + mx.exp(log_std) * mx.random.normal(mean.shape, key=key)
+            raw = (
+                mean
+                if deterministic
+                else mean + mx.exp(log_std) * mx.random.normal(mean.shape, key=key)
+            )
         log_prob, entropy = self._log_prob_and_entropy(x, raw)
-        return ExpertOutput(self.environment_action(raw), raw, log_prob, self._value(x), entropy, hidden)
+        return ExpertOutput(
+            self.environment_action(raw), raw, log_prob, self._value(x), entropy, hidden
+        )
 
     def act(self, observations: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
         """`losses.ppo.Policy.act`: the raw action, which `scores` takes."""
@@ -202,15 +237,19 @@ class RNNExpertBase(nn.Module):
         self._hidden = None
 
     def __call__(self, obs: Any, deterministic: bool = False) -> dict[str, mx.array]:
-        """One step with the expert's own memory: obs [D] or [B, D] → action, log_prob, value, hidden, entropy."""
+        """One step with the expert's own memory: obs [D] or [B, D] → action, log_prob, value,
+        hidden, entropy."""
         array = mx.array(np.asarray(obs, np.float32))
         rows = array[None] if array.ndim == 1 else array
         if rows.ndim != 2 or rows.shape[1] != self._config.obs_dim:
             raise ValueError(
-                f"expert {self._config.name!r} reads {self._config.obs_dim} numbers, not the shape {array.shape}"
+                f"expert {self._config.name!r} reads {self._config.obs_dim} numbers, not the"
+                f" shape {array.shape}"
             )
         if self._hidden is not None and len(self._hidden) != len(rows):
-            raise ValueError(f"{len(rows)} rows, but the memory is of {len(self._hidden)}: call reset_hidden()")
+            raise ValueError(
+                f"{len(rows)} rows, but the memory is of {len(self._hidden)}: call reset_hidden()"
+            )
         output = self.step(rows, self._hidden, deterministic=deterministic)
         self._hidden = output.hidden
         rows_of = {
@@ -219,13 +258,16 @@ class RNNExpertBase(nn.Module):
             "value": output.value,
             "entropy": output.entropy,
         }
-        return {k: v[0] if array.ndim == 1 else v for k, v in rows_of.items()} | {"hidden": output.hidden}
+        return {k: v[0] if array.ndim == 1 else v for k, v in rows_of.items()} | {
+            "hidden": output.hidden
+        }
 
     def _gaussian(self, x: mx.array) -> tuple[mx.array, mx.array]:
         return self.policy_mean(x), mx.clip(self.policy_log_std(x), LOG_STD_MIN, LOG_STD_MAX)
 
     def _log_prob_and_entropy(self, x: mx.array, raw: mx.array) -> tuple[mx.array, mx.array]:
-        """[…] float32 each. The entropy of a squashed action: H(N) + log |da/du| at the sampled u, exact on average."""
+        """[…] float32 each. The entropy of a squashed action: H(N) + log |da/du| at the sampled
+        u, exact on average."""
         if self._config.discrete_actions:
             logprobs = nn.log_softmax(self.policy_logits(x), axis=-1)
             chosen = mx.take_along_axis(logprobs, raw[..., None], axis=-1)[..., 0]
@@ -250,7 +292,9 @@ class GRUExpert(RNNExpertBase):
         layer.b, layer.bhn = mx.zeros(3 * width), mx.zeros(width)
         return layer
 
-    def run_layer(self, layer: nn.Module, x: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
+    def run_layer(
+        self, layer: nn.Module, x: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
         hidden = layer(x, hidden=state[:, 0])
         return hidden, hidden[:, -1:]
 
@@ -266,12 +310,17 @@ class LSTMExpert(RNNExpertBase):
         )  # remember at first: the forget gate is the second
         return layer
 
-    def run_layer(self, layer: nn.Module, x: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
+    def run_layer(
+        self, layer: nn.Module, x: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
         hidden, cell = layer(x, hidden=state[:, 0], cell=state[:, 1])
         return hidden, mx.stack([hidden[:, -1], cell[:, -1]], axis=1)
 
 
-KINDS: Mapping[str, Callable[[ExpertConfig], RNNExpertBase]] = {"gru": GRUExpert, "lstm": LSTMExpert}
+KINDS: Mapping[str, Callable[[ExpertConfig], RNNExpertBase]] = {
+    "gru": GRUExpert,
+    "lstm": LSTMExpert,
+}
 
 
 def make_expert(kind: str, config: ExpertConfig) -> RNNExpertBase:
@@ -288,7 +337,8 @@ def _small(layer: nn.Linear, bias: float = 0.0) -> nn.Linear:
 
 
 def _orthogonal(rows: int, columns: int, gain: float = 1.0) -> mx.array:
-    """Return a random matrix [rows, columns] with orthonormal rows, or columns if they are fewer, times `gain`.
+    """Return a random matrix [rows, columns] with orthonormal rows, or columns if they are fewer,
+    times `gain`.
 
     Saxe et al. 2013, arXiv:1312.6120. It decides how often a run succeeds: docs/experts.md.
     """

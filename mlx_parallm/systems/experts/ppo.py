@@ -1,12 +1,16 @@
-"""Recurrent PPO: N episodes side by side, the hidden state carried through them and replayed in the update.
+"""Recurrent PPO: N episodes side by side, the hidden state carried through them and replayed in the
+update.
 
-    collect    `horizon` steps of N episodes → columns [T, N], with the memory that the first step began with
-    cut        columns → rows: one a piece of an episode, right-padded, each with the memory that it began with
-    update     `epochs` passes over the rows in mini-batches: `losses.ppo`, the one PPO of this package
+    collect    `horizon` steps of N episodes → columns [T, N], with the memory that the first step
+               began with
+    cut        columns → rows: one a piece of an episode, right-padded, each with the memory that it
+               began with
+    update     `epochs` passes over the rows in mini-batches: `losses.ppo`, the one PPO of this
+               package
 
-A piece is replayed from the memory of its first step, so the first update's ratios are 1. An episode that was
-truncated, or that the horizon cuts, has γ V of the state that it stopped in as part of its last reward; a terminated
-one has not.
+A piece is replayed from the memory of its first step, so the first update's ratios are 1. An
+episode that was truncated, or that the horizon cuts, has γ V of the state that it stopped in as
+part of its last reward; a terminated one has not.
 """
 
 import json
@@ -32,7 +36,11 @@ from mlx_parallm.systems.experts.expert import PackedState, RNNExpertBase
 from mlx_parallm.systems.experts.saving import load_expert, save_expert
 from mlx_parallm.systems.experts.tasks import VectorTask
 
-EXPERT_FILE, OPTIMIZER_FILE, STATE_FILE = "expert.safetensors", "optimizer.safetensors", "state.json"
+EXPERT_FILE, OPTIMIZER_FILE, STATE_FILE = (
+    "expert.safetensors",
+    "optimizer.safetensors",
+    ("state.json"),
+)
 STOP_AT_KL = 1.5  # times target_kl
 
 
@@ -52,7 +60,8 @@ class RecurrentPPOConfig:
     value_coefficient: float = 0.5
     entropy_weight: float = 0.0
     max_grad_norm: float = 0.5
-    reward_scale: float | None = None  # None: measured, at most 1, so that returns stay below about 5
+    # None: measured, at most 1, so that returns stay below about 5
+    reward_scale: float | None = None
     target_kl: float | None = 0.02  # an update ends when approx_kl is above 1.5 times this
     normalize_advantages: bool = True
     recurrent: bool = True  # False: every step begins without memory, to compare
@@ -61,8 +70,13 @@ class RecurrentPPOConfig:
         if min(self.horizon, self.epochs, self.batch_size) < 1:
             raise ConfigError("PPO: horizon, epochs and batch_size have to be at least 1")
         if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
-            raise ConfigError(f"PPO: gamma and gae_lambda have to be in [0, 1], not {self.gamma} and {self.gae_lambda}")
-        if not (0 < self.learning_rate < math.inf and self.max_grad_norm > 0 and self.clip_ratio > 0):
+            raise ConfigError(
+                f"PPO: gamma and gae_lambda have to be in [0, 1], not {self.gamma} and"
+                f" {self.gae_lambda}"
+            )
+        if not (
+            0 < self.learning_rate < math.inf and self.max_grad_norm > 0 and self.clip_ratio > 0
+        ):
             raise ConfigError("PPO: learning_rate, max_grad_norm and clip_ratio have to be above 0")
         if self.reward_scale is not None and not 0 < self.reward_scale < math.inf:
             raise ConfigError(f"PPO: reward_scale has to be above 0, not {self.reward_scale}")
@@ -79,14 +93,16 @@ class RecurrentPPOConfig:
 
 @dataclass
 class RewardScale:
-    """The factor of rewards in what is learned from, so that the value loss does not drown the policy's.
+    """The factor of rewards in what is learned from, so that the value loss does not drown the
+    policy's.
 
-    A fixed one, or min(1, 5 / (rms · H)): the root mean square of the rewards, and the steps H = 1 / (1 - γ (1 - p))
-    that a return reaches over where an episode ends (is terminated) with probability p a step. A limit of time is no
-    end, so short episodes too have returns of H rewards. Smaller returns stay as they are. Older updates count less.
+    A fixed one, or min(1, 5 / (rms · H)): the root mean square of the rewards, and the steps H = 1
+    / (1 - γ (1 - p)) that a return reaches over where an episode ends (is terminated) with
+    probability p a step. A limit of time is no end, so short episodes too have returns of H
+    rewards. Smaller returns stay as they are. Older updates count less.
 
-    Worked: rewards of 1, γ = 0.99, never terminated: H = 100, factor 0.05, a return is 5. Terminated after every
-    tenth step: p = 0.1, H = 1 / 0.109 = 9.17, factor 0.545.
+    Worked: rewards of 1, γ = 0.99, never terminated: H = 100, factor 0.05, a return is 5.
+    Terminated after every tenth step: p = 0.1, H = 1 / 0.109 = 9.17, factor 0.545.
     """
 
     FORGET: ClassVar[float] = 0.9
@@ -94,7 +110,8 @@ class RewardScale:
 
     fixed: float | None
     gamma: float
-    squares: float = 0.0  # sums over the steps so far, each update's times FORGET for every later one
+    # sums over the steps so far, each update's times FORGET for every later one
+    squares: float = 0.0
     ends: float = 0.0
     steps: float = 0.0
 
@@ -109,7 +126,9 @@ class RewardScale:
 
     def measure(self, rewards: np.ndarray, ends: int) -> None:
         """Take the rewards of an update, of which `ends` ended an episode for good."""
-        self.squares = self.FORGET * self.squares + float(np.square(rewards, dtype=np.float64).sum())
+        self.squares = self.FORGET * self.squares + float(
+            np.square(rewards, dtype=np.float64).sum()
+        )
         self.ends = self.FORGET * self.ends + ends
         self.steps = self.FORGET * self.steps + rewards.size
 
@@ -142,7 +161,8 @@ class Rows:
     def take(self, rows: np.ndarray, mean: float, deviation: float) -> Steps:
         """Return these pieces as a `Steps`, advantages normalised by `mean` and `deviation`.
 
-        A row of it is as long as the longest piece. Short pieces follow each other in one, so that little is padding.
+        A row of it is as long as the longest piece. Short pieces follow each other in one, so that
+        little is padding.
         """
         lengths = self.lengths[rows]
         line, offset = pack(lengths, self.state[rows].any(axis=(1, 2)))
@@ -176,7 +196,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Piece:
-    """Steps of one episode that follow each other, from the memory `state` [L · S, H] on: arrays [T, …]."""
+    """Steps of one episode that follow each other, from the memory `state` [L · S, H] on: arrays
+    [T, …]."""
 
     observations: np.ndarray
     raw_actions: np.ndarray
@@ -187,17 +208,20 @@ class Piece:
 
 
 def pack(lengths: np.ndarray, remembers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Place pieces into lines as long as the longest; return each piece's line and offset in it, [R] int each.
+    """Place pieces into lines as long as the longest; return each piece's line and offset in it,
+    [R] int each.
 
-    Pieces that begin with a memory (`remembers`, [R] bool) begin a line. The others go into the first line with room
-    for them, the longest first.
+    Pieces that begin with a memory (`remembers`, [R] bool) begin a line. The others go into the
+    first line with room for them, the longest first.
 
-    Worked: lengths [1, 3, 2, 1], the last one remembers → it begins line 0; the piece of 3 line 1; the piece of 2 goes
-    to line 0 behind the last one; the piece of 1 finds no room and begins line 2.
+    Worked: lengths [1, 3, 2, 1], the last one remembers → it begins line 0; the piece of 3 line 1;
+    the piece of 2 goes to line 0 behind the last one; the piece of 1 finds no room and begins line
+    2.
     """
     longest, none, used = int(lengths.max()), len(lengths), 0
     line, offset = np.zeros(none, int), np.zeros(none, int)
-    lines: list[list[int]] = [[] for _ in range(longest + 1)]  # heaps: the lines with so much room, and the first of
+    # heaps: the lines with so much room, and the first of
+    lines: list[list[int]] = [[] for _ in range(longest + 1)]
     first = np.full(longest + 1, none)  # each: so the search takes no longer with more lines
     for piece in sorted(range(none), key=lambda piece: (not remembers[piece], -lengths[piece])):
         length = int(lengths[piece])
@@ -248,7 +272,10 @@ def rows_of(pieces: Sequence[Piece], gamma: float, gae_lambda: float) -> Rows:
     )
 
     def padded(values: np.ndarray) -> np.ndarray:
-        rows = np.zeros((*inside.shape, *values.shape[1:]), np.int32 if values.dtype.kind == "i" else np.float32)
+        rows = np.zeros(
+            (*inside.shape, *values.shape[1:]),
+            np.int32 if values.dtype.kind == ("i") else np.float32,
+        )
         rows[inside] = values
         return rows
 
@@ -272,20 +299,30 @@ class EpisodeStatistics:
 
 
 class RecurrentPPO:
-    """Trains an expert on a task. `train(total_steps)` may be called again; it goes on. Without a task its owner has
-    the steps, and calls `update(rows_of(…))`.
+    """Trains an expert on a task. `train(total_steps)` may be called again; it goes on. Without a
+    task its owner has the steps, and calls `update(rows_of(…))`.
 
     Raises ConfigError: the expert's sizes are not the task's, or it has no value head.
     """
 
     def __init__(
-        self, expert: RNNExpertBase, task: VectorTask | None, config: RecurrentPPOConfig | None = None, *, seed: int = 0
+        self,
+        expert: RNNExpertBase,
+        task: VectorTask | None,
+        config: RecurrentPPOConfig | None = None,
+        *,
+        seed: int = 0,
     ) -> None:
         if task is not None:
             check_sizes(expert, task)
         if not expert.config.use_value_head:
             raise ConfigError(f"expert {expert.config.name!r}: PPO needs use_value_head = True")
-        self.expert, self.task, self.config, self.seed = expert, task, config or RecurrentPPOConfig(), seed
+        self.expert, self.task, self.config, self.seed = (
+            expert,
+            task,
+            config or RecurrentPPOConfig(),
+            seed,
+        )
         self.optimizer = optimizers.Adam(self.config.learning_rate, eps=1e-5)
         self.optimizer.init(expert.trainable_parameters())
         self.steps = self.updates = 0
@@ -306,17 +343,21 @@ class RecurrentPPO:
     def train(
         self, total_steps: int, *, report: Callable[[dict[str, float]], bool | None] | None = None
     ) -> list[dict[str, float]]:
-        """Train until `self.steps` is `total_steps`. `report` gets each update's metrics; True from it ends training.
+        """Train until `self.steps` is `total_steps`. `report` gets each update's metrics; True from
+        it ends training.
 
-        Metrics: steps, episode_return (mean of the episodes that ended; absent when none did), episode_length,
-        policy_loss, value_loss, entropy, approx_kl, clip_fraction, explained_variance, grad_norm, steps_per_second,
-        reward_scale. Returns are unscaled, value_loss is of scaled ones.
+        Metrics: steps, episode_return (mean of the episodes that ended; absent when none did),
+        episode_length, policy_loss, value_loss, entropy, approx_kl, clip_fraction,
+        explained_variance, grad_norm, steps_per_second, reward_scale. Returns are unscaled,
+        value_loss is of scaled ones.
         """
         history = []
         while self.steps < total_steps:
             began, before = time.perf_counter(), self.steps
             self.anneal(self.steps / total_steps)
-            metrics = self.update(cut(self._rescaled(self.collect()), self.config.gamma, self.config.gae_lambda))
+            metrics = self.update(
+                cut(self._rescaled(self.collect()), self.config.gamma, self.config.gae_lambda)
+            )
             metrics["steps"] = self.steps
             metrics["steps_per_second"] = (self.steps - before) / (time.perf_counter() - began)
             if self.finished.returns:
@@ -347,11 +388,20 @@ class RecurrentPPO:
             step = task.step(np.array(output.action))
             behind = np.zeros(task.num_envs)  # γ V of the state that an episode was truncated in
             if step.truncated.any():
-                after = expert.step(mx.array(step.last_observations), self._memory(output.hidden), key=key).value
-                behind = config.gamma * np.where(step.truncated & ~step.terminated, np.array(after), 0.0)
+                after = expert.step(
+                    mx.array(step.last_observations), self._memory(output.hidden), key=key
+                ).value
+                behind = config.gamma * np.where(
+                    step.truncated & ~step.terminated, np.array(after), 0.0
+                )
             kept.append(
                 (
-                    *(seen, np.array(output.raw), np.array(output.log_prob), np.array(output.value)),
+                    *(
+                        seen,
+                        np.array(output.raw),
+                        np.array(output.log_prob),
+                        np.array(output.value),
+                    ),
                     *(np.array(step.rewards, np.float64), step.ended),
                 )
             )
@@ -370,21 +420,31 @@ class RecurrentPPO:
         return columns
 
     def _rescaled(self, columns: Columns) -> Columns:
-        """Learn in the newest factor's units from now on, the columns first: the value head goes over to them."""
+        """Learn in the newest factor's units from now on, the columns first: the value head goes
+        over to them."""
         ratio, self._factor = self.scale.factor / self._factor, self.scale.factor
         if ratio == 1.0:
             return columns
         head = self.expert.value_head
         head.weight, head.bias = head.weight * ratio, head.bias * ratio
-        return replace(columns, values=columns.values * np.float32(ratio), rewards=columns.rewards * ratio)
+        return replace(
+            columns, values=columns.values * np.float32(ratio), rewards=columns.rewards * ratio
+        )
 
     def save(self, directory: str | Path) -> None:
-        """Write expert, optimizer and random states as one directory, whole or absent. Raises CheckpointError."""
+        """Write expert, optimizer and random states as one directory, whole or absent. Raises
+        CheckpointError."""
 
         def fill(path: Path) -> None:
             save_expert(path / EXPERT_FILE, self.expert)
-            mx.save_safetensors(str(path / OPTIMIZER_FILE), dict(tree_flatten(self.optimizer.state)))
-            state: dict[str, Any] = {"steps": self.steps, "updates": self.updates, "key": self._key.tolist()}
+            mx.save_safetensors(
+                str(path / OPTIMIZER_FILE), dict(tree_flatten(self.optimizer.state))
+            )
+            state: dict[str, Any] = {
+                "steps": self.steps,
+                "updates": self.updates,
+                "key": self._key.tolist(),
+            }
             state |= {"order": self._order.bit_generator.state, "seed": self.seed}
             text = json.dumps(state | {"scale": vars(self.scale), "factor": self._factor})
             (path / STATE_FILE).write_text(text)
@@ -392,21 +452,29 @@ class RecurrentPPO:
         write_directory(Path(directory), fill)
 
     def load(self, directory: str | Path) -> None:
-        """Go on from `save`: weights, optimizer, counts. Episodes begin anew. Raises CheckpointError."""
+        """Go on from `save`: weights, optimizer, counts. Episodes begin anew. Raises
+        CheckpointError."""
         directory = Path(directory)
         loaded = load_expert(directory / EXPERT_FILE, type(self.expert))
         if (loaded.kind, loaded.config) != (self.expert.kind, self.expert.config):
-            raise CheckpointError(f"{directory} holds another expert: {loaded.kind}, {loaded.config}")
+            raise CheckpointError(
+                f"{directory} holds another expert: {loaded.kind}, {loaded.config}"
+            )
         try:
             state = json.loads((directory / STATE_FILE).read_text())
             optimizer: Any = mx.load(str(directory / OPTIMIZER_FILE))
             self.steps, self.updates = int(state["steps"]), int(state["updates"])
             self._order.bit_generator.state = state["order"]
-            self.scale = replace(self.scale, **{name: state["scale"][name] for name in ("squares", "ends", "steps")})
+            self.scale = replace(
+                self.scale,
+                **{name: state["scale"][name] for name in ("squares", "ends", ("steps"))},
+            )
             self._factor = float(state["factor"])
             self._key = mx.array(state["key"], mx.uint32)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise CheckpointError(f"{directory} is not a checkpoint of recurrent PPO: {error}") from error
+            raise CheckpointError(
+                f"{directory} is not a checkpoint of recurrent PPO: {error}"
+            ) from error
         self.expert.update(loaded.parameters())
         self.optimizer.state = tree_unflatten(list(optimizer.items()))
         self.seed, self._observations = derive_seed("recurrent PPO", self.seed, self.steps), None
@@ -422,12 +490,17 @@ class RecurrentPPO:
         self._return[ended], self._length[ended] = 0, 0
 
     def update(self, rows: Rows) -> dict[str, float]:
-        """Pass over the rows `epochs` times; end earlier when approx_kl exceeds its bound. Return the mean metrics."""
+        """Pass over the rows `epochs` times; end earlier when approx_kl exceeds its bound.
+        Return the mean metrics."""
         config, sums, batches = self.config, dict[str, float](), 0
         rows = rows if config.recurrent else single_steps(rows)
         inside = np.arange(rows.values.shape[1]) < rows.lengths[:, None]
         advantages, values = rows.advantages[inside], rows.values[inside]
-        mean, deviation = (advantages.mean(), advantages.std() + 1e-8) if config.normalize_advantages else (0.0, 1.0)
+        mean, deviation = (
+            (advantages.mean(), advantages.std() + 1e-8)
+            if config.normalize_advantages
+            else (0.0, 1.0)
+        )
         self.expert.train()
         for _ in range(config.epochs):
             for chosen in self._mini_batches(rows.lengths):
@@ -435,7 +508,10 @@ class RecurrentPPO:
                 batches += 1
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, 0.0) + value
-            if config.target_kl is not None and metrics["approx_kl"] > STOP_AT_KL * config.target_kl:
+            if (
+                config.target_kl is not None
+                and metrics["approx_kl"] > STOP_AT_KL * config.target_kl
+            ):
                 break
         self.updates += 1
         spread = (advantages + values).var()
@@ -461,7 +537,9 @@ class RecurrentPPO:
         if math.isfinite(norm.item()):
             self.optimizer.update(self.expert, gradients)
         mx.eval(self.expert.parameters(), self.optimizer.state)
-        return {name: float(value.item()) for name, value in metrics.items()} | {"grad_norm": float(norm.item())}
+        return {name: float(value.item()) for name, value in metrics.items()} | {
+            "grad_norm": float(norm.item())
+        }
 
 
 def single_steps(rows: Rows) -> Rows:
@@ -484,16 +562,20 @@ def check_sizes(expert: RNNExpertBase, task: VectorTask) -> None:
     """Raises ConfigError: the expert does not fit the task."""
     config = expert.config
     if config.obs_dim != task.obs_dim:
-        raise ConfigError(f"expert {config.name!r} reads {config.obs_dim} numbers, the task shows {task.obs_dim}")
+        raise ConfigError(
+            f"expert {config.name!r} reads {config.obs_dim} numbers, the task shows {task.obs_dim}"
+        )
     if (config.num_actions if config.discrete_actions else 0) != task.num_actions:
         raise ConfigError(
-            f"expert {config.name!r}: discrete_actions and num_actions do not fit the task's {task.num_actions}"
+            f"expert {config.name!r}: discrete_actions and num_actions do not fit the task's"
+            f" {task.num_actions}"
         )
     if not task.num_actions and (config.action_dim, config.action_low, config.action_high) != (
         *(task.action_dim, task.action_low, task.action_high),
     ):
         raise ConfigError(
-            f"expert {config.name!r}: the task has {task.action_dim} actions in [{task.action_low}, {task.action_high}]"
+            f"expert {config.name!r}: the task has {task.action_dim} actions in"
+            f" [{task.action_low}, {task.action_high}]"
         )
 
 
@@ -506,9 +588,11 @@ def evaluate(
     deterministic: bool = True,
     recurrent: bool = True,
 ) -> list[dict[str, Any]]:
-    """Play the first `episodes` episodes that begin, whole; return each one's return, length, end, and the task's info.
+    """Play the first `episodes` episodes that begin, whole; return each one's return, length, end,
+    and the task's info.
 
-    Every environment plays the same number of episodes (rounded up), so that short ones are not over-represented.
+    Every environment plays the same number of episodes (rounded up), so that short ones are not
+    over-represented.
     """
     check_sizes(expert, task)
     each = -(-episodes // task.num_envs)
@@ -529,7 +613,9 @@ def evaluate(
                     "length": int(length[row]),
                     "terminated": bool(step.terminated[row]),
                 }
-                done[row].append(end | {name: float(values[row]) for name, values in step.info.items()})
+                done[row].append(
+                    end | {name: float(values[row]) for name, values in step.info.items()}
+                )
             total[row], length[row] = 0.0, 0
         alive = mx.array(~step.ended)[:, None, None] if recurrent else mx.array(False)
         state, observations = mx.where(alive, output.hidden, 0.0), step.observations

@@ -1,6 +1,7 @@
 """Experts by name, each with a memory of its own, and the ready-made ones.
 
-physics_controller(10 → 2 angles and velocities), scheduler(num_tasks), planner(20 → 5), arc_solver(1805 → 20 choices)
+physics_controller(10 → 2 angles and velocities), scheduler(num_tasks), planner(20 → 5),
+arc_solver(1805 → 20 choices)
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.systems.experts.expert import ExpertConfig, GRUExpert, LSTMExpert, RNNExpertBase, make_expert
+from mlx_parallm.systems.experts.expert import (
+    ExpertConfig,
+    GRUExpert,
+    LSTMExpert,
+    RNNExpertBase,
+    make_expert,
+)
 from mlx_parallm.systems.experts.saving import load_expert, save_expert
 
 
@@ -34,7 +41,9 @@ class ExpertRegistry:
 
     def get(self, name: str) -> RNNExpertBase:
         if name not in self._experts:
-            raise ConfigError(f"there is no expert {name!r}: {', '.join(self.list()) or 'none is registered'}")
+            raise ConfigError(
+                f"there is no expert {name!r}: {', '.join(self.list()) or 'none is registered'}"
+            )
         return self._experts[name]
 
     def list(self) -> "list[str]":
@@ -74,10 +83,14 @@ class ExpertRegistry:
         Args:
             classes: of your own, besides those of the experts that are registered.
 
-        Raises CheckpointError: a file is none, or is of a class that is neither registered nor among `classes`.
+        Raises CheckpointError: a file is none, or is of a class that is neither registered nor
+        among `classes`.
         """
         known = {*classes, *map(type, self._experts.values())}
-        loaded = {path.stem: load_expert(path, *known) for path in sorted(Path(directory).glob("*.safetensors"))}
+        loaded = {
+            path.stem: load_expert(path, *known)
+            for path in sorted(Path(directory).glob("*.safetensors"))
+        }
         if not loaded:
             raise ConfigError(f"{directory} has no expert (NAME.safetensors)")
         self._experts |= loaded
@@ -90,7 +103,9 @@ def physics_controller(name: str = "physics_controller") -> GRUExpert:
 
 def scheduler(num_tasks: int = 10, name: str = "scheduler") -> GRUExpert:
     """Order tasks: 3 numbers a task and 5 of the whole → a priority each and 2 of the whole."""
-    return GRUExpert(ExpertConfig(name, obs_dim=num_tasks * 3 + 5, action_dim=num_tasks + 2, hidden_dim=128))
+    return GRUExpert(
+        ExpertConfig(name, obs_dim=num_tasks * 3 + 5, action_dim=num_tasks + 2, hidden_dim=128)
+    )
 
 
 def planner(name: str = "planner") -> LSTMExpert:
@@ -101,5 +116,7 @@ def planner(name: str = "planner") -> LSTMExpert:
 def arc_solver(name: str = "arc_solver") -> LSTMExpert:
     """Edit two grids of 30 × 30 and 5 numbers more: one of 20 operations."""
     return LSTMExpert(
-        ExpertConfig(name, obs_dim=1805, hidden_dim=256, num_layers=3, discrete_actions=True, num_actions=20)
+        ExpertConfig(
+            name, obs_dim=1805, hidden_dim=256, num_layers=3, discrete_actions=True, num_actions=20
+        )
     )

@@ -1,8 +1,8 @@
 """An expert as one file: weights and configuration, safetensors or npz, whole or absent.
 
-`best.npz` stands for `best.safetensors` where only that one is there, and the other way round. A file of a class of
-your own names it; it is read with that class, never without (`load_expert(path, MyExpert)`): no file decides what code
-is run.
+`best.npz` stands for `best.safetensors` where only that one is there, and the other way round. A
+file of a class of your own names it; it is read with that class, never without (`load_expert(path,
+MyExpert)`): no file decides what code is run.
 """
 
 import json
@@ -24,7 +24,8 @@ SUFFIXES = (".safetensors", ".npz")
 
 
 def save_expert(path: str | Path, expert: RNNExpertBase) -> None:
-    """Write an expert to a `.safetensors` or `.npz` file. Raises CheckpointError; an older file is then untouched."""
+    """Write an expert to a `.safetensors` or `.npz` file. Raises CheckpointError; an older file
+    is then untouched."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise CheckpointError(f"{path}: an expert is saved as {' or '.join(SUFFIXES)}")
@@ -53,14 +54,17 @@ def load_expert(path: str | Path, *classes: type[RNNExpertBase]) -> RNNExpertBas
     Args:
         classes: of your own, of which one may be the file's.
 
-    Raises CheckpointError: no such file, not an expert's, weights that do not fit its configuration or are not finite,
+    Raises CheckpointError: no such file, not an expert's, weights that do not fit its configuration
+    or are not finite,
         or an expert of a class that is not among `classes`.
     """
     path = _existing(Path(path))
     try:
         weights, text = _read(path)
         described = json.loads(text)
-        expert = _make(described["kind"], described.get("class"), ExpertConfig(**described["config"]), classes)
+        expert = _make(
+            described["kind"], described.get("class"), ExpertConfig(**described["config"]), classes
+        )
         check_weights(expert, weights)
         expert.update(tree_unflatten(list(weights.items())))
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, ConfigError) as error:
@@ -69,21 +73,28 @@ def load_expert(path: str | Path, *classes: type[RNNExpertBase]) -> RNNExpertBas
     return expert
 
 
-def _make(kind: str, name: str | None, config: ExpertConfig, classes: Sequence[type[RNNExpertBase]]) -> RNNExpertBase:
+def _make(
+    kind: str, name: str | None, config: ExpertConfig, classes: Sequence[type[RNNExpertBase]]
+) -> RNNExpertBase:
     if name is None:
         return make_expert(kind, config)
     for cls in classes:
         if (cls.__qualname__, cls.kind) == (name, kind):
             return cls(config)
     short = name.rpartition(".")[2]
-    raise ConfigError(f"it is of your class {short}: load_expert(path, {short}), or registry.load(directory, {short})")
+    raise ConfigError(
+        f"it is of your class {short}: load_expert(path, {short}), or registry.load(directory,"
+        f" {short})"
+    )
 
 
 def _existing(path: Path) -> Path:
     for candidate in (path, *(path.with_suffix(suffix) for suffix in SUFFIXES)):
         if candidate.is_file():
             return candidate
-    raise CheckpointError(f"{path}: there is no such expert (train one: mlx_parallm.systems.experts.examples)")
+    raise CheckpointError(
+        f"{path}: there is no such expert (train one: mlx_parallm.systems.experts.examples)"
+    )
 
 
 def _read(path: Path) -> tuple[dict[str, mx.array], str]:

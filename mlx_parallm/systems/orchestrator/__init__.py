@@ -1,11 +1,13 @@
-"""The hybrid system: a language model plans, small recurrent experts act, tools tell the truth. docs/hybrid.md.
+"""The hybrid system: a language model plans, small recurrent experts act, tools tell the truth.
+docs/hybrid.md.
 
 orchestrator.py   `Orchestrator`: one episode; an action in, a `StepResult` out
 reward.py         `RewardConfig`, what a step and an end are worth
 observation.py    `ObservationBuilder`: the text that the model reads, the numbers that experts read
 control.py        an expert's loop over tool calls
 environment.py    kind = "hybrid": an environment of a training run
-learning.py       recurrent PPO on the experts' steps of those episodes, and the schedule of joint training
+learning.py       recurrent PPO on the experts' steps of those episodes, and the schedule of joint
+                  training
 routes.py         /v1/hybrid/chat/completions: answers with the tools and experts of a run
 hybrid_env.py     `HybridEnv`, `VectorizedHybridEnv`: a gym-like environment of texts
 tasks.py          task pools, generators, and the routing tasks
@@ -21,7 +23,11 @@ if TYPE_CHECKING:
     from mlx_parallm.execution.tool_client import MCPToolClient
     from mlx_parallm.systems.orchestrator.hybrid_env import HybridEnv, VectorizedHybridEnv
     from mlx_parallm.systems.orchestrator.observation import ObservationBuilder
-    from mlx_parallm.systems.orchestrator.orchestrator import Orchestrator, OrchestratorConfig, StepResult
+    from mlx_parallm.systems.orchestrator.orchestrator import (
+        Orchestrator,
+        OrchestratorConfig,
+        StepResult,
+    )
     from mlx_parallm.systems.orchestrator.reward import RewardConfig
     from mlx_parallm.systems.orchestrator.trainer import GRPOTrainer, GRPOTrainerConfig
 

@@ -1,9 +1,13 @@
-"""An expert's loop over tool calls: observation → expert → action → arguments of a tool → result → observation …
+"""An expert's loop over tool calls: observation → expert → action → arguments of a tool → result →
+observation …
 
-    ExpertControl(task, arguments)   makes the `ControlLoop` of one delegation; a call that cannot be carried out raises
-    run_loop                         plays it; returns the `ExpertResult`, and its steps for recurrent PPO
+    ExpertControl(task, arguments)   makes the `ControlLoop` of one delegation; a call that cannot
+                                     be carried out raises
+    run_loop                         plays it; returns the `ExpertResult`, and its steps for
+                                     recurrent PPO
 
-The loop asks the live tool for every step. Actions become arguments as in the environment that the expert was trained
+The loop asks the live tool for every step. Actions become arguments as in the environment that the
+expert was trained
 in: `experts.tasks.shot_of` is the one place that knows angle and velocity.
 """
 
@@ -29,7 +33,8 @@ LOOP_TOLERANCE_M = 0.5  # of a task that sets none
 
 T = TypeVar("T")
 RunMLX = Callable[[Callable[[], T]], T]
-"""Runs a function that uses MLX, perhaps on a thread that is kept for it, and returns its result."""
+"""Runs a function that uses MLX, perhaps on a thread that is kept for it, and returns its
+result."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Judgement:
 
 
 class ControlLoop(Protocol):
-    """One delegation. `observe` → [obs_dim] float32; `arguments` takes the expert's action [A] float32, or an int."""
+    """One delegation. `observe` → [obs_dim] float32; `arguments` takes the expert's action [A]
+    float32, or an int."""
 
     tool: str
 
@@ -60,14 +66,16 @@ class ControlLoop(Protocol):
 
 
 ExpertControl = Callable[[HybridTask, Mapping[str, Any]], ControlLoop]
-"""Makes a loop of a task and the arguments of DELEGATE. Raises ToolFailedError: the arguments are wrong."""
+"""Makes a loop of a task and the arguments of DELEGATE. Raises ToolFailedError: the arguments
+are wrong."""
 
 
 class ProjectileLoop:
-    """Aim at a target with `physics_simulate`, as `experts.tasks.ProjectileTask`: same numbers, rewards, ten attempts.
+    """Aim at a target with `physics_simulate`, as `experts.tasks.ProjectileTask`: same numbers,
+    rewards, ten attempts.
 
-    Arguments of DELEGATE: target (50 to 200 m), wind (-5 to 5 m/s, default 0): what the expert was trained for, and
-    learns from. A shot nearer than the task's tolerance ends the loop.
+    Arguments of DELEGATE: target (50 to 200 m), wind (-5 to 5 m/s, default 0): what the expert was
+    trained for, and learns from. A shot nearer than the task's tolerance ends the loop.
     """
 
     tool = SIMULATOR
@@ -78,8 +86,14 @@ class ProjectileLoop:
             raise ToolFailedError(f"there is no argument {unknown[0]!r}: there are target and wind")
         for name, (low, high) in {"target": TARGETS_M, "wind": WINDS}.items():
             value = numbers.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ToolFailedError(f"{name} has to be a number from {low:g} to {high:g}, not {value!r}")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not low <= value <= high
+            ):
+                raise ToolFailedError(
+                    f"{name} has to be a number from {low:g} to {high:g}, not {value!r}"
+                )
         self._target, self._wind = float(numbers["target"]), float(numbers["wind"])
         self._tolerance = float(task.goal.get("tolerance", LOOP_TOLERANCE_M))
         self._error = self._distance = 0.0
@@ -100,8 +114,14 @@ class ProjectileLoop:
         return {"angle": float(angle), "velocity": float(velocity), "wind": self._wind}
 
     def take(self, result: ToolResult) -> Judgement:
-        landed = result.structured.get("distance") if isinstance(result.structured, Mapping) else None
-        if isinstance(landed, bool) or not isinstance(landed, int | float) or not math.isfinite(landed):
+        landed = (
+            result.structured.get("distance") if isinstance(result.structured, Mapping) else None
+        )
+        if (
+            isinstance(landed, bool)
+            or not isinstance(landed, int | float)
+            or not math.isfinite(landed)
+        ):
             raise ToolFailedError(f"{SIMULATOR} returned no distance: {result.text[:80]!r}")
         self._distance, self._error = float(landed), abs(float(landed) - self._target)
         self._attempts += 1
@@ -138,7 +158,8 @@ class ExpertResult:
 class ExpertSteps:
     """The steps of an expert that explored, as recurrent PPO needs them. JSON by `to_json`.
 
-    `last_value`: γ-less value of the state after the last step where the loop was cut; 0 where it ended.
+    `last_value`: γ-less value of the state after the last step where the loop was cut; 0 where it
+    ended.
     """
 
     expert: str
@@ -173,7 +194,8 @@ def run_loop(
 
     Args:
         call: calls a tool.
-        explore: sample the actions and keep the steps for learning; otherwise take the most likely ones.
+        explore: sample the actions and keep the steps for learning; otherwise take the most likely
+            ones.
         seed: of the sampled actions.
         run: see `RunMLX`.
 
@@ -195,7 +217,9 @@ def run_loop(
         if error is not None:
             break
         memory = acted.memory
-        trajectory.append({"arguments": arguments, "result": result.structured, "reward": judgement.reward})
+        trajectory.append(
+            {"arguments": arguments, "result": result.structured, "reward": judgement.reward}
+        )
         if steps is not None:
             steps.observations.append(_short(seen))
             steps.raw_actions.append(acted.raw)
@@ -206,7 +230,9 @@ def run_loop(
             break
     if steps is not None and trajectory and not judgement.ended:
         after = np.asarray(loop.observe(), np.float32)
-        steps.last_value = run(partial(_act, expert, after, memory, False, seed, len(trajectory))).value
+        steps.last_value = run(
+            partial(_act, expert, after, memory, False, seed, len(trajectory))
+        ).value
     outcome = ExpertResult(
         expert=name,
         steps=len(trajectory),
@@ -229,21 +255,30 @@ class _Acted:
 
 
 def _short(numbers: np.ndarray) -> list[float]:
-    """Return float32 numbers in nine digits, which give back every bit of them and are half as long as JSON."""
+    """Return float32 numbers in nine digits, which give back every bit of them and are half as
+    long as JSON."""
     return [float(f"{number:.9g}") for number in numbers.tolist()]
 
 
 def _act(
-    expert: RNNExpertBase, seen: np.ndarray, memory: mx.array | None, explore: bool, seed: int, number: int
+    expert: RNNExpertBase,
+    seen: np.ndarray,
+    memory: mx.array | None,
+    explore: bool,
+    seed: int,
+    number: int,
 ) -> _Acted:
-    """One row at a time: the last bits of a row depend on its company, and an episode may be repeated alone."""
+    """One row at a time: the last bits of a row depend on its company, and an episode may be
+    repeated alone."""
     key = mx.random.key(derive_seed("expert", seed, number))
     output = expert.step(mx.array(seen)[None], memory, deterministic=not explore, key=key)
     mx.eval(output.action, output.raw, output.log_prob, output.value, output.hidden)
     action: Any = np.array(output.action)[0]
     return _Acted(
         action=int(action) if expert.config.discrete_actions else action,
-        raw=np.array(output.raw)[0].tolist() if expert.config.discrete_actions else _short(np.array(output.raw)[0]),
+        raw=np.array(output.raw)[0].tolist()
+        if expert.config.discrete_actions
+        else _short(np.array(output.raw)[0]),
         log_prob=float(np.array(output.log_prob)[0]),
         value=float(np.array(output.value)[0]),
         memory=output.hidden,

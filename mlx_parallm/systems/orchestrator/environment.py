@@ -1,11 +1,12 @@
 """kind = "hybrid": the orchestrator as an environment of a training run.
 
-    the task, how to act → planner: TOOL, DELEGATE, THINK → its result → planner → … → ANSWER, or max_steps
+    the task, how to act → planner: TOOL, DELEGATE, THINK → its result → planner → … → ANSWER, or
+    max_steps
 
-Every episode has an `Orchestrator` of its own; tools and experts are shared. What tools and experts return is not
-sampled, so it is masked. An episode's metadata has the task, and at the end `reward` (RewardConfig's sum), `solved`,
-`answer_text`, `steps`, `timed_out`, `routes` (what the planner did, in order) and `tool_calls` (a dictionary each:
-`name`, `arguments`, `text`, `error`, `expert`).
+Every episode has an `Orchestrator` of its own; tools and experts are shared. What tools and experts
+return is not sampled, so it is masked. An episode's metadata has the task, and at the end `reward`
+(RewardConfig's sum), `solved`, `answer_text`, `steps`, `timed_out`, `routes` (what the planner did,
+in order) and `tool_calls` (a dictionary each: `name`, `arguments`, `text`, `error`, `expert`).
 """
 
 import copy
@@ -35,7 +36,11 @@ from mlx_parallm.systems.orchestrator.learning import (
     schedule_of,
     settings_of,
 )
-from mlx_parallm.systems.orchestrator.orchestrator import Orchestrator, OrchestratorConfig, controls_of
+from mlx_parallm.systems.orchestrator.orchestrator import (
+    Orchestrator,
+    OrchestratorConfig,
+    controls_of,
+)
 from mlx_parallm.systems.orchestrator.reward import TASK_REWARDS, HybridTask, RewardConfig
 from mlx_parallm.systems.orchestrator.routes import ServedPlanner, hybrid_router
 from mlx_parallm.systems.orchestrator.tasks import task_source
@@ -50,7 +55,8 @@ ANSWER: TEXT ends the task"""
 
 @dataclass
 class HybridState(State):
-    """The state of one episode. `orchestrator` begins with the first turn, after the group's copies were made."""
+    """The state of one episode. `orchestrator` begins with the first turn, after the group's
+    copies were made."""
 
     orchestrator: Orchestrator | None = None
     asked: Any = None  # the task's prompt, without instructions
@@ -88,14 +94,18 @@ class HybridEnvironment(BaseEnvironment):
         Args:
             tasks: as in `task_source`.
             experts: name → a file of `save_expert` (.safetensors or .npz), or a registry.
-            controls: expert → what makes its loops: "projectile", a function, or a reference to one.
+            controls: expert → what makes its loops: "projectile", a function, or a reference to
+                one.
             tools: `EpisodeTools.of(ToolClient(…))`, in Python; default: those of the configuration.
-            instructions: before the task; default: the grammar, the tools and the experts. "" = nothing.
-            history: what the planner reads: the conversation, or the task with the last 5 results and 3 actions.
+            instructions: before the task; default: the grammar, the tools and the experts. "" =
+                nothing.
+            history: what the planner reads: the conversation, or the task with the last 5 results
+                and 3 actions.
             rewards: numbers of `RewardConfig`. task_rewards: type → a function of the episode.
-            learn, alternate_every, min_steps: see `LearningSchedule`; ppo: settings of `RecurrentPPOConfig`. One that
-                `learn` makes no use of is refused.
-            max_steps, max_expert_steps, tool_call_timeout, cache_tool_calls: see `OrchestratorConfig`.
+            learn, alternate_every, min_steps: see `LearningSchedule`; ppo: settings of
+                `RecurrentPPOConfig`. One that `learn` makes no use of is refused.
+            max_steps, max_expert_steps, tool_call_timeout, cache_tool_calls: see
+                `OrchestratorConfig`.
 
         Raises ConfigError: any of them is wrong. CheckpointError: no such expert.
         """
@@ -112,7 +122,9 @@ class HybridEnvironment(BaseEnvironment):
             rewards_of(rewards or {}, task_rewards or {}),
         )
         registry = experts if isinstance(experts, ExpertRegistry) else _load_experts(experts or {})
-        self.controls = controls_of(registry, {name: _control(value) for name, value in (controls or {}).items()})
+        self.controls = controls_of(
+            registry, {name: _control(value) for name, value in (controls or {}).items()}
+        )
         self.episode_tools, self._instructions = tools, instructions
         if learn != "planner" and not len(registry):
             raise ConfigError(f'hybrid: learn = "{learn}", but there is no expert: set experts')
@@ -120,20 +132,27 @@ class HybridEnvironment(BaseEnvironment):
         self.acting = ActingExperts(registry, lambda function: thread.submit(function).result())
         self.close = weakref.finalize(self, thread.close)  # at exit, too
         self.use_tools(tools)
-        schedule = schedule_of(learn, {"alternate_every": alternate_every, "min_steps": min_steps, "ppo": ppo})
+        schedule = schedule_of(
+            learn, {"alternate_every": alternate_every, "min_steps": min_steps, "ppo": ppo}
+        )
         self.run = lambda function: thread.submit(function).result()
-        # A planner that learns alone needs none, and experts that never learn may have no value head.
+        # A planner that learns alone needs none, and experts that never learn may have no value
+        # head.
         self.learner = (
-            None if learn == "planner" else ExpertLearner(self.acting, schedule, settings_of(ppo or {}), seed=seed)
+            None
+            if learn == ("planner")
+            else ExpertLearner(self.acting, schedule, settings_of(ppo or {}), seed=seed)
         )
 
     def use_tools(self, tools: EpisodeTools | None) -> None:
-        """Take the tools: the planner may call those of `definitions`, the experts' loops all of the client's."""
+        """Take the tools: the planner may call those of `definitions`, the experts' loops all of
+        the client's."""
         self.tools = tools if tools is not None else EpisodeTools(ToolClient(), ())
         self.instructions = self._about() if self._instructions is None else self._instructions
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> HybridState:
-        """Task `index` of a split; without an index the next one. Raises ConfigError: it is no task."""
+        """Task `index` of a split; without an index the next one. Raises ConfigError: it is no
+        task."""
         row = copy.deepcopy(dict(self._tasks(self._index_or_next(index), split)))
         task = HybridTask.of(row)
         goal = task.goal
@@ -148,10 +167,16 @@ class HybridEnvironment(BaseEnvironment):
         orchestrator = state.orchestrator = state.orchestrator or self.begin(state)
         result = orchestrator.step_text(response)
         # After every turn: an episode may end here for lack of room, and nobody would ask again.
-        state.metadata |= {"routes": [*state.metadata.get("routes", ()), _route(result.info)], **outcome(orchestrator)}
+        state.metadata |= {
+            "routes": [*state.metadata.get("routes", ()), _route(result.info)],
+            **outcome(orchestrator),
+        }
         state.done = result.done
         if not result.done:
-            added = {"role": "assistant", "content": response}, {"role": "user", "content": result.text}
+            added = (
+                {"role": "assistant", "content": response},
+                {"role": "user", "content": result.text},
+            )
             whole = self._opening(result.observation)
             state.prompt = whole if self._history == "summary" else [*state.prompt, *added]
         return state
@@ -159,7 +184,9 @@ class HybridEnvironment(BaseEnvironment):
     def begin(self, state: HybridState) -> Orchestrator:
         """Return the orchestrator of an episode, at its task; held-out ones do not explore."""
         explore = self.acting.explore and state.metadata["split"] == "train"
-        orchestrator = self.orchestrator(explore=explore, seed=derive_seed(f"hybrid/{state.trajectory_id}"))
+        orchestrator = self.orchestrator(
+            explore=explore, seed=derive_seed(f"hybrid/{state.trajectory_id}")
+        )
         orchestrator.reset({**state.metadata, "prompt": state.asked})
         return orchestrator
 
@@ -191,7 +218,9 @@ class HybridEnvironment(BaseEnvironment):
         return [*earlier, {**last, "content": self._with_instructions(last["content"])}]
 
     def _opening(self, prompt: Any) -> list[dict[str, Any]]:
-        return self.opening([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        return self.opening(
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        )
 
     def _with_instructions(self, text: str) -> str:
         return f"{self.instructions}\n\n{text}" if self.instructions else text
@@ -227,15 +256,20 @@ def outcome(orchestrator: Orchestrator) -> dict[str, Any]:
     }
 
 
-def hybrid(trajectories: Sequence[Trajectory], log_metric: Callable[[str, float], None]) -> list[float]:
-    """The reward of the specification: `RewardConfig`'s sum over the episode. Logs what `solved` does."""
+def hybrid(
+    trajectories: Sequence[Trajectory], log_metric: Callable[[str, float], None]
+) -> list[float]:
+    """The reward of the specification: `RewardConfig`'s sum over the episode. Logs what `solved`
+    does."""
     solved(trajectories, log_metric)
     return [float(trajectory.metadata.get("reward", 0.0)) for trajectory in trajectories]
 
 
-def solved(trajectories: Sequence[Trajectory], log_metric: Callable[[str, float], None]) -> list[float]:
-    """1 where the task was solved, else 0. Logs the shares of tools, delegations and direct answers among first
-    actions, and of the solved."""
+def solved(
+    trajectories: Sequence[Trajectory], log_metric: Callable[[str, float], None]
+) -> list[float]:
+    """1 where the task was solved, else 0. Logs the shares of tools, delegations and direct
+    answers among first actions, and of the solved."""
     for trajectory in trajectories:
         first = next(iter(trajectory.metadata.get("routes", ())), "nothing")
         for kind in ("tool", "delegate", "answer", "invalid"):
@@ -253,7 +287,9 @@ def rewards_of(numbers: Mapping[str, Any], functions: Mapping[str, Any]) -> Rewa
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"hybrid: rewards.{name} has to be a number, not {value!r}")
     own = {
-        kind: load_function(value, f"hybrid: task_rewards.{kind}")[0] if isinstance(value, str) else value
+        kind: load_function(value, f"hybrid: task_rewards.{kind}")[0]
+        if isinstance(value, str)
+        else value
         for kind, value in functions.items()
     }
     return RewardConfig(**numbers, task_rewards={**TASK_REWARDS, **own})

@@ -1,4 +1,5 @@
-"""`HybridEnv`: the orchestrator as a gym-like environment of texts; `VectorizedHybridEnv`: several side by side."""
+"""`HybridEnv`: the orchestrator as a gym-like environment of texts; `VectorizedHybridEnv`:
+several side by side."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +14,18 @@ from mlx_parallm.systems.orchestrator.reward import HybridTask
 
 Task = Mapping[str, Any] | HybridTask
 Step = tuple[str, float, bool, dict[str, Any]]
-"""Observation, reward, done, info. info has what StepResult.info has, tool_result, expert_result, and solved."""
+"""Observation, reward, done, info. info has what StepResult.info has, tool_result,
+expert_result, and solved."""
 
 
 class HybridEnv:
-    """Episodes on the tasks of a pool, in their order and again, or of a generator (number of the episode → task).
+    """Episodes on the tasks of a pool, in their order and again, or of a generator (number of the
+    episode → task).
 
-    The limit and the rewards are those of `orchestrator.config`. `step_penalty`, `tool_call_reward`,
-    `expert_use_reward` and `max_episode_length` replace its `step_penalty`, `valid_tool_call_reward`,
-    `expert_delegation_reward` and `max_steps`; None leaves them. Raises ConfigError: not one of task_pool and
-    task_generator, or an empty pool.
+    The limit and the rewards are those of `orchestrator.config`. `step_penalty`,
+    `tool_call_reward`, `expert_use_reward` and `max_episode_length` replace its `step_penalty`,
+    `valid_tool_call_reward`, `expert_delegation_reward` and `max_steps`; None leaves them. Raises
+    ConfigError: not one of task_pool and task_generator, or an empty pool.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class HybridEnv:
         }
         config = orchestrator.config
         rewards = dataclasses.replace(config.rewards, **_set(changed))
-        orchestrator.config = dataclasses.replace(config, rewards=rewards, **_set({"max_steps": max_episode_length}))
+        orchestrator.config = dataclasses.replace(
+            config, rewards=rewards, **_set({"max_steps": max_episode_length})
+        )
         self.orchestrator = orchestrator
         self._pool, self._generator = list(task_pool), task_generator
         self.episodes = 0
@@ -54,7 +59,11 @@ class HybridEnv:
         """Begin the next task, or the given one; return the first observation."""
         if task is None:
             number, self.episodes = self.episodes, self.episodes + 1
-            task = self._generator(number) if self._generator is not None else self._pool[number % len(self._pool)]
+            task = (
+                self._generator(number)
+                if self._generator is not None
+                else self._pool[number % len(self._pool)]
+            )
         return self.orchestrator.reset(task)
 
     def step(self, action: Action) -> Step:
@@ -79,15 +88,18 @@ def _set(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class VectorizedHybridEnv:
-    """N environments, stepped at the same time on a thread each; one that is done begins its next task at once.
+    """N environments, stepped at the same time on a thread each; one that is done begins its next
+    task at once.
 
-    Each needs an Orchestrator of its own; they may share tools and experts, which act on one thread. Close it at the
-    end.
+    Each needs an Orchestrator of its own; they may share tools and experts, which act on one
+    thread. Close it at the end.
     """
 
     def __init__(self, envs: Sequence[HybridEnv]) -> None:
         if not envs or len({id(env.orchestrator) for env in envs}) < len(envs):
-            raise ConfigError("VectorizedHybridEnv: one environment or more, each with an orchestrator of its own")
+            raise ConfigError(
+                "VectorizedHybridEnv: one environment or more, each with an orchestrator of its own"
+            )
         self.envs = list(envs)
         self._threads = ThreadPoolExecutor(len(self.envs), thread_name_prefix="hybrid env")
         self._acting = MLXThread("experts")
@@ -108,11 +120,18 @@ class VectorizedHybridEnv:
     def reset(self) -> list[str]:
         return [env.reset() for env in self.envs]
 
-    def step(self, texts: Sequence[str]) -> tuple[list[str], list[float], list[bool], list[dict[str, Any]]]:
+    def step(
+        self, texts: Sequence[str]
+    ) -> tuple[list[str], list[float], list[bool], list[dict[str, Any]]]:
         """Step each with its text. Where one was done, the observation is of its next task, and
-        info["final_observation"] has the last one of the task before. Raises ValueError: not N texts."""
+        info["final_observation"] has the last one of the task before. Raises ValueError: not N
+        texts."""
         if len(texts) != len(self.envs):
-            raise ValueError(f"{len(texts)} texts for {len(self.envs)} environments: expected {len(self.envs)} actions")
+            raise ValueError(
+                f"{len(texts)} texts for {len(self.envs)} environments: expected"
+                f" {len(self.envs)}"
+                " actions"
+            )
         steps = list(self._threads.map(HybridEnv.step_from_text, self.envs, texts))
         seen, rewards, dones, infos = (list(column) for column in zip(*steps, strict=True))
         for number, done in enumerate(dones):

@@ -2,4 +2,7 @@
 
 from mlx_parallm.config.leaves import Leaf
 
-LEAF = Leaf("hybrid", environments={"hybrid": "mlx_parallm.systems.orchestrator.environment:HybridEnvironment"})
+LEAF = Leaf(
+    "hybrid",
+    environments={"hybrid": ("mlx_parallm.systems.orchestrator.environment:HybridEnvironment")},
+)

@@ -1,10 +1,12 @@
-"""Joint training: recurrent PPO on the experts' steps of the episodes that train the planner, and who learns when.
+"""Joint training: recurrent PPO on the experts' steps of the episodes that train the planner, and
+who learns when.
 
-    episodes → group.metadata["expert_steps"] → `ExpertLearner.learn` → RecurrentPPO.update → the acting experts
+    episodes → group.metadata["expert_steps"] → `ExpertLearner.learn` → RecurrentPPO.update → the
+    acting experts
 
-The planner has its optimizer, each expert another. The acting experts are trees of their own: a tree that is
-differentiated holds tracers, and episodes act on other threads meanwhile. In a step in which the experts do not learn
-they take their most likely actions, and nothing is kept.
+The planner has its optimizer, each expert another. The acting experts are trees of their own: a
+tree that is differentiated holds tracers, and episodes act on other threads meanwhile. In a step in
+which the experts do not learn they take their most likely actions, and nothing is kept.
 """
 
 import copy
@@ -38,7 +40,8 @@ NO_EFFECT = {
 class LearningSchedule:
     """Who learns in which step. Raises ConfigError: another word, a number below 1.
 
-    "alternate": the planner in the first `alternate_every` steps, the experts in the next, and so on.
+    "alternate": the planner in the first `alternate_every` steps, the experts in the next, and so
+    on.
     `min_steps`: an expert's steps wait until there are as many; then they are one PPO update.
     """
 
@@ -48,37 +51,55 @@ class LearningSchedule:
 
     def __post_init__(self) -> None:
         if self.learn not in get_args(Learning):
-            raise ConfigError(f"hybrid: learn: one of {', '.join(get_args(Learning))}, not {self.learn!r}")
+            raise ConfigError(
+                f"hybrid: learn: one of {', '.join(get_args(Learning))}, not {self.learn!r}"
+            )
         if min(self.alternate_every, self.min_steps) < 1:
             raise ConfigError("hybrid: alternate_every and min_steps have to be at least 1")
 
     def planner(self, step: int) -> bool:
         """Whether the planner learns in `step` (1, 2, …)."""
-        return self.learn in ("planner", "both") or (self.learn == "alternate" and self._turn(step) == 0)
+        return self.learn in ("planner", "both") or (
+            self.learn == "alternate" and self._turn(step) == 0
+        )
 
     def experts(self, step: int) -> bool:
-        return self.learn in ("experts", "both") or (self.learn == "alternate" and self._turn(step) == 1)
+        return self.learn in ("experts", "both") or (
+            self.learn == "alternate" and self._turn(step) == 1
+        )
 
     def _turn(self, step: int) -> int:
         return (step - 1) // self.alternate_every % 2
 
 
 def schedule_of(learn: Learning, options: Mapping[str, Any]) -> LearningSchedule:
-    """Return the schedule of a configuration's options: alternate_every, min_steps, ppo, None where they are not set.
+    """Return the schedule of a configuration's options: alternate_every, min_steps, ppo, None where
+    they are not set.
 
     Raises ConfigError: `learn` is another word, or makes no use of an option that is set.
     """
-    used = {"planner": (), "alternate": ("alternate_every", "min_steps", "ppo")}.get(learn, ("min_steps", "ppo"))
+    used = {"planner": (), "alternate": ("alternate_every", "min_steps", "ppo")}.get(
+        learn, ("min_steps", ("ppo"))
+    )
     given = {name: value for name, value in options.items() if value is not None}
-    schedule = LearningSchedule(learn, **{name: value for name, value in given.items() if name != "ppo"})
+    schedule = LearningSchedule(
+        learn, **{name: value for name, value in given.items() if name != ("ppo")}
+    )
     if unused := [name for name in given if name not in used]:
-        needed = '"alternate"' if unused[0] == "alternate_every" else '"experts", "alternate" or "both"'
-        raise ConfigError(f'hybrid: {unused[0]} has no effect with learn = "{learn}": set learn = {needed}')
+        needed = (
+            ('"alternate"')
+            if unused[0] == "alternate_every"
+            else '"experts", "alternate" or "both"'
+        )
+        raise ConfigError(
+            f'hybrid: {unused[0]} has no effect with learn = "{learn}": set learn = {needed}'
+        )
     return schedule
 
 
 class ActingExperts:
-    """The experts that act in episodes. `explore`: sample their actions, and keep the steps for learning."""
+    """The experts that act in episodes. `explore`: sample their actions, and keep the steps for
+    learning."""
 
     def __init__(self, registry: ExpertRegistry, run: Callable[[Callable[[], Any]], Any]) -> None:
         self.registry, self._run, self.explore = registry, run, False
@@ -101,7 +122,12 @@ class ExpertLearner:
     """
 
     def __init__(
-        self, acting: ActingExperts, schedule: LearningSchedule, settings: RecurrentPPOConfig, *, seed: int
+        self,
+        acting: ActingExperts,
+        schedule: LearningSchedule,
+        settings: RecurrentPPOConfig,
+        *,
+        seed: int,
     ) -> None:
         self._acting, self.schedule = acting, schedule
         self.trainers = {
@@ -114,12 +140,17 @@ class ExpertLearner:
     def trains_policy(self, step: int) -> bool:
         return self.schedule.planner(step)
 
-    def learn(self, step: int, groups: Sequence[RolloutGroup], total_steps: int | None = None) -> dict[str, float]:
-        """Update each expert that has `min_steps` steps. `settings.anneal` lowers the learning rate over `total_steps`;
-        without them it stays. Metrics: experts/NAME/episodes, return and steps of this
-        step's episodes; learned_steps, and what PPO measures, where there was an update."""
+    def learn(
+        self, step: int, groups: Sequence[RolloutGroup], total_steps: int | None = None
+    ) -> dict[str, float]:
+        """Update each expert that has `min_steps` steps. `settings.anneal` lowers the learning
+        rate over `total_steps`; without them it stays. Metrics: experts/NAME/episodes, return
+        and steps of this step's episodes; learned_steps, and what PPO measures, where there was
+        an update."""
         numbers: dict[str, float] = {}
-        episodes = [one for group in groups for rollout in group.metadata.get(STEPS, ()) for one in rollout]
+        episodes = [
+            one for group in groups for rollout in group.metadata.get(STEPS, ()) for one in rollout
+        ]
         for name, trainer in self.trainers.items():
             own = [episode for episode in episodes if episode["expert"] == name]
             measured = {"episodes": float(len(own))}
@@ -133,7 +164,9 @@ class ExpertLearner:
         self._acting.explore = self.schedule.experts(step + 1)
         return numbers
 
-    def _update(self, name: str, trainer: RecurrentPPO, episodes: list[dict[str, Any]]) -> dict[str, float]:
+    def _update(
+        self, name: str, trainer: RecurrentPPO, episodes: list[dict[str, Any]]
+    ) -> dict[str, float]:
         waiting = self._waiting[name] = self._waiting[name] + episodes
         count = sum(len(episode["rewards"]) for episode in waiting)
         if count < self.schedule.min_steps:
@@ -170,7 +203,8 @@ class ExpertLearner:
 def piece_of(steps: ExpertSteps, config: RecurrentPPOConfig, state: np.ndarray) -> Piece:
     """Return the steps of a delegation for PPO. `state`: the memory that it began with.
 
-    γ times the value of the state after a cut is part of the last reward; a loop that ended has none.
+    γ times the value of the state after a cut is part of the last reward; a loop that ended has
+    none.
     """
     rewards = (config.reward_scale or 1.0) * np.array(steps.rewards, np.float64)
     rewards[-1] += config.gamma * steps.last_value
@@ -186,8 +220,9 @@ def piece_of(steps: ExpertSteps, config: RecurrentPPOConfig, state: np.ndarray) 
 
 
 def settings_of(table: Mapping[str, Any]) -> RecurrentPPOConfig:
-    """Return PPO's settings from a table of the configuration; `reward_scale` is 1 where it has none, since experts
-    come with a value head in their own units. Raises ConfigError: an unknown key, or one that has no effect here."""
+    """Return PPO's settings from a table of the configuration; `reward_scale` is 1 where it has
+    none, since experts come with a value head in their own units. Raises ConfigError: an unknown
+    key, or one that has no effect here."""
     known = [entry.name for entry in fields(RecurrentPPOConfig)]
     if unknown := [key for key in table if key not in known]:
         raise ConfigError(f"hybrid: ppo has no {unknown[0]!r}{did_you_mean(unknown[0], known)}")

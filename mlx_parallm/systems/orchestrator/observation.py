@@ -1,4 +1,5 @@
-"""`ObservationBuilder`: what the model reads of an episode (text), and what experts read (numbers)."""
+"""`ObservationBuilder`: what the model reads of an episode (text), and what experts read
+(numbers)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,16 +16,32 @@ LONGEST_RESULT = 500  # characters of a result that the model reads in the summa
 class ObservationBuilder:
     """Views of an episode."""
 
-    def text(self, prompt: Any, *, step: int, max_steps: int, results: Sequence[str], actions: Sequence[str]) -> str:
+    def text(
+        self,
+        prompt: Any,
+        *,
+        step: int,
+        max_steps: int,
+        results: Sequence[str],
+        actions: Sequence[str],
+    ) -> str:
         """Return the task, the last 5 results and the last 3 actions, a line each."""
         lines = [text_of(prompt), "", f"Step {step + 1} of at most {max_steps}."]
         if results:
-            lines += ["Results so far:", *(f"- {_shortened(result)}" for result in results[-SHOWN_RESULTS:])]
+            lines += [
+                "Results so far:",
+                *(f"- {_shortened(result)}" for result in results[-SHOWN_RESULTS:]),
+            ]
         if actions:
-            lines += ["Last actions:", *(f"- {_shortened(action)}" for action in actions[-SHOWN_ACTIONS:])]
+            lines += [
+                "Last actions:",
+                *(f"- {_shortened(action)}" for action in actions[-SHOWN_ACTIONS:]),
+            ]
         return "\n".join(lines)
 
-    def physics(self, *, target: float, error: float, distance: float, wind: float, attempts: int) -> np.ndarray:
+    def physics(
+        self, *, target: float, error: float, distance: float, wind: float, attempts: int
+    ) -> np.ndarray:
         """Return [10]: the observation of `experts.tasks.ProjectileTask`."""
         return projectile_observation(target, error, distance, wind, attempts)
 

@@ -1,12 +1,14 @@
-"""`Orchestrator`: one episode of the hybrid system. An action of the planner in, a `StepResult` out.
+"""`Orchestrator`: one episode of the hybrid system. An action of the planner in, a `StepResult`
+out.
 
     TOOL: name(k=v)       → the tool is called                                     tool_result
     DELEGATE: name(k=v)   → the expert acts in a loop of tool calls (control.py)   expert_result
     ANSWER: text          → the end; rewards of reward.py
     THINK: text           → nothing; it costs a step
 
-An action never raises for what a tool, an expert or the planner does: unknown names, calls that cannot be read,
-failures and time-outs are results with an `error`, and cost what `RewardConfig` says.
+An action never raises for what a tool, an expert or the planner does: unknown names, calls that
+cannot be read, failures and time-outs are results with an `error`, and cost what `RewardConfig`
+says.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +49,8 @@ NO_ACTION = "No action yet. Write TOOL:, DELEGATE: or ANSWER:."
 class OrchestratorConfig:
     """The limits of an episode. Raises ConfigError: a limit that is not above 0.
 
-    `tool_call_timeout`: seconds, of one call, in the place of the tool client's own limits (`MCPServer.timeout_s`,
-    `function_timeout_s`; 30 each); None: those.
+    `tool_call_timeout`: seconds, of one call, in the place of the tool client's own limits
+    (`MCPServer.timeout_s`, `function_timeout_s`; 30 each); None: those.
     """
 
     max_steps: int = 50
@@ -60,12 +62,15 @@ class OrchestratorConfig:
     def __post_init__(self) -> None:
         seconds = 1.0 if self.tool_call_timeout is None else self.tool_call_timeout
         if min(self.max_steps, self.max_expert_steps) < 1 or not seconds > 0:
-            raise ConfigError("orchestrator: max_steps, max_expert_steps and tool_call_timeout have to be above 0")
+            raise ConfigError(
+                "orchestrator: max_steps, max_expert_steps and tool_call_timeout have to be above 0"
+            )
 
 
 @dataclass(frozen=True)
 class OrchestratorStep:
-    """One step. `observation`: the text view after it; `info`: the action's kind and name, and what went wrong."""
+    """One step. `observation`: the text view after it; `info`: the action's kind and name, and
+    what went wrong."""
 
     observation: str
     reward: float
@@ -89,8 +94,10 @@ class Orchestrator:
     Args:
         registry: the experts; each acts with a memory of its own in every delegation.
         tools: where all calls go; it is not closed.
-        planner_tools: definitions of the tools that the planner may call, where those are not all; loops may call all.
-        controls: expert → what makes its loops. Default: "projectile" for each expert of ten numbers and two actions.
+        planner_tools: definitions of the tools that the planner may call, where those are not all;
+            loops may call all.
+        controls: expert → what makes its loops. Default: "projectile" for each expert of ten
+            numbers and two actions.
         explore: sample the experts' actions, and keep their steps in `expert_steps`.
         seed: of those samples.
         run: runs what uses MLX (control.RunMLX).
@@ -114,7 +121,8 @@ class Orchestrator:
         self.controls = controls_of(registry, controls or {})
         self._planner_tools = planner_tools
         self.explore, self.seed, self.run = explore, seed, run
-        mx.eval([registry.get(name).parameters() for name in registry])  # `run` may use another thread
+        # `run` may use another thread
+        mx.eval([registry.get(name).parameters() for name in registry])
         self._builder = ObservationBuilder()
         self._task: HybridTask | None = None
         self.done = True
@@ -124,7 +132,9 @@ class Orchestrator:
         self._task = HybridTask.of(task)
         kind, known = self._task.type, [*self.config.rewards.task_rewards, "general"]
         if kind not in known and (meant := nearly(kind, known)):
-            raise ConfigError(f"task: type {kind!r} has no reward function; did you mean {meant!r}?")
+            raise ConfigError(
+                f"task: type {kind!r} has no reward function; did you mean {meant!r}?"
+            )
         self.steps, self.delegations, self.done, self.timed_out = 0, 0, False, False
         self.answer: str | None = None
         self.total_reward = 0.0
@@ -158,27 +168,37 @@ class Orchestrator:
     def step_text(self, text: str) -> StepResult:
         """Take a turn of the planner: its first action that is no thought, or the thought.
 
-        What follows an action in the same turn was written before its result was there: it is left out, and
-        `info["left_out"]` counts it.
+        What follows an action in the same turn was written before its result was there: it is left
+        out, and `info["left_out"]` counts it.
         """
         found = parse_actions(text, self._parameters())
         chosen = next((action for action in found if action.kind != "think"), None)
         if chosen is None:
             return self.step(found[0] if found else Action("think", 0, 0))
-        return self.step(chosen, written=text[chosen.start : chosen.end].strip(), left_out=_after(found, chosen))
+        return self.step(
+            chosen, written=text[chosen.start : chosen.end].strip(), left_out=_after(found, chosen)
+        )
 
     def step(self, action: Action | str, *, written: str = "", left_out: int = 0) -> StepResult:
-        """Carry out an action. A text is `step_text`. Raises RuntimeError: the episode is over, or has not begun."""
+        """Carry out an action. A text is `step_text`. Raises RuntimeError: the episode is over,
+        or has not begun."""
         if isinstance(action, str):
             return self.step_text(action)
         if self.done:
             raise RuntimeError("the episode is over, or has not begun: reset(task)")
         self.steps += 1
-        tool_result, expert_result, error, text = None, None, action.error and "malformed", action.error or ""
+        tool_result, expert_result, error, text = (
+            None,
+            None,
+            action.error and "malformed",
+            action.error or (""),
+        )
         if action.error is not None:
             text = f"The call cannot be read: {action.error}"
         elif action.kind == "tool":
-            tool_result = self._call(action.name, action.arguments, cached=self.config.cache_tool_calls)
+            tool_result = self._call(
+                action.name, action.arguments, cached=self.config.cache_tool_calls
+            )
             error, text = tool_result.error, tool_result.text
         elif action.kind == "delegate":
             expert_result = self._delegate(action.name, action.arguments)
@@ -211,7 +231,8 @@ class Orchestrator:
 
     @property
     def reward_if_ended(self) -> float:
-        """The reward of the whole episode if it goes no further: without an answer, where there is none yet."""
+        """The reward of the whole episode if it goes no further: without an answer, where there
+        is none yet."""
         end = 0.0 if self.done else final_reward(self.config.rewards, self, timed_out=False)
         return self.total_reward + end
 
@@ -220,12 +241,20 @@ class Orchestrator:
         tools = self.tools.definitions() if self._planner_tools is None else self._planner_tools
         return {tool["name"]: list(tool["parameters"].get("properties", {})) for tool in tools}
 
-    def _call(self, name: str, arguments: Mapping[str, Any], *, cached: bool, expert: str = "") -> ToolResult:
-        allowed = None if expert or self._planner_tools is None else [tool["name"] for tool in self._planner_tools]
+    def _call(
+        self, name: str, arguments: Mapping[str, Any], *, cached: bool, expert: str = ""
+    ) -> ToolResult:
+        allowed = (
+            None
+            if expert or self._planner_tools is None
+            else [tool["name"] for tool in self._planner_tools]
+        )
         if allowed is not None and name not in allowed:
             result = no_such_tool(name, allowed)
         else:
-            result = self.tools.call(name, arguments, timeout_s=self.config.tool_call_timeout, cached=cached)
+            result = self.tools.call(
+                name, arguments, timeout_s=self.config.tool_call_timeout, cached=cached
+            )
         self.calls.append(CallRecord(name, dict(arguments), result, expert))
         return result
 
@@ -254,17 +283,23 @@ class Orchestrator:
         return result
 
 
-def controls_of(registry: ExpertRegistry, given: Mapping[str, ExpertControl]) -> dict[str, ExpertControl]:
+def controls_of(
+    registry: ExpertRegistry, given: Mapping[str, ExpertControl]
+) -> dict[str, ExpertControl]:
     """Return a control for each expert. Raises ConfigError."""
     if unknown := sorted(set(given) - set(registry)):
-        raise ConfigError(f"controls: there is no expert {unknown[0]!r}: {', '.join(registry) or 'none is registered'}")
+        raise ConfigError(
+            f"controls: there is no expert {unknown[0]!r}:"
+            f" {', '.join(registry) or 'none is registered'}"
+        )
     controls = dict(given)
     for name in registry:
         config = registry.get(name).config
         if name not in controls:
             if (config.obs_dim, config.action_dim, config.discrete_actions) != (10, 2, False):
                 raise ConfigError(
-                    f"expert {name!r} reads {config.obs_dim} numbers: no loop is known for it; set controls"
+                    f"expert {name!r} reads {config.obs_dim} numbers: no loop is known for it; set"
+                    " controls"
                     f" ({', '.join(CONTROLS)}, or a function of yours)"
                 )
             controls[name] = CONTROLS["projectile"]

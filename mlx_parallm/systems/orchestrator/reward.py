@@ -1,10 +1,11 @@
-"""What the steps and the end of an episode are worth: `RewardConfig`, and functions for types of tasks. No MLX.
+"""What the steps and the end of an episode are worth: `RewardConfig`, and functions for types of
+tasks. No MLX.
 
     step      step_penalty + what the call is worth                         `step_reward`
     end       answer + task function + bonuses + violated constraints       `final_reward`
 
-An episode is judged by what the tools have returned, never by what the policy says of it: a shot counts with the angle,
-velocity and wind of its call, and only in the wind of the task.
+An episode is judged by what the tools have returned, never by what the policy says of it: a shot
+counts with the angle, velocity and wind of its call, and only in the wind of the task.
 """
 
 import difflib
@@ -29,8 +30,8 @@ _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:[eE][-+]?\
 
 @dataclass(frozen=True)
 class HybridTask:
-    """One task. `goal`: expected_answer, or target (m) with tolerance and wind. `constraints`: max_tool_calls,
-    required_tools. Raises ConfigError: another type of value."""
+    """One task. `goal`: expected_answer, or target (m) with tolerance and wind. `constraints`:
+    max_tool_calls, required_tools. Raises ConfigError: another type of value."""
 
     prompt: Any  # a text, or messages
     goal: Mapping[str, Any] = field(default_factory=dict)
@@ -49,20 +50,31 @@ class HybridTask:
             if name in self.goal and _number(self.goal[name]) is None:
                 raise ConfigError(f"task: goal.{name} has to be a number, not {self.goal[name]!r}")
         if "tolerance" in self.goal and _tolerance(self) <= 0:
-            raise ConfigError(f"task: goal.tolerance has to be above 0, not {self.goal['tolerance']!r}")
+            raise ConfigError(
+                f"task: goal.tolerance has to be above 0, not {self.goal['tolerance']!r}"
+            )
         for name in self.goal:  # others are for functions of the user's
             if name not in GOALS and (meant := nearly(str(name), GOALS)):
-                raise ConfigError(f"task: goal has {name!r}, which nothing reads; did you mean {meant!r}?")
+                raise ConfigError(
+                    f"task: goal has {name!r}, which nothing reads; did you mean {meant!r}?"
+                )
 
     def _check_constraints(self) -> None:
         if unknown := sorted(set(self.constraints) - {"max_tool_calls", "required_tools"}):
-            raise ConfigError(f"task: constraints has no {unknown[0]!r}: there are max_tool_calls and required_tools")
+            raise ConfigError(
+                f"task: constraints has no {unknown[0]!r}: there are max_tool_calls and"
+                " required_tools"
+            )
         most = self.constraints.get("max_tool_calls")
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
-            raise ConfigError(f"task: constraints.max_tool_calls has to be a whole number, not {most!r}")
+            raise ConfigError(
+                f"task: constraints.max_tool_calls has to be a whole number, not {most!r}"
+            )
         required = self.constraints.get("required_tools", ())
         if isinstance(required, str) or not all(isinstance(name, str) for name in required):
-            raise ConfigError(f"task: constraints.required_tools has to be a list of names, not {required!r}")
+            raise ConfigError(
+                f"task: constraints.required_tools has to be a list of names, not {required!r}"
+            )
 
     @classmethod
     def of(cls, data: "Mapping[str, Any] | HybridTask") -> "HybridTask":
@@ -71,7 +83,11 @@ class HybridTask:
             return data
         if not isinstance(data, Mapping) or "prompt" not in data:
             raise ConfigError(f"a task needs a prompt: {data!r}")
-        values = {name: data[name] for name in ("goal", "constraints", "type") if data.get(name) is not None}
+        values = {
+            name: data[name]
+            for name in ("goal", "constraints", ("type"))
+            if data.get(name) is not None
+        }
         return cls(data["prompt"], **values)
 
 
@@ -103,7 +119,10 @@ TaskReward = Callable[[EpisodeView], float]
 
 def math_reward(episode: EpisodeView) -> float:
     """0.5 where the answer is the expected number exactly."""
-    expected, answered = _number(episode.task.goal.get("expected_answer")), last_number(episode.answer)
+    expected, answered = (
+        _number(episode.task.goal.get("expected_answer")),
+        last_number(episode.answer),
+    )
     if expected is None or answered is None:
         return 0.0
     return 0.5 if math.isclose(answered, expected, rel_tol=EXACT, abs_tol=EXACT) else 0.0
@@ -117,12 +136,15 @@ def physics_reward(episode: EpisodeView) -> float:
     return 0.5 if error < NEAR * tolerance else -0.5
 
 
-TASK_REWARDS: Mapping[str, TaskReward] = MappingProxyType({"math": math_reward, "physics": physics_reward})
+TASK_REWARDS: Mapping[str, TaskReward] = MappingProxyType(
+    {"math": math_reward, "physics": physics_reward}
+)
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The numbers of the specification. `task_rewards`: type of task → function, added at the end of an episode."""
+    """The numbers of the specification. `task_rewards`: type of task → function, added at the
+    end of an episode."""
 
     correct_answer_reward: float = 1.0
     partial_answer_reward: float = 0.5  # a number within `partial_within` of the expected one
@@ -137,7 +159,8 @@ class RewardConfig:
     expert_delegation_reward: float = 0.0
     expert_success_bonus: float = 0.2
     fast_completion_bonus: float = 0.5  # solved in fewer than `fast_steps` steps
-    efficient_tool_use_bonus: float = 0.2  # solved with at most `efficient_calls` calls of the policy
+    # solved with at most `efficient_calls` calls of the policy
+    efficient_tool_use_bonus: float = 0.2
     constraint_violation_penalty: float = -0.5  # each
     answer_tolerance: float = 0.01
     partial_within: float = 0.1
@@ -147,11 +170,16 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         if self.answer_tolerance <= 0 or self.partial_within < 0:
-            raise ConfigError("rewards: answer_tolerance has to be above 0 and partial_within at least 0")
+            raise ConfigError(
+                "rewards: answer_tolerance has to be above 0 and partial_within at least 0"
+            )
 
 
-def step_reward(config: RewardConfig, kind: str, error: str | None, *, success: bool = False) -> float:
-    """Return what a step is worth besides its outcome. `error`: `ToolResult.error`, "malformed" or "unknown_expert"."""
+def step_reward(
+    config: RewardConfig, kind: str, error: str | None, *, success: bool = False
+) -> float:
+    """Return what a step is worth besides its outcome. `error`: `ToolResult.error`, "malformed"
+    or "unknown_expert"."""
     reward = config.step_penalty
     if kind not in ("tool", "delegate"):
         return reward
@@ -161,11 +189,14 @@ def step_reward(config: RewardConfig, kind: str, error: str | None, *, success: 
         return reward + config.tool_error_penalty
     if kind == "tool":
         return reward + config.valid_tool_call_reward
-    return reward + config.expert_delegation_reward + (config.expert_success_bonus if success else 0.0)
+    return (
+        reward + config.expert_delegation_reward + (config.expert_success_bonus if success else 0.0)
+    )
 
 
 def final_reward(config: RewardConfig, episode: EpisodeView, *, timed_out: bool) -> float:
-    """Return what the end adds: the answer or the time-out, the task function, bonuses, violated constraints."""
+    """Return what the end adds: the answer or the time-out, the task function, bonuses, violated
+    constraints."""
     reward = config.timeout_penalty if timed_out else answer_reward(config, episode)
     if episode.task.type in config.task_rewards:
         reward += float(config.task_rewards[episode.task.type](episode))
@@ -185,33 +216,44 @@ def answer_reward(config: RewardConfig, episode: EpisodeView) -> float:
     if matches(episode.answer, expected, config.answer_tolerance):
         return config.correct_answer_reward
     wanted, answered = _number(expected), last_number(episode.answer)
-    if wanted is not None and answered is not None and abs(answered - wanted) <= config.partial_within * abs(wanted):
+    if (
+        wanted is not None
+        and answered is not None
+        and abs(answered - wanted) <= config.partial_within * abs(wanted)
+    ):
         return config.partial_answer_reward
     return config.wrong_answer_penalty
 
 
 def is_solved(config: RewardConfig, episode: EpisodeView) -> bool:
-    """Whether the expected answer was given and the target was hit, as far as the task has them; there is an answer."""
+    """Whether the expected answer was given and the target was hit, as far as the task has them;
+    there is an answer."""
     goal = episode.task.goal
     if not episode.answer:
         return False
-    if "expected_answer" in goal and not matches(episode.answer, goal["expected_answer"], config.answer_tolerance):
+    if "expected_answer" in goal and not matches(
+        episode.answer, goal["expected_answer"], config.answer_tolerance
+    ):
         return False
     return "target" not in goal or nearest_shot(episode) < _tolerance(episode.task)
 
 
 def violations(episode: EpisodeView) -> list[str]:
-    """Return the violated constraints in words. Calls in experts' loops count for required_tools only."""
+    """Return the violated constraints in words. Calls in experts' loops count for required_tools
+    only."""
     limits, found = episode.task.constraints, []
     own = sum(not call.expert for call in episode.calls)
     if (most := limits.get("max_tool_calls")) is not None and own > most:
         found.append(f"{own} tool calls, at most {most}")
     used = {call.name for call in episode.calls if call.result.error is None}
-    return found + [f"{name} was not used" for name in limits.get("required_tools", ()) if name not in used]
+    return found + [
+        f"{name} was not used" for name in limits.get("required_tools", ()) if name not in used
+    ]
 
 
 def nearest_shot(episode: EpisodeView) -> float:
-    """Return the least distance of a shot from the target, m; inf without a shot in the wind of the task."""
+    """Return the least distance of a shot from the target, m; inf without a shot in the wind of
+    the task."""
     goal = episode.task.goal
     target, wind = _number(goal.get("target")), _number(goal.get("wind", 0.0))
     if target is None:
@@ -219,14 +261,19 @@ def nearest_shot(episode: EpisodeView) -> float:
     landed = [
         _number((call.result.structured or {}).get("distance"))
         for call in episode.calls
-        if call.name == SIMULATOR and call.result.error is None and isinstance(call.result.structured, Mapping)
+        if call.name == SIMULATOR
+        and call.result.error is None
+        and isinstance(call.result.structured, Mapping)
         if _number(call.arguments.get("wind", 0.0)) == wind
     ]
-    return min((abs(distance - target) for distance in landed if distance is not None), default=math.inf)
+    return min(
+        (abs(distance - target) for distance in landed if distance is not None), default=math.inf
+    )
 
 
 def matches(answer: str, expected: Any, tolerance: float) -> bool:
-    """Whether an answer is the expected one: of a number the last one within `tolerance`, of a text its words in order.
+    """Whether an answer is the expected one: of a number the last one within `tolerance`, of a text
+    its words in order.
 
     "The sum is 42." is 42; "421" and "42 or 43" are not.
     """
@@ -235,7 +282,9 @@ def matches(answer: str, expected: Any, tolerance: float) -> bool:
         return answered is not None and abs(answered - wanted) < tolerance
     words, wanted_words = _words(answer), _words(str(expected))
     count = len(wanted_words)
-    return bool(count) and any(words[i : i + count] == wanted_words for i in range(len(words) - count + 1))
+    return bool(count) and any(
+        words[i : i + count] == wanted_words for i in range(len(words) - count + 1)
+    )
 
 
 def nearly(name: str, names: Sequence[str]) -> str | None:

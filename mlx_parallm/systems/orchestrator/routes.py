@@ -1,7 +1,9 @@
-"""/v1/hybrid/chat/completions: the served planner answers with the tools and experts of the run's hybrid environment.
+"""/v1/hybrid/chat/completions: the served planner answers with the tools and experts of the run's
+hybrid environment.
 
-An OpenAI client with base_url "http://…/v1/hybrid" uses it as any chat model. The planner's turns are sampled by the
-engine with the weights of that moment; the answer is the text of ANSWER:, and `steps` has what was done on the way.
+An OpenAI client with base_url "http://…/v1/hybrid" uses it as any chat model. The planner's turns
+are sampled by the engine with the weights of that moment; the answer is the text of ANSWER:, and
+`steps` has what was done on the way.
 """
 
 import asyncio
@@ -58,21 +60,28 @@ class ServedPlanner:
 def hybrid_router(planner: ServedPlanner) -> AddedRouter:
     """Return the routes of one environment. Where a run has several, the first one answers."""
     router = APIRouter(
-        prefix="/v1/hybrid", route_class=StrictJSONRoute, default_response_class=JSONResponse, tags=["openai"]
+        prefix="/v1/hybrid",
+        route_class=StrictJSONRoute,
+        default_response_class=JSONResponse,
+        tags=[("openai")],
     )
 
     @router.post("/chat/completions")
     async def chat(body: HybridRequest) -> dict[str, Any]:
-        """Answer with tools and experts. `steps`: kind, name, written, result, error of each action."""
+        """Answer with tools and experts. `steps`: kind, name, written, result, error of each
+        action."""
         if body.stream:
-            raise RequestError("stream: an answer with tools comes whole; leave stream out", param="stream")
+            raise RequestError(
+                "stream: an answer with tools comes whole; leave stream out", param=("stream")
+            )
         return await answer(planner, body)
 
     return AddedRouter(router)
 
 
 async def answer(planner: ServedPlanner, body: HybridRequest) -> dict[str, Any]:
-    """Play one episode for a client; return OpenAI's chat completion. Raises EngineUnavailableError, RequestError."""
+    """Play one episode for a client; return OpenAI's chat completion. Raises
+    EngineUnavailableError, RequestError."""
     inference, orchestrator = planner.inference(), planner.begin()
     if inference is None:
         raise EngineUnavailableError("the environment has no engine yet")
@@ -80,13 +89,19 @@ async def answer(planner: ServedPlanner, body: HybridRequest) -> dict[str, Any]:
     orchestrator.reset({"prompt": messages})
     steps, prompt_tokens, completion_tokens = [], 0, 0
     while not orchestrator.done:
-        result = await inference.agenerate([messages], body.max_tokens, temperature=body.temperature, stop=body.stop)
+        result = await inference.agenerate(
+            [messages], body.max_tokens, temperature=body.temperature, stop=body.stop
+        )
         text = result[0]
         prompt_tokens += len(result.metadata["prompt_token_ids"][0] or ())
         completion_tokens += len(result.token_ids[0])
         step = await asyncio.to_thread(orchestrator.step_text, text)
         steps.append(_shown(step, text))
-        messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": step.text}]
+        messages = [
+            *messages,
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": step.text},
+        ]
     message = {"role": "assistant", "content": orchestrator.answer or ""}
     reason = NO_ANSWER if orchestrator.answer is None else "stop"
     return {

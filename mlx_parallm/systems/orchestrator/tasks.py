@@ -1,7 +1,9 @@
-"""Tasks of hybrid episodes: pools (rows, a JSONL file) and generators (functions of a number). No MLX.
+"""Tasks of hybrid episodes: pools (rows, a JSONL file) and generators (functions of a number). No
+MLX.
 
-The routing tasks have three kinds, and each has one good route: a product that a tool computes, a target that an expert
-hits, a word that needs neither. Task `index` of a split follows from the numbers alone.
+The routing tasks have three kinds, and each has one good route: a product that a tool computes, a
+target that an expert hits, a word that needs neither. Task `index` of a split follows from the
+numbers alone.
 """
 
 import inspect
@@ -17,7 +19,20 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import did_you_mean, is_reference, load_function
 
 BUILTIN = "builtin:"
-WORDS = ("amber", "cedar", "delta", "ember", "fjord", "grove", "harbor", "island", "jasper", "lagoon", "maple", "river")
+WORDS = (
+    "amber",
+    "cedar",
+    "delta",
+    "ember",
+    "fjord",
+    "grove",
+    "harbor",
+    "island",
+    "jasper",
+    "lagoon",
+    "maple",
+    ("river"),
+)
 HIT_TOLERANCE_M = 1.0
 KINDS = ("math", "physics", "general")
 
@@ -30,7 +45,8 @@ def routing_task(index: int, split: Split = "train", seed: int = 0) -> dict[str,
     kind = rng.choice(KINDS)
     while True:
         task = _MAKERS[kind](rng)
-        if kind == "general" or split_of(f"routing:{task['prompt']}") == split:  # there are too few words to divide
+        # there are too few words to divide
+        if kind == "general" or split_of(f"routing:{task['prompt']}") == split:
             return task
 
 
@@ -53,7 +69,9 @@ def _word(rng: random.Random) -> dict[str, Any]:
 _MAKERS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = MappingProxyType(
     {"math": _product, "physics": _target, "general": _word}
 )
-GENERATORS: Mapping[str, Callable[..., Mapping[str, Any]]] = MappingProxyType({"routing": routing_task})
+GENERATORS: Mapping[str, Callable[..., Mapping[str, Any]]] = MappingProxyType(
+    {"routing": routing_task}
+)
 
 
 def task_source(tasks: TaskData | Callable[..., Mapping[str, Any]], *, seed: int) -> Generator:
@@ -61,14 +79,17 @@ def task_source(tasks: TaskData | Callable[..., Mapping[str, Any]], *, seed: int
 
     Args:
         tasks: rows or a JSONL file of them; "builtin:routing"; a function, or a reference to one
-            ("python:file.py:name"), of `index` and, where it has such parameters, `split` and `seed`.
+            ("python:file.py:name"), of `index` and, where it has such parameters, `split` and
+            `seed`.
 
     Raises ConfigError: none of these.
     """
     if isinstance(tasks, str) and tasks.startswith(BUILTIN):
         name = tasks.removeprefix(BUILTIN)
         if name not in GENERATORS:
-            raise ConfigError(f"hybrid: tasks: there is no {tasks!r}{did_you_mean(name, list(GENERATORS))}")
+            raise ConfigError(
+                f"hybrid: tasks: there is no {tasks!r}{did_you_mean(name, list(GENERATORS))}"
+            )
         return _generated(GENERATORS[name], seed)
     if isinstance(tasks, str) and is_reference(tasks):
         return _generated(load_function(tasks, "hybrid: tasks")[0], seed)
@@ -83,6 +104,8 @@ def _generated(function: Callable[..., Mapping[str, Any]], seed: int) -> Generat
 
     def make(index: int, split: Split) -> Mapping[str, Any]:
         given = {"split": split, "seed": seed}
-        return function(index, **{name: value for name, value in given.items() if name in parameters})
+        return function(
+            index, **{name: value for name, value in given.items() if name in parameters}
+        )
 
     return make

@@ -1,4 +1,5 @@
-"""The tools `math_solve` and `physics_simulate`: functions of the process, and a server of them over MCP. No MLX.
+"""The tools `math_solve` and `physics_simulate`: functions of the process, and a server of them
+over MCP. No MLX.
 
 python -m mlx_parallm.systems.orchestrator.tool_server               stdio
 python -m mlx_parallm.systems.orchestrator.tool_server --port 9000   streamable HTTP: http://127.0.0.1:9000/mcp
@@ -20,24 +21,32 @@ MAX_VELOCITY, MAX_WIND = 1000.0, 1000.0  # m/s, so that every result is a finite
 
 
 def math_solve(expression: str) -> str:
-    """Compute an expression of numbers, + - * / // % ** and parentheses, or say whether an equation holds."""
+    """Compute an expression of numbers, + - * / // % ** and parentheses, or say whether an
+    equation holds."""
     return calculate(expression)
 
 
 def physics_simulate(angle: float, velocity: float, wind: float = 0.0) -> dict[str, float]:
-    """Fire a projectile from the ground: angle in degrees (0 to 90), velocity and tail wind in m/s. Returns where it
-    lands (distance, m) and the time of flight (time, s)."""
+    """Fire a projectile from the ground: angle in degrees (0 to 90), velocity and tail wind in
+    m/s. Returns where it lands (distance, m) and the time of flight (time, s)."""
     numbers = {"angle": angle, "velocity": velocity, "wind": wind}
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise ToolFailedError(f"{name} has to be a number, not {value!r}")
     if not 0 <= angle <= 90:
         raise ToolFailedError(f"angle is in degrees from 0 to 90, not {angle}")
     if not (0 <= velocity <= MAX_VELOCITY and abs(wind) <= MAX_WIND):
-        raise ToolFailedError(f"velocity is from 0 to {MAX_VELOCITY:g} m/s and wind at most {MAX_WIND:g} m/s")
+        raise ToolFailedError(
+            f"velocity is from 0 to {MAX_VELOCITY:g} m/s and wind at most {MAX_WIND:g} m/s"
+        )
     theta = math.radians(angle)
     seconds = 2 * velocity * math.sin(theta) / GRAVITY
-    # The wind adds half of its speed over the flight: docs/hybrid.md; the same as experts.tasks.flight.
+    # The wind adds half of its speed over the flight: docs/hybrid.md; the same as
+    # experts.tasks.flight.
     distance = velocity * math.cos(theta) * seconds + 0.5 * wind * seconds
     return {"distance": distance, "time": seconds}
 
@@ -71,8 +80,12 @@ def make_server() -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", default="127.0.0.1", help="of streamable HTTP (default 127.0.0.1)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help=("of streamable HTTP (default 127.0.0.1)")
+    )
     parser.add_argument("--port", type=int, help="serve streamable HTTP there; without it stdio")
     options = parser.parse_args(arguments)
     try:

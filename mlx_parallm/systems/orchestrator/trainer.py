@@ -1,7 +1,8 @@
-"""`PlannerTrainer`: GRPO of a planner on single answers in Python, under the name `GRPOTrainer` of the original plan.
+"""`PlannerTrainer`: GRPO of a planner on single answers in Python, under the name `GRPOTrainer` of
+the original plan.
 
-    trainer = GRPOTrainer(policy_model=model, reference_model=None, tokenizer=tokenizer, reward_fn=right)
-    trainer.train(["What is 17 * 23?", "What is 8 * 9?"], num_iterations=100)
+    trainer = GRPOTrainer(policy_model=model, reference_model=None, tokenizer=tokenizer,
+    reward_fn=right) trainer.train(["What is 17 * 23?", "What is 8 * 9?"], num_iterations=100)
     trainer.close()
 
 With tools and experts in the episodes it is `kind = "hybrid"` that trains (docs/hybrid.md).
@@ -24,7 +25,8 @@ class PlannerTrainer:
     """Train a model on prompts by GRPO: each answer against the others to its prompt.
 
     Args:
-        policy_model: of `mlx_lm.load`, with its `tokenizer`; or a path, a hub id, "builtin:tiny". It is trained.
+        policy_model: of `mlx_lm.load`, with its `tokenizer`; or a path, a hub id, "builtin:tiny".
+            It is trained.
         reference_model: of the KL; None: the policy before training.
         reward_fn: a function with TRL's signature, or of one trajectory; it may call tools.
         config: of the iterations; `backprop`: of the updates; `rollouts`: of the answers.
@@ -44,9 +46,14 @@ class PlannerTrainer:
         rollouts: RolloutConfig | None = None,
     ) -> None:
         if reward_fn is None:
-            raise ConfigError("GRPOTrainer: reward_fn is missing: f(completions, **columns) returns a number for each")
+            raise ConfigError(
+                "GRPOTrainer: reward_fn is missing: f(completions, **columns) returns a number"
+                " for each"
+            )
         self.inference = InferenceModule(policy_model, tokenizer=tokenizer)
-        self._backprop = BackpropModule(self.inference, ref_model=reference_model, config=backprop, value_head=False)
+        self._backprop = BackpropModule(
+            self.inference, ref_model=reference_model, config=backprop, value_head=False
+        )
         self._reward = WeightedRewardComputer([reward_fn])
         self._config, self._rollouts = config, rollouts or RolloutConfig(prompt_format="chat")
         self.algorithm: GRPOAlgorithm | None = None
@@ -65,12 +72,17 @@ class PlannerTrainer:
         Raises ConfigError: no prompts, or others in a second call.
         """
         if (self.algorithm is None) == (prompt_source is None):
-            raise ConfigError("GRPOTrainer: train(prompts) the first time, then train() goes on with the same prompts")
+            raise ConfigError(
+                "GRPOTrainer: train(prompts) the first time, then train() goes on with the same"
+                " prompts"
+            )
         if self.algorithm is None and prompt_source is not None:
             prompts = list(prompt_source() if callable(prompt_source) else prompt_source)
             environment = SimpleTextEnvironment(self.inference, prompts=prompts)
             manager = RolloutManager(environment, self._rollouts)
-            self.algorithm = GRPOAlgorithm(environment, manager, self._reward, self._backprop, self._config)
+            self.algorithm = GRPOAlgorithm(
+                environment, manager, self._reward, self._backprop, self._config
+            )
         assert self.algorithm is not None
         return self.algorithm.train(num_iterations, progress_bar=False)
 

@@ -94,9 +94,11 @@ __getattr__, __dir__ = lazy_names(
         "deploy.export.hosting": "OllamaHostingProfile",
         "deploy.export.ollama": "OllamaDeployer",
         "deploy.export.pipeline": "ExportPipeline GGUFExporter",
-        "systems.pipeline.hardware": "AUTO_DETECT CPU_ONLY GPU_ENABLED RYZEN_OPTIMIZED HardwareConfig detect_hardware"
+        "systems.pipeline.hardware": "AUTO_DETECT CPU_ONLY GPU_ENABLED RYZEN_OPTIMIZED"
+        " HardwareConfig detect_hardware"
         " get_ryzen_optimized_config",
-        "systems.pipeline.datasets": "DatasetPipeline GRPODatasetBuilder GRPOExample KTODatasetBuilder KTOExample"
+        "systems.pipeline.datasets": "DatasetPipeline GRPODatasetBuilder GRPOExample"
+        " KTODatasetBuilder KTOExample"
         " BaseReward CodeExecutionReward EfficiencyReward FormatComplianceReward RewardResult"
         " SyntaxValidationReward TaskCompletionReward ToolSuccessReward",
         "systems.pipeline.pipeline": "RLTrainer TrainingConfig TrainingPipeline",

@@ -19,16 +19,24 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
         type=Path,
         nargs="+",
         required=True,
-        help="a recorder's directory, a file of traces, or logs that `mlx_parallm traces import` reads",
+        help=(
+            "a recorder's directory, a file of traces, or logs that `mlx_parallm traces import`"
+            " reads"
+        ),
     )
-    parser.add_argument("--base-model", metavar="M", required=True, help="directory, hub id or builtin:tiny")
+    parser.add_argument(
+        "--base-model", metavar="M", required=True, help=("directory, hub id or builtin:tiny")
+    )
     parser.add_argument("--method", choices=METHODS, default="grpo", help="default: grpo")
     parser.add_argument(
         "--reward",
         metavar="FILE.py:F",
         action="append",
         default=[],
-        help="reward function: labels the traces, is grpo's reward, judges held-out answers; may be repeated",
+        help=(
+            "reward function: labels the traces, is grpo's reward, judges held-out answers; may"
+            " be repeated"
+        ),
     )
     parser.add_argument(
         "--rule",
@@ -38,21 +46,52 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
         help="a function of an ExecutionTrace that labels the traces; may be repeated",
     )
     parser.add_argument("--deploy", metavar="TARGET", help="ollama:NAME, or a directory")
-    parser.add_argument("--type", help="of the exported file; default: what the hardware is good for")
-    parser.add_argument("--name", default="model", help="of the work directory and the file (default: model)")
     parser.add_argument(
-        "--work", metavar="DIR", type=Path, help="default: rl_training/NAME; a second call goes on there"
+        "--type", help=("of the exported file; default: what the hardware is good for")
     )
-    parser.add_argument("--hardware", choices=PROFILES, default="AUTO_DETECT", help="default: AUTO_DETECT")
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the rows: kto, dpo, sft (default 3)")
-    parser.add_argument("--test-fraction", type=float, default=0.1, help="share of prompts held out (default 0.1)")
-    parser.add_argument("--good-from", type=float, default=0.5, help="least score of a good trace (default 0.5)")
-    parser.add_argument("--problems", type=int, default=200, help="most held-out prompts that are answered (200)")
-    parser.add_argument("--no-redact", action="store_true", help="keep secrets and user names (default: placeholders)")
-    parser.add_argument("--even-if-worse", action="store_true", help="deploy also what answers worse than the base")
-    parser.add_argument("--ollama-url", metavar="URL", help="of `ollama serve`; default: http://127.0.0.1:11434")
     parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], help="a key of the training's configuration"
+        "--name", default="model", help=("of the work directory and the file (default: model)")
+    )
+    parser.add_argument(
+        "--work",
+        metavar="DIR",
+        type=Path,
+        help=("default: rl_training/NAME; a second call goes on there"),
+    )
+    parser.add_argument(
+        "--hardware", choices=PROFILES, default="AUTO_DETECT", help=("default: AUTO_DETECT")
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=3, help=("passes over the rows: kto, dpo, sft (default 3)")
+    )
+    parser.add_argument(
+        "--test-fraction", type=float, default=0.1, help=("share of prompts held out (default 0.1)")
+    )
+    parser.add_argument(
+        "--good-from", type=float, default=0.5, help=("least score of a good trace (default 0.5)")
+    )
+    parser.add_argument(
+        "--problems", type=int, default=200, help=("most held-out prompts that are answered (200)")
+    )
+    parser.add_argument(
+        "--no-redact",
+        action="store_true",
+        help=("keep secrets and user names (default: placeholders)"),
+    )
+    parser.add_argument(
+        "--even-if-worse",
+        action="store_true",
+        help=("deploy also what answers worse than the base"),
+    )
+    parser.add_argument(
+        "--ollama-url", metavar="URL", help=("of `ollama serve`; default: http://127.0.0.1:11434")
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help=("a key of the training's configuration"),
     )
 
     def run(args: Namespace) -> int:

@@ -1,11 +1,12 @@
-"""From traces to rows in Python: reward parts as classes, a builder for each of two kinds of rows, `DatasetPipeline`.
+"""From traces to rows in Python: reward parts as classes, a builder for each of two kinds of rows,
+`DatasetPipeline`.
 
     CodeExecutionReward().compute(trace)                   RewardResult
     RewardEngine([CodeExecutionReward(), "efficiency"])    several as one score
     KTODatasetBuilder().build_dataset(traces)              rows
 
-The parts are those of `traces.rewards.RewardEngine`, the rows those of `traces.builders.build_dataset`, which has every
-kind.
+The parts are those of `traces.rewards.RewardEngine`, the rows those of
+`traces.builders.build_dataset`, which has every kind.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
-from mlx_parallm.systems.traces.builders import Dataset, DatasetOptions, Kind, build_dataset, write_dataset
+from mlx_parallm.systems.traces.builders import (
+    Dataset,
+    DatasetOptions,
+    Kind,
+    build_dataset,
+    write_dataset,
+)
 from mlx_parallm.systems.traces.execution import ExecutionTrace
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.labeling import add_rule_labels
@@ -149,13 +156,19 @@ class DatasetPipeline:
     """
 
     def __init__(
-        self, *traces: str | Path, rewards: Sequence[str] = (), rules: Sequence[str] = (), redact: bool = True
+        self,
+        *traces: str | Path,
+        rewards: Sequence[str] = (),
+        rules: Sequence[str] = (),
+        redact: bool = True,
     ) -> None:
         hits: list[RedactionHit] = []
         self.report = ImportReport()
         finder = secret_finder() if redact else None
         self.traces = [
-            trace for path in traces for trace in redacted(read_traces(Path(path), self.report), finder, hits)
+            trace
+            for path in traces
+            for trace in redacted(read_traces(Path(path), self.report), finder, hits)
         ]
         for rule in references_of(rules, Path.cwd()):
             add_rule_labels(self.traces, rule, "rule")

@@ -1,10 +1,13 @@
-"""What this machine can train: LoRA rank, micro-batch, generations, quantisation, each with its reason.
+"""What this machine can train: LoRA rank, micro-batch, generations, quantisation, each with its
+reason.
 
     detect_hardware()                          this machine; `profile` narrows what is looked at
     get_ryzen_optimized_config()               a Ryzen 9 5950X with 40 GB, wherever it is called
-    HardwareConfig.settings(parameters)        keys of a training configuration, for a model of this size
+    HardwareConfig.settings(parameters)        keys of a training configuration, for a model of this
+                                               size
 
-The tiers of memory are those of the pipeline's specification. A model that is small beside its tier's takes the top
+The tiers of memory are those of the pipeline's specification. A model that is small beside its
+tier's takes the top
 tier: what limits a small model is not the memory.
 """
 
@@ -29,7 +32,8 @@ RYZEN_OPTIMIZED: Profile = "RYZEN_OPTIMIZED"
 BILLION = 10**9
 SMALL_SHARE = 4  # a model of a quarter of its tier's size is small there
 BF16_BYTES = 2
-BASE_SHARE = 0.5  # of the memory, for the base's weights; the rest is for activations, the optimizer and the system
+# of the memory, for the base's weights; the rest is for activations, the optimizer and the system
+BASE_SHARE = 0.5
 TARGETS = ("q_proj", "v_proj", "k_proj", "o_proj")
 
 
@@ -41,9 +45,20 @@ class _Tier(NamedTuple):
     generations: int
 
 
-CPU_TIERS = (_Tier(64, 4, 3, 16, 8), _Tier(32, 2, 1.5, 16, 6), _Tier(16, 1, 0.5, 8, 4), _Tier(0, 1, 0.5, 4, 2))
-GPU_TIERS = (_Tier(24, 8, 7, 32, 8), _Tier(16, 4, 3, 16, 8), _Tier(8, 2, 1.5, 16, 6), _Tier(0, 1, 0.5, 8, 4))
-QUANTS = ((32, "q8_0"), (16, "q6_k"), (8, "q4_k_m"), (4, "q3_k_m"), (0, "q2_k"))  # by memory, of a model of its tier
+CPU_TIERS = (
+    _Tier(64, 4, 3, 16, 8),
+    _Tier(32, 2, 1.5, 16, 6),
+    _Tier(16, 1, 0.5, 8, 4),
+    _Tier(0, 1, 0.5, 4, 2),
+)
+GPU_TIERS = (
+    _Tier(24, 8, 7, 32, 8),
+    _Tier(16, 4, 3, 16, 8),
+    _Tier(8, 2, 1.5, 16, 6),
+    _Tier(0, 1, 0.5, 8, 4),
+)
+# by memory, of a model of its tier
+QUANTS = ((32, "q8_0"), (16, "q6_k"), (8, "q4_k_m"), (4, "q3_k_m"), (0, "q2_k"))
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,8 @@ class HardwareConfig:
     why: dict[str, str] = field(default_factory=dict)
 
     def for_model(self, parameters: int | None) -> "HardwareConfig":
-        """Return what fits a model of so many parameters; None: its size is not known, and the tier's stands."""
+        """Return what fits a model of so many parameters; None: its size is not known, and the
+        tier's stands."""
         if parameters is None:
             return self
         memory, why = self.memory_gb * GIB, dict(self.why)
@@ -97,17 +113,27 @@ class HardwareConfig:
                 lora_alpha=max(self.lora_alpha, 2 * top.rank),
                 num_generations=max(self.num_generations, top.generations),
             )
-            small = f"{size} are few for this machine, which is good for {self.recommended_billions:g} billion"
+            small = (
+                f"{size} are few for this machine, which is good for {self.recommended_billions:g}"
+                " billion"
+            )
             why |= dict.fromkeys(("rank", "batch", "generations"), small)
         quantize = parameters * BF16_BYTES > BASE_SHARE * memory
         need = f"{parameters * BF16_BYTES / GIB:.1f} GiB in bfloat16, of {self.memory_gb:.0f} GiB"
-        why["quantize_base"] = f"the base takes {need}: {'more' if quantize else 'not more'} than half"
+        why["quantize_base"] = (
+            f"the base takes {need}: {'more' if quantize else 'not more'} than half"
+        )
         kind = fitting_type(parameters, int(memory)) or QUANTS[-1][1]
         why["quantization"] = f"the finest type in which {size} fit into {self.memory_gb:.0f} GiB"
         return replace(chosen, quantize_base=quantize, quantization=kind, why=why)
 
     def to_lora_config(self) -> dict[str, Any]:
-        return {"r": self.lora_r, "lora_alpha": self.lora_alpha, "lora_dropout": 0.05, "target_modules": list(TARGETS)}
+        return {
+            "r": self.lora_r,
+            "lora_alpha": self.lora_alpha,
+            "lora_dropout": 0.05,
+            "target_modules": list(TARGETS),
+        }
 
     def to_training_args(self) -> dict[str, Any]:
         """Return TRL's names: what `mlx_parallm.faces.trl` takes."""
@@ -135,11 +161,16 @@ class HardwareConfig:
             "rank": f"LoRA rank {self.lora_r}, alpha {self.lora_alpha}",
             "batch": f"{self.recommended_batch_size} sequences in a micro-batch",
             "generations": f"{self.num_generations} answers to a prompt",
-            "quantize_base": "base in 4 bits while training" if self.quantize_base else "base not quantised",
+            "quantize_base": ("base in 4 bits while training")
+            if self.quantize_base
+            else "base not quantised",
             "quantization": f"export as {self.quantization}",
         }
         machine = f"{self.cpu_name}, {self.cpu_cores} cores, {self.ram_gb:.0f} GiB, {self.backend}"
-        return [machine, *(f"{text}: {self.why[name]}" for name, text in chosen.items() if name in self.why)]
+        return [
+            machine,
+            *(f"{text}: {self.why[name]}" for name, text in chosen.items() if name in self.why),
+        ]
 
 
 def detect_hardware(profile: Profile = AUTO_DETECT) -> HardwareConfig:
@@ -154,7 +185,10 @@ def detect_hardware(profile: Profile = AUTO_DETECT) -> HardwareConfig:
     machine, flags = detect(), _cpu_flags()
     backend = "cpu" if profile == CPU_ONLY else machine.backend
     if profile == GPU_ENABLED and backend == "cpu":
-        raise ConfigError("GPU_ENABLED: MLX computes on the CPU here (docs/parameters.md); use AUTO_DETECT or CPU_ONLY")
+        raise ConfigError(
+            "GPU_ENABLED: MLX computes on the CPU here (docs/parameters.md); use AUTO_DETECT or"
+            " CPU_ONLY"
+        )
     memory = machine.memory_bytes if backend == "cpu" else memory_present()[1]
     return _fitting(
         cpu_name=_cpu_name(),
@@ -185,8 +219,9 @@ def get_ryzen_optimized_config() -> HardwareConfig:
 
 
 def parameters_of(model: str) -> int | None:
-    """Count a model's parameters: from its files, else from a size in its name ("Qwen3-0.6B"), else None. A model in
-    4 bits has fewer numbers in its files than parameters, so it counts as smaller than it is."""
+    """Count a model's parameters: from its files, else from a size in its name ("Qwen3-0.6B"),
+    else None. A model in 4 bits has fewer numbers in its files than parameters, so it counts as
+    smaller than it is."""
     directory = directory_of(model)
     if directory is not None:
         return sum(map(_numbers_in, directory.glob("*.safetensors"))) or None
@@ -227,7 +262,8 @@ def _fitting(*, backend: str, memory_gb: float, **machine: Any) -> HardwareConfi
 
 
 def _cpu_flags() -> set[str]:
-    """Flags of the first processor; empty where the system has no /proc/cpuinfo (no Mac with Apple silicon has AVX)."""
+    """Flags of the first processor; empty where the system has no /proc/cpuinfo (no Mac with
+    Apple silicon has AVX)."""
     return set(_cpuinfo("flags").split())
 
 
@@ -240,4 +276,7 @@ def _cpuinfo(key: str) -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), "")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key),
+        (""),
+    )

@@ -11,7 +11,10 @@ LEAF = Leaf(
             "From an agent's traces to a deployed model: label, train, evaluate, export.",
             "mlx_parallm.systems.pipeline.command:pipeline",
             "mlx_parallm_pipeline",
-            "A second call goes on where the first one stopped, and does only what has changed. docs/pipeline.md.",
+            (
+                "A second call goes on where the first one stopped, and does only what has"
+                " changed. docs/pipeline.md."
+            ),
         ),
     ),
 )

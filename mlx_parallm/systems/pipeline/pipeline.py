@@ -1,5 +1,5 @@
-"""TrainingPipeline: from an agent's traces to a model that is deployed, in one call. RLTrainer: the training alone, on
-rows in Python; it is a trainer of `mlx_parallm.faces.trl`, chosen by the method.
+"""TrainingPipeline: from an agent's traces to a model that is deployed, in one call. RLTrainer: the
+training alone, on rows in Python; it is a trainer of `mlx_parallm.faces.trl`, chosen by the method.
 
 requirements.py   what later stages need, checked first
 datasets.py   reward parts and rows, in Python
@@ -22,7 +22,14 @@ from typing import Any, Literal, get_args
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mlx_parallm.errors import ConfigError, ParallmError
-from mlx_parallm.faces.trl.trainers import DPOTrainer, GRPOTrainer, KTOTrainer, SFTTrainer, TrainOutput, TRLTrainer
+from mlx_parallm.faces.trl.trainers import (
+    DPOTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    SFTTrainer,
+    TrainOutput,
+    TRLTrainer,
+)
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.terminal import Console, escaped
 from mlx_parallm.systems.pipeline.hardware import AUTO_DETECT, Profile, detect_hardware
@@ -55,7 +62,8 @@ Say = Callable[[str], None]
 
 
 class TrainingPipeline:
-    """A pipeline under a directory of data: traces in `data_dir/rl_traces`, its work in `data_dir/rl_training/AGENT`.
+    """A pipeline under a directory of data: traces in `data_dir/rl_traces`, its work in
+    `data_dir/rl_training/AGENT`.
 
     Args:
         agent_name: names the work directory and the exported file.
@@ -64,7 +72,8 @@ class TrainingPipeline:
         data_dir: where traces and work lie.
         traces: in the place of `data_dir/rl_traces`.
         work: in the place of `data_dir/rl_training/AGENT`.
-        profile: what the hardware is taken for: AUTO_DETECT, CPU_ONLY, GPU_ENABLED, RYZEN_OPTIMIZED.
+        profile: what the hardware is taken for: AUTO_DETECT, CPU_ONLY, GPU_ENABLED,
+            RYZEN_OPTIMIZED.
         options: further fields of `PipelineOptions`.
     """
 
@@ -84,7 +93,9 @@ class TrainingPipeline:
         check_name(agent_name)
         self.agent_name = agent_name
         data = Path(data_dir).expanduser().absolute()
-        self.work = Path(work).expanduser().absolute() if work is not None else data / TRAINING / agent_name
+        self.work = (
+            Path(work).expanduser().absolute() if work is not None else data / TRAINING / agent_name
+        )
         self._options = PipelineOptions(
             traces=tuple(map(Path, traces)) or (data / TRACES,),
             base_model=base_model,
@@ -100,16 +111,20 @@ class TrainingPipeline:
             deploy_ollama: deploy as "toolbox-AGENT" where `deploy` names nothing else.
             say: hears one line after each stage; default: stderr.
 
-        Raises ConfigError: the options, or something that a later stage needs is missing; any other ParallmError: a
-        stage failed. A second call begins with that stage.
+        Raises ConfigError: the options, or something that a later stage needs is missing; any other
+        ParallmError: a stage failed. A second call begins with that stage.
         """
         options = self._options
         if deploy_ollama and options.deploy is None:
-            options = PipelineOptions(**{**vars(options), "deploy": f"{OLLAMA}toolbox-{self.agent_name}"})
+            options = PipelineOptions(
+                **{**vars(options), "deploy": (f"{OLLAMA}toolbox-{self.agent_name}")}
+            )
         options = check_options(options)
         for path in options.traces:
             if path.is_relative_to(self.work) or self.work.is_relative_to(path):
-                raise ConfigError(f"--traces {path} and the work directory {self.work}: one lies in the other")
+                raise ConfigError(
+                    f"--traces {path} and the work directory {self.work}: one lies in the other"
+                )
         check_packages()
         check_place(self.work, "--work")
         hardware, say = detect_hardware(self._profile), say or _to_stderr
@@ -127,7 +142,8 @@ class TrainingConfig:
     Attributes:
         base_model: directory, hub id or "builtin:tiny".
         lora: settings of the adapter, as `peft_config` of the trainers; None trains all weights.
-        arguments: further ones of TRL's configuration of the method (docs/trl.md): learning_rate, beta, …
+        arguments: further ones of TRL's configuration of the method (docs/trl.md): learning_rate,
+            beta, …
     """
 
     base_model: str
@@ -143,24 +159,33 @@ class RLTrainer:
     Args:
         rewards: GRPO's reward functions.
 
-    Raises ConfigError: a method that there is not, rewards for one without, or what the trainer refuses.
+    Raises ConfigError: a method that there is not, rewards for one without, or what the trainer
+    refuses.
     """
 
     def __init__(self, config: TrainingConfig, rewards: Sequence[Any] = ()) -> None:
         if config.method not in get_args(RowsMethod):
-            raise ConfigError(f"method = {config.method!r}: expected one of {', '.join(get_args(RowsMethod))}")
+            raise ConfigError(
+                f"method = {config.method!r}: expected one of {', '.join(get_args(RowsMethod))}"
+            )
         if bool(rewards) != (config.method == "grpo"):
             raise ConfigError('RLTrainer: rewards are for method = "grpo", which needs some')
         self.config, self._rewards = config, list(rewards)
         self.trainer: TRLTrainer | None = None
 
     def train(self, rows: Any, eval_rows: Any = None) -> TrainOutput:
-        """Train on rows (a list, a file, a `datasets.Dataset`). Raises what the trainer of the method raises."""
+        """Train on rows (a list, a file, a `datasets.Dataset`). Raises what the trainer of the
+        method raises."""
         config, kind = self.config, TRAINERS[self.config.method]
         args = kind.config_class(output_dir=str(config.output_dir), **config.arguments)
         rewards = {"reward_funcs": self._rewards} if self._rewards else {}
         self.trainer = kind(
-            config.base_model, args=args, train_dataset=rows, eval_dataset=eval_rows, peft_config=config.lora, **rewards
+            config.base_model,
+            args=args,
+            train_dataset=rows,
+            eval_dataset=eval_rows,
+            peft_config=config.lora,
+            **rewards,
         )
         return self.trainer.train()
 
@@ -172,10 +197,16 @@ class RLTrainer:
 
 
 class _Attempt:
-    """One call of a pipeline: the stages in order, and what is written about them, also when one fails."""
+    """One call of a pipeline: the stages in order, and what is written about them, also when one
+    fails."""
 
     def __init__(
-        self, pipeline: TrainingPipeline, options: PipelineOptions, stages: Stages, work: WorkDirectory, say: Say
+        self,
+        pipeline: TrainingPipeline,
+        options: PipelineOptions,
+        stages: Stages,
+        work: WorkDirectory,
+        say: Say,
     ) -> None:
         self._options, self._stages, self._work, self._say = options, stages, work, say
         self._began = datetime.now(UTC).isoformat()
@@ -192,21 +223,33 @@ class _Attempt:
             raise
         finally:
             results = self._results(error)
-            write_atomically(self._work.path / RESULTS_FILE, (json.dumps(results, indent=1) + "\n").encode())
+            write_atomically(
+                self._work.path / RESULTS_FILE, (json.dumps(results, indent=1) + "\n").encode()
+            )
             page = self._work.path / REPORT_FILE
             write_report(page, results, self._outcomes, self._stages.hardware)
             self._say(f"report: {page}")
         return results
 
     def _all_stages(self) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             bar = progress.add_task("", total=None)
 
             def watch() -> None:
                 step, total = self._stages.training_step
                 if total:
-                    progress.update(bar, completed=step, total=total, description=f"train, step {step} of {total}")
+                    progress.update(
+                        bar,
+                        completed=step,
+                        total=total,
+                        description=(f"train, step {step} of {total}"),
+                    )
 
             for number, stage in enumerate(stages := self._stages.all(watch), 1):
                 self._stages.training_step = (0, 0)
@@ -221,9 +264,14 @@ class _Attempt:
         """Raises StageFailedError: the held-out answers are worse than the base's."""
         for outcome in self._outcomes:
             found = outcome.result
-            if outcome.stage in (TRAINED, EXPORTED) and found.get("worse") and not self._options.even_if_worse:
+            if (
+                outcome.stage in (TRAINED, EXPORTED)
+                and found.get("worse")
+                and not self._options.even_if_worse
+            ):
                 raise StageFailedError(
-                    f"deploy: {found['what']}: {found['before']:.3f} by the base, {found['after']:.3f} after training."
+                    f"deploy: {found['what']}: {found['before']:.3f} by the base,"
+                    f" {found['after']:.3f} after training."
                     " It is not deployed; --even-if-worse deploys it all the same"
                 )
 
@@ -259,7 +307,8 @@ def line_of(outcome: StageOutcome) -> str:
         case "label":
             about = f"{result['labels']} labels"
         case "dataset":
-            of_all = f" of {result['prompts']}" if "prompts" in result else ""  # not in a state of an older build
+            # not in a state of an older build
+            of_all = f" of {result['prompts']}" if "prompts" in result else ""
             about = f"{result['rows']['train']} rows, {result['problems']}{of_all} prompts held out"
         case "train":
             about = f"{result['steps']} steps"

@@ -11,8 +11,10 @@ from mlx_parallm.systems.pipeline.hardware import HardwareConfig
 from mlx_parallm.systems.pipeline.work import Json, StageOutcome
 
 STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
-    "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ddd;padding:.3rem .6rem;text-align:left;"
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0"
+    " 1rem;color:#222}"
+    "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ddd;padding:.3rem"
+    " .6rem;text-align:left;"
     "vertical-align:top}pre{background:#f6f6f6;padding:.6rem;overflow:auto;white-space:pre-wrap}"
     ".big{font-size:1.4rem}.good{color:#06713b}.bad{color:#a11}svg{width:100%;height:12rem;background:#f6f6f6}"
     "@media(prefers-color-scheme:dark){body{background:#181818;color:#ddd}pre,svg{background:#242424}"
@@ -22,22 +24,37 @@ WIDTH, HEIGHT, EDGE = 600, 160, 10
 LONGEST = 2000  # characters of a text that is shown
 
 
-def write_report(path: Path, results: Json, outcomes: Sequence[StageOutcome], hardware: HardwareConfig) -> None:
+def write_report(
+    path: Path, results: Json, outcomes: Sequence[StageOutcome], hardware: HardwareConfig
+) -> None:
     """Write the page. Raises CheckpointError."""
     by_stage = {outcome.stage: outcome.result for outcome in outcomes}
     title = f"{results['agent_name']}: {results['method']} on {results['base_model']}"
     parts = [
         f"<h1>{escape(title)}</h1><p>{escape(results['start_time'])}</p>",
         _verdict(results),
-        "<h2>Stages</h2>" + _table(("stage", "", "seconds", "hash of its inputs"), map(_row, outcomes)),
+        "<h2>Stages</h2>"
+        + _table(("stage", "", "seconds", "hash of its inputs"), map(_row, outcomes)),
         "<h2>Hardware</h2>" + _list(hardware.summary()),
     ]
     if "traces" in by_stage:
         parts.append("<h2>Traces</h2>" + _list(by_stage["traces"]["report"]))
     if "dataset" in by_stage:
-        shown = ("kind", "rows", "problems", "labels", "rewards", "characters", "left_out", "sources", "licenses")
+        shown = (
+            "kind",
+            "rows",
+            "problems",
+            "labels",
+            "rewards",
+            "characters",
+            "left_out",
+            "sources",
+            ("licenses"),
+        )
         card = {name: by_stage["dataset"][name] for name in shown if by_stage["dataset"].get(name)}
-        parts.append("<h2>Data set</h2>" + _table((), ((k, json.dumps(v)) for k, v in card.items())))
+        parts.append(
+            "<h2>Data set</h2>" + _table((), ((k, json.dumps(v)) for k, v in card.items()))
+        )
     if "train" in by_stage:
         for name, values in by_stage["train"]["curve"].items():
             parts.append(f"<h2>Training: {escape(name)}</h2>{_curve(values)}")
@@ -45,9 +62,14 @@ def write_report(path: Path, results: Json, outcomes: Sequence[StageOutcome], ha
         if stage in by_stage:
             parts.append(f"<h2>{heading}</h2>{_comparison(by_stage[stage])}")
     if "export" in by_stage:
-        parts.append(f"<pre>{escape(json.dumps(by_stage['export']['verification'], indent=1))}</pre>")
+        parts.append(
+            f"<pre>{escape(json.dumps(by_stage['export']['verification'], indent=1))}</pre>"
+        )
     if "dry_run" in by_stage:
-        parts.append(f"<details><summary>Dry run</summary><pre>{escape(by_stage['dry_run']['log'])}</pre></details>")
+        parts.append(
+            "<details><summary>Dry"
+            f" run</summary><pre>{escape(by_stage['dry_run']['log'])}</pre></details>"
+        )
     head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
     page = f"{head}\n<style>{STYLE}</style>\n<body>\n{''.join(parts)}\n</body></html>\n"
     write_atomically(path, page.encode("utf-8", "replace"))
@@ -76,15 +98,23 @@ def _row(outcome: StageOutcome) -> tuple[str, ...]:
 def _comparison(found: Json) -> str:
     if found.get("before") is None:
         return f"<p>{escape(found['what'])}</p>"
-    text = f"<p>{escape(found['what'])}: {found['before']:.3f} by the base, {found['after']:.3f} after training"
+    text = (
+        f"<p>{escape(found['what'])}: {found['before']:.3f} by the base, {found['after']:.3f}"
+        " after training"
+    )
     if "low" in found:
         p = "" if found["p"] is None else f", p = {found['p']:.2g}"
         interval = f"95% interval of the difference {found['low']:+.3f} to {found['high']:+.3f}{p}"
         if not found.get("enough", True):
             interval = "too few to tell a difference from chance"
         text += f" ({found['problems']} prompts; {interval})"
-    rows = ([str(example[name]) for name in ("prompt", "before", "after")] for example in found.get("examples", ()))
-    return f"{text}.</p>" + (_table(("prompt", "base", "trained"), rows) if found.get("examples") else "")
+    rows = (
+        [str(example[name]) for name in ("prompt", "before", "after")]
+        for example in found.get("examples", ())
+    )
+    return f"{text}.</p>" + (
+        _table(("prompt", "base", "trained"), rows) if found.get("examples") else ""
+    )
 
 
 def _curve(values: Sequence[float | None]) -> str:
@@ -93,12 +123,20 @@ def _curve(values: Sequence[float | None]) -> str:
     if len(points) < 2:
         return "<p>too few steps to draw</p>"
     low, high = min(value for _, value in points), max(value for _, value in points)
-    scale_x, scale_y = (WIDTH - 2 * EDGE) / max(1, len(values) - 1), (HEIGHT - 2 * EDGE) / ((high - low) or 1.0)
-    line = " ".join(f"{EDGE + at * scale_x:.1f},{HEIGHT - EDGE - (value - low) * scale_y:.1f}" for at, value in points)
+    scale_x, scale_y = (
+        (WIDTH - 2 * EDGE) / max(1, len(values) - 1),
+        (HEIGHT - 2 * EDGE) / ((high - low) or 1.0),
+    )
+    line = " ".join(
+        f"{EDGE + at * scale_x:.1f},{HEIGHT - EDGE - (value - low) * scale_y:.1f}"
+        for at, value in points
+    )
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"><polyline points="{line}" fill="none"'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"><polyline points="{line}"'
+        ' fill="none"'
         f' stroke="#2a7" stroke-width="2" vector-effect="non-scaling-stroke"/></svg>'
-        f"<p>{len(values)} steps, from {points[0][1]:.4g} to {points[-1][1]:.4g} (lowest {low:.4g}, highest"
+        f"<p>{len(values)} steps, from {points[0][1]:.4g} to {points[-1][1]:.4g} (lowest"
+        f" {low:.4g}, highest"
         f" {high:.4g})</p>"
     )
 
@@ -106,7 +144,8 @@ def _curve(values: Sequence[float | None]) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(cell)[:LONGEST])}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{escape(str(cell)[:LONGEST])}</td>" for cell in row) + "</tr>"
+        for row in rows
     )
     return f"<table>{f'<tr>{top}</tr>' if head else ''}{body}</table>"
 

@@ -1,8 +1,8 @@
 """Check before the first stage of a pipeline what the later ones need.
 
-A training of hours must not end at a package that is missing, a server that does not run, or a disk that is full. The
-checks are of packages, the type of the file, the base model's architecture and chat template, Ollama, places to write
-and the disk.
+A training of hours must not end at a package that is missing, a server that does not run, or a disk
+that is full. The checks are of packages, the type of the file, the base model's architecture and
+chat template, Ollama, places to write and the disk.
 """
 
 import importlib.util
@@ -29,19 +29,24 @@ LLAMA_CPP = "`pip install xllamacpp`, or put llama-server on the PATH"
 def check_packages() -> None:
     """Raises ConfigError: the export has no package to write GGUF with."""
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError("a pipeline exports, which needs the package gguf: `pip install 'mlx-parallm[export]'`")
+        raise ConfigError(
+            "a pipeline exports, which needs the package gguf: `pip install 'mlx-parallm[export]'`"
+        )
 
 
 def check_ollama(url: str, name: str) -> None:
     """Raises ConfigError: no such name can be, or no Ollama answers there."""
     if OLLAMA_NAME.fullmatch(name) is None:
-        raise ConfigError(f"--deploy ollama:{name}: a name of Ollama's is letters, digits, '.', '_' and '-'")
+        raise ConfigError(
+            f"--deploy ollama:{name}: a name of Ollama's is letters, digits, '.', '_' and '-'"
+        )
     try:
         with closing(OllamaDeployer(url)) as deployer:
             deployer.version()
     except EndpointError as error:
         raise ConfigError(
-            f"--deploy ollama:{name}: Ollama has to run before the training begins: {error}. Start it (`ollama serve`),"
+            f"--deploy ollama:{name}: Ollama has to run before the training begins: {error}. Start"
+            " it (`ollama serve`),"
             " set --ollama-url, or deploy into a directory"
         ) from error
 
@@ -56,7 +61,8 @@ def check_place(place: Path, what: str) -> None:
 
 
 def check_disk(places: list[tuple[Path, float]]) -> None:
-    """Check the free space of each file system. `places`: a directory, and the bytes that will lie below it.
+    """Check the free space of each file system. `places`: a directory, and the bytes that will lie
+    below it.
 
     Raises ConfigError: it is too small.
     """
@@ -68,7 +74,8 @@ def check_disk(places: list[tuple[Path, float]]) -> None:
     for nearest, size in needed.values():
         if size > (free := shutil.disk_usage(nearest).free):
             raise ConfigError(
-                f"the disk of {nearest} has {free / GB:.1f} GB free, and the pipeline's files take about"
+                f"the disk of {nearest} has {free / GB:.1f} GB free, and the pipeline's files take"
+                " about"
                 f" {size / GB:.1f} GB: make room, choose a smaller --type, or another --work"
             )
 
@@ -79,7 +86,8 @@ def check_trackers(config: Config) -> None:
 
 
 def check_export(base_model: str, check: Callable[[], None]) -> bool:
-    """Check that the base can become a GGUF file of its type, as far as its files are here. Return whether they are.
+    """Check that the base can become a GGUF file of its type, as far as its files are here. Return
+    whether they are.
 
     Raises ConfigError.
     """

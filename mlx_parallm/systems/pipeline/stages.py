@@ -2,8 +2,8 @@
 
     traces → label → dataset → dry_run → baseline → train → evaluate → export → deploy
 
-What computes with MLX runs as a command of its own (`mlx_parallm train`, `eval`, `export`): its memory is free
-afterwards, and a crash in it is that stage's alone.
+What computes with MLX runs as a command of its own (`mlx_parallm train`, `eval`, `export`): its
+memory is free afterwards, and a crash in it is that stage's alone.
 """
 
 import json
@@ -25,7 +25,12 @@ from mlx_parallm.deploy.export import llama_server
 from mlx_parallm.deploy.export.hosting import BITS
 from mlx_parallm.deploy.export.model import ModelSource
 from mlx_parallm.deploy.export.ollama import DEFAULT_URL, OllamaDeployer
-from mlx_parallm.deploy.export.pipeline import REPORT_FILE, Destination, ExportPipeline, deploy_directory
+from mlx_parallm.deploy.export.pipeline import (
+    REPORT_FILE,
+    Destination,
+    ExportPipeline,
+    deploy_directory,
+)
 from mlx_parallm.environments.estimates import difference
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import PREFIX
@@ -45,7 +50,13 @@ from mlx_parallm.systems.pipeline.requirements import (
     check_trackers,
     remarks,
 )
-from mlx_parallm.systems.pipeline.work import Json, PipelineStage, StageFailedError, Watch, WorkDirectory
+from mlx_parallm.systems.pipeline.work import (
+    Json,
+    PipelineStage,
+    StageFailedError,
+    Watch,
+    WorkDirectory,
+)
 from mlx_parallm.systems.traces.builders import (
     DatasetOptions,
     Kind,
@@ -64,12 +75,18 @@ from mlx_parallm.systems.traces.schema import Trace
 
 TrainingMethod = Literal["grpo", "kto", "dpo", "sft"]
 METHODS: tuple[TrainingMethod, ...] = get_args(TrainingMethod)
-KINDS: dict[TrainingMethod, Kind] = {"grpo": "prompts", "kto": "kto", "dpo": "preference", "sft": "sft"}
+KINDS: dict[TrainingMethod, Kind] = {
+    "grpo": "prompts",
+    "kto": "kto",
+    "dpo": "preference",
+    "sft": ("sft"),
+}
 LEARNED = f"{BUILTIN}learned"
 OLLAMA = "ollama:"
 PLAIN_BITS = {"f16": 16, "bf16": 16}
 RUN = "run"
-MEASURE = {"kto": "auc", "dpo": "rewards/accuracies", "sft": "loss"}  # of held-out rows, where no reward judges answers
+# of held-out rows, where no reward judges answers
+MEASURE = {"kto": "auc", "dpo": "rewards/accuracies", "sft": "loss"}
 FEW_ROWS = 10  # they are seen once: more passes would be learned by heart
 GROUPS = 16  # prompts of one step
 EXAMPLES = 8
@@ -82,8 +99,8 @@ class PipelineOptions:
     Attributes:
         traces: files or directories that `mlx_parallm traces import` reads.
         base_model: directory, hub id or "builtin:tiny".
-        rewards: reward functions, "python:file.py:f" or "builtin:NAME": they label traces, are the reward of grpo, and
-            judge held-out answers. None: grpo learns a reward from the labels.
+        rewards: reward functions, "python:file.py:f" or "builtin:NAME": they label traces, are the
+            reward of grpo, and judge held-out answers. None: grpo learns a reward from the labels.
         rules: functions of an `ExecutionTrace` that label, "python:file.py:f".
         deploy: "ollama:NAME" or a directory; None = the file stays in the work directory.
         type: of the exported file; None = what the hardware is good for.
@@ -117,7 +134,9 @@ class PipelineOptions:
 class Stages:
     """The stages of one pipeline. `watch_training(step, total)` hears how far a training is."""
 
-    def __init__(self, options: PipelineOptions, hardware: HardwareConfig, work: WorkDirectory) -> None:
+    def __init__(
+        self, options: PipelineOptions, hardware: HardwareConfig, work: WorkDirectory
+    ) -> None:
         self.options, self.work = options, work
         self.hardware = hardware.for_model(parameters_of(options.base_model))
         self.training_step: tuple[int, int] = (0, 0)
@@ -126,17 +145,46 @@ class Stages:
     def all(self, watch: Watch = lambda: None) -> list[PipelineStage]:
         self._watch = watch
         stages = [
-            PipelineStage("traces", "read and redact", self._about_traces, self._traces, ("traces.jsonl",)),
+            PipelineStage(
+                "traces", "read and redact", self._about_traces, self._traces, (("traces.jsonl"),)
+            ),
             PipelineStage("label", "label", self._about_labels, self._label, ("traces.jsonl",)),
-            PipelineStage("dataset", "make the data set", self._about_dataset, self._dataset, ("rows", "problems")),
+            PipelineStage(
+                "dataset",
+                "make the data set",
+                self._about_dataset,
+                self._dataset,
+                ("rows", ("problems")),
+            ),
             PipelineStage("dry_run", "try the training", self._about_training, self._dry_run),
-            PipelineStage("baseline", "the base answers", self._about_baseline, self._baseline, ("answers",)),
-            PipelineStage("train", "train", self._about_training, self._train, (f"{RUN}/{FINAL}",), resumes=True),
-            PipelineStage("evaluate", "the policy answers", self._about_evaluation, self._evaluate, ("answers",)),
-            PipelineStage("export", "export and verify", self._about_export, self._export, ("gguf",)),
+            PipelineStage(
+                "baseline", "the base answers", self._about_baseline, self._baseline, (("answers"),)
+            ),
+            PipelineStage(
+                "train",
+                "train",
+                self._about_training,
+                self._train,
+                (f"{RUN}/{FINAL}",),
+                resumes=True,
+            ),
+            PipelineStage(
+                "evaluate",
+                "the policy answers",
+                self._about_evaluation,
+                self._evaluate,
+                (("answers"),),
+            ),
+            PipelineStage(
+                "export", "export and verify", self._about_export, self._export, (("gguf"),)
+            ),
         ]
         if self.options.deploy is not None:
-            stages.append(PipelineStage("deploy", "deploy", self._about_deployment, self._deploy, self._deployed))
+            stages.append(
+                PipelineStage(
+                    "deploy", "deploy", self._about_deployment, self._deploy, self._deployed
+                )
+            )
         return stages
 
     def check_requirements(self) -> list[str]:
@@ -154,12 +202,16 @@ class Stages:
         parameters = parameters_of(options.base_model)
         if parameters is not None:
             file = parameters * BITS.get(self._kind, PLAIN_BITS.get(self._kind, 32)) / 8
-            deployed = [] if options.deploy is None or self._in_ollama else [(Path(options.deploy), file)]
+            deployed = (
+                [] if options.deploy is None or self._in_ollama else [(Path(options.deploy), file)]
+            )
             check_disk([(self.work.path, file), *deployed])
         return remarks(judged=bool(self._rewards))
 
     def _check_source(self) -> None:
-        export = ExportPipeline(ModelSource(self.options.base_model), self._kind, Destination(self.work.path))
+        export = ExportPipeline(
+            ModelSource(self.options.base_model), self._kind, Destination(self.work.path)
+        )
         export.check_source()
 
     # ------------------------------------------------------------------ traces
@@ -188,7 +240,9 @@ class Stages:
         for rule in self.options.rules:
             labelled[rule], _ = add_rule_labels(found, rule, "rule")
         if self.options.rewards:
-            labelled[", ".join(self.options.rewards)], _ = add_reward_labels(found, self.options.rewards)
+            labelled[", ".join(self.options.rewards)], _ = add_reward_labels(
+                found, self.options.rewards
+            )
         write_lines(found, directory / "traces.jsonl")
         return {"labels": sum(len(trace.labels) for trace in found), "labelled_by": labelled}
 
@@ -205,25 +259,35 @@ class Stages:
 
     def _about_dataset(self) -> Any:
         kind = KINDS[self.options.method]
-        return [self._file("label", "traces.jsonl"), asdict(self._dataset_options(kind)), self._learns_a_reward]
+        return [
+            self._file("label", "traces.jsonl"),
+            asdict(self._dataset_options(kind)),
+            self._learns_a_reward,
+        ]
 
     @property
     def _learns_a_reward(self) -> bool:
         return self.options.method == "grpo" and not self.options.rewards
 
     def _dataset(self, directory: Path) -> Json:
-        found, kind = read_labelable(self._file("label", "traces.jsonl")), KINDS[self.options.method]
+        found, kind = (
+            read_labelable(self._file("label", "traces.jsonl")),
+            KINDS[self.options.method],
+        )
         problems = build_dataset(found, self._dataset_options("prompts"))
         if not problems.test:
             raise StageFailedError(
-                f"dataset: none of {len(problems.train)} prompts is held out, so nothing could be compared with the"
+                f"dataset: none of {len(problems.train)} prompts is held out, so nothing could be"
+                " compared with the"
                 " base: record more traces, or set a larger --test-fraction"
             )
         write_dataset(problems, directory / "problems")
         rows = without_prompts(build_dataset(found, self._dataset_options(kind)), problems.test)
         card = write_dataset(rows, directory / "rows")
         if not card["rows"]["train"]:
-            raise StageFailedError("dataset: all rows are held out: record more traces, or a smaller --test-fraction")
+            raise StageFailedError(
+                "dataset: all rows are held out: record more traces, or a smaller --test-fraction"
+            )
         if self._learns_a_reward:  # from the prompts that are trained on: the others judge it too
             seen = set(map(prompt_key, problems.train))
             labelled = [trace for trace in found if is_usable(trace) and prompt_key(trace) in seen]
@@ -241,7 +305,11 @@ class Stages:
         """KEY=VALUE over the configuration that `train --model --data --reward` would take."""
         rows, method = self._file("dataset", "rows"), self.options.method
         plain = self._config_of(self.options.settings)
-        longest = plain.rl_training.atropos.max_token_length if method == "grpo" else plain.data.max_length
+        longest = (
+            plain.rl_training.atropos.max_token_length
+            if method == ("grpo")
+            else plain.data.max_length
+        )
         values: Json = {
             "rl_training.run_name": RUN,
             "rl_training.checkpoint_dir": str(self.work.directory("train")),
@@ -254,21 +322,30 @@ class Stages:
             values["rl_training.atropos.rollout_batch_size"] = GROUPS * size
             values["environments.0.heldout_data"] = str(rows / "test.jsonl")
             if self._learns_a_reward:
-                values["environments.0.reward_options"] = {"learned": {"path": str(rows / "reward.json")}}
+                values["environments.0.reward_options"] = {
+                    "learned": {"path": str(rows / "reward.json")}
+                }
         else:
             if (rows / "test.jsonl").is_file():
                 values["data.eval_path"] = str(rows / "test.jsonl")
             count = sum(1 for _ in (rows / "train.jsonl").open("rb"))
             epochs = 1 if count < FEW_ROWS else self.options.epochs
-            values["rl_training.total_steps"] = epochs * math.ceil(count / plain.rl_training.batch_size)
+            values["rl_training.total_steps"] = epochs * math.ceil(
+                count / plain.rl_training.batch_size
+            )
         if method == "kto":
             values |= self._weights_of_labels(rows)
-        return [f"{key}={_toml(value)}" for key, value in values.items()] + list(self.options.settings)
+        return [f"{key}={_toml(value)}" for key, value in values.items()] + list(
+            self.options.settings
+        )
 
     @staticmethod
     def _weights_of_labels(rows: Path) -> Json:
-        """The rarer label weighs more, so that both count alike (arXiv:2402.01306, section 4.2: λ_D n_D = λ_U n_U)."""
-        labels = [json.loads(line)["label"] for line in (rows / "train.jsonl").open(encoding="utf-8")]
+        """The rarer label weighs more, so that both count alike (arXiv:2402.01306, section 4.2:
+        λ_D n_D = λ_U n_U)."""
+        labels = [
+            json.loads(line)["label"] for line in (rows / "train.jsonl").open(encoding=("utf-8"))
+        ]
         good, bad = sum(labels), len(labels) - sum(labels)
         if not good or not bad:
             return {}
@@ -277,18 +354,29 @@ class Stages:
 
     @property
     def _text(self) -> str:
-        """The configuration. A model of the hub is asked for its size, so it may change when the model has come."""
+        """The configuration. A model of the hub is asked for its size, so it may change when the
+        model has come."""
         rows = str(self._file("dataset", "rows") / "train.jsonl")
         algorithm = None if self.options.method == "grpo" else self.options.method
-        return dataset_toml(self.options.base_model, rows, () if algorithm else self._rewards, algorithm)
+        return dataset_toml(
+            self.options.base_model, rows, () if algorithm else self._rewards, algorithm
+        )
 
     def _config_of(self, settings: Sequence[str]) -> Config:
         return load(None, list(settings), text=self._text)
 
     def _about_training(self) -> Any:
         rows = self._file("dataset", "rows")
-        files = [Path(value) for value in _values_of(self.options.settings) if os.path.isfile(value)]  # noqa: PTH113  any text
-        return [self._text, self._settings(), files, rows, list(map(_code_of, self._rewards)), self._base]
+        values = _values_of(self.options.settings)
+        files = [Path(v) for v in values if os.path.isfile(v)]  # noqa: PTH113  any text
+        return [
+            self._text,
+            self._settings(),
+            files,
+            rows,
+            list(map(_code_of, self._rewards)),
+            self._base,
+        ]
 
     @property
     def _base(self) -> Any:
@@ -318,7 +406,9 @@ class Stages:
         lines = list(metrics.read())
         step = int(lines[-1]["step"]) if lines else 0
         if not (directory / RUN / FINAL).is_dir() or step < total:
-            raise StageFailedError(f"train: it was stopped at step {step} of {total}: the same command goes on")
+            raise StageFailedError(
+                f"train: it was stopped at step {step} of {total}: the same command goes on"
+            )
         key = "reward_mean" if self.options.method == "grpo" else "loss"
         return {"steps": step, "curve": {key: [line.get(key) for line in lines]}}
 
@@ -326,7 +416,8 @@ class Stages:
 
     @cached_property
     def _evaluation_text(self) -> str:
-        """The configuration of `mlx_parallm eval`: the prompts that are held out, and the rewards."""
+        """The configuration of `mlx_parallm eval`: the prompts that are held out, and the
+        rewards."""
         entry: Json = {
             "kind": "dataset",
             "name": "held_out",
@@ -335,7 +426,9 @@ class Stages:
             "max_tokens": self._answer_tokens,
         }
         if self._learns_a_reward:
-            entry["reward_options"] = {"learned": {"path": str(self._file("dataset", "rows/reward.json"))}}
+            entry["reward_options"] = {
+                "learned": {"path": str(self._file("dataset", ("rows/reward.json")))}
+            }
         lines = [f"{key} = {_toml(value)}" for key, value in entry.items()]
         model, count = _toml(self.options.base_model), self.options.most_problems
         head = f"[model]\nbase_path = {model}\n\n[evaluation]\nproblems = {count}\n"
@@ -353,13 +446,21 @@ class Stages:
             return None
         problems = self._file("dataset", "problems")
         learned = self._file("dataset", "rows/reward.json") if self._learns_a_reward else None
-        return [self._evaluation_text, problems, learned, list(map(_code_of, self._rewards)), self._base]
+        return [
+            self._evaluation_text,
+            problems,
+            learned,
+            list(map(_code_of, self._rewards)),
+            self._base,
+        ]
 
     def _ask(self, stage: str, directory: Path, *flags: object) -> Json:
         """Answer the held-out prompts, and return the results."""
         config, answers = directory / "eval.toml", directory / "answers"
         write_atomically(config, self._evaluation_text.encode())
-        self.work.command(stage, ["eval", "--config", config, "--output", answers, *flags], self._watch)
+        self.work.command(
+            stage, ["eval", "--config", config, "--output", answers, *flags], self._watch
+        )
         return _results(answers)
 
     def _baseline(self, directory: Path) -> Json:
@@ -372,13 +473,20 @@ class Stages:
         return self._file("train", f"{RUN}/{FINAL}")
 
     def _about_evaluation(self) -> Any:
-        return [self._about_baseline(), self._file("baseline", "answers"), self._final, self.options.method]
+        return [
+            self._about_baseline(),
+            self._file("baseline", "answers"),
+            self._final,
+            self.options.method,
+        ]
 
     def _evaluate(self, directory: Path) -> Json:
         if not self._rewards:
             return self._held_out_rows()
         whole = (self._final / "config.json").is_file()  # a run that trained all weights
-        results = self._ask("evaluate", directory, "--model" if whole else "--lora-path", self._final)
+        results = self._ask(
+            "evaluate", directory, ("--model") if whole else "--lora-path", self._final
+        )
         found = _compared(_results(self._file("baseline", "answers")), results)
         return {"what": "reward of greedy answers to held-out prompts", **found}
 
@@ -386,12 +494,26 @@ class Stages:
         """How the training measured its held-out rows: before the first step and after the last."""
         name = MEASURE[self.options.method]
         lines = list(MetricsFile(self._file("train", f"{RUN}/{METRICS_FILE}")).read())
-        before = next((line[f"eval_before/{name}"] for line in lines if f"eval_before/{name}" in line), None)
-        after = next((line[f"eval/{name}"] for line in reversed(lines) if f"eval/{name}" in line), None)
+        before = next(
+            (line[f"eval_before/{name}"] for line in lines if f"eval_before/{name}" in line), None
+        )
+        after = next(
+            (line[f"eval/{name}"] for line in reversed(lines) if f"eval/{name}" in line), None
+        )
         if before is None or after is None:
-            return {"what": "nothing: no row is held out", "before": None, "after": None, "better": None}
+            return {
+                "what": "nothing: no row is held out",
+                "before": None,
+                "after": None,
+                "better": None,
+            }
         better = after < before if name == "loss" else after > before
-        found = {"before": before, "after": after, "better": better, "worse": after != before and not better}
+        found = {
+            "before": before,
+            "after": after,
+            "better": better,
+            "worse": after != before and not better,
+        }
         return {"what": f"{name} of held-out rows", **found}
 
     # ------------------------------------------------------------------ export
@@ -413,14 +535,25 @@ class Stages:
     def _export(self, directory: Path) -> Json:
         out, run = directory / "gguf", self._file("train", RUN)
         self.work.command(
-            "export", ["export", run, "--type", self._kind, "--to", out, "--name", self.options.name], self._watch
+            "export",
+            ["export", run, "--type", self._kind, "--to", out, "--name", self.options.name],
+            self._watch,
         )
         about = json.loads((out / REPORT_FILE).read_text(encoding="utf-8"))
-        result: Json = {"file": str(out / about["file"]), "type": self._kind, "verification": about["verification"]}
+        result: Json = {
+            "file": str(out / about["file"]),
+            "type": self._kind,
+            "verification": about[("verification")],
+        }
         if not self._rewards or not llama_server.available():
-            return {**result, "what": "not asked: " + ("no llama.cpp here" if self._rewards else "no --reward")}
+            return {
+                **result,
+                "what": "not asked: " + (("no llama.cpp here") if self._rewards else "no --reward"),
+            }
         with llama_server.running(out / about["file"]) as server:
-            results = self._ask("export", directory, "--url", f"{server.url}/v1", "--concurrency", 1)
+            results = self._ask(
+                "export", directory, "--url", f"{server.url}/v1", "--concurrency", 1
+            )
         found = _compared(_results(self._file("baseline", "answers")), results)
         return {**result, "what": "the file's answers in llama.cpp", **found}
 
@@ -430,11 +563,13 @@ class Stages:
 
     @property
     def _deployed(self) -> tuple[str, ...]:
-        """Files by which a deployment is known to be as it was; what Ollama has is its own matter."""
+        """Files by which a deployment is known to be as it was; what Ollama has is its own
+        matter."""
         return () if self._in_ollama else (str(self.options.deploy),)
 
     def _about_deployment(self) -> Any:
-        once_more = time.time() if self._in_ollama else None  # a model may have been removed there: always deployed
+        # a model may have been removed there: always deployed
+        once_more = time.time() if self._in_ollama else None
         target = [self.options.deploy, self.options.ollama_url, once_more]
         return [self._file("export", "gguf"), target, self.options.even_if_worse]
 
@@ -449,7 +584,10 @@ class Stages:
         place = Path(target).expanduser()
         write_directory(place, lambda unfinished: _copy(gguf, unfinished))
         about = json.loads((place / REPORT_FILE).read_text(encoding="utf-8"))
-        return {"directory": str(place), "command": f"llama-server -m {place / about['file']} --jinja"}
+        return {
+            "directory": str(place),
+            "command": (f"llama-server -m {place / about['file']} --jinja"),
+        }
 
 
 def check_name(name: str) -> None:
@@ -459,11 +597,14 @@ def check_name(name: str) -> None:
 
 
 def check_options(options: PipelineOptions) -> PipelineOptions:
-    """Return the options with absolute paths. Raises ConfigError: what cannot work, before anything is done."""
+    """Return the options with absolute paths. Raises ConfigError: what cannot work, before
+    anything is done."""
     if options.method not in METHODS:
         raise ConfigError(f"--method {options.method}: expected one of {', '.join(METHODS)}")
     if not options.traces:
-        raise ConfigError("--traces is missing: a recorder's directory, a file of traces, or logs of agents")
+        raise ConfigError(
+            "--traces is missing: a recorder's directory, a file of traces, or logs of agents"
+        )
     if options.epochs < 1 or options.most_problems < 1:
         raise ConfigError("--epochs and --problems: at least 1")
     check_name(options.name)
@@ -487,9 +628,13 @@ def _check_place(place: Path, name: str) -> None:
     try:
         file = str(json.loads((place / REPORT_FILE).read_text(encoding="utf-8"))["file"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"--deploy {place} exists and is no exported model: choose another directory") from None
+        raise ConfigError(
+            f"--deploy {place} exists and is no exported model: choose another directory"
+        ) from None
     if not file.startswith(f"{name}-"):
-        raise ConfigError(f"--deploy {place} holds another model, {file}: choose another directory, or remove it")
+        raise ConfigError(
+            f"--deploy {place} holds another model, {file}: choose another directory, or remove it"
+        )
 
 
 def _values_of(settings: Sequence[str]) -> list[str]:
@@ -497,7 +642,8 @@ def _values_of(settings: Sequence[str]) -> list[str]:
 
 
 def _code_of(reference: str) -> Any:
-    """The Python files beside that of a reference, and itself: their content counts. Of a module its name."""
+    """The Python files beside that of a reference, and itself: their content counts. Of a module
+    its name."""
     file = Path(reference.removeprefix(PREFIX).rpartition(":")[0])
     if not reference.startswith(PREFIX) or not file.is_file():
         return reference
@@ -519,10 +665,13 @@ def _results(directory: Path) -> Json:
 
 
 def _compared(before: Json, after: Json) -> Json:
-    """The held-out numbers of two evaluations, the paired difference with its 95% interval, and some answers."""
+    """The held-out numbers of two evaluations, the paired difference with its 95% interval, and
+    some answers."""
     comparisons = report.compare(before, after)
     if len(comparisons) != 1:
-        raise StageFailedError("evaluate: the base and the policy have answered no prompt in common")
+        raise StageFailedError(
+            "evaluate: the base and the policy have answered no prompt in common"
+        )
     [comparison] = comparisons
     rewards = [list(column) for column in zip(*comparison.rewards, strict=True)]
     found = difference(*rewards)

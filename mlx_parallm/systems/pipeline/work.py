@@ -3,8 +3,9 @@
     WORK/state.json      stage → the hash of its inputs, its result, its files with their digests
     WORK/<stage>/        the files of a stage; `log.txt` is what its command printed
 
-A stage is skipped when the hash of its inputs is the recorded one and its files are as they were. A stage that was cut
-off begins anew, in an empty directory; one that `resumes` goes on in its own, if the inputs are still the same.
+A stage is skipped when the hash of its inputs is the recorded one and its files are as they were. A
+stage that was cut off begins anew, in an empty directory; one that `resumes` goes on in its own, if
+the inputs are still the same.
 """
 
 import hashlib
@@ -30,7 +31,8 @@ from mlx_parallm.system.log import get_logger
 STATE_FILE = "state.json"
 LOG_FILE = "log.txt"
 WATCH_S = 0.5
-HASHED_WHOLE = 64 << 20  # bytes; of a larger file the size and the time of the last change stand for the content
+# bytes; of a larger file the size and the time of the last change stand for the content
+HASHED_WHOLE = 64 << 20
 ERROR = "error: "
 SAME_PROCESS_S = 2.0  # the clock may have been set since, and a process's start is reckoned by it
 
@@ -48,7 +50,8 @@ class PipelineStage:
     """One stage.
 
     Attributes:
-        inputs: everything that its result depends on; a Path stands for the content of that file or directory.
+        inputs: everything that its result depends on; a Path stands for the content of that file or
+            directory.
         run: does the work in its directory, and returns the result.
         files: those of its directory that later stages read.
         resumes: a stage that was cut off goes on where it stood.
@@ -75,14 +78,20 @@ class StageOutcome:
 class WorkDirectory:
     """Hold a work directory: one pipeline at a time.
 
-    Raises CheckpointError: another one works in it, or it holds files that no pipeline has written (a stage that begins
-    empties its directory).
+    Raises CheckpointError: another one works in it, or it holds files that no pipeline has written
+    (a stage that begins empties its directory).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.is_dir() and not (path / STATE_FILE).exists() and {file.name for file in path.iterdir()} - {LOCK_FILE}:
-            raise CheckpointError(f"{path} holds other files: choose a directory that is empty or not there yet")
+        if (
+            path.is_dir()
+            and not (path / STATE_FILE).exists()
+            and {file.name for file in path.iterdir()} - {LOCK_FILE}
+        ):
+            raise CheckpointError(
+                f"{path} holds other files: choose a directory that is empty or not there yet"
+            )
         self._held = RunDirectory.hold(path)
         self._file = path / STATE_FILE
         self._state: Json = {"done": {}, "begun": {}, "child": None}
@@ -91,7 +100,9 @@ class WorkDirectory:
                 self._state |= json.loads(self._file.read_text(encoding="utf-8"))
             except (OSError, ValueError, TypeError) as error:
                 self.close()
-                raise CheckpointError(f"{self._file} is damaged: {error}; remove it to begin anew") from error
+                raise CheckpointError(
+                    f"{self._file} is damaged: {error}; remove it to begin anew"
+                ) from error
         self._end_orphan()
         self._write()
 
@@ -102,8 +113,8 @@ class WorkDirectory:
         return self.path / stage
 
     def carry_out(self, stage: PipelineStage) -> StageOutcome:
-        """Do a stage, or skip it. Raises what the stage raises, StageFailedError in the place of an OSError; the next
-        call begins it again."""
+        """Do a stage, or skip it. Raises what the stage raises, StageFailedError in the place of
+        an OSError; the next call begins it again."""
         try:
             return self._carry_out(stage)
         except OSError as error:
@@ -112,7 +123,11 @@ class WorkDirectory:
     def _carry_out(self, stage: PipelineStage) -> StageOutcome:
         key, directory = fingerprint([__version__, stage.inputs()]), self.directory(stage.name)
         done = self._state["done"].get(stage.name)
-        if done is not None and done["inputs"] == key and done["files"] == _digests(directory, stage.files):
+        if (
+            done is not None
+            and done["inputs"] == key
+            and done["files"] == _digests(directory, stage.files)
+        ):
             return StageOutcome(stage.name, stage.about, done["seconds"], True, key, done["result"])
         if not stage.resumes or self._state["begun"].get(stage.name) != key:
             shutil.rmtree(directory, ignore_errors=True)
@@ -123,13 +138,19 @@ class WorkDirectory:
         began = time.monotonic()
         result = stage.run(directory)
         seconds = round(time.monotonic() - began, 3)
-        entry = {"inputs": key, "seconds": seconds, "result": result, "files": _digests(directory, stage.files)}
+        entry = {
+            "inputs": key,
+            "seconds": seconds,
+            "result": result,
+            "files": _digests(directory, stage.files),
+        }
         self._state["done"][stage.name] = entry
         self._write()
         return StageOutcome(stage.name, stage.about, seconds, False, key, result)
 
     def command(self, stage: str, arguments: Sequence[object], watch: Watch = lambda: None) -> None:
-        """Run `mlx_parallm ARGUMENTS` and add what it prints to the stage's log. `watch` is called now and then.
+        """Run `mlx_parallm ARGUMENTS` and add what it prints to the stage's log. `watch` is called
+        now and then.
 
         Raises StageFailedError: its exit code is not 0.
         """
@@ -137,8 +158,13 @@ class WorkDirectory:
         file = self.directory(stage) / LOG_FILE
         with file.open("ab") as output:
             began = output.tell()
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-            self._state["child"] = {"pid": process.pid, "since": psutil.Process(process.pid).create_time()}
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+            self._state["child"] = {
+                "pid": process.pid,
+                "since": psutil.Process(process.pid).create_time(),
+            }
             self._write()
             try:
                 while True:
@@ -157,7 +183,8 @@ class WorkDirectory:
             raise StageFailedError(f"{stage}: {_reason(file, began)} (all of it: {file})")
 
     def _end_orphan(self) -> None:
-        """A kill -9 of the pipeline leaves its command running: end it in order, before it is begun again."""
+        """A kill -9 of the pipeline leaves its command running: end it in order, before it is
+        begun again."""
         child = self._state["child"]
         if child is None:
             return
@@ -182,7 +209,8 @@ def fingerprint(value: Any) -> str:
 
 
 def digest_of(path: Path) -> str:
-    """Return what stands for the content of a file or a directory; "missing" where there is none."""
+    """Return what stands for the content of a file or a directory; "missing" where there is
+    none."""
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if file.is_file())
         listed = [f"{file.relative_to(path)} {digest_of(file)}" for file in inside]
@@ -203,6 +231,10 @@ def _reason(file: Path, began: int) -> str:
     """The error line of a command, else the last line that it printed."""
     with file.open("rb") as output:
         output.seek(began, os.SEEK_SET)
-        lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in output.read().decode(errors="replace").splitlines()
+            if line.strip()
+        ]
     wrong = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     return (wrong or lines or ["it ended without a word"])[-1]

@@ -1,9 +1,11 @@
-"""A policy that learns which rewriting helps which prompt, and its HTTP service. docs/prompt_policy.md.
+"""A policy that learns which rewriting helps which prompt, and its HTTP service.
+docs/prompt_policy.md.
 
 networks.py ppo.py     the two networks; PPO, checkpoints
 experience.py store.py experiences, on the disk; how much is known about a prompt
 embeddings.py          prompts as numbers
-reward_model.py rlaif.py task_reward.py   rewards: fitted to ratings, from a judge and a person, from a real task
+reward_model.py rlaif.py task_reward.py   rewards: fitted to ratings, from a judge and a person,
+                                          from a real task
 mutations.py classifier.py phrases.py   the rules that rewrite a prompt, and the words they know
 service.py rewriting.py protocol.py routes.py app.py   the service, its routes, its process
 demo.py                made-up prompts on which one can see it learn

@@ -1,4 +1,5 @@
-"""The parts of a prompt policy, put together: for a service of its own (`PromptPolicyServer`), and for a daemon."""
+"""The parts of a prompt policy, put together: for a service of its own (`PromptPolicyServer`),
+and for a daemon."""
 
 import contextlib
 import time
@@ -26,7 +27,12 @@ from mlx_parallm.server.generation import UNNAMED, new_id
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.files import raise_file_limit
 from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
-from mlx_parallm.systems.prompt_policy.embeddings import Embedder, EndpointEmbedder, HashedEmbedder, checked
+from mlx_parallm.systems.prompt_policy.embeddings import (
+    Embedder,
+    EndpointEmbedder,
+    HashedEmbedder,
+    checked,
+)
 from mlx_parallm.systems.prompt_policy.mutations import CHAT_REWRITE, RULES, ChatMutation
 from mlx_parallm.systems.prompt_policy.protocol import HealthAnswer
 from mlx_parallm.systems.prompt_policy.rewriting import PolicyDeps
@@ -50,7 +56,10 @@ class ServedEmbedder:
     async def __call__(self, texts: Sequence[str]) -> np.ndarray:
         parts, params = self._state.parts, SamplingParams(max_tokens=0, pooling=self._pooling)
         adapter = parts.engine.resolve_model(DEFAULT).adapter
-        requests = [Request(new_id(UNNAMED), tuple(parts.tokenizer.encode(text)), params, adapter) for text in texts]
+        requests = [
+            Request(new_id(UNNAMED), tuple(parts.tokenizer.encode(text)), params, adapter)
+            for text in texts
+        ]
         outputs = await parts.engine.generate_many(requests)
         rows = np.array([output.embedding or () for output in outputs], np.float32)
         return checked(rows, len(texts), self.dimensions, "the served model")
@@ -68,7 +77,9 @@ def make_deps(config: PromptPolicyConfig, served: ServedEmbedder | None = None) 
 
     embedder: Embedder = HashedEmbedder(config.ppo.input_dim)
     if config.embedding_model is not None:
-        embedder = EndpointEmbedder(endpoint(config.embedding), config.embedding_model, config.ppo.input_dim)
+        embedder = EndpointEmbedder(
+            endpoint(config.embedding), config.embedding_model, config.ppo.input_dim
+        )
     elif config.embedding == "served" and served is not None:
         embedder = served
     chat = task = None
@@ -83,7 +94,8 @@ def make_deps(config: PromptPolicyConfig, served: ServedEmbedder | None = None) 
 
 
 def mounted(config: Config, state: ServerState) -> AddedRouter | None:
-    """The routes below /prompt_policy of a server that serves a model; None: not wanted. Raises as `make_deps`."""
+    """The routes below /prompt_policy of a server that serves a model; None: not wanted. Raises
+    as `make_deps`."""
     section = config.section(PromptPolicyConfig)
     if not section.mount:
         return None
@@ -96,7 +108,8 @@ def mounted(config: Config, state: ServerState) -> AddedRouter | None:
 class PromptPolicyServer:
     """A service of its own, in two threads of this process, from `start` to `close`.
 
-    Raises ConfigError: the port, the key, the origins; CheckpointError, StoreError: the checkpoint directory.
+    Raises ConfigError: the port, the key, the origins; CheckpointError, StoreError: the checkpoint
+    directory.
     """
 
     def __init__(self, config: Config) -> None:
@@ -104,7 +117,8 @@ class PromptPolicyServer:
         section = config.section(PromptPolicyConfig)
         if section.embedding == "served":
             raise ConfigError(
-                'prompt_policy.embedding = "served" needs a served model: take it within `mlx_parallm serve`, or set'
+                'prompt_policy.embedding = "served" needs a served model: take it within'
+                " `mlx_parallm serve`, or set"
                 " the URL of a server"
             )
         check_bind(server.host, key)
@@ -146,7 +160,10 @@ class PromptPolicyServer:
 def _own_routes(state: ServerState) -> APIRouter:
     router = APIRouter(tags=["status"])
 
-    @router.get(HEALTH, responses={503: {"description": "The service is shutting down", "content": ERROR_CONTENT}})
+    @router.get(
+        HEALTH,
+        responses={503: {"description": "The service is shutting down", "content": ERROR_CONTENT}},
+    )
     async def policy_health() -> HealthAnswer:
         """Whether the service answers."""
         if state.unavailable is not None:
@@ -171,18 +188,28 @@ class _PolicyCollector(Collector):
 
     def collect(self) -> list[Metric]:
         history, prefix = self._service.history(), "mlx_parallm_prompt_policy"
-        mutations = CounterMetricFamily(f"{prefix}_experiences", "Experiences, by mutation", labels=["mutation"])
+        mutations = CounterMetricFamily(
+            f"{prefix}_experiences", "Experiences, by mutation", labels=[("mutation")]
+        )
         for number, name in enumerate(self._service.mutations):
             mutations.add_metric([name], sum(history.actions[number : number + 1]))
         mean = sum(history.rewards) / len(history.rewards) if history.rewards else 0.0
         return [
             mutations,
-            CounterMetricFamily(f"{prefix}_updates", "Updates of the policy", value=history.updates),
-            CounterMetricFamily(f"{prefix}_episodes", "Episodes that ended", value=history.episodes),
-            GaugeMetricFamily(
-                f"{prefix}_buffer", "Experiences that wait for an update", value=self._service.buffer_size
+            CounterMetricFamily(
+                f"{prefix}_updates", "Updates of the policy", value=history.updates
             ),
-            GaugeMetricFamily(f"{prefix}_reward", "Mean reward of the last 100 experiences", value=mean),
+            CounterMetricFamily(
+                f"{prefix}_episodes", "Episodes that ended", value=history.episodes
+            ),
+            GaugeMetricFamily(
+                f"{prefix}_buffer",
+                "Experiences that wait for an update",
+                value=self._service.buffer_size,
+            ),
+            GaugeMetricFamily(
+                f"{prefix}_reward", "Mean reward of the last 100 experiences", value=mean
+            ),
         ]
 
 

@@ -7,7 +7,10 @@ from mlx_parallm.systems.prompt_policy.phrases import CATEGORIES, SIGNS, VERBS, 
 
 NOT_SURE = 0.25
 BASE, EACH_SIGN, MOST = 0.35, 0.2, 0.95
-_SIGNS = {category: [re.compile(sign, re.IGNORECASE) for sign in signs] for category, signs in SIGNS.items()}
+_SIGNS = {
+    category: [re.compile(sign, re.IGNORECASE) for sign in signs]
+    for category, signs in SIGNS.items()
+}
 _VERBS = {verb: family for family, verbs in VERBS.items() for verb in verbs}
 _WORDS = re.compile(r"[A-Za-z']+")
 LIMIT = re.compile(
@@ -32,9 +35,13 @@ class Classified:
 
 
 def classify_prompt(prompt: str) -> Classified:
-    """Classify a prompt. Confidence is 0.35 + 0.2 for each sign, at most 0.95; 0.25 and GENERAL_QA without a sign."""
+    """Classify a prompt. Confidence is 0.35 + 0.2 for each sign, at most 0.95; 0.25 and
+    GENERAL_QA without a sign."""
     text = prompt.strip()
-    hits = {category: sum(bool(sign.search(text)) for sign in signs) for category, signs in _SIGNS.items()}
+    hits = {
+        category: sum(bool(sign.search(text)) for sign in signs)
+        for category, signs in _SIGNS.items()
+    }
     category = max(CATEGORIES, key=lambda name: (hits[name], name != "GENERAL_QA"))
     words = _WORDS.findall(text)
     return Classified(

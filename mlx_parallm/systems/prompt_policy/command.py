@@ -1,4 +1,5 @@
-"""`mlx_parallm prompt-policy`: the service of the prompt policy, or a demonstration. Imports no MLX at first."""
+"""`mlx_parallm prompt-policy`: the service of the prompt policy, or a demonstration. Imports no
+MLX at first."""
 
 import os
 import sys
@@ -12,11 +13,20 @@ from mlx_parallm.system.signals import block_shutdown_signals
 
 def prompt_policy(parser: ArgumentParser) -> Run:
     """Serve the policy, or show it learn."""
-    parser.add_argument("--server", metavar="PORT", type=int, help="serve on this port, e.g. 8765; 0: a free one")
-    parser.add_argument("--host", help="address to bind; anything but loopback needs an API key (default 127.0.0.1)")
+    parser.add_argument(
+        "--server", metavar="PORT", type=int, help=("serve on this port, e.g. 8765; 0: a free one")
+    )
+    parser.add_argument(
+        "--host",
+        help=("address to bind; anything but loopback needs an API key (default 127.0.0.1)"),
+    )
     parser.add_argument("--checkpoint-dir", metavar="DIR", help="for checkpoints and experiences")
-    parser.add_argument("--api-key-file", metavar="FILE", help="file with the API key that clients send")
-    parser.add_argument("--config", metavar="FILE", help="a TOML file; [server] and [prompt_policy] are read")
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help=("file with the API key that clients send")
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help=("a TOML file; [server] and [prompt_policy] are read")
+    )
     parser.add_argument(
         "--until-stdin-ends",
         action="store_true",
@@ -32,7 +42,9 @@ def prompt_policy(parser: ArgumentParser) -> Run:
             "server.api_key_file": args.api_key_file,
             "prompt_policy.checkpoint_dir": args.checkpoint_dir,
         }
-        overrides += [f"{key}={toml_value(value)}" for key, value in named.items() if value is not None]
+        overrides += [
+            f"{key}={toml_value(value)}" for key, value in named.items() if value is not None
+        ]
         config = load(args.config, overrides)
         require_mlx()
         from mlx_parallm.models.threads import mlx_thread
@@ -66,7 +78,8 @@ def prompt_policy(parser: ArgumentParser) -> Run:
 
 
 def _wait_for_end_of_stdin(stop: threading.Event) -> None:
-    """Set `stop` when standard input ends. Not `sys.stdin`: its lock would stop the interpreter's end."""
+    """Set `stop` when standard input ends. Not `sys.stdin`: its lock would stop the
+    interpreter's end."""
     try:
         while os.read(0, 4096):
             pass

@@ -1,4 +1,5 @@
-"""[prompt_policy]: a policy that learns which rewriting helps which prompt, and its HTTP service."""
+"""[prompt_policy]: a policy that learns which rewriting helps which prompt, and its HTTP
+service."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -56,14 +57,18 @@ class PromptPPOConfig(Section):
     min_buffer_size: int = Field(128, ge=LEAST_EXPERIENCES)
     """Fewest experiences of an update."""
     checkpoint_interval: int = Field(100, ge=1)
-    """Updates between two checkpoints that are kept (`update_N`); `latest` is written after every update."""
+    """Updates between two checkpoints that are kept (`update_N`); `latest` is written after
+    every update."""
     seed: int = Field(0, ge=0)
     """Of the weights, the sampled actions and the order of mini-batches."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "PromptPPOConfig":
         if self.min_buffer_size > self.buffer_size:
-            raise ValueError(f"min_buffer_size = {self.min_buffer_size} is above buffer_size = {self.buffer_size}")
+            raise ValueError(
+                f"min_buffer_size = {self.min_buffer_size} is above buffer_size ="
+                f" {self.buffer_size}"
+            )
         return self
 
 
@@ -71,25 +76,28 @@ class PromptPolicyConfig(Section):
     mount: bool = False
     """Add the routes to this server, below /prompt_policy."""
     checkpoint_dir: Path = Path("checkpoints/prompt_policy")
-    """Directory of checkpoints and of the experiences that no update has used yet; /save and /load stay below it."""
+    """Directory of checkpoints and of the experiences that no update has used yet; /save and
+    /load stay below it."""
     embedding: str = "hashed"
-    """What turns a prompt into numbers: "hashed" (n-grams, no model), "served" (hidden states of the model that this
-    server serves), or the URL of an OpenAI-compatible server, with its /v1."""
+    """What turns a prompt into numbers: "hashed" (n-grams, no model), "served" (hidden states of
+    the model that this server serves), or the URL of an OpenAI-compatible server, with its /v1."""
     embedding_model: str | None = None
     """Name of the embedding model at that URL."""
     chat_url: str | None = None
-    """An OpenAI-compatible server, with its /v1, whose model rewrites prompts: the sixth mutation."""
+    """An OpenAI-compatible server, with its /v1, whose model rewrites prompts: the sixth
+    mutation."""
     chat_model: str | None = None
     """Name of that model."""
     api_key_file: Path | None = None
     """File with the API key of the servers at `embedding`, `chat_url` and `task_url`."""
     task_url: str | None = None
-    """An OpenAI-compatible server, with its /v1, whose model answers prompts for POST /rollout. Without it: the model
-    that this server serves, where it serves one."""
+    """An OpenAI-compatible server, with its /v1, whose model answers prompts for POST /rollout.
+    Without it: the model that this server serves, where it serves one."""
     task_model: str | None = None
     """Name of that model."""
     rewards: tuple[str, ...] = ()
-    """Reward functions of POST /rollout, as in `[[environments]] rewards`: "python:file.py:f", "builtin:NAME"."""
+    """Reward functions of POST /rollout, as in `[[environments]] rewards`: "python:file.py:f",
+    "builtin:NAME"."""
     rollouts: int = Field(4, ge=1, le=64)
     """Answers to a prompt that POST /rollout takes the mean reward of."""
     max_tokens: int = Field(256, ge=1)
@@ -99,7 +107,8 @@ class PromptPolicyConfig(Section):
     timeout_s: float = Field(60.0, gt=0)
     """Longest time of a request to another server."""
     conservative_above: float = Field(0.5, ge=0, le=1)
-    """POST /mutate with conservative = true leaves a prompt as it is where the uncertainty is above this."""
+    """POST /mutate with conservative = true leaves a prompt as it is where the uncertainty is
+    above this."""
     reward_source: Literal["client", "model"] = "client"
     """Who rewards a mutation: the client by POST /feedback, or the fitted reward model at once."""
     open_decisions: int = Field(10_000, ge=1)
@@ -115,11 +124,17 @@ class PromptPolicyConfig(Section):
         }
         for key, (value, url) in named.items():
             if bool(value) != bool(url):
-                raise ValueError(f"{key} and the URL of its server go together: set both or neither")
-        if self.embedding not in ("hashed", "served") and not self.embedding.startswith(("http://", "https://")):
+                raise ValueError(
+                    f"{key} and the URL of its server go together: set both or neither"
+                )
+        if self.embedding not in ("hashed", "served") and not self.embedding.startswith(
+            ("http://", ("https://"))
+        ):
             raise ValueError(f'embedding = "{self.embedding}": it is "hashed", "served" or a URL')
         wanted = 6 if self.chat_url else 5
         if self.ppo.action_dim != wanted:
             why = "with chat_url" if self.chat_url else "without chat_url"
-            raise ValueError(f"ppo.action_dim = {self.ppo.action_dim}: {why} there are {wanted} mutations")
+            raise ValueError(
+                f"ppo.action_dim = {self.ppo.action_dim}: {why} there are {wanted} mutations"
+            )
         return self

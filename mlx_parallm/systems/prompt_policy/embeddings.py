@@ -1,8 +1,9 @@
-"""Prompts as numbers. An embedder is called with texts and returns [N, dimensions] float32, rows of length 1. No MLX.
+"""Prompts as numbers. An embedder is called with texts and returns [N, dimensions] float32, rows of
+length 1. No MLX.
 
-`HashedEmbedder` needs no model: texts that share words and parts of words get similar rows. `EndpointEmbedder` asks
-`/v1/embeddings` of an OpenAI-compatible server: a provider's, or hidden states of a model that `mlx_parallm serve`
-serves.
+`HashedEmbedder` needs no model: texts that share words and parts of words get similar rows.
+`EndpointEmbedder` asks `/v1/embeddings` of an OpenAI-compatible server: a provider's, or hidden
+states of a model that `mlx_parallm serve` serves.
 """
 
 import asyncio
@@ -30,12 +31,14 @@ class Embedder(Protocol):
     dimensions: int
 
     async def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """Return [N, dimensions] float32. Raises EndpointError: the model's server cannot be asked."""
+        """Return [N, dimensions] float32. Raises EndpointError: the model's server cannot be
+        asked."""
         ...
 
 
 class HashedEmbedder:
-    """Words, pairs of words and parts of words, hashed into `dimensions` places with a sign (arXiv:0902.2206).
+    """Words, pairs of words and parts of words, hashed into `dimensions` places with a sign
+    (arXiv:0902.2206).
 
     The same text gives the same numbers on every machine.
     """
@@ -78,7 +81,9 @@ class EndpointEmbedder:
         self.dimensions, self._endpoint, self._model = dimensions, endpoint, model
 
     async def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        reply = await self._endpoint.post("/embeddings", {"model": self._model, "input": list(texts)})
+        reply = await self._endpoint.post(
+            "/embeddings", {"model": self._model, "input": list(texts)}
+        )
         try:
             data = sorted(reply["data"], key=lambda entry: entry["index"])
             with np.errstate(over="ignore"):  # `checked` refuses infinity
@@ -87,19 +92,24 @@ class EndpointEmbedder:
             raise EndpointError(
                 f"{self._endpoint.base_url}: this is no list of embeddings: {str(reply)[:200]}"
             ) from error
-        return checked(rows, len(texts), self.dimensions, f"{self._model} at {self._endpoint.base_url}")
+        return checked(
+            rows, len(texts), self.dimensions, (f"{self._model} at {self._endpoint.base_url}")
+        )
 
     async def aclose(self) -> None:
         await self._endpoint.aclose()
 
 
 def checked(rows: np.ndarray, count: int, dimensions: int, source: str) -> np.ndarray:
-    """Return rows of length 1. Raises EndpointError: another number of rows, of numbers in a row, or no numbers."""
+    """Return rows of length 1. Raises EndpointError: another number of rows, of numbers in a
+    row, or no numbers."""
     if rows.shape != (count, dimensions):
         found = rows.shape[1] if rows.ndim == 2 else 0
         raise EndpointError(
-            f"{source} gives {len(rows)} vectors of {found} numbers for {count} texts, but the policy reads"
-            f" {dimensions}: set prompt_policy.ppo.input_dim = {found} and a new prompt_policy.checkpoint_dir"
+            f"{source} gives {len(rows)} vectors of {found} numbers for {count} texts, but the"
+            " policy reads"
+            f" {dimensions}: set prompt_policy.ppo.input_dim = {found} and a new"
+            " prompt_policy.checkpoint_dir"
         )
     if not np.isfinite(rows).all():
         raise EndpointError(f"{source} gives embeddings that are not finite numbers")
@@ -107,5 +117,6 @@ def checked(rows: np.ndarray, count: int, dimensions: int, source: str) -> np.nd
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)  # squares may be above float32's largest
+    # squares may be above float32's largest
+    lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     return (rows / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)

@@ -1,5 +1,5 @@
-"""What the policy's parts exchange: an experience, a choice, the history that /stats shows, and how much is known about
-a kind of prompt. No MLX."""
+"""What the policy's parts exchange: an experience, a choice, the history that /stats shows, and
+how much is known about a kind of prompt. No MLX."""
 
 import base64
 import math
@@ -70,26 +70,39 @@ class History:
         self.actions += [0] * (experience.action + 1 - len(self.actions))
         self.actions[experience.action] += 1
         self.rewards.append(experience.reward)
-        self.max_reward = experience.reward if self.max_reward is None else max(self.max_reward, experience.reward)
+        self.max_reward = (
+            experience.reward
+            if self.max_reward is None
+            else max(self.max_reward, experience.reward)
+        )
 
     def to_json(self) -> dict[str, Any]:
-        lists = {"actions": list(self.actions), "rewards": list(self.rewards), "losses": list(self.losses)}
+        lists = {
+            "actions": list(self.actions),
+            "rewards": list(self.rewards),
+            "losses": list(self.losses),
+        }
         return vars(self) | lists
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "History":
-        rewards, losses = deque(value["rewards"], RECENT_REWARDS), deque(value["losses"], RECENT_UPDATES)
+        rewards, losses = (
+            deque(value["rewards"], RECENT_REWARDS),
+            deque(value["losses"], RECENT_UPDATES),
+        )
         return cls(**{**value, "rewards": rewards, "losses": losses})
 
 
 class Novelty:
-    """How little is known about prompts like this one: the leverage of an embedding among those of all experiences.
+    """How little is known about prompts like this one: the leverage of an embedding among those of
+    all experiences.
 
     u(x) = sqrt(λ xᵀ (λ I + Σ x xᵀ)⁻¹ x),  x of length 1
 
-    It is the standard deviation of a ridge regression's prediction, as a share of what it is without any data (LinUCB,
-    arXiv:1003.0146, eq. 4): 1 before the first experience, about sqrt(λ / (λ + n)) after n of equal prompts. Embeddings
-    are projected to SIZE dimensions at random, so that one experience costs SIZE² operations. Not thread-safe.
+    It is the standard deviation of a ridge regression's prediction, as a share of what it is
+    without any data (LinUCB, arXiv:1003.0146, eq. 4): 1 before the first experience, about sqrt(λ /
+    (λ + n)) after n of equal prompts. Embeddings are projected to SIZE dimensions at random, so
+    that one experience costs SIZE² operations. Not thread-safe.
     """
 
     def __init__(self, input_dim: int, seed: int) -> None:
@@ -102,7 +115,9 @@ class Novelty:
     def uncertainty(self, state: np.ndarray) -> float:
         """Return 0 to 1 for an embedding [input_dim]; 1 for a vector of zeros."""
         x = self._direction(state)
-        return math.sqrt(min(1.0, max(0.0, PRIOR * float(x @ self._inverse @ x)))) if x.any() else 1.0
+        return (
+            math.sqrt(min(1.0, max(0.0, PRIOR * float(x @ self._inverse @ x)))) if x.any() else 1.0
+        )
 
     def add(self, state: np.ndarray) -> None:
         """Count an experience (Sherman–Morrison)."""

@@ -1,10 +1,12 @@
-"""The two networks: an embedding → log-probabilities of mutations, and an embedding → expected return.
+"""The two networks: an embedding → log-probabilities of mutations, and an embedding → expected
+return.
 
-    Linear → batch normalisation → ReLU → dropout, three times (hidden, hidden, hidden / 2), and a linear head
+    Linear → batch normalisation → ReLU → dropout, three times (hidden, hidden, hidden / 2), and a
+    linear head
 
-In training mode batch normalisation uses the mini-batch's statistics and dropout draws from the key of the call; in
-evaluation mode running statistics are used and nothing is dropped. The same key gives the same mask, so two networks
-can be compared under one mask.
+In training mode batch normalisation uses the mini-batch's statistics and dropout draws from the key
+of the call; in evaluation mode running statistics are used and nothing is dropped. The same key
+gives the same mask, so two networks can be compared under one mask.
 """
 
 from itertools import pairwise
@@ -38,13 +40,17 @@ class HiddenLayers(nn.Module):
 class PolicyNetwork(nn.Module):
     """Chooses a mutation. Weights are Xavier's (uniform), biases 0, drawn from `key`."""
 
-    def __init__(self, input_dim: int, action_dim: int, hidden_dim: int, *, dropout: float, key: mx.array) -> None:
+    def __init__(
+        self, input_dim: int, action_dim: int, hidden_dim: int, *, dropout: float, key: mx.array
+    ) -> None:
         super().__init__()
         self.hidden = HiddenLayers(input_dim, hidden_dim, dropout)
         self.head = nn.Linear(hidden_dim // 2, action_dim)
         initialize(self, key)
 
-    def __call__(self, x: mx.array, allowed: mx.array | None = None, key: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, allowed: mx.array | None = None, key: mx.array | None = None
+    ) -> mx.array:
         """Return log-probabilities [B, actions] float32 of embeddings [B, input_dim].
 
         Args:
@@ -67,13 +73,14 @@ class ValueNetwork(nn.Module):
         initialize(self, key)
 
     def __call__(self, x: mx.array, key: mx.array | None = None) -> mx.array:
-        """Return values [B] float32 of embeddings [B, input_dim]. `key`: of dropout, in training mode."""
+        """Return values [B] float32 of embeddings [B, input_dim]. `key`: of dropout, in training
+        mode."""
         return self.head(self.hidden(x, key)).astype(mx.float32)[:, 0]
 
 
 def initialize(network: nn.Module, key: mx.array) -> None:
-    """Set every linear layer to Xavier's uniform weights, ± sqrt(6 / (inputs + outputs)), and zero biases (Glorot and
-    Bengio 2010, eq. 16)."""
+    """Set every linear layer to Xavier's uniform weights, ± sqrt(6 / (inputs + outputs)), and
+    zero biases (Glorot and Bengio 2010, eq. 16)."""
     for _, module in sorted(network.named_modules()):
         if isinstance(module, nn.Linear):
             key, now = mx.random.split(key)

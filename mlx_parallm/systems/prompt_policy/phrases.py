@@ -1,4 +1,5 @@
-"""The words that classifier and mutations know: categories and their signs, fillers, fallbacks, constraints, steps.
+"""The words that classifier and mutations know: categories and their signs, fillers, fallbacks,
+constraints, steps.
 
 English. A prompt in another language is of the category GENERAL_QA, and gets that one's phrases.
 """
@@ -68,17 +69,61 @@ SIGNS: dict[Category, tuple[str, ...]] = {  # regular expressions, each counts o
 }
 
 VERBS: dict[str, tuple[str, ...]] = {  # of a prompt's task → its family
-    "mend": ("fix", "debug", "repair", "solve", "resolve", "refactor", "optimize", "optimise", "improve", "correct"),
+    "mend": (
+        "fix",
+        "debug",
+        "repair",
+        "solve",
+        "resolve",
+        "refactor",
+        "optimize",
+        "optimise",
+        "improve",
+        ("correct"),
+    ),
     "make": (
-        *("write", "create", "build", "implement", "generate", "design", "draft", "compose", "develop", "make", "code"),
+        *(
+            "write",
+            "create",
+            "build",
+            "implement",
+            "generate",
+            "design",
+            "draft",
+            "compose",
+            "develop",
+            "make",
+            ("code"),
+        ),
         *("produce", "invent", "plan"),
     ),
     "study": (
-        *("analyze", "analyse", "review", "evaluate", "compare", "examine", "explain", "summarize", "summarise"),
+        *(
+            "analyze",
+            "analyse",
+            "review",
+            "evaluate",
+            "compare",
+            "examine",
+            "explain",
+            "summarize",
+            ("summarise"),
+        ),
         *("describe", "explore", "classify", "assess", "research", "audit", "visualize", "plot"),
     ),
     "other": (
-        *("translate", "convert", "find", "list", "calculate", "compute", "sort", "count", "reverse", "extract"),
+        *(
+            "translate",
+            "convert",
+            "find",
+            "list",
+            "calculate",
+            "compute",
+            "sort",
+            "count",
+            "reverse",
+            ("extract"),
+        ),
         *(
             "read",
             "collect",
@@ -95,7 +140,17 @@ VERBS: dict[str, tuple[str, ...]] = {  # of a prompt's task → its family
             "test",
             "deploy",
         ),
-        *("migrate", "install", "configure", "document", "add", "remove", "update", "publish", "send"),
+        *(
+            "migrate",
+            "install",
+            "configure",
+            "document",
+            "add",
+            "remove",
+            "update",
+            "publish",
+            ("send"),
+        ),
     ),
 }
 _VERB = f"(?:{'|'.join(verb for family in VERBS.values() for verb in family)})"
@@ -151,14 +206,23 @@ INSIDE = (
 FALLBACKS: dict[str, tuple[str, ...]] = {
     "mend": (
         "If the cause is not clear, name the two likeliest causes and how to tell them apart.",
-        "If a complete fix is out of reach, give the smallest change that makes things better, and say what is left.",
+        (
+            "If a complete fix is out of reach, give the smallest change that makes things"
+            " better, and say what is left."
+        ),
     ),
     "make": (
         "If something needed is missing, state the assumption you make and go on.",
-        "If the whole is too much for one answer, deliver a working core first and list what is still open.",
+        (
+            "If the whole is too much for one answer, deliver a working core first and list what"
+            " is still open."
+        ),
     ),
     "study": (
-        "If the information is not enough for a conclusion, say what is missing and how sure you are of the rest.",
+        (
+            "If the information is not enough for a conclusion, say what is missing and how sure"
+            " you are of the rest."
+        ),
         "If sources or readings disagree, show both and say which one you would rely on.",
     ),
     "other": (
@@ -266,11 +330,20 @@ STEPS: dict[Category, tuple[str, ...]] = {
 CRITERIA: dict[Category, tuple[str, str]] = {  # what a good answer is, for an expansion
     "CODE_GENERATION": ("it runs as it stands", "every edge case named above is handled"),
     "CODE_REVIEW": ("every finding can be reproduced", "each one comes with a correction"),
-    "CONTENT_WRITING": ("a newcomer understands it at the first reading", "it keeps to one message"),
-    "MARKETING_COPY": ("the benefit is clear within five seconds", "the reader knows what to do next"),
+    "CONTENT_WRITING": (
+        "a newcomer understands it at the first reading",
+        ("it keeps to one message"),
+    ),
+    "MARKETING_COPY": (
+        "the benefit is clear within five seconds",
+        ("the reader knows what to do next"),
+    ),
     "DATA_ANALYSIS": ("another analyst can repeat it", "each conclusion points at a number"),
     "GENERAL_QA": ("the question is answered in full", "facts and opinions are kept apart"),
-    "CREATIVE_WRITING": ("it has a beginning, a turn and an end", "the voice stays the same throughout"),
+    "CREATIVE_WRITING": (
+        "it has a beginning, a turn and an end",
+        ("the voice stays the same throughout"),
+    ),
 }
 
 TERMS = {  # vague words → what they are to mean

@@ -1,13 +1,15 @@
-"""PPO over mutations of prompts: `PPOTrainer` owns the two networks, learns from experiences, and saves itself.
+"""PPO over mutations of prompts: `PPOTrainer` owns the two networks, learns from experiences, and
+saves itself.
 
     act       networks in evaluation mode → a choice: action, log-probability, value, probabilities
-    update    experiences in parts of `update_size` → GAE episode by episode → n_epochs of clipped steps (`losses.ppo`)
+    update    experiences in parts of `update_size` → GAE episode by episode → n_epochs of clipped
+              steps (`losses.ppo`)
 
-Batch normalisation and dropout make the log-probability of an action depend on its mini-batch and its mask. So the
-old log-probabilities (and values) are computed again for each mini-batch, by the networks of before the part, in
-training mode and under the mask of the step: the ratio of the first mini-batch is 1. That the action was chosen by an
-older policy, in evaluation mode, is corrected by min(π(a) / μ(a), max_importance), a weight of the advantage
-(arXiv:2110.00641, eq. 3).
+Batch normalisation and dropout make the log-probability of an action depend on its mini-batch and
+its mask. So the old log-probabilities (and values) are computed again for each mini-batch, by the
+networks of before the part, in training mode and under the mask of the step: the ratio of the first
+mini-batch is 1. That the action was chosen by an older policy, in evaluation mode, is corrected by
+min(π(a) / μ(a), max_importance), a weight of the advantage (arXiv:2110.00641, eq. 3).
 """
 
 import json
@@ -36,20 +38,32 @@ from mlx_parallm.systems.prompt_policy.networks import PolicyNetwork, ValueNetwo
 PPOConfig = PromptPPOConfig
 """The specification's name; the package has another class of it."""
 
-WEIGHTS_FILE, OPTIMIZER_FILE, STATE_FILE = "policy.safetensors", "optimizer.safetensors", "state.json"
-LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl")  # what the history keeps of an update
+WEIGHTS_FILE, OPTIMIZER_FILE, STATE_FILE = (
+    "policy.safetensors",
+    "optimizer.safetensors",
+    ("state.json"),
+)
+# what the history keeps of an update
+LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl")
 
 
 class ActorCritic(nn.Module):
-    """The two networks, as a `losses.ppo.Policy` over rows of one step. `state` of a row: (allowed, dropout key)."""
+    """The two networks, as a `losses.ppo.Policy` over rows of one step. `state` of a row:
+    (allowed, dropout key)."""
 
     def __init__(self, config: PromptPPOConfig) -> None:
         super().__init__()
         keys = mx.random.split(mx.random.key(config.seed))
         self.policy = PolicyNetwork(
-            config.input_dim, config.action_dim, config.hidden_dim, dropout=config.dropout, key=keys[0]
+            config.input_dim,
+            config.action_dim,
+            config.hidden_dim,
+            dropout=config.dropout,
+            key=keys[0],
         )
-        self.value = ValueNetwork(config.input_dim, config.hidden_dim, dropout=config.dropout, key=keys[1])
+        self.value = ValueNetwork(
+            config.input_dim, config.hidden_dim, dropout=config.dropout, key=keys[1]
+        )
         self.eval()
         mx.eval(self.parameters())
 
@@ -57,8 +71,11 @@ class ActorCritic(nn.Module):
         """The likeliest mutation of each embedding [B, input_dim] → [B]."""
         return mx.argmax(self.policy(observations, state), axis=-1), state
 
-    def scores(self, observations: mx.array, actions: mx.array, state: Any) -> tuple[mx.array, mx.array, mx.array]:
-        """Log-probabilities, entropies and values, [B, 1] float32 each, of embeddings [B, 1, input_dim]."""
+    def scores(
+        self, observations: mx.array, actions: mx.array, state: Any
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Log-probabilities, entropies and values, [B, 1] float32 each, of embeddings [B, 1,
+        input_dim]."""
         allowed, key = state
         keys = (None, None) if key is None else mx.random.split(key)
         log_probs = self.policy(observations[:, 0], allowed, keys[0])
@@ -72,7 +89,8 @@ class PPOTrainer:
 
     def __init__(self, config: PromptPPOConfig | None = None, store_id: str = "") -> None:
         self.config = config or PromptPPOConfig()
-        self.store_id = store_id  # of the store whose sequence numbers `trained_through` and `history.through` are
+        # of the store whose sequence numbers `trained_through` and `history.through` are
+        self.store_id = store_id
         self.networks = ActorCritic(self.config)
         self._lock = threading.Lock()  # of history and novelty
         self.history = History()
@@ -93,17 +111,21 @@ class PPOTrainer:
     @property
     def learning_rate(self) -> float:
         """Of the next update: it falls by `lr_decay` every `lr_step` updates."""
-        return self.config.learning_rate * self.config.lr_decay ** (self.history.updates // self.config.lr_step)
+        return self.config.learning_rate * self.config.lr_decay ** (
+            self.history.updates // self.config.lr_step
+        )
 
     def observe(self, experience: Experience) -> None:
-        """Count an experience, before it is learned from. One that was counted already (by a checkpoint) is left."""
+        """Count an experience, before it is learned from. One that was counted already (by a
+        checkpoint) is left."""
         with self._lock:
             if experience.sequence == 0 or experience.sequence > self.history.through:
                 self.history.add(experience)
                 self.novelty.add(experience.state)
 
     def uncertainty(self, state: np.ndarray) -> float:
-        """Return how little is known about an embedding [input_dim]: 1 = nothing, towards 0 with experiences."""
+        """Return how little is known about an embedding [input_dim]: 1 = nothing, towards 0 with
+        experiences."""
         with self._lock:
             return self.novelty.uncertainty(state)
 
@@ -115,9 +137,10 @@ class PPOTrainer:
     def update(self, experiences: Sequence[Experience]) -> dict[str, float]:
         """Learn from these experiences; return the mean metrics over all mini-batches.
 
-        Metrics: policy_loss, value_loss, entropy (nats), approx_kl, clip_fraction, grad_norm, learning_rate,
-        first_ratio and first_ratio_error (mean ratio of the first mini-batch, largest distance from 1), importance
-        (mean weight of the experiences). Raises ValueError: fewer than two experiences.
+        Metrics: policy_loss, value_loss, entropy (nats), approx_kl, clip_fraction, grad_norm,
+        learning_rate, first_ratio and first_ratio_error (mean ratio of the first mini-batch,
+        largest distance from 1), importance (mean weight of the experiences). Raises ValueError:
+        fewer than two experiences.
         """
         if len(experiences) < 2:
             raise ValueError("an update needs at least two experiences")
@@ -131,7 +154,10 @@ class PPOTrainer:
         self.trained_through = max(self.trained_through, *(e.sequence for e in experiences))
         means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         result = {name: value for name, value in means.items() if not name.startswith("ratio_")}
-        result |= {"first_ratio": steps[0]["ratio_mean"], "first_ratio_error": steps[0]["ratio_error"]}
+        result |= {
+            "first_ratio": steps[0]["ratio_mean"],
+            "first_ratio_error": steps[0][("ratio_error")],
+        }
         result["learning_rate"] = rate
         with self._lock:
             self.history.updates += 1
@@ -146,15 +172,23 @@ class PPOTrainer:
         before.train()
         self.networks.train()
         for _ in range(self.config.n_epochs):
-            metrics += [self._step(before, batch, rows) for rows in self._mini_batches(len(experiences))]
+            metrics += [
+                self._step(before, batch, rows) for rows in self._mini_batches(len(experiences))
+            ]
         self._settle(batch.states)
         return metrics
 
     def _settle(self, states: mx.array) -> None:
-        """Set batch normalisation's running statistics to those of all states under the new weights.
+        """Set batch normalisation's running statistics to those of all states under the new
+        weights.
 
-        Averages over the steps lag behind: the policy that acts would not be the one that was optimised."""
-        norms = [module for _, module in self.networks.named_modules() if isinstance(module, nn.BatchNorm)]
+        Averages over the steps lag behind: the policy that acts would not be the one that was
+        optimised."""
+        norms = [
+            module
+            for _, module in self.networks.named_modules()
+            if isinstance(module, nn.BatchNorm)
+        ]
         for norm in norms:
             norm.momentum, kept = 1.0, norm.momentum
         self.networks.policy(states), self.networks.value(states)
@@ -167,11 +201,16 @@ class PPOTrainer:
         """Write everything as one directory, whole or absent. Raises CheckpointError."""
 
         def fill(path: Path) -> None:
-            mx.save_safetensors(str(path / WEIGHTS_FILE), dict(tree_flatten(self.networks.parameters())))
+            mx.save_safetensors(
+                str(path / WEIGHTS_FILE), dict(tree_flatten(self.networks.parameters()))
+            )
             states = {str(n): optimizer.state for n, optimizer in enumerate(self._optimizers)}
             mx.save_safetensors(str(path / OPTIMIZER_FILE), dict(tree_flatten(states)))
             with self._lock:
-                state: dict[str, Any] = {"history": self.history.to_json(), "novelty": self.novelty.to_json()}
+                state: dict[str, Any] = {
+                    "history": self.history.to_json(),
+                    "novelty": self.novelty.to_json(),
+                }
             state |= {
                 "config": self.config.model_dump(mode="json"),
                 "trained_through": self.trained_through,
@@ -184,20 +223,27 @@ class PPOTrainer:
         write_directory(directory, fill)
 
     def load(self, directory: Path) -> None:
-        """Go on from a checkpoint. Raises CheckpointError, and changes nothing: none, damaged, other sizes."""
+        """Go on from a checkpoint. Raises CheckpointError, and changes nothing: none, damaged,
+        other sizes."""
         try:
             state = json.loads((directory / STATE_FILE).read_text())
             weights: Any = mx.load(str(directory / WEIGHTS_FILE))
             flat: Any = mx.load(str(directory / OPTIMIZER_FILE))
             optimizer: Any = tree_unflatten(list(flat.items()))
             mx.eval(weights, optimizer)
-            history, novelty = History.from_json(state["history"]), Novelty.from_json(state["novelty"])
+            history, novelty = (
+                History.from_json(state["history"]),
+                Novelty.from_json(state[("novelty")]),
+            )
             order = np.random.default_rng()
             order.bit_generator.state = state["order"]
-            ours = state.get("store_id", "") == self.store_id  # else its sequence numbers mean nothing here
+            # else its sequence numbers mean nothing here
+            ours = state.get("store_id", "") == self.store_id
             trained_through = int(state["trained_through"]) if ours else 0
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise CheckpointError(f"{directory} is not a checkpoint of a prompt policy: {error}") from error
+            raise CheckpointError(
+                f"{directory} is not a checkpoint of a prompt policy: {error}"
+            ) from error
         try:
             check_weights(self.networks, weights)
         except ValueError as error:
@@ -225,20 +271,32 @@ class PPOTrainer:
         config, size = self.config, self.config.action_dim
         states = mx.array(np.stack([e.state for e in experiences]))
         actions = mx.array(np.array([[e.action] for e in experiences], np.int32))
-        allowed = mx.array(np.stack([np.ones(size, bool) if e.allowed is None else e.allowed for e in experiences]))
+        allowed = mx.array(
+            np.stack([np.ones(size, bool) if e.allowed is None else e.allowed for e in experiences])
+        )
         log_probs, _, values = self.networks.scores(states[:, None], actions, (allowed, None))
         next_values = self.networks.value(mx.array(np.stack([e.next_state for e in experiences])))
-        advantages, returns = advantages_of(experiences, np.array(values[:, 0]), np.array(next_values), config)
+        advantages, returns = advantages_of(
+            experiences, np.array(values[:, 0]), np.array(next_values), config
+        )
         behaviour = np.array([e.log_prob for e in experiences])
         ratio = np.exp(np.clip(np.array(log_probs[:, 0], np.float64) - behaviour, -20.0, 20.0))
         weights = np.minimum(ratio, config.max_importance)
         normal = (advantages - advantages.mean()) / (advantages.std() + 1e-8) * weights
-        return Batch(states, actions, allowed, weights, mx.array(normal, mx.float32), mx.array(returns, mx.float32))
+        return Batch(
+            states,
+            actions,
+            allowed,
+            weights,
+            mx.array(normal, mx.float32),
+            mx.array(returns, mx.float32),
+        )
 
     def _mini_batches(self, count: int) -> list[np.ndarray]:
         """Rows in random order, in mini-batches of about `batch_size`, none with a single row."""
         return np.array_split(
-            self.order.permutation(count), max(1, min(round(count / self.config.batch_size), count // 2))
+            self.order.permutation(count),
+            max(1, min(round(count / self.config.batch_size), count // 2)),
         )
 
     def _step(self, before: ActorCritic, batch: "Batch", rows: np.ndarray) -> dict[str, float]:
@@ -258,7 +316,9 @@ class PPOTrainer:
         )
         (_, metrics), gradients = self._gradient(steps)
         norms = []
-        for optimizer, name, network in zip(self._optimizers, ("policy", "value"), self._parts(), strict=True):
+        for optimizer, name, network in zip(
+            self._optimizers, ("policy", "value"), self._parts(), strict=True
+        ):
             clipped, norm = optimizers.clip_grad_norm(gradients[name], self.config.max_grad_norm)
             norms.append(norm.item())
             if math.isfinite(norms[-1]):
@@ -289,9 +349,11 @@ class Batch:
 
 
 def episodes_of(experiences: Sequence[Experience]) -> list[list[int]]:
-    """Return the rows of each episode in the order of arrival. An experience without `episode_id` is an episode."""
+    """Return the rows of each episode in the order of arrival. An experience without
+    `episode_id` is an episode."""
     episodes: dict[tuple[str | int, int], list[int]] = {}
-    ended: Counter[str | int] = Counter()  # how often an id's episode has ended: then it begins again
+    # how often an id's episode has ended: then it begins again
+    ended: Counter[str | int] = Counter()
     for row, experience in enumerate(experiences):
         name: str | int = row if experience.episode_id is None else experience.episode_id
         episodes.setdefault((name, ended[name]), []).append(row)
@@ -300,7 +362,8 @@ def episodes_of(experiences: Sequence[Experience]) -> list[list[int]]:
 
 
 def parts_of(experiences: Sequence[Experience], size: int) -> list[list[int]]:
-    """Split rows into parts of about `size`, oldest first, without splitting an episode; none has a single row."""
+    """Split rows into parts of about `size`, oldest first, without splitting an episode; none
+    has a single row."""
     parts, fewest = [list[int]()], 2
     for rows in episodes_of(experiences):
         if len(parts[-1]) + len(rows) > size and len(parts[-1]) >= fewest:
@@ -313,17 +376,23 @@ def parts_of(experiences: Sequence[Experience], size: int) -> list[list[int]]:
 
 
 def advantages_of(
-    experiences: Sequence[Experience], values: np.ndarray, next_values: np.ndarray, config: PromptPPOConfig
+    experiences: Sequence[Experience],
+    values: np.ndarray,
+    next_values: np.ndarray,
+    config: PromptPPOConfig,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return advantages and returns, [N] float64 each, by GAE within each episode, in the order of arrival.
+    """Return advantages and returns, [N] float64 each, by GAE within each episode, in the order of
+    arrival.
 
-    A step that ends its episode's experiences without `done` has γ V of the state after it as part of its reward.
+    A step that ends its episode's experiences without `done` has γ V of the state after it as part
+    of its reward.
 
     Args:
         values: [N], of the states. next_values: [N], of the states after them.
 
-    Worked, γ = 1, λ = 0.5, V = 0.5 everywhere: an episode with rewards 0, 1 (done) has δ = [0, 0.5], so advantages
-    [0.25, 0.5]; one whose only step has reward 0 and is not done: 0 + 0.5 - 0.5 = 0.
+    Worked, γ = 1, λ = 0.5, V = 0.5 everywhere: an episode with rewards 0, 1 (done) has δ = [0,
+    0.5], so advantages [0.25, 0.5]; one whose only step has reward 0 and is not done: 0 + 0.5 - 0.5
+    = 0.
     """
     episodes = episodes_of(experiences)
     order = np.array([row for rows in episodes for row in rows])
@@ -333,7 +402,13 @@ def advantages_of(
         row = order[position]
         if not experiences[row].done:
             rewards[position] += config.gamma * float(next_values[row])
-    ordered = gae(rewards, values.astype(np.float64)[order], last, gamma=config.gamma, gae_lambda=config.gae_lambda)
+    ordered = gae(
+        rewards,
+        values.astype(np.float64)[order],
+        last,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+    )
     advantages = np.empty(len(experiences))
     advantages[order] = ordered
     return advantages, advantages + values

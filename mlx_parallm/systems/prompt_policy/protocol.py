@@ -26,7 +26,9 @@ def _whole_characters(text: str) -> str:
 
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Vector = Annotated[ListOf[Number], Field(min_length=1, max_length=65536)]
-Prompt = Annotated[str, Field(min_length=1, max_length=LONGEST_PROMPT), AfterValidator(_whole_characters)]
+Prompt = Annotated[
+    str, Field(min_length=1, max_length=LONGEST_PROMPT), AfterValidator(_whole_characters)
+]
 Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_whole_characters)]
 Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 
@@ -45,8 +47,8 @@ class DistributionBody(Body):
 
 
 class ExperienceBody(Body):
-    """`log_prob` and `value` as /select_action gave them, `allowed` as it was sent there. Steps of one episode have the
-    same `episode_id`; without one the step is an episode."""
+    """`log_prob` and `value` as /select_action gave them, `allowed` as it was sent there. Steps
+    of one episode have the same `episode_id`; without one the step is an episode."""
 
     state: Vector
     action: int = Field(ge=0)
@@ -74,13 +76,15 @@ class EmbedBody(Body):
     def _not_too_much(self) -> Self:
         if (characters := sum(map(len, self.input))) > MOST_CHARACTERS:
             raise RequestError(
-                f"'input' has {characters} characters: send at most {MOST_CHARACTERS} in a request", param="input"
+                f"'input' has {characters} characters: send at most {MOST_CHARACTERS} in a request",
+                param=("input"),
             )
         return self
 
 
 class MutateBody(Body):
-    """`mutation`: take this one. `conservative`: leave the prompt as it is where little is known about such prompts."""
+    """`mutation`: take this one. `conservative`: leave the prompt as it is where little is known
+    about such prompts."""
 
     prompt: Prompt
     deterministic: bool = False
@@ -96,8 +100,9 @@ class RolloutBody(MutateBody):
 
 
 class PolicyFeedbackBody(Body):
-    """`reward`, or `score` from 1 to 5, which is the reward (score - 1) / 4. Steps that depend on each other have the
-    same `episode_id`; `next_prompt` is the prompt that the mutation led to, and without it the episode has ended."""
+    """`reward`, or `score` from 1 to 5, which is the reward (score - 1) / 4. Steps that depend
+    on each other have the same `episode_id`; `next_prompt` is the prompt that the mutation led
+    to, and without it the episode has ended."""
 
     id: Name
     reward: Reward | None = None
@@ -110,7 +115,10 @@ class PolicyFeedbackBody(Body):
         if (self.reward is None) == (self.score is None):
             raise RequestError("send 'reward', or 'score' from 1 to 5", param="reward")
         if self.next_prompt is not None and self.episode_id is None:
-            raise RequestError("'next_prompt' needs the 'episode_id' of the steps that go together", param="episode_id")
+            raise RequestError(
+                "'next_prompt' needs the 'episode_id' of the steps that go together",
+                param=("episode_id"),
+            )
         return self
 
     @property
@@ -201,7 +209,8 @@ class ImpactAnswer(BaseModel):
 
 
 class MutateAnswer(BaseModel):
-    """`id` is what /feedback takes; without one the prompt was left as it is, and nothing is to be rewarded."""
+    """`id` is what /feedback takes; without one the prompt was left as it is, and nothing is to
+    be rewarded."""
 
     id: str | None
     prompt: str
@@ -219,7 +228,8 @@ class MutateAnswer(BaseModel):
 
 
 class RolloutAnswer(BaseModel):
-    """`stored`: the mean reward was stored as an experience; not where the prompt was left as it is."""
+    """`stored`: the mean reward was stored as an experience; not where the prompt was left as it
+    is."""
 
     mutation: MutateAnswer
     answers: list[str]
@@ -229,4 +239,6 @@ class RolloutAnswer(BaseModel):
     buffer_size: int
 
 
-UNCHANGED = ImpactAnswer(quality="neutral", cost="neutral", latency="neutral", reliability="neutral")
+UNCHANGED = ImpactAnswer(
+    quality="neutral", cost="neutral", latency="neutral", reliability=("neutral")
+)

@@ -2,10 +2,11 @@
 
     features(prompt) → z-scores → ridge regression → logistic function
 
-It is fitted to the logits of (rating - 1) / 4, held within [EDGE, 1 - EDGE], so scores do not saturate. What a
-rewriting is worth depends on the prompt: fallbacks where a task may well fail, numbers where there are several tasks.
-So features say what a prompt needs, and whether it has that. `rated_prompts.jsonl` holds ratings of our own, of prompts
-as they are and after each mutation; `RewardModel.fit` takes anyone's.
+It is fitted to the logits of (rating - 1) / 4, held within [EDGE, 1 - EDGE], so scores do not
+saturate. What a rewriting is worth depends on the prompt: fallbacks where a task may well fail,
+numbers where there are several tasks. So features say what a prompt needs, and whether it has that.
+`rated_prompts.jsonl` holds ratings of our own, of prompts as they are and after each mutation;
+`RewardModel.fit` takes anyone's.
 """
 
 import json
@@ -22,7 +23,12 @@ import numpy as np
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.systems.prompt_policy.classifier import LIMIT, LISTED, classify_prompt, verb_family
-from mlx_parallm.systems.prompt_policy.mutations import FALLBACK, mutate, reduce_context, split_tasks
+from mlx_parallm.systems.prompt_policy.mutations import (
+    FALLBACK,
+    mutate,
+    reduce_context,
+    split_tasks,
+)
 from mlx_parallm.systems.prompt_policy.phrases import CATEGORIES, TERMS
 
 RATINGS = Path(__file__).with_name("rated_prompts.jsonl")
@@ -37,7 +43,9 @@ _RISK = re.compile(
     r"\b(fail(s|ed|ing)?|crash(es)?|flaky|intermittent|broken|random(ly)?|race condition|leak|only happens)\b",
     re.IGNORECASE,
 )
-_ASKS = re.compile(r"\s*(what|who|when|where|why|how|which|explain|describe|define)\b", re.IGNORECASE)
+_ASKS = re.compile(
+    r"\s*(what|who|when|where|why|how|which|explain|describe|define)\b", re.IGNORECASE
+)
 
 
 def features(prompt: str) -> dict[str, float]:
@@ -45,12 +53,15 @@ def features(prompt: str) -> dict[str, float]:
     first, *rest = [part for part in re.split(r"\n\s*\n", prompt.strip()) if part.strip()] or [""]
     core = classify_prompt(first)
     words = re.findall(r"\w+", prompt.lower())
-    numbered = core.has_list or any(LISTED.findall(part) and re.search(r"^\s*\d", part, re.M) for part in rest)
+    numbered = core.has_list or any(
+        LISTED.findall(part) and re.search(r"^\s*\d", part, re.M) for part in rest
+    )
     fallback = bool(FALLBACK.search(prompt))
     limits = [part for part in rest if LIMIT.search(part) and not FALLBACK.search(part)]
     constrained = core.has_constraints or bool(limits)
     detailed = any(
-        part not in limits and not FALLBACK.search(part) and not re.search(r"^\s*\d", part, re.M) for part in rest
+        part not in limits and not FALLBACK.search(part) and not re.search(r"^\s*\d", part, re.M)
+        for part in rest
     )
     tasks = 0 if numbered and core.has_list else len(split_tasks(first)[1])
     several = tasks >= 2 or (core.has_list and core.words > VAGUE_WORDS)
@@ -63,7 +74,10 @@ def features(prompt: str) -> dict[str, float]:
         "log words": math.log1p(len(words)) - 3,
         "long": max(0, len(words) - LONG_WORDS) / LONG_WORDS,
         "repetition": 1 - len(set(words)) / max(1, len(words)),
-        "vague terms": sum(bool(re.search(rf"\b{re.escape(term)}\b", first.lower())) for term in TERMS) / 2,
+        "vague terms": sum(
+            bool(re.search(rf"\b{re.escape(term)}\b", first.lower())) for term in TERMS
+        )
+        / 2,
     }
     for need, has, lack in (
         (vague, detailed, "detail"),
@@ -80,7 +94,8 @@ def features(prompt: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PromptScore:
-    """`score` and `confidence`: 0 to 1. `breakdown`: what each feature adds to the score's logit, largest first."""
+    """`score` and `confidence`: 0 to 1. `breakdown`: what each feature adds to the score's
+    logit, largest first."""
 
     score: float
     confidence: float
@@ -90,7 +105,8 @@ class PromptScore:
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A fitted model. `names` [F]; `mean`, `scale`, `weights` [F], `bias`; `spread`: of the logit's error."""
+    """A fitted model. `names` [F]; `mean`, `scale`, `weights` [F], `bias`; `spread`: of the
+    logit's error."""
 
     names: tuple[str, ...]
     mean: np.ndarray
@@ -100,18 +116,24 @@ class RewardModel:
     spread: float
 
     @classmethod
-    def fit(cls, prompts: Sequence[str], ratings: Sequence[float], *, ridge: float = RIDGE) -> "RewardModel":
-        """Fit ratings of 1 to 5. Raises ConfigError: fewer than 10, other numbers of both, or a rating out of range."""
+    def fit(
+        cls, prompts: Sequence[str], ratings: Sequence[float], *, ridge: float = RIDGE
+    ) -> "RewardModel":
+        """Fit ratings of 1 to 5. Raises ConfigError: fewer than 10, other numbers of both, or a
+        rating out of range."""
         if len(prompts) != len(ratings) or len(prompts) < FEWEST:
             raise ConfigError(
-                f"reward model: {len(prompts)} prompts and {len(ratings)} ratings; it takes {FEWEST} of each"
+                f"reward model: {len(prompts)} prompts and {len(ratings)} ratings; it takes"
+                f" {FEWEST} of each"
             )
         if not all(LOWEST <= rating <= HIGHEST for rating in ratings):
             raise ConfigError(f"reward model: ratings go from {LOWEST:g} to {HIGHEST:g}")
         rows = [features(prompt) for prompt in prompts]
         names = tuple(rows[0])
         x = np.array([list(row.values()) for row in rows])
-        share = np.clip((np.array(ratings, np.float64) - LOWEST) / (HIGHEST - LOWEST), EDGE, 1 - EDGE)
+        share = np.clip(
+            (np.array(ratings, np.float64) - LOWEST) / (HIGHEST - LOWEST), EDGE, 1 - EDGE
+        )
         y = np.log(share / (1 - share))
         mean, scale = x.mean(axis=0), np.maximum(x.std(axis=0), 1e-3)
         z = (x - mean) / scale
@@ -129,7 +151,9 @@ class RewardModel:
         breakdown = {self.names[i]: float(parts[i]) for i in order}
         said = ", ".join(f"{name} {value:+.2f}" for name, value in list(breakdown.items())[:3])
         confidence = 1 / (1 + self.spread + float(np.maximum(np.abs(z) - 3, 0).mean()))
-        return PromptScore(1 / (1 + math.exp(-max(-30.0, min(30.0, logit)))), confidence, breakdown, said)
+        return PromptScore(
+            1 / (1 + math.exp(-max(-30.0, min(30.0, logit)))), confidence, breakdown, said
+        )
 
     def evaluate(self, prompts: Sequence[str], ratings: Sequence[float]) -> dict[str, float]:
         """Return mae, rmse and correlation of scores with (rating - 1) / 4."""
@@ -137,7 +161,11 @@ class RewardModel:
         wanted = (np.array(ratings, np.float64) - LOWEST) / (HIGHEST - LOWEST)
         errors = scores - wanted
         spread = scores.std() * wanted.std()
-        correlation = float(((scores - scores.mean()) * (wanted - wanted.mean())).mean() / spread) if spread else 0.0
+        correlation = (
+            float(((scores - scores.mean()) * (wanted - wanted.mean())).mean() / spread)
+            if spread
+            else 0.0
+        )
         return {
             "mae": float(np.abs(errors).mean()),
             "rmse": float(np.sqrt(np.square(errors).mean())),
@@ -146,17 +174,24 @@ class RewardModel:
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, whole or not at all. Raises CheckpointError."""
-        numbers = {"mean": self.mean.tolist(), "scale": self.scale.tolist(), "weights": self.weights.tolist()}
+        numbers = {
+            "mean": self.mean.tolist(),
+            "scale": self.scale.tolist(),
+            "weights": self.weights.tolist(),
+        }
         values = {"names": self.names, "bias": self.bias, "spread": self.spread} | numbers
         write_atomically(Path(path), json.dumps(values, indent=1).encode())
 
     @classmethod
     def load(cls, path: str | Path) -> "RewardModel":
-        """Read what `save` wrote. Raises ConfigError: no such file, another one, or other features."""
+        """Read what `save` wrote. Raises ConfigError: no such file, another one, or other
+        features."""
         try:
             values: dict[str, Any] = json.loads(Path(path).read_text())
             names = tuple(values["names"])
-            mean, scale, weights = (np.array(values[key], np.float64) for key in ("mean", "scale", "weights"))
+            mean, scale, weights = (
+                np.array(values[key], np.float64) for key in ("mean", "scale", ("weights"))
+            )
             model = cls(names, mean, scale, weights, float(values["bias"]), float(values["spread"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not a reward model: {error}") from error
@@ -166,7 +201,8 @@ class RewardModel:
 
 
 def rated_prompts() -> list[dict[str, Any]]:
-    """Return the ratings of the package: {"prompt", "scores": {"as it is": 2.5, mutation: rating or None}}."""
+    """Return the ratings of the package: {"prompt", "scores": {"as it is": 2.5, mutation: rating
+    or None}}."""
     return [json.loads(line) for line in RATINGS.read_text().splitlines()]
 
 

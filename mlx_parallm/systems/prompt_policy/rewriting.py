@@ -41,11 +41,12 @@ class PolicyDeps:
 
 
 async def rewrite(deps: PolicyDeps, body: MutateBody, *, by_model: bool = True) -> MutateAnswer:
-    """Choose a mutation for a prompt, apply it, and keep the decision until its reward comes. Mutations that would
-    change nothing are not chosen. With `reward_source = "model"` the reward model's score is the reward, unless
-    `by_model` is False: the caller has a reward of its own.
+    """Choose a mutation for a prompt, apply it, and keep the decision until its reward comes.
+    Mutations that would change nothing are not chosen. With `reward_source = "model"` the reward
+    model's score is the reward, unless `by_model` is False: the caller has a reward of its own.
 
-    Raises RequestError: no such mutation; RefusedError (502): another server cannot be asked; StoreError.
+    Raises RequestError: no such mutation; RefusedError (502): another server cannot be asked;
+    StoreError.
     """
     service = deps.service
     classified, possible = await asyncio.to_thread(_apply_rules, body.prompt)
@@ -53,17 +54,29 @@ async def rewrite(deps: PolicyDeps, body: MutateBody, *, by_model: bool = True) 
     names = _choosable(deps, body, possible)
     uncertainty = service.uncertainty(state)
     if body.conservative and uncertainty > deps.config.conservative_above:
-        return await _answer(body, classified, uncertainty, why="too little is known about such prompts")
+        return await _answer(
+            body, classified, uncertainty, why=("too little is known about such prompts")
+        )
     if not names:
-        return await _answer(body, classified, uncertainty, why="no mutation that may be chosen would change it")
+        return await _answer(
+            body, classified, uncertainty, why=("no mutation that may be chosen would change it")
+        )
     allowed = allowed_actions(service.mutations, names)
     choice = await done(service.choose(state, allowed, deterministic=body.deterministic))
     name = service.mutations[choice.action]
     mutation = await _by_chat(deps, body.prompt) if name == CHAT_REWRITE else possible[name]
     if mutation is None:
-        return await _answer(body, classified, uncertainty, why="the chat model gave the same text back")
+        return await _answer(
+            body, classified, uncertainty, why=("the chat model gave the same text back")
+        )
     decision_id = f"mutation-{uuid.uuid4().hex}"
-    await done(service.open(Decision(decision_id, state, choice.action, state, choice.log_prob, choice.value, allowed)))
+    await done(
+        service.open(
+            Decision(
+                decision_id, state, choice.action, state, choice.log_prob, choice.value, allowed
+            )
+        )
+    )
     answer = await _answer(body, classified, uncertainty, made=(decision_id, mutation, choice))
     if by_model and deps.config.reward_source == "model":
         await done(service.reward(decision_id, answer.score))
@@ -71,13 +84,18 @@ async def rewrite(deps: PolicyDeps, body: MutateBody, *, by_model: bool = True) 
     return answer
 
 
-async def roll_out(deps: PolicyDeps, body: RolloutBody, request: HTTPRequest | None) -> RolloutAnswer:
+async def roll_out(
+    deps: PolicyDeps, body: RolloutBody, request: HTTPRequest | None
+) -> RolloutAnswer:
     """Rewrite a prompt, let the model of the task answer it, and store the mean reward.
 
     Raises RefusedError (404): no task is set; what `rewrite` and `TaskReward` raise.
     """
     if deps.task is None:
-        raise RefusedError("no task: set prompt_policy.rewards, and task_url where this server serves no model", 404)
+        raise RefusedError(
+            "no task: set prompt_policy.rewards, and task_url where this server serves no model",
+            404,
+        )
     changed = await rewrite(deps, body, by_model=False)
     result = await deps.task(changed.prompt, body.columns, request)
     if changed.id is not None:
@@ -93,7 +111,8 @@ async def roll_out(deps: PolicyDeps, body: RolloutBody, request: HTTPRequest | N
 
 
 async def embed(deps: PolicyDeps, prompts: Sequence[str]) -> np.ndarray:
-    """Return embeddings [N, input_dim] float32. Raises RefusedError (502): the embedding model cannot be asked."""
+    """Return embeddings [N, input_dim] float32. Raises RefusedError (502): the embedding model
+    cannot be asked."""
     try:
         return await deps.embedder(prompts)
     except EndpointError as error:
@@ -105,14 +124,20 @@ def _apply_rules(prompt: str) -> tuple[Classified, dict[str, Mutation | None]]:
     return classified, {name: rule(prompt, classified) for name, rule in RULES.items()}
 
 
-def _choosable(deps: PolicyDeps, body: MutateBody, possible: dict[str, Mutation | None]) -> list[str]:
+def _choosable(
+    deps: PolicyDeps, body: MutateBody, possible: dict[str, Mutation | None]
+) -> list[str]:
     mutations = deps.service.mutations
     allowed_actions(mutations, body.allowed)  # refuses a name that is none
     allowed_actions(mutations, None if body.mutation is None else [body.mutation], param="mutation")
     wanted = set(mutations if body.allowed is None else body.allowed)
     if body.mutation is not None:
         wanted &= {body.mutation}
-    return [name for name in mutations if name in wanted and (name == CHAT_REWRITE or possible[name] is not None)]
+    return [
+        name
+        for name in mutations
+        if name in wanted and (name == CHAT_REWRITE or possible[name] is not None)
+    ]
 
 
 async def _by_chat(deps: PolicyDeps, prompt: str) -> Mutation | None:
@@ -139,8 +164,12 @@ async def _answer(
         prompt=text,
         action=None if choice is None else choice.action,
         mutation_type=None if mutation is None else mutation.mutation_type,
-        change_description=f"left as it is: {why}" if mutation is None else mutation.change_description,
-        expected_impact=UNCHANGED if mutation is None else ImpactAnswer.model_validate(mutation.expected_impact),
+        change_description=(f"left as it is: {why}")
+        if mutation is None
+        else mutation.change_description,
+        expected_impact=UNCHANGED
+        if mutation is None
+        else ImpactAnswer.model_validate(mutation.expected_impact),
         category=classified.category,
         confidence=classified.confidence,
         probability=None if choice is None else float(choice.probabilities[choice.action]),

@@ -1,8 +1,10 @@
-"""Learning from a judge model, with a person's word every n-th round (RLAIF, arXiv:2309.00267). No MLX.
+"""Learning from a judge model, with a person's word every n-th round (RLAIF, arXiv:2309.00267). No
+MLX.
 
-Each round: prompts are rewritten by the policy → the judge scores each rewriting → rewards → an update. Every
-`human_every` rounds a person rates some of the same rewritings. Where the two differ by more than `correct_above`, the
-person's rating is the reward; the mean difference so far corrects the judge's later scores.
+Each round: prompts are rewritten by the policy → the judge scores each rewriting → rewards → an
+update. Every `human_every` rounds a person rates some of the same rewritings. Where the two differ
+by more than `correct_above`, the person's rating is the reward; the mean difference so far corrects
+the judge's later scores.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,8 +19,10 @@ from mlx_parallm.systems.prompt_policy.rewriting import PolicyDeps, rewrite
 from mlx_parallm.systems.prompt_policy.service import done
 
 CRITERIA = (
-    "The task is a prompt, the answer is a rewriting of it. Judge how well a language model would do what the prompt"
-    " wants, if it were given the rewriting in its place: the task is clear, complete and limited, nothing is lost, and"
+    "The task is a prompt, the answer is a rewriting of it. Judge how well a language model would"
+    " do what the prompt"
+    " wants, if it were given the rewriting in its place: the task is clear, complete and"
+    " limited, nothing is lost, and"
     " nothing in it is useless."
 )
 
@@ -40,12 +44,15 @@ class RLAIFOptions:
         if min(self.rounds, self.prompts_per_round, self.human_every) < 1:
             raise ConfigError("RLAIF: rounds, prompts_per_round and human_every are at least 1")
         if not (0 < self.human_share <= 1 and self.correct_above >= 0):
-            raise ConfigError("RLAIF: human_share is above 0 and at most 1, correct_above at least 0")
+            raise ConfigError(
+                "RLAIF: human_share is above 0 and at most 1, correct_above at least 0"
+            )
 
 
 @dataclass
 class Round:
-    """What a round did. `reward`: the mean of what was learned from; `bias`: person minus judge, so far."""
+    """What a round did. `reward`: the mean of what was learned from; `bias`: person minus judge,
+    so far."""
 
     number: int
     rewritten: int = 0
@@ -58,8 +65,11 @@ class Round:
     rewards: list[float] = field(default_factory=list)
 
 
-def endpoint_judge(url: str, model: str, *, api_key_file: str | None = None, criteria: str = CRITERIA) -> Opinion:
-    """Return a judge behind an OpenAI-compatible endpoint. Raises ConfigError: no URL, a key that cannot be read."""
+def endpoint_judge(
+    url: str, model: str, *, api_key_file: str | None = None, criteria: str = CRITERIA
+) -> Opinion:
+    """Return a judge behind an OpenAI-compatible endpoint. Raises ConfigError: no URL, a key
+    that cannot be read."""
     ask = judge(judge=url, model=model, api_key_file=api_key_file, criteria=criteria)
 
     async def opinion(prompt: str, rewriting: str) -> float | None:

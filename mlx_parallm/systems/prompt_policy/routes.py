@@ -1,9 +1,10 @@
-"""The routes of a prompt policy. A service of its own has them at the root, a daemon below /prompt_policy.
+"""The routes of a prompt policy. A service of its own has them at the root, a daemon below
+/prompt_policy.
 
-POST /select_action      embedding → mutation                 POST /mutate      prompt → mutation and new prompt
-POST /get_distribution   embedding → probabilities            POST /feedback    the reward of a mutation
-POST /store_experience   what a mutation of one's own led to  POST /embed       prompts → embeddings
-POST /update             learn now                            GET  /stats       how it goes
+POST /select_action      embedding → mutation           POST /mutate    prompt → mutation and new prompt
+POST /get_distribution   embedding → probabilities      POST /feedback  the reward of a mutation
+POST /store_experience   the reward of a client's own   POST /embed     prompts → embeddings
+POST /update             learn now                      GET  /stats     how it goes
 POST /save  POST /load   checkpoints
 """
 
@@ -45,9 +46,15 @@ from mlx_parallm.systems.prompt_policy.rewriting import PolicyDeps, embed, rewri
 from mlx_parallm.systems.prompt_policy.service import PolicyService, allowed_actions, done
 
 TAG = "prompt policy"
-_ASKS_ANOTHER: Any = {502: {"description": "Another server cannot be asked", "content": ERROR_CONTENT}}
-_SCORES: Any = {422: {"description": "The task gives no reward: `columns` lacks one", "content": ERROR_CONTENT}}
-_OTHER_SIZES: Any = {409: {"description": "The checkpoint does not fit this policy", "content": ERROR_CONTENT}}
+_ASKS_ANOTHER: Any = {
+    502: {"description": "Another server cannot be asked", "content": ERROR_CONTENT}
+}
+_SCORES: Any = {
+    422: {"description": "The task gives no reward: `columns` lacks one", "content": ERROR_CONTENT}
+}
+_OTHER_SIZES: Any = {
+    409: {"description": "The checkpoint does not fit this policy", "content": ERROR_CONTENT}
+}
 
 
 def _add_acting(router: APIRouter, deps: PolicyDeps) -> None:
@@ -57,7 +64,10 @@ def _add_acting(router: APIRouter, deps: PolicyDeps) -> None:
     @router.post("/select_action")
     async def select_action(body: ActionBody) -> ActionAnswer:
         """Choose a mutation for an embedding."""
-        state, allowed = _vector(deps, body.embedding, "embedding"), allowed_actions(service.mutations, body.allowed)
+        state, allowed = (
+            _vector(deps, body.embedding, "embedding"),
+            allowed_actions(service.mutations, body.allowed),
+        )
         choice = await done(service.choose(state, allowed, deterministic=body.deterministic))
         return ActionAnswer(
             action=choice.action,
@@ -71,7 +81,10 @@ def _add_acting(router: APIRouter, deps: PolicyDeps) -> None:
     @router.post("/get_distribution")
     async def get_distribution(body: DistributionBody) -> DistributionAnswer:
         """The probability of every mutation for an embedding."""
-        state, allowed = _vector(deps, body.embedding, "embedding"), allowed_actions(service.mutations, body.allowed)
+        state, allowed = (
+            _vector(deps, body.embedding, "embedding"),
+            allowed_actions(service.mutations, body.allowed),
+        )
         choice = await done(service.choose(state, allowed, deterministic=True))
         return DistributionAnswer(
             probabilities=choice.probabilities.tolist(),
@@ -85,10 +98,13 @@ def _add_acting(router: APIRouter, deps: PolicyDeps) -> None:
         allowed = allowed_actions(service.mutations, body.allowed)
         if body.action >= len(service.mutations):
             raise RequestError(
-                f"'action' is {body.action}; there are 0 to {len(service.mutations) - 1}", param="action"
+                f"'action' is {body.action}; there are 0 to {len(service.mutations) - 1}",
+                param=("action"),
             )
         if allowed is not None and not allowed[body.action]:
-            raise RequestError(f"'action' is {body.action}, which 'allowed' does not name", param="action")
+            raise RequestError(
+                f"'action' is {body.action}, which 'allowed' does not name", param=("action")
+            )
         await done(
             service.add(
                 Experience(
@@ -122,7 +138,9 @@ def _add_learning(router: APIRouter, deps: PolicyDeps) -> None:
         result = await done(service.update())
         if result is None:
             least = deps.config.ppo.min_buffer_size
-            return MessageAnswer(message=f"Not enough experiences: {service.buffer_size} of {least}")
+            return MessageAnswer(
+                message=(f"Not enough experiences: {service.buffer_size} of {least}")
+            )
         return UpdateAnswer.model_validate(result | {"buffer_size": service.buffer_size})
 
     @router.post("/save")
@@ -142,19 +160,23 @@ def _add_rewriting(router: APIRouter, deps: PolicyDeps) -> None:
 
     @router.post("/mutate", responses=_ASKS_ANOTHER)
     async def mutate_prompt(body: MutateBody) -> MutateAnswer:
-        """Choose a mutation for a prompt and apply it. Mutations that would change nothing are not chosen."""
+        """Choose a mutation for a prompt and apply it. Mutations that would change nothing are
+        not chosen."""
         return await rewrite(deps, body)
 
     @router.post("/feedback", responses=_ASKS_ANOTHER)
     async def reward_mutation(body: PolicyFeedbackBody) -> StoredAnswer:
         """Reward a mutation. It is on the disk when this answers."""
-        next_state = None if body.next_prompt is None else (await embed(deps, [body.next_prompt]))[0]
+        next_state = (
+            None if body.next_prompt is None else (await embed(deps, [body.next_prompt]))[0]
+        )
         await done(deps.service.reward(body.id, body.value, body.episode_id, next_state))
         return StoredAnswer(buffer_size=deps.service.buffer_size)
 
     @router.post("/rollout", responses=_ASKS_ANOTHER | _SCORES)
     async def roll_out_prompt(body: RolloutBody, request: HTTPRequest) -> RolloutAnswer:
-        """Rewrite a prompt, let a model answer it, score the answers, and keep the mean as the reward."""
+        """Rewrite a prompt, let a model answer it, score the answers, and keep the mean as the
+        reward."""
         return await roll_out(deps, body, request)
 
     @router.post("/embed", responses=_ASKS_ANOTHER)
@@ -178,7 +200,9 @@ def policy_router(deps: PolicyDeps, prefix: str = "") -> APIRouter:
 def _vector(deps: PolicyDeps, numbers: Sequence[float], param: str) -> np.ndarray:
     size = deps.config.ppo.input_dim
     if len(numbers) != size:
-        raise RequestError(f"{param!r} has {len(numbers)} numbers, and the policy reads {size}", param=param)
+        raise RequestError(
+            f"{param!r} has {len(numbers)} numbers, and the policy reads {size}", param=param
+        )
     return np.array(numbers, np.float32)
 
 
@@ -202,5 +226,7 @@ def _stats(service: PolicyService) -> StatsAnswer | MessageAnswer:
         avg_value_loss=mean("value_loss"),
         avg_entropy=mean("entropy"),
         avg_kl=mean("approx_kl"),
-        mutations={name: sum(history.actions[n : n + 1]) for n, name in enumerate(service.mutations)},
+        mutations={
+            name: sum(history.actions[n : n + 1]) for n, name in enumerate(service.mutations)
+        },
     )

@@ -1,12 +1,14 @@
-"""`PolicyService`: one policy that acts, collects and learns at the same time. `routes.py` puts HTTP in front of it.
+"""`PolicyService`: one policy that acts, collects and learns at the same time. `routes.py` puts
+HTTP in front of it.
 
     acting thread     its own copy of the networks; a choice never waits for an update
     learning thread   `PPOTrainer`: updates, checkpoints; then the acting copy gets the new weights
     store's thread    experiences on the disk before they are acknowledged
 
-`checkpoint_dir` holds `latest`, `update_N`, checkpoints that clients name, and `experiences.sqlite`. A checkpoint
-knows the last experience it has learned from. So after a kill -9 the policy goes on from `latest` with the
-experiences that came after it: none is lost, and none is learned from twice.
+`checkpoint_dir` holds `latest`, `update_N`, checkpoints that clients name, and
+`experiences.sqlite`. A checkpoint knows the last experience it has learned from. So after a kill -9
+the policy goes on from `latest` with the experiences that came after it: none is lost, and none is
+learned from twice.
 """
 
 import asyncio
@@ -54,19 +56,25 @@ class PolicyService:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._claim = (self.directory / LOCK).open("w")
         except OSError as error:
-            raise CheckpointError(f"{self.directory} cannot be used: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"{self.directory} cannot be used: {error.strerror or error}"
+            ) from error
         try:
             fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._claim.close()
             raise CheckpointError(
-                f"{self.directory} is in use by another prompt policy: set another prompt_policy.checkpoint_dir"
+                f"{self.directory} is in use by another prompt policy: set another"
+                " prompt_policy.checkpoint_dir"
             ) from error
         remove_leftovers(self.directory)
         self._lock = threading.Lock()  # of the buffer
         self._buffer: list[Experience] = []
         self._update_waits = False
-        self._acting, self._learning = MLXThread("prompt-policy-acts"), MLXThread("prompt-policy-learns")
+        self._acting, self._learning = (
+            MLXThread("prompt-policy-acts"),
+            MLXThread("prompt-policy-learns"),
+        )
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._claim.close)
             on_error.callback(self._acting.close)
@@ -86,7 +94,9 @@ class PolicyService:
             if experience.sequence > self._trainer.trained_through:
                 self._added(experience)
         # a restart does not draw the same again
-        self._sampling = np.random.default_rng([config.ppo.seed, 1, self._trainer.summary().experiences])
+        self._sampling = np.random.default_rng(
+            [config.ppo.seed, 1, self._trainer.summary().experiences]
+        )
 
     @property
     def buffer_size(self) -> int:
@@ -98,13 +108,15 @@ class PolicyService:
         return self._trainer.summary()
 
     def uncertainty(self, state: np.ndarray) -> float:
-        """Return how little is known about an embedding [input_dim], 1 = nothing, towards 0 with experiences."""
+        """Return how little is known about an embedding [input_dim], 1 = nothing, towards 0 with
+        experiences."""
         return self._trainer.uncertainty(state)
 
     def choose(
         self, state: np.ndarray, allowed: np.ndarray | None = None, *, deterministic: bool = False
     ) -> "Future[Choice]":
-        """Choose a mutation for an embedding [input_dim]: the likeliest one, or one drawn from the distribution."""
+        """Choose a mutation for an embedding [input_dim]: the likeliest one, or one drawn from
+        the distribution."""
 
         def act() -> Choice:
             rows = None if allowed is None else mx.array(allowed)[None]
@@ -117,7 +129,13 @@ class PolicyService:
             else:
                 exact = probabilities.astype(np.float64)
                 action = int(self._sampling.choice(len(exact), p=exact / exact.sum()))
-            return Choice(action, float(numbers[action]), value, probabilities, self._trainer.uncertainty(state))
+            return Choice(
+                action,
+                float(numbers[action]),
+                value,
+                probabilities,
+                self._trainer.uncertainty(state),
+            )
 
         return self._acting.submit(act)
 
@@ -130,14 +148,20 @@ class PolicyService:
         return self._store.add_decision(decision)
 
     def reward(
-        self, decision_id: str, reward: float, episode_id: str | None = None, next_state: np.ndarray | None = None
+        self,
+        decision_id: str,
+        reward: float,
+        episode_id: str | None = None,
+        next_state: np.ndarray | None = None,
     ) -> "Future[Experience]":
-        """Reward an open mutation. `next_state`: embedding [input_dim] of the prompt after it; None = the episode has
-        ended. The Future raises RefusedError (404): there is none of this id."""
+        """Reward an open mutation. `next_state`: embedding [input_dim] of the prompt after it;
+        None = the episode has ended. The Future raises RefusedError (404): there is none of this
+        id."""
         return self._store.reward(decision_id, reward, episode_id, next_state)
 
     def update(self) -> "Future[dict[str, float] | None]":
-        """Learn from what has come since the last update; None: fewer than `min_buffer_size` experiences."""
+        """Learn from what has come since the last update; None: fewer than `min_buffer_size`
+        experiences."""
         return self._learning.submit(self._update)
 
     def save(self, name: str | None) -> "Future[str]":
@@ -149,26 +173,42 @@ class PolicyService:
             self._write(directory)
             return directory.name
 
-        if directory.is_symlink() or (directory.exists() and not (directory / STATE_FILE).is_file()):
+        if directory.is_symlink() or (
+            directory.exists() and not (directory / STATE_FILE).is_file()
+        ):
             raise RequestError(
-                f"{directory} is there, and is no checkpoint of a prompt policy: choose another name", param="path"
+                (
+                    f"{directory} is there, and is no checkpoint of a prompt policy: choose"
+                    " another name"
+                ),
+                param=("path"),
             )
-        if not directory.exists() and len(list(self.directory.glob(f"*/{STATE_FILE}"))) >= MOST_CHECKPOINTS:
+        if (
+            not directory.exists()
+            and len(list(self.directory.glob(f"*/{STATE_FILE}"))) >= MOST_CHECKPOINTS
+        ):
             raise RequestError(
-                f"{self.directory} holds {MOST_CHECKPOINTS} checkpoints: delete some, or take a name that is there",
+                (
+                    f"{self.directory} holds {MOST_CHECKPOINTS} checkpoints: delete some, or take"
+                    " a name that is there"
+                ),
                 param="path",
             )
         return self._learning.submit(write)
 
     def load(self, name: str) -> "Future[None]":
-        """Act and learn from a checkpoint on. Raises RequestError: not a name; the Future: RefusedError (404: there is
-        none; 409: it does not fit). Experiences that wait stay."""
+        """Act and learn from a checkpoint on. Raises RequestError: not a name; the Future:
+        RefusedError (404: there is none; 409: it does not fit). Experiences that wait stay."""
         directory = self._checkpoint(name)
 
         def read() -> None:
             if not directory.is_dir():
                 kept = sorted(path.name for path in self.directory.iterdir() if path.is_dir())
-                raise RefusedError(f"File not found: no checkpoint {name!r}; there are: {', '.join(kept)}", 404, "path")
+                raise RefusedError(
+                    f"File not found: no checkpoint {name!r}; there are: {', '.join(kept)}",
+                    404,
+                    ("path"),
+                )
             try:
                 self._trainer.load(directory)
             except CheckpointError as error:
@@ -197,7 +237,8 @@ class PolicyService:
         return trainer
 
     def _publish(self, trainer: PPOTrainer | None = None) -> None:
-        """Give the acting networks the weights; arrays are never changed in place, so they are shared."""
+        """Give the acting networks the weights; arrays are never changed in place, so they are
+        shared."""
         weights = (trainer or self._trainer).networks.parameters()
         mx.eval(weights)
         self._acting.submit(lambda: self._networks.update(weights)).result()
@@ -225,7 +266,12 @@ class PolicyService:
         self._store.consumed(self._trainer.trained_through)
         if updates % self.config.ppo.checkpoint_interval == 0:
             self._write(self.directory / f"update_{updates:06d}")
-        log.info("update", number=updates, experiences=len(taken), **{k: round(v, 5) for k, v in metrics.items()})
+        log.info(
+            "update",
+            number=updates,
+            experiences=len(taken),
+            **{k: round(v, 5) for k, v in metrics.items()},
+        )
         return metrics | {"update_count": updates, "experiences": len(taken)}
 
     def _write(self, directory: Path) -> None:
@@ -236,11 +282,18 @@ class PolicyService:
             raise RefusedError(str(error), 503) from error
 
     def _checkpoint(self, name: str) -> Path:
-        """Return the directory of a checkpoint. Raises RequestError: the name could leave `checkpoint_dir`."""
+        """Return the directory of a checkpoint. Raises RequestError: the name could leave
+        `checkpoint_dir`."""
         plain = name.casefold()  # some file systems do not tell "Lock" from "lock"
-        if not NAME.fullmatch(name) or plain.startswith(DATABASE) or plain == LOCK or TEMPORARY in plain:
+        if (
+            not NAME.fullmatch(name)
+            or plain.startswith(DATABASE)
+            or plain == LOCK
+            or TEMPORARY in plain
+        ):
             raise RequestError(
-                f"'path' is the name of a checkpoint in {self.directory}: up to 100 letters, digits, '_', '-' and '.',"
+                f"'path' is the name of a checkpoint in {self.directory}: up to 100 letters,"
+                " digits, '_', '-' and '.',"
                 f" not {name!r}",
                 param="path",
             )
@@ -253,18 +306,27 @@ def _report(outcome: "Future[Any]") -> None:
 
 
 def allowed_actions(
-    mutations: tuple[str, ...], names: Mapping[str, Any] | list[str] | None, *, param: str = "allowed"
+    mutations: tuple[str, ...],
+    names: Mapping[str, Any] | list[str] | None,
+    *,
+    param: str = ("allowed"),
 ) -> np.ndarray | None:
-    """Return [actions] bool for names of mutations; None = all. Raises RequestError: no such mutation, or none."""
+    """Return [actions] bool for names of mutations; None = all. Raises RequestError: no such
+    mutation, or none."""
     if names is None:
         return None
     if unknown := sorted(set(names) - set(mutations)):
-        raise RequestError(f"there is no mutation {unknown[0]!r}; there are {', '.join(mutations)}", param=param)
+        raise RequestError(
+            f"there is no mutation {unknown[0]!r}; there are {', '.join(mutations)}", param=param
+        )
     if not names:
-        raise RequestError("'allowed' is empty: name at least one mutation, or leave it out", param="allowed")
+        raise RequestError(
+            "'allowed' is empty: name at least one mutation, or leave it out", param=("allowed")
+        )
     return np.array([name in names for name in mutations])
 
 
 async def done(outcome: "Future[Any]") -> Any:
-    """Wait for a Future of a thread in an asyncio loop. A client that hangs up does not cancel the thread's work."""
+    """Wait for a Future of a thread in an asyncio loop. A client that hangs up does not cancel
+    the thread's work."""
     return await asyncio.shield(asyncio.wrap_future(outcome))

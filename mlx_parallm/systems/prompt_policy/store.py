@@ -1,7 +1,9 @@
-"""Experiences and open decisions on the disk: what was acknowledged survives kill -9 and a power cut. No MLX.
+"""Experiences and open decisions on the disk: what was acknowledged survives kill -9 and a power
+cut. No MLX.
 
-One thread writes. It takes everything that waits and commits it together, so that many clients at once cost about as
-much as one. An experience leaves the file when a checkpoint has learned from it (`consumed`).
+One thread writes. It takes everything that waits and commits it together, so that many clients at
+once cost about as much as one. An experience leaves the file when a checkpoint has learned from it
+(`consumed`).
 """
 
 import queue
@@ -73,15 +75,25 @@ class ExperienceStore:
     """Any thread. Each write returns a Future that is done once it is on the disk.
 
     Args:
-        added: is called with each experience that was committed, in their order, by the writing thread.
+        added: is called with each experience that was committed, in their order, by the writing
+            thread.
 
-    Raises StoreError: the file cannot be opened, or holds embeddings of another size or other mutations.
+    Raises StoreError: the file cannot be opened, or holds embeddings of another size or other
+    mutations.
     """
 
     def __init__(
-        self, path: Path, dimensions: int, actions: int, *, open_decisions: int, added: Callable[[Experience], None]
+        self,
+        path: Path,
+        dimensions: int,
+        actions: int,
+        *,
+        open_decisions: int,
+        added: Callable[[Experience], None],
     ) -> None:
-        self._database = Database(path, lock_timeout_s=LOCK_TIMEOUT_S, read_only=False, schema=EXPERIENCES)
+        self._database = Database(
+            path, lock_timeout_s=LOCK_TIMEOUT_S, read_only=False, schema=EXPERIENCES
+        )
         self._dimensions, self._open_decisions, self._added = dimensions, open_decisions, added
         self._waiting: queue.SimpleQueue[tuple[Write, Future[Any]] | None] = queue.SimpleQueue()
         try:
@@ -106,7 +118,9 @@ class ExperienceStore:
     def unused(self) -> list[Experience]:
         """Return what no checkpoint has learned from, oldest first."""
         with self._database.reading() as connection:
-            rows = connection.execute(f"SELECT sequence, {_COLUMNS} FROM experiences ORDER BY sequence").fetchall()
+            rows = connection.execute(
+                f"SELECT sequence, {_COLUMNS} FROM experiences ORDER BY sequence"
+            ).fetchall()
         return [_experience(row) for row in rows]
 
     def add(self, experience: Experience) -> "Future[Experience]":
@@ -131,18 +145,26 @@ class ExperienceStore:
                 ),
             )
             newest = connection.execute("SELECT MAX(sequence) FROM decisions").fetchone()[0]
-            connection.execute("DELETE FROM decisions WHERE sequence <= ?", (newest - self._open_decisions,))
+            connection.execute(
+                "DELETE FROM decisions WHERE sequence <= ?", (newest - self._open_decisions,)
+            )
 
         return self._submit(write)
 
     def reward(
-        self, decision_id: str, reward: float, episode_id: str | None = None, next_state: np.ndarray | None = None
+        self,
+        decision_id: str,
+        reward: float,
+        episode_id: str | None = None,
+        next_state: np.ndarray | None = None,
     ) -> "Future[Experience]":
-        """Make an experience of an open decision; without `next_state` its episode has ended. The Future raises
-        RefusedError (404)."""
+        """Make an experience of an open decision; without `next_state` its episode has ended.
+        The Future raises RefusedError (404)."""
 
         def write(connection: Connection) -> Experience:
-            row = connection.execute(f"SELECT {_DECISION} FROM decisions WHERE id = ?", (decision_id,)).fetchone()
+            row = connection.execute(
+                f"SELECT {_DECISION} FROM decisions WHERE id = ?", (decision_id,)
+            ).fetchone()
             if row is None:
                 raise RefusedError(
                     f"there is no open mutation {decision_id!r}: it has its reward already, or"
@@ -156,13 +178,24 @@ class ExperienceStore:
             after = _vector(same) if next_state is None else next_state
             return _insert(
                 connection,
-                Experience(_vector(state), action, reward, after, ended, log_prob, value, _flags(allowed), episode_id),
+                Experience(
+                    _vector(state),
+                    action,
+                    reward,
+                    after,
+                    ended,
+                    log_prob,
+                    value,
+                    _flags(allowed),
+                    episode_id,
+                ),
             )
 
         return self._submit(write)
 
     def consumed(self, through: int) -> "Future[None]":
-        """Forget the experiences up to this sequence number: the newest checkpoint has learned from them."""
+        """Forget the experiences up to this sequence number: the newest checkpoint has learned
+        from them."""
 
         def write(connection: Connection) -> None:
             connection.execute("DELETE FROM experiences WHERE sequence <= ?", (through,))
@@ -216,10 +249,12 @@ class ExperienceStore:
     def _check_size(self, actions: int) -> None:
         with self._database.reading() as connection:
             row = connection.execute(
-                "SELECT LENGTH(state) FROM experiences UNION ALL SELECT LENGTH(state) FROM decisions LIMIT 1"
+                "SELECT LENGTH(state) FROM experiences UNION ALL SELECT LENGTH(state) FROM"
+                " decisions LIMIT 1"
             ).fetchone()
             highest = connection.execute(
-                "SELECT MAX(action) FROM (SELECT action FROM experiences UNION ALL SELECT action FROM decisions)"
+                "SELECT MAX(action) FROM (SELECT action FROM experiences UNION ALL SELECT"
+                " action FROM decisions)"
             ).fetchone()[0]
             [sizes] = connection.execute(
                 "SELECT GROUP_CONCAT(DISTINCT LENGTH(allowed)) FROM"
@@ -227,12 +262,14 @@ class ExperienceStore:
             ).fetchall()
         if (highest or 0) >= actions or sizes[0] not in (None, str(actions)):
             raise StoreError(
-                f"{self._database.path} holds experiences of other mutations than the {actions} of the policy: choose"
+                f"{self._database.path} holds experiences of other mutations than the {actions} of"
+                " the policy: choose"
                 " another prompt_policy.checkpoint_dir"
             )
         if row is not None and row[0] != 4 * self._dimensions:
             raise StoreError(
-                f"{self._database.path} holds embeddings of {row[0] // 4} numbers, but the policy reads"
+                f"{self._database.path} holds embeddings of {row[0] // 4} numbers, but the policy"
+                " reads"
                 f" {self._dimensions}: choose another prompt_policy.checkpoint_dir"
             )
 
@@ -242,7 +279,17 @@ def _insert(connection: Connection, experience: Experience) -> Experience:
     allowed = None if e.allowed is None else e.allowed.tobytes()
     cursor = connection.execute(
         f"INSERT INTO experiences ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (e.episode_id, _blob(e.state), e.action, e.reward, _blob(e.next_state), e.done, e.log_prob, e.value, allowed),
+        (
+            e.episode_id,
+            _blob(e.state),
+            e.action,
+            e.reward,
+            _blob(e.next_state),
+            e.done,
+            e.log_prob,
+            e.value,
+            allowed,
+        ),
     )
     assert cursor.lastrowid is not None
     return replace(experience, sequence=cursor.lastrowid)

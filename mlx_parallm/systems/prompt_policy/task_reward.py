@@ -1,7 +1,9 @@
-"""A prompt's reward from a real task: a model answers it, a verifier scores the answers, their mean is the reward.
+"""A prompt's reward from a real task: a model answers it, a verifier scores the answers, their mean
+is the reward.
 
-The model is behind an OpenAI endpoint (`EndpointAnswers`), or it is the one that this server serves (`ServedAnswers`):
-then the policy learns which prompts the served model answers well, also while that one is trained.
+The model is behind an OpenAI endpoint (`EndpointAnswers`), or it is the one that this server serves
+(`ServedAnswers`): then the policy learns which prompts the served model answers well, also while
+that one is trained.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,15 @@ from fastapi import Request as HTTPRequest
 from mlx_parallm.errors import EndpointError, RefusedError, RolloutRejectedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
-from mlx_parallm.server.generation import UNNAMED, EncodedPrompt, build_requests, check_text, new_id, resolve_model, run
+from mlx_parallm.server.generation import (
+    UNNAMED,
+    EncodedPrompt,
+    build_requests,
+    check_text,
+    new_id,
+    resolve_model,
+    run,
+)
 from mlx_parallm.server.protocol.fields import QueueFields
 from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
 from mlx_parallm.systems.prompt_policy.mutations import whole_characters
@@ -45,16 +55,23 @@ class EndpointAnswers:
         messages = [{"role": "user", "content": prompt}]
         reply = await self._endpoint.post("/chat/completions", {**self._body, "messages": messages})
         try:
-            return [whole_characters(str(choice["message"]["content"] or "")) for choice in reply["choices"]]
+            return [
+                whole_characters(str(choice["message"]["content"] or ""))
+                for choice in reply[("choices")]
+            ]
         except (LookupError, TypeError) as error:
-            raise EndpointError(f"{self._endpoint.base_url}: this is no chat completion: {str(reply)[:200]}") from error
+            raise EndpointError(
+                f"{self._endpoint.base_url}: this is no chat completion: {str(reply)[:200]}"
+            ) from error
 
 
 class ServedAnswers:
     """The model that this server serves: in training, the policy that is being trained."""
 
     def __init__(self, config: PromptPolicyConfig) -> None:
-        self._params = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, n=config.rollouts)
+        self._params = SamplingParams(
+            max_tokens=config.max_tokens, temperature=config.temperature, n=config.rollouts
+        )
 
     async def __call__(self, prompt: str, request: HTTPRequest | None) -> list[str]:
         assert request is not None, "the served model is reached through a request"
@@ -93,10 +110,14 @@ class TaskReward:
         self._answers = answers
         self._functions = RewardFunctions(rewards, (), columns=None, key="prompt_policy.rewards")
 
-    async def __call__(self, prompt: str, columns: Mapping[str, Any], request: HTTPRequest | None = None) -> TaskResult:
-        """Answer and score a prompt. `columns`: what the functions compare with, e.g. {"answer": "42"}.
+    async def __call__(
+        self, prompt: str, columns: Mapping[str, Any], request: HTTPRequest | None = None
+    ) -> TaskResult:
+        """Answer and score a prompt. `columns`: what the functions compare with, e.g. {"answer":
+        "42"}.
 
-        Raises RefusedError: the model cannot be asked (502), a reward function fails or lacks a column (422).
+        Raises RefusedError: the model cannot be asked (502), a reward function fails or lacks a
+        column (422).
         """
         try:
             texts = await self._answers(prompt, request)

@@ -1,4 +1,5 @@
-"""Traces of agents: follow an agent in this process, read its checkpoints, or the logs of other programs.
+"""Traces of agents: follow an agent in this process, read its checkpoints, or the logs of other
+programs.
 
 from mlx_parallm.systems.traces import TraceCollector, hook_into_agent
 """

@@ -1,4 +1,5 @@
-"""What a client was answered, put together from a whole answer or from the chunks of a stream (OpenAI's chat).
+"""What a client was answered, put together from a whole answer or from the chunks of a stream
+(OpenAI's chat).
 
 An answer of another form raises ValueError or TypeError: what is recorded has to be read again.
 """
@@ -14,13 +15,18 @@ _NOT_KEPT = {"index"}  # of a streamed tool call
 
 
 def take_answer(call: RecordedCall, answer: Mapping[str, Any], *, temperature: float = 1.0) -> None:
-    """Fill a call from an answer that was not streamed; with its tokens, where the server sent them."""
+    """Fill a call from an answer that was not streamed; with its tokens, where the server sent
+    them."""
     _take_head(call, answer)
     for choice in _list(answer.get("choices")):
         message = choice.get("message")
         if isinstance(message, dict):
             kept = call.choices.setdefault(_index(choice), RecordedChoice({}))
-            kept.message = {key: value for key, value in message.items() if value is not None or key == "content"}
+            kept.message = {
+                key: value
+                for key, value in message.items()
+                if value is not None or key == ("content")
+            }
             kept.finish_reason = optional_text(choice, "finish_reason")
             kept.tokens = _tokens_of(answer.get("prompt_token_ids"), choice, temperature)
 
@@ -39,14 +45,18 @@ class ChunkReader:
     def ended(self) -> bool:
         """Whether every choice has its finish reason."""
         choices = self._call.choices.values()
-        return len(choices) >= self._choices and all(choice.finish_reason is not None for choice in choices)
+        return len(choices) >= self._choices and all(
+            choice.finish_reason is not None for choice in choices
+        )
 
     def take(self, chunk: Mapping[str, Any]) -> None:
         _take_head(self._call, chunk)
         self._prompt_ids = chunk.get("prompt_token_ids") or self._prompt_ids
         for part in _list(chunk.get("choices")):
             index = _index(part)
-            choice = self._call.choices.setdefault(index, RecordedChoice({"role": "assistant", "content": ""}))
+            choice = self._call.choices.setdefault(
+                index, RecordedChoice({"role": "assistant", "content": ("")})
+            )
             _add(choice.message, _object(part, "delta"))
             sent = self._sent.setdefault(index, {"token_ids": [], "logprobs": {"content": []}})
             sent["token_ids"] += part.get("token_ids") or ()
@@ -124,15 +134,22 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _tokens_of(prompt_ids: Any, choice: Mapping[str, Any], temperature: float) -> SampledTokens | None:
-    """Of a server that sends them (`return_token_ids` and `logprobs`); None where a part is missing."""
+def _tokens_of(
+    prompt_ids: Any, choice: Mapping[str, Any], temperature: float
+) -> SampledTokens | None:
+    """Of a server that sends them (`return_token_ids` and `logprobs`); None where a part is
+    missing."""
     ids, content = choice.get("token_ids"), _object(choice, "logprobs").get("content")
     if not prompt_ids or not ids or not content or len(ids) != len(content):
         return None
     numbers = [entry["logprob"] for entry in content]
-    if not all(isinstance(token, int) for token in [*prompt_ids, *ids]) or not all(map(_is_number, numbers)):
+    if not all(isinstance(token, int) for token in [*prompt_ids, *ids]) or not all(
+        map(_is_number, numbers)
+    ):
         raise ValueError("token ids and log-probabilities are no numbers")
-    spans = tuple((s["version"], s["start"], s["end"]) for s in _list(choice.get("weight_versions")))
+    spans = tuple(
+        (s["version"], s["start"], s["end"]) for s in _list(choice.get("weight_versions"))
+    )
     return SampledTokens(
         prompt=tuple(prompt_ids),
         completion=tuple(ids),

@@ -1,7 +1,9 @@
-"""AutoLabeler: learns from the labels so far, proposes labels, and knows which runs to ask a person about.
+"""AutoLabeler: learns from the labels so far, proposes labels, and knows which runs to ask a person
+about.
 
-A logistic regression (scikit-learn) on words, tools and counts of a run, whose probabilities are calibrated by
-cross-validation (Platt's sigmoid). A proposal has the name "auto", so that a person's label always counts more.
+A logistic regression (scikit-learn) on words, tools and counts of a run, whose probabilities are
+calibrated by cross-validation (Platt's sigmoid). A proposal has the name "auto", so that a person's
+label always counts more.
 """
 
 import math
@@ -23,18 +25,24 @@ TRIES = 1000  # iterations of the fit
 
 
 class AutoLabeler:
-    """A classifier of good and bad runs: learns from `traces` with a score, not from labels named "auto".
+    """A classifier of good and bad runs: learns from `traces` with a score, not from labels named
+    "auto".
 
     Raises ConfigError: fewer than 10 good or 10 bad ones, or scikit-learn is missing.
     """
 
     def __init__(self, traces: Sequence[AnyTrace]) -> None:
-        known = [(trace, score) for trace in map(trace_of, traces) if (score := judged(trace)) is not None]
+        known = [
+            (trace, score)
+            for trace in map(trace_of, traces)
+            if (score := judged(trace)) is not None
+        ]
         labels = [score >= GOOD_FROM for _, score in known]
         self.positive, self.negative = sum(labels), len(labels) - sum(labels)
         if min(self.positive, self.negative) < LEAST_OF_EACH:
             raise ConfigError(
-                f"auto-labeler: {self.positive} good and {self.negative} bad labels; it takes {LEAST_OF_EACH} of each"
+                f"auto-labeler: {self.positive} good and {self.negative} bad labels; it takes"
+                f" {LEAST_OF_EACH} of each"
             )
         self.surest = 0.0
         self._model = _classifier().fit([_features(trace) for trace, _ in known], labels)
@@ -43,10 +51,14 @@ class AutoLabeler:
         """Return the calibrated probability that each trace is good."""
         if not traces:
             return []
-        return [float(row[1]) for row in self._model.predict_proba([_features(trace_of(trace)) for trace in traces])]
+        return [
+            float(row[1])
+            for row in self._model.predict_proba([_features(trace_of(trace)) for trace in traces])
+        ]
 
     def propose(self, traces: Sequence[AnyTrace], sure: float = SURE) -> tuple[int, int]:
-        """Label the traces that nobody has judged and of which it is sure; return how many, and how many are left.
+        """Label the traces that nobody has judged and of which it is sure; return how many, and how
+        many are left.
 
         `surest` is then the highest probability, of good or bad, that one of them got.
         """
@@ -64,7 +76,9 @@ class AutoLabeler:
     def unsure_first(self, traces: Sequence[AnyTrace]) -> list[Trace]:
         """Return the traces that nobody has judged, those near probability 0.5 first."""
         open_ = [trace for trace in map(trace_of, traces) if judged(trace) is None]
-        distance = dict(zip(map(id, open_), (abs(p - 0.5) for p in self.probabilities(open_)), strict=True))
+        distance = dict(
+            zip(map(id, open_), (abs(p - 0.5) for p in self.probabilities(open_)), strict=True)
+        )
         return sorted(open_, key=lambda trace: distance[id(trace)])
 
 
@@ -85,13 +99,15 @@ def _classifier() -> Any:
     from sklearn.preprocessing import MaxAbsScaler
 
     model = make_pipeline(DictVectorizer(), MaxAbsScaler(), LogisticRegression(max_iter=TRIES))
-    # One sigmoid for the predictions of all folds together. A sigmoid of each fold's own (ensemble) would see 4 of 20
-    # labels, which Platt's prior pulls to 1/4 and 3/4: it claimed 0.77 where 0.92 were right, and left most alone.
+    # One sigmoid for the predictions of all folds together. A sigmoid of each fold's own (ensemble)
+    # would see 4 of 20 labels, which Platt's prior pulls to 1/4 and 3/4: it claimed 0.77 where 0.92
+    # were right, and left most alone.
     return CalibratedClassifierCV(model, method="sigmoid", cv=FOLDS, ensemble=False)
 
 
 def _features(trace: Trace) -> dict[str, float]:
-    """Name → number: what can be counted, each tool, and the words of the answer and of failed calls."""
+    """Name → number: what can be counted, each tool, and the words of the answer and of failed
+    calls."""
     seen = trajectory_of(trace)
     calls = seen.tool_calls
     failed = [call for call in calls if not call["ok"]]
@@ -105,7 +121,10 @@ def _features(trace: Trace) -> dict[str, float]:
     for call in calls:
         name = f"tool {call['name']}"
         found[name] = found.get(name, 0.0) + 1.0
-    for kind, text in (("answer", seen.text), ("error", " ".join(str(call["result"]) for call in failed))):
+    for kind, text in (
+        ("answer", seen.text),
+        ("error", " ".join(str(call["result"]) for call in failed)),
+    ):
         for word in set(WORD.findall(text.lower())):
             found[f"{kind} {word}"] = 1.0
     return found

@@ -1,19 +1,24 @@
-"""Data sets from traces: rows that `mlx_parallm train` and TRL read, split by session, without near-duplicates.
+"""Data sets from traces: rows that `mlx_parallm train` and TRL read, split by session, without
+near-duplicates.
 
-    sft          messages, tools; an assistant's message that was not sampled in this trace has weight 0
+    sft          messages, tools; an assistant's message that was not sampled in this trace has
+                 weight 0
     preference   prompt, chosen, rejected, tools: the best and the worst of the traces of one prompt
     kto          prompt, completion, label, tools
     grpo         prompt, completions, rewards, pass_rate, tools: all scored traces of one prompt
-    prompts      prompt, tools, pass_rate, and the task's columns: the messages before the first answer
+    prompts      prompt, tools, pass_rate, and the task's columns: the messages before the first
+                 answer
     atif         the traces themselves
 
-Arguments of calls and tool definitions are JSON text: Arrow would give every object the keys of all others.
+Arguments of calls and tool definitions are JSON text: Arrow would give every object the keys of all
+others.
 
-A row holds the whole history of its answers (`row_messages`), or its trace is left out with a reason: each trace is in
-a row or counted. Traces of sub-agents and aborted calls are left out; copied context is never learned.
+A row holds the whole history of its answers (`row_messages`), or its trace is left out with a
+reason: each trace is in a row or counted. Traces of sub-agents and aborted calls are left out;
+copied context is never learned.
 
-What a trace is worth is its newest label of a person, else its newest feedback, else its other labels' newest, else the
-classifier's, else its weighted rewards.
+What a trace is worth is its newest label of a person, else its newest feedback, else its other
+labels' newest, else the classifier's, else its weighted rewards.
 """
 
 import hashlib
@@ -53,14 +58,18 @@ class DatasetOptions:
     """How a data set is made.
 
     Attributes:
-        test_fraction: share of the prompts held out; all traces of a session, and all of one opening, are on one side.
-        near_duplicates: rows at least this similar (Jaccard, of five-word shingles) count as one; 1 = equal rows only.
+        test_fraction: share of the prompts held out; all traces of a session, and all of one
+            opening, are on one side.
+        near_duplicates: rows at least this similar (Jaccard, of five-word shingles) count as one; 1
+            = equal rows only.
         good_from: the least score of a desirable KTO row, and of an SFT row that has a score.
         least_gap: between the scores of chosen and rejected.
-        balance: KTO: drop rows of the larger side until it has at most so many times the smaller; 0 = keep all.
+        balance: KTO: drop rows of the larger side until it has at most so many times the smaller; 0
+            = keep all.
         sidechains: keep the runs of sub-agents, as traces of their own.
-        order: of the rows to train on: as their traces came, or by the pass rate of their prompts (the share of scored
-            traces that are worth at least `good_from`); rows of prompts that nobody scored come last.
+        order: of the rows to train on: as their traces came, or by the pass rate of their prompts
+            (the share of scored traces that are worth at least `good_from`); rows of prompts that
+            nobody scored come last.
     """
 
     kind: Kind
@@ -80,7 +89,8 @@ class Dataset:
     Attributes:
         traces: that were read, each run of a sub-agent inside another one too.
         left_out: traces that are in no row, by reason.
-        fields: names of fields that the traces hold and the rows do not, since they say nothing to a model.
+        fields: names of fields that the traces hold and the rows do not, since they say nothing to
+            a model.
     """
 
     options: DatasetOptions
@@ -106,7 +116,9 @@ def score_of(trace: AnyTrace) -> float | None:
     trace = trace_of(trace)
     values: dict[str, float] = {}
     for label in trace.labels:
-        value = label.value if label.value is not None else LABEL_WORDS.get((label.label or "").lower())
+        value = (
+            label.value if label.value is not None else LABEL_WORDS.get((label.label or "").lower())
+        )
         if value is not None:
             values[label.name if label.name in (MANUAL, FEEDBACK, AUTO) else "other"] = value
     for name in (MANUAL, FEEDBACK, "other", AUTO):
@@ -118,7 +130,10 @@ def score_of(trace: AnyTrace) -> float | None:
     weight = sum(float(part.get("weight", 1.0)) for part in rewards.values())
     if not weight:
         return None
-    return sum(float(part["score"]) * float(part.get("weight", 1.0)) for part in rewards.values()) / weight
+    return (
+        sum(float(part["score"]) * float(part.get("weight", 1.0)) for part in rewards.values())
+        / weight
+    )
 
 
 def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Dataset:
@@ -127,10 +142,13 @@ def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Datase
         raise ConfigError(f"there is no data set of kind {options.kind!r}: {', '.join(KINDS)}")
     if options.order not in ORDERS or (options.kind == "atif" and options.order != "recorded"):
         raise ConfigError(
-            f"order = {options.order!r}: expected one of {', '.join(ORDERS)}; traces (atif) stay as recorded"
+            f"order = {options.order!r}: expected one of {', '.join(ORDERS)}; traces (atif)"
+            " stay as recorded"
         )
     if not 0 <= options.test_fraction < 1:
-        raise ConfigError(f"test_fraction = {options.test_fraction}: expected 0 or more, and less than 1")
+        raise ConfigError(
+            f"test_fraction = {options.test_fraction}: expected 0 or more, and less than 1"
+        )
     dataset = Dataset(options)
     usable = []
     for trace in _with_subagents(map(trace_of, traces)):
@@ -146,29 +164,44 @@ def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Datase
     if options.kind == "kto" and options.balance:
         rows = _balanced(rows, options.balance, dataset)
     if not rows:
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in dataset.left_out.most_common(3))
-        raise TraceError(f"{dataset.traces} traces make no row of kind {options.kind!r} ({reasons or 'no traces'})")
+        reasons = "; ".join(
+            f"{count}: {reason}" for reason, count in dataset.left_out.most_common(3)
+        )
+        raise TraceError(
+            f"{dataset.traces} traces make no row of kind {options.kind!r}"
+            f" ({reasons or 'no traces'})"
+        )
     accounted = sum(row.traces for row in rows) + dataset.left_out.total()
-    assert accounted == dataset.traces, f"{dataset.traces} traces, {accounted} in rows or left out with a reason"
+    assert accounted == dataset.traces, (
+        f"{dataset.traces} traces, {accounted} in rows or left out with a reason"
+    )
     for trace in usable:
         dataset.sources[str(trace.get("source", "unknown"))] += 1
         dataset.licenses[str(trace.get("license", "unknown"))] += 1
     for row in rows:
-        held_out = int(hashlib.sha256(row.side.encode()).hexdigest()[:8], 16) / 2**32 < options.test_fraction
+        held_out = (
+            int(hashlib.sha256(row.side.encode()).hexdigest()[:8], 16) / 2**32
+            < options.test_fraction
+        )
         (dataset.test if held_out else dataset.train).append(row.data)
     return dataset
 
 
 def prompt_key(of: AnyTrace | Json) -> str:
-    """What is equal for a trace that `is_usable` and rows of any kind if their messages before the first sampled answer
-    are."""
+    """What is equal for a trace that `is_usable` and rows of any kind if their messages before
+    the first sampled answer are."""
     if not isinstance(of, dict):
         before = _parts(trace_of(of))[0]
     elif "prompt" in of:
         before = of["prompt"]
     else:
-        sampled = (message["role"] == "assistant" and "weight" not in message for message in of["messages"])
-        before = of["messages"][: next((number for number, first in enumerate(sampled) if first), None)]
+        sampled = (
+            message["role"] == "assistant" and "weight" not in message
+            for message in of[("messages")]
+        )
+        before = of["messages"][
+            : next((number for number, first in enumerate(sampled) if first), None)
+        ]
     return json.dumps(before, sort_keys=True)
 
 
@@ -189,7 +222,10 @@ def _by_pass_rate(rows: list[_Row], traces: Sequence[Trace], options: DatasetOpt
     if options.order == "recorded":
         return rows
     sign = -1 if options.order == "easy_first" else 1
-    return [row for row, _ in sorted(measured, key=lambda each: (each[1] is None, sign * (each[1] or 0.0)))]
+    return [
+        row
+        for row, _ in sorted(measured, key=lambda each: (each[1] is None, sign * (each[1] or 0.0)))
+    ]
 
 
 def is_usable(trace: AnyTrace) -> bool:
@@ -198,16 +234,21 @@ def is_usable(trace: AnyTrace) -> bool:
 
 
 def without_prompts(dataset: Dataset, held_out: Sequence[Json]) -> Dataset:
-    """Take rows to train on out of a data set whose prompt, or one nearly equal, another data set holds out; return it.
+    """Take rows to train on out of a data set whose prompt, or one nearly equal, another data set
+    holds out; return it.
 
     Args:
         held_out: the other one's rows, of kind "prompts".
     """
     keys = set(map(prompt_key, held_out))
     is_like = _like(list(held_out), dataset.options.near_duplicates)
-    kept = [row for row in dataset.train if prompt_key(row) not in keys and not is_like(prompt_key(row))]
+    kept = [
+        row for row in dataset.train if prompt_key(row) not in keys and not is_like(prompt_key(row))
+    ]
     if len(kept) < len(dataset.train):
-        dataset.left_out["its prompt, or one like it, is held out"] += len(dataset.train) - len(kept)
+        dataset.left_out["its prompt, or one like it, is held out"] += len(dataset.train) - len(
+            kept
+        )
     dataset.train = kept
     return dataset
 
@@ -255,7 +296,9 @@ def _usable(trace: Trace, options: DatasetOptions) -> RowChat | str:
         return str(error)
     if not chat.answered:
         return f"none of its answers is learned: {chat.why_not}"
-    if chat.before and not any(message["content"] or message.get("tool_calls") for message in chat.before):
+    if chat.before and not any(
+        message["content"] or message.get("tool_calls") for message in chat.before
+    ):
         return "its prompt is empty"
     return chat
 
@@ -279,7 +322,8 @@ def _side(trace: Trace) -> str:
 
 
 def _sides(traces: Sequence[Trace]) -> Callable[[Trace], str]:
-    """A session whose traces begin differently (after a compaction) is on one side: that of its first trace."""
+    """A session whose traces begin differently (after a compaction) is on one side: that of its
+    first trace."""
     first: dict[str, str] = {}
     for trace in traces:
         first.setdefault(str(trace.session_id or trace.id), _side(trace))
@@ -305,7 +349,11 @@ def _kto(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
     for trace in _scored(traces, dataset):
         before, answered = _parts(trace)
         good = (score_of(trace) or 0.0) >= dataset.options.good_from
-        yield _Row({"prompt": before, "completion": answered, "label": good, **_tools(trace)}, side(trace), good)
+        yield _Row(
+            {"prompt": before, "completion": answered, "label": good, **_tools(trace)},
+            side(trace),
+            good,
+        )
 
 
 def _scored(traces: Sequence[Trace], dataset: Dataset) -> Iterator[Trace]:
@@ -330,7 +378,9 @@ def _groups(traces: Sequence[Trace], dataset: Dataset) -> Iterator[list[Trace]]:
         if len(answers) < 2:
             dataset.left_out["the only answer to its prompt"] += len(group)
         else:
-            _count(dataset, "an answer to its prompt that is there already", len(group) - len(answers))
+            _count(
+                dataset, "an answer to its prompt that is there already", len(group) - len(answers)
+            )
             yield list(answers.values())
 
 
@@ -340,7 +390,9 @@ def _preference(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
         ranked = sorted(group, key=lambda trace: score_of(trace) or 0.0)
         worst, best = ranked[0], ranked[-1]
         if (score_of(best) or 0.0) - (score_of(worst) or 0.0) < dataset.options.least_gap:
-            dataset.left_out[f"scores of one prompt closer than {dataset.options.least_gap:g}"] += len(group)
+            dataset.left_out[f"scores of one prompt closer than {dataset.options.least_gap:g}"] += (
+                len(group)
+            )
             continue
         prompt, chosen = _parts(best)
         row = {"prompt": prompt, "chosen": chosen, "rejected": _parts(worst)[1], **_tools(best)}
@@ -353,7 +405,11 @@ def _grpo(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
     for group in _groups(traces, dataset):
         prompt, _ = _parts(group[0])
         rewards = [score_of(trace) for trace in group]
-        row = {"prompt": prompt, "completions": [_parts(trace)[1] for trace in group], "rewards": rewards}
+        row = {
+            "prompt": prompt,
+            "completions": [_parts(trace)[1] for trace in group],
+            "rewards": rewards,
+        }
         yield _Row(row | _tools(group[0]), side(group[0]), traces=len(group))
 
 
@@ -363,11 +419,15 @@ def _prompts(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
         before, _ = _parts(trace)
         key = json.dumps(before, sort_keys=True)
         if not before or key in seen:
-            dataset.left_out["a prompt that is there already" if before else "it begins with an answer"] += 1
+            dataset.left_out[
+                ("a prompt that is there already") if before else "it begins with an answer"
+            ] += 1
             continue
         seen.add(key)
         taken = ("prompt", "tools", PASS_RATE)
-        columns = {name: value for name, value in trace.get("columns", {}).items() if name not in taken}
+        columns = {
+            name: value for name, value in trace.get("columns", {}).items() if name not in taken
+        }
         yield _Row({**columns, "prompt": before, **_tools(trace)}, side(trace))
 
 
@@ -396,7 +456,8 @@ def _count(dataset: Dataset, reason: str, traces: int) -> None:
 
 
 def _different(rows: Sequence[_Row], dataset: Dataset) -> list[_Row]:
-    """Of equal rows, and of rows that are nearly equal, the first. Rows of different labels never count as equal."""
+    """Of equal rows, and of rows that are nearly equal, the first. Rows of different labels
+    never count as equal."""
     if dataset.options.kind == "atif":
         return list(rows)
     threshold, seen, kept = dataset.options.near_duplicates, set[bytes](), list[_Row]()
@@ -425,12 +486,14 @@ def _shingles(text: str) -> set[str]:
 
 
 def _minhash_index(threshold: float) -> Callable[[str | None, set[str], bool], bool]:
-    """A function that says whether such a text is there, and adds it under its name, if it has one, where it is not.
-    Raises ConfigError."""
+    """A function that says whether such a text is there, and adds it under its name, if it has
+    one, where it is not. Raises ConfigError."""
     require("near_duplicates below 1", "datasketch")
     from datasketch import MinHash, MinHashLSH
 
-    indices = {good: MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS) for good in (True, False)}
+    indices = {
+        good: MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS) for good in (True, False)
+    }
     hashes: dict[str, Any] = {}
 
     def is_there(name: str | None, shingles: set[str], good: bool) -> bool:
@@ -458,7 +521,9 @@ def _balanced(rows: Sequence[_Row], ratio: float, dataset: Dataset) -> list[_Row
     least = min(map(len, by_side.values()))
     most = round(ratio * least)
     if not least:
-        raise TraceError("all rows have the same label: there is nothing to balance; leave balance at 0")
+        raise TraceError(
+            "all rows have the same label: there is nothing to balance; leave balance at 0"
+        )
     dropped: set[int] = set()
     for side in by_side.values():
         ordered = sorted(side, key=lambda row: hashlib.sha256(dump_line(row.data)).digest())
@@ -477,7 +542,9 @@ def dataset_statistics(dataset: Dataset) -> Json:
     found: Json = {
         "traces": dataset.traces,
         "rows": {"train": len(dataset.train), "test": len(dataset.test)},
-        "characters": {"mean": round(statistics.fmean(lengths), 1), "longest": max(lengths)} if lengths else {},
+        "characters": {"mean": round(statistics.fmean(lengths), 1), "longest": max(lengths)}
+        if lengths
+        else {},
         "left_out": dict(dataset.left_out.most_common()),
         "fields_left_out": dict(dataset.fields.most_common()),
         "sources": dict(dataset.sources),
@@ -490,12 +557,17 @@ def dataset_statistics(dataset: Dataset) -> Json:
         }
     if dataset.options.kind == "grpo":
         rewards = [reward for row in rows for reward in row["rewards"]]
-        found["rewards"] = {"mean": statistics.fmean(rewards), "least": min(rewards), "most": max(rewards)}
+        found["rewards"] = {
+            "mean": statistics.fmean(rewards),
+            "least": min(rewards),
+            "most": max(rewards),
+        }
     return found
 
 
 def write_dataset(dataset: Dataset, directory: Path, *, license: str | None = None) -> Json:
-    """Write `train.jsonl`, `test.jsonl` (where there is one) and `dataset.json`; return what the last one holds.
+    """Write `train.jsonl`, `test.jsonl` (where there is one) and `dataset.json`; return what the
+    last one holds.
 
     Raises CheckpointError: nothing is half-written then.
     """
@@ -513,7 +585,9 @@ def write_dataset(dataset: Dataset, directory: Path, *, license: str | None = No
     def fill(temporary: Path) -> None:
         for name, content in contents.items():
             (temporary / name).write_bytes(content)
-        (temporary / "dataset.json").write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (temporary / "dataset.json").write_text(
+            json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding=("utf-8")
+        )
 
     write_directory(directory, fill)
     return card
@@ -528,11 +602,14 @@ def check_leftovers(directory: Path) -> None:
     found = list(leftovers(sorted(directory.glob("*.jsonl"))))
     if found:
         more = f" and {len(found) - SHOWN_LEFTOVERS} more" if len(found) > SHOWN_LEFTOVERS else ""
-        raise TraceError(f"not pushed: secrets still stand in {'; '.join(found[:SHOWN_LEFTOVERS])}{more}")
+        raise TraceError(
+            f"not pushed: secrets still stand in {'; '.join(found[:SHOWN_LEFTOVERS])}{more}"
+        )
 
 
 def push_dataset(directory: Path, repository: str) -> str:
-    """Upload a data set's directory as a private data set; return its URL. Raises TraceError: the hub refuses."""
+    """Upload a data set's directory as a private data set; return its URL. Raises TraceError:
+    the hub refuses."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.errors import HTTPError as TransportError

@@ -1,8 +1,10 @@
-"""CheckpointLoader: the runs in the checkpoints of an agent framework (`session_data`, `task_state`), each once.
+"""CheckpointLoader: the runs in the checkpoints of an agent framework (`session_data`,
+`task_state`), each once.
 
-A checkpoint is JSON, or a pickle that is read by an unpickler which builds plain values only: it imports nothing and
-calls nothing, and an object of any class becomes its attributes. Checkpoints of one agent overlap; a run's id is made
-of its session, its question and its time, or its place in the session where it has no time.
+A checkpoint is JSON, or a pickle that is read by an unpickler which builds plain values only: it
+imports nothing and calls nothing, and an object of any class becomes its attributes. Checkpoints of
+one agent overlap; a run's id is made of its session, its question and its time, or its place in the
+session where it has no time.
 """
 
 import io
@@ -18,7 +20,14 @@ from typing import Any
 from mlx_parallm.errors import TraceError
 from mlx_parallm.systems.traces.execution import Event, ExecutionTrace, ReasoningStep, ToolCallTrace
 from mlx_parallm.systems.traces.importers.report import SHAPES
-from mlx_parallm.systems.traces.schema import Json, iso_time, parse_json, parsed_arguments, text_of, unix_time
+from mlx_parallm.systems.traces.schema import (
+    Json,
+    iso_time,
+    parse_json,
+    parsed_arguments,
+    text_of,
+    unix_time,
+)
 
 CHECKPOINTS = Path("Agents") / "checkpoint"
 _PLAIN: Mapping[tuple[str, str], Any] = {
@@ -86,11 +95,13 @@ def read_checkpoint(path: Path) -> Any:
 
 
 MOST_VALUES = 5_000_000
-"""Values of one checkpoint: a small pickle may name the same list so often that it would fill the memory."""
+"""Values of one checkpoint: a small pickle may name the same list so often that it would fill
+the memory."""
 
 
 class _Plain:
-    """Turns what a pickle built into JSON's values. Objects that hold themselves raise RecursionError."""
+    """Turns what a pickle built into JSON's values. Objects that hold themselves raise
+    RecursionError."""
 
     def __init__(self) -> None:
         self._values = 0
@@ -100,7 +111,9 @@ class _Plain:
         if self._values > MOST_VALUES:
             raise ValueError(f"it holds more than {MOST_VALUES} values")
         if isinstance(value, _Inert):
-            return {key: self.of(item) for key, item in vars(value).items() if key != "args" or item}
+            return {
+                key: self.of(item) for key, item in vars(value).items() if key != "args" or item
+            }
         if isinstance(value, Mapping):
             return {str(key): self.of(item) for key, item in value.items()}
         if isinstance(value, list | tuple | set | frozenset | deque):
@@ -116,7 +129,9 @@ class CheckpointLoader:
         max_age_hours: older checkpoints are left out; None = all.
     """
 
-    def __init__(self, directory: Path | str = CHECKPOINTS, *, max_age_hours: float | None = None) -> None:
+    def __init__(
+        self, directory: Path | str = CHECKPOINTS, *, max_age_hours: float | None = None
+    ) -> None:
         self.directory = Path(directory)
         self.max_age_hours = max_age_hours
         self.skipped: dict[str, str] = {}  # checkpoint → why it was left out
@@ -127,14 +142,16 @@ class CheckpointLoader:
         folder = self.directory / agent
         files = [path for pattern in ("*.pkl", "*.json") for path in folder.glob(pattern)]
         oldest = 0.0 if self.max_age_hours is None else time.time() - 3600 * self.max_age_hours
-        newest_first = sorted(files, key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
+        newest_first = sorted(
+            files, key=lambda path: (path.stat().st_mtime, path.name), reverse=True
+        )
         return (path for path in newest_first if path.stat().st_mtime >= oldest)
 
     def load_traces(self, agent: str) -> list[ExecutionTrace]:
         """Each run of an agent once, the oldest first.
 
-        A checkpoint that cannot be read is in `skipped`. What the others hold beside their runs is counted in
-        `left_out`, once for each checkpoint that holds it.
+        A checkpoint that cannot be read is in `skipped`. What the others hold beside their runs is
+        counted in `left_out`, once for each checkpoint that holds it.
         """
         self.skipped.clear()
         self.left_out.clear()
@@ -156,19 +173,30 @@ class CheckpointLoader:
 
 
 def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[ExecutionTrace]:
-    """A run is a question of the user and what followed up to the next one. `left_out`: counts what is in none."""
+    """A run is a question of the user and what followed up to the next one. `left_out`: counts
+    what is in none."""
     sessions = checkpoint.get("session_data") or {}
     scopes = checkpoint.get("variable_scopes") or {}
     turns: dict[str, list[list[Json]]] = {}
     for session_id, session in sessions.items():
-        history = session.get("history") or session.get("messages") or [] if isinstance(session, dict) else session
+        history = (
+            session.get("history") or session.get("messages") or []
+            if isinstance(session, dict)
+            else session
+        )
         if not isinstance(history, list):
             left_out["a history that is no list"] += 1
             history = []
         turns[str(session_id)] = _turns(history, left_out)
-    places = [(session_id, number) for session_id, listed in turns.items() for number in range(len(listed))]
+    places = [
+        (session_id, number)
+        for session_id, listed in turns.items()
+        for number in range(len(listed))
+    ]
     if scopes and len(turns) != 1:
-        left_out["thoughts of a checkpoint that has several sessions, or none"] += len(_thoughts(scopes))
+        left_out["thoughts of a checkpoint that has several sessions, or none"] += len(
+            _thoughts(scopes)
+        )
     times = [(_seconds(turns[name][number][0]), (name, number)) for name, number in places]
     tasks = _tasks_by_run(_tasks(checkpoint.get("task_state") or {}), times, left_out)
     for place in places:
@@ -181,9 +209,15 @@ def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[Exe
 
 
 def _count_unheld(turn: Sequence[Json], left_out: Counter[str]) -> None:
-    """Count what a run of a checkpoint cannot hold: the flat form has one answer, and calls that have results."""
-    results = {str(message.get("tool_call_id")) for message in turn if message.get("role") == "tool"}
-    answers = sum(message.get("role") == "assistant" and bool(text_of(message.get("content"))) for message in turn)
+    """Count what a run of a checkpoint cannot hold: the flat form has one answer, and calls that
+    have results."""
+    results = {
+        str(message.get("tool_call_id")) for message in turn if message.get("role") == ("tool")
+    }
+    answers = sum(
+        message.get("role") == "assistant" and bool(text_of(message.get("content")))
+        for message in turn
+    )
     calls = [call for message in turn for call in message.get("tool_calls") or ()]
     for reason, count in (
         ("an answer before the last one of its run", answers - 1),
@@ -210,7 +244,11 @@ def _turns(history: Iterable[Any], left_out: Counter[str]) -> list[list[Json]]:
 
 
 def _run(
-    session_id: str, turn: Sequence[Json], place: str, thoughts: Sequence[ReasoningStep], tasks: Mapping[str, list[Any]]
+    session_id: str,
+    turn: Sequence[Json],
+    place: str,
+    thoughts: Sequence[ReasoningStep],
+    tasks: Mapping[str, list[Any]],
 ) -> ExecutionTrace:
     events: list[Event] = [*thoughts]
     answers: list[str] = []
@@ -224,7 +262,9 @@ def _run(
             name = str(message.get("name") or function.get("name") or "tool")
             arguments = parsed_arguments(function.get("arguments")) or {}
             failed = text.lstrip().lower().startswith("error")
-            events.append(ToolCallTrace(name, arguments, text, not failed, error=text if failed else None))
+            events.append(
+                ToolCallTrace(name, arguments, text, not failed, error=text if failed else None)
+            )
         elif message.get("role") == "assistant" and text:
             answers.append(text)
     question = turn[0]
@@ -255,7 +295,11 @@ def _tasks(state: Mapping[str, Any]) -> Iterator[tuple[float | None, str, str]]:
         if isinstance(task, dict):
             created = _time(task.get("created_at"))
             status = str(task.get("status") or "created")
-            yield None if created is None else unix_time(created), status, str(task.get("description") or name)
+            yield (
+                None if created is None else unix_time(created),
+                status,
+                str(task.get("description") or name),
+            )
 
 
 def _seconds(question: Mapping[str, Any]) -> float | None:
@@ -272,8 +316,8 @@ def _tasks_by_run(
     times: Sequence[tuple[float | None, Run]],
     left_out: Counter[str],
 ) -> dict[Run, dict[str, list[Any]]]:
-    """Give each task to the run with the newest question before it; to the only run, where there is one. A task that
-    belongs to none is counted."""
+    """Give each task to the run with the newest question before it; to the only run, where there
+    is one. A task that belongs to none is counted."""
     known = sorted((at, run) for at, run in times if at is not None)
     found: dict[Run, dict[str, list[Any]]] = {}
     for created, status, text in tasks:
@@ -297,6 +341,10 @@ def _thoughts(scopes: Mapping[str, Any]) -> list[ReasoningStep]:
     for kind in ("reasoning", "delegation"):
         scope = scopes.get(kind)
         for name, value in scope.items() if isinstance(scope, dict) else ():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            text = (
+                value
+                if isinstance(value, str)
+                else json.dumps(value, ensure_ascii=False, default=str)
+            )
             found.append(ReasoningStep(kind, f"{name}: {text}"))
     return found

@@ -1,11 +1,12 @@
-"""TraceCollector follows the runs of an agent in this process; `hook_into_agent` makes it do so for any agent.
+"""TraceCollector follows the runs of an agent in this process; `hook_into_agent` makes it do so for
+any agent.
 
     collector = TraceCollector()
     with hook_into_agent(agent, collector):
         await agent.a_run("…")
 
-Each run is one file, `rl_traces/YYYY-MM-DD/ID.json`, redacted, complete or absent. Runs at the same time, in tasks or
-threads, do not mix: the current run is a context variable.
+Each run is one file, `rl_traces/YYYY-MM-DD/ID.json`, redacted, complete or absent. Runs at the same
+time, in tasks or threads, do not mix: the current run is a context variable.
 """
 
 import functools
@@ -80,9 +81,21 @@ class TraceCollector:
         error: str | None = None,
     ) -> None:
         """Add a call to the current run; outside of a run it is not recorded."""
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        text = (
+            result
+            if isinstance(result, str)
+            else json.dumps(result, ensure_ascii=False, default=str)
+        )
         self._add(
-            ToolCallTrace(tool_name, _as_json(arguments), text, success, duration_ms, error, iso_time(time.time()))
+            ToolCallTrace(
+                tool_name,
+                _as_json(arguments),
+                text,
+                success,
+                duration_ms,
+                error,
+                iso_time(time.time()),
+            )
         )
 
     def record_reasoning_step(
@@ -96,7 +109,8 @@ class TraceCollector:
         self._add(ReasoningStep(step_type, content, confidence, list(insights), list(issues)))
 
     def record_task(self, kind: str, task: Any) -> None:
-        """Note a task: `kind` is "created", "completed" or "failed". Raises TraceError: another kind."""
+        """Note a task: `kind` is "created", "completed" or "failed". Raises TraceError: another
+        kind."""
         if kind not in TASKS:
             raise TraceError(f"record_task({kind!r}): expected one of {', '.join(TASKS)}")
         running = self._current.get()
@@ -156,14 +170,22 @@ class TraceCollector:
         found = []
         for folder in sorted(self.directory.glob("????-??-??")):
             day = datetime.strptime(folder.name, "%Y-%m-%d").replace(tzinfo=UTC).date()
-            if (start_date is not None and day < start_date) or (end_date is not None and day > end_date):
+            if (start_date is not None and day < start_date) or (
+                end_date is not None and day > end_date
+            ):
                 continue
             for path in sorted(folder.glob("*.json")):
                 found += [ExecutionTrace(trace) for trace in read_traces(path, source="atif")]
         found.sort(key=lambda view: view.timestamp)
-        return [v for v in found if len(v.tool_calls) >= min_tool_calls and (v.label is not None or not labeled_only)]
+        return [
+            v
+            for v in found
+            if len(v.tool_calls) >= min_tool_calls and (v.label is not None or not labeled_only)
+        ]
 
-    def label_trace(self, trace_id: str, good: bool, notes: str = "", *, by: str = "user") -> ExecutionTrace:
+    def label_trace(
+        self, trace_id: str, good: bool, notes: str = "", *, by: str = "user"
+    ) -> ExecutionTrace:
         """Add a person's label; earlier ones stay. Raises TraceError: no such trace."""
         for view in self.load_traces():
             if view.trace_id == trace_id:
@@ -178,7 +200,8 @@ def _as_json(value: Any) -> Any:
 
 
 class AgentHook:
-    """The wrapped methods of one agent. `restore` puts the agent's own back; a `with` block does it at its end."""
+    """The wrapped methods of one agent. `restore` puts the agent's own back; a `with` block does
+    it at its end."""
 
     def __init__(self, agent: Any, collector: TraceCollector) -> None:
         self._agent, self._collector = agent, collector
@@ -187,7 +210,12 @@ class AgentHook:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.restore()
 
     def restore(self) -> None:
@@ -200,16 +228,23 @@ class AgentHook:
         self._wrapped.clear()
 
     def wrap(
-        self, name: str, before: Callable[..., Any], after: Callable[[Any, Any, BaseException | None], None]
+        self,
+        name: str,
+        before: Callable[..., Any],
+        after: Callable[[Any, Any, BaseException | None], None],
     ) -> None:
-        """Call `before` with the method's arguments, and `after` with what it returned, the result, and the error."""
+        """Call `before` with the method's arguments, and `after` with what it returned, the
+        result, and the error."""
         method = _method(self._agent, name)
         assert method is not None
-        self._wrapped[name] = vars(self._agent).get(name)  # None: the class's, which setattr only hides
+        # None: the class's, which setattr only hides
+        self._wrapped[name] = vars(self._agent).get(name)
         setattr(self._agent, name, _followed(method, before, after))
 
 
-def _followed(method: Callable[..., Any], before: Callable[..., Any], after: After) -> Callable[..., Any]:
+def _followed(
+    method: Callable[..., Any], before: Callable[..., Any], after: After
+) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
@@ -246,10 +281,12 @@ def hook_into_agent(
     run_methods: Sequence[str] = RUN_METHODS,
     tool_methods: Sequence[str] = TOOL_METHODS,
 ) -> AgentHook:
-    """Follow every run of an agent: wrap its methods of these names, plain or async, as far as it has them.
+    """Follow every run of an agent: wrap its methods of these names, plain or async, as far as it
+    has them.
 
-    The first argument of a run, or `query`, is the user's question, `session_id` its session; what it returns is the
-    answer, and an error ends it as a failed task. The first argument of a tool method, or `function_name`, is the tool.
+    The first argument of a run, or `query`, is the user's question, `session_id` its session; what
+    it returns is the answer, and an error ends it as a failed task. The first argument of a tool
+    method, or `function_name`, is the tool.
 
     Raises TraceError: the agent has no run method.
     """
@@ -272,11 +309,15 @@ def hook_into_agent(
         name, arguments, began = begun
         problem = None if error is None else f"{type(error).__name__}: {error}"
         spent = (time.perf_counter() - began) * 1e3
-        collector.record_tool_call(name, arguments, problem or result, error is None, spent, problem)
+        collector.record_tool_call(
+            name, arguments, problem or result, error is None, spent, problem
+        )
 
     runs = [name for name in run_methods if _method(agent, name) is not None]
     if not runs:
-        raise TraceError(f"{type(agent).__name__} has none of the methods {', '.join(run_methods)}: name its own")
+        raise TraceError(
+            f"{type(agent).__name__} has none of the methods {', '.join(run_methods)}: name its own"
+        )
     for name in runs:
         hook.wrap(name, begin, end)
     for name in tool_methods:
@@ -286,7 +327,8 @@ def hook_into_agent(
 
 
 def _tool_and_arguments(args: Sequence[Any], kwargs: Json) -> tuple[str, Json]:
-    """Read a call of a tool method: (name, {…}), (name, **arguments), or positional arguments as arg0, arg1, …"""
+    """Read a call of a tool method: (name, {…}), (name, **arguments), or positional arguments as
+    arg0, arg1, …"""
     named = "function_name" in kwargs
     name = kwargs["function_name"] if named else (args[0] if args else "")
     rest = args if named else args[1:]

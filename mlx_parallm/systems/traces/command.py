@@ -42,9 +42,15 @@ def traces(parser: ArgumentParser) -> Run:
 
 def _record(commands: Any) -> Run:
     """Record what clients of another OpenAI-compatible server ask and are answered."""
-    parser = commands.add_parser("record", help="record the clients of another server", description=_record.__doc__)
-    parser.add_argument("--upstream", metavar="URL", required=True, help="the other server, e.g. https://host/v1")
-    parser.add_argument("--dir", metavar="DIR", type=Path, required=True, help="where sessions are written")
+    parser = commands.add_parser(
+        "record", help="record the clients of another server", description=_record.__doc__
+    )
+    parser.add_argument(
+        "--upstream", metavar="URL", required=True, help=("the other server, e.g. https://host/v1")
+    )
+    parser.add_argument(
+        "--dir", metavar="DIR", type=Path, required=True, help=("where sessions are written")
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind; loopback only")
     parser.add_argument("--port", type=int, default=8100, help="port; 0 takes a free one")
     _add_redaction(parser)
@@ -62,7 +68,9 @@ def _record(commands: Any) -> Run:
         from mlx_parallm.systems.traces.recorder import SessionRecorder
 
         if not is_loopback_name(args.host):
-            raise ConfigError(f"--host {args.host}: the recorder has no key of its own, so it binds loopback only")
+            raise ConfigError(
+                f"--host {args.host}: the recorder has no key of its own, so it binds loopback only"
+            )
         stop = threading.Event()
         ShutdownWatcher(lambda name: stop.set()).start()
         recorder = SessionRecorder(args.dir, _finder(args))
@@ -71,7 +79,10 @@ def _record(commands: Any) -> Run:
         thread = ServerThread(app, listener, connection_limit(10_000, raise_file_limit()))
         thread.start()
         url = f"http://{args.host}:{listener.getsockname()[1]}"
-        sys.stderr.write(f"recording into {args.dir}: base_url={url}/sessions/NAME/v1 stands for {args.upstream}\n")
+        sys.stderr.write(
+            f"recording into {args.dir}: base_url={url}/sessions/NAME/v1 stands for"
+            f" {args.upstream}\n"
+        )
         sys.stderr.flush()
         stop.wait()
         thread.stop(5.0)
@@ -81,7 +92,11 @@ def _record(commands: Any) -> Run:
 
 
 def _add_redaction(parser: ArgumentParser) -> None:
-    parser.add_argument("--no-redact", action="store_true", help="keep secrets and user names (default: placeholders)")
+    parser.add_argument(
+        "--no-redact",
+        action="store_true",
+        help=("keep secrets and user names (default: placeholders)"),
+    )
     parser.add_argument(
         "--redact-personal",
         action="store_true",
@@ -96,11 +111,24 @@ def _finder(args: Namespace) -> "Redactor | None":
 
 
 def _import(commands: Any) -> Run:
-    """Turn logs of agents into traces, one JSON object a line. What was left out is counted, with the reason."""
-    parser = commands.add_parser("import", help="turn logs of agents into traces", description=_import.__doc__)
-    parser.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="files, a recorder's or a run's directory")
-    parser.add_argument("--from", dest="source", choices=FORMATS, default="auto", help="their format")
-    parser.add_argument("--to", metavar="FILE", type=Path, required=True, help="where the traces are written")
+    """Turn logs of agents into traces, one JSON object a line. What was left out is counted,
+    with the reason."""
+    parser = commands.add_parser(
+        "import", help="turn logs of agents into traces", description=_import.__doc__
+    )
+    parser.add_argument(
+        "paths",
+        metavar="PATH",
+        type=Path,
+        nargs="+",
+        help=("files, a recorder's or a run's directory"),
+    )
+    parser.add_argument(
+        "--from", dest="source", choices=FORMATS, default="auto", help=("their format")
+    )
+    parser.add_argument(
+        "--to", metavar="FILE", type=Path, required=True, help=("where the traces are written")
+    )
     parser.add_argument("--license", metavar="NAME", help="noted in every trace")
     _add_redaction(parser)
 
@@ -111,7 +139,9 @@ def _import(commands: Any) -> Run:
 
         report, hits, found = ImportReport(), list[RedactionHit](), []
         for path in args.paths:
-            for trace in redacted(read_traces(path, report, source=args.source), _finder(args), hits):
+            for trace in redacted(
+                read_traces(path, report, source=args.source), _finder(args), hits
+            ):
                 if args.license:
                     trace.note(license=args.license)
                 found.append(trace)
@@ -128,7 +158,9 @@ def _import(commands: Any) -> Run:
 def _show(commands: Any) -> Run:
     """Show traces: how long they are, their tools, rewards and labels."""
     parser = commands.add_parser("show", help="show traces", description=_show.__doc__)
-    parser.add_argument("path", metavar="PATH", type=Path, help="traces, or anything that can be imported")
+    parser.add_argument(
+        "path", metavar="PATH", type=Path, help=("traces, or anything that can be imported")
+    )
     parser.add_argument("--id", help="one trace as a whole")
     parser.add_argument("--limit", type=int, default=SHOWN, help=f"most traces (default {SHOWN})")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -147,7 +179,8 @@ def _print(lines: Iterable[str]) -> None:
             sys.stdout.write(line + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
+        # else Python complains when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _lines(args: Namespace) -> Iterator[str]:
@@ -184,7 +217,11 @@ def _summary(trace: Any) -> str:
     parts += [f"{name} {value['score']:g}" for name, value in trace.get("rewards", {}).items()]
     for label in trace.labels:
         value = label.label if label.value is None else f"{label.value:g}"
-        parts.append(f"{label.name} {value} by {label.by}" if value is not None else f"comment by {label.by}")
+        parts.append(
+            (f"{label.name} {value} by {label.by}")
+            if value is not None
+            else f"comment by {label.by}"
+        )
     parts += [name for name in ("aborted", "sidechain") if trace.get(name)]
     return ", ".join(parts)
 
@@ -204,7 +241,9 @@ def _conversation(trace: Any) -> Iterator[str]:
 
 def _scan(commands: Any) -> Run:
     """Look for secrets that still stand in files. Exit code 0: none; 1: some, one line each."""
-    parser = commands.add_parser("scan", help="look for secrets that still stand in files", description=_scan.__doc__)
+    parser = commands.add_parser(
+        "scan", help="look for secrets that still stand in files", description=_scan.__doc__
+    )
     parser.add_argument("paths", metavar="FILE", type=Path, nargs="+", help="JSONL or text files")
 
     def run(args: Namespace) -> int:
@@ -219,19 +258,47 @@ def _scan(commands: Any) -> Run:
 
 def _build(commands: Any) -> Run:
     """Make a data set of traces: rows for training, split by session, without near-duplicates."""
-    parser = commands.add_parser("build", help="make a data set of traces", description=_build.__doc__)
-    parser.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="traces, or anything that can be imported")
-    parser.add_argument("--kind", choices=("sft", "preference", "kto", "grpo", "prompts", "atif"), required=True)
-    parser.add_argument(
-        "--to", metavar="DIR", type=Path, required=True, help="gets train.jsonl, test.jsonl, dataset.json"
+    parser = commands.add_parser(
+        "build", help="make a data set of traces", description=_build.__doc__
     )
-    parser.add_argument("--test-fraction", type=float, default=0.1, help="share that is held out (default 0.1)")
     parser.add_argument(
-        "--near-duplicates", type=float, default=0.9, help="similarity of rows that count as one; 1 = equal"
+        "paths",
+        metavar="PATH",
+        type=Path,
+        nargs="+",
+        help=("traces, or anything that can be imported"),
     )
-    parser.add_argument("--good-from", type=float, default=0.5, help="least score of a good trace (default 0.5)")
-    parser.add_argument("--least-gap", type=float, default=0.1, help="between chosen and rejected (default 0.1)")
-    parser.add_argument("--balance", type=float, default=0.0, help="kto: most times that one side may be the other")
+    parser.add_argument(
+        "--kind", choices=("sft", "preference", "kto", "grpo", "prompts", "atif"), required=True
+    )
+    parser.add_argument(
+        "--to",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help=("gets train.jsonl, test.jsonl, dataset.json"),
+    )
+    parser.add_argument(
+        "--test-fraction", type=float, default=0.1, help=("share that is held out (default 0.1)")
+    )
+    parser.add_argument(
+        "--near-duplicates",
+        type=float,
+        default=0.9,
+        help=("similarity of rows that count as one; 1 = equal"),
+    )
+    parser.add_argument(
+        "--good-from", type=float, default=0.5, help=("least score of a good trace (default 0.5)")
+    )
+    parser.add_argument(
+        "--least-gap", type=float, default=0.1, help=("between chosen and rejected (default 0.1)")
+    )
+    parser.add_argument(
+        "--balance",
+        type=float,
+        default=0.0,
+        help=("kto: most times that one side may be the other"),
+    )
     parser.add_argument("--sidechains", action="store_true", help="keep the runs of sub-agents")
     parser.add_argument(
         "--order",
@@ -240,7 +307,11 @@ def _build(commands: Any) -> Run:
         help="of the rows to train on: by their prompts' pass rate, or as recorded (default)",
     )
     parser.add_argument("--license", metavar="NAME", help="of the data set")
-    parser.add_argument("--push", metavar="OWNER/NAME", help="upload it to the Hugging Face hub, as a private data set")
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help=("upload it to the Hugging Face hub, as a private data set"),
+    )
     _add_redaction(parser)
 
     def run(args: Namespace) -> int:
@@ -267,12 +338,24 @@ def _build(commands: Any) -> Run:
             order=args.order,
         )
         hits, report = list[RedactionHit](), ImportReport()
-        found = (trace for path in args.paths for trace in redacted(read_traces(path, report), finder, hits))
+        found = (
+            trace
+            for path in args.paths
+            for trace in redacted(read_traces(path, report), finder, hits)
+        )
         card = write_dataset(build_dataset(found, options), args.to, license=args.license)
-        lines = [f"{args.kind}: {card['rows']['train']} rows to train on, {card['rows']['test']} held out: {args.to}"]
+        lines = [
+            (
+                f"{args.kind}: {card['rows']['train']} rows to train on, {card['rows']['test']}"
+                " held"
+                f" out: {args.to}"
+            )
+        ]
         lines += [f"left out {count}: {reason}" for reason, count in card["left_out"].items()]
         if card["fields_left_out"]:
-            names = ", ".join(f"{name} ({count})" for name, count in card["fields_left_out"].items())
+            names = ", ".join(
+                f"{name} ({count})" for name, count in card["fields_left_out"].items()
+            )
             lines.append(f"fields of messages that the rows do not hold: {names}")
         if report.is_lossy:
             lines += [f"read: {line}" for line in report.draw()]
@@ -288,21 +371,44 @@ def _build(commands: Any) -> Run:
 
 
 def _label(commands: Any) -> Run:
-    """Label the traces of a file: by functions, a judge, a classifier, or by you. Earlier labels stay."""
-    parser = commands.add_parser("label", help="label traces, by functions or by hand", description=_label.__doc__)
+    """Label the traces of a file: by functions, a judge, a classifier, or by you. Earlier labels
+    stay."""
+    parser = commands.add_parser(
+        "label", help="label traces, by functions or by hand", description=_label.__doc__
+    )
     parser.add_argument("path", metavar="FILE", type=Path, help="traces, as `import` writes them")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--rule", metavar="python:FILE.py:NAME", help="a function of an ExecutionTrace")
-    how.add_argument("--reward", metavar="FILE.py:F", help="a reward function, as in training; or builtin:NAME")
-    how.add_argument("--judge", metavar="URL", help="a model at an OpenAI-compatible endpoint, with its /v1")
-    how.add_argument("--auto", action="store_true", help="a classifier proposes labels, learned from those there are")
-    how.add_argument("--unsure-first", action="store_true", help="by hand: what the classifier is least sure of, first")
+    how.add_argument(
+        "--rule", metavar="python:FILE.py:NAME", help=("a function of an ExecutionTrace")
+    )
+    how.add_argument(
+        "--reward", metavar="FILE.py:F", help=("a reward function, as in training; or builtin:NAME")
+    )
+    how.add_argument(
+        "--judge", metavar="URL", help=("a model at an OpenAI-compatible endpoint, with its /v1")
+    )
+    how.add_argument(
+        "--auto",
+        action="store_true",
+        help=("a classifier proposes labels, learned from those there are"),
+    )
+    how.add_argument(
+        "--unsure-first",
+        action="store_true",
+        help=("by hand: what the classifier is least sure of, first"),
+    )
     parser.add_argument("--name", default="rule", help="what the rule judges (default: rule)")
     parser.add_argument("--judge-model", metavar="M", help="the endpoint's name of the model")
-    parser.add_argument("--relative", action="store_true", help="the judge compares the runs of one prompt, twice")
-    parser.add_argument("--criteria", metavar="TEXT", help="for the judge: what makes an answer good")
+    parser.add_argument(
+        "--relative", action="store_true", help=("the judge compares the runs of one prompt, twice")
+    )
+    parser.add_argument(
+        "--criteria", metavar="TEXT", help=("for the judge: what makes an answer good")
+    )
     parser.add_argument("--api-key-file", metavar="FILE", help="of the judge's endpoint")
-    parser.add_argument("--sure", type=float, default=0.9, help="least probability of a proposal (default 0.9)")
+    parser.add_argument(
+        "--sure", type=float, default=0.9, help=("least probability of a proposal (default 0.9)")
+    )
     _add_redaction(parser)
 
     def run(args: Namespace) -> int:
@@ -353,8 +459,10 @@ def _labelled(args: Namespace, found: list[Any]) -> str | None:
         labeler = AutoLabeler(found)
         labelled, left = labeler.propose(found, args.sure)
         return (
-            f"learned from {labeler.positive} good and {labeler.negative} bad: {labelled} labelled, of {left} it is not"
-            f" sure (its surest: {labeler.surest:.2f}, --sure {args.sure:g}; --unsure-first asks you about them)"
+            f"learned from {labeler.positive} good and {labeler.negative} bad: {labelled}"
+            f" labelled, of {left} it is not"
+            f" sure (its surest: {labeler.surest:.2f}, --sure {args.sure:g}; --unsure-first asks"
+            " you about them)"
         )
     return None
 
@@ -376,7 +484,9 @@ def _by_hand(args: Namespace, found: list[Any]) -> None:
 
         order = AutoLabeler(found).unsure_first(found)
     redactor = _finder(args)
-    done = label_by_hand(args.path, found, iter(sys.stdin.readline, ""), show, ask, order=order, redactor=redactor)
+    done = label_by_hand(
+        args.path, found, iter(sys.stdin.readline, ""), show, ask, order=order, redactor=redactor
+    )
     _print(["", f"{done} labelled"])
 
 

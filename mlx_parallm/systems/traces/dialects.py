@@ -1,12 +1,17 @@
-"""Messages of other programs → OpenAI chat messages. One converter for every importer, and for the rows of `build`.
+"""Messages of other programs → OpenAI chat messages. One converter for every importer, and for the
+rows of `build`.
 
     role        `role`, or ShareGPT's `from` ("human", "gpt", "observation", …); Gemini's "model"
-    content     text, or parts: OpenAI's, Anthropic's blocks, OpenTelemetry's and Gemini's `parts`, Responses' items
-    calls       `tool_calls`, the older `function_call`, blocks `tool_use`, parts `tool_call`, `functionCall`
-    results     role "tool", the older "function", blocks `tool_result`, parts `tool_call_response`, `functionResponse`
+    content     text, or parts: OpenAI's, Anthropic's blocks, OpenTelemetry's and Gemini's `parts`,
+                Responses' items
+    calls       `tool_calls`, the older `function_call`, blocks `tool_use`, parts `tool_call`,
+                `functionCall`
+    results     role "tool", the older "function", blocks `tool_result`, parts `tool_call_response`,
+                `functionResponse`
 
-A message that is OpenAI's already stays as it is. A part of an unknown type stays in the content; an unknown field
-stays in the message, or in the `extra.fields` of its step where the message is split. Nothing is dropped here.
+A message that is OpenAI's already stays as it is. A part of an unknown type stays in the content;
+an unknown field stays in the message, or in the `extra.fields` of its step where the message is
+split. Nothing is dropped here.
 """
 
 import json
@@ -33,8 +38,24 @@ PROGRAM_TEXT = re.compile(
 )
 """Text that agents write in the model's place."""
 NOT_ENDED = (
-    *("error", "content_filter", "refusal", "aborted", "cancelled", "canceled", "failed", "safety", "recitation"),
-    *("blocklist", "prohibited_content", "spii", "malformed_function_call", "model_context_window_exceeded"),
+    *(
+        "error",
+        "content_filter",
+        "refusal",
+        "aborted",
+        "cancelled",
+        "canceled",
+        "failed",
+        "safety",
+        ("recitation"),
+    ),
+    *(
+        "blocklist",
+        "prohibited_content",
+        "spii",
+        "malformed_function_call",
+        ("model_context_window_exceeded"),
+    ),
 )
 """Reasons for the end of an answer that is not the model's own."""
 
@@ -43,7 +64,8 @@ NOT_ENDED = (
 
 
 def chat_messages(listed: Iterable[Any]) -> list[Json]:
-    """Convert the messages of one conversation, in order. Raises TraceError: one that is no message."""
+    """Convert the messages of one conversation, in order. Raises TraceError: one that is no
+    message."""
     messages: list[Json] = []
     for number, message in enumerate(listed):
         if not isinstance(message, Mapping):
@@ -55,8 +77,8 @@ def chat_messages(listed: Iterable[Any]) -> list[Json]:
 def linked(messages: Sequence[Json]) -> list[Json]:
     """Give calls whose id is None one, and results without one the id of the call that they answer.
 
-    A call of a form that has no ids (`function_call`, ShareGPT's) has no key "id": it gets none, nor does its result,
-    as in the rows and requests that are read elsewhere.
+    A call of a form that has no ids (`function_call`, ShareGPT's) has no key "id": it gets none,
+    nor does its result, as in the rows and requests that are read elsewhere.
     """
     made: list[Json] = []
     waiting: dict[str, str] = {}  # id → name of calls without a result
@@ -66,14 +88,20 @@ def linked(messages: Sequence[Json]) -> list[Json]:
             named = []
             for at, call in enumerate(calls):
                 is_call = isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
-                made_id = {"id": f"call_{number}_{at}"} if is_call and "id" in call and call["id"] is None else {}
+                made_id = (
+                    {"id": (f"call_{number}_{at}")}
+                    if is_call and "id" in call and call["id"] is None
+                    else {}
+                )
                 named.append({**call, **made_id} if is_call else call)
                 if is_call and named[-1].get("id") is not None:
                     waiting[str(named[-1]["id"])] = str(call["function"].get("name"))
             kept["tool_calls"] = named
         elif kept.get("role") == "tool":
             if "tool_call_id" in kept and kept["tool_call_id"] is None:
-                same = (call_id for call_id, name in waiting.items() if kept.get("name") in (None, name))
+                same = (
+                    call_id for call_id, name in waiting.items() if kept.get("name") in (None, name)
+                )
                 kept["tool_call_id"] = next(same, None)
                 if kept["tool_call_id"] is None:
                     del kept["tool_call_id"]
@@ -86,7 +114,8 @@ def linked(messages: Sequence[Json]) -> list[Json]:
 
 
 def converted(message: Mapping[str, Any]) -> list[Json]:
-    """Convert one message: each result in it is a message of its own, and what follows a result too."""
+    """Convert one message: each result in it is a message of its own, and what follows a result
+    too."""
     fields = foreign_message(message)
     if "role" not in fields and "from" in fields:
         fields["role"] = fields.pop("from")
@@ -96,7 +125,9 @@ def converted(message: Mapping[str, Any]) -> list[Json]:
         fields["content"] = fields.pop("parts")
     role = fields.get("role")
     if not isinstance(role, str):
-        raise TraceError(f"a message has the role {role!r}: expected system, user, assistant or tool"[:150])
+        raise TraceError(
+            f"a message has the role {role!r}: expected system, user, assistant or tool"[:150]
+        )
     role = role.lower()
     if role in CALLERS:
         return [_spoken_call(fields)]
@@ -108,18 +139,23 @@ def converted(message: Mapping[str, Any]) -> list[Json]:
     if not isinstance(content, list) or not any(map(_is_foreign, content)):
         return [fields]
     if role not in ROLE_OF:
-        raise TraceError(f"a message has the role {role!r}: expected system, user, assistant or tool"[:150])
+        raise TraceError(
+            f"a message has the role {role!r}: expected system, user, assistant or tool"[:150]
+        )
     return _split(fields, content)
 
 
 def _take_calls(fields: Json) -> None:
-    """Give the older `function_call`, and calls that have the function's own fields, the form of `tool_calls`."""
+    """Give the older `function_call`, and calls that have the function's own fields, the form of
+    `tool_calls`."""
     call = fields.get("function_call")
     if isinstance(call, Mapping) and _is_call(call) and not fields.get("tool_calls"):
         fields["tool_calls"] = [_without_no_id(_call(call))]
         del fields["function_call"]
     if isinstance(listed := fields.get("tool_calls"), list) and any(map(_is_flat, listed)):
-        fields["tool_calls"] = [_without_no_id(_call(each)) if _is_flat(each) else each for each in listed]
+        fields["tool_calls"] = [
+            _without_no_id(_call(each)) if _is_flat(each) else each for each in listed
+        ]
 
 
 def _spoken_call(fields: Json) -> Json:
@@ -136,13 +172,20 @@ def _spoken_call(fields: Json) -> Json:
         key = next((key for key in _ARGUMENTS if key in call), "arguments")
         rest = {name: value for name, value in call.items() if name not in ("name", key, "id")}
         function = {"name": call["name"], "arguments": _json_text(call.get(key, {}))}
-        calls.append(_without_no_id({"id": call.get("id"), "type": "function", "function": function, **rest}))
+        calls.append(
+            _without_no_id({"id": call.get("id"), "type": "function", "function": function, **rest})
+        )
     return {**fields, "role": "assistant", "content": None, "tool_calls": calls}
 
 
 def _split(fields: Json, parts: Sequence[Any]) -> list[Json]:
-    """A message of parts as messages: results come first in what a user sends, and in their place in an answer."""
-    rest = {key: value for key, value in fields.items() if key not in ("role", "content", "tool_calls", "step")}
+    """A message of parts as messages: results come first in what a user sends, and in their
+    place in an answer."""
+    rest = {
+        key: value
+        for key, value in fields.items()
+        if key not in ("role", "content", "tool_calls", ("step"))
+    }
     own = {key: fields[key] for key in ("step",) if key in fields}
     role = fields.get("role")
     if role == "tool" and any(_kind(part) == "result" for part in parts):
@@ -248,7 +291,8 @@ def _is_call(value: Any) -> bool:
 
 
 def _is_flat(call: Any) -> bool:
-    """Whether an entry of `tool_calls` has the function's own fields, as many data sets write it."""
+    """Whether an entry of `tool_calls` has the function's own fields, as many data sets write
+    it."""
     return _is_call(call) and "function" not in call and "custom" not in call
 
 
@@ -281,7 +325,11 @@ def _call(part: Mapping[str, Any]) -> Json:
         rest["kind"] = inner["type"]
     function = {"name": inner["name"], "arguments": _json_text(inner.get(arguments))}
     call_id = inner.get(ids)
-    call = {"id": None if call_id is None else str(call_id), "type": "function", "function": function}
+    call = {
+        "id": None if call_id is None else str(call_id),
+        "type": "function",
+        "function": function,
+    }
     return call | ({"rest": rest} if rest else {})
 
 
@@ -292,8 +340,14 @@ def _without_no_id(call: Json) -> Json:
 def _result(part: Mapping[str, Any]) -> Json:
     key = next((key for key in _RESULT_KEYS if isinstance(part.get(key), Mapping)), None)
     inner = dict(part[key]) if key is not None else dict(part)
-    rest = {} if key is None else {name: value for name, value in part.items() if name not in (key, "type")}
-    ids = next((name for name in ("tool_use_id", "tool_call_id", "call_id", "id") if name in inner), "id")
+    rest = (
+        {}
+        if key is None
+        else {name: value for name, value in part.items() if name not in (key, ("type"))}
+    )
+    ids = next(
+        (name for name in ("tool_use_id", "tool_call_id", "call_id", ("id")) if name in inner), "id"
+    )
     content = next((name for name in _RESULTS if inner.get(name) is not None), "content")
     call_id = inner.get(ids)
     message: Json = {
@@ -306,7 +360,9 @@ def _result(part: Mapping[str, Any]) -> Json:
     if inner.get("is_error"):
         message["is_error"] = True
     taken = (ids, content, *(name for name in ("name", "is_error") if name in message))
-    rest |= {name: value for name, value in inner.items() if name not in taken and value is not None}
+    rest |= {
+        name: value for name, value in inner.items() if name not in taken and value is not None
+    }
     if rest.get("is_error") is False:
         del rest["is_error"]
     if rest.get("type") in ("tool_result", "tool_call_response", "function_call_output"):
@@ -315,10 +371,15 @@ def _result(part: Mapping[str, Any]) -> Json:
 
 
 def result_content(value: Any) -> Any:
-    """What a tool gave back, as the content of a message: text, parts where there is more than text, or JSON text."""
+    """What a tool gave back, as the content of a message: text, parts where there is more than
+    text, or JSON text."""
     if value is None or isinstance(value, str):
         return value or ""
-    if isinstance(value, list) and value and all(_kind(part) == "text" or "type" in part for part in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(_kind(part) == "text" or "type" in part for part in value)
+    ):
         return joined(value)
     if isinstance(value, Mapping) and set(value) == {"content"}:
         return result_content(value["content"])
@@ -330,9 +391,12 @@ def joined(parts: Sequence[Any]) -> Any:
     plain = [
         part if isinstance(part, str) else part.get("text", part.get("content"))
         for part in parts
-        if isinstance(part, str) or (_kind(part) == "text" and not set(part) - {"type", "text", "content"})
+        if isinstance(part, str)
+        or (_kind(part) == "text" and not set(part) - {"type", "text", ("content")})
     ]
-    if len(plain) == len(parts) and not any(isinstance(p, Mapping) and "text" in p and "content" in p for p in parts):
+    if len(plain) == len(parts) and not any(
+        isinstance(p, Mapping) and "text" in p and "content" in p for p in parts
+    ):
         return "".join(plain)
     return [_as_part(part) for part in parts]
 
@@ -343,7 +407,11 @@ def _as_part(part: Any) -> Any:
     if _kind(part) != "text":
         return part
     key = "text" if isinstance(part.get("text"), str) else "content"
-    return {"type": "text", "text": part[key], **{k: v for k, v in part.items() if k not in ("type", "text", key)}}
+    return {
+        "type": "text",
+        "text": part[key],
+        **{k: v for k, v in part.items() if k not in ("type", "text", key)},
+    }
 
 
 def _json_text(value: Any) -> str:
@@ -356,8 +424,9 @@ def _json_text(value: Any) -> str:
 
 
 def tool_definitions(listed: Any, functions: Any = None) -> list[Json] | None:
-    """Tool definitions in OpenAI's form: a list or JSON text of OpenAI's, Anthropic's (`input_schema`), Gemini's
-    (`functionDeclarations`) or bare functions; `functions`: OpenAI's older field. Raises TraceError."""
+    """Tool definitions in OpenAI's form: a list or JSON text of OpenAI's, Anthropic's
+    (`input_schema`), Gemini's (`functionDeclarations`) or bare functions; `functions`: OpenAI's
+    older field. Raises TraceError."""
     made: list[Json] = []
     for value in (listed, functions):
         if isinstance(value, str):
@@ -365,7 +434,9 @@ def tool_definitions(listed: Any, functions: Any = None) -> list[Json] | None:
                 value = parse_json(value) if value.strip() else None
             except ValueError as error:
                 raise TraceError("'tools' is text, but not JSON") from error
-        if value is not None and not (isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)):
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
+        ):
             raise TraceError("'tools' is not a list of objects")
         for tool in value or ():
             declared = next((tool[key] for key in _DECLARATIONS if key in tool), None)
@@ -380,7 +451,10 @@ def tool_definitions(listed: Any, functions: Any = None) -> list[Json] | None:
 def tool_definition(tool: Mapping[str, Any]) -> Json:
     if "function" in tool or not isinstance(tool.get("name"), str):
         return dict(tool)
-    schema = next((key for key in ("parameters", "input_schema", "inputSchema") if key in tool), "parameters")
+    schema = next(
+        (key for key in ("parameters", "input_schema", ("inputSchema")) if key in tool),
+        "parameters",
+    )
     own = ("name", "description", "strict", schema)
     function = {"name": tool["name"]}
     function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
@@ -396,7 +470,8 @@ def tool_definition(tool: Mapping[str, Any]) -> Json:
 
 
 def not_sampled(message: Mapping[str, Any], *about: Mapping[str, Any]) -> str | None:
-    """Why an answer is no answer of a model: a program wrote it in the model's place, or the call failed.
+    """Why an answer is no answer of a model: a program wrote it in the model's place, or the call
+    failed.
 
     Args:
         about: further objects that say how the call went: a line, a choice, an API's message.
@@ -420,14 +495,18 @@ def marked(message: Json, reason: str) -> Json:
 
 
 def answers_of(response: Any) -> Iterator[tuple[Json, Mapping[str, Any]]]:
-    """Yield each answer that an API gave, with the object around it: OpenAI's `choices`, Anthropic's message, Gemini's
-    `candidates`."""
+    """Yield each answer that an API gave, with the object around it: OpenAI's `choices`,
+    Anthropic's message, Gemini's `candidates`."""
     if not isinstance(response, Mapping):
         return
     listed = response.get("choices", response.get("candidates"))
     if isinstance(listed, list):
         for choice in listed:
-            inner = choice.get("message", choice.get("content")) if isinstance(choice, Mapping) else None
+            inner = (
+                choice.get("message", choice.get("content"))
+                if isinstance(choice, Mapping)
+                else None
+            )
             if isinstance(inner, Mapping):
                 yield {"role": "assistant", **inner}, choice
     elif response.get("role") == "assistant" and "content" in response:

@@ -1,7 +1,8 @@
 """ExecutionTrace, ToolCallTrace and ReasoningStep: a `Trace` as rewards of whole runs read it.
 
-An ExecutionTrace holds nothing but its `Trace`; every attribute is read from the trace's steps and `extra`. So a
-recorded session, an imported log and a run that `TraceCollector` followed all have the same face.
+An ExecutionTrace holds nothing but its `Trace`; every attribute is read from the trace's steps and
+`extra`. So a recorded session, an imported log and a run that `TraceCollector` followed all have
+the same face.
 """
 
 import hashlib
@@ -46,7 +47,9 @@ Event = ToolCallTrace | ReasoningStep
 
 def trace_id(session_id: str, query: str, timestamp: str) -> str:
     """12 hexadecimal digits, the same for the same run."""
-    return hashlib.md5(f"{session_id}:{query}:{timestamp}".encode(), usedforsecurity=False).hexdigest()[:12]
+    return hashlib.md5(
+        f"{session_id}:{query}:{timestamp}".encode(), usedforsecurity=False
+    ).hexdigest()[:12]
 
 
 class ExecutionTrace:
@@ -67,8 +70,11 @@ class ExecutionTrace:
         source: str,
         **execution: Any,
     ) -> "ExecutionTrace":
-        """Make the trace of a run from what happened in it, in order. `execution`: totals and tasks."""
-        messages: list[Json] = [{"role": "user", "content": user_query, "step": {"timestamp": timestamp}}]
+        """Make the trace of a run from what happened in it, in order. `execution`: totals and
+        tasks."""
+        messages: list[Json] = [
+            {"role": "user", "content": user_query, "step": {"timestamp": timestamp}}
+        ]
         events = list(events)
         for number, event in enumerate(events):
             messages += _messages_of(event, number)
@@ -78,8 +84,14 @@ class ExecutionTrace:
         trace = new_trace(messages, session_id=session_id, source=source, execution=kept or None)
         trace.trajectory_id = name
         calls = [call for step in trace.steps for call in step.tool_calls or ()]
-        for call, event in zip(calls, (event for event in events if isinstance(event, ToolCallTrace)), strict=True):
-            noted = {"success": event.success, "duration_ms": event.duration_ms, "error": event.error}
+        for call, event in zip(
+            calls, (event for event in events if isinstance(event, ToolCallTrace)), strict=True
+        ):
+            noted = {
+                "success": event.success,
+                "duration_ms": event.duration_ms,
+                "error": event.error,
+            }
             call.extra = {"execution": {**noted, "timestamp": event.timestamp}}
         return cls(trace)
 
@@ -101,31 +113,48 @@ class ExecutionTrace:
 
     @property
     def final_response(self) -> str:
-        texts = [step.text for step in self.trace.steps if step.source == "agent" and not step.tool_calls]
+        texts = [
+            step.text for step in self.trace.steps if step.source == "agent" and not step.tool_calls
+        ]
         return texts[-1] if texts else ""
 
     @property
     def tool_calls(self) -> list[ToolCallTrace]:
-        """Every call with its result. Without a note of the collector, a result that begins with "error" has failed."""
+        """Every call with its result. Without a note of the collector, a result that begins with
+        "error" has failed."""
         found = []
         for step in self.trace.steps:
             results = {
-                result.source_call_id: result for result in (step.observation.results if step.observation else ())
+                result.source_call_id: result
+                for result in (step.observation.results if step.observation else ())
             }
             for call in step.tool_calls or ():
                 result = results.get(call.tool_call_id)
                 text = text_of(result.content) if result is not None else ""
                 noted = (call.extra or {}).get("execution", {})
-                openai = ((result.extra or {}).get("openai", {}) if result is not None else {}) or {}
+                openai = (
+                    (result.extra or {}).get("openai", {}) if result is not None else {}
+                ) or {}
                 failed = bool(openai.get("is_error")) or text.lstrip().lower().startswith("error")
-                values = {"success": not failed, "error": text if failed else None, "timestamp": step.timestamp or ""}
-                found.append(ToolCallTrace(call.function_name, dict(call.arguments), text, **{**values, **noted}))
+                values = {
+                    "success": not failed,
+                    "error": text if failed else None,
+                    "timestamp": step.timestamp or (""),
+                }
+                found.append(
+                    ToolCallTrace(
+                        call.function_name, dict(call.arguments), text, **{**values, **noted}
+                    )
+                )
         return found
 
     @property
     def reasoning_steps(self) -> list[ReasoningStep]:
         return [
-            ReasoningStep(**{"step_type": "reasoning", **(step.extra or {}).get("reasoning", {})}, content=thought)
+            ReasoningStep(
+                **{"step_type": "reasoning", **(step.extra or {}).get("reasoning", {})},
+                content=thought,
+            )
             for step in self.trace.steps
             if step.source == "agent" and (thought := step.reasoning_content)
         ]
@@ -164,8 +193,12 @@ class ExecutionTrace:
     @property
     def execution_duration_ms(self) -> float:
         """As the collector measured it; else from the first to the last time that a step has."""
-        times = [time for step in self.trace.steps if (time := unix_time(step.timestamp)) is not None]
-        return float(self._total("execution_duration_ms", (max(times) - min(times)) * 1e3 if times else 0.0))
+        times = [
+            time for step in self.trace.steps if (time := unix_time(step.timestamp)) is not None
+        ]
+        return float(
+            self._total("execution_duration_ms", (max(times) - min(times)) * 1e3 if times else 0.0)
+        )
 
     @property
     def llm_calls_count(self) -> int:
@@ -174,7 +207,11 @@ class ExecutionTrace:
     @property
     def label(self) -> bool | None:
         """The newest label of a person; None: nobody has looked."""
-        values = [label.value for label in self.trace.labels if label.name == MANUAL and label.value is not None]
+        values = [
+            label.value
+            for label in self.trace.labels
+            if label.name == MANUAL and label.value is not None
+        ]
         return values[-1] > 0.5 if values else None
 
     @property
@@ -183,7 +220,11 @@ class ExecutionTrace:
 
     @property
     def review_notes(self) -> str:
-        notes = [label.explanation for label in self.trace.labels if label.name == MANUAL and label.explanation]
+        notes = [
+            label.explanation
+            for label in self.trace.labels
+            if label.name == MANUAL and label.explanation
+        ]
         return notes[-1] if notes else ""
 
     @property
@@ -193,13 +234,16 @@ class ExecutionTrace:
 
     def to_dict(self) -> Json:
         """The flat form, as JSON."""
-        names = [name for name, value in vars(ExecutionTrace).items() if isinstance(value, property)]
+        names = [
+            name for name, value in vars(ExecutionTrace).items() if isinstance(value, property)
+        ]
         flat: Json = {name: _plain(ExecutionTrace.__dict__[name].fget(self)) for name in names}
         return flat
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ExecutionTrace":
-        """Read what `to_dict` wrote. Thoughts come before calls: the flat form does not know their order.
+        """Read what `to_dict` wrote. Thoughts come before calls: the flat form does not know their
+        order.
 
         Raises TraceError: a key is missing or wrong.
         """
@@ -220,9 +264,13 @@ class ExecutionTrace:
             raise TraceError(f"not an execution trace: {type(error).__name__}: {error}") from error
         view.trace.trajectory_id = str(data.get("trace_id") or view.trace_id)
         if data.get("reward_score") is not None:
-            view.trace.note(rewards={"reward": {"score": float(data["reward_score"]), "weight": 1.0}})
+            view.trace.note(
+                rewards={"reward": {"score": float(data["reward_score"]), "weight": 1.0}}
+            )
         if data.get("label") is not None:
-            view.trace.add_label(manual_label(bool(data["label"]), str(data.get("review_notes") or ""), at=0.0))
+            view.trace.add_label(
+                manual_label(bool(data["label"]), str(data.get("review_notes") or ""), at=0.0)
+            )
         return view
 
 
@@ -236,12 +284,24 @@ def trace_of(trace: AnyTrace) -> Trace:
 
 _TOTALS = (
     *(f"tasks_{kind}" for kind in TASKS),
-    *("total_tokens_in", "total_tokens_out", "total_cost", "execution_duration_ms", "llm_calls_count"),
+    *(
+        "total_tokens_in",
+        "total_tokens_out",
+        "total_cost",
+        "execution_duration_ms",
+        ("llm_calls_count"),
+    ),
 )
 
 
 def manual_label(good: bool, notes: str, *, at: float, by: str = "user") -> Label:
-    values: Json = {"name": MANUAL, "value": float(good), "label": "good" if good else "bad", "by": by, "at": at}
+    values: Json = {
+        "name": MANUAL,
+        "value": float(good),
+        "label": ("good") if good else "bad",
+        "by": by,
+        "at": at,
+    }
     return Label.model_validate(values | ({"explanation": notes} if notes else {}))
 
 
@@ -271,7 +331,10 @@ def _messages_of(event: Event, number: int) -> Sequence[Json]:
     call = {
         "id": name,
         "type": "function",
-        "function": {"name": event.tool_name, "arguments": json.dumps(event.arguments, ensure_ascii=False)},
+        "function": {
+            "name": event.tool_name,
+            "arguments": json.dumps(event.arguments, ensure_ascii=False),
+        },
     }
     step = {"timestamp": event.timestamp} if unix_time(event.timestamp) is not None else {}
     return [

@@ -1,7 +1,7 @@
 """Labels by a model that judges: each run alone, or the runs of one prompt against each other.
 
-Compared runs are ranked twice, in two orders that are each other's reverse, because judges prefer what they read first.
-A run gets a label only where both rankings put it at the same place.
+Compared runs are ranked twice, in two orders that are each other's reverse, because judges prefer
+what they read first. A run gets a label only where both rankings put it at the same place.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ CONCURRENT = 16  # traces, or groups of them
 
 @dataclass(frozen=True)
 class JudgeCost:
-    """`disagreed`: runs that two orders put at different places; `unread`: without a reply that has a score."""
+    """`disagreed`: runs that two orders put at different places; `unread`: without a reply that
+    has a score."""
 
     labelled: int
     disagreed: int
@@ -33,12 +34,16 @@ class JudgeCost:
 
     def line(self) -> str:
         return (
-            f"{self.labelled} labelled, {self.disagreed} left alone because two orders disagreed, {self.unread} without"
-            f" a score; {self.requests} requests, {self.prompt_tokens} tokens in, {self.completion_tokens} out"
+            f"{self.labelled} labelled, {self.disagreed} left alone because two orders disagreed,"
+            f" {self.unread} without"
+            f" a score; {self.requests} requests, {self.prompt_tokens} tokens in,"
+            f" {self.completion_tokens} out"
         )
 
 
-def add_judge_labels(traces: Sequence[AnyTrace], judge: ModelJudge, by: str, *, relative: bool = False) -> JudgeCost:
+def add_judge_labels(
+    traces: Sequence[AnyTrace], judge: ModelJudge, by: str, *, relative: bool = False
+) -> JudgeCost:
     """Label traces 0 to 1 by a judge. `by`: who it is; `relative`: compare the runs of one prompt.
 
     One that it does not answer stays as it is: the labels of the others are paid for.
@@ -56,7 +61,11 @@ async def _label(traces: Sequence[Trace], judge: ModelJudge, by: str, relative: 
 
     async def one(group: list[Trace]) -> None:
         async with room:
-            await (_compare(group, judge, by, counts) if relative else _score(group, judge, by, counts, len(groups)))
+            await (
+                _compare(group, judge, by, counts)
+                if relative
+                else _score(group, judge, by, counts, len(groups))
+            )
 
     try:
         await asyncio.gather(*map(one, groups.values()))
@@ -66,7 +75,9 @@ async def _label(traces: Sequence[Trace], judge: ModelJudge, by: str, relative: 
     return JudgeCost(*(counts[name] for name in names))
 
 
-async def _score(group: list[Trace], judge: ModelJudge, by: str, counts: Counter[str], all_of_them: int) -> None:
+async def _score(
+    group: list[Trace], judge: ModelJudge, by: str, counts: Counter[str], all_of_them: int
+) -> None:
     [trace] = group
 
     def note(name: str, value: float) -> None:
@@ -104,7 +115,10 @@ async def _compare(group: list[Trace], judge: ModelJudge, by: str, counts: Count
 
 
 async def _places(
-    prompt: Sequence[Mapping[str, object]], answers: Sequence[str], judge: ModelJudge, counts: Counter[str]
+    prompt: Sequence[Mapping[str, object]],
+    answers: Sequence[str],
+    judge: ModelJudge,
+    counts: Counter[str],
 ) -> dict[str, float]:
     """The score of each answer by one ranking; empty where the reply has none."""
     replies: Sequence[JudgeReply]
@@ -113,4 +127,6 @@ async def _places(
         counts["requests"] += 1
         counts["prompt_tokens"] += reply.prompt_tokens
         counts["completion_tokens"] += reply.completion_tokens
-    return {answer: score for answer, score in zip(answers, scores, strict=True) if score is not None}
+    return {
+        answer: score for answer, score in zip(answers, scores, strict=True) if score is not None
+    }

@@ -1,11 +1,12 @@
-"""Labels for a file of traces: by a function, or by a person at the terminal. A label is added, never replaced.
+"""Labels for a file of traces: by a function, or by a person at the terminal. A label is added,
+never replaced.
 
-    mlx_parallm traces label traces.jsonl --rule python:rules.py:solved
-    mlx_parallm traces label traces.jsonl --judge http://127.0.0.1:8000/v1 --judge-model M --relative
-    mlx_parallm traces label traces.jsonl --auto
-    mlx_parallm traces label traces.jsonl
+    mlx_parallm traces label traces.jsonl --rule python:rules.py:solved mlx_parallm traces label
+    traces.jsonl --judge http://127.0.0.1:8000/v1 --judge-model M --relative mlx_parallm traces
+    label traces.jsonl --auto mlx_parallm traces label traces.jsonl
 
-The file is written whole after each label of a person, so that nothing is lost when the terminal closes.
+The file is written whole after each label of a person, so that nothing is lost when the terminal
+closes.
 """
 
 import math
@@ -16,7 +17,13 @@ from pathlib import Path
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.execution.user_code import absolute, is_reference, load_function_of, user_code
 from mlx_parallm.system.redaction import Redactor
-from mlx_parallm.systems.traces.execution import MANUAL, AnyTrace, ExecutionTrace, manual_label, trace_of
+from mlx_parallm.systems.traces.execution import (
+    MANUAL,
+    AnyTrace,
+    ExecutionTrace,
+    manual_label,
+    trace_of,
+)
 from mlx_parallm.systems.traces.reading import detect, read_traces, write_lines
 from mlx_parallm.systems.traces.schema import Label, Trace
 from mlx_parallm.systems.traces.session import prompt_hash
@@ -29,12 +36,16 @@ QUESTION = "[g]ood, [b]ad, [s]kip, [q]uit; a note may follow, as in 'b wrong fil
 def read_labelable(path: Path) -> list[Trace]:
     """Raises TraceError: this is no file of traces, which alone can be rewritten."""
     if path.is_dir() or detect(path) != "atif":
-        raise TraceError(f"{path} is no file of traces: `mlx_parallm traces import {path} --to traces.jsonl` makes one")
+        raise TraceError(
+            f"{path} is no file of traces: `mlx_parallm traces import {path} --to traces.jsonl`"
+            " makes one"
+        )
     return list(read_traces(path, source="atif"))
 
 
 def add_rule_labels(traces: Iterable[AnyTrace], rule: str, name: str) -> tuple[int, int]:
-    """Let a function label every trace; return how many it labelled, and how many it left alone (None).
+    """Let a function label every trace; return how many it labelled, and how many it left alone
+    (None).
 
     Args:
         rule: "python:file.py:name": takes an `ExecutionTrace`, returns a number, a bool, or None.
@@ -51,9 +62,17 @@ def add_rule_labels(traces: Iterable[AnyTrace], rule: str, name: str) -> tuple[i
         if value is None:
             left += 1
             continue
-        if not isinstance(value, bool | int | float) or not math.isfinite(value) or abs(value) > MAX_REWARD:
-            raise ConfigError(f"{rule} returned {value!r} for trace {trace.id}: expected a number, a bool or None")
-        label = Label(name=name, value=float(value), by=f"rule:{rule.rpartition(':')[2]}", at=time.time())
+        if (
+            not isinstance(value, bool | int | float)
+            or not math.isfinite(value)
+            or abs(value) > MAX_REWARD
+        ):
+            raise ConfigError(
+                f"{rule} returned {value!r} for trace {trace.id}: expected a number, a bool or None"
+            )
+        label = Label(
+            name=name, value=float(value), by=f"rule:{rule.rpartition(':')[2]}", at=time.time()
+        )
         trace.add_label(_about(label, trace))
         labelled += 1
     return labelled, left

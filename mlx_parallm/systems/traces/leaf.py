@@ -1,4 +1,5 @@
-"""Traces of agents, plugged in: recorded sessions as routes and as a source of rollouts, and a command."""
+"""Traces of agents, plugged in: recorded sessions as routes and as a source of rollouts, and a
+command."""
 
 from mlx_parallm.config.leaves import Command, Leaf
 

@@ -1,8 +1,9 @@
-"""Redaction of traces: before anything is written, every secret becomes a placeholder like `<AWS_1>`.
+"""Redaction of traces: before anything is written, every secret becomes a placeholder like
+`<AWS_1>`.
 
-What counts as a secret is `system/redaction.py`'s; added are user names (of home directories, and of this user). A
-placeholder is the same for the same secret within one trace. Each hit is kept with its surroundings for a person to
-review; a hit shows the placeholder, never the secret.
+What counts as a secret is `system/redaction.py`'s; added are user names (of home directories, and
+of this user). A placeholder is the same for the same secret within one trace. Each hit is kept with
+its surroundings for a person to review; a hit shows the placeholder, never the secret.
 
 `leftovers` scans files that are about to leave this machine.
 """
@@ -28,9 +29,46 @@ from mlx_parallm.systems.traces.schema import Json, Trace, parse_json, parse_tra
 
 CONTEXT = 40  # characters of a hit's surroundings, on each side
 _EVERYBODY = (
-    *("user", "users", "runner", "ubuntu", "root", "shared", "public", "node", "app", "admin", "me", "you", "username"),
-    *("vagrant", "circleci", "linuxbrew", "default", "guest", "home", "test", "developer", "codespace", "vscode"),
-    *("jovyan", "oracle", "daemon", "nobody", "git", "build", "name", "your", "yourname", "example", "someone"),
+    *(
+        "user",
+        "users",
+        "runner",
+        "ubuntu",
+        "root",
+        "shared",
+        "public",
+        "node",
+        "app",
+        "admin",
+        "me",
+        "you",
+        ("username"),
+    ),
+    *(
+        "vagrant",
+        "circleci",
+        "linuxbrew",
+        "default",
+        "guest",
+        "home",
+        "test",
+        "developer",
+        "codespace",
+        ("vscode"),
+    ),
+    *(
+        "jovyan",
+        "oracle",
+        "daemon",
+        "nobody",
+        "git",
+        "build",
+        "name",
+        "your",
+        "yourname",
+        "example",
+        ("someone"),
+    ),
 )
 """Names of home directories that name nobody."""
 PLACEHOLDER = re.compile(r"<[A-Z][A-Z_]*_\d+>")
@@ -69,7 +107,9 @@ class TraceRedactor:
         numbers: kind → the highest number that placeholders of this trace have had.
     """
 
-    def __init__(self, trace: str, redactor: Redactor | None, numbers: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, trace: str, redactor: Redactor | None, numbers: Mapping[str, int] | None = None
+    ) -> None:
         self.trace = trace
         self.hits: list[RedactionHit] = []
         self._redactor = redactor
@@ -82,7 +122,11 @@ class TraceRedactor:
         return dict(Counter(hit.kind for hit in self.hits))
 
     def text(self, text: str) -> str:
-        found = self._redactor.find(text) if self._redactor is not None and len(text) >= SHORTEST else []
+        found = (
+            self._redactor.find(text)
+            if self._redactor is not None and len(text) >= SHORTEST
+            else []
+        )
         return self._replaced(text, found) if found else text
 
     def value(self, value: Any) -> Any:
@@ -92,7 +136,9 @@ class TraceRedactor:
         if isinstance(value, Mapping):
             named = names_a_secret(value)
             return {
-                self.text(str(key)): self._named("secret" if named and key == "value" else str(key), item)
+                self.text(str(key)): self._named(
+                    ("secret") if named and key == "value" else str(key), item
+                )
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
@@ -100,7 +146,8 @@ class TraceRedactor:
         return value
 
     def _json_text(self, text: str) -> str:
-        """Redact text that is JSON (a call's arguments, a tool's result) by its values, so that it stays JSON."""
+        """Redact text that is JSON (a call's arguments, a tool's result) by its values, so that
+        it stays JSON."""
         try:
             parsed = parse_json(text)
         except ValueError:
@@ -110,10 +157,19 @@ class TraceRedactor:
 
     def _named(self, name: str, value: Any) -> Any:
         """A value without spaces under a secret's name is hidden whole."""
-        if self._redactor is None or not isinstance(value, str) or len(value) < SHORTEST or not is_secret_name(name):
+        if (
+            self._redactor is None
+            or not isinstance(value, str)
+            or len(value) < SHORTEST
+            or not is_secret_name(name)
+        ):
             return self.value(value)
         whole = not any(map(str.isspace, value)) and PLACEHOLDER.fullmatch(value) is None
-        return self._replaced(value, [FoundSecret(0, len(value), "secret")]) if whole else self.text(value)
+        return (
+            self._replaced(value, [FoundSecret(0, len(value), ("secret"))])
+            if whole
+            else self.text(value)
+        )
 
     def _replaced(self, text: str, found: Sequence[FoundSecret]) -> str:
         parts, end, starts = [], 0, []
@@ -138,8 +194,8 @@ class TraceRedactor:
 
 
 def secret_finder(secrets: Iterable[str | None] = (), *, personal: bool = False) -> Redactor:
-    """What finds secrets in traces: the forms of secrets, user names, `secrets`, and this process's own. `personal`:
-    e-mail addresses, payment cards, IBANs and phone numbers too."""
+    """What finds secrets in traces: the forms of secrets, user names, `secrets`, and this
+    process's own. `personal`: e-mail addresses, payment cards, IBANs and phone numbers too."""
     forms = (*SECRET_FORMS, *_user_names(Path.home()), *(PERSONAL_FORMS if personal else ()))
     return Redactor([*secrets, *environment_secrets()], forms)
 
@@ -148,7 +204,8 @@ TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids", "logprobs")
 
 
 def redact_trace(trace: Trace, finder: Redactor | None) -> tuple[Trace, list[RedactionHit]]:
-    """Return the trace without secrets, and every hit. Tokens would show what was hidden: a trace with hits keeps none.
+    """Return the trace without secrets, and every hit. Tokens would show what was hidden: a trace
+    with hits keeps none.
     `finder`: None = the trace as it is."""
     redactor = TraceRedactor(trace.id, finder)
     if finder is None:
@@ -171,7 +228,8 @@ def review_lines(hits: Iterable[RedactionHit]) -> Iterator[Json]:
 
 
 def leftovers(files: Iterable[Path]) -> Iterator[str]:
-    """Yield a line for each secret that still stands in these JSONL or text files: where it is and its kind.
+    """Yield a line for each secret that still stands in these JSONL or text files: where it is and
+    its kind.
 
     Raises TraceError: a file cannot be read.
     """

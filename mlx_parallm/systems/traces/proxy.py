@@ -1,8 +1,10 @@
-"""A recorder in front of another OpenAI-compatible server: `mlx_parallm traces record --upstream URL`.
+"""A recorder in front of another OpenAI-compatible server: `mlx_parallm traces record --upstream
+URL`.
 
-Every request goes on to the upstream as it came, its key too, which is kept nowhere; answers come back byte for byte.
-Chat completions are recorded, whole or streamed, before the client sees their end. Recording never fails a call: what
-cannot be read or written is left out, with a line in the log that says why and how many there are by now.
+Every request goes on to the upstream as it came, its key too, which is kept nowhere; answers come
+back byte for byte. Chat completions are recorded, whole or streamed, before the client sees their
+end. Recording never fails a call: what cannot be read or written is left out, with a line in the
+log that says why and how many there are by now.
 """
 
 import json
@@ -39,12 +41,29 @@ CHAT = "chat/completions"
 TIMEOUT_S = 600.0  # without a byte from the upstream
 LONGEST_EVENT = 8 << 20  # bytes
 _HOP_BY_HOP = (
-    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"),
+    *(
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        ("transfer-encoding"),
+    ),
     *("upgrade", "host", "content-length", "accept-encoding"),
 )
 _DECODED = (*_HOP_BY_HOP, "content-encoding")  # of an answer, which is unpacked here
-UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, ParallmError)
-"""What a request or an answer of another form than the chat's, or a full disk, raises before its session is written."""
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+    ParallmError,
+)
+"""What a request or an answer of another form than the chat's, or a full disk, raises before its
+session is written."""
 log = get_logger("traces")
 
 
@@ -74,7 +93,9 @@ def recording_proxy(recorder: SessionRecorder, upstream: str) -> ASGIApp:
     app.include_router(router)
     install_error_handlers(app)
     app.add_middleware(BodyLimitMiddleware, max_bytes=MAX_BODY_BYTES)
-    app.add_middleware(AuthMiddleware, api_key=None, origins=(), basic_prefixes=(), public=PublicPaths())
+    app.add_middleware(
+        AuthMiddleware, api_key=None, origins=(), basic_prefixes=(), public=PublicPaths()
+    )
     return app
 
 
@@ -89,7 +110,9 @@ class _Relay:
     def _http(self) -> httpx.AsyncClient:
         if self._client is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client = httpx.AsyncClient(timeout=httpx.Timeout(TIMEOUT_S, pool=None), limits=limits)
+            self._client = httpx.AsyncClient(
+                timeout=httpx.Timeout(TIMEOUT_S, pool=None), limits=limits
+            )
         return self._client
 
     async def answer(self, name: str, path: str, request: HTTPRequest) -> Response:
@@ -97,7 +120,8 @@ class _Relay:
         recording = _Recording(self._recorder)
         if path == CHAT and request.method == "POST":
             recording.begin(name, body)
-        rest = request.scope["raw_path"].split(b"/", 4)[4].decode("ascii")  # as it was sent: "%2F" is no slash
+        # as it was sent: "%2F" is no slash
+        rest = request.scope["raw_path"].split(b"/", 4)[4].decode("ascii")
         query = request.scope["query_string"].decode("ascii")
         url = f"{self._upstream}/{rest}" + (f"?{query}" if query else "")
         try:
@@ -115,20 +139,28 @@ class _Relay:
             raise
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             await recording.end(ABORTED)
-            return error_response(f"{self._upstream} cannot be reached: {str(error) or type(error).__name__}", 502)
+            return error_response(
+                f"{self._upstream} cannot be reached: {str(error) or type(error).__name__}", 502
+            )
         if reply.is_success:
             await recording.whole(content)
         answer = Response(content, reply.status_code)
-        answer.raw_headers = [*_passed_on(reply.headers.raw, _DECODED), (b"content-length", b"%d" % len(content))]
+        answer.raw_headers = [
+            *_passed_on(reply.headers.raw, _DECODED),
+            (b"content-length", b"%d" % len(content)),
+        ]
         return answer
 
-    async def _stream(self, reply: httpx.Response, recording: "_Recording") -> AsyncGenerator[bytes, None]:
+    async def _stream(
+        self, reply: httpx.Response, recording: "_Recording"
+    ) -> AsyncGenerator[bytes, None]:
         """The upstream's bytes. What ends the answer is sent once it is recorded."""
         try:
             async for part in reply.aiter_bytes():
                 await recording.part(part)
                 yield part
-            await recording.part(b"\n\n")  # some servers leave the last event without its blank line
+            # some servers leave the last event without its blank line
+            await recording.part(b"\n\n")
         finally:
             await reply.aclose()
             await recording.end(ABORTED)
@@ -150,7 +182,9 @@ class _Recording:
         with self._giving_up(name):
             asked = _json_object(body)
             messages = asked.get("messages")
-            if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            if not isinstance(messages, list) or not all(
+                isinstance(message, dict) for message in messages
+            ):
                 raise ValueError("the request has no list of messages")
             tools = asked.get("tools") or []
             if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -200,7 +234,9 @@ class _Recording:
             self._call = None
             _Recording.given_up += 1
             reason = str(error)[:200] or type(error).__name__
-            log.warning("a call is not recorded", session=session, reason=reason, so_far=_Recording.given_up)
+            log.warning(
+                "a call is not recorded", session=session, reason=reason, so_far=_Recording.given_up
+            )
 
 
 class _Relayed(Response):
@@ -213,7 +249,13 @@ class _Relayed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
             await until_hangup(receive, self._send_all(send))
         except ClientDisconnectedError:
             log.debug("client hung up")
@@ -239,9 +281,13 @@ def _json_object(content: bytes) -> dict[str, Any]:
     return value
 
 
-def _passed_on(headers: Iterable[tuple[bytes, bytes]], dropped: Collection[str]) -> list[tuple[bytes, bytes]]:
+def _passed_on(
+    headers: Iterable[tuple[bytes, bytes]], dropped: Collection[str]
+) -> list[tuple[bytes, bytes]]:
     """Every header, also one that comes several times."""
-    return [(name, value) for name, value in headers if name.decode("latin-1").lower() not in dropped]
+    return [
+        (name, value) for name, value in headers if name.decode("latin-1").lower() not in dropped
+    ]
 
 
 class _EventSplitter:

@@ -10,11 +10,23 @@ from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.systems.traces.execution import AnyTrace, trace_of
-from mlx_parallm.systems.traces.importers.chats import art, atif, is_conversation, openai_chat, verifiers
+from mlx_parallm.systems.traces.importers.chats import (
+    art,
+    atif,
+    is_conversation,
+    openai_chat,
+    verifiers,
+)
 from mlx_parallm.systems.traces.importers.coding_agents import claude_code, codex
 from mlx_parallm.systems.traces.importers.otel import holds_spans, otlp
 from mlx_parallm.systems.traces.importers.report import Importer, ImportReport, whole_json
-from mlx_parallm.systems.traces.importers.runs import collected, is_collection, is_recording, recorded, rollouts
+from mlx_parallm.systems.traces.importers.runs import (
+    collected,
+    is_collection,
+    is_recording,
+    recorded,
+    rollouts,
+)
 from mlx_parallm.systems.traces.privacy import RedactionHit, redact_trace, review_lines
 from mlx_parallm.systems.traces.schema import Trace, dump_line, read_jsonl
 
@@ -30,13 +42,15 @@ IMPORTERS: dict[str, Importer] = {
     "verifiers": verifiers,
     "art": art,
 }
-"""Format → importer; to add one is a line here, and what tells its files from others in `detect`."""
+"""Format → importer; to add one is a line here, and what tells its files from others in
+`detect`."""
 STORE = "rollouts.sqlite"
 LOOKED_AT = 50  # lines of a file
 
 
 def detect(path: Path) -> str:
-    """Return the format of a file or directory. Raises TraceError: it is none of those that are known."""
+    """Return the format of a file or directory. Raises TraceError: it is none of those that are
+    known."""
     if not path.exists():
         raise TraceError(f"{path} does not exist")
     if is_recording(path):
@@ -46,7 +60,9 @@ def detect(path: Path) -> str:
     if is_collection(path):
         return "collected"
     if path.is_dir():
-        raise TraceError(f"{path} is neither a recorder's directory nor a run's: name the files in it")
+        raise TraceError(
+            f"{path} is neither a recorder's directory nor a run's: name the files in it"
+        )
     return _format_of_file(path)
 
 
@@ -62,7 +78,8 @@ def _format_of_file(path: Path) -> str:
         if isinstance(value, dict) and (name := _format_of(value)) is not None:
             return name
     raise TraceError(
-        f"{path}: none of its first lines is of a known format; name it with --from: {', '.join(IMPORTERS)}"
+        f"{path}: none of its first lines is of a known format; name it with --from:"
+        f" {', '.join(IMPORTERS)}"
     )
 
 
@@ -72,7 +89,11 @@ def _format_of(line: dict[str, object]) -> str | None:
         return "atif"
     if "messages_and_choices" in keys or "trajectories" in keys:
         return "art"
-    if keys >= {"nodes"} or isinstance(line.get("traces"), list) or keys >= {"prompt", "completion", "reward"}:
+    if (
+        keys >= {"nodes"}
+        or isinstance(line.get("traces"), list)
+        or keys >= {"prompt", "completion", ("reward")}
+    ):
         return "verifiers"
     if keys >= {"timestamp", "type", "payload"}:
         return "codex"
@@ -81,8 +102,11 @@ def _format_of(line: dict[str, object]) -> str | None:
     return "openai" if is_conversation(line) else None
 
 
-def read_traces(path: Path, report: ImportReport | None = None, *, source: str = "auto") -> Iterator[Trace]:
-    """Yield the traces of a file or directory. `source`: a key of `IMPORTERS`, or "auto". Raises TraceError."""
+def read_traces(
+    path: Path, report: ImportReport | None = None, *, source: str = "auto"
+) -> Iterator[Trace]:
+    """Yield the traces of a file or directory. `source`: a key of `IMPORTERS`, or "auto". Raises
+    TraceError."""
     name = detect(path) if source == "auto" else source
     if name not in IMPORTERS:
         raise TraceError(f"there is no format {name!r}: {', '.join(IMPORTERS)}")
@@ -94,7 +118,9 @@ def _settled(importer: Importer, path: Path, report: ImportReport) -> Iterator[T
     report.settle()
 
 
-def redacted(traces: Iterable[AnyTrace], finder: Redactor | None, hits: list[RedactionHit]) -> Iterator[Trace]:
+def redacted(
+    traces: Iterable[AnyTrace], finder: Redactor | None, hits: list[RedactionHit]
+) -> Iterator[Trace]:
     """Yield the traces redacted; `hits` grows by what was hidden."""
     for trace in traces:
         cleaned, found = redact_trace(trace_of(trace), finder)
@@ -107,8 +133,11 @@ def write_lines(traces: Iterable[AnyTrace], path: Path) -> None:
     write_atomically(path, b"".join(dump_line(trace.to_json()) for trace in map(trace_of, traces)))
 
 
-def write_traces(traces: Iterable[AnyTrace], path: Path, hits: Iterable[RedactionHit] = ()) -> Path | None:
-    """Write the traces, and the review of hits beside them; return the review's path. Raises CheckpointError."""
+def write_traces(
+    traces: Iterable[AnyTrace], path: Path, hits: Iterable[RedactionHit] = ()
+) -> Path | None:
+    """Write the traces, and the review of hits beside them; return the review's path. Raises
+    CheckpointError."""
     write_lines(traces, path)
     review = path.with_suffix(".review.jsonl")
     lines = b"".join(map(dump_line, review_lines(hits)))

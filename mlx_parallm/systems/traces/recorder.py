@@ -1,10 +1,11 @@
-"""SessionRecorder writes the calls of agents into session files, each on the disk before its answer ends.
+"""SessionRecorder writes the calls of agents into session files, each on the disk before its answer
+ends.
 
-    route → RecordedCall (what the client asked, what it was answered) → SessionRecorder.commit → sessions/NAME.jsonl
-                                                                          └ review.jsonl: every redaction
+    route → RecordedCall (request, answer) → SessionRecorder.commit → sessions/NAME.jsonl
+                                                                    └ review.jsonl: redactions
 
-A call's lines are appended with one write, which a kill -9 of this process cannot undo; a power cut may take the last
-seconds.
+A call's lines are appended with one write, which a kill -9 of this process cannot undo; a power cut
+may take the last seconds.
 """
 
 import asyncio
@@ -83,14 +84,19 @@ class _LiveSession:
     session: Session
     redactor: TraceRedactor
     ends: dict[str, str]  # key of a conversation that ends with an answer → its turn
-    keys: dict[bytes, bytes] = field(default_factory=dict)  # digest of a message as sent → of it as it is compared
+    # digest of a message as sent → of it as it is compared
+    keys: dict[bytes, bytes] = field(default_factory=dict)
 
 
 def session_name(name: str) -> str:
     """Raises RequestError: it cannot name a file."""
     if not SESSION_NAME.fullmatch(name):
         raise RequestError(
-            f"{name[:80]!r} cannot name a session: 1 to 128 letters, digits and _ . : -, not a dot first", param="name"
+            (
+                f"{name[:80]!r} cannot name a session: 1 to 128 letters, digits and _ . : -, not a"
+                " dot first"
+            ),
+            param=("name"),
         )
     return name
 
@@ -117,15 +123,21 @@ class SessionRecorder:
         self._lock = threading.Lock()
 
     async def commit(self, call: RecordedCall) -> list[str]:
-        """Write the turns of a call, one for each choice; return their ids. Raises StoreError: nothing was written."""
-        # Handing a third of a millisecond of work to another thread would take longer; a large one blocks nobody else.
+        """Write the turns of a call, one for each choice; return their ids. Raises StoreError:
+        nothing was written."""
+        # Handing a third of a millisecond of work to another thread would take longer; a large one
+        # blocks nobody else.
         answered = [choice.message for choice in call.choices.values()]
-        if sum(len(text_of(message.get("content"))) for message in [*call.messages, *answered]) > LARGE_CHARACTERS:
+        if (
+            sum(len(text_of(message.get("content"))) for message in [*call.messages, *answered])
+            > LARGE_CHARACTERS
+        ):
             return await asyncio.to_thread(self._commit, call)
         return self._commit(call)
 
     def feedback(self, name: str, label: Label) -> Label:
-        """Append a label; it gets its prompt's hash. Raises RequestError: no such session or answer; StoreError."""
+        """Append a label; it gets its prompt's hash. Raises RequestError: no such session or
+        answer; StoreError."""
         with self._lock:
             return self._feedback(name, label)
 
@@ -209,8 +221,11 @@ class SessionRecorder:
                 live.ends[key] = turn.id
         return [turn.id for turn in turns]
 
-    def _tokens(self, session: Session, turn: SessionTurn, sampled: SampledTokens | None) -> TurnTokens | None:
-        """Tokens would show what was redacted: a turn with placeholders, or after one, keeps none."""
+    def _tokens(
+        self, session: Session, turn: SessionTurn, sampled: SampledTokens | None
+    ) -> TurnTokens | None:
+        """Tokens would show what was redacted: a turn with placeholders, or after one, keeps
+        none."""
         if sampled is None or turn.redacted or turn.status != COMPLETE:
             return None
         before: tuple[int, ...] = ()
@@ -236,7 +251,8 @@ class SessionRecorder:
         )
 
     def _next_key(self, live: _LiveSession, chain: str, message: Mapping[str, Any]) -> str:
-        """The key of a conversation and one message more. It is made of redacted text: it is written to the disk."""
+        """The key of a conversation and one message more. It is made of redacted text: it is
+        written to the disk."""
         text = compared_text(message)
         digest = text_digest(text)
         known = live.keys.get(digest)
@@ -250,21 +266,28 @@ class SessionRecorder:
 
     def _feedback(self, name: str, label: Label) -> Label:
         if name not in self._live and not (self._folder / f"{name}.jsonl").exists():
-            raise RequestError(f"there is no session {name!r}: nothing was recorded under this name", param="name")
+            raise RequestError(
+                f"there is no session {name!r}: nothing was recorded under this name",
+                param=("name"),
+            )
         live = self._of(name)
         session = live.session
         turn = next(iter(session.turns.values()), None)
         if label.response_id is not None:
             turn = session.by_response(label.response_id)
             if turn is None:
-                raise RequestError(f"session {name!r} has no answer {label.response_id!r}", param="response_id")
+                raise RequestError(
+                    f"session {name!r} has no answer {label.response_id!r}", param=("response_id")
+                )
             label = label.model_copy(update={"response_id": turn.response_id})
         if turn is not None:
             opening = [message for each in session.path(turn.id)[:1] for message in each.messages]
             label = label.model_copy(update={"prompt_hash": prompt_hash(opening)})
         live.redactor.hits.clear()
         redacted: Json = {
-            key: live.redactor.text(value) if isinstance(value, str) and key in ("label", "explanation") else value
+            key: live.redactor.text(value)
+            if isinstance(value, str) and key in ("label", ("explanation"))
+            else value
             for key, value in label.model_dump(exclude_none=True).items()
         }
         label = Label.model_validate(redacted)
@@ -301,7 +324,8 @@ def _append_lines(path: Path, lines: bytes) -> None:
 
 
 def _cut_unfinished(path: Path) -> None:
-    """Remove a last line that a killed process has left unfinished: its answer never ended. Raises StoreError."""
+    """Remove a last line that a killed process has left unfinished: its answer never ended.
+    Raises StoreError."""
     try:
         with path.open("rb+") as file:
             data = file.read()
@@ -316,7 +340,9 @@ def _numbers(session: Session) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for turn in session.turns.values():
         if turn.redacted:
-            for placeholder in PLACEHOLDER.findall(json.dumps([turn.messages, turn.response, turn.tools])):
+            for placeholder in PLACEHOLDER.findall(
+                json.dumps([turn.messages, turn.response, turn.tools])
+            ):
                 kind, _, number = placeholder[1:-1].rpartition("_")
                 numbers[kind.lower()] = max(numbers.get(kind.lower(), 0), int(number))
     return numbers

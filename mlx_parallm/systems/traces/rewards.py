@@ -1,10 +1,13 @@
 """Rewards over traces: the reward functions of training, asked about runs that are over.
 
-    RewardEngine()             the built-in parts, each with its weight, as one score of a trace or a group
-    add_reward_labels          a label from reward functions, as `[[environments]] rewards` names them
+    RewardEngine()             the built-in parts, each with its weight, as one score of a trace or
+                               a group
+    add_reward_labels          a label from reward functions, as `[[environments]] rewards` names
+                               them
     fit_learned                `LearnedReward` from the labels of traces
 
-A trace becomes the `Trajectory` that rewards see in training, so one function labels, trains and evaluates.
+A trace becomes the `Trajectory` that rewards see in training, so one function labels, trains and
+evaluates.
 """
 
 import asyncio
@@ -31,9 +34,9 @@ REWARD = "reward"
 
 
 def trajectory_of(trace: AnyTrace) -> Trajectory:
-    """Return the trace as rewards see an episode. Its metadata has `tool_calls` (name, ok, arguments, result), where
-    there are any tools, and `tasks`. Token ids are those that were recorded; else only their number is known, and they
-    are zeros without log-probabilities."""
+    """Return the trace as rewards see an episode. Its metadata has `tool_calls` (name, ok,
+    arguments, result), where there are any tools, and `tasks`. Token ids are those that were
+    recorded; else only their number is known, and they are zeros without log-probabilities."""
     trace = trace_of(trace)
     view, messages = ExecutionTrace(trace), trace.messages
     answers = [step for step in trace.steps if step.sampled]
@@ -51,13 +54,27 @@ def trajectory_of(trace: AnyTrace) -> Trajectory:
     calls = view.tool_calls
     if calls or trace.tools:
         metadata["tool_calls"] = [
-            {"name": call.tool_name, "ok": call.success, "arguments": call.arguments, "result": call.result}
+            {
+                "name": call.tool_name,
+                "ok": call.success,
+                "arguments": call.arguments,
+                "result": call.result,
+            }
             for call in calls
         ]
-    created, completed, failed = (len(tasks) for tasks in (view.tasks_created, view.tasks_completed, view.tasks_failed))
+    created, completed, failed = (
+        len(tasks) for tasks in (view.tasks_created, view.tasks_completed, view.tasks_failed)
+    )
     if created or completed or failed:  # a collector that notes no plan notes the ends
-        metadata["tasks"] = dict(zip(TASKS, (created or completed + failed, completed, failed), strict=True))
-    ids = [token for step in answers if step.metrics for token in step.metrics.completion_token_ids or ()]
+        metadata["tasks"] = dict(
+            zip(TASKS, (created or completed + failed, completed, failed), strict=True)
+        )
+    ids = [
+        token
+        for step in answers
+        if step.metrics
+        for token in step.metrics.completion_token_ids or ()
+    ]
     tokens = tuple(ids) or (0,) * view.total_tokens_out
     rollout = Rollout(
         tokens,
@@ -83,7 +100,9 @@ def trajectory_of(trace: AnyTrace) -> Trajectory:
 def opening_of(trace: AnyTrace) -> list[Json]:
     """The messages before the first answer."""
     messages = trace_of(trace).messages
-    first = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    first = next(
+        (at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages)
+    )
     return messages[:first]
 
 
@@ -91,7 +110,8 @@ class RewardEngine:
     """Built-in reward parts over traces. Code in an answer is executed, in the sandbox.
 
     Args:
-        parts: names of `builtin:` parts, or the classes of `mlx_parallm.systems.pipeline` (`CodeExecutionReward()`).
+        parts: names of `builtin:` parts, or the classes of `mlx_parallm.systems.pipeline`
+            (`CodeExecutionReward()`).
         weights: of parts, by name, in the place of the default ones.
         options: of parts, by name, e.g. {"learned": {"path": "reward.json"}}.
 
@@ -105,20 +125,29 @@ class RewardEngine:
         weights: Mapping[str, float] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        options = {str(part): part.options for part in parts if getattr(part, "options", None)} | dict(options or {})
+        options = {
+            str(part): part.options for part in parts if getattr(part, "options", None)
+        } | dict(options or {})
         parts = [str(part) for part in parts]
         references = [BUILTIN + name for name in parts]
         kept = {name: chosen for name, chosen in options.items() if name in parts}
-        self._functions = RewardFunctions(references, (), columns=None, key="RewardEngine", options=kept)
+        self._functions = RewardFunctions(
+            references, (), columns=None, key="RewardEngine", options=kept
+        )
         self.weights = self._functions.weights | dict(weights or {})
         if unknown := sorted(set(self.weights) - set(parts)):
-            raise ConfigError(f"RewardEngine: a weight for {unknown[0]!r}, which is none of {', '.join(parts)}")
+            raise ConfigError(
+                f"RewardEngine: a weight for {unknown[0]!r}, which is none of {', '.join(parts)}"
+            )
 
     def compute_all(self, trace: AnyTrace) -> dict[str, float | None]:
-        """Return the score of each part, 0 to 1; None: it does not apply. Raises RolloutRejectedError."""
+        """Return the score of each part, 0 to 1; None: it does not apply. Raises
+        RolloutRejectedError."""
         inner = trace_of(trace)
         row = inner.get("columns", {})
-        parts, _ = asyncio.run(self._functions.parts(opening_of(inner), row, [trajectory_of(inner)], TrainingProgress))
+        parts, _ = asyncio.run(
+            self._functions.parts(opening_of(inner), row, [trajectory_of(inner)], TrainingProgress)
+        )
         return dict(parts[0] or dict.fromkeys(self._functions.names))
 
     def compute_combined(self, trace: AnyTrace) -> float:
@@ -126,7 +155,8 @@ class RewardEngine:
         return self._combined(self.compute_all(trace))
 
     def compute_for_group(self, traces: Sequence[AnyTrace]) -> list[float]:
-        """Return each combined score as a z-score in the group: (score - mean) / population standard deviation."""
+        """Return each combined score as a z-score in the group: (score - mean) / population
+        standard deviation."""
         return standardize([self.compute_combined(trace) for trace in traces])
 
     def get_binary_label(self, trace: AnyTrace, threshold: float = GOOD_FROM) -> bool:
@@ -135,23 +165,33 @@ class RewardEngine:
     def summary(self, trace: AnyTrace) -> str:
         """Return one line: the combined score and every part that applies."""
         parts = self.compute_all(trace)
-        shown = ", ".join(f"{name} {value:.2f}" for name, value in parts.items() if value is not None)
+        shown = ", ".join(
+            f"{name} {value:.2f}" for name, value in parts.items() if value is not None
+        )
         return f"{self._combined(parts):.2f} ({shown or 'no part applies'})"
 
     def _combined(self, parts: Parts) -> float:
         scored = {name: value for name, value in parts.items() if value is not None}
         total = sum(self.weights[name] for name in scored)
-        return sum(self.weights[name] * value for name, value in scored.items()) / total if total else NEUTRAL
+        return (
+            sum(self.weights[name] * value for name, value in scored.items()) / total
+            if total
+            else NEUTRAL
+        )
 
 
 def references_of(rewards: Sequence[str], directory: Path) -> list[str]:
-    """Return rewards of a command line as a configuration has them: with "python:" and absolute paths."""
+    """Return rewards of a command line as a configuration has them: with "python:" and absolute
+    paths."""
     named = [name if name.startswith((PREFIX, BUILTIN)) else PREFIX + name for name in rewards]
     return [absolute(name, [directory]) for name in named]
 
 
-def add_reward_labels(traces: Sequence[AnyTrace], rewards: Sequence[str], name: str = REWARD) -> tuple[int, int]:
-    """Label traces by the weighted mean of reward functions; return how many were labelled, and how many left alone.
+def add_reward_labels(
+    traces: Sequence[AnyTrace], rewards: Sequence[str], name: str = REWARD
+) -> tuple[int, int]:
+    """Label traces by the weighted mean of reward functions; return how many were labelled, and how
+    many left alone.
 
     Args:
         rewards: as in `[[environments]] rewards`: "python:file.py:f", "builtin:NAME".
@@ -162,7 +202,9 @@ def add_reward_labels(traces: Sequence[AnyTrace], rewards: Sequence[str], name: 
     return asyncio.run(_label_all(list(map(trace_of, traces)), functions, name))
 
 
-async def _label_all(traces: Sequence[Trace], functions: RewardFunctions, name: str) -> tuple[int, int]:
+async def _label_all(
+    traces: Sequence[Trace], functions: RewardFunctions, name: str
+) -> tuple[int, int]:
     labelled, by = 0, f"verifier:{','.join(functions.names)}"
     for trace in traces:
         parts, _ = await functions.parts(
@@ -172,7 +214,9 @@ async def _label_all(traces: Sequence[Trace], functions: RewardFunctions, name: 
         if not scores:
             continue
         weights = {part: functions.weights[part] for part in scores}
-        value = sum(weights[part] * score for part, score in scores.items()) / (sum(weights.values()) or 1.0)
+        value = sum(weights[part] * score for part, score in scores.items()) / (
+            sum(weights.values()) or 1.0
+        )
         trace.add_label(label_about(trace, name, value, by))
         labelled += 1
     return labelled, len(traces) - labelled
@@ -185,7 +229,8 @@ def label_about(trace: AnyTrace, name: str, value: float, by: str) -> Label:
 
 
 def fit_learned(traces: Sequence[AnyTrace], good_from: float = 0.5) -> LearnedReward:
-    """Learn a reward from the scores of traces. Raises ConfigError: fewer than 10 good or 10 bad ones."""
+    """Learn a reward from the scores of traces. Raises ConfigError: fewer than 10 good or 10 bad
+    ones."""
     scored = [(trace, score) for trace in traces if (score := score_of(trace)) is not None]
     trajectories = [trajectory_of(trace) for trace, _ in scored]
     return LearnedReward.fit(trajectories, [score >= good_from for _, score in scored])

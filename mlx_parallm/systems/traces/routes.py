@@ -1,10 +1,12 @@
 """The routes of a server that records its own answers.
 
-    POST /sessions/NAME/v1/chat/completions    as /v1/chat/completions, and recorded with tokens and log-probabilities
+    POST /sessions/NAME/v1/chat/completions    as /v1/chat/completions, and recorded with tokens and
+                                               log-probabilities
     POST /sessions/NAME/v1/responses           as /v1/responses, and recorded as the chat that it is
     POST /sessions/NAME/v1/messages            as /v1/messages, and recorded as the chat that it is
     GET  /sessions/NAME/v1/models              as /v1/models
-    POST /sessions/NAME/feedback               a score, label or comment for a session or one of its answers
+    POST /sessions/NAME/feedback               a score, label or comment for a session or one of its
+                                               answers
 
 A client needs `base_url=http://host:8000/sessions/NAME/v1` and nothing else.
 """
@@ -35,18 +37,25 @@ from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.responses import routes as responses
 from mlx_parallm.systems.traces.answers import ChunkReader, take_answer
-from mlx_parallm.systems.traces.recorder import RecordedCall, SampledTokens, SessionRecorder, session_name
+from mlx_parallm.systems.traces.recorder import (
+    RecordedCall,
+    SampledTokens,
+    SessionRecorder,
+    session_name,
+)
 from mlx_parallm.systems.traces.schema import Json, Label
 from mlx_parallm.systems.traces.session import ABORTED, COMPLETE
 from mlx_parallm.types import MAX_REWARD, Completion, Request, weight_spans
 
 SessionName = Annotated[str, PathParameter(min_length=1, max_length=128)]
 Trained = Callable[[str, Label, str | None], Awaitable[Json]]
-"""Makes a rollout of a scored session, and says what became of it: session, label, the client's group."""
+"""Makes a rollout of a scored session, and says what became of it: session, label, the client's
+group."""
 
 
 class FeedbackBody(Body):
-    """One of `score`, `label` and `comment` at least. Without `response_id` the whole session is meant."""
+    """One of `score`, `label` and `comment` at least. Without `response_id` the whole session is
+    meant."""
 
     score: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None = None
     label: str | None = Field(None, min_length=1, max_length=256)
@@ -72,11 +81,14 @@ class FeedbackBody(Body):
             "at": time.time(),
             "response_id": self.response_id,
         }
-        return Label.model_validate({key: value for key, value in values.items() if value is not None})
+        return Label.model_validate(
+            {key: value for key, value in values.items() if value is not None}
+        )
 
 
 class TrainingOutcome(TypedDict):
-    """`sessions`: how many of `group_size` wait for their group, or the names of those that are queued in `group`."""
+    """`sessions`: how many of `group_size` wait for their group, or the names of those that are
+    queued in `group`."""
 
     state: Literal["waiting", "queued", "refused", "trained"]
     reason: NotRequired[str]
@@ -122,7 +134,9 @@ def session_router(
     return AddedRouter(router)
 
 
-def add_feedback(router: APIRouter, recorder: SessionRecorder, trained: Trained | None = None) -> None:
+def add_feedback(
+    router: APIRouter, recorder: SessionRecorder, trained: Trained | None = None
+) -> None:
     """Add the route for feedback. Its label is on the disk when it answers."""
 
     @router.post("/sessions/{name}/feedback", responses={200: {"model": FeedbackAnswer}})
@@ -138,7 +152,9 @@ def add_feedback(router: APIRouter, recorder: SessionRecorder, trained: Trained 
 class _CallObserver:
     """Records one call of a session: an `AnswerObserver`."""
 
-    def __init__(self, recorder: SessionRecorder, session: str, is_policy: Callable[[Request], bool]) -> None:
+    def __init__(
+        self, recorder: SessionRecorder, session: str, is_policy: Callable[[Request], bool]
+    ) -> None:
         self._recorder, self._is_policy = recorder, is_policy
         self._call, self._choices = RecordedCall(session, [], [], None), 1
         self._tokens: dict[int, SampledTokens] = {}
@@ -158,14 +174,19 @@ class _CallObserver:
         take_answer(self._call, answer)
         await self._write(COMPLETE)
 
-    async def events(self, events: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(
+        self, events: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         chunks, unfinished = list[dict[str, Any]](), self._choices
         try:
             async with aclosing(events):
                 async for chunk in events:
                     if unfinished:
-                        chunks.append(chunk)  # read together at the end: that takes a third of the time
-                        unfinished -= sum(choice["finish_reason"] is not None for choice in chunk["choices"])
+                        # read together at the end: that takes a third of the time
+                        chunks.append(chunk)
+                        unfinished -= sum(
+                            choice["finish_reason"] is not None for choice in chunk[("choices")]
+                        )
                         if not unfinished:
                             self._take(chunks)
                             await self._write(COMPLETE)
@@ -198,14 +219,18 @@ def _sampled(request: Request, parts: Choice, policy: bool) -> SampledTokens:
     versions = tuple(chain.from_iterable(part.policy_versions for part in parts))
     processed: tuple[float, ...] | None = None
     if request.params.reshapes_distribution:
-        processed = tuple(finite(value) for part in parts for value in part.processed_logprobs or ())
+        processed = tuple(
+            finite(value) for part in parts for value in part.processed_logprobs or ()
+        )
     return SampledTokens(
         prompt=request.prompt_token_ids,
         completion=tuple(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=tuple(finite(value) for part in parts for value in part.logprobs),
         processed_logprobs=processed,
         versions=tuple((span.version, span.start, span.end) for span in weight_spans(versions)),
-        prompt_version=next((part.prompt_version for part in parts if isinstance(part, Completion)), -1),
+        prompt_version=next(
+            (part.prompt_version for part in parts if isinstance(part, Completion)), -1
+        ),
         temperature=request.params.temperature or 1.0,
         policy=policy,
     )

@@ -1,7 +1,8 @@
 """A trace as the messages of a training row: its whole history, or the reason why it makes no row.
 
-A row holds text, calls and results. What says nothing to a model (`NOTES`) stays in the trace and is counted; anything
-else that a row cannot hold leaves the trace out, because a row without it would be another conversation.
+A row holds text, calls and results. What says nothing to a model (`NOTES`) stays in the trace and
+is counted; anything else that a row cannot hold leaves the trace out, because a row without it
+would be another conversation.
 """
 
 import json
@@ -15,10 +16,47 @@ from mlx_parallm.systems.traces.dialects import converted, linked, not_sampled
 from mlx_parallm.systems.traces.schema import Json, Trace, TraceStep, messages_of
 
 NOTES = (
-    *("annotations", "cache_control", "choice", "citations", "created", "created_at", "date", "finishReason"),
-    *("finish_reason", "id", "index", "is_error", "kind", "logprobs", "metadata", "model", "object", "phase"),
-    *("provider_specific_fields", "reasoning_details", "rest", "score", "signature", "status", "stop_reason"),
-    *("stop_sequence", "thinking_blocks", "thoughtSignature", "time", "timestamp", "token_ids", "usage", "uuid"),
+    *(
+        "annotations",
+        "cache_control",
+        "choice",
+        "citations",
+        "created",
+        "created_at",
+        "date",
+        ("finishReason"),
+    ),
+    *(
+        "finish_reason",
+        "id",
+        "index",
+        "is_error",
+        "kind",
+        "logprobs",
+        "metadata",
+        "model",
+        "object",
+        ("phase"),
+    ),
+    *(
+        "provider_specific_fields",
+        "reasoning_details",
+        "rest",
+        "score",
+        "signature",
+        "status",
+        ("stop_reason"),
+    ),
+    *(
+        "stop_sequence",
+        "thinking_blocks",
+        "thoughtSignature",
+        "time",
+        "timestamp",
+        "token_ids",
+        "usage",
+        ("uuid"),
+    ),
     "weight",
 )
 """Fields of messages, parts and calls that say nothing to a model."""
@@ -46,7 +84,8 @@ class RowChat:
 
 
 def row_chat(trace: Trace) -> RowChat:
-    """Return the chat of a trace: content as text, arguments as JSON text. Raises TraceError: why it makes no row."""
+    """Return the chat of a trace: content as text, arguments as JSON text. Raises TraceError:
+    why it makes no row."""
     notes, plain, steps = Counter[str](), list[Json](), list[TraceStep]()
     for message in messages_of(trace.steps, with_step=True):
         step = message.pop("step")
@@ -63,7 +102,11 @@ def row_chat(trace: Trace) -> RowChat:
                 kept["weight"] = 0
         messages.append(kept)
     _check_results(messages)
-    answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and "weight" not in message]
+    answers = [
+        at
+        for at, message in enumerate(messages)
+        if message["role"] == "assistant" and "weight" not in message
+    ]
     if not answers:
         return RowChat(messages, [], notes, why_not)
     return RowChat(messages[: answers[0]], messages[answers[0] : answers[-1] + 1], notes, why_not)
@@ -101,7 +144,11 @@ def _row_message(message: Mapping[str, Any], notes: Counter[str]) -> Json:
     for name in ("tool_call_id", "name"):
         if message.get(name) is not None:
             kept[name] = str(message[name])
-    _judge({key: value for key, value in message.items() if key not in _MESSAGE}, "a message has the field", notes)
+    _judge(
+        {key: value for key, value in message.items() if key not in _MESSAGE},
+        "a message has the field",
+        notes,
+    )
     return kept
 
 
@@ -112,8 +159,16 @@ def _text(content: Any, notes: Counter[str]) -> str:
         raise TraceError("content that is no text, which a row cannot hold")
     texts = []
     for part in content:
-        if isinstance(part, Mapping) and isinstance(part.get("text"), str) and part.get("type") in (None, "text"):
-            _judge({key: value for key, value in part.items() if key not in _PART}, "a text has the field", notes)
+        if (
+            isinstance(part, Mapping)
+            and isinstance(part.get("text"), str)
+            and part.get("type") in (None, ("text"))
+        ):
+            _judge(
+                {key: value for key, value in part.items() if key not in _PART},
+                "a text has the field",
+                notes,
+            )
             texts.append(part["text"])
         elif isinstance(part, str):
             texts.append(part)
@@ -129,10 +184,22 @@ def _row_call(call: Any, notes: Counter[str]) -> Json:
         raise TraceError("a call without a function, which a row cannot hold")
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    _judge({key: value for key, value in call.items() if key not in ("id", "type", "function")}, "a call has", notes)
-    _judge({key: value for key, value in function.items() if key not in ("name", "arguments")}, "a call has", notes)
+    _judge(
+        {key: value for key, value in call.items() if key not in ("id", "type", "function")},
+        "a call has",
+        notes,
+    )
+    _judge(
+        {key: value for key, value in function.items() if key not in ("name", "arguments")},
+        "a call has",
+        notes,
+    )
     call_id = {"id": str(call["id"])} if call.get("id") else {}
-    return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": text}}
+    return {
+        **call_id,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": text},
+    }
 
 
 def _judge(fields: Mapping[str, Any], what: str, notes: Counter[str]) -> None:
@@ -149,5 +216,9 @@ def _check_results(messages: list[Json]) -> None:
     called: set[str] = set()
     for message in messages:
         called |= {call["id"] for call in message.get("tool_calls", ()) if "id" in call}
-        if message["role"] == "tool" and message.get("tool_call_id") and message["tool_call_id"] not in called:
+        if (
+            message["role"] == "tool"
+            and message.get("tool_call_id")
+            and message["tool_call_id"] not in called
+        ):
             raise TraceError("a tool's result without its call")

@@ -1,12 +1,15 @@
-"""Trace: one recorded run of an agent, one JSON object a line. ATIF 1.8 steps, and what RL needs in `extra`.
+"""Trace: one recorded run of an agent, one JSON object a line. ATIF 1.8 steps, and what RL needs in
+`extra`.
 
-ATIF is Harbor's Agent Trajectory Interchange Format. Fields keep its names; unknown fields are kept. A step of source
-"agent" that is not copied context was sampled by a model, and is what may be trained on. `extra` of a trace may hold
+ATIF is Harbor's Agent Trajectory Interchange Format. Fields keep its names; unknown fields are
+kept. A step of source "agent" that is not copied context was sampled by a model, and is what may be
+trained on. `extra` of a trace may hold
 
     source, source_id     where it came from: "recorder", "claude-code", …, and its id there
     task, group_id        the task; traces of one group answer the same task
     rewards               name → {"score": float, "weight": float}
-    labels                a list of Label as JSON, oldest first; a later one never replaces an earlier one
+    labels                a list of Label as JSON, oldest first; a later one never replaces an
+                          earlier one
     policy_version        the newest version that sampled a token
     aborted               true: the last call did not end
     sidechain             true: the run of a sub-agent
@@ -14,8 +17,8 @@ ATIF is Harbor's Agent Trajectory Interchange Format. Fields keep its names; unk
     redacted              kind → number of placeholders
     license
 
-Messages of OpenAI's chat become steps (`steps_of`) and back (`messages_of`) without loss: what ATIF has no field for is
-in `extra.openai` of the step.
+Messages of OpenAI's chat become steps (`steps_of`) and back (`messages_of`) without loss: what ATIF
+has no field for is in `extra.openai` of the step.
 """
 
 import json
@@ -44,7 +47,8 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     def to_json(self) -> Json:
-        return self.model_dump(exclude_unset=True)  # all values are JSON's; mode "json" refuses half a character
+        # all values are JSON's; mode "json" refuses half a character
+        return self.model_dump(exclude_unset=True)
 
 
 class TraceToolCall(_Record):
@@ -66,7 +70,8 @@ class StepObservation(_Record):
 
 
 class StepMetrics(_Record):
-    """Token counts and, from our own engine, the tokens. `logprobs`: [len(completion_token_ids)]."""
+    """Token counts and, from our own engine, the tokens. `logprobs`:
+    [len(completion_token_ids)]."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -96,17 +101,29 @@ class TraceStep(_Record):
     @model_validator(mode="after")
     def _by_the_format(self) -> Self:
         if self.source != "agent":
-            for name in ("model_name", "reasoning_effort", "reasoning_content", "tool_calls", "metrics"):
+            for name in (
+                "model_name",
+                "reasoning_effort",
+                "reasoning_content",
+                "tool_calls",
+                ("metrics"),
+            ):
                 if self.__dict__[name] is not None:
-                    raise ValueError(f"step {self.step_id}: {name!r} is for steps of source 'agent' only")
+                    raise ValueError(
+                        f"step {self.step_id}: {name!r} is for steps of source 'agent' only"
+                    )
         if self.source == "agent" and self.llm_call_count == 0 and self.metrics is not None:
-            raise ValueError(f"step {self.step_id}: no model was called (llm_call_count = 0), but there are metrics")
+            raise ValueError(
+                f"step {self.step_id}: no model was called (llm_call_count = 0), but there are"
+                " metrics"
+            )
         if self.observation is not None and self.tool_calls is not None:
             known = {call.tool_call_id for call in self.tool_calls}
             for result in self.observation.results:
                 if result.source_call_id is not None and result.source_call_id not in known:
                     raise ValueError(
-                        f"step {self.step_id}: a result of {result.source_call_id!r}, which was not called"
+                        f"step {self.step_id}: a result of {result.source_call_id!r}, which"
+                        " was not called"
                     )
         return self
 
@@ -184,7 +201,11 @@ class Trace(_Record):
 
     def note(self, **values: Any) -> None:
         """Set keys of `extra`; None removes one."""
-        self.extra = {key: value for key, value in {**(self.extra or {}), **values}.items() if value is not None}
+        self.extra = {
+            key: value
+            for key, value in {**(self.extra or {}), **values}.items()
+            if value is not None
+        }
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a key of `extra`."""
@@ -217,7 +238,9 @@ def parse_trace(data: Any) -> Trace:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise TraceError(f"not an ATIF trajectory: {where + ': ' if where else ''}{first['msg']}") from error
+        raise TraceError(
+            f"not an ATIF trajectory: {where + ': ' if where else ''}{first['msg']}"
+        ) from error
 
 
 def new_trace(
@@ -255,15 +278,16 @@ def new_trace(
 _ROLE_OF = {"system": "system", "user": "user", "agent": "assistant"}
 _SOURCE_OF = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
 _OPENAI = "openai"
-"""In `extra` of steps, calls and results: fields of the chat message that ATIF has no place for; "without" lists those
-that were absent."""
+"""In `extra` of steps, calls and results: fields of the chat message that ATIF has no place for;
+"without" lists those that were absent."""
 
 
 def steps_of(messages: Iterable[Mapping[str, Any]]) -> list[Json]:
     """Turn OpenAI chat messages into ATIF steps, as JSON.
 
-    A result joins the step that called the tool; one that follows no call is a step of its own. A message's key "step"
-    holds fields for its step ("metrics", "timestamp", "is_copied_context", "extra", …), see `add_step`. Raises
+    A result joins the step that called the tool; one that follows no call is a step of its own. A
+    message's key "step" holds fields for its step ("metrics", "timestamp", "is_copied_context",
+    "extra", …), see `add_step`. Raises
     TraceError: a message's shape.
     """
     steps: list[Json] = []
@@ -278,18 +302,24 @@ def steps_of(messages: Iterable[Mapping[str, Any]]) -> list[Json]:
                 steps.append({"step_id": len(steps) + 1, **step})
                 takes_results = True
             known = {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())}
-            steps[-1].setdefault("observation", {"results": []})["results"].append(_result_of(message, known))
+            steps[-1].setdefault("observation", {"results": []})["results"].append(
+                _result_of(message, known)
+            )
         elif isinstance(role, str) and role in _SOURCE_OF:
             steps.append({"step_id": len(steps) + 1, **_step_of(message, number)})
             takes_results = role == "assistant"
         else:
-            raise TraceError(f"message {number} has the role {role!r}: expected system, user, assistant or tool")
+            raise TraceError(
+                f"message {number} has the role {role!r}: expected system, user, assistant or tool"
+            )
     return steps
 
 
 def _with_rest(record: Json, original: Mapping[str, Any], written: Mapping[str, Any]) -> Json:
     """Add to `record` what `original` has beyond `written`, the message that the record becomes."""
-    rest = {key: value for key, value in original.items() if key not in written or written[key] != value}
+    rest = {
+        key: value for key, value in original.items() if key not in written or written[key] != value
+    }
     if missing := [key for key in written if key not in original]:
         rest["without"] = missing
     return record | {"extra": {_OPENAI: rest}} if rest else record
@@ -303,7 +333,10 @@ def _restored(written: Json, extra: Json | None) -> Json:
 
 def _step_of(message: Mapping[str, Any], number: int) -> Json:
     original = {key: value for key, value in message.items() if key != "step"}
-    step: Json = {"source": _SOURCE_OF[message["role"]], "message": _atif_content(message.get("content"))}
+    step: Json = {
+        "source": _SOURCE_OF[message["role"]],
+        "message": _atif_content(message.get("content")),
+    }
     if message["role"] == "assistant":
         if isinstance(message.get("reasoning_content"), str):
             step["reasoning_content"] = message["reasoning_content"]
@@ -316,20 +349,26 @@ def _step_of(message: Mapping[str, Any], number: int) -> Json:
 
 
 class StepFields(dict[str, Any]):
-    """What a message's key "step" holds when this package put it there: a log's own field is a plain dict."""
+    """What a message's key "step" holds when this package put it there: a log's own field is a
+    plain dict."""
 
 
 def add_step(message: Mapping[str, Any], **fields: Any) -> Json:
-    """Return a message with further fields for its step; `extra` is joined, key by key, and so is `extra.fields`."""
+    """Return a message with further fields for its step; `extra` is joined, key by key, and so
+    is `extra.fields`."""
     step, added = dict(message.get("step", {})), dict(fields.pop("extra", {}))
     extra = {**step.get("extra", {}), **added}
     if "fields" in added:
         extra["fields"] = {**step.get("extra", {}).get("fields", {}), **added["fields"]}
-    return {**message, "step": StepFields({**step, **fields, **({"extra": extra} if extra else {})})}
+    return {
+        **message,
+        "step": StepFields({**step, **fields, **({"extra": extra} if extra else {})}),
+    }
 
 
 def foreign_message(message: Mapping[str, Any]) -> Json:
-    """Return a message of a log: a field of its own that is called "step" moves to the step's `extra.fields`."""
+    """Return a message of a log: a field of its own that is called "step" moves to the step's
+    `extra.fields`."""
     if "step" not in message or isinstance(message["step"], StepFields):
         return dict(message)
     kept = {key: value for key, value in message.items() if key != "step"}
@@ -349,14 +388,17 @@ def _written(step: Mapping[str, Any]) -> Json:
     if step.get("reasoning_content") is not None:
         message["reasoning_content"] = step["reasoning_content"]
     if step.get("tool_calls"):
-        message["tool_calls"] = [_restored(_written_call(call), call.get("extra")) for call in step["tool_calls"]]
+        message["tool_calls"] = [
+            _restored(_written_call(call), call.get("extra")) for call in step[("tool_calls")]
+        ]
     return message
 
 
 def _atif_content(content: Any) -> Content:
     """Text, or text parts where all parts are text; the text of other content."""
     if isinstance(content, list) and all(
-        isinstance(part, Mapping) and set(part) == {"type", "text"} and part["type"] == "text" for part in content
+        isinstance(part, Mapping) and set(part) == {"type", "text"} and part["type"] == "text"
+        for part in content
     ):
         return [dict(part) for part in content]
     return text_of(content)
@@ -367,7 +409,11 @@ def text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
-    texts = [part if isinstance(part, str) else part.get("text") for part in parts if isinstance(part, str | Mapping)]
+    texts = [
+        part if isinstance(part, str) else part.get("text")
+        for part in parts
+        if isinstance(part, str | Mapping)
+    ]
     return "".join(text for text in texts if isinstance(text, str))
 
 
@@ -381,7 +427,10 @@ def _call_of(call: Any, number: int) -> Json:
 
 
 def _written_call(call: Mapping[str, Any]) -> Json:
-    function = {"name": call["function_name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+    function = {
+        "name": call["function_name"],
+        "arguments": json.dumps(call["arguments"], ensure_ascii=False),
+    }
     return {"id": call["tool_call_id"], "type": "function", "function": function}
 
 
@@ -405,7 +454,11 @@ def _result_of(message: Mapping[str, Any], known: set[str]) -> Json:
         result["source_call_id"] = call_id
     original = {key: value for key, value in message.items() if key != "step"}
     made = _with_rest(result, original, _written_result(result))
-    return _with_own(made, {"step": {"extra": extra}}) if (extra := message.get("step", {}).get("extra")) else made
+    return (
+        _with_own(made, {"step": {"extra": extra}})
+        if (extra := message.get("step", {}).get("extra"))
+        else made
+    )
 
 
 def _written_result(result: Mapping[str, Any]) -> Json:
@@ -416,7 +469,8 @@ def _written_result(result: Mapping[str, Any]) -> Json:
 
 
 def messages_of(steps: Iterable[TraceStep], *, with_step: bool = False) -> list[Json]:
-    """Turn steps back into OpenAI chat messages. `with_step`: each has its `TraceStep` under "step"."""
+    """Turn steps back into OpenAI chat messages. `with_step`: each has its `TraceStep` under
+    "step"."""
     messages: list[Json] = []
     for step in steps:
         mark: Json = {"step": step} if with_step else {}
@@ -433,9 +487,11 @@ def messages_of(steps: Iterable[TraceStep], *, with_step: bool = False) -> list[
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of JSON text of another program, which this one can walk through and write again.
+    """Return the value of JSON text of another program, which this one can walk through and write
+    again.
 
-    Raises ValueError: it is no JSON, holds NaN or a number beyond float64, or is nested deeper than `DEEPEST`.
+    Raises ValueError: it is no JSON, holds NaN or a number beyond float64, or is nested deeper than
+    `DEEPEST`.
     """
     is_large = (_LARGE if isinstance(text, bytes) else _LARGE_TEXT).search(text)  # type: ignore[arg-type]
     try:
@@ -449,8 +505,15 @@ def parse_json(text: str | bytes) -> Any:
     while level:
         if depth > DEEPEST:
             raise ValueError(f"nested deeper than {DEEPEST} levels")
-        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
-        level, depth = [value for values in inner for value in values if isinstance(value, dict | list)], depth + 1
+        inner = (
+            item.values() if isinstance(item, dict) else item
+            for item in level
+            if isinstance(item, dict | list)
+        )
+        level, depth = (
+            [value for values in inner for value in values if isinstance(value, dict | list)],
+            depth + 1,
+        )
     return value
 
 
@@ -462,7 +525,8 @@ def _finite(text: str) -> float:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the line number, from 1, and the value of each line; a ValueError where the line is not JSON.
+    """Yield the line number, from 1, and the value of each line; a ValueError where the line is not
+    JSON.
 
     Raises TraceError: the file cannot be read.
     """

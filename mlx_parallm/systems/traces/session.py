@@ -1,14 +1,17 @@
-"""A recorded session: the calls of one agent's run, one JSON object a line, in the order in which they ended.
+"""A recorded session: the calls of one agent's run, one JSON object a line, in the order in which
+they ended.
 
-    {"type": "turn", "id", "parent", "at", "status", "model", "messages", "tools", "response", "key", "tokens", …}
-    {"type": "label", "name", "value", "label", "explanation", "by", "at", "response_id", "prompt_hash"}
+    {"type": "turn", "id", "parent", "at", "status", "model", "messages", "tools", "response",
+    "key", "tokens", …} {"type": "label", "name", "value", "label", "explanation", "by", "at",
+    "response_id", "prompt_hash"}
 
-A turn holds what its call adds to its parent, the turn whose messages and answer it begins with; a turn without a
-parent is a root. So a session is a forest, and each way from a root to a leaf is a trace. A turn that several leaves
-share is sampled in the first of their traces and copied context in the others: nothing is trained on twice.
+A turn holds what its call adds to its parent, the turn whose messages and answer it begins with; a
+turn without a parent is a root. So a session is a forest, and each way from a root to a leaf is a
+trace. A turn that several leaves share is sampled in the first of their traces and copied context
+in the others: nothing is trained on twice.
 
-`tokens`, from our own engine: the prompt's ids after the first `shared` ones, which are the parent's prompt and answer;
-the answer's ids, log-probabilities and policy versions.
+`tokens`, from our own engine: the prompt's ids after the first `shared` ones, which are the
+parent's prompt and answer; the answer's ids, log-probabilities and policy versions.
 """
 
 import hashlib
@@ -46,7 +49,8 @@ COMPLETE, ABORTED = "complete", "aborted"
 
 @dataclass(frozen=True, slots=True)
 class TurnTokens:
-    """Tokens of one turn. `shared`: how many of the parent's tokens (prompt and answer) the prompt begins with."""
+    """Tokens of one turn. `shared`: how many of the parent's tokens (prompt and answer) the
+    prompt begins with."""
 
     shared: int
     prompt: tuple[int, ...]  # after the shared ones
@@ -55,7 +59,8 @@ class TurnTokens:
     versions: tuple[tuple[int, int, int], ...]  # version, start, end: of the completion's tokens
     temperature: float
     policy: bool  # sampled from the policy that is trained
-    processed_logprobs: tuple[float, ...] | None = None  # [T], where sampling reshaped the distribution
+    # [T], where sampling reshaped the distribution
+    processed_logprobs: tuple[float, ...] | None = None
     prompt_version: int = -1
 
     def to_json(self) -> Json:
@@ -68,7 +73,11 @@ class TurnTokens:
             "temperature": self.temperature,
             "policy": self.policy,
             "prompt_version": self.prompt_version,
-        } | ({} if self.processed_logprobs is None else {"processed_logprobs": list(self.processed_logprobs)})
+        } | (
+            {}
+            if self.processed_logprobs is None
+            else {"processed_logprobs": list(self.processed_logprobs)}
+        )
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "TurnTokens":
@@ -76,7 +85,10 @@ class TurnTokens:
         for name in ("prompt", "completion", "logprobs", "versions", "processed_logprobs"):
             if not isinstance(data.get(name, []), list | None):
                 raise TypeError(f"tokens.{name} is no list")
-        if any(not isinstance(span, list) or list(map(type, span)) != [int] * 3 for span in data["versions"]):
+        if any(
+            not isinstance(span, list) or list(map(type, span)) != [int] * 3
+            for span in data[("versions")]
+        ):
             raise TypeError("tokens.versions is no list of [version, start, end]")
         if not isinstance(data.get("policy"), bool | None):
             raise TypeError("tokens.policy is neither true nor false")
@@ -95,7 +107,8 @@ class TurnTokens:
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """One call. `messages`: those after the parent's answer; `key`: of the conversation up to its answer."""
+    """One call. `messages`: those after the parent's answer; `key`: of the conversation up to
+    its answer."""
 
     id: str
     parent: str | None
@@ -192,11 +205,13 @@ class Session:
         self.turns: dict[str, SessionTurn] = {}
         self.labels: list[Label] = []
         self.faults: list[SessionFault] = []  # lines that could not be read
-        self.unknown: list[tuple[str, str, Any]] = []  # place, name and value of fields that turns do not have
+        # place, name and value of fields that turns do not have
+        self.unknown: list[tuple[str, str, Any]] = []
 
     @classmethod
     def read(cls, path: Path) -> "Session":
-        """Read a session file; a line that is damaged is in `faults`. Raises TraceError: the file cannot be read."""
+        """Read a session file; a line that is damaged is in `faults`. Raises TraceError: the
+        file cannot be read."""
         session = cls(path.stem)
         for number, value in read_jsonl(path):
             try:
@@ -204,20 +219,35 @@ class Session:
                     raise value
                 if value["type"] == "turn":
                     session.add(SessionTurn.from_json(value))
-                    for record, known in ((value, _TURN_FIELDS), (value.get("tokens") or {}, _TOKEN_FIELDS)):
+                    for record, known in (
+                        (value, _TURN_FIELDS),
+                        (value.get("tokens") or {}, _TOKEN_FIELDS),
+                    ):
                         others = sorted(record.keys() - known)
-                        session.unknown += [(f"{path.name}:{number}", name, record[name]) for name in others]
+                        session.unknown += [
+                            (f"{path.name}:{number}", name, record[name]) for name in others
+                        ]
                 elif value["type"] == "label":
-                    session.labels.append(Label.model_validate({k: v for k, v in value.items() if k != "type"}))
+                    session.labels.append(
+                        Label.model_validate({k: v for k, v in value.items() if k != ("type")})
+                    )
                 else:
                     raise ValueError(f"lines of type {value['type']!r} are no turns and no labels")
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+                IndexError,
+                AttributeError,
+                OverflowError,
+            ) as error:
                 reason = f"{type(error).__name__}: {error}"
                 session.faults.append(SessionFault(f"{path.name}:{number}", reason, value))
         return session
 
     def add(self, turn: SessionTurn) -> None:
-        if turn.id in self.turns:  # it would also close a circle: an earlier turn would follow a later one
+        # it would also close a circle: an earlier turn would follow a later one
+        if turn.id in self.turns:
             raise ValueError(f"turn {turn.id} stands in this session twice")
         if turn.parent is not None and turn.parent not in self.turns:
             raise ValueError(f"turn {turn.id} follows {turn.parent}, which is not in this session")
@@ -256,8 +286,11 @@ class Session:
         turns = self.turns.values()
         return next((turn for turn in turns if response_id in (turn.response_id, turn.id)), None)
 
-    def follow(self, messages: Sequence[Json], response: Json, ends: dict[str, str], **turn: Any) -> SessionTurn:
-        """Add a call after the turn whose conversation `messages` begins with. `ends`: key → turn, of earlier calls."""
+    def follow(
+        self, messages: Sequence[Json], response: Json, ends: dict[str, str], **turn: Any
+    ) -> SessionTurn:
+        """Add a call after the turn whose conversation `messages` begins with. `ends`: key →
+        turn, of earlier calls."""
         chain, parent, answered = "", None, 0
         for number, message in enumerate(messages, 1):
             chain = chained_key(chain, text_digest(compared_text(message)))
@@ -285,22 +318,29 @@ class Session:
         traces = []
         for number, leaf in enumerate(self.ordered_leaves(), 1):
             path = self.path(leaf.id)
-            traces.append(self.trace(path, claimed, self.name if number == 1 else f"{self.name}#{number}"))
+            traces.append(
+                self.trace(path, claimed, self.name if number == 1 else (f"{self.name}#{number}"))
+            )
             claimed |= {turn.id for turn in path}
         return traces
 
     def ordered_leaves(self) -> list[SessionTurn]:
         """Return the leaves, those of aborted calls last."""
         leaves = self.leaves()
-        return [t for t in leaves if t.status == COMPLETE] + [t for t in leaves if t.status != COMPLETE]
+        return [t for t in leaves if t.status == COMPLETE] + [
+            t for t in leaves if t.status != COMPLETE
+        ]
 
     def trace(self, path: Sequence[SessionTurn], claimed: set[str], trace_id: str) -> Trace:
-        """Return the trace of a path. `claimed`: turns that an earlier trace samples. Raises TraceError."""
+        """Return the trace of a path. `claimed`: turns that an earlier trace samples. Raises
+        TraceError."""
         messages: list[Json] = []
         for turn in path:
             for message in turn.messages:
                 copied = {"is_copied_context": True} if message.get("role") == "assistant" else {}
-                messages.append(add_step(foreign_message(message), timestamp=iso_time(turn.at), **copied))
+                messages.append(
+                    add_step(foreign_message(message), timestamp=iso_time(turn.at), **copied)
+                )
             if turn.response is not None:
                 response = foreign_message(turn.response)
                 step = _step_fields(turn, self, copied=turn.id in claimed)
@@ -328,9 +368,15 @@ class Session:
     def _about(self, path: Sequence[SessionTurn], own: set[str]) -> Json:
         """A trace's `extra`. `own`: the turns that only this trace trains on."""
         names = {turn.response_id for turn in path if turn.id in own}
-        labels = [label.to_json() for label in self.labels if label.response_id is None or label.response_id in names]
+        labels = [
+            label.to_json()
+            for label in self.labels
+            if label.response_id is None or label.response_id in names
+        ]
         redacted = sum((Counter(turn.redacted) for turn in path), Counter[str]())
-        versions = [span[0] for turn in path if turn.tokens is not None for span in turn.tokens.versions]
+        versions = [
+            span[0] for turn in path if turn.tokens is not None for span in turn.tokens.versions
+        ]
         extra: Json = {"source": "recorder", "source_id": self.name}
         if labels:
             extra["labels"] = labels
@@ -345,11 +391,17 @@ class Session:
     # ------------------------------------------------------------------ rollouts
 
     def rollout(self, last: SessionTurn | None = None) -> Rollout:
-        """The session's sampled tokens as one unscored rollout; with `last` only the way to that turn.
+        """The session's sampled tokens as one unscored rollout; with `last` only the way to that
+        turn.
 
-        Each stretch that was sampled as one sequence is a segment. Raises TraceError: why it cannot be trained on.
+        Each stretch that was sampled as one sequence is a segment. Raises TraceError: why it cannot
+        be trained on.
         """
-        leaves = [last] if last is not None else [leaf for leaf in self.leaves() if leaf.status == COMPLETE]
+        leaves = (
+            [last]
+            if last is not None
+            else [leaf for leaf in self.leaves() if leaf.status == COMPLETE]
+        )
         if not leaves:
             raise TraceError("no call of the session has ended")
         claimed: set[str] = set()
@@ -363,7 +415,9 @@ class Session:
             claimed |= {turn.id for turn in path}
         temperatures = {segment.temperature for segment in segments}
         if len(temperatures) > 1:
-            raise TraceError(f"its calls were sampled at several temperatures: {sorted(temperatures)}")
+            raise TraceError(
+                f"its calls were sampled at several temperatures: {sorted(temperatures)}"
+            )
         *earlier, main = segments
         return replace(main, earlier=tuple(earlier))
 
@@ -373,9 +427,13 @@ class Session:
         for turn in path:
             if turn.tokens is None:
                 reason = "holds redacted secrets" if turn.redacted else "has no tokens"
-                raise TraceError(f"the call {turn.response_id or turn.id} {reason}: nothing to train on")
+                raise TraceError(
+                    f"the call {turn.response_id or turn.id} {reason}: nothing to train on"
+                )
             if not turn.tokens.policy:
-                raise TraceError(f"the call {turn.response_id or turn.id} was not answered by the policy")
+                raise TraceError(
+                    f"the call {turn.response_id or turn.id} was not answered by the policy"
+                )
             if parts and turn.tokens.shared == len(self.sequence(turn.parent)):
                 parts[-1].append(turn)
             else:
@@ -395,11 +453,17 @@ def _segment(part: Sequence[SessionTurn], session: Session, claimed: set[str]) -
     logprobs: list[float] = []
     processed: list[float] = []
     versions: list[int] = []
-    reshaped = any(turn.tokens is not None and turn.tokens.processed_logprobs is not None for turn in part)
+    reshaped = any(
+        turn.tokens is not None and turn.tokens.processed_logprobs is not None for turn in part
+    )
     for turn in part:
         sampled = turn.tokens
         assert sampled is not None
-        prompt = session.sequence(turn.parent)[: sampled.shared] + sampled.prompt if not tokens else sampled.prompt
+        prompt = (
+            session.sequence(turn.parent)[: sampled.shared] + sampled.prompt
+            if not tokens
+            else sampled.prompt
+        )
         tokens += prompt
         mask += [0] * len(prompt)
         logprobs += [0.0] * len(prompt)
@@ -409,8 +473,14 @@ def _segment(part: Sequence[SessionTurn], session: Session, claimed: set[str]) -
         tokens += sampled.completion
         mask += [int(learn)] * len(sampled.completion)
         logprobs += sampled.logprobs if learn else [0.0] * len(sampled.completion)
-        processed += (sampled.processed_logprobs or sampled.logprobs) if learn else [0.0] * len(sampled.completion)
-        versions += chain.from_iterable([version] * (end - start) for version, start, end in sampled.versions)
+        processed += (
+            (sampled.processed_logprobs or sampled.logprobs)
+            if learn
+            else [0.0] * len(sampled.completion)
+        )
+        versions += chain.from_iterable(
+            [version] * (end - start) for version, start, end in sampled.versions
+        )
     last = part[-1]
     return Rollout(
         tokens=tuple(tokens),
@@ -431,7 +501,9 @@ def _step_fields(turn: SessionTurn, session: Session, *, copied: bool) -> Json:
     if copied:
         return step | {"is_copied_context": True}
     usage = turn.usage or {}
-    metrics: Json = {key: usage[key] for key in ("prompt_tokens", "completion_tokens") if key in usage}
+    metrics: Json = {
+        key: usage[key] for key in ("prompt_tokens", ("completion_tokens")) if key in usage
+    }
     extra: Json = {"finish_reason": turn.finish_reason, "response_id": turn.response_id}
     if (tokens := turn.tokens) is not None:
         everything = session.sequence(turn.id)
@@ -440,14 +512,18 @@ def _step_fields(turn: SessionTurn, session: Session, *, copied: bool) -> Json:
             "completion_token_ids": list(tokens.completion),
             "logprobs": list(tokens.logprobs),
         }
-        extra |= {"policy_versions": [list(span) for span in tokens.versions], "temperature": tokens.temperature}
+        extra |= {
+            "policy_versions": [list(span) for span in tokens.versions],
+            "temperature": tokens.temperature,
+        }
         if tokens.processed_logprobs is not None:
             extra["processed_logprobs"] = list(tokens.processed_logprobs)
     return step | {"metrics": metrics | {"extra": extra}, "llm_call_count": 1}
 
 
 def read_sessions(directory: Path) -> Iterable[Session]:
-    """Every session of a recorder's directory, by name. Raises TraceError: there is none, or one cannot be read."""
+    """Every session of a recorder's directory, by name. Raises TraceError: there is none, or one
+    cannot be read."""
     folder = directory / SESSIONS
     if not folder.is_dir():
         raise TraceError(f"{directory} holds no recorded sessions: it has no folder {SESSIONS!r}")
@@ -464,7 +540,8 @@ def prompt_hash(messages: Iterable[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------- which call goes on with which
+# ---------------------------------------------------------------------- which call goes on with
+# which
 
 
 def text_digest(text: str) -> bytes:
@@ -477,18 +554,26 @@ def chained_key(chain: str, digest: bytes) -> str:
 
 
 def compared_text(message: Mapping[str, Any]) -> str:
-    """What makes two messages equal: role, text, calls. A client may leave out reasoning, nulls and annotations."""
+    """What makes two messages equal: role, text, calls. A client may leave out reasoning, nulls
+    and annotations."""
     calls = [
-        (call.get("id"), (call.get("function") or {}).get("name"), _arguments(call.get("function") or {}))
+        (
+            call.get("id"),
+            (call.get("function") or {}).get("name"),
+            _arguments(call.get("function") or {}),
+        )
         for call in message.get("tool_calls") or ()
         if isinstance(call, Mapping)
     ]
     content = message.get("content")
     has_more = isinstance(content, list) and any(
-        not (isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") == "text")) for part in content
+        not (isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") == "text"))
+        for part in content
     )
     shown = content if has_more else text_of(content)
-    return json.dumps([message.get("role"), shown, calls, message.get("tool_call_id")], sort_keys=True)
+    return json.dumps(
+        [message.get("role"), shown, calls, message.get("tool_call_id")], sort_keys=True
+    )
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:

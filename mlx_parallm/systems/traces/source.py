@@ -1,9 +1,12 @@
-"""Recorded sessions as a source of rollouts: an agent's run that got a score is trained on, with others of its prompt.
+"""Recorded sessions as a source of rollouts: an agent's run that got a score is trained on, with
+others of its prompt.
 
-    POST /sessions/NAME/feedback {"score": …} → the session's rollout → waits for its group → RolloutStore
+    POST /sessions/NAME/feedback {"score": …} → the session's rollout → waits for its group →
+    RolloutStore
 
-Sessions whose first prompts have equal tokens are a group, or those that name the same `group`. Rollouts that wait for
-their group are in memory: a restart forgets them (their labels are on the disk). A group in the store is durable.
+Sessions whose first prompts have equal tokens are a group, or those that name the same `group`.
+Rollouts that wait for their group are in memory: a restart forgets them (their labels are on the
+disk). A group in the store is durable.
 """
 
 import asyncio
@@ -31,11 +34,13 @@ ENVIRONMENT = "sessions"
 
 
 def recorder_of(config: TracesConfig, secrets: Iterable[str | None] = ()) -> SessionRecorder | None:
-    """The recorder of `[traces]`; None where it records nothing. Raises StoreError: the directory cannot be made."""
+    """The recorder of `[traces]`; None where it records nothing. Raises StoreError: the
+    directory cannot be made."""
     if config.directory is None:
         return None
     return SessionRecorder(
-        config.directory, secret_finder(secrets, personal=config.redact_personal) if config.redact else None
+        config.directory,
+        secret_finder(secrets, personal=config.redact_personal) if config.redact else None,
     )
 
 
@@ -46,7 +51,8 @@ def session_routes(config: Config, state: ServerState) -> AddedRouter | None:
 
 
 def session_rewards(context: SourceContext) -> "SessionRewards | None":
-    """Return the source; None: nothing is recorded. Raises ConfigError: groups of this size never fill a batch."""
+    """Return the source; None: nothing is recorded. Raises ConfigError: groups of this size
+    never fill a batch."""
     config = context.config
     section, batch = config.section(TracesConfig), config.rl_training.atropos.rollout_batch_size
     recorder = recorder_of(section, [config.resolve_api_key()])
@@ -62,14 +68,16 @@ def session_rewards(context: SourceContext) -> "SessionRewards | None":
 
 
 class SessionRewards(RolloutSource):
-    """Sessions that were recorded by this run and scored. `router` takes the calls and the scores."""
+    """Sessions that were recorded by this run and scored. `router` takes the calls and the
+    scores."""
 
     name = ENVIRONMENT
 
     def __init__(self, context: SourceContext, recorder: SessionRecorder) -> None:
         self._context, self._recorder = context, recorder
         self._group_size = context.config.section(TracesConfig).group_size
-        self._waiting: dict[str, dict[tuple[str, str | None], Rollout]] = {}  # key → session, answer → rollout
+        # key → session, answer → rollout
+        self._waiting: dict[str, dict[tuple[str, str | None], Rollout]] = {}
         self._queued: set[tuple[str, str | None]] = set()
         adapter = POLICY if context.config.rl_training.lora.enabled else None
 
@@ -82,10 +90,15 @@ class SessionRewards(RolloutSource):
         """Make a rollout of a scored session and put it to its group. Server's thread only."""
         place = (session, label.response_id)
         if place in self._queued:
-            return {"state": "trained", "reason": "an earlier score of this session is in a group already"}
+            return {
+                "state": "trained",
+                "reason": ("an earlier score of this session is in a group already"),
+            }
 
         def read(recorded: Session) -> tuple[Rollout, tuple[int, ...]]:
-            last = recorded.by_response(label.response_id) if label.response_id is not None else None
+            last = (
+                recorded.by_response(label.response_id) if label.response_id is not None else None
+            )
             return recorded.rollout(last), recorded.opening
 
         try:
@@ -104,10 +117,15 @@ class SessionRewards(RolloutSource):
         return await asyncio.to_thread(self._store, waiting)
 
     def _store(self, waiting: dict[tuple[str, str | None], Rollout]) -> Json:
-        names: list[Any] = [session if answer is None else f"{session}/{answer}" for session, answer in waiting]
+        names: list[Any] = [
+            session if answer is None else f"{session}/{answer}" for session, answer in waiting
+        ]
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
         group = RolloutGroup(
-            f"{ENVIRONMENT}-{digest}", ENVIRONMENT, tuple(waiting.values()), metadata={"sessions": names}
+            f"{ENVIRONMENT}-{digest}",
+            ENVIRONMENT,
+            tuple(waiting.values()),
+            metadata={"sessions": names},
         )
         context = self._context
         try:

@@ -1,13 +1,14 @@
-"""Measure a real model beside its peers, merge the results into a JSON file and write docs/benchmarks/real_model.md.
+"""Measure a real model beside its peers, merge the results into a JSON file and write
+docs/benchmarks/real_model.md.
 
     scripts/bench/setup_peers                                                 # once: mlx_lm.server
     python -m scripts.bench.real_model MODEL --gguf MODEL.Q4_1.gguf           # all sections
     python -m scripts.bench.real_model MODEL --section training --case DPO    # a part, merged into what was measured
     python -m scripts.bench.real_model --page                                 # the page alone, from the JSON file
 
-`serving.py`: tokens a second of streamed chats, in alternating rounds. `training.py`: seconds a step and peak memory,
-predicted by the dry run and measured. `answers.py`: greedy answers beside llama.cpp's. Each row keeps its date and the
-load of the machine before its section began.
+`serving.py`: tokens a second of streamed chats, in alternating rounds. `training.py`: seconds a
+step and peak memory, predicted by the dry run and measured. `answers.py`: greedy answers beside
+llama.cpp's. Each row keeps its date and the load of the machine before its section began.
 """
 
 import argparse
@@ -24,14 +25,24 @@ PAGE = Path("docs/benchmarks/real_model.md")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", type=Path, help="a Hugging Face folder")
-    parser.add_argument("--gguf", type=Path, help="the quantised file, for llama.cpp; without it that peer is left out")
+    parser.add_argument(
+        "--gguf",
+        type=Path,
+        help=("the quantised file, for llama.cpp; without it that peer is left out"),
+    )
     parser.add_argument("--section", choices=["answers", "serving", "training"])
     parser.add_argument("--case", default="", help="only training cases whose name contains this")
     parser.add_argument("--clients", type=int, nargs="+", default=list(serving.CLIENTS))
-    parser.add_argument("--rounds", type=int, default=3, help="counted ones of serving; one more warms up")
-    parser.add_argument("--steps", type=int, default=4, help="of a training case; the first is not counted")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help=("counted ones of serving; one more warms up")
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, help=("of a training case; the first is not counted")
+    )
     parser.add_argument("--page", action="store_true", help="write the page and measure nothing")
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -43,7 +54,9 @@ def main() -> None:
             for name, row in answers.measure(model, arguments.gguf):
                 _keep(results, "answers", name, row)
         if arguments.section in ("serving", None):
-            for name, row in serving.measure(model, arguments.gguf, arguments.clients, arguments.rounds):
+            for name, row in serving.measure(
+                model, arguments.gguf, arguments.clients, arguments.rounds
+            ):
                 _keep(results, "serving", name, row)
         if arguments.section in ("training", None):
             for name, row in training.measure(model, arguments.case, arguments.steps):

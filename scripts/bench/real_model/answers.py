@@ -1,8 +1,10 @@
-"""Greedy answers to 100 chats: this engine in float32 beside a real llama.cpp, on two files of the same model.
+"""Greedy answers to 100 chats: this engine in float32 beside a real llama.cpp, on two files of the
+same model.
 
-The first file has the model's weights in float32, so only the arithmetic differs: answers are equal up to near ties.
-The second one is the quantised file itself, for which llama.cpp rounds activations to 8 bits: answers part where that
-matters. An answer is followed until the two choose different tokens; there both give the log-probabilities of both.
+The first file has the model's weights in float32, so only the arithmetic differs: answers are equal
+up to near ties. The second one is the quantised file itself, for which llama.cpp rounds activations
+to 8 bits: answers part where that matters. An answer is followed until the two choose different
+tokens; there both give the log-probabilities of both.
 """
 
 import json
@@ -89,18 +91,31 @@ def measure(model: Path, gguf: Path | None) -> Iterator[tuple[str, dict[str, Any
     """Yield a row for each file, again after every group of chats, with all so far."""
     load = round(os.getloadavg()[0], 2)
     tokenizer = load_tokenizer(model, ModelConfig(base_path=str(model)))
-    prompts = [tokenizer.render_chat([{"role": "user", "content": question}]) for question in questions()]
+    prompts = [
+        tokenizer.render_chat([{"role": "user", "content": question}]) for question in questions()
+    ]
     config = Config(
-        model=ModelConfig(base_path=str(model), dtype="float32"), server=ServerConfig(max_model_len=CONTEXT)
+        model=ModelConfig(base_path=str(model), dtype="float32"),
+        server=ServerConfig(max_model_len=CONTEXT),
     )
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         files = {"float32": float32_file(model, Path(scratch))}
         if gguf is not None:
             files[gguf.stem.rpartition(".")[2]] = gguf
-        servers = {name: stack.enter_context(llama_server.running(file, threads=1)) for name, file in files.items()}
+        servers = {
+            name: stack.enter_context(llama_server.running(file, threads=1))
+            for name, file in files.items()
+        }
         ours = stack.enter_context(InferenceModule(str(model), config=config))
         rows: dict[str, dict[str, Any]] = {
-            name: {"load": load, "by": server.description(), "chats": 0, "tokens": 0, "equal": 0, "differ": []}
+            name: {
+                "load": load,
+                "by": server.description(),
+                "chats": 0,
+                "tokens": 0,
+                "equal": 0,
+                "differ": [],
+            }
             for name, server in servers.items()
         }
         for start in range(0, len(prompts), TOGETHER):
@@ -126,14 +141,26 @@ def questions() -> list[str]:
 
 
 def _where_they_part(
-    server: LlamaServer, prompt: list[int], answer: Sequence[int], logits: np.ndarray, tokenizer: Tokenizer
+    server: LlamaServer,
+    prompt: list[int],
+    answer: Sequence[int],
+    logits: np.ndarray,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any] | None:
-    """Return the first place of another choice, and both sides' log-probabilities of both; None = equal answers.
+    """Return the first place of another choice, and both sides' log-probabilities of both; None =
+    equal answers.
 
     A pair is [our token, llama.cpp's].
     """
     theirs = server.greedy(prompt, TOKENS)
-    place = next((place for place, pair in enumerate(zip(answer, theirs, strict=False)) if len(set(pair)) == 2), None)
+    place = next(
+        (
+            place
+            for place, pair in enumerate(zip(answer, theirs, strict=False))
+            if len(set(pair)) == 2
+        ),
+        None,
+    )
     if place is None:
         return None
     step = server.next_token([*prompt, *answer[:place]], TOP)

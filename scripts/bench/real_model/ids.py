@@ -2,9 +2,10 @@
 
     nice -n 5 .venv/bin/python -m scripts.bench.real_model.ids FOLDER FILE.gguf
 
-FOLDER: what `mlx_parallm convert FILE.gguf FOLDER` made. The texts are paragraphs of this repository, the pieces of
-the export's verification, random characters of nine ranges (Chinese, Arabic, emoji, digits, control characters, …), and
-mixtures of them, always the same ones for one state of the repository.
+FOLDER: what `mlx_parallm convert FILE.gguf FOLDER` made. The texts are paragraphs of this
+repository, the pieces of the export's verification, random characters of nine ranges (Chinese,
+Arabic, emoji, digits, control characters, …), and mixtures of them, always the same ones for one
+state of the repository.
 """
 
 import argparse
@@ -28,7 +29,9 @@ SPACES = (" ", "\t", "\n\n", "   ", "\r\n")
 
 def texts(draw: random.Random) -> list[str]:
     files = [*sorted(Path("docs").glob("*.md")), *sorted(Path("mlx_parallm/models").rglob("*.py"))]
-    paragraphs = [part for file in files for part in file.read_text(encoding="utf-8").split("\n\n") if part]
+    paragraphs = [
+        part for file in files for part in file.read_text(encoding="utf-8").split("\n\n") if part
+    ]
 
     def noise() -> str:
         low, high = draw.choice(RANGES)
@@ -36,7 +39,9 @@ def texts(draw: random.Random) -> list[str]:
 
     makers = (
         lambda: draw.choice(paragraphs)[:600],
-        lambda: draw.choice(SEPARATORS).join(draw.choice(PIECES) for _ in range(draw.randint(1, 3))),
+        lambda: draw.choice(SEPARATORS).join(
+            draw.choice(PIECES) for _ in range(draw.randint(1, 3))
+        ),
         lambda: draw.choice(SEPARATORS).join(noise() for _ in range(draw.randint(1, 4))),
         lambda: draw.choice(paragraphs)[:120] + draw.choice(SPACES) + noise() + draw.choice(PIECES),
     )
@@ -44,7 +49,9 @@ def texts(draw: random.Random) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("gguf", type=Path)
     arguments = parser.parse_args()
@@ -53,10 +60,16 @@ def main() -> None:
     with llama_server.running(arguments.gguf) as server:
         pairs = [(text, server.tokenize(text), tokenizer.encode(text)) for text in compared]
     differ = [pair for pair in pairs if pair[1] != pair[2]]
-    print(f"{COUNT - len(differ)} of {COUNT} texts have equal ids ({len(set(compared))} different texts)")
+    print(
+        f"{COUNT - len(differ)} of {COUNT} texts have equal ids ({len(set(compared))} different"
+        " texts)"
+    )
     for text, theirs, ours in differ[:SHOWN]:
         first = next(place for place, (a, b) in enumerate(zip_longest(theirs, ours)) if a != b)
-        print(f"{text[:60]!r} at token {first}: llama.cpp {theirs[first : first + 4]}, here {ours[first : first + 4]}")
+        print(
+            f"{text[:60]!r} at token {first}: llama.cpp {theirs[first : first + 4]}, here"
+            f" {ours[first : first + 4]}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""docs/benchmarks/real_model.md from the results: every number of the page comes from the JSON file beside it."""
+"""docs/benchmarks/real_model.md from the results: every number of the page comes from the JSON
+file beside it."""
 
 import json
 from typing import Any
@@ -52,7 +53,10 @@ def render(results: dict[str, Any]) -> str:
 def _answers(rows: dict[str, Any]) -> str:
     if not rows:
         return "Not measured yet.\n"
-    lines = [ANSWERS, "| file of llama.cpp | chats | tokens | equal answers | near ties | others | machine |"]
+    lines = [
+        ANSWERS,
+        ("| file of llama.cpp | chats | tokens | equal answers | near ties | others | machine |"),
+    ]
     lines.append("|" + "---|" * 7)
     for name, row in rows.items():
         near = sum(parts["near_tie"] for parts in row["differ"])
@@ -62,7 +66,10 @@ def _answers(rows: dict[str, Any]) -> str:
     for name, row in rows.items():
         if row["differ"]:
             lines += ["", f"Where the answers part, {name} file ({row['by']}):\n"]
-            lines += ["| chat | token | here | llama.cpp | nats between the two, here | there |", "|" + "---|" * 6]
+            lines += [
+                "| chat | token | here | llama.cpp | nats between the two, here | there |",
+                "|" + "---|" * 6,
+            ]
             lines += [_parting(parts) for parts in row["differ"]]
     return "\n".join([*lines, ""])
 
@@ -71,16 +78,30 @@ def _parting(row: dict[str, Any]) -> str:
     """Return the row of an answer: both tokens, and by how much each side prefers its own one."""
     (ours, other), (here, there) = row["here"], row["there"]
     apart = "not listed" if here is None or there is None else f"{there - here:.4f}"
-    texts = [f"`{json.dumps(text, ensure_ascii=False)}`".replace("|", "\\|") for text in row["texts"]]
-    return "| " + " | ".join([str(row["chat"]), str(row["token"]), *texts, f"{ours - other:.4f}", apart]) + " |"
+    texts = [
+        f"`{json.dumps(text, ensure_ascii=False)}`".replace("|", "\\|") for text in row[("texts")]
+    ]
+    return (
+        "| "
+        + " | ".join([str(row["chat"]), str(row["token"]), *texts, f"{ours - other:.4f}", apart])
+        + (" |")
+    )
 
 
 def _serving(rows: dict[str, Any]) -> str:
     if not rows:
         return "Not measured yet.\n"
-    lines = ["Greedy chats of at most 100 tokens, streamed; medians over rounds, a ratio within its round.\n"]
+    lines = [
+        (
+            "Greedy chats of at most 100 tokens, streamed; medians over rounds, a ratio within its"
+            " round.\n"
+        )
+    ]
     lines += [
-        "| clients | server | tokens/s | first text, s | ours ÷ it | wanted | short | failed | rounds | machine |",
+        (
+            "| clients | server | tokens/s | first text, s | ours ÷ it | wanted | short | failed"
+            " | rounds | machine |"
+        ),
         "|" + "---|" * 10,
     ]
     for case, row in rows.items():
@@ -89,9 +110,12 @@ def _serving(rows: dict[str, Any]) -> str:
             target = _target(row["ratio"][name], WANTED.get((case, name)))
             cells = [case, name, f"{rate:.1f}", f"{row['first_token_s'][name]:.2f}", ratio, target]
             counts = [str(row.get(key, {}).get(name, 0)) for key in ("short", "failed")]
-            lines.append("| " + " | ".join([*cells, *counts, str(row["rounds"]), _machine(row)]) + " |")
+            lines.append(
+                "| " + " | ".join([*cells, *counts, str(row["rounds"]), _machine(row)]) + (" |")
+            )
     notes = (
-        "`short`: answers that ended before 100 tokens. `failed`: requests without an answer, which a rate leaves out."
+        "`short`: answers that ended before 100 tokens. `failed`: requests without an answer,"
+        " which a rate leaves out."
     )
     return "\n".join([*lines, "", notes, ""])
 
@@ -104,7 +128,10 @@ def _training(rows: dict[str, Any]) -> str:
     if not rows:
         return "Not measured yet.\n"
     lines = [
-        "LoRA; 16 answers of at most 48 tokens a step, 16 rows (SFT), 8 pairs (DPO). Each cell is predicted by the dry"
+        (
+            "LoRA; 16 answers of at most 48 tokens a step, 16 rows (SFT), 8 pairs (DPO). Each"
+            " cell is predicted by the dry"
+        )
     ]
     lines += ["run / measured = ratio. Wanted: seconds within 25 %, memory within 15 %.\n"]
     lines += [
@@ -114,14 +141,20 @@ def _training(rows: dict[str, Any]) -> str:
     for case, row in rows.items():
         seconds = _prediction(row, "seconds", 1, 0.25)
         memory = _prediction(row, "memory", 2**20, 0.15)
-        lines.append(f"| {case} | {seconds} | {memory} | {_share(rows, case)} | {row['steps']} | {_machine(row)} |")
+        lines.append(
+            f"| {case} | {seconds} | {memory} | {_share(rows, case)} | {row['steps']} |"
+            f" {_machine(row)} |"
+        )
     return "\n".join([*lines, ""])
 
 
 def _prediction(row: dict[str, Any], field: str, scale: float, allowed: float) -> str:
     before, after = row["predicted"][field] / scale, row["measured"][field] / scale
     ratio = before / after
-    return f"{before:,.1f} / {after:,.1f} = **{ratio:.2f}** {'met' if abs(ratio - 1) <= allowed else 'MISSED'}"
+    return (
+        f"{before:,.1f} / {after:,.1f} = **{ratio:.2f}**"
+        f" {'met' if abs(ratio - 1) <= allowed else 'MISSED'}"
+    )
 
 
 def _share(rows: dict[str, Any], case: str) -> str:

@@ -1,7 +1,9 @@
-"""Tokens a second and seconds to the first text of streamed chats: this server, mlx_lm.server and llama.cpp in turn.
+"""Tokens a second and seconds to the first text of streamed chats: this server, mlx_lm.server and
+llama.cpp in turn.
 
-All servers stay up, one works at a time. In every round each contender gets the same chats; round 0 warms up and is not
-counted. Decoding is greedy, so lengths are alike; a token counts as the server's own `usage` counts it.
+All servers stay up, one works at a time. In every round each contender gets the same chats; round 0
+warms up and is not counted. Decoding is greedy, so lengths are alike; a token counts as the
+server's own `usage` counts it.
 """
 
 import os
@@ -48,7 +50,9 @@ def measure(
             f"server.batch_size={max(CLIENTS)}",
         ]
         urls = {
-            "ours": stack.enter_context(server_process(lambda port: [*serve, "--port", str(port)]))[0],
+            "ours": stack.enter_context(server_process(lambda port: [*serve, "--port", str(port)]))[
+                0
+            ],
             "mlx_lm.server": stack.enter_context(peers.mlx_lm_server(model, "mkl")),
             "llama.cpp f32": stack.enter_context(
                 peers.llama_server(float32_file(model, Path(scratch)), max(CLIENTS), CONTEXT)
@@ -62,7 +66,12 @@ def measure(
             reports: dict[str, list[Report]] = {name: [] for name in urls}
             for turn in range(rounds + 1):
                 for name, url in urls.items():
-                    report = send(url, _chats(number, turn, str(model) if name == "mlx_lm.server" else "default"))
+                    report = send(
+                        url,
+                        _chats(
+                            number, turn, str(model) if name == ("mlx_lm.server") else "default"
+                        ),
+                    )
                     if turn:
                         reports[name].append(report)
             yield f"{number} client{'s'[: number - 1]}", {"load": round(load, 2)} | _row(reports)
@@ -84,14 +93,17 @@ def _chats(clients: int, turn: int, model: str) -> list[list[dict[str, Any]]]:
 
 
 def _question(number: int) -> str:
-    return f"Write a long story about {TOPICS[number % len(TOPICS)]} and {number + 2} travellers. Describe every place."
+    return (
+        f"Write a long story about {TOPICS[number % len(TOPICS)]} and {number + 2} travellers."
+        " Describe every place."
+    )
 
 
 def _row(reports: dict[str, list[Report]]) -> dict[str, Any]:
     """Return medians over rounds; a ratio is taken within its round.
 
-    A peer's failed requests are counted, and its rate is that of the others. Raises SystemExit: a request to this
-    server failed.
+    A peer's failed requests are counted, and its rate is that of the others. Raises SystemExit: a
+    request to this server failed.
     """
     row: dict[str, Any] = {"rate": {}, "first_token_s": {}, "ratio": {}, "short": {}, "failed": {}}
     row["rounds"] = len(reports["ours"])
@@ -104,7 +116,9 @@ def _row(reports: dict[str, list[Report]]) -> dict[str, Any]:
         first = [seconds for report in rounds for seconds in report.first_token_s]
         row["first_token_s"][name] = round(statistics.median(first), 3)
         row["short"][name] = sum(report.short for report in rounds)
-        ratios = [ours.rate / report.rate for ours, report in zip(reports["ours"], rounds, strict=True)]
+        ratios = [
+            ours.rate / report.rate for ours, report in zip(reports["ours"], rounds, strict=True)
+        ]
         row["ratio"][name] = round(statistics.median(ratios), 2)
     return row
 

@@ -9,7 +9,9 @@ from agno.models.openai.like import OpenAILike
 from cells import MODEL, QUESTION, SCRIPTED, V1, cell, check, check_loop, get_weather
 
 tiny = OpenAILike(id=MODEL, base_url=V1, api_key="none", max_tokens=64)
-scripted = OpenAILike(id=MODEL, base_url=SCRIPTED, api_key="none", supports_native_structured_outputs=True)
+scripted = OpenAILike(
+    id=MODEL, base_url=SCRIPTED, api_key="none", supports_native_structured_outputs=True
+)
 
 
 class Weather(pydantic.BaseModel):

@@ -5,8 +5,24 @@ import tempfile
 
 from cells import MODEL, QUESTION, V1, cell, check, command
 
-WORDS = ["--model", f"openai/{MODEL}", "--openai-api-base", V1, "--openai-api-key", "none", "--message", QUESTION]
-WORDS += ["--no-git", "--yes-always", "--no-check-update", "--no-show-model-warnings", "--chat-mode", "ask"]
+WORDS = [
+    "--model",
+    f"openai/{MODEL}",
+    "--openai-api-base",
+    V1,
+    "--openai-api-key",
+    "none",
+    "--message",
+    QUESTION,
+]
+WORDS += [
+    "--no-git",
+    "--yes-always",
+    "--no-check-update",
+    "--no-show-model-warnings",
+    "--chat-mode",
+    ("ask"),
+]
 
 
 def ask(word: str) -> None:

@@ -13,8 +13,27 @@ def _():
     with tempfile.TemporaryDirectory() as name:
         words = ["--model", MODEL, "--url", URL, "--endpoint-type", "chat", "--streaming"]
         words += ["--tokenizer", os.environ["TOKENIZER"], "--extra-inputs", "ignore_eos:true"]
-        words += ["--synthetic-input-tokens-mean", "16", "--output-tokens-mean", "8", "--request-count", "3"]
-        words += ["--concurrency", "1", "--artifact-dir", name, "--ui-type", "none", "--workers-max", "1"]
+        words += [
+            "--synthetic-input-tokens-mean",
+            "16",
+            "--output-tokens-mean",
+            "8",
+            "--request-count",
+            ("3"),
+        ]
+        words += [
+            "--concurrency",
+            "1",
+            "--artifact-dir",
+            name,
+            "--ui-type",
+            "none",
+            "--workers-max",
+            ("1"),
+        ]
         shown = command("aiperf", "profile", *words)
         found = json.loads(next(Path(name).rglob("profile_export_aiperf.json")).read_text())
-    check(found["request_count"]["avg"] == 3 and not found.get("error_request_count"), (found, shown[-200:]))
+    check(
+        found["request_count"]["avg"] == 3 and not found.get("error_request_count"),
+        (found, shown[-200:]),
+    )

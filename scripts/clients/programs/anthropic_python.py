@@ -16,7 +16,10 @@ from cells import (
     get_weather,
 )
 
-tiny, scripted = Anthropic(base_url=URL, max_retries=0), Anthropic(base_url=SCRIPTED_URL, max_retries=0)
+tiny, scripted = (
+    Anthropic(base_url=URL, max_retries=0),
+    Anthropic(base_url=SCRIPTED_URL, max_retries=0),
+)
 MESSAGES = [{"role": "user", "content": QUESTION}]
 TOOL = {"name": "get_weather", "description": "Weather.", "input_schema": PARAMETERS}
 CONFIG = {"format": {"type": "json_schema", "schema": SCHEMA}}
@@ -25,17 +28,27 @@ CONFIG = {"format": {"type": "json_schema", "schema": SCHEMA}}
 def loop(**fields: object) -> str:
     messages = list(MESSAGES)
     while True:
-        answer = scripted.messages.create(model=MODEL, max_tokens=200, messages=messages, tools=[TOOL], **fields)
+        answer = scripted.messages.create(
+            model=MODEL, max_tokens=200, messages=messages, tools=[TOOL], **fields
+        )
         if answer.stop_reason != "tool_use":
             return answer.content[-1].text
         uses = [block for block in answer.content if block.type == "tool_use"]
-        results = [{"type": "tool_result", "tool_use_id": u.id, "content": get_weather(**u.input)} for u in uses]
-        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
+        results = [
+            {"type": "tool_result", "tool_use_id": u.id, "content": get_weather(**u.input)}
+            for u in uses
+        ]
+        messages += [
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": results},
+        ]
 
 
 @cell("chat")
 def _():
-    answer = tiny.messages.create(model=MODEL, max_tokens=8, messages=MESSAGES, system="You are short.")
+    answer = tiny.messages.create(
+        model=MODEL, max_tokens=8, messages=MESSAGES, system=("You are short.")
+    )
     check(answer.usage.output_tokens > 0, answer)
     check(tiny.messages.count_tokens(model=MODEL, messages=MESSAGES).input_tokens > 0, "a count")
 
@@ -54,7 +67,9 @@ def _():
 
 @cell("schema")
 def _():
-    answer = tiny.messages.create(model=MODEL, max_tokens=64, messages=MESSAGES, output_config=CONFIG)
+    answer = tiny.messages.create(
+        model=MODEL, max_tokens=64, messages=MESSAGES, output_config=CONFIG
+    )
     check_json(answer.content[-1].text)
 
 
@@ -68,7 +83,11 @@ def _():
 @cell("cancel")
 def _():
     stream = tiny.messages.create(
-        model=MODEL, max_tokens=1500, messages=MESSAGES, stream=True, extra_body={"ignore_eos": True}
+        model=MODEL,
+        max_tokens=1500,
+        messages=MESSAGES,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     next(iter(stream))
     stream.close()

@@ -3,17 +3,36 @@
 import json
 
 from any_llm import completion, embedding, responses
-from cells import MODEL, QUESTION, SCHEMA, SCRIPTED, TOOL, V1, cell, check, check_json, check_loop, get_weather
+from cells import (
+    MODEL,
+    QUESTION,
+    SCHEMA,
+    SCRIPTED,
+    TOOL,
+    V1,
+    cell,
+    check,
+    check_json,
+    check_loop,
+    get_weather,
+)
 
 FIELDS = {"model": MODEL, "provider": "openai", "api_key": "none"}
 MESSAGES = [{"role": "user", "content": QUESTION}]
-FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True},
+}
 
 
 def loop(**fields: object) -> str:
     messages = list(MESSAGES)
     while True:
-        message = completion(**FIELDS, api_base=SCRIPTED, messages=messages, tools=[TOOL], **fields).choices[0].message
+        message = (
+            completion(**FIELDS, api_base=SCRIPTED, messages=messages, tools=[TOOL], **fields)
+            .choices[0]
+            .message
+        )
         if not message.tool_calls:
             return message.content
         messages.append(message)
@@ -24,7 +43,11 @@ def loop(**fields: object) -> str:
 
 @cell("chat")
 def _():
-    check(completion(**FIELDS, api_base=V1, messages=MESSAGES, max_tokens=8).usage.completion_tokens > 0, "tokens")
+    check(
+        completion(**FIELDS, api_base=V1, messages=MESSAGES, max_tokens=8).usage.completion_tokens
+        > 0,
+        ("tokens"),
+    )
 
 
 @cell("stream")
@@ -40,7 +63,9 @@ def _():
 
 @cell("schema")
 def _():
-    answer = completion(**FIELDS, api_base=V1, messages=MESSAGES, max_tokens=64, response_format=FORMAT)
+    answer = completion(
+        **FIELDS, api_base=V1, messages=MESSAGES, max_tokens=64, response_format=FORMAT
+    )
     check_json(answer.choices[0].message.content)
 
 
@@ -53,7 +78,10 @@ def _():
 
 @cell("responses")
 def _():
-    check(responses(**FIELDS, api_base=V1, input_data=QUESTION, max_output_tokens=8).output, "an output")
+    check(
+        responses(**FIELDS, api_base=V1, input_data=QUESTION, max_output_tokens=8).output,
+        ("an output"),
+    )
 
 
 @cell("embeddings")

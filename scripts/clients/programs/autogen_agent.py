@@ -10,7 +10,13 @@ from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from cells import MODEL, QUESTION, SCRIPTED, V1, cell, check, check_loop, get_weather
 
-INFO = {"vision": False, "function_calling": True, "json_output": True, "structured_output": True, "family": "unknown"}
+INFO = {
+    "vision": False,
+    "function_calling": True,
+    "json_output": True,
+    "structured_output": True,
+    "family": ("unknown"),
+}
 MESSAGES = [UserMessage(content=QUESTION, source="user")]
 
 
@@ -24,7 +30,9 @@ class Sunny(pydantic.BaseModel):
 
 
 def client(url: str, **fields: object) -> OpenAIChatCompletionClient:
-    return OpenAIChatCompletionClient(model=MODEL, base_url=url, api_key="none", model_info=INFO, **fields)
+    return OpenAIChatCompletionClient(
+        model=MODEL, base_url=url, api_key="none", model_info=INFO, **fields
+    )
 
 
 @cell("chat")
@@ -34,7 +42,10 @@ async def _():
 
 @cell("stream")
 async def _():
-    check(len([chunk async for chunk in client(V1, max_tokens=8).create_stream(MESSAGES)]) > 1, "chunks")
+    check(
+        len([chunk async for chunk in client(V1, max_tokens=8).create_stream(MESSAGES)]) > 1,
+        ("chunks"),
+    )
 
 
 @cell("tool loop")

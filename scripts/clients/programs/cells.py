@@ -1,4 +1,5 @@
-"""What the Python programs here have in common: where the servers are, one tool, and the report of a cell.
+"""What the Python programs here have in common: where the servers are, one tool, and the report of
+a cell.
 
 A program runs in an environment of its own, so this file needs the standard library only.
 """
@@ -19,19 +20,31 @@ from typing import Literal
 
 MODEL = os.environ["MODEL"]
 URL = os.environ["TINY_URL"]  # a server of builtin:tiny: any answer does
-SCRIPTED_URL = os.environ["SCRIPTED_URL"]  # one that calls get_weather("Paris"), then answers ANSWER
+# one that calls get_weather("Paris"), then answers ANSWER
+SCRIPTED_URL = os.environ["SCRIPTED_URL"]
 V1, SCRIPTED = f"{URL}/v1", f"{SCRIPTED_URL}/v1"
 QUESTION = "What is the weather in Paris?"
 ANSWER = {"city": "Paris", "sunny": True}
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Paris"]}, "sunny": {"type": "boolean", "enum": [True]}},
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris"]},
+        "sunny": {"type": "boolean", "enum": [True]},
+    },
     "required": ["city", "sunny"],
     "additionalProperties": False,
 }
-# Only Paris: a grammar forces what has no choice, character by character, and the script does not speak in characters.
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "enum": ["Paris"]}}, "required": ["city"]}
-TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Weather.", "parameters": PARAMETERS}}
+# Only Paris: a grammar forces what has no choice, character by character, and the script does not
+# speak in characters.
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris"]}},
+    "required": [("city")],
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Weather.", "parameters": PARAMETERS},
+}
 SECONDS = 60  # of one cell
 calls: list[str] = []
 
@@ -47,7 +60,8 @@ def get_weather(city: Literal["Paris"]) -> str:
 
 
 def cell(name: str) -> Callable[[Callable[[], object]], None]:
-    """Run the function, which may be a coroutine's, and print ✓ (no error) or the error as one JSON line."""
+    """Run the function, which may be a coroutine's, and print ✓ (no error) or the error as one
+    JSON line."""
 
     def run(function: Callable[[], object]) -> None:
         calls.clear()
@@ -93,7 +107,9 @@ def check_idle() -> None:
     """The server has stopped generating. Raises TimeoutError after 10 s."""
     for _ in range(100):
         with urllib.request.urlopen(f"{URL}/metrics") as page:
-            running = re.findall(r"^\S*requests_running\S* (\S+)$", page.read().decode(), re.MULTILINE)
+            running = re.findall(
+                r"^\S*requests_running\S* (\S+)$", page.read().decode(), re.MULTILINE
+            )
         if running and not any(map(float, running)):
             return
         time.sleep(0.1)  # another process: its /metrics is all that says so

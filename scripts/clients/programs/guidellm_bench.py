@@ -12,9 +12,24 @@ from cells import MODEL, URL, cell, check, command
 def _():
     with tempfile.TemporaryDirectory() as name:
         tokenizer = json.dumps({"kind": "hf_auto", "model": os.environ["TOKENIZER"]})
-        words = ["--backend", f"kind=openai_http,target={URL},model={MODEL}", "--tokenizer", tokenizer]
-        words += ["--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8", "--profile", "kind=synchronous"]
-        words += ["--constraint", "kind=max_requests,count=3", "--output", f"kind=json,path={name}/found.json"]
+        words = [
+            "--backend",
+            f"kind=openai_http,target={URL},model={MODEL}",
+            "--tokenizer",
+            tokenizer,
+        ]
+        words += [
+            "--data",
+            "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+            "--profile",
+            ("kind=synchronous"),
+        ]
+        words += [
+            "--constraint",
+            "kind=max_requests,count=3",
+            "--output",
+            (f"kind=json,path={name}/found.json"),
+        ]
         shown = command("guidellm", "run", *words, HF_HUB_OFFLINE="1")
         found = json.loads(Path(name, "found.json").read_text())
     totals = found["benchmarks"][0]["metrics"]["request_totals"]

@@ -1,6 +1,18 @@
 """Haystack. packages: haystack-ai==3.4.0"""
 
-from cells import MODEL, PARAMETERS, QUESTION, SCHEMA, SCRIPTED, V1, cell, check, check_json, check_loop, get_weather
+from cells import (
+    MODEL,
+    PARAMETERS,
+    QUESTION,
+    SCHEMA,
+    SCRIPTED,
+    V1,
+    cell,
+    check,
+    check_json,
+    check_loop,
+    get_weather,
+)
 from haystack.components.agents import Agent
 from haystack.components.embedders import OpenAITextEmbedder
 from haystack.components.generators.chat import OpenAIChatGenerator
@@ -9,14 +21,22 @@ from haystack.tools import Tool
 from haystack.utils import Secret
 
 KEY = Secret.from_token("none")
-FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True},
+}
 MESSAGES = [ChatMessage.from_user(QUESTION)]
 tool = Tool(name="get_weather", description="Weather.", parameters=PARAMETERS, function=get_weather)
 
 
 def generator(url: str, **fields: object) -> OpenAIChatGenerator:
     return OpenAIChatGenerator(
-        api_key=KEY, model=MODEL, api_base_url=url, generation_kwargs=fields, tools_strict=True, max_retries=0
+        api_key=KEY,
+        model=MODEL,
+        api_base_url=url,
+        generation_kwargs=fields,
+        tools_strict=True,
+        max_retries=0,
     )
 
 
@@ -35,12 +55,16 @@ def _():
 
 @cell("tool loop")
 def _():
-    check_loop(Agent(chat_generator=generator(SCRIPTED), tools=[tool]).run(MESSAGES)["messages"][-1].text)
+    check_loop(
+        Agent(chat_generator=generator(SCRIPTED), tools=[tool]).run(MESSAGES)["messages"][-1].text
+    )
 
 
 @cell("schema")
 def _():
-    check_json(generator(V1, max_tokens=64, response_format=FORMAT).run(MESSAGES)["replies"][0].text)
+    check_json(
+        generator(V1, max_tokens=64, response_format=FORMAT).run(MESSAGES)["replies"][0].text
+    )
 
 
 @cell("tools + schema")
@@ -53,4 +77,7 @@ def _():
 
 @cell("embeddings")
 def _():
-    check(OpenAITextEmbedder(api_key=KEY, model=MODEL, api_base_url=V1).run("a")["embedding"], "a vector")
+    check(
+        OpenAITextEmbedder(api_key=KEY, model=MODEL, api_base_url=V1).run("a")["embedding"],
+        ("a vector"),
+    )

@@ -2,7 +2,19 @@
 
 import json
 
-from cells import MODEL, QUESTION, SCHEMA, SCRIPTED, TOOL, V1, cell, check, check_json, check_loop, get_weather
+from cells import (
+    MODEL,
+    QUESTION,
+    SCHEMA,
+    SCRIPTED,
+    TOOL,
+    V1,
+    cell,
+    check,
+    check_json,
+    check_loop,
+    get_weather,
+)
 from huggingface_hub import InferenceClient
 
 tiny, scripted = (InferenceClient(base_url=url, api_key="none") for url in (V1, SCRIPTED))
@@ -27,7 +39,9 @@ def _():
     arguments = call.function.arguments
     result = get_weather(**(json.loads(arguments) if isinstance(arguments, str) else arguments))
     messages += [first, {"role": "tool", "tool_call_id": call.id, "content": result}]
-    check_loop(scripted.chat_completion(messages, model=MODEL, tools=[TOOL]).choices[0].message.content)
+    check_loop(
+        scripted.chat_completion(messages, model=MODEL, tools=[TOOL]).choices[0].message.content
+    )
 
 
 @cell("schema")

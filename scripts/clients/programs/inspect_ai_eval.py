@@ -38,13 +38,21 @@ async def _():
     schema = ResponseSchema(name="weather", json_schema=JSONSchema(**SCHEMA), strict=True)
     model = get_model(f"openai-api/tiny/{MODEL}", base_url=V1, api_key="none")
     check_json(
-        (await model.generate(QUESTION, config=GenerateConfig(max_tokens=64, response_schema=schema))).completion
+        (
+            await model.generate(
+                QUESTION, config=GenerateConfig(max_tokens=64, response_schema=schema)
+            )
+        ).completion
     )
 
 
 @cell("tool loop")
 def _():
-    task = Task([Sample(QUESTION, target="Paris")], solver=[use_tools(get_weather()), generate()], scorer=includes())
+    task = Task(
+        [Sample(QUESTION, target="Paris")],
+        solver=[use_tools(get_weather()), generate()],
+        scorer=includes(),
+    )
     model = get_model(f"openai-api/scripted/{MODEL}", base_url=SCRIPTED, api_key="none")
     with tempfile.TemporaryDirectory() as logs:
         log = eval(task, model=model, display="none", log_dir=logs)[0]

@@ -5,7 +5,12 @@ import pydantic
 from cells import MODEL, QUESTION, V1, cell, check
 from openai import OpenAI
 
-FIELDS = {"model": MODEL, "max_tokens": 400, "messages": [{"role": "user", "content": QUESTION}], "max_retries": 0}
+FIELDS = {
+    "model": MODEL,
+    "max_tokens": 400,
+    "messages": [{"role": "user", "content": QUESTION}],
+    "max_retries": 0,
+}
 
 
 class Sunny(pydantic.BaseModel):
@@ -15,7 +20,9 @@ class Sunny(pydantic.BaseModel):
 
 
 def typed(mode: instructor.Mode) -> Sunny:
-    found = instructor.from_openai(OpenAI(base_url=V1), mode=mode).create(response_model=Sunny, **FIELDS)
+    found = instructor.from_openai(OpenAI(base_url=V1), mode=mode).create(
+        response_model=Sunny, **FIELDS
+    )
     check(isinstance(found, Sunny), found)
     return found
 
@@ -33,4 +40,6 @@ def _():
 @cell("stream")
 def _():
     client = instructor.from_openai(OpenAI(base_url=V1), mode=instructor.Mode.JSON_SCHEMA)
-    check(list(client.create_partial(response_model=Sunny, **FIELDS))[-1].sunny is not None, "parts")
+    check(
+        list(client.create_partial(response_model=Sunny, **FIELDS))[-1].sunny is not None, ("parts")
+    )

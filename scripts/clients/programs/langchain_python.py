@@ -1,4 +1,5 @@
-"""LangChain: chat models, and the agent with a typed result. packages: langchain==1.4.7 langchain-openai==1.7.3"""
+"""LangChain: chat models, and the agent with a typed result. packages: langchain==1.4.7
+langchain-openai==1.7.3"""
 
 from typing import Literal
 

@@ -20,14 +20,19 @@ from cells import (
 
 litellm.suppress_debug_info = True
 MESSAGES = [{"role": "user", "content": QUESTION}]
-FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True},
+}
 PLACE = {"model": f"openai/{MODEL}", "api_key": "none", "messages": MESSAGES}
 
 
 def loop(**fields: object) -> str:
     messages = list(MESSAGES)
     while True:
-        message = litellm.completion(**PLACE | {"messages": messages}, api_base=SCRIPTED, tools=[TOOL], **fields)
+        message = litellm.completion(
+            **PLACE | {"messages": messages}, api_base=SCRIPTED, tools=[TOOL], **fields
+        )
         message = message.choices[0].message
         if not message.tool_calls:
             return message.content
@@ -45,7 +50,10 @@ def _():
 
 @cell("stream")
 def _():
-    check(len(list(litellm.completion(**PLACE, api_base=V1, max_tokens=8, stream=True))) > 2, "chunks")
+    check(
+        len(list(litellm.completion(**PLACE, api_base=V1, max_tokens=8, stream=True))) > 2,
+        ("chunks"),
+    )
 
 
 @cell("tool loop")
@@ -68,17 +76,29 @@ def _():
 
 @cell("responses")
 def _():
-    fields = {"model": f"openai/{MODEL}", "api_key": "none", "input": QUESTION, "max_output_tokens": 8}
+    fields = {
+        "model": f"openai/{MODEL}",
+        "api_key": "none",
+        "input": QUESTION,
+        "max_output_tokens": 8,
+    }
     check(litellm.responses(**fields, api_base=V1).output, "an output")
 
 
 @cell("messages")
 def _():
-    fields = {"model": f"anthropic/{MODEL}", "api_key": "none", "messages": MESSAGES, "max_tokens": 8}
+    fields = {
+        "model": f"anthropic/{MODEL}",
+        "api_key": "none",
+        "messages": MESSAGES,
+        "max_tokens": 8,
+    }
     check(litellm.completion(**fields, api_base=SCRIPTED_URL).choices[0].message.content, "a text")
 
 
 @cell("embeddings")
 def _():
-    found = litellm.embedding(model=f"openai/{MODEL}", api_key="none", api_base=V1, input=["a", "b"])
+    found = litellm.embedding(
+        model=f"openai/{MODEL}", api_key="none", api_base=V1, input=["a", ("b")]
+    )
     check(len(found.data) == 2, found)

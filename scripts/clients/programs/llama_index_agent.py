@@ -6,7 +6,12 @@ from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
-FIELDS = {"model": MODEL, "is_chat_model": True, "is_function_calling_model": True, "max_retries": 0}
+FIELDS = {
+    "model": MODEL,
+    "is_chat_model": True,
+    "is_function_calling_model": True,
+    "max_retries": 0,
+}
 tiny = OpenAILike(api_base=V1, api_key="none", max_tokens=64, **FIELDS)
 scripted = OpenAILike(api_base=SCRIPTED, api_key="none", **FIELDS)
 
@@ -19,7 +24,10 @@ class Sunny(pydantic.BaseModel):
 
 @cell("chat")
 def _():
-    check(tiny.chat([ChatMessage(role="user", content=QUESTION)]).raw.usage.completion_tokens > 0, "tokens")
+    check(
+        tiny.chat([ChatMessage(role="user", content=QUESTION)]).raw.usage.completion_tokens > 0,
+        ("tokens"),
+    )
 
 
 @cell("stream")

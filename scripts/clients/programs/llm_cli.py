@@ -11,7 +11,13 @@ CODE = "def get_weather(city: str) -> str:\n    '''The weather of a city.'''\n  
 home = tempfile.mkdtemp()
 os.environ["LLM_USER_PATH"] = home
 models = [
-    {"model_id": name, "model_name": MODEL, "api_base": url, "supports_tools": True, "supports_schema": True}
+    {
+        "model_id": name,
+        "model_name": MODEL,
+        "api_base": url,
+        "supports_tools": True,
+        "supports_schema": True,
+    }
     for name, url in (("tiny", V1), ("scripted", SCRIPTED))
 ]
 Path(home, "extra-openai-models.yaml").write_text(json.dumps(models))  # JSON is YAML
@@ -35,4 +41,8 @@ def _():
 
 @cell("schema")
 def _():
-    check_json(command("llm", "-m", "tiny", "-o", "max_tokens", "64", "--schema", json.dumps(SCHEMA), QUESTION))
+    check_json(
+        command(
+            "llm", "-m", "tiny", "-o", "max_tokens", "64", "--schema", json.dumps(SCHEMA), QUESTION
+        )
+    )

@@ -36,7 +36,10 @@ def agent(kind: type, url: str, **fields: object) -> Agent:
 def cells_of(kind: type, api: str) -> None:
     @cell(api)
     async def _():
-        check((await Runner.run(agent(kind, V1, model_settings=SHORT), QUESTION)).raw_responses, "an answer")
+        check(
+            (await Runner.run(agent(kind, V1, model_settings=SHORT), QUESTION)).raw_responses,
+            ("an answer"),
+        )
 
     @cell(f"{api}: stream")
     async def _():
@@ -54,7 +57,9 @@ def cells_of(kind: type, api: str) -> None:
 
     @cell(f"{api}: tools + schema")
     async def _():
-        found = (await Runner.run(agent(kind, SCRIPTED, tools=[tool], output_type=Weather), QUESTION)).final_output
+        found = (
+            await Runner.run(agent(kind, SCRIPTED, tools=[tool], output_type=Weather), QUESTION)
+        ).final_output
         check(found == Weather(city="Paris", sunny=True), found)
         check_loop(found)
 

@@ -21,7 +21,10 @@ from openai import OpenAI
 
 tiny, scripted = OpenAI(base_url=V1, max_retries=0), OpenAI(base_url=SCRIPTED, max_retries=0)
 MESSAGES = [{"role": "user", "content": QUESTION}]
-FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True},
+}
 
 
 class Weather(pydantic.BaseModel):
@@ -31,7 +34,9 @@ class Weather(pydantic.BaseModel):
 def loop(**fields: object) -> str:
     messages = list(MESSAGES)
     while True:
-        message = scripted.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL], **fields)
+        message = scripted.chat.completions.create(
+            model=MODEL, messages=messages, tools=[TOOL], **fields
+        )
         message = message.choices[0].message
         if not message.tool_calls:
             return message.content
@@ -43,14 +48,20 @@ def loop(**fields: object) -> str:
 
 @cell("chat")
 def _():
-    answer = tiny.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8, reasoning_effort="low")
+    answer = tiny.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=8, reasoning_effort=("low")
+    )
     check(answer.usage.completion_tokens > 0, answer)
 
 
 @cell("stream")
 def _():
     stream = tiny.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=8, stream=True, stream_options={"include_usage": True}
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = list(stream)
     check(chunks[-1].usage.completion_tokens > 0 and len(chunks) > 2, chunks)
@@ -63,7 +74,9 @@ def _():
 
 @cell("schema")
 def _():
-    answer = tiny.chat.completions.parse(model=MODEL, messages=MESSAGES, max_tokens=64, response_format=Weather)
+    answer = tiny.chat.completions.parse(
+        model=MODEL, messages=MESSAGES, max_tokens=64, response_format=Weather
+    )
     check(isinstance(answer.choices[0].message.parsed, Weather), answer)
 
 
@@ -80,19 +93,30 @@ def _():
         types = {event.type for event in stream}
     check("response.output_text.delta" in types, types)
     check(
-        tiny.responses.parse(model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=64).output_parsed, ""
+        tiny.responses.parse(
+            model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=64
+        ).output_parsed,
+        (""),
     )
 
 
 @cell("embeddings")
 def _():
-    check(len(tiny.embeddings.create(model=MODEL, input=["a", "b"], dimensions=8).data[1].embedding) == 8, "a vector")
+    check(
+        len(tiny.embeddings.create(model=MODEL, input=["a", "b"], dimensions=8).data[1].embedding)
+        == 8,
+        ("a vector"),
+    )
 
 
 @cell("cancel")
 def _():
     stream = tiny.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=1500,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     next(iter(stream))
     stream.close()

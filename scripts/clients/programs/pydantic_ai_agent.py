@@ -41,7 +41,13 @@ async def _():
 @cell("schema")
 async def _():
     for output in (NativeOutput(Sunny), Sunny):  # the second is a forced call
-        check(isinstance((await Agent(tiny, output_type=output).run(QUESTION, model_settings=SHORT)).output, Sunny), "")
+        check(
+            isinstance(
+                (await Agent(tiny, output_type=output).run(QUESTION, model_settings=SHORT)).output,
+                Sunny,
+            ),
+            (""),
+        )
 
 
 @cell("tools + schema")

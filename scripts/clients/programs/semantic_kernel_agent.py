@@ -5,7 +5,10 @@ from cells import MODEL, QUESTION, V1, calls, cell, check, get_weather
 from openai import AsyncOpenAI
 from semantic_kernel import Kernel
 from semantic_kernel.connectors.ai.function_choice_behavior import FunctionChoiceBehavior
-from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion, OpenAIChatPromptExecutionSettings
+from semantic_kernel.connectors.ai.open_ai import (
+    OpenAIChatCompletion,
+    OpenAIChatPromptExecutionSettings,
+)
 from semantic_kernel.contents import ChatHistory
 from semantic_kernel.functions import kernel_function
 
@@ -21,7 +24,9 @@ class Plugin:
 
 
 def service(url: str) -> OpenAIChatCompletion:
-    return OpenAIChatCompletion(ai_model_id=MODEL, async_client=AsyncOpenAI(base_url=url, max_retries=0))
+    return OpenAIChatCompletion(
+        ai_model_id=MODEL, async_client=AsyncOpenAI(base_url=url, max_retries=0)
+    )
 
 
 def history() -> ChatHistory:
@@ -46,7 +51,9 @@ async def _():
 @cell("schema")
 async def _():
     settings = OpenAIChatPromptExecutionSettings(max_tokens=64, response_format=Sunny)
-    Sunny.model_validate_json(str((await service(V1).get_chat_message_contents(history(), settings))[0]))
+    Sunny.model_validate_json(
+        str((await service(V1).get_chat_message_contents(history(), settings))[0])
+    )
 
 
 @cell("forced call")  # a function goes by PLUGIN-FUNCTION, so the scripted model cannot call it
@@ -55,5 +62,8 @@ async def _():
     kernel.add_plugin(Plugin(), "Plugin")
     forced = FunctionChoiceBehavior.Required(maximum_auto_invoke_attempts=1)
     settings = OpenAIChatPromptExecutionSettings(max_tokens=64, function_choice_behavior=forced)
-    check(await service(V1).get_chat_message_contents(history(), settings, kernel=kernel), "an answer")
+    check(
+        await service(V1).get_chat_message_contents(history(), settings, kernel=kernel),
+        ("an answer"),
+    )
     check(calls and set(calls) == {"Paris"}, calls)

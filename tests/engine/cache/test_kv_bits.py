@@ -1,4 +1,5 @@
-"""server.kv_bits: keys and values in 8 or 4 bits, held to attention in float64 and to mlx-lm's quantised cache."""
+"""server.kv_bits: keys and values in 8 or 4 bits, held to attention in float64 and to mlx-lm's
+quantised cache."""
 
 from types import SimpleNamespace
 
@@ -40,10 +41,17 @@ def quantised(model, bits=8, **options):
 
 
 def unpacked(arrays, bits):
-    """q · scale + bias in float64: the first number of a row of words lies in the lowest bits of its first word."""
-    words, scales, biases = (np.array(array.astype(mx.float32) if i else array) for i, array in enumerate(arrays))
+    """q · scale + bias in float64: the first number of a row of words lies in the lowest bits of
+    its first word."""
+    words, scales, biases = (
+        np.array(array.astype(mx.float32) if i else array) for i, array in enumerate(arrays)
+    )
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    numbers = (words[..., None] >> shifts & np.uint32(2**bits - 1)).reshape(*scales.shape, -1).astype(np.float64)
+    numbers = (
+        (words[..., None] >> shifts & np.uint32(2**bits - 1))
+        .reshape(*scales.shape, -1)
+        .astype(np.float64)
+    )
     return (numbers * scales[..., None] + biases[..., None]).reshape(*words.shape[:-1], -1)
 
 
@@ -54,14 +62,17 @@ def rounded(x, kv_format):
 
 def attention(queries, keys, values, scale):
     """queries [heads, D], keys and values [H, T, D]; float64."""
-    grouped = np.array(queries.astype(mx.float32), np.float64).reshape(len(keys), -1, keys.shape[-1])
+    grouped = np.array(queries.astype(mx.float32), np.float64).reshape(
+        len(keys), -1, keys.shape[-1]
+    )
     scores = scale * grouped @ keys.swapaxes(-1, -2)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return (weights / weights.sum(-1, keepdims=True) @ values).reshape(queries.shape)
 
 
 class Texts:
-    """Keys and values of some texts by a TokenCache of one layer, and the same ones in float64, a list for each row."""
+    """Keys and values of some texts by a TokenCache of one layer, and the same ones in float64,
+    a list for each row."""
 
     def __init__(self, kv_format, dtype, width):
         model = qwen3_model(head_dim=width, num_hidden_layers=1, num_key_value_heads=HEADS)
@@ -84,11 +95,16 @@ class Texts:
             keys=self.random(len(lengths), HEADS, 64), values=self.random(len(lengths), HEADS, 64)
         )
         chunks = (PrefixChunk(Segment(None, 0, tuple(range(shared))), shared),) if shared else ()
-        prompts = [PromptRows(source, count, length, chunks) for source, length in enumerate(lengths)]
+        prompts = [
+            PromptRows(source, count, length, chunks) for source, length in enumerate(lengths)
+        ]
         first = len(self.rows)
         self.cache.place(prompts, first)
         self.rows += [
-            [rounded(array[source, :, :length], self.format) for array in (prefill.keys, prefill.values)]
+            [
+                rounded(array[source, :, :length], self.format)
+                for array in (prefill.keys, prefill.values)
+            ]
             for source, length in enumerate(lengths)
             for _ in range(count)
         ]
@@ -100,7 +116,8 @@ class Texts:
         return [keys.shape[1] for keys, _ in self.rows]
 
     def step(self):
-        """Every row takes one more token; returns the largest error over the largest number of the attention."""
+        """Every row takes one more token; returns the largest error over the largest number of
+        the attention."""
         cache, count = self.cache, len(self.rows)
         cache.begin_step(self.lengths)
         keys, values = self.random(count, HEADS, 1), self.random(count, HEADS, 1)
@@ -111,7 +128,9 @@ class Texts:
         errors, sizes = [], []
         for place, row in enumerate(cache.order):
             new = [rounded(array[place], self.format) for array in (keys, values)]
-            self.rows[row] = [np.concatenate(pair, axis=1) for pair in zip(self.rows[row], new, strict=True)]
+            self.rows[row] = [
+                np.concatenate(pair, axis=1) for pair in zip(self.rows[row], new, strict=True)
+            ]
             wanted = attention(queries[place, :, 0], *self.rows[row], 0.125)
             errors.append(np.abs(np.array(found[place, :, 0].astype(mx.float32)) - wanted).max())
             sizes.append(np.abs(wanted).max())
@@ -134,8 +153,9 @@ class Texts:
     ],
 )
 def test_attention_equals_float64_over_the_unpacked_bits(small, bits, group, width, dtype, error):
-    """Rows of their own, of several lengths and of one (a scatter and a slice), a shared segment with and without a
-    rest, rows that grow into the next class, and rows that take others' places."""
+    """Rows of their own, of several lengths and of one (a scatter and a slice), a shared segment
+    with and without a rest, rows that grow into the next class, and rows that take others'
+    places."""
     texts = Texts(KVFormat(bits, group), dtype, width)
     texts.add([5, 5])
     assert texts.step() < error and texts.cache.step_pools[0].same == 5
@@ -156,7 +176,9 @@ def test_attention_equals_float64_over_the_unpacked_bits(small, bits, group, wid
             np.testing.assert_array_equal(unpacked(part, bits)[0], wanted)
 
 
-@pytest.mark.parametrize(("bits", "dtype", "error"), [(8, mx.float32, 1e-5), (4, mx.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("bits", "dtype", "error"), [(8, mx.float32, 1e-5), (4, mx.bfloat16, 2e-2)]
+)
 def test_the_product_of_other_devices_gives_the_same(small, bits, dtype, error, monkeypatch):
     """On a GPU it is MLX's product with quantised factors, which the CPU has too."""
     monkeypatch.setattr("mlx_parallm.engine.cache.kv_format.on_cpu", lambda: False)
@@ -171,7 +193,9 @@ def test_the_product_of_other_devices_gives_the_same(small, bits, dtype, error, 
 def test_half_precision_over_2000_positions_is_exact_and_finite(bits, dtype):
     """2,000 values around 40 add up to more than float16 holds, and to nothing good in bfloat16."""
     kv_format, shape = KVFormat(bits, 64), (1, 2, 2000, 64)
-    keys, values, queries = (mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in range(3))
+    keys, values, queries = (
+        mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in range(3)
+    )
     arrays, queries = kv_format.pack(keys / 10, values + 40), queries[:, :, :2]
     found = finish(attend_partly(queries, *kv_format.factors(arrays), None, LOG2_E / 8))
     held = [np.array(array.astype(mx.float32), np.float64) for array in kv_format.unpack(arrays)]
@@ -179,13 +203,17 @@ def test_half_precision_over_2000_positions_is_exact_and_finite(bits, dtype):
     np.testing.assert_allclose(np.array(found)[0], wanted, rtol=1e-2)
     # 64 · 40 · 40 is more than float16 holds; an eighth of it is not.
     even = attend_partly(
-        mx.full(queries.shape, 40, dtype), *KVFormat().factors([mx.full(shape, 40, dtype)] * 2), None, 0.1
+        mx.full(queries.shape, 40, dtype),
+        *KVFormat().factors([mx.full(shape, 40, dtype)] * 2),
+        None,
+        0.1,
     )
     assert finish(even).min().item() == pytest.approx(40, rel=1e-2)
 
 
 def mlx_lm_greedy(model, prompt, max_tokens, bits, group):
-    """mlx-lm's model over its QuantizedKVCache: the prompt but for its last token is computed, then quantised."""
+    """mlx-lm's model over its QuantizedKVCache: the prompt but for its last token is computed,
+    then quantised."""
     caches = make_prompt_cache(model)
     if len(prompt) > 1:
         mx.eval(model(mx.array(prompt[:-1])[None], cache=caches))
@@ -200,10 +228,13 @@ def mlx_lm_greedy(model, prompt, max_tokens, bits, group):
 @pytest.mark.parametrize(("bits", "ahead"), [(8, False), (8, True), (4, True)])
 def test_the_engine_equals_mlx_lms_quantised_cache_token_by_token(small, bits, ahead):
     model = model_of_width()
-    served = quantised(model, bits, max_rows=12, prefill_chunk=64, async_scheduling=ahead, prefix_cache_bytes=0)
+    served = quantised(
+        model, bits, max_rows=12, prefill_chunk=64, async_scheduling=ahead, prefix_cache_bytes=0
+    )
     prompts = ragged_prompts(6, seed=bits, longest=70)
     requests = [
-        request(f"r{i}", p, temperature=0.0, max_tokens=8 + 9 * (i % 3), n=1 + i % 3) for i, p in enumerate(prompts)
+        request(f"r{i}", p, temperature=0.0, max_tokens=8 + 9 * (i % 3), n=1 + i % 3)
+        for i, p in enumerate(prompts)
     ]
     outputs = run(served.engine, requests)
     full = 0
@@ -211,7 +242,9 @@ def test_the_engine_equals_mlx_lms_quantised_cache_token_by_token(small, bits, a
         wanted = mlx_lm_greedy(served.plain, prompt, 8 + 9 * (i % 3), bits, 64)
         for choice in outputs[f"r{i}"].completions:
             assert list(choice.token_ids) == wanted
-        full += wanted == list(run(serve(model_of_width()).engine, [requests[i]])[f"r{i}"].completions[0].token_ids)
+        full += wanted == list(
+            run(serve(model_of_width()).engine, [requests[i]])[f"r{i}"].completions[0].token_ids
+        )
     assert full < len(prompts) or bits == 8, "four bits change an answer"
     assert served.engine.cache.token_bytes() == 2 * 2 * HEADS * WIDTH * (bits / 8 + 2 * 4 / 64)
 
@@ -232,8 +265,11 @@ def test_layers_may_have_different_heads(small):
 
 
 def test_memory_is_what_the_bits_need():
-    """A number takes 4 bits and two float32 for each 64: 4.0 / (0.5 + 0.125) = 6.4 times less than float32."""
-    served = quantised(model_of_width(), 4, max_rows=8, prefill_chunk=2048, prefix_cache_bytes=1 << 20)
+    """A number takes 4 bits and two float32 for each 64: 4.0 / (0.5 + 0.125) = 6.4 times less
+    than float32."""
+    served = quantised(
+        model_of_width(), 4, max_rows=8, prefill_chunk=2048, prefix_cache_bytes=1 << 20
+    )
     cache, counters = served.engine.cache, served.engine.counters
     layers, numbers = 2, 2 * HEADS * WIDTH
     assert cache.token_bytes() == layers * numbers * 4 / 6.4
@@ -249,11 +285,16 @@ def test_memory_is_what_the_bits_need():
     run(served.engine, [])
     stored = [segment for _, segment in served.engine.scheduler.prefix_cache._by_age.values()]
     held = sum(array.nbytes for segment in stored for array in segment.arrays)
-    assert held == served.engine.scheduler.prefix_cache.tokens * cache.token_bytes() > 1200 * cache.token_bytes()
+    assert (
+        held
+        == served.engine.scheduler.prefix_cache.tokens * cache.token_bytes()
+        > 1200 * cache.token_bytes()
+    )
 
 
 def test_a_hit_begins_a_prefill_with_unpacked_keys_and_values_and_a_publish_ends_it(small):
-    """The prefix that is kept has the row's bits; what is computed after it sees what they stand for."""
+    """The prefix that is kept has the row's bits; what is computed after it sees what they stand
+    for."""
     served = quantised(model_of_width(), 4, max_rows=8)
     cache, [prompt] = served.engine.cache, ragged_prompts(1, shortest=40, longest=40)
     first = run(served.engine, [request("a", prompt, temperature=0.0, max_tokens=9)])["a"]
@@ -263,28 +304,41 @@ def test_a_hit_begins_a_prefill_with_unpacked_keys_and_values_and_a_publish_ends
     begun = cache.new_prefill(50, [chunks, chunks])
     for layer, arrays in zip(begun, cache.kv_format.layers(chunks[0].segment.arrays), strict=True):
         for restored, held in ((layer.state[0], arrays[:3]), (layer.state[1], arrays[3:])):
-            np.testing.assert_allclose(np.array(restored)[1, :, :39], unpacked(held, 4)[0, :, :39], atol=1e-6)
+            np.testing.assert_allclose(
+                np.array(restored)[1, :, :39], unpacked(held, 4)[0, :, :39], atol=1e-6
+            )
     computed = make_prompt_cache(served.plain)
     mx.eval(served.plain(mx.array(prompt[:-1])[None], cache=computed))
-    for layer, arrays in zip(computed, cache.kv_format.layers(chunks[0].segment.arrays), strict=True):
+    for layer, arrays in zip(
+        computed, cache.kv_format.layers(chunks[0].segment.arrays), strict=True
+    ):
         wanted = rounded(layer.state[0][:, :, :39], cache.kv_format)
         np.testing.assert_allclose(unpacked(arrays[:3], 4)[:, :, :39], wanted, atol=1e-5)
     again = run(served.engine, [request("b", prompt, temperature=0.0, max_tokens=9)])["b"]
     assert again.completions[0].cached_tokens == 39 and first.completions[0].cached_tokens == 0
-    assert again.completions[0].token_ids == first.completions[0].token_ids, "the same bits are read"
-    served.weights.publish_parameters(dict(tree_flatten(qwen3_model(seed=1, head_dim=WIDTH).parameters())))
-    assert run(served.engine, [request("c", prompt, max_tokens=9)])["c"].completions[0].cached_tokens == 0
+    assert again.completions[0].token_ids == first.completions[0].token_ids, (
+        "the same bits are read"
+    )
+    served.weights.publish_parameters(
+        dict(tree_flatten(qwen3_model(seed=1, head_dim=WIDTH).parameters()))
+    )
+    assert (
+        run(served.engine, [request("c", prompt, max_tokens=9)])["c"].completions[0].cached_tokens
+        == 0
+    )
 
 
 @pytest.mark.parametrize("length", [40, 600])
 def test_what_a_hit_brings_keeps_its_bits(length):
-    """Copied into a row (short), or read where it lies with the rest in a new segment; quantised a second time, some
-    groups would have another scale."""
+    """Copied into a row (short), or read where it lies with the rest in a new segment; quantised
+    a second time, some groups would have another scale."""
     served = quantised(model_of_width(), 4, max_rows=8, prefill_chunk=2048)
     cache, scheduler = served.engine.cache, served.engine.scheduler
     [prompt] = ragged_prompts(1, shortest=length, longest=length)
     run(served.engine, [request("a", prompt, temperature=0.0, max_tokens=9)])
-    [kept] = scheduler.prefix_cache.find((served.engine._weights_of(SimpleNamespace(adapter=None)), None), (*prompt, 0))
+    [kept] = scheduler.prefix_cache.find(
+        (served.engine._weights_of(SimpleNamespace(adapter=None)), None), (*prompt, 0)
+    )
     wanted = [array[:, :, : kept.stop] for array in kept.segment.arrays]
     kept_positions, others = kept.stop, ragged_prompts(2, seed=1, shortest=1200, longest=1200)
     for i, rest in enumerate((others[0], others[1], prompt[:9])):
@@ -293,15 +347,21 @@ def test_what_a_hit_brings_keeps_its_bits(length):
         served.engine.step()
     for row in range(3):
         held = cache.read(row, 0, kept_positions)
-        assert all(mx.array_equal(array, bits).item() for array, bits in zip(held, wanted, strict=True))
+        assert all(
+            mx.array_equal(array, bits).item() for array, bits in zip(held, wanted, strict=True)
+        )
         assert scheduler.rows[row].cached_prompt_tokens == kept_positions
     run(served.engine, [])
 
 
 def test_a_row_of_nan_fails_alone():
-    """Quantising may lose a NaN, but its scale does not, nor do the logits; the row's next owner sees none of it."""
+    """Quantising may lose a NaN, but its scale does not, nor do the logits; the row's next owner
+    sees none of it."""
     served = quantised(model_of_width(), 8, max_rows=3, prefix_cache_bytes=0)
-    poison = {path: LoraPair(pair.a, pair.b * mx.nan, pair.scale) for path, pair in random_adapter(served, 1).items()}
+    poison = {
+        path: LoraPair(pair.a, pair.b * mx.nan, pair.scale)
+        for path, pair in random_adapter(served, 1).items()
+    }
     served.weights.add_adapter("nan", poison)
     prompts = ragged_prompts(6, shortest=5, longest=20)
     requests = [
@@ -315,7 +375,11 @@ def test_a_row_of_nan_fails_alone():
             assert completion.finish_reason == "error" and "not finite" in completion.error
         else:
             assert list(completion.token_ids) == mlx_lm_greedy(served.plain, prompt, 9, 8, 64)
-    assert not any(mx.isnan(array).any().item() for pool in served.engine.cache._pools.values() for array in pool.state)
+    assert not any(
+        mx.isnan(array).any().item()
+        for pool in served.engine.cache._pools.values()
+        for array in pool.state
+    )
 
 
 def test_a_prompt_that_is_computed_counts_in_full():
@@ -324,9 +388,14 @@ def test_a_prompt_that_is_computed_counts_in_full():
     assert limits.room(20) == 200 - 20 - 128 + 1
     token = quantised(model_of_width(), 4).engine.cache.token_bytes()
     served = quantised(model_of_width(), 4, kv_cache_bytes=600 * token, prefix_cache_bytes=0)
-    with pytest.raises(RequestError, match=r"prompt: .* to compute 93 tokens, and this prompt has 94"):  # 600 / 6.4
+    # 600 / 6.4
+    with pytest.raises(
+        RequestError, match=r"prompt: .* to compute 93 tokens, and this prompt has 94"
+    ):
         served.engine.add(request("long", [1] * 94, prompt_logprobs=0, max_tokens=0))
-    [scored] = run(served.engine, [request("s", [1] * 93, prompt_logprobs=0, max_tokens=0)]).values()
+    [scored] = run(
+        served.engine, [request("s", [1] * 93, prompt_logprobs=0, max_tokens=0)]
+    ).values()
     assert scored.prompt_logprobs is not None, "no row will hold it"
     scheduler = served.engine.scheduler
     assert (scheduler.max_kv_tokens, scheduler.prompt_cost) == (600, 6.4)

@@ -17,7 +17,9 @@ def tokens_of(rows: int, seed: int) -> mx.array:
     return mx.random.normal((rows, HEADS, 1, WIDTH), key=mx.random.key(seed))
 
 
-def decode(slots: SlotCache, positions: list[int], seed: int) -> tuple[mx.array, mx.array, mx.array]:
+def decode(
+    slots: SlotCache, positions: list[int], seed: int
+) -> tuple[mx.array, mx.array, mx.array]:
     slots.begin_step(positions)
     new = tokens_of(len(positions), seed)
     keys, values = slots.layers[0].update_and_fetch(new, -new)
@@ -96,7 +98,8 @@ def test_steps_moves_and_admissions_copy_no_cache():
     base = mx.get_active_memory()
     mx.reset_peak_memory()
     step([901] * 32)
-    # keys.sum() reads a view; what may appear is one contiguous copy of a view, never a second cache
+    # keys.sum() reads a view; what may appear is one contiguous copy of a view, never a second
+    # cache
     assert mx.get_peak_memory() - base < total / 2
 
 
@@ -139,7 +142,10 @@ def test_integrity_check_sees_wrong_counts():
 
 def test_the_engine_gives_its_cache_back_when_idle():
     served = serve(qwen3_model())
-    run(served.engine, [request(f"r{i}", prompt, max_tokens=3) for i, prompt in enumerate(ragged_prompts(8))])
+    run(
+        served.engine,
+        [request(f"r{i}", prompt, max_tokens=3) for i, prompt in enumerate(ragged_prompts(8))],
+    )
     assert served.engine.cache.nbytes > 0
     served.engine.release_memory()
     assert served.engine.cache.nbytes == 0

@@ -26,7 +26,8 @@ KEY = ("weights", None)
 
 
 def store(cache: PrefixCache, tokens: tuple[int, ...], key=KEY) -> int:
-    """Stores as the engine does; returns the positions that were new. The arrays are the tokens themselves."""
+    """Stores as the engine does; returns the positions that were new. The arrays are the tokens
+    themselves."""
     segment = cache.store(key, tokens)
     if segment is None:
         return 0
@@ -35,7 +36,9 @@ def store(cache: PrefixCache, tokens: tuple[int, ...], key=KEY) -> int:
 
 
 def found(cache: PrefixCache, prompt: tuple[int, ...], key=KEY) -> tuple[int, ...]:
-    return tuple(token for p in cache.find(key, prompt) for token in p.segment.arrays[: p.stop - p.start])
+    return tuple(
+        token for p in cache.find(key, prompt) for token in p.segment.arrays[: p.stop - p.start]
+    )
 
 
 def test_the_longest_prefix_is_found_and_nothing_is_held_twice():
@@ -46,10 +49,16 @@ def test_the_longest_prefix_is_found_and_nothing_is_held_twice():
     assert store(cache, (1, 2, 3, 9, 9, 6)) == 1
     assert store(cache, (1, 2)) == 0
     assert found(cache, (1, 2, 3, 9, 9, 6, 7, 0)) == (1, 2, 3, 9, 9, 6)
-    assert found(cache, (1, 2, 3, 4, 9)) == (1, 2, 3, 4), "the last token of a prompt is never taken from here"
+    assert found(cache, (1, 2, 3, 4, 9)) == (1, 2, 3, 4), (
+        "the last token of a prompt is never taken from here"
+    )
     assert found(cache, (1, 2, 3, 4)) == (1, 2, 3)
     assert found(cache, (2, 2)) == found(cache, (1,)) == ()
-    assert found(cache, (1, 2, 3, 4), ("others", None)) == found(cache, (1, 2, 3), ("weights", "salt")) == ()
+    assert (
+        found(cache, (1, 2, 3, 4), ("others", None))
+        == found(cache, (1, 2, 3), ("weights", "salt"))
+        == ()
+    )
     assert cache.tokens == 8
     cache.check_integrity()
 
@@ -65,11 +74,15 @@ def test_against_a_list_of_all_texts():
         store(cache, text)
         texts.append(text)
         cache.check_integrity()
-    assert cache.tokens == len({text[: i + 1] for text in texts for i in range(len(text))}), "one position a prefix"
+    assert cache.tokens == len({text[: i + 1] for text in texts for i in range(len(text))}), (
+        "one position a prefix"
+    )
 
 
 def _common(a, b) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def test_the_least_recently_used_goes_first_and_ancestors_stay():
@@ -83,7 +96,9 @@ def test_the_least_recently_used_goes_first_and_ancestors_stay():
     assert found(cache, (1, 2, 3, 4, 5, 6, 0)) == (1, 2, 3, 4, 5, 6)
     assert store(cache, tuple(range(20, 33))) == 0, "longer than all there is"
     assert store(cache, tuple(range(20, 32))) == 12 and cache.tokens == 12
-    assert store(cache, (*range(20, 32), 1)) == 0, "what it would hang from is not thrown out for it"
+    assert store(cache, (*range(20, 32), 1)) == 0, (
+        "what it would hang from is not thrown out for it"
+    )
     cache.check_integrity()
 
 
@@ -107,7 +122,9 @@ def pair(**options) -> tuple[Served, Served]:
     return serve(qwen3_model(), **options), serve(qwen3_model(), prefix_cache_bytes=0, **options)
 
 
-def conversation(served: Served, chats: int, turns: int, **params) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+def conversation(
+    served: Served, chats: int, turns: int, **params
+) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """Chats side by side: each turn's prompt is the last one's, its answer, and something new."""
     generator, answers = random.Random(5), []
     prompts = [(*range(40), 50 + chat) for chat in range(chats)]
@@ -128,10 +145,15 @@ def conversation(served: Served, chats: int, turns: int, **params) -> list[tuple
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_conversations_are_answered_as_without_the_cache(temperature):
     cached, naive = pair(prefill_chunk=32)
-    got, expected = (conversation(served, 6, 4, temperature=temperature) for served in (cached, naive))
+    got, expected = (
+        conversation(served, 6, 4, temperature=temperature) for served in (cached, naive)
+    )
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
     assert len({token for tokens, _ in got for token in tokens}) >= 20
-    difference = max(np.abs(np.array(a) - np.array(b)).max() for (_, a), (_, b) in zip(got, expected, strict=True))
+    difference = max(
+        np.abs(np.array(a) - np.array(b)).max()
+        for (_, a), (_, b) in zip(got, expected, strict=True)
+    )
     assert difference <= 1e-4
     counts, without = cached.engine.counters, naive.engine.counters
     assert without.prefill_tokens == without.prompt_tokens == counts.prompt_tokens
@@ -152,17 +174,34 @@ def test_adapters_salts_and_publishes_never_share():
         got = []
         for version in range(3):
             for turn in range(2):
-                users = [(None, None), ("policy", None), ("other", None), ("policy", "a"), ("policy", "b")]
+                users = [
+                    (None, None),
+                    ("policy", None),
+                    ("other", None),
+                    ("policy", "a"),
+                    ("policy", ("b")),
+                ]
                 for number, (adapter, salt) in enumerate(users):
-                    one = request(f"{version}.{turn}.{number}", prompt, adapter=adapter, temperature=0.0, max_tokens=8)
-                    got.append(run(served.engine, [replace(one, cache_salt=salt)])[one.request_id].completions[0])
+                    one = request(
+                        f"{version}.{turn}.{number}",
+                        prompt,
+                        adapter=adapter,
+                        temperature=0.0,
+                        max_tokens=8,
+                    )
+                    got.append(
+                        run(served.engine, [replace(one, cache_salt=salt)])[
+                            one.request_id
+                        ].completions[0]
+                    )
             served.weights.publish_adapter(random_adapter(served, 10 + version))
         answers.append(got)
     for one, other in zip(*answers, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     assert len({token for one in answers[0] for token in one.token_ids}) >= 20
-    # Computed: base and "other" once, the policy once for each salt and version; all else was found.
+    # Computed: base and "other" once, the policy once for each salt and version; all else was
+    # found.
     assert cached.engine.counters.prefill_tokens == 60 * (2 + 3 * 3)
     assert [one.cached_tokens for one in answers[0][:10]] == [0] * 5 + [59] * 5
     assert {one.cached_tokens for one in answers[1]} == {0}
@@ -172,7 +211,10 @@ def test_old_weights_entries_go_at_once():
     served = serve(qwen3_model(), policy="policy")
     served.weights.publish_adapter(random_adapter(served, 1))
     prompt = ragged_prompts(1, shortest=60, longest=60)[0]
-    run(served.engine, [request("p", prompt, adapter="policy", max_tokens=2), request("b", prompt, max_tokens=2)])
+    run(
+        served.engine,
+        [request("p", prompt, adapter="policy", max_tokens=2), request("b", prompt, max_tokens=2)],
+    )
     held = served.engine.scheduler.prefix_cache.tokens
     served.weights.publish_adapter(random_adapter(served, 2))
     run(served.engine, [request("x", [1, 2], max_tokens=1)])
@@ -186,7 +228,8 @@ def test_old_weights_entries_go_at_once():
 def test_what_has_just_finished_does_not_come_back_after_a_reset():
     served = serve(qwen3_model())
     prompt = ragged_prompts(1, shortest=60, longest=60)[0]
-    run(served.engine, [request("first", prompt, max_tokens=2)])  # its row is given up at the next step only
+    # its row is given up at the next step only
+    run(served.engine, [request("first", prompt, max_tokens=2)])
     served.engine.reset_prefix_cache()
     again = run(served.engine, [request("again", prompt, max_tokens=2)])["again"]
     assert again.completions[0].cached_tokens == 0
@@ -195,23 +238,38 @@ def test_what_has_just_finished_does_not_come_back_after_a_reset():
 
 
 def test_memory_stays_within_both_bounds():
-    """Rows, prompts being computed and stored prefixes, counted as the arrays that they are, after each step."""
-    served = serve(qwen3_model(), kv_cache_bytes=1 << 20, prefix_cache_bytes=1 << 18, prefill_chunk=64, max_rows=16)
+    """Rows, prompts being computed and stored prefixes, counted as the arrays that they are,
+    after each step."""
+    served = serve(
+        qwen3_model(),
+        kv_cache_bytes=1 << 20,
+        prefix_cache_bytes=1 << 18,
+        prefill_chunk=64,
+        max_rows=16,
+    )
     engine = served.engine
     token = engine.cache.token_bytes()
     bound = engine.scheduler.max_kv_tokens
     assert bound == (1 << 20) // token
     generator = random.Random(3)
-    prompts = [[generator.randrange(VOCAB - 1) for _ in range(generator.choice([3, 40, 150]))] for _ in range(60)]
+    prompts = [
+        [generator.randrange(VOCAB - 1) for _ in range(generator.choice([3, 40, 150]))]
+        for _ in range(60)
+    ]
     for number, prompt in enumerate(prompts):
         limit = generator.choice([5, 20, 90])
-        engine.add(request(f"r{number}", prompt, temperature=0.0, max_tokens=limit, ignore_eos=True))
+        engine.add(
+            request(f"r{number}", prompt, temperature=0.0, max_tokens=limit, ignore_eos=True)
+        )
     outputs, most, most_rows = {}, 0, 0
     while engine.has_work:
         for event in engine.step():
             outputs[event.request_id] = event.output
         prefills = [
-            array for p in engine.scheduler.prefills for cache in p.caches for array in (cache.keys, cache.values)
+            array
+            for p in engine.scheduler.prefills
+            for cache in p.caches
+            for array in (cache.keys, cache.values)
         ]
         used = engine.cache.nbytes + sum(array.nbytes for array in prefills)
         stored = [a for _, s in engine.scheduler.prefix_cache._by_age.values() for a in s.arrays]
@@ -228,23 +286,36 @@ def test_a_stored_prefix_does_not_keep_the_cache_alive_and_survives_its_row():
     served = serve(qwen3_model(), max_rows=2)
     prompt = ragged_prompts(1, shortest=50, longest=50)[0]
     run(served.engine, [request("a", prompt, max_tokens=3)])
-    run(served.engine, [request(f"x{i}", p, max_tokens=9) for i, p in enumerate(ragged_prompts(8, seed=4))])
+    run(
+        served.engine,
+        [request(f"x{i}", p, max_tokens=9) for i, p in enumerate(ragged_prompts(8, seed=4))],
+    )
     served.engine.release_memory()
     before = served.engine.counters.prefill_tokens
-    output = run(served.engine, [request("b", [*prompt, 5], max_tokens=20, seed=1, ignore_eos=True)])["b"]
-    assert served.engine.counters.prefill_tokens - before == 0 and output.completions[0].cached_tokens == 50
+    output = run(
+        served.engine, [request("b", [*prompt, 5], max_tokens=20, seed=1, ignore_eos=True)]
+    )[("b")]
+    assert (
+        served.engine.counters.prefill_tokens - before == 0
+        and output.completions[0].cached_tokens == 50
+    )
     tokens = list(output.completions[0].token_ids)
     logits = full_logits(served.plain, [*prompt, 5, *tokens])[50:-1]
-    expected = (logits - mx.logsumexp(logits, axis=-1, keepdims=True))[mx.arange(20), mx.array(tokens)]
+    expected = (logits - mx.logsumexp(logits, axis=-1, keepdims=True))[
+        mx.arange(20), mx.array(tokens)
+    ]
     np.testing.assert_allclose(np.array(expected), output.completions[0].logprobs, atol=1e-4)
 
 
 def test_a_request_that_never_fits_is_refused_and_the_default_length_fits():
     served = serve(qwen3_model(), max_model_len=2048, kv_cache_bytes=1, default_max_tokens=30)
     token = served.engine.cache.token_bytes()
-    served = serve(qwen3_model(), max_model_len=2048, kv_cache_bytes=100 * token, default_max_tokens=30)
+    served = serve(
+        qwen3_model(), max_model_len=2048, kv_cache_bytes=100 * token, default_max_tokens=30
+    )
     with pytest.raises(
-        RequestError, match=r"holds keys and values of 100 tokens: with this prompt of 20 .* at most 61"
+        RequestError,
+        match=r"holds keys and values of 100 tokens: with this prompt of 20 .* at most 61",
     ):
         served.engine.add(request("x", [1] * 20, max_tokens=62))
     with pytest.raises(RequestError, match="at most 0 more"):
@@ -258,4 +329,6 @@ def test_a_request_that_never_fits_is_refused_and_the_default_length_fits():
         ],
     )
     lengths = {name: len(output.completions[0].token_ids) for name, output in outputs.items()}
-    assert lengths == {"short": 30, "long": 21, "most": 61}, "the default, what there is room for, what was asked"
+    assert lengths == {"short": 30, "long": 21, "most": 61}, (
+        "the default, what there is room for, what was asked"
+    )

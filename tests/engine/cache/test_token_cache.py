@@ -1,4 +1,5 @@
-"""Keys and values by tokens: attention in parts, segments that rows share, size classes; held to the rectangle."""
+"""Keys and values by tokens: attention in parts, segments that rows share, size classes; held to
+the rectangle."""
 
 import gc
 import random
@@ -9,7 +10,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.engine.cache import tokens
-from mlx_parallm.engine.cache.batch import BatchCache, _step_over_segments, choose_cache, why_not_by_tokens
+from mlx_parallm.engine.cache.batch import (
+    BatchCache,
+    _step_over_segments,
+    choose_cache,
+    why_not_by_tokens,
+)
 from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, Packed
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import (
@@ -40,11 +46,13 @@ from tests.tiny_models import QWEN3, make_model
 
 
 def test_parts_are_added_with_the_right_weights():
-    """Three positions with scores 0, ln 2 and ln 5, in parts of two and one: weights 1/8, 2/8 and 5/8."""
+    """Three positions with scores 0, ln 2 and ln 5, in parts of two and one: weights 1/8, 2/8
+    and 5/8."""
     queries = mx.array([[LOG2_E]])
     keys, values = mx.array([[0.0], [np.log(2)], [np.log(5)]]), mx.array([[8.0], [80.0], [800.0]])
     first = attend_partly(queries, keys[:2].T, values[:2], None)
-    assert [round(array.item(), 4) for array in first] == [84.0, 1.0, 1.5]  # 8 / 2 + 80, log₂ 2, 1 / 2 + 1
+    # 8 / 2 + 80, log₂ 2, 1 / 2 + 1
+    assert [round(array.item(), 4) for array in first] == [84.0, 1.0, 1.5]
     seen = mx.array([[False, False, True]])
     rest = attend_partly(queries, keys.T, values, seen)
     assert finish(merge(first, rest)).item() == pytest.approx(1 + 20 + 500)
@@ -53,10 +61,15 @@ def test_parts_are_added_with_the_right_weights():
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_large_scores_and_long_parts_are_exact(repeats):
     shapes = [(2, repeats, 8), (2, 900, 8), (2, 900, 4)]
-    queries, keys, values = (mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate(shapes))
+    queries, keys, values = (
+        mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate(shapes)
+    )
     queries = 20 * queries
     halves = [slice(0, 650), slice(650, 900)]
-    parts = [attend_partly(LOG2_E * queries, keys[:, half].swapaxes(-1, -2), values[:, half], None) for half in halves]
+    parts = [
+        attend_partly(LOG2_E * queries, keys[:, half].swapaxes(-1, -2), values[:, half], None)
+        for half in halves
+    ]
     wanted = mx.softmax(queries @ keys.swapaxes(-1, -2), axis=-1) @ values
     np.testing.assert_allclose(np.array(finish(merge(*parts))), np.array(wanted), atol=2e-5)
 
@@ -65,12 +78,24 @@ def test_powers_of_two():
     x = mx.linspace(-40, 0, 4001)[None]
     found, wanted = cpu_kernels.exp2_minus(x, mx.array([[0.0]])), np.exp2(np.array(x, np.float64))
     np.testing.assert_allclose(np.array(found), wanted, rtol=3e-7)
-    edges = cpu_kernels.exp2_minus(mx.array([[float("nan"), -1e30, -3.0, 0.0]]), mx.array([[0.0]]))[0]
-    assert np.isnan(edges[0].item()) and edges[1].item() < 1e-30 and edges[2:].tolist() == [0.125, 1.0]
+    edges = cpu_kernels.exp2_minus(mx.array([[float("nan"), -1e30, -3.0, 0.0]]), mx.array([[0.0]]))[
+        0
+    ]
+    assert (
+        np.isnan(edges[0].item()) and edges[1].item() < 1e-30 and edges[2:].tolist() == [0.125, 1.0]
+    )
 
 
 def test_size_classes_waste_a_quarter_at_most():
-    assert [size_class(n) for n in (1, 128, 129, 500, 600, 700, 4000)] == [128, 128, 256, 512, 640, 800, 4480]
+    assert [size_class(n) for n in (1, 128, 129, 500, 600, 700, 4000)] == [
+        128,
+        128,
+        256,
+        512,
+        640,
+        800,
+        4480,
+    ]
     assert all(n <= size_class(n) <= max(1.25 * n, n + 128) for n in range(1, 20000, 7))
     assert not worth_a_segment(255, 16) and worth_a_segment(256, 2) and not worth_a_segment(1023, 1)
 
@@ -85,8 +110,14 @@ class Twins:
     """The same requests through an engine by tokens and one with the rectangle."""
 
     def __init__(self, **options):
-        self.new, self.old = serve(qwen3_model(), **options), serve(qwen3_model(), by_tokens=False, **options)
-        assert (type(self.new.engine.cache), type(self.old.engine.cache)) == (TokenCache, BatchCache)
+        self.new, self.old = (
+            serve(qwen3_model(), **options),
+            serve(qwen3_model(), by_tokens=False, **options),
+        )
+        assert (type(self.new.engine.cache), type(self.old.engine.cache)) == (
+            TokenCache,
+            BatchCache,
+        )
         self.both = (self.new, self.old)
         self.seen = set()
 
@@ -114,7 +145,10 @@ class Twins:
         for name, output in outputs[0].items():
             for mine, other in zip(output.completions, outputs[1][name].completions, strict=True):
                 assert mine.token_ids == other.token_ids, name
-                assert mine.policy_versions == other.policy_versions and mine.cached_tokens == other.cached_tokens
+                assert (
+                    mine.policy_versions == other.policy_versions
+                    and mine.cached_tokens == other.cached_tokens
+                )
                 np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-4)
         return outputs[0]
 
@@ -127,33 +161,65 @@ class Twins:
                 self.seen |= {"of different lengths"} if part.mask is not None else set()
                 self.seen |= {"scattered"} if isinstance(part.rows, mx.array) else set()
         self.seen |= {"compiled"} if any(pool.compiled for pool in cache.step_pools) else set()
-        self.seen |= {"some classes"} if len({pool.size for pool in cache.step_pools}) > 2 else set()
+        self.seen |= (
+            {("some classes")} if len({pool.size for pool in cache.step_pools}) > 2 else set()
+        )
 
 
 @pytest.mark.parametrize("fewest", [cpu_attention.FEWEST_POSITIONS, 1], ids=["MLX's", "compiled"])
 def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(small, fewest, monkeypatch):
-    """Groups, prompts that part from each other in the middle, turns that go on, aborts, and a publish under way."""
+    """Groups, prompts that part from each other in the middle, turns that go on, aborts, and a
+    publish under way."""
     monkeypatch.setattr(cpu_attention, "FEWEST_POSITIONS", fewest)
     calls = count_calls(monkeypatch)
     twins = Twins(max_rows=24, prefill_chunk=48)
     generator = random.Random(1)
     system = [generator.randrange(VOCAB - 1) for _ in range(40)]
-    turns = [[*system[: 40 - 9 * i], *(generator.randrange(VOCAB - 1) for _ in range(5 + 11 * i))] for i in range(4)]
+    turns = [
+        [*system[: 40 - 9 * i], *(generator.randrange(VOCAB - 1) for _ in range(5 + 11 * i))]
+        for i in range(4)
+    ]
     for turn in range(4):
         requests = [
-            request(f"g{i}", text, n=1 + 2 * (i % 3), seed=10 * turn + i, max_tokens=4 + 7 * i, ignore_eos=True)
+            request(
+                f"g{i}",
+                text,
+                n=1 + 2 * (i % 3),
+                seed=10 * turn + i,
+                max_tokens=4 + 7 * i,
+                ignore_eos=True,
+            )
             for i, text in enumerate(turns)
         ]
         others = ragged_prompts(5, seed=turn, longest=50)
-        requests += [request(f"s{i}", p, temperature=0.0, max_tokens=3 + 9 * i) for i, p in enumerate(others)]
+        requests += [
+            request(f"s{i}", p, temperature=0.0, max_tokens=3 + 9 * i) for i, p in enumerate(others)
+        ]
         other = dict(tree_flatten(qwen3_model(seed=1 + turn).parameters()))
-        between = (lambda served, other=other: served.weights.publish_parameters(other)) if turn == 2 else None
+        between = (
+            (lambda served, other=other: served.weights.publish_parameters(other))
+            if turn == 2
+            else None
+        )
         outputs = twins.run(requests, between, abort=["g3", "s4"][: turn % 3])
         for i in range(len(turns)):
             turns[i] = [*turns[i], *outputs[f"g{i}"].completions[-1].token_ids, *range(3)]
-    ways = {"level 0", "level 1", "all rows", "some rows", "shared", "alone", "out of order", "scattered"}
+    ways = {
+        "level 0",
+        "level 1",
+        "all rows",
+        "some rows",
+        "shared",
+        "alone",
+        "out of order",
+        ("scattered"),
+    }
     assert twins.seen >= ways | {"some classes", "of different lengths"}
-    assert bool(calls) == ("compiled" in twins.seen) == (fewest == 1 and cpu_attention.has_fast_products())
+    assert (
+        bool(calls)
+        == ("compiled" in twins.seen)
+        == (fewest == 1 and cpu_attention.has_fast_products())
+    )
 
 
 def count_calls(monkeypatch):
@@ -181,7 +247,8 @@ def test_many_rows_of_float32_are_computed_by_what_is_compiled(dtype, monkeypatc
         cache.layers[0].update_and_fetch(*arrays[:2])
         assert cache.layers[0].attend(arrays[2], 0.25).dtype == dtype
     wanted = dtype == mx.float32 and cpu_attention.has_fast_products()
-    assert seen == [False, wanted] and len(calls) == wanted  # before the first write the type is not known
+    # before the first write the type is not known
+    assert seen == [False, wanted] and len(calls) == wanted
 
 
 def test_adapters_of_a_group_and_beside_it_equal_the_rectangle(small):
@@ -195,11 +262,14 @@ def test_adapters_of_a_group_and_beside_it_equal_the_rectangle(small):
 
 
 def test_evicted_and_forgotten_segments_stay_alive_for_their_rows(small):
-    """A prefix cache of one prompt: each new prompt drops the one before, whose rows still read it."""
+    """A prefix cache of one prompt: each new prompt drops the one before, whose rows still read
+    it."""
     served = serve(qwen3_model(), prefix_cache_bytes=60 * 512, max_rows=8)
     prompts = ragged_prompts(4, shortest=40, longest=50)
     for i, prompt in enumerate(prompts):
-        served.engine.add(request(f"r{i}", prompt, n=2, temperature=0.0, max_tokens=30, ignore_eos=True))
+        served.engine.add(
+            request(f"r{i}", prompt, n=2, temperature=0.0, max_tokens=30, ignore_eos=True)
+        )
         served.engine.step()
         served.engine.step()
         served.engine.check_integrity()
@@ -224,7 +294,10 @@ def test_a_group_holds_its_prompt_once_and_a_second_group_takes_it_from_the_pref
         served.engine.step()
         held[n] = served.engine.cache.nbytes / token
         counters = served.engine.counters
-        assert counters.kv_bytes == held[n] * token and counters.kv_bytes_shared == (n - 1) * 1200 * token
+        assert (
+            counters.kv_bytes == held[n] * token
+            and counters.kv_bytes_shared == (n - 1) * 1200 * token
+        )
         assert counters.kv_tokens == n * 1202
         [part] = served.engine.cache.levels[0].parts
         assert part.count == n
@@ -237,12 +310,15 @@ def test_a_group_holds_its_prompt_once_and_a_second_group_takes_it_from_the_pref
     served.engine.release_memory()
     assert served.engine.counters.kv_bytes == served.engine.counters.kv_bytes_shared == 0
     seconds = served.engine.counters.step_seconds
-    assert seconds["score"] < min(seconds[part] for part in ("schedule", "build", "compute", "read"))
+    assert seconds["score"] < min(
+        seconds[part] for part in ("schedule", "build", "compute", ("read"))
+    )
 
 
 def test_memory_and_reading_follow_the_tokens_held():
-    """Requests of 5 to 2,000 tokens come, alone and in groups, and end at random. At each step at most 1.3 times the
-    tokens held are allocated and 1.5 times are read, and a class step a row; the smallest classes keep a few rows."""
+    """Requests of 5 to 2,000 tokens come, alone and in groups, and end at random. At each step
+    at most 1.3 times the tokens held are allocated and 1.5 times are read, and a class step a
+    row; the smallest classes keep a few rows."""
     slots = TokenCache(qwen3_model(), 64, 4096)
     generator, token = random.Random(0), slots.token_bytes()
     spare = 8 * (2 * CLASS_STEP + FIRST_ANSWER)  # with segments and without; FIRST_ANSWER
@@ -253,7 +329,9 @@ def test_memory_and_reading_follow_the_tokens_held():
             prompt, count = round(5 * 400 ** generator.random()), generator.choice([1, 1, 1, 2, 8])
             if len(cached) + count <= 64:
                 _admit(slots, cached, prompt, count)
-        gone = generator.sample(range(len(cached)), min(len(cached), generator.choice([0, 0, 1, 4])))
+        gone = generator.sample(
+            range(len(cached)), min(len(cached), generator.choice([0, 0, 1, 4]))
+        )
         if step % 50 == 48:  # many of one length
             _end(slots, cached, list(range(len(cached))))
             for _ in range(60):
@@ -270,7 +348,10 @@ def test_memory_and_reading_follow_the_tokens_held():
         cached = [count + 1 for count in cached]
         slots.check_integrity(cached)
         segments = sum(len(segment.tokens) for segment in slots._segments())
-        held = sum(count - row.offset for count, row in zip(cached, slots._rows, strict=True)) + segments
+        held = (
+            sum(count - row.offset for count, row in zip(cached, slots._rows, strict=True))
+            + segments
+        )
         assert slots.nbytes <= (1.3 * held + CLASS_STEP * len(cached) + spare) * token
         read = sum(len(pool.rows) * pool.span for pool in slots.step_pools)
         read += sum(part.factors[0][1].shape[1] for level in slots.levels for part in level.parts)
@@ -360,7 +441,9 @@ def test_where_memory_is_bounded_the_old_goes_before_the_new_comes(monkeypatch):
     slots.place([PromptRows(0, 30, 30, ())], 2)
     before = slots._room
     monkeypatch.setattr(
-        Pool, "resize", lambda pool, *size, was=Pool.resize: (was(pool, *size), rooms.append(slots._room))
+        Pool,
+        "resize",
+        lambda pool, *size, was=Pool.resize: (was(pool, *size), rooms.append(slots._room)),
     )
     slots.reserve([*cached, *[30] * 30], 40 * 256)
     assert rooms and max(rooms) <= before
@@ -398,10 +481,14 @@ def float64(array):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_merged_attention_is_exact_within_its_type(dtype):
-    """Six rows with own keys and a segment, of scores up to 60: an output is wrong by its own rounding and that of the
-    weights, which are rounded as values are. float64 of the rounded inputs is the truth."""
+    """Six rows with own keys and a segment, of scores up to 60: an output is wrong by its own
+    rounding and that of the weights, which are rounded as values are. float64 of the rounded
+    inputs is the truth."""
     slots = TokenCache(qwen3_model(), 8, 2048)
-    slots.place([PromptRows(0, 6, 900, (chunk := PrefixChunk(Segment(None, 0, tuple(range(900))), 900),))], 0)
+    slots.place(
+        [PromptRows(0, 6, 900, (chunk := PrefixChunk(Segment(None, 0, tuple(range(900))), 900),))],
+        0,
+    )
     numbers = iter(range(100))
 
     def made(*shape, scale=1.0):
@@ -431,18 +518,25 @@ def test_merged_attention_is_exact_within_its_type(dtype):
 
 
 def test_bounds_count_a_shared_prompt_once():
-    """5,000 positions: 16 choices of one 3,000-token prompt run together; of 16 prompts only one does."""
+    """5,000 positions: 16 choices of one 3,000-token prompt run together; of 16 prompts only one
+    does."""
     model = qwen3_model()
     token = serve(model).engine.cache.token_bytes()
     for shared, rows in ((True, 16), (False, 1)):
-        served = serve(qwen3_model(), max_model_len=8192, prefill_chunk=4096, kv_cache_bytes=9000 * token)
+        served = serve(
+            qwen3_model(), max_model_len=8192, prefill_chunk=4096, kv_cache_bytes=9000 * token
+        )
         prompts = ragged_prompts(1 if shared else 16, shortest=3000, longest=3000)
         for i, prompt in enumerate(prompts):
-            served.engine.add(request(f"r{i}", prompt, n=16 if shared else 1, max_tokens=40, ignore_eos=True))
+            served.engine.add(
+                request(f"r{i}", prompt, n=16 if shared else 1, max_tokens=40, ignore_eos=True)
+            )
         for _ in range(3):
             served.engine.step()
             assert served.engine.cache.nbytes <= 9000 * token
-        assert len(served.engine.scheduler.rows) >= rows and (shared or len(served.engine.scheduler.rows) <= 2)
+        assert len(served.engine.scheduler.rows) >= rows and (
+            shared or len(served.engine.scheduler.rows) <= 2
+        )
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "mamba2", "deepseek_v3", "gpt_bigcode"])
@@ -477,7 +571,9 @@ def test_the_check_at_load_reads_a_segment_and_quantised_keys(monkeypatch):
     product = Packed.product
     monkeypatch.setattr(Packed, "product", fail)
     assert type(choose_cache(qwen3_model(), "qwen3", 2, 64)) is TokenCache
-    with pytest.raises(ModelError, match=r"server\.kv_bits = 8 does not work for the architecture 'qwen3': shapes"):
+    with pytest.raises(
+        ModelError, match=r"server\.kv_bits = 8 does not work for the architecture 'qwen3': shapes"
+    ):
         choose_cache(qwen3_model(head_dim=32), "qwen3", 2, 64, kv_bits=8)
     monkeypatch.setattr(Packed, "product", lambda self, x: product(self, x) * mx.nan)
     with pytest.raises(ModelError, match="not finite"):
@@ -485,11 +581,15 @@ def test_the_check_at_load_reads_a_segment_and_quantised_keys(monkeypatch):
 
 
 @pytest.mark.skipif(not cpu_kernels.on_cpu(), reason="on a GPU all heads are one product")
-def test_a_shared_prompts_heads_go_by_what_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_prompts_heads_go_by_what_stays_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, heads = qwen3_model(), list[int]()
     whole = _step_over_segments(model, AS_COMPUTED)
     attend = cpu_attention.attend_partly
     monkeypatch.setattr(cpu_attention, "BLOCK", 1)
-    monkeypatch.setattr(cpu_attention, "attend_partly", lambda x, *rest: (heads.append(len(x)), attend(x, *rest))[1])
+    monkeypatch.setattr(
+        cpu_attention, "attend_partly", lambda x, *rest: (heads.append(len(x)), attend(x, *rest))[1]
+    )
     np.testing.assert_allclose(_step_over_segments(model, AS_COMPUTED), whole, atol=1e-5)
     assert set(heads) == {1}

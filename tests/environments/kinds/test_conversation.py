@@ -21,7 +21,13 @@ def test_a_scripted_user_speaks_its_turns_and_ends_with_a_signal():
     environment = ConversationEnvironment(Says("one", "two", "three"), TALK)
     state = play(environment)
     assert said(state) == ["Hi.", "one", "And then?", "two", "Goodbye!"]
-    assert [message["role"] for message in state.prompt] == ["user", "assistant", "user", "assistant", "user"]
+    assert [message["role"] for message in state.prompt] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        ("user"),
+    ]
     assert environment.inference.prompts[1] == state.prompt[:3]
     assert state.metadata["ended_by"] == "user"
     assert state.metadata["topic"] == "tea"
@@ -69,7 +75,12 @@ def test_a_model_plays_the_user_from_the_other_side():
     state = play(environment)
     assert said(state) == ["Hi.", "one", "I am the user.", "two", "[END]"]
     roles = [(message["role"], message["content"]) for message in model.prompts[1][2:]]
-    assert roles == [("assistant", "Hi."), ("user", "one"), ("assistant", "I am the user."), ("user", "two")]
+    assert roles == [
+        ("assistant", "Hi."),
+        ("user", "one"),
+        ("assistant", "I am the user."),
+        ("user", ("two")),
+    ]
 
 
 def test_a_model_behind_http_plays_the_user(tmp_path):
@@ -78,10 +89,17 @@ def test_a_model_behind_http_plays_the_user(tmp_path):
         return 200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
     (tmp_path / "key").write_text("key-123456\n")
-    user = {"model": "patient", "instructions": "Be brief.", "max_tokens": 9, "api_key_file": str(tmp_path / "key")}
+    user = {
+        "model": "patient",
+        "instructions": "Be brief.",
+        "max_tokens": 9,
+        "api_key_file": str(tmp_path / "key"),
+    }
     with scripted_http(answer) as (url, received):
         user["base_url"] = url
-        environment = create_environment("conversation", conversations=[{"turns": ["Hi."]}], user=user)
+        environment = create_environment(
+            "conversation", conversations=[{"turns": ["Hi."]}], user=user
+        )
         assert environment.blocking
         environment.inference = Says("one", "two")
         state = play(environment)

@@ -18,7 +18,8 @@ from tests.environments.scripted_client import ScriptedClient
 pytestmark = pytest.mark.usefixtures("own_search_path")
 
 SCORE = (
-    "def right(completions, answer=None, **kw):\n    return [1.0 if 'yes' in str(c) else 0.0 for c in completions]\n"
+    "def right(completions, answer=None, **kw):\n    return [1.0 if 'yes' in str(c) else 0.0"
+    " for c in completions]\n"
 )
 CHAT = [{"role": "user", "content": "2+2?"}]
 
@@ -31,7 +32,9 @@ def make(tmp_path):
 
     def build(rows, seed=0, **keys):
         file = tmp_path / f"rows{next(numbers)}.jsonl"
-        file.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
+        file.write_text(
+            rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
+        )
         entry = {
             "kind": "dataset",
             "name": "rows",
@@ -63,23 +66,29 @@ def test_every_epoch_has_every_training_row_once_in_an_order_of_its_own(make):
     assert first != second
     assert contents(make(rows), 2 * size) == first + second
     assert contents(make(rows, seed=1), size) != first
-    assert source.task(3 * size + 1).key == make(rows).task(3 * size + 1).key  # whatever was asked for before
+    # whatever was asked for before
+    assert source.task(3 * size + 1).key == make(rows).task(3 * size + 1).key
 
 
 def rated(rates):
-    return [row | {"pass_rate": rate} for row, rate in zip(numbered(len(rates)), rates, strict=True)]
+    return [
+        row | {"pass_rate": rate} for row, rate in zip(numbered(len(rates)), rates, strict=True)
+    ]
 
 
 def test_a_curriculum_by_pass_rates(make, tmp_path):
     rows = rated([number / 40 for number in range(40)] + [None])
     easy = make(rows, curriculum="easy_first", heldout_fraction=0)
     for epoch in range(2):
-        numbers = [int(text.split()[1]) for text in contents(easy, 82)[41 * epoch : 41 * (epoch + 1)]]
+        numbers = [
+            int(text.split()[1]) for text in contents(easy, 82)[41 * epoch : 41 * (epoch + 1)]
+        ]
         assert numbers == [*range(39, -1, -1), 40]
     rates = [0.0] * 40 + [0.5] * 40 + [1.0] * 40
     drawn = contents(make(rated(rates), curriculum="weighted", heldout_fraction=0), 1200)
     share = sum(40 <= int(text.split()[1]) < 80 for text in drawn) / len(drawn)
-    assert abs(share - 0.25 / (0.25 + 2 * 0.02)) < 0.04  # p (1 - p) of 0.5; 0.02 at least for the other two thirds
+    # p (1 - p) of 0.5; 0.02 at least for the other two thirds
+    assert abs(share - 0.25 / (0.25 + 2 * 0.02)) < 0.04
     assert drawn == contents(make(rated(rates), curriculum="weighted", heldout_fraction=0), 1200)
 
     measured = tmp_path / "measured"
@@ -87,10 +96,16 @@ def test_a_curriculum_by_pass_rates(make, tmp_path):
     keys = [f"rows:{prompt_key(row['prompt'])}" for row in numbered(3)]
     problems = [
         {"key": key, "greedy": greedy, "sampled": sampled}
-        for key, greedy, sampled in zip(keys, (1.0, 0.0, 0.0), ([0.0, 0.0], [1.0, 0.0], []), strict=True)
+        for key, greedy, sampled in zip(
+            keys, (1.0, 0.0, 0.0), ([0.0, 0.0], [1.0, 0.0], []), strict=True
+        )
     ]
-    (measured / "results.json").write_text(json.dumps({"environments": {"rows": {"problems": problems}}}))
-    source = make(numbered(3), curriculum="easy_first", pass_rates=str(measured), heldout_fraction=0)
+    (measured / "results.json").write_text(
+        json.dumps({"environments": {"rows": {"problems": problems}}})
+    )
+    source = make(
+        numbered(3), curriculum="easy_first", pass_rates=str(measured), heldout_fraction=0
+    )
     assert contents(source, 1) == ["Say 1"]  # sampled answers count more than the greedy one
 
 
@@ -134,18 +149,33 @@ def test_a_small_data_set_keeps_one_prompt_and_a_fraction_of_zero_none(make):
 def test_a_file_of_held_out_rows(make, tmp_path):
     (tmp_path / "test.jsonl").write_text('{"prompt": "Say it"}\n')
     source = make(numbered(5), heldout_data=str(tmp_path / "test.jsonl"))
-    assert (len(source.rows.train), [task.messages[-1]["content"] for task in source.heldout(9)]) == (5, ["Say it"])
+    assert (
+        len(source.rows.train),
+        [task.messages[-1]["content"] for task in source.heldout(9)],
+    ) == (5, [("Say it")])
 
 
 @pytest.mark.parametrize(
     ("row", "keys", "messages"),
     [
         ({"prompt": "Hi"}, {}, [("user", "Hi")]),
-        ({"prompt": "Hi"}, {"system_prompt": "Be short."}, [("system", "Be short."), ("user", "Hi")]),
-        ({"prompt": CHAT}, {"system_prompt": "Be short."}, [("system", "Be short."), ("user", "2+2?")]),
+        (
+            {"prompt": "Hi"},
+            {"system_prompt": "Be short."},
+            [("system", "Be short."), ("user", ("Hi"))],
+        ),
+        (
+            {"prompt": CHAT},
+            {"system_prompt": "Be short."},
+            [("system", "Be short."), ("user", ("2+2?"))],
+        ),
         ({"messages": CHAT}, {}, [("user", "2+2?")]),
         ({"q": "Hi", "messages": CHAT}, {"prompt_column": "q"}, [("user", "Hi")]),
-        ({"q": "Hi", "n": 3}, {"prompt_template": "{q} {{{n}}}\nAnswer:"}, [("user", "Hi {3}\nAnswer:")]),
+        (
+            {"q": "Hi", "n": 3},
+            {"prompt_template": "{q} {{{n}}}\nAnswer:"},
+            [("user", ("Hi {3}\nAnswer:"))],
+        ),
     ],
 )
 def test_prompts(make, row, keys, messages):
@@ -171,16 +201,24 @@ GOOD = '{"prompt": "a"}\n'
         (GOOD + '{"prompt": 5}\n', {}, r":2: column 'prompt' is 5"),
         (GOOD + '{"prompt": [{"role": "user"}]}\n', {}, r":2: message 0 is not .*role"),
         (GOOD + '{"prompt": ["hello"]}\n', {}, r":2: message 0 is not .*'hello'"),
-        ('{"prompt": [{"role": "assistant", "content": "x"}]}\n', {}, ":1: the last message is the assistant's"),
+        ('{"prompt": [{"role": "assistant", "content": "x"}]}\n', {}, (
+            ":1: the last message is the assistant's"
+        )),
         ('{"question": "a"}\n', {}, r"no column 'prompt' or 'messages', only question: set prompt_column = "),
         (GOOD, {"prompt_column": "q"}, "no column 'q', only prompt"),
         (GOOD, {"prompt_template": "{promt}"}, r"names {promt}, which is not a column .*did you mean {prompt}\?"),
         (GOOD, {"prompt_template": "{prompt.upper}"}, r"names {prompt.upper}, which is not a column"),
         (GOOD, {"prompt_template": "{prompt"}, "prompt_template '{prompt': expected '}'"),
-        ('{"a": 1}\n{"b": 1}\n', {"prompt_template": "{a}"}, ":2: column 'a' of prompt_template is missing"),
+        ('{"a": 1}\n{"b": 1}\n', {"prompt_template": "{a}"}, (
+            ":2: column 'a' of prompt_template is missing"
+        )),
         ('{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}\n',
-         {"system_prompt": "z"}, ":1: the row has a system message, and system_prompt is set as well"),
-        (json.dumps({"prompt": CHAT}), {"prompt_format": "text"}, ":1: the prompt is a list of messages"),
+         {"system_prompt": "z"}, (
+             ":1: the row has a system message, and system_prompt is set as well"
+         )),
+        (json.dumps({"prompt": CHAT}), {"prompt_format": "text"}, (
+            ":1: the prompt is a list of messages"
+        )),
         ("", {}, "has no rows to train on"),
         (GOOD, {"data": "nowhere.jsonl"}, "there is no file nowhere.jsonl"),
         (GOOD, {"data": "rows.csv"}, "rows.csv is not JSONL"),
@@ -211,26 +249,39 @@ def test_a_data_set_of_the_hub(make, monkeypatch):
     source = make("", data="hf:openai/gsm8k", name=None, data_subset="main", heldout_split="test")
     assert source.name == "openai-gsm8k"
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
-    assert [task.messages[-1]["content"] for task in source.heldout(9)] == ["test 0", "test 1", "test 2"]
-    with pytest.raises(ConfigError, match="'openai/gsm8k', split 'validation', cannot be loaded: Unknown split 'val"):
+    assert [task.messages[-1]["content"] for task in source.heldout(9)] == [
+        "test 0",
+        "test 1",
+        ("test 2"),
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=("'openai/gsm8k', split 'validation', cannot be loaded: Unknown split 'val"),
+    ):
         make("", data="hf:openai/gsm8k", data_split="validation")
 
 
 def test_a_data_set_of_the_hub_without_the_package(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"needs the package datasets: pip install 'mlx-parallm\[datasets\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs the package datasets: pip install 'mlx-parallm\[datasets\]'"
+    ):
         make("", data="hf:openai/gsm8k")
 
 
 async def play(tokenizer, source, answer, **options):
     client = ScriptedClient(tokenizer, answer)
-    runner = EpisodeRunner(EpisodePolicy(client, tokenizer, temperature=1.0, max_token_length=256, **options))
+    runner = EpisodeRunner(
+        EpisodePolicy(client, tokenizer, temperature=1.0, max_token_length=256, **options)
+    )
     [result] = await runner.run([GroupPlan("g", source, 0, 2, seed=1)])
     return result, client.requests[0].prompt_token_ids
 
 
 async def test_a_group_is_scored_by_the_functions(make, tokenizer):
-    result, _ = await play(tokenizer, make(numbered(1), heldout_fraction=0.0), lambda _, n: ("yes", "no")[n])
+    result, _ = await play(
+        tokenizer, make(numbered(1), heldout_fraction=0.0), lambda _, n: ("yes", "no")[n]
+    )
     assert result.failure is None
     assert [rollout.scores for rollout in result.group.rollouts] == [
         {"reward": 1.0, "rewards/right": 1.0},
@@ -242,22 +293,33 @@ async def test_a_group_is_scored_by_the_functions(make, tokenizer):
 async def test_a_function_that_never_ends_is_told_by_its_time(make, tokenizer, tmp_path):
     text = "import asyncio\nasync def right(completions):\n    await asyncio.Event().wait()\n"
     (tmp_path / "slow.py").write_text(text)
-    source = make(numbered(1), heldout_fraction=0.0, rewards=[f"python:{tmp_path / 'slow.py'}:right"], timeout_s=0.05)
+    source = make(
+        numbered(1),
+        heldout_fraction=0.0,
+        rewards=[f"python:{tmp_path / 'slow.py'}:right"],
+        timeout_s=0.05,
+    )
     result, _ = await play(tokenizer, source, lambda *_: "yes")
     assert result.failure == "reward: not finished within timeout_s = 0.05 s"
 
 
 async def test_text_goes_to_the_model_as_it_is_and_chat_through_the_template(make, tokenizer):
     row = [{"prompt": "Once upon"}]
-    _, text = await play(tokenizer, make(row, heldout_fraction=0.0, prompt_format="text"), lambda *_: "yes")
+    _, text = await play(
+        tokenizer, make(row, heldout_fraction=0.0, prompt_format="text"), lambda *_: "yes"
+    )
     assert list(text) == tokenizer.encode("Once upon")
     _, chat = await play(tokenizer, make(row, heldout_fraction=0.0), lambda *_: "yes")
     assert list(chat) == tokenizer.render_chat([{"role": "user", "content": "Once upon"}])
 
 
-async def test_an_environments_template_options_are_laid_over_the_models(make, tokenizer, monkeypatch):
+async def test_an_environments_template_options_are_laid_over_the_models(
+    make, tokenizer, monkeypatch
+):
     given = []
-    monkeypatch.setattr(tokenizer, "render_chat", lambda messages, **options: given.append(options) or [1, 2])
+    monkeypatch.setattr(
+        tokenizer, "render_chat", lambda messages, **options: given.append(options) or [1, 2]
+    )
     source = make(numbered(1), heldout_fraction=0.0, chat_template_kwargs={"enable_thinking": True})
     options = {"template_kwargs": {"enable_thinking": False, "x": 1}}
     await play(tokenizer, source, lambda *_: "yes", **options)
@@ -266,12 +328,19 @@ async def test_an_environments_template_options_are_laid_over_the_models(make, t
 
 @pytest.mark.parametrize("fraction", [0.001, 0.999])
 def test_rows_of_one_prompt_are_all_trained_on(make, fraction):
-    source = make([{"prompt": "2+2?", "answer": str(number)} for number in range(4)], heldout_fraction=fraction)
+    source = make(
+        [{"prompt": "2+2?", "answer": str(number)} for number in range(4)],
+        heldout_fraction=fraction,
+    )
     assert (len(source.rows.train), source.heldout(9)) == (4, [])
 
 
 def test_a_reward_needs_its_columns_in_the_held_out_rows_too(make, tmp_path):
-    (tmp_path / "score.py").write_text("def right(completions, answer):\n    return [0.0 for _ in answer]\n")
+    (tmp_path / "score.py").write_text(
+        "def right(completions, answer):\n    return [0.0 for _ in answer]\n"
+    )
     (tmp_path / "heldout.jsonl").write_text('{"prompt": "3+3?"}\n')
-    with pytest.raises(ConfigError, match="'answer' is not a column of the data, held-out rows included"):
+    with pytest.raises(
+        ConfigError, match=("'answer' is not a column of the data, held-out rows included")
+    ):
         make(numbered(4), heldout_data=str(tmp_path / "heldout.jsonl"))

@@ -19,7 +19,11 @@ from tests.environments.speaking import Says, play
 
 gymnasium = pytest.importorskip("gymnasium")
 
-LAKE = {"id": "FrozenLake-v1", "make": {"is_slippery": False}, "action_names": ["left", "down", "right", "up"]}
+LAKE = {
+    "id": "FrozenLake-v1",
+    "make": {"is_slippery": False},
+    "action_names": ["left", "down", "right", ("up")],
+}
 TO_THE_GOAL = ["go down", "Down!", "right", "right", "down", "I move right."]
 
 
@@ -41,7 +45,9 @@ class Echo(gymnasium.Env):
 class Pairs(Echo):
     def __init__(self, kind):
         one = gymnasium.spaces.Discrete(2)
-        self.action_space = gymnasium.spaces.Dict(a=one) if kind == "Dict" else gymnasium.spaces.Tuple([one, one])
+        self.action_space = (
+            gymnasium.spaces.Dict(a=one) if kind == ("Dict") else gymnasium.spaces.Tuple([one, one])
+        )
         self.steps = 0
 
     def step(self, action):
@@ -84,10 +90,22 @@ for name, kind in (("Echo-v0", Echo), ("Pairs-v0", Pairs), ("Counted-v0", Counte
 def test_an_episode_to_the_goal():
     environment = GymnasiumEnvironment(Says(*TO_THE_GOAL), **LAKE)
     state = play(environment)
-    assert state.prompt[0]["content"] == "Actions: left, down, right, up. Answer with one of them.\n\n0"
-    assert [m["content"] for m in state.prompt if m["role"] == "user"][1:] == ["4", "8", "9", "10", "14"]
+    assert state.prompt[0]["content"] == (
+        "Actions: left, down, right, up. Answer with one of them.\n\n0"
+    )
+    assert [m["content"] for m in state.prompt if m["role"] == "user"][1:] == [
+        "4",
+        "8",
+        "9",
+        "10",
+        ("14"),
+    ]
     assert state.metadata["actions"] == [1, 1, 2, 2, 1, 2]
-    assert (state.metadata["return"], state.metadata["terminated"], state.metadata["truncated"]) == (1.0, True, False)
+    assert (
+        state.metadata["return"],
+        state.metadata["terminated"],
+        state.metadata["truncated"],
+    ) == (1.0, True, False)
     assert state.live is None  # closed
     rollout = Rollout((1, 2), (0, 1), (0.0, -0.5), (0, 0), 1.0, {})
     assert episode_return([Trajectory("right", rollout, metadata=state.metadata)]) == [1.0]
@@ -143,7 +161,9 @@ def test_text_in_and_text_out():
 
 
 def test_numbers_of_a_continuous_environment_are_json():
-    environment = GymnasiumEnvironment(Says("[0.5]", "five", "[1.0]"), id="Pendulum-v1", max_steps=3)
+    environment = GymnasiumEnvironment(
+        Says("[0.5]", "five", "[1.0]"), id="Pendulum-v1", max_steps=3
+    )
     state = play(environment)
     assert state.metadata["actions"] == [[0.5], [1.0]]
     assert state.metadata["invalid_actions"] == 1
@@ -160,7 +180,9 @@ def test_observation_and_action_may_be_functions_of_the_users(tmp_path):
         "observation_text": f"python:{tmp_path}/lake.py:where",
         "action_of": f"python:{tmp_path}/lake.py:first_letter",
     }
-    environment = create_environment("gymnasium", **LAKE, **options, max_steps=2, instructions="Reach the goal.")
+    environment = create_environment(
+        "gymnasium", **LAKE, **options, max_steps=2, instructions=("Reach the goal.")
+    )
     environment.inference = Says("d", "r")
     state = play(environment)
     assert state.prompt[0]["content"] == "Reach the goal.\n\nrow 0, column 0"
@@ -187,8 +209,14 @@ def test_actions_of_any_space_are_played_where_it_is_said_what_an_answer_means(k
         ({**LAKE, "action_names": ["left"]}, "1 action_names do not fit"),
         ({**LAKE, "make": {"colour": "blue"}}, "colour"),
         ({**LAKE, "max_steps": 0}, "at least 1"),
-        ({"id": "Pairs-v0", "make": {"kind": "Dict"}}, r"Pairs-v0 has the actions Dict\(.*action_of.*wrap it"),
-        ({"id": "Pairs-v0", "make": {"kind": "Tuple"}}, r"Pairs-v0 has the actions Tuple\(.*action_of.*wrap it"),
+        (
+            {"id": "Pairs-v0", "make": {"kind": "Dict"}},
+            r"Pairs-v0 has the actions Dict\(.*action_of.*wrap it",
+        ),
+        (
+            {"id": "Pairs-v0", "make": {"kind": "Tuple"}},
+            r"Pairs-v0 has the actions Tuple\(.*action_of.*wrap it",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(options, message):
@@ -201,7 +229,9 @@ async def test_every_simulation_is_closed(tokenizer, way, monkeypatch):
     Counted.opened.clear(), Counted.closed.clear(), Counted.release.clear()
     Counted.stepping = threading.Semaphore(0)
     limits, timeout_at = [], asyncio.timeout_at
-    monkeypatch.setattr(asyncio, "timeout_at", lambda when: limits.append(timeout_at(when)) or limits[-1])
+    monkeypatch.setattr(
+        asyncio, "timeout_at", lambda when: limits.append(timeout_at(when)) or limits[-1]
+    )
     held = "waits" if way == "cancelled" else way
     environment = GymnasiumEnvironment(id="Counted-v0", make={"way": held})
     config = EnvironmentConfig(kind="own", name="own", timeout_s=60)

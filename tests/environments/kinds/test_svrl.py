@@ -1,4 +1,5 @@
-"""Self-verification under a budget: what is asked, what is called, and that the money is really spent."""
+"""Self-verification under a budget: what is asked, what is called, and that the money is really
+spent."""
 
 import json
 import time
@@ -36,7 +37,9 @@ def trajectory(state):
 
 
 def test_an_episode_of_a_call_and_an_answer():
-    environment = svrl("I check: USE_TOOL[verify_calculation](6 * 7)", "so it is.\nFINAL ANSWER: 42\nor so")
+    environment = svrl(
+        "I check: USE_TOOL[verify_calculation](6 * 7)", ("so it is.\nFINAL ANSWER: 42\nor so")
+    )
     state = play(environment)
     first, second = environment.inference.prompts
     assert first.startswith("What is 6 * 7?\n")
@@ -45,30 +48,47 @@ def test_an_episode_of_a_call_and_an_answer():
     assert "Budget left: 9 of 10.\nUSE_TOOL[verify_calculation](6 * 7) -> 42\n" in second
     assert state.metadata["final_answer"] == "42"
     assert state.metadata["spent"] == 1.0
-    call = {"name": "verify_calculation", "arguments": "6 * 7", "ok": True, "cost": 1.0, "skipped": False}
+    call = {
+        "name": "verify_calculation",
+        "arguments": "6 * 7",
+        "ok": True,
+        "cost": 1.0,
+        "skipped": False,
+    }
     assert state.metadata["tool_calls"] == [{**call, "result": "42"}]
     assert state.step_count == 2
-    assert [turn["response"] for turn in state.history] == [state.history[0]["response"], state.response]
+    assert [turn["response"] for turn in state.history] == [
+        state.history[0]["response"],
+        state.response,
+    ]
 
 
 def test_tools_may_be_a_table_of_names():
-    """Functions, a built-in tool and a VerificationTool under names of the user's; costs go by these names."""
+    """Functions, a built-in tool and a VerificationTool under names of the user's; costs go by
+    these names."""
     table = {
         "calculator": lambda text: str(eval(text)),
         "check": "verify_calculation",
         "shout": VerificationTool("other", str.upper, 2.0),
     }
-    turns = ("USE_TOOL[calculator](6*7) USE_TOOL[check](6*7=42) USE_TOOL[shout](ok)", "FINAL ANSWER: 42")
+    turns = (
+        "USE_TOOL[calculator](6*7) USE_TOOL[check](6*7=42) USE_TOOL[shout](ok)",
+        ("FINAL ANSWER: 42"),
+    )
     state = play(svrl(*turns, tools=table, costs={"calculator": 0.5}))
     calls = {call["name"]: (call["result"], call["cost"]) for call in state.metadata["tool_calls"]}
     assert calls == {"calculator": ("42", 0.5), "check": ("true", 1.0), "shout": ("OK", 2.0)}
-    for wrong, words in (({"calculator": 3}, "expected a name, a function"), ("calculator", "is a list or a table")):
+    for wrong, words in (
+        ({"calculator": 3}, "expected a name, a function"),
+        ("calculator", ("is a list or a table")),
+    ):
         with pytest.raises(ConfigError, match=words):
             svrl(tools=wrong)
 
 
 def test_the_reward_reads_what_was_spent():
-    """1 - 0.1 · 1/10 + 0.05 · 48/50 against 1 + 0.05 · 49/50: the published implementation charged nothing."""
+    """1 - 0.1 · 1/10 + 0.05 · 48/50 against 1 + 0.05 · 49/50: the published implementation
+    charged nothing."""
     checked = play(svrl("USE_TOOL[verify_calculation](6*7)", "FINAL ANSWER: 42"))
     guessed = play(svrl("FINAL ANSWER: 42"))
     rewards = SVRLRewardComputer().compute_rewards([trajectory(checked), trajectory(guessed)])
@@ -78,7 +98,9 @@ def test_the_reward_reads_what_was_spent():
 def test_a_call_beyond_the_budget_is_not_made_and_that_is_said():
     made = []
     tool = VerificationTool("ask", lambda text: made.append(text) or "yes", cost=2.0)
-    environment = svrl("USE_TOOL[ask](a) USE_TOOL[ask](b)", "FINAL ANSWER: x", tools=[tool], budget=3.0)
+    environment = svrl(
+        "USE_TOOL[ask](a) USE_TOOL[ask](b)", "FINAL ANSWER: x", tools=[tool], budget=3.0
+    )
     state = play(environment)
     assert made == ["a"]
     assert [call["skipped"] for call in state.metadata["tool_calls"]] == [False, True]
@@ -91,11 +113,16 @@ def test_no_episode_spends_more_than_its_budget_and_ends_when_it_is_spent(budget
     answers = ["USE_TOOL[verify_calculation](1+1) " * 4] * 10
     state = play(svrl(*answers, budget=budget, max_steps=10))
     assert state.metadata["spent"] == pytest.approx(budget // 1.0)
-    assert (state.step_count, state.metadata["final_answer"]) == ({0.5: 10, 1.0: 1, 2.5: 10, 10.0: 3}[budget], None)
+    assert (state.step_count, state.metadata["final_answer"]) == (
+        {0.5: 10, 1.0: 1, 2.5: 10, 10.0: 3}[budget],
+        None,
+    )
 
 
 def test_only_calls_before_the_final_answer_are_made():
-    state = play(svrl("USE_TOOL[verify_calculation](1)\nfinal answer: 42\nUSE_TOOL[verify_calculation](2)"))
+    state = play(
+        svrl("USE_TOOL[verify_calculation](1)\nfinal answer: 42\nUSE_TOOL[verify_calculation](2)")
+    )
     assert [call["arguments"] for call in state.metadata["tool_calls"]] == ["1"]
     assert state.metadata["final_answer"] == "42"
 
@@ -104,7 +131,10 @@ def test_what_goes_wrong_in_a_call_is_told_to_the_policy():
     def breaks(text):
         raise ValueError("no luck")
 
-    answers = ["USE_TOOL[breaks](x) USE_TOOL[guess](x) USE_TOOL[verify_calculation](6 *", "FINAL ANSWER: 1"]
+    answers = [
+        "USE_TOOL[breaks](x) USE_TOOL[guess](x) USE_TOOL[verify_calculation](6 *",
+        ("FINAL ANSWER: 1"),
+    ]
     environment = svrl(*answers, tools=["verify_calculation", breaks], costs={"breaks": 0.5})
     state = play(environment)
     broken, unknown, unclosed = state.metadata["tool_calls"]
@@ -121,7 +151,9 @@ def test_the_prompt_shows_the_last_three_verifications():
     answers = [f"USE_TOOL[verify_calculation]({number}+0)" for number in range(5)]
     environment = svrl(*answers, "FINAL ANSWER: 1")
     play(environment)
-    shown = [f"({number}+0) -> {number}" in environment.inference.prompts[-1] for number in range(5)]
+    shown = [
+        f"({number}+0) -> {number}" in environment.inference.prompts[-1] for number in range(5)
+    ]
     assert shown == [False, False, True, True, True]
 
 
@@ -151,11 +183,16 @@ def test_tasks_are_a_pure_function_of_index_and_split():
     assert environment.reset(index=3) == environment.reset(index=3)
     assert environment.reset(index=3).prompt != environment.reset(index=4).prompt
     assert environment.reset().prompt == environment.reset(index=0).prompt
-    questions = {split: {arithmetic_task(n, split)["prompt"] for n in range(300)} for split in ("train", "heldout")}
+    questions = {
+        split: {arithmetic_task(n, split)["prompt"] for n in range(300)}
+        for split in ("train", ("heldout"))
+    }
     assert not questions["train"] & questions["heldout"]
     for index in range(20):
         task = arithmetic_task(index)
-        assert calculate(task["prompt"].removeprefix("What is ").removesuffix("?")) == task["answer"]
+        assert (
+            calculate(task["prompt"].removeprefix("What is ").removesuffix("?")) == task[("answer")]
+        )
 
 
 class Hinted(BaseEnvironment):
@@ -174,7 +211,9 @@ class Hinted(BaseEnvironment):
 
 class OwnTask(BaseEnvironment):
     def reset(self):
-        return State(prompt=[{"role": "user", "content": "What is 6 * 7?"}], metadata={"answer": "42"})
+        return State(
+            prompt=[{"role": "user", "content": "What is 6 * 7?"}], metadata={"answer": ("42")}
+        )
 
 
 class Combined(Hinted, OwnTask, SVRLEnvironment):
@@ -183,7 +222,9 @@ class Combined(Hinted, OwnTask, SVRLEnvironment):
 
 def test_environments_combine_by_multiple_inheritance():
     """One that records more, one with tasks of its own in messages, and the budget."""
-    environment = Combined(Says("USE_TOOL[verify_calculation](6*7)", "FINAL ANSWER: 42"), CALCULATOR)
+    environment = Combined(
+        Says("USE_TOOL[verify_calculation](6*7)", "FINAL ANSWER: 42"), CALCULATOR
+    )
     state = play(environment)
     assert (state.metadata["spent"], state.metadata["budget"]) == (1.0, 10.0)
     assert state.metadata["objectives"] == ["accuracy", "length"]
@@ -196,7 +237,11 @@ def test_environments_combine_by_multiple_inheritance():
 
 async def test_in_a_configuration_it_is_scored_by_its_own_reward(tmp_path):
     rows = tmp_path / "tasks.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"What is {n} * 2?", "answer": 2 * n}) + "\n" for n in range(40)))
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": f"What is {n} * 2?", "answer": 2 * n}) + "\n" for n in range(40)
+        )
+    )
     entry = EnvironmentConfig(
         kind="svrl", name="svrl", options={"tools": CALCULATOR, "tasks": str(rows), "budget": 2.0}
     )
@@ -258,8 +303,27 @@ def test_the_calculator_evaluates_and_verifies(text, found):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "12*", "four", "__import__('os')", "(1).__class__", "'a'*3", "1/0", "1 = 1 = 1", "True", "[1]"),
-        *("1 if 1 else 2", "9**9**9", "(9**999)**999", "(-8)**0.5", "1e308*10", "+".join(["1"] * 200), "(" * 150),
+        *(
+            "",
+            "12*",
+            "four",
+            "__import__('os')",
+            "(1).__class__",
+            "'a'*3",
+            "1/0",
+            "1 = 1 = 1",
+            "True",
+            ("[1]"),
+        ),
+        *(
+            "1 if 1 else 2",
+            "9**9**9",
+            "(9**999)**999",
+            "(-8)**0.5",
+            "1e308*10",
+            "+".join(["1"] * 200),
+            "(" * 150,
+        ),
         *("2**4000*2**4000", "1<<9"),
     ],
 )

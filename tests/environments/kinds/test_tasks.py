@@ -45,8 +45,16 @@ def test_the_answer_follows_from_the_question(task, split):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_no_held_out_question_is_ever_trained_on(task):
-    trained = {question(make_problem(task, n, seed=seed, split="train")) for seed in (0, 1) for n in range(MANY)}
-    heldout = {question(make_problem(task, n, seed=seed, split="heldout")) for seed in (0, 1) for n in range(MANY)}
+    trained = {
+        question(make_problem(task, n, seed=seed, split="train"))
+        for seed in (0, 1)
+        for n in range(MANY)
+    }
+    heldout = {
+        question(make_problem(task, n, seed=seed, split="heldout"))
+        for seed in (0, 1)
+        for n in range(MANY)
+    }
     assert not trained & heldout
     assert len(heldout) > MANY / 2, "too few different held-out problems to measure on"
 
@@ -76,7 +84,11 @@ def test_problems_are_the_same_in_another_process():
     here = str([make_problem(task, 4, seed=1, split="train").key for task in TASKS])
     for hash_seed in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": hash_seed}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": hash_seed},
         )
         assert done.stdout.strip() == here
 

@@ -1,4 +1,5 @@
-"""Atropos' real queue server and real environments in subprocesses, from what scripts/setup_atropos has made."""
+"""Atropos' real queue server and real environments in subprocesses, from what
+scripts/setup_atropos has made."""
 
 import os
 import subprocess
@@ -31,14 +32,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 needs_atropos = pytest.mark.skipif(
-    not (PROGRAMS.parent / ".ready").exists(), reason="build/atropos is missing: scripts/setup_atropos makes it"
+    not (PROGRAMS.parent / ".ready").exists(),
+    reason=("build/atropos is missing: scripts/setup_atropos makes it"),
 )
 
 
 class Watched:
-    """A subprocess whose lines are kept with the time (monotonic) at which each came. Killed on the way out."""
+    """A subprocess whose lines are kept with the time (monotonic) at which each came. Killed on
+    the way out."""
 
-    def __init__(self, *command: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+    def __init__(
+        self, *command: str, env: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
         self.process = subprocess.Popen(
             command,
             cwd=cwd,
@@ -91,7 +96,9 @@ class RunApi:
         self.kill()
 
     def start(self, timeout: float = 60) -> None:
-        run = self._run = Watched(str(PROGRAMS / "run-api"), "--host", "127.0.0.1", "--port", str(self.port))
+        run = self._run = Watched(
+            str(PROGRAMS / "run-api"), "--host", "127.0.0.1", "--port", str(self.port)
+        )
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             try:
@@ -108,15 +115,30 @@ class RunApi:
 
 
 class Environment(threading.Thread):
-    """An environment under a supervisor that starts it again whenever it ends: a real one dies with run-api."""
+    """An environment under a supervisor that starts it again whenever it ends: a real one dies
+    with run-api."""
 
     def __init__(
-        self, script: Path, queue: str, server: str, *flags: str, path: Path | None = None, cwd: Path | None = None
+        self,
+        script: Path,
+        queue: str,
+        server: str,
+        *flags: str,
+        path: Path | None = None,
+        cwd: Path | None = None,
     ) -> None:
         super().__init__(daemon=True)
         self._cwd = cwd
         where = ["--env.rollout_server_url", queue, "--openai.base_url", f"{server}/v1"]
-        self._command = [str(PROGRAMS / "python"), "-c", LOGGED, str(script), "serve", *where, *flags]
+        self._command = [
+            str(PROGRAMS / "python"),
+            "-c",
+            LOGGED,
+            str(script),
+            "serve",
+            *where,
+            *flags,
+        ]
         self._env = {"PYTHONPATH": str(path)} if path else {}
         self._ended = threading.Event()
         self.runs: list[Watched] = []

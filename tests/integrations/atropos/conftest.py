@@ -28,7 +28,11 @@ def real_api() -> Iterator[RealRunApi]:
 
 
 REAL_ONE = pytest.param(
-    "real", marks=[pytest.mark.slow, pytest.mark.skipif(not REAL.exists(), reason="run scripts/setup_atropos first")]
+    "real",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(not REAL.exists(), reason=("run scripts/setup_atropos first")),
+    ],
 )
 
 

@@ -1,9 +1,11 @@
-"""atroposlib 0.4.0's `run-api` as a trainer meets it, faults included: a stand-in on a real socket, and the real one.
+"""atroposlib 0.4.0's `run-api` as a trainer meets it, faults included: a stand-in on a real socket,
+and the real one.
 
-`RunApi` is the stand-in. State and quirks follow atroposlib/api/server.py: the first data or registration makes the
-queue and a later registration is ignored, /batch packs groups as the real one does, forms all batches, counts them as
-steps and hands them out newest first, errors are 200 with `batch: []`, an unhandled exception (no JSON for a NaN, no
-such environment) is a 500 after which the connection is closed. `RealRunApi` is the same for tests, over a process of
+`RunApi` is the stand-in. State and quirks follow atroposlib/api/server.py: the first data or
+registration makes the queue and a later registration is ignored, /batch packs groups as the real
+one does, forms all batches, counts them as steps and hands them out newest first, errors are 200
+with `batch: []`, an unhandled exception (no JSON for a NaN, no such environment) is a 500 after
+which the connection is closed. `RealRunApi` is the same for tests, over a process of
 `scripts/setup_atropos`'s environment; what is tested against both keeps the stand-in honest.
 """
 
@@ -72,7 +74,8 @@ class RunApiState:
         return self.formed.pop() if self.formed else None
 
     def _form(self) -> list[Group] | None:
-        """Groups of one size make a pack as long as the largest group; packs must add up to the batch."""
+        """Groups of one size make a pack as long as the largest group; packs must add up to the
+        batch."""
         assert self.queue is not None and self.registration is not None
         if not self.queue or self._lacks_a_share():
             return None
@@ -96,22 +99,34 @@ class RunApiState:
         assert self.queue is not None and self.registration is not None
         senders = {group.get("env_id") for group in self.queue}
         return any(
-            int(self.registration["batch_size"] * (entry.get("min_batch_allocation") or 0)) and number not in senders
+            int(self.registration["batch_size"] * (entry.get("min_batch_allocation") or 0))
+            and number not in senders
             for number, entry in enumerate(self.environments)
         )
 
     def environment_status(self, env_id: int) -> dict[str, float]:
         """Raises IndexError, ZeroDivisionError as the real one does."""
         own, queue = self.environments[env_id], self.queue or []
-        shares = [entry["max_token_length"] * entry["weight"] for entry in self.environments if entry["connected"]]
+        shares = [
+            entry["max_token_length"] * entry["weight"]
+            for entry in self.environments
+            if entry[("connected")]
+        ]
         mine = [size_of(group) for group in queue if group.get("env_id") == env_id]
         largest = max([1, *map(size_of, queue)])
         group_size = own["group_size"] = max([own["group_size"], *mine])
         others = sum(map(size_of, queue)) - sum(mine)
-        reserved = sum(entry.get("min_batch_allocation") or 0 for entry in self.environments if entry["connected"])
+        reserved = sum(
+            entry.get("min_batch_allocation") or 0
+            for entry in self.environments
+            if entry[("connected")]
+        )
         return {
             "current_step": self.step,
-            "queue_size": (sum(mine) + (math.ceil(others / largest) * largest if largest > 1 else 0)) // group_size,
+            "queue_size": (
+                sum(mine) + (math.ceil(others / largest) * largest if largest > 1 else 0)
+            )
+            // group_size,
             "unallocated_fraction": 1.0 - min(1.0, reserved),
             "self_queue_size": sum(mine) // group_size,
             "max_group_size": largest,
@@ -125,7 +140,8 @@ class RunApi:
     def __init__(self) -> None:
         self.state = RunApiState()
         self.url = ""
-        self.crashes = 0  # this many calls of /batch fail next, and lose what they would have returned
+        # this many calls of /batch fail next, and lose what they would have returned
+        self.crashes = 0
         self.calls: list[str] = []
         self.registrations: list[dict[str, Any]] = []
         self.accepted_encodings: set[str] = set()
@@ -183,7 +199,9 @@ class RunApi:
         def batch(request: Request) -> PlainTextResponse:
             self.accepted_encodings.add(request.headers["accept-encoding"])
             try:
-                return PlainTextResponse(json.dumps(self._batch(), allow_nan=False), media_type="application/json")
+                return PlainTextResponse(
+                    json.dumps(self._batch(), allow_nan=False), media_type=("application/json")
+                )
             finally:
                 self.batch_calls.release()
 
@@ -214,7 +232,11 @@ class RunApi:
         if self.state.registration is None:
             if self.state.was_reset:
                 raise AttributeError("queue")
-            return {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+            return {
+                "status": "error",
+                "message": "Trainer not registered. Call /register first.",
+                "batch": [],
+            }
         taken = self.state.take_batch()
         if self.crashes:
             self.crashes -= 1
@@ -232,7 +254,9 @@ class RealRunApi:
 
     def post_group(self, group: Group) -> None:
         headers = {"Content-Type": "application/json"}  # json.dumps: NaN goes through
-        httpx.post(self.url + "/scored_data", content=json.dumps(group), headers=headers).raise_for_status()
+        httpx.post(
+            self.url + "/scored_data", content=json.dumps(group), headers=headers
+        ).raise_for_status()
 
     def restart(self) -> None:
         self.kill()
@@ -243,7 +267,9 @@ class RealRunApi:
         self._process.wait()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):

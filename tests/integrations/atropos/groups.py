@@ -23,7 +23,8 @@ ATROPOS_SETTINGS = AtroposSettings(
 def scored_data(
     *, size: int = 2, first_token: int = 20, prompt: int = 2, sampled: int = 3, **changes: Any
 ) -> dict[str, Any]:
-    """A group as atroposlib's BaseEnv posts it: labels with -100, log-probabilities with 1.0, the rest null."""
+    """A group as atroposlib's BaseEnv posts it: labels with -100, log-probabilities with 1.0,
+    the rest null."""
     tokens = [[first_token + i + k for k in range(prompt + sampled)] for i in range(size)]
     values: dict[str, Any] = {
         "tokens": tokens,
@@ -43,20 +44,30 @@ def scored_data(
 
 
 def as_sent(group: RolloutGroup) -> dict[str, Any]:
-    """What `wire.from_scored_data` reads as this group, but for [G] advantages, which become rows."""
+    """What `wire.from_scored_data` reads as this group, but for [G] advantages, which become
+    rows."""
     rows = None
     if group.advantages is not None:
         pairs = zip(group.advantages, group.rollouts, strict=True)
-        rows = [list(entry) if isinstance(entry, tuple) else [entry] * len(rollout.tokens) for entry, rollout in pairs]
+        rows = [
+            list(entry) if isinstance(entry, tuple) else [entry] * len(rollout.tokens)
+            for entry, rollout in pairs
+        ]
     return {
         "tokens": [list(rollout.tokens) for rollout in group.rollouts],
         "masks": [
-            [token if sampled else -100 for token, sampled in zip(rollout.tokens, rollout.mask, strict=True)]
+            [
+                token if sampled else -100
+                for token, sampled in zip(rollout.tokens, rollout.mask, strict=True)
+            ]
             for rollout in group.rollouts
         ],
         "scores": [rollout.reward for rollout in group.rollouts],
         "inference_logprobs": [
-            [value if sampled else 1.0 for value, sampled in zip(rollout.logprobs or (), rollout.mask, strict=True)]
+            [
+                value if sampled else 1.0
+                for value, sampled in zip(rollout.logprobs or (), rollout.mask, strict=True)
+            ]
             for rollout in group.rollouts
         ],
         "advantages": rows,

@@ -1,4 +1,5 @@
-"""An `AtroposPoller` over a `run-api`, quick to notice, and what a test does to the API meanwhile."""
+"""An `AtroposPoller` over a `run-api`, quick to notice, and what a test does to the API
+meanwhile."""
 
 import contextlib
 import time
@@ -37,7 +38,9 @@ FAST = {
 
 @contextlib.contextmanager
 def polling(url: str, store: RolloutStore, **changes) -> Iterator[AtroposPoller]:
-    poller = AtroposPoller(AtroposClient(url), store, **{"registration": REGISTRATION, **FAST, **changes})
+    poller = AtroposPoller(
+        AtroposClient(url), store, **{"registration": REGISTRATION, **FAST, **changes}
+    )
     poller.start()
     try:
         yield poller
@@ -46,7 +49,10 @@ def polling(url: str, store: RolloutStore, **changes) -> Iterator[AtroposPoller]
 
 
 def groups(count: int, *, size: int = 2, first: int = 0, **changes) -> list[dict]:
-    return [scored_data(size=size, first_token=10 * (first + number), **changes) for number in range(count)]
+    return [
+        scored_data(size=size, first_token=10 * (first + number), **changes)
+        for number in range(count)
+    ]
 
 
 def register_environment(api: RunApi | RealRunApi, **changes) -> dict:
@@ -55,7 +61,9 @@ def register_environment(api: RunApi | RealRunApi, **changes) -> dict:
 
 def register_other_run(api: RunApi | RealRunApi) -> None:
     """Another trainer that has started."""
-    httpx.post(api.url + "/register", json=asdict(replace(REGISTRATION, batch_size=64))).raise_for_status()
+    httpx.post(
+        api.url + "/register", json=asdict(replace(REGISTRATION, batch_size=64))
+    ).raise_for_status()
     httpx.get(api.url + "/batch").raise_for_status()
 
 

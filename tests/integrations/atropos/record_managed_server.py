@@ -1,9 +1,11 @@
-"""Prints what atroposlib's own ManagedServer makes of several turns: the contents of tests/data/managed_server.json.
+"""Prints what atroposlib's own ManagedServer makes of several turns: the contents of
+tests/data/managed_server.json.
 
-    mlx_parallm_serve --model-path builtin:tiny --port 8000
-    build/atropos/bin/python tests/integrations/atropos/record_managed_server.py http://127.0.0.1:8000/v1
+    mlx_parallm_serve --model-path builtin:tiny --port 8000 build/atropos/bin/python
+    tests/integrations/atropos/record_managed_server.py http://127.0.0.1:8000/v1
 
-Needs `scripts/setup_atropos`. Again when the tiny model's weights change: the log-probabilities are of this model.
+Needs `scripts/setup_atropos`. Again when the tiny model's weights change: the log-probabilities are
+of this model.
 """
 
 import asyncio
@@ -45,7 +47,11 @@ def only_node(managed: ManagedServer) -> dict[str, object]:
 
 async def main() -> None:
     config = APIServerConfig(
-        base_url=sys.argv[1], api_key="unused", model_name="default", server_type="vllm", tokenizer_name=TINY
+        base_url=sys.argv[1],
+        api_key="unused",
+        model_name="default",
+        server_type="vllm",
+        tokenizer_name=TINY,
     )
     server = VLLMServer(config)
     print(json.dumps({"chat": await chat(server), "completion": await completion(server)}))

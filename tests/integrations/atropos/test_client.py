@@ -1,5 +1,5 @@
-"""The poller against a real HTTP server that behaves like atroposlib's run-api, and against run-api where it is there
-(fake_run_api.py; `scripts/setup_atropos` installs it)."""
+"""The poller against a real HTTP server that behaves like atroposlib's run-api, and against
+run-api where it is there (fake_run_api.py; `scripts/setup_atropos` installs it)."""
 
 import asyncio
 import os
@@ -26,7 +26,10 @@ from tests.rollout_store.groups import make_group
 
 
 def test_the_promised_path_of_the_client_is_kept():
-    assert (atropos_client.AtroposClient, atropos_client.AtroposPoller) == (AtroposClient, AtroposPoller)
+    assert (atropos_client.AtroposClient, atropos_client.AtroposPoller) == (
+        AtroposClient,
+        AtroposPoller,
+    )
 
 
 def test_registers_polls_and_stores(api, url, store):
@@ -71,7 +74,8 @@ def test_the_first_batch_call_comes_even_with_a_full_store(api, url, store):
         assert store.wait_for_groups(20, at_least=2)
         eventually(lambda: poller.groups_received == 2)
         api.batch_calls.acquire(blocking=False)
-        assert not api.batch_calls.acquire(timeout=0.2)  # one batch waits: the second stays where it is seen
+        # one batch waits: the second stays where it is seen
+        assert not api.batch_calls.acquire(timeout=0.2)
     assert store.counts().waiting == 2
     assert len(api.state.formed) == 1
 
@@ -87,10 +91,12 @@ def test_a_starved_trainer_gets_more_than_one_batch(api, url, store):
 
 
 def test_batches_of_several_rounds_newest_first_and_steps_that_jump(either, store):
-    """All three batches are formed at the first /batch: the API's step is three further, the newest comes first."""
+    """All three batches are formed at the first /batch: the API's step is three further, the
+    newest comes first."""
     with polling(either.url, store, poll_interval_s=0.2) as poller:
         assert poller.wait_until_registered(20)
-        eventually(lambda: register_environment(either)["status"] == "success")  # so the first /batch is over
+        # so the first /batch is over
+        eventually(lambda: register_environment(either)["status"] == "success")
         store.add(make_group("blocks", size=4), source="local")
         time.sleep(0.5)  # a poll that was under way
         for group in groups(6):
@@ -134,7 +140,12 @@ def test_a_nan_makes_the_api_lose_a_batch_which_is_told_and_survived(either, sto
         assert poller.wait_until_registered(20)
         for group in groups(2, scores=[0.0, float("nan")]):
             either.post_group(group)
-        eventually(lambda: "lost the batch, the 1. so far: an environment sends NaN" in (poller.health() or ""))
+        eventually(
+            lambda: (
+                "lost the batch, the 1. so far: an environment sends NaN"
+                in (poller.health() or (""))
+            )
+        )
         for group in groups(2, first=2):
             either.post_group(group)
         assert store.wait_for_groups(20, at_least=2)
@@ -155,7 +166,8 @@ def test_500_again_and_again_is_survived(api, url, store):
 
 
 def test_a_connection_that_the_server_closed_is_replaced(store):
-    """Every reply is followed by a close without notice: the next call on the pooled connection must not fail."""
+    """Every reply is followed by a close without notice: the next call on the pooled connection
+    must not fail."""
     app = FastAPI()
 
     @app.middleware("http")

@@ -1,4 +1,5 @@
-"""Environments that come over HTTP: the specification's own configuration, trained from an Atropos-style client."""
+"""Environments that come over HTTP: the specification's own configuration, trained from an
+Atropos-style client."""
 
 import signal
 import threading
@@ -11,7 +12,14 @@ import httpx
 import pytest
 
 from tests.integration.http_environment import HttpEnvironment
-from tests.integration.processes import Daemon, free_port, metrics, train, wait_for_step, write_config
+from tests.integration.processes import (
+    Daemon,
+    free_port,
+    metrics,
+    train,
+    wait_for_step,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
@@ -19,7 +27,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def specification(tmp_path: Path) -> list[str]:
-    """train_configs/grpo_qwen3_lora.toml as written, but for the model, the place and the length."""
+    """train_configs/grpo_qwen3_lora.toml as written, but for the model, the place and the
+    length."""
     settings = {
         "model.base_path": "builtin:tiny",
         "model.lora_path": f"{tmp_path}/checkpoints/latest/lora_weights.safetensors",
@@ -38,7 +47,9 @@ def test_the_specifications_configuration_trains_from_an_http_environment(
 ) -> None:
     port = free_port()
     run = tmp_path / "checkpoints" / "spec"
-    with Daemon("mlx_parallm_train", *specification, "--set", f"server.port={port}", port=port) as daemon:
+    with Daemon(
+        "mlx_parallm_train", *specification, "--set", f"server.port={port}", port=port
+    ) as daemon:
         daemon.wait_until_ready()
         environment = HttpEnvironment(daemon.url)
         environment.start()
@@ -62,11 +73,16 @@ def test_with_a_key_the_queue_takes_basic_auth_and_every_route_is_guarded(
 ) -> None:
     monkeypatch.setenv("MLX_PARALLM_API_KEY", "secret-key")
     port = free_port()
-    with Daemon("mlx_parallm_train", *specification, "--set", f"server.port={port}", port=port) as daemon:
+    with Daemon(
+        "mlx_parallm_train", *specification, "--set", f"server.port={port}", port=port
+    ) as daemon:
         daemon.wait_until_ready()
         for path in ("/v1/models", "/metrics", "/atropos/status", "/openapi.json"):
             assert httpx.get(daemon.url + path).status_code == 401, path
-        assert httpx.get(daemon.url.replace("//", "//env:wrong@") + "/atropos/status").status_code == 401
+        assert (
+            httpx.get(daemon.url.replace("//", "//env:wrong@") + "/atropos/status").status_code
+            == 401
+        )
         environment = HttpEnvironment(daemon.url, key="secret-key")
         environment.start()
         deadline = threading.Event()
@@ -86,7 +102,9 @@ def trained_groups(line: dict[str, Any], environment: str) -> float:
 
 
 @pytest.mark.long
-def test_an_environment_over_http_leaves_and_comes_back_beside_in_process_ones(tmp_path: Path) -> None:
+def test_an_environment_over_http_leaves_and_comes_back_beside_in_process_ones(
+    tmp_path: Path,
+) -> None:
     config = write_config(tmp_path, steps=100_000, interval=100_000)
     run = tmp_path / "checkpoints" / "run"
 
@@ -103,15 +121,22 @@ def test_an_environment_over_http_leaves_and_comes_back_beside_in_process_ones(t
         daemon.wait_until_ready()
         first = HttpEnvironment(daemon.url, least=0.5)  # two of the four groups of a batch
         first.start()
-        lines = wait_for_steps(lambda lines: sum(trained_groups(line, "sorting_0") > 0 for line in lines) > 3)
+        lines = wait_for_steps(
+            lambda lines: sum(trained_groups(line, "sorting_0") > 0 for line in lines) > 3
+        )
         parts = [trained_groups(line, "sorting_0") for line in lines]
         assert min(parts[next(i for i, part in enumerate(parts) if part) + 1 :]) >= 2, parts
         assert any(trained_groups(line, "sort") + trained_groups(line, "reverse") for line in lines)
         first.leave()
-        # Which of the two a step's few groups come from is chance, so both must come within several steps.
+        # Which of the two a step's few groups come from is chance, so both must come within several
+        # steps.
         wait_for_steps(
             lambda lines: all(
-                sum(trained_groups(line, name) > 0 and not trained_groups(line, "sorting_0") for line in lines) > 1
+                sum(
+                    trained_groups(line, name) > 0 and not trained_groups(line, "sorting_0")
+                    for line in lines
+                )
+                > 1
                 for name in ("sort", "reverse")
             )
         )

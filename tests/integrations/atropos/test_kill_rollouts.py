@@ -1,4 +1,5 @@
-"""kill -9 under a steady flow of groups: none lost, none trained twice. Long form: scripts/soak/kill_rollouts.py."""
+"""kill -9 under a steady flow of groups: none lost, none trained twice. Long form:
+scripts/soak/kill_rollouts.py."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""What atroposlib's ManagedServer makes of several turns (recorded from the real one), through wire and trainer."""
+"""What atroposlib's ManagedServer makes of several turns (recorded from the real one), through
+wire and trainer."""
 
 import json
 from dataclasses import replace
@@ -23,9 +24,9 @@ PER_TOKEN = ("tokens", "mask", "logprobs", "policy_versions")
 
 def test_every_sampled_token_is_trained_on_with_the_log_probability_of_its_context() -> None:
     rows = [RECORDED["chat"], RECORDED["completion"]]
-    data = {key: [row[key] for row in rows] for key in ("tokens", "masks", "inference_logprobs")} | {
-        "scores": [1.0, 0.0]
-    }
+    data = {
+        key: [row[key] for row in rows] for key in ("tokens", "masks", "inference_logprobs")
+    } | {"scores": [1.0, 0.0]}
     group = from_scored_data(data, policy_version=0, environment="external")
     loaded = load_model(ModelConfig(base_path="builtin:tiny"))
     check_group(group, vocab_size=loaded.vocab_size, max_token_length=64)
@@ -42,7 +43,10 @@ def test_every_sampled_token_is_trained_on_with_the_log_probability_of_its_conte
     assert LogprobMismatchCheck(trainer).distance(group.rollouts) < 1e-4
     own, _ = trainer.logprobs(group.rollouts)
     np.testing.assert_allclose(own[-1], chat.logprobs[-1], atol=1e-4)
-    cut = {name: getattr(chat, name)[: first + 1] + getattr(chat, name)[first + 2 :] for name in PER_TOKEN}
+    cut = {
+        name: getattr(chat, name)[: first + 1] + getattr(chat, name)[first + 2 :]
+        for name in PER_TOKEN
+    }
     assert LogprobMismatchCheck(trainer).distance([replace(chat, **cut)]) > 1e-2, (
         "the second EOS is context all the same"
     )

@@ -24,7 +24,11 @@ def clock():
 
 def make_queue(store: RolloutStore, clock: Clock, **changes) -> AtroposQueue:
     return AtroposQueue(
-        store, replace(ATROPOS_SETTINGS, **changes), current_step=lambda: 5, policy_version=lambda: 3, clock=clock
+        store,
+        replace(ATROPOS_SETTINGS, **changes),
+        current_step=lambda: 5,
+        policy_version=lambda: 3,
+        clock=clock,
     )
 
 
@@ -33,8 +37,12 @@ def queue(store, clock):
     return make_queue(store, clock)
 
 
-def register(queue: AtroposQueue, name: str = "sums", *, group_size: int = 2, weight: float = 1.0) -> EnvironmentEntry:
-    return queue.register_environment(name, max_token_length=32, weight=weight, group_size=group_size)
+def register(
+    queue: AtroposQueue, name: str = "sums", *, group_size: int = 2, weight: float = 1.0
+) -> EnvironmentEntry:
+    return queue.register_environment(
+        name, max_token_length=32, weight=weight, group_size=group_size
+    )
 
 
 def test_a_good_group_is_stored_with_its_sender_version_and_temperature(store, clock):
@@ -47,7 +55,10 @@ def test_a_good_group_is_stored_with_its_sender_version_and_temperature(store, c
     assert group.rollouts[0].policy_versions == (-1, -1, 3, 3, 3)
     assert group.rollouts[0].temperature == 0.7
     assert list(store.waiting_by_source()) == ["atropos:1"]
-    assert queue.latest_example() == scored_data(env_id=env_id) | {"distill_token_ids": None, "distill_logprobs": None}
+    assert queue.latest_example() == scored_data(env_id=env_id) | {
+        "distill_token_ids": None,
+        "distill_logprobs": None,
+    }
 
 
 def test_a_group_that_is_sent_twice_counts_once(queue, store):
@@ -151,12 +162,14 @@ def test_a_group_larger_than_registered_raises_the_unit(queue):
 
 
 def test_a_trainer_that_cannot_use_what_waits_gets_more(queue, store, monkeypatch):
-    """Sizes that do not add up must not end with environments and trainer waiting for each other."""
+    """Sizes that do not add up must not end with environments and trainer waiting for each
+    other."""
     env_id = register(queue, group_size=3).env_id
     monkeypatch.setattr(store, "starved", lambda: True)
     for number in range(2):
         queue.submit(scored_data(env_id=env_id, size=3, first_token=50 * number))
-    assert queue.environment_status(env_id)["queue_size"] == 2  # less than a batch: simply not enough yet
+    # less than a batch: simply not enough yet
+    assert queue.environment_status(env_id)["queue_size"] == 2
     queue.submit(scored_data(env_id=env_id, size=3, first_token=100))
     assert queue.environment_status(env_id)["queue_size"] == 0
     monkeypatch.undo()
@@ -164,7 +177,11 @@ def test_a_trainer_that_cannot_use_what_waits_gets_more(queue, store, monkeypatc
 
 
 def test_weights_are_shares_of_the_environments_that_are_there(queue, clock):
-    register(queue, "a", weight=3.0), register(queue, "b", weight=1.0), register(queue, "c", weight=0.0)
+    (
+        register(queue, "a", weight=3.0),
+        register(queue, "b", weight=1.0),
+        register(queue, "c", weight=0.0),
+    )
     weights = [queue.environment_status(env_id)["env_weight"] for env_id in range(3)]
     assert weights == [0.75, 0.25, 0.01]
     clock.now += SILENT_AFTER_S + 1
@@ -201,7 +218,9 @@ class TestHealth:
     def test_nobody_came_and_nobody_else_makes_rollouts(self, queue, clock):
         assert queue.health() is None
         clock.now += SILENT_AFTER_S + 1
-        nowhere = "no environment has registered at /atropos and nothing came to /v1/rewards for 61 s"
+        nowhere = (
+            "no environment has registered at /atropos and nothing came to /v1/rewards for 61 s"
+        )
         assert queue.health() == f"{nowhere}: nothing makes rollouts"
         queue.note_reward()
         assert queue.health() is None
@@ -218,7 +237,8 @@ class TestHealth:
     def test_nothing_wrong(self, store, clock):
         queue = make_queue(store, clock, other_group_sizes=(2,))
         assert queue.health() is None
-        clock.now += STALLED_AFTER_S + 1  # nobody is registered: in-process environments may do all the work
+        # nobody is registered: in-process environments may do all the work
+        clock.now += STALLED_AFTER_S + 1
         assert queue.health() is None
         register(queue)
         queue.submit(scored_data())
@@ -252,7 +272,9 @@ class TestHealth:
 
     def test_group_sizes_that_never_make_a_batch(self, queue, store, clock):
         register(queue, group_size=3)
-        assert queue.health() == "no mix of groups of 3 sequences makes a batch of 8 (rollout_batch_size)"
+        assert queue.health() == (
+            "no mix of groups of 3 sequences makes a batch of 8 (rollout_batch_size)"
+        )
         assert make_queue(store, clock, other_group_sizes=(5,)).health() is None
         register(queue, "other", group_size=5)
         assert queue.health() is None
@@ -263,7 +285,10 @@ class TestHealth:
     [
         ({"generation_params": {"temperature": 10**400}}, "is not a number"),
         ({"generation_params": {"temperature": "x" * 10**6}}, "is not a number"),
-        ({"generation_params": reduce(lambda inner, _: {"a": inner}, range(5000), {})}, "nested too deep"),
+        (
+            {"generation_params": reduce(lambda inner, _: {"a": inner}, range(5000), {})},
+            ("nested too deep"),
+        ),
         ({"group_id": "x" * 10**6}, "bytes, more than"),
         ({"policy_versions": [[-1, -1, 3, 3, 4]] * 2}, "policy version 4 has not been served yet"),
     ],
@@ -279,12 +304,20 @@ def test_what_a_liar_sends_is_a_short_reason_in_quarantine(queue, store, changes
 
 def test_a_group_without_an_id_is_known_by_all_that_is_trained_on(queue):
     first = scored_data()
-    other = [first | {"scores": [1.0, 0.0]}, first | {"inference_logprobs": [[1.0, 1.0, -1.0, -1.0, -1.0]] * 2}]
-    other += [first | {"masks": [[-100] * 3 + row[3:] for row in first["masks"]]}, scored_data(first_token=21)]
+    other = [
+        first | {"scores": [1.0, 0.0]},
+        first | {"inference_logprobs": [[1.0, 1.0, -1.0, -1.0, -1.0]] * 2},
+    ]
+    other += [
+        first | {"masks": [[-100] * 3 + row[3:] for row in first["masks"]]},
+        scored_data(first_token=21),
+    ]
     assert [queue.submit(data) for data in (first, *other, *other)] == [True] * 5 + [False] * 4
 
 
-@pytest.mark.parametrize("change", [{"min_batch_allocation": 1e308}, {"group_size": 10**400}, {"weight": 1e308}])
+@pytest.mark.parametrize(
+    "change", [{"min_batch_allocation": 1e308}, {"group_size": 10**400}, {"weight": 1e308}]
+)
 def test_a_registration_that_an_older_version_kept_ends_no_resume(store, clock, change):
     register(make_queue(store, clock))
     [entry] = store.recall("atropos_environments")

@@ -1,4 +1,5 @@
-"""Whose trainer an Atropos API has: at the start, after its restart, beside another run (fake_run_api.py)."""
+"""Whose trainer an Atropos API has: at the start, after its restart, beside another run
+(fake_run_api.py)."""
 
 import asyncio
 
@@ -50,7 +51,8 @@ def test_an_api_that_restarts_is_registered_again(api, url, store):
 
 
 def test_a_run_api_that_restarts_gets_its_trainer_back_and_environments_go_on(either, store):
-    """Also while the store is full and /batch is not asked: environments wait for the trainer until then."""
+    """Also while the store is full and /batch is not asked: environments wait for the trainer
+    until then."""
     with polling(either.url, store) as poller:
         assert poller.wait_until_registered(20)
         eventually(lambda: register_environment(either)["status"] == "success")
@@ -66,7 +68,8 @@ def test_a_run_api_that_restarts_gets_its_trainer_back_and_environments_go_on(ei
 
 
 def test_a_run_api_is_looked_at_while_the_store_is_full(api, url, store):
-    """At most so often, but again and again: a look that was not due yet does not put off the next one."""
+    """At most so often, but again and again: a look that was not due yet does not put off the
+    next one."""
     with polling(url, store) as poller:
         assert poller.wait_until_registered(20)
         store.add(make_group("blocks", size=4), source="local")
@@ -129,7 +132,9 @@ def test_a_registration_that_is_in_use_is_an_error_that_says_what_to_do(either, 
     else:
         assert register_environment(either)["status"] == "success"
     with polling(either.url, store) as poller:
-        with pytest.raises(ConfigError, match=r"batch_size 64.*wants 4 and 32.*rollout_batch_size.*/reset_data"):
+        with pytest.raises(
+            ConfigError, match=r"batch_size 64.*wants 4 and 32.*rollout_batch_size.*/reset_data"
+        ):
             poller.wait_until_registered(20)
         assert "serves another run" in poller.health()
     assert info(either) == (64, 32)
@@ -142,7 +147,10 @@ def test_a_restarted_api_that_another_run_took_is_told_and_does_not_end_this_one
         poller = AtroposPoller(AtroposClient(url), store, REGISTRATION, **FAST)
         poller.start()
         assert poller.wait_until_registered(20)
-    other.state.queue, other.state.registration = [scored_data()] * 32, {"batch_size": 64, "max_token_len": 32}
+    other.state.queue, other.state.registration = (
+        [scored_data()] * 32,
+        {"batch_size": 64, "max_token_len": 32},
+    )
     with serving(other.app(), port):
         eventually(lambda: "serves another run" in (poller.health() or ""))
         poller.check()

@@ -55,14 +55,18 @@ def test_while_the_model_loads_an_environment_waits(store):
     """A BaseEnv gives up after three errors."""
     queue = AtroposQueue(store, SETTINGS, current_step=lambda: 5, policy_version=lambda: 3)
     added = [create_atropos_router(queue)]
-    with running_server(FakeEngine(), None, loaded=False, routers=added) as server, server.http() as http:
+    with (
+        running_server(FakeEngine(), None, loaded=False, routers=added) as server,
+        server.http() as http,
+    ):
         reply = http.post("/atropos/register-env", json={})
         assert (reply.status_code, reply.json()) == (200, {"status": "wait for trainer to start"})
         assert http.get("/atropos/info").status_code == 503
 
 
 def test_the_calls_of_a_base_env_in_their_order(client, store):
-    """register-env at once (the trainer is here), /info, then status-env and scored_data in turns."""
+    """register-env at once (the trainer is here), /info, then status-env and scored_data in
+    turns."""
     assert client.get("/atropos/wandb_info").json() == {"group": "group", "project": "project"}
     assert client.post("/atropos/register-env", json=ENVIRONMENT).json() == {
         "status": "success",
@@ -86,16 +90,23 @@ def test_the_calls_of_a_base_env_in_their_order(client, store):
     assert (reply.status_code, reply.json()) == (200, {"status": "received"})
     status = status_of(client, 0).json()
     assert status["queue_size"] == 1
-    assert not [key for key in ("queue_size", "self_queue_size", "max_group_size") if not isinstance(status[key], int)]
+    assert not [
+        key
+        for key in ("queue_size", "self_queue_size", ("max_group_size"))
+        if not isinstance(status[key], int)
+    ]
     assert client.get("/atropos/status").json() == {"current_step": 5, "queue_size": 1}
     assert [group.environment for group in store.waiting()] == ["sums_0"]
-    assert client.post("/atropos/disconnect-env", json={"env_id": 0}).json() == {"status": "success"}
+    assert client.post("/atropos/disconnect-env", json={"env_id": 0}).json() == {
+        "status": ("success")
+    }
     assert client.post("/atropos/disconnect-env", json={"env_id": 4}).json()["status"] == "failure"
 
 
 def test_received_means_on_disk(client, store, tmp_path):
     assert client.post("/atropos/scored_data", json=scored_data()).json() == {"status": "received"}
-    reader = RolloutStore(tmp_path / "rollouts.sqlite")  # another connection sees only what was committed
+    # another connection sees only what was committed
+    reader = RolloutStore(tmp_path / "rollouts.sqlite")
     assert reader.counts().waiting == 1
     reader.close()
 
@@ -167,11 +178,17 @@ def test_a_list_keeps_its_good_groups_and_names_the_bad_ones(client, store):
 def test_gzip_bodies_as_base_env_sends_them(client, store):
     body = gzip.compress(json.dumps(scored_data()).encode())
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
-    assert client.post("/atropos/scored_data", content=body, headers=headers).json() == {"status": "received"}
+    assert client.post("/atropos/scored_data", content=body, headers=headers).json() == {
+        "status": ("received")
+    }
     listed = gzip.compress(json.dumps([scored_data(first_token=60)]).encode())
-    assert client.post("/atropos/scored_data_list", content=listed, headers=headers).status_code == 200
+    assert (
+        client.post("/atropos/scored_data_list", content=listed, headers=headers).status_code == 200
+    )
     small = gzip.compress(json.dumps(ENVIRONMENT).encode())
-    assert client.post("/atropos/register-env", content=small, headers=headers).json()["status"] == "success"
+    assert client.post("/atropos/register-env", content=small, headers=headers).json()[
+        "status"
+    ] == ("success")
     assert store.counts().waiting == 2
 
 
@@ -185,7 +202,9 @@ def test_a_gzip_bomb_is_413(client, monkeypatch):
 def test_lists_of_nothing_are_refused_before_they_are_made(client, store):
     """65 KB that became 3.5 GB."""
     content = gzip.compress(b'{"tokens":[' + b"[]," * MAX_CONTAINERS + b"[]]}")
-    reply = client.post("/atropos/scored_data", content=content, headers=JSON | {"Content-Encoding": "gzip"})
+    reply = client.post(
+        "/atropos/scored_data", content=content, headers=JSON | {"Content-Encoding": ("gzip")}
+    )
     assert reply.status_code == 413 and store.counts().rejected == 1
 
 
@@ -204,7 +223,11 @@ async def test_few_bodies_are_unpacked_at_once(app, monkeypatch):
     monkeypatch.setattr(routes_atropos, "_gunzip", unpack)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         sent = [
-            client.post("/atropos/scored_data", content=b"packed", headers=JSON | {"Content-Encoding": "gzip"})
+            client.post(
+                "/atropos/scored_data",
+                content=b"packed",
+                headers=JSON | {"Content-Encoding": ("gzip")},
+            )
             for _ in range(12)
         ]
         replies = await asyncio.gather(*sent)
@@ -222,11 +245,23 @@ async def test_few_bodies_are_unpacked_at_once(app, monkeypatch):
         (b"{}", {}, 422, "valid list|not bytes"),
         (b"", JSON, 422, "Field required"),
         (b"not gzip", JSON | {"Content-Encoding": "gzip"}, 400, "Invalid gzip payload"),
-        (gzip.compress(b"{}" * 100, mtime=0)[:-10], JSON | {"Content-Encoding": "gzip"}, 400, "Invalid gzip payload"),
-        (gzip.compress(b"{}", mtime=0) + b"garbage", JSON | {"Content-Encoding": "gzip"}, 400, "Invalid gzip payload"),
+        (
+            gzip.compress(b"{}" * 100, mtime=0)[:-10],
+            JSON | {"Content-Encoding": "gzip"},
+            400,
+            ("Invalid gzip payload"),
+        ),
+        (
+            gzip.compress(b"{}", mtime=0) + b"garbage",
+            JSON | {"Content-Encoding": "gzip"},
+            400,
+            ("Invalid gzip payload"),
+        ),
     ],
 )
-def test_what_never_becomes_a_group_is_refused_and_counted(client, store, path, body, headers, status, reason):
+def test_what_never_becomes_a_group_is_refused_and_counted(
+    client, store, path, body, headers, status, reason
+):
     reply = client.post(f"/atropos/{path}", content=body, headers=headers)
     assert reply.status_code == status
     assert re.search(reason, reply.text)
@@ -278,7 +313,11 @@ def test_reset_drops_with_a_reason_and_keeps_environments(client, store):
 
 def test_the_openapi_document_shows_every_route_and_the_groups_fields(client):
     document = client.get("/openapi.json").json()
-    paths = {path.removeprefix("/atropos/") for path in document["paths"] if path.startswith("/atropos/")}
+    paths = {
+        path.removeprefix("/atropos/")
+        for path in document[("paths")]
+        if path.startswith("/atropos/")
+    }
     assert paths == {
         "", "register-env", "disconnect-env", "wandb_info", "info", "status", "status-env",
         "scored_data", "scored_data_list", "latest_example", "reset_data",

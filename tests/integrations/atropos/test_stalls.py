@@ -10,7 +10,14 @@ import pytest
 from mlx_parallm.faces.atropos.api import AtroposClient, why_no_batch
 from mlx_parallm.faces.atropos.client import AtroposPoller
 from tests.integrations.atropos.groups import scored_data
-from tests.integrations.atropos.polling import FAST, REGISTRATION, eventually, groups, polling, register_environment
+from tests.integrations.atropos.polling import (
+    FAST,
+    REGISTRATION,
+    eventually,
+    groups,
+    polling,
+    register_environment,
+)
 from tests.rollout_store.groups import make_group
 
 
@@ -29,13 +36,27 @@ def test_groups_of_another_size_than_registered_are_told(either, store):
     with polling(either.url, store) as poller:
         eventually(lambda: register_environment(either)["status"] == "success")
         either.post_group(scored_data(size=1, env_id=0))
-        eventually(lambda: "have their groups the size that they registered?" in (poller.health() or ""))
+        eventually(
+            lambda: "have their groups the size that they registered?" in (poller.health() or (""))
+        )
 
 
 STALLS = {
-    "too large": ([2, 2, 8], {}, "from the 3 groups queued there: one has 8, and blocks the rest until run-api is"),
-    "no divisor": ([3, 3], {}, "no batch of 4 sequences from the 2 groups queued there: the largest has 3, which does"),
-    "share": ([2, 2], {"min_batch_allocation": 0.5}, "50% of it is reserved (min_batch_allocation), and environment 0"),
+    "too large": (
+        [2, 2, 8],
+        {},
+        ("from the 3 groups queued there: one has 8, and blocks the rest until run-api is"),
+    ),
+    "no divisor": (
+        [3, 3],
+        {},
+        ("no batch of 4 sequences from the 2 groups queued there: the largest has 3, which does"),
+    ),
+    "share": (
+        [2, 2],
+        {"min_batch_allocation": 0.5},
+        ("50% of it is reserved (min_batch_allocation), and environment 0"),
+    ),
     "too few": ([2], {}, "from the 1 groups queued there: they are too few, and none has come for"),
 }
 
@@ -58,7 +79,10 @@ def test_sizes_that_never_add_up_are_told(either, store):
         eventually(lambda: register_environment(either)["status"] == "success")
         for size in (2, 3, 2, 2):
             either.post_group(scored_data(size=size))
-        expected = "group sizes must divide the batch size and each other; environments wait meanwhile, for the queue"
+        expected = (
+            "group sizes must divide the batch size and each other; environments wait meanwhile,"
+            " for the queue"
+        )
         eventually(lambda: expected in (poller.health() or ""))
 
 

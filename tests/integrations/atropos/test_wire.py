@@ -14,7 +14,10 @@ from tests.rollout_store.groups import groups
 
 PICTURE = {
     "role": "user",
-    "content": [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "data:,"}}],
+    "content": [
+        {"type": "text", "text": "What is it?"},
+        {"type": "image_url", "image_url": {"url": ("data:,")}},
+    ],
 }
 
 
@@ -53,7 +56,8 @@ def test_a_group_without_logprobs_has_none() -> None:
 
 
 def test_what_collect_trajectories_of_a_base_env_sends() -> None:
-    """Its default implementation sends [] for what no item has, {} for the overrides and no inference_logprobs."""
+    """Its default implementation sends [] for what no item has, {} for the overrides and no
+    inference_logprobs."""
     names = ("advantages", "ref_logprobs", "messages", "overrides", "images")
     sent = scored_data(inference_logprobs=None, group_overrides={}) | {name: [] for name in names}
     del sent["inference_logprobs"]
@@ -61,14 +65,20 @@ def test_what_collect_trajectories_of_a_base_env_sends() -> None:
 
 
 def test_turns_of_one_sequence_are_trained_on_where_the_labels_say_so() -> None:
-    """As ManagedServer makes it: the EOS (2) of turn one comes twice, the tool's answer 30 31 is given; in the second
-    row, which extended a plain completion, turn one is given again."""
+    """As ManagedServer makes it: the EOS (2) of turn one comes twice, the tool's answer 30 31 is
+    given; in the second row, which extended a plain completion, turn one is given again."""
     group = parse(
         {
             "tokens": [[5, 20, 2, 2, 30, 31, 21, 2], [5, 20, 2, 30, 31, 22, 2]],
-            "masks": [[-100, 20, 2, -100, -100, -100, 21, 2], [-100, -100, -100, -100, -100, 22, 2]],
+            "masks": [
+                [-100, 20, 2, -100, -100, -100, 21, 2],
+                [-100, -100, -100, -100, -100, 22, 2],
+            ],
             "scores": [1.0, 0.0],
-            "inference_logprobs": [[1.0, -0.5, -0.1, 1.0, 1.0, 1.0, -0.7, -0.2], [1.0, 1.0, 1.0, 1.0, 1.0, -0.9, -0.3]],
+            "inference_logprobs": [
+                [1.0, -0.5, -0.1, 1.0, 1.0, 1.0, -0.7, -0.2],
+                [1.0, 1.0, 1.0, 1.0, 1.0, -0.9, -0.3],
+            ],
         }
     )
     first, second = group.rollouts
@@ -87,14 +97,22 @@ def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
         index=None,
         metadata={},
         rollouts=tuple(
-            replace(rollout, scores={"reward": rollout.reward}, stop_reason=None, processed_logprobs=None, error=None)
+            replace(
+                rollout,
+                scores={"reward": rollout.reward},
+                stop_reason=None,
+                processed_logprobs=None,
+                error=None,
+            )
             for rollout in group.rollouts
         ),
     )
     wire = json.loads(json.dumps(as_sent(group)))
     back = parse(wire)
     if group.advantages is not None and not isinstance(group.advantages[0], tuple):
-        rows = tuple((a,) * len(r.tokens) for a, r in zip(group.advantages, group.rollouts, strict=True))
+        rows = tuple(
+            (a,) * len(r.tokens) for a, r in zip(group.advantages, group.rollouts, strict=True)
+        )
         group = replace(group, advantages=rows)
     assert back == group
 
@@ -102,9 +120,18 @@ def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"inference_logprobs": [[1.0, 1.0, -0.1, -0.1, 1.0], [1.0] * 5]}, "sampled token 4 has no log-probability"),
-        ({"inference_logprobs": [[1.0] * 4, [1.0] * 5]}, "sequence 0: 4 inference_logprobs for 5 tokens"),
-        ({"masks": [[0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]}, "masks[0] is 0, neither -100 (given) nor the token's id 20"),
+        (
+            {"inference_logprobs": [[1.0, 1.0, -0.1, -0.1, 1.0], [1.0] * 5]},
+            ("sampled token 4 has no log-probability"),
+        ),
+        (
+            {"inference_logprobs": [[1.0] * 4, [1.0] * 5]},
+            ("sequence 0: 4 inference_logprobs for 5 tokens"),
+        ),
+        (
+            {"masks": [[0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]},
+            ("masks[0] is 0, neither -100 (given) nor the token's id 20"),
+        ),
         ({"masks": [[-100] * 5]}, "1 masks for 2 sequences"),
         ({"scores": [1.0]}, "1 scores for 2 sequences"),
         ({"scores": None}, "scores: "),
@@ -146,9 +173,18 @@ def test_atroposlibs_placeholder_data_is_refused() -> None:
     [
         ({}, [0.9, 0.9]),
         ({"group_overrides": {"temperature": 0.8}}, [0.8, 0.8]),
-        ({"group_overrides": {"temperature": 0.8}, "generation_params": {"temperature": 0.7}}, [0.7, 0.7]),
-        ({"generation_params": {"temperature": 0.7}, "overrides": [{"temperature": 0.6}]}, [0.6, 0.7]),
-        ({"generation_params": {"temperature": 0.7}, "overrides": [{}, {"temperature": None}]}, [0.7, 0.7]),
+        (
+            {"group_overrides": {"temperature": 0.8}, "generation_params": {"temperature": 0.7}},
+            [0.7, 0.7],
+        ),
+        (
+            {"generation_params": {"temperature": 0.7}, "overrides": [{"temperature": 0.6}]},
+            [0.6, 0.7],
+        ),
+        (
+            {"generation_params": {"temperature": 0.7}, "overrides": [{}, {"temperature": None}]},
+            [0.7, 0.7],
+        ),
         ({"generation_params": {"temperature": 0}}, [1.0, 1.0]),
         ({"generation_params": {"top_p": 0.9}, "overrides": []}, [0.9, 0.9]),
     ],
@@ -204,7 +240,11 @@ def test_fields_without_use_are_listed_and_messages_kept() -> None:
 
 def test_of_a_million_faults_each_list_tells_one() -> None:
     """All of them would be gigabytes."""
-    wrong = {"tokens": [["a"] * 1_000_000], "masks": [["b"]] * 1_000_000, "scores": [{}] * 1_000_000}
+    wrong = {
+        "tokens": [["a"] * 1_000_000],
+        "masks": [["b"]] * 1_000_000,
+        "scores": [{}] * 1_000_000,
+    }
     optional = {"inference_logprobs": [["x"]] * 2, "messages": [[5, 5], [5]], "overrides": [1, 2]}
     with pytest.raises(RolloutRejectedError) as refused:
         parse(wrong | optional)

@@ -44,7 +44,13 @@ def command(directory: Path) -> list[str]:
 
 
 def client(directory: Path) -> ToolClient:
-    return ToolClient([MCPServer("mlx_parallm", command=command(directory), timeout_s=180.0, start_timeout_s=60.0)])
+    return ToolClient(
+        [
+            MCPServer(
+                "mlx_parallm", command=command(directory), timeout_s=180.0, start_timeout_s=60.0
+            )
+        ]
+    )
 
 
 @contextmanager
@@ -55,7 +61,9 @@ def over_http(directory: Path) -> Iterator[ToolClient]:
         try:
             assert process.stderr is not None
             assert any("Uvicorn running" in line for line in process.stderr), "it does not listen"
-            with ToolClient([MCPServer("mlx_parallm", url=f"http://127.0.0.1:{port}/mcp", timeout_s=180.0)]) as tools:
+            with ToolClient(
+                [MCPServer("mlx_parallm", url=f"http://127.0.0.1:{port}/mcp", timeout_s=180.0)]
+            ) as tools:
                 yield tools
         finally:
             process.terminate()
@@ -90,16 +98,27 @@ def test_an_agent_starts_watches_asks_and_stops_a_training(directory: Path) -> N
     with client(directory) as tools:
         names = {definition["name"] for definition in tools.definitions()}
         assert names == {
-            *("start_training", "stop_training", "switch_training", "training_status", "list_trainings"),
+            *(
+                "start_training",
+                "stop_training",
+                "switch_training",
+                "training_status",
+                ("list_trainings"),
+            ),
             *("training_log", "evaluate", "ask_policy"),
         }
-        assert called(tools, "start_training", name="first", config=CONFIG)["state"] in ("starting", "running")
+        assert called(tools, "start_training", name="first", config=CONFIG)["state"] in (
+            "starting",
+            ("running"),
+        )
         until(tools, lambda status: status["state"] == "running" and status["step"] >= 2)
         refused = tools.call("start_training", {"name": "second", "config": CONFIG})
         assert refused.error == "tool" and "first is running, and at most 1 may" in refused.text
     with over_http(directory) as tools:  # another server, and the same training
         status = until(tools, lambda status: status["step"] >= 3)
-        assert status["name"] == "first" and status["current"] and "reward_mean" in status["metrics"]
+        assert (
+            status["name"] == "first" and status["current"] and "reward_mean" in status[("metrics")]
+        )
         answer = tools.call("ask_policy", {"prompt": "Sum: 2+3", "max_tokens": 4})
         assert answer.error is None, answer.text
         assert called(tools, "evaluate", problems=4)["environments"]["sum"]["problems"] == 4
@@ -108,7 +127,11 @@ def test_an_agent_starts_watches_asks_and_stops_a_training(directory: Path) -> N
         assert list((directory / "first/run").glob("step_*")), "it has saved"
         assert "first is stopped" in tools.call("ask_policy", {"prompt": "x"}).text.replace("'", "")
         assert [each["name"] for each in called(tools, "list_trainings")["trainings"]] == ["first"]
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(directory) in " ".join(p.info["cmdline"] or [])]
+    assert not [
+        p
+        for p in psutil.process_iter([("cmdline")])
+        if str(directory) in " ".join(p.info["cmdline"] or [])
+    ]
 
 
 @pytest.mark.slow
@@ -140,8 +163,9 @@ def test_what_cannot_be_started(directory: Path) -> None:
 
 
 def test_what_a_hostile_agent_sends(tmp_path: Path) -> None:
-    """Null bytes, half a character, a name that leads out, a huge number of lines; a damaged or removed record hides
-    no other training; a process is known by its arguments, not by a time that the clock changes."""
+    """Null bytes, half a character, a name that leads out, a huge number of lines; a damaged or
+    removed record hides no other training; a process is known by its arguments, not by a time
+    that the clock changes."""
     trainings = Trainings(tmp_path)
     for config in ("a\0b", "a\n\ud800", "x" * (2 << 20)):
         with pytest.raises(ConfigError):
@@ -152,15 +176,30 @@ def test_what_a_hostile_agent_sends(tmp_path: Path) -> None:
     for name in ("../x", "/etc", "a" * 100, "\0", ""):
         with pytest.raises(ConfigError):
             trainings.status(name)
-    sleeper = subprocess.Popen(["/bin/sh", "-c", "sleep 60; true", str(tmp_path / "a" / "exit_code")])
+    sleeper = subprocess.Popen(
+        ["/bin/sh", "-c", "sleep 60; true", str(tmp_path / "a" / "exit_code")]
+    )
     try:
-        known = {"name": "a", "pid": sleeper.pid, "created": 5.0, "port": 9, "total_steps": 1, "started_at": 1.0}
+        known = {
+            "name": "a",
+            "pid": sleeper.pid,
+            "created": 5.0,
+            "port": 9,
+            "total_steps": 1,
+            "started_at": 1.0,
+        }
         for name, text in {"a": json.dumps(known), "b": "["}.items():
             (tmp_path / name).mkdir()
             (tmp_path / name / "training.json").write_text(text)
         (tmp_path / "a" / "train.log").write_bytes(b"\xff line\n" * 5000)
-        assert {each["name"]: each["state"] for each in trainings.all()} == {"a": "starting", "b": "damaged"}
-        assert len(trainings.log("a", 10**9).splitlines()) == 1000 and len(trainings.log("a", -5).splitlines()) == 1
+        assert {each["name"]: each["state"] for each in trainings.all()} == {
+            "a": "starting",
+            "b": ("damaged"),
+        }
+        assert (
+            len(trainings.log("a", 10**9).splitlines()) == 1000
+            and len(trainings.log("a", -5).splitlines()) == 1
+        )
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -174,9 +213,13 @@ def test_what_a_hostile_agent_sends(tmp_path: Path) -> None:
 def test_a_page_of_another_origin_cannot_use_the_server(tmp_path: Path) -> None:
     """Over HTTP: a foreign Host or Origin, and a body that a browser sends without asking first."""
     port = free_port()
-    with subprocess.Popen([*command(tmp_path), "--http", str(port)], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*command(tmp_path), "--http", str(port)], stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
-            assert process.stderr is not None and any("Uvicorn running" in line for line in process.stderr)
+            assert process.stderr is not None and any(
+                "Uvicorn running" in line for line in process.stderr
+            )
             call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
             accept = {"Accept": "application/json, text/event-stream"}
             url = f"http://127.0.0.1:{port}/mcp"

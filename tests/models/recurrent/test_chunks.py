@@ -1,4 +1,5 @@
-"""The recurrences in chunks against loops over tokens in float64, values and gradients, and in mlx-lm's own layers."""
+"""The recurrences in chunks against loops over tokens in float64, values and gradients, and in
+mlx-lm's own layers."""
 
 import importlib
 import random
@@ -47,7 +48,10 @@ def linear_loop(decay, x, state):
 def selective_loop(x, delta, a, b, c, state):
     outputs = []
     for t in range(x.shape[1]):
-        state = mx.exp(delta[:, t, :, None] * a) * state + (delta[:, t] * x[:, t])[..., None] * b[:, t, None, :]
+        state = (
+            mx.exp(delta[:, t, :, None] * a) * state
+            + (delta[:, t] * x[:, t])[..., None] * b[:, t, None, :]
+        )
         outputs.append((state * c[:, t, None, :]).sum(axis=-1))
     return mx.stack(outputs, axis=1), state
 
@@ -62,7 +66,8 @@ def decays(numbers: np.random.Generator, shape: tuple[int, ...], strongest: floa
 
 
 def delta_inputs(seed: int) -> list[np.ndarray]:
-    """Ragged lengths, heads that share keys, keys that repeat, strong and weak decays, one gate or one a channel."""
+    """Ragged lengths, heads that share keys, keys that repeat, strong and weak decays, one gate
+    or one a channel."""
     numbers, choose = np.random.default_rng(seed), random.Random(seed)
     batch, length, groups, width = (
         choose.randint(1, 2),
@@ -74,7 +79,8 @@ def delta_inputs(seed: int) -> list[np.ndarray]:
     heads = key_heads * groups
     k = unit(numbers.normal(size=(batch, length, key_heads, key)))
     if seed % 3 == 0:
-        k = unit(k[:, :1] + 0.05 * k)  # nearly the same key again and again: (I + A)⁻¹ by powers of A would lose all
+        # nearly the same key again and again: (I + A)⁻¹ by powers of A would lose all
+        k = unit(k[:, :1] + 0.05 * k)
     gates = (batch, length, heads, key) if seed % 2 else (batch, length, heads)
     return [
         unit(numbers.normal(size=(batch, length, key_heads, key))),
@@ -87,7 +93,8 @@ def delta_inputs(seed: int) -> list[np.ndarray]:
 
 
 def check(chunked: Any, loop: Any, inputs: list[np.ndarray], *, bound: float = 1e-5) -> None:
-    """Values, the last state and all gradients, as far apart as `bound` of the largest number at most."""
+    """Values, the last state and all gradients, as far apart as `bound` of the largest number at
+    most."""
     with mx.stream(mx.cpu):
         exact = [mx.array(x, mx.float64) for x in inputs]
         single = [mx.array(x, mx.float32) for x in inputs]
@@ -102,10 +109,14 @@ def check(chunked: Any, loop: Any, inputs: list[np.ndarray], *, bound: float = 1
         for ours, expected in zip(slopes(chunked, single), slopes(loop, exact), strict=True):
             reference = np.array(expected)
             assert ours.dtype == mx.float32
-            assert np.abs(np.array(ours) - reference).max() <= bound * max(np.abs(reference).max(), 1e-3)
+            assert np.abs(np.array(ours) - reference).max() <= bound * max(
+                np.abs(reference).max(), 1e-3
+            )
 
 
-@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 200))])
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 200))]
+)
 def test_gated_delta_is_the_loop(seed):
     check(gated_delta, gated_delta_loop, delta_inputs(seed))
 
@@ -113,12 +124,16 @@ def test_gated_delta_is_the_loop(seed):
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 129])
 def test_ends_of_chunks(length):
     inputs = delta_inputs(4)
-    inputs = [np.resize(x, (x.shape[0], length, *x.shape[2:])) if i < 5 else x for i, x in enumerate(inputs)]
+    inputs = [
+        np.resize(x, (x.shape[0], length, *x.shape[2:])) if i < 5 else x
+        for i, x in enumerate(inputs)
+    ]
     check(gated_delta, gated_delta_loop, inputs)
 
 
 def test_one_key_again_and_again_is_learned_once():
-    """With the key e, β = 1 and no decay the state holds the last value alone: the output of q = e is v_t, exactly."""
+    """With the key e, β = 1 and no decay the state holds the last value alone: the output of q =
+    e is v_t, exactly."""
     k = mx.zeros((1, 100, 1, 4)).at[..., 0].add(1.0)
     v = mx.random.normal((1, 100, 1, 3), key=mx.random.key(0))
     y, state = gated_delta(k, k, v, mx.ones((1, 100, 1)), mx.ones((1, 100, 1)))
@@ -128,12 +143,16 @@ def test_one_key_again_and_again_is_learned_once():
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_padding_leaves_the_state_as_it_is(seed):
-    """A row of 37 tokens padded on both sides to 90: the same outputs where it is, the same last state."""
+    """A row of 37 tokens padded on both sides to 90: the same outputs where it is, the same last
+    state."""
     inputs = [mx.array(x, mx.float32) for x in delta_inputs(seed)]
     row = [x[:1, :37] if i < 5 else x[:1] for i, x in enumerate(inputs)]
     row = [mx.concatenate([x, *[x] * 3], axis=1)[:, :37] if i < 5 else x for i, x in enumerate(row)]
     wanted, last = gated_delta(*row)
-    padded = [mx.pad(x, [(0, 0), (20, 33), *[(0, 0)] * (x.ndim - 2)], constant_values=0.3) for x in row[:5]]
+    padded = [
+        mx.pad(x, [(0, 0), (20, 33), *[(0, 0)] * (x.ndim - 2)], constant_values=0.3)
+        for x in row[:5]
+    ]
     places = mx.arange(90)[None]
     y, state = gated_delta(*padded, row[5], mask=(places >= 20) & (places < 57))
     np.testing.assert_allclose(np.array(y[:, 20:57]), np.array(wanted), atol=1e-5)
@@ -156,7 +175,11 @@ def test_half_precision_comes_back_as_such_and_is_computed_in_float32():
 def test_linear_scan_is_the_loop(length, strongest):
     numbers = np.random.default_rng(length)
     shape = (2, length, 5)
-    inputs = [decays(numbers, shape, strongest), numbers.normal(size=shape), numbers.normal(size=(2, 5))]
+    inputs = [
+        decays(numbers, shape, strongest),
+        numbers.normal(size=shape),
+        numbers.normal(size=(2, 5)),
+    ]
 
     def chunked(*arrays: mx.array) -> tuple[mx.array, mx.array]:
         h = linear_scan(*arrays)
@@ -195,7 +218,8 @@ RECURRENT = {  # architecture: what its layers call in chunks
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_models_layers_compute_in_chunks_what_they_computed_token_by_token(name, monkeypatch):
-    """Logits and gradients of the whole model, and logits that go on from a cache; the loop is not called any more."""
+    """Logits and gradients of the whole model, and logits that go on from a cache; the loop is
+    not called any more."""
     model = small_model(name)
     model.train()
     tokens = (mx.arange(70, dtype=mx.int32) * 7 % 50)[None]
@@ -205,7 +229,10 @@ def test_a_models_layers_compute_in_chunks_what_they_computed_token_by_token(nam
         gradients = mx.grad(lambda p: (model.update(p), (model(tokens) * weights).sum())[1])(before)
         model.update(before)
         cache = model.make_cache()
-        parts = [model(tokens[:, part], cache=cache) for part in (slice(0, 40), slice(40, 69), slice(69, 70))]
+        parts = [
+            model(tokens[:, part], cache=cache)
+            for part in (slice(0, 40), slice(40, 69), slice(69, 70))
+        ]
         arrays = [value for _, value in sorted(tree_flatten(gradients))]
         return [model(tokens), mx.concatenate(parts, axis=1), *arrays]
 
@@ -226,10 +253,13 @@ def test_a_models_layers_compute_in_chunks_what_they_computed_token_by_token(nam
 
 @pytest.mark.parametrize("kept", [mx.float32, mx.bfloat16])
 def test_a_mamba_layers_types_are_those_of_the_loop(kept, monkeypatch):
-    """A checkpoint in bfloat16 whose A is float32, as Mamba's are: logits and states are float32, as mlx-lm's."""
+    """A checkpoint in bfloat16 whose A is float32, as Mamba's are: logits and states are
+    float32, as mlx-lm's."""
     model = small_model("mamba")
     named = tree_flatten(model.parameters())
-    model.load_weights([(path, x.astype(kept if path.endswith("A_log") else mx.bfloat16)) for path, x in named])
+    model.load_weights(
+        [(path, x.astype(kept if path.endswith("A_log") else mx.bfloat16)) for path, x in named]
+    )
     tokens = (mx.arange(40, dtype=mx.int32) * 7 % 50)[None]
 
     def types() -> list[mx.Dtype]:
@@ -256,26 +286,39 @@ def other_sequence(monkeypatch):
     return _process_sequence
 
 
-def test_a_layer_without_a_form_in_chunks_trains_as_it_is_and_is_named(other_sequence, informative_logs):
-    """The warning at load names the layer, its class and the function; the one of the trainer names the layers."""
+def test_a_layer_without_a_form_in_chunks_trains_as_it_is_and_is_named(
+    other_sequence, informative_logs
+):
+    """The warning at load names the layer, its class and the function; the one of the trainer
+    names the layers."""
     with capture_logs() as logs:
         model = small_model("mamba")
     assert type(model.layers[0].mixer)._process_sequence is other_sequence
     [warning] = [log for log in logs if log["log_level"] == "warning"]
     assert warning["layer"] == "backbone.layers.0.mixer (MambaBlock)"
-    assert "_process_sequence(self, x, conv_cache, state_cache, reverse) is not mlx-lm's" in warning["reason"]
+    assert (
+        "_process_sequence(self, x, conv_cache, state_cache, reverse) is not mlx-lm's"
+        in warning[("reason")]
+    )
     assert layers_by_token(model) == ["layer 0 (mixer: MambaBlock)"] and not model.training
     with capture_logs() as logs:
         config = make_config(batch=8)
-        policy = TrainedPolicy(model, config, source=Path(__file__).parent, model_config={"model_type": "mamba"})
+        policy = TrainedPolicy(
+            model, config, source=Path(__file__).parent, model_config={"model_type": ("mamba")}
+        )
         trainer = Trainer(policy, config, make_algorithm(config))
     [warning] = [log for log in logs if log["event"] == "a layer trains slowly"]
-    assert warning["layer"] == "layer 0 (mixer: MambaBlock)" and "one token after another" in warning["reason"]
+    assert (
+        warning["layer"] == "layer 0 (mixer: MambaBlock)"
+        and "one token after another" in warning[("reason")]
+    )
     result = trainer.train_step(make_batch(random_groups(2)))
     assert result.finished and result.metrics["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "kimi_linear", "mamba", "jamba", "mamba2", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_5", "kimi_linear", "mamba", "jamba", "mamba2", ("recurrent_gemma")]
+)
 def test_no_other_layer_is_named(name):
     assert layers_by_token(small_model(name)) == []
 

@@ -1,5 +1,6 @@
-"""A group's prompt, computed once by recurrent blocks: what they keep at its end is where each answer goes on, and the
-gradient flows back through it. Same losses and gradients as with the prompt in each row."""
+"""A group's prompt, computed once by recurrent blocks: what they keep at its end is where each
+answer goes on, and the gradient flows back through it. Same losses and gradients as with the
+prompt in each row."""
 
 import importlib
 from dataclasses import replace
@@ -40,9 +41,13 @@ def model_of(name: str, layers: int | None = None) -> nn.Module:
 
 
 def batch(prompts: tuple[int, ...], answers: int = 2) -> TokenBatch:
-    """Groups of `answers` ragged rows; some tokens behind a first answer are not scored, as between two turns."""
+    """Groups of `answers` ragged rows; some tokens behind a first answer are not scored, as
+    between two turns."""
     rng = np.random.default_rng(0)
-    rows, scored = np.zeros((len(prompts) * answers, 64), np.int32), np.zeros((len(prompts) * answers, 64), bool)
+    rows, scored = (
+        np.zeros((len(prompts) * answers, 64), np.int32),
+        np.zeros((len(prompts) * answers, 64), bool),
+    )
     for group, length in enumerate(prompts):
         prompt = rng.integers(0, 40, length)
         for row in range(group * answers, (group + 1) * answers):
@@ -62,12 +67,15 @@ def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
-@pytest.mark.parametrize(("architecture", "layers"), [*((name, None) for name in SHARING), ("qwen3_5", 8)])
+@pytest.mark.parametrize(
+    ("architecture", "layers"), [*((name, None) for name in SHARING), ("qwen3_5", 8)]
+)
 def test_losses_and_gradients_are_those_of_the_repeated_prompt(
     architecture: str, layers: int | None, blocks: int
 ) -> None:
-    """Eight layers: more of a kind than the comparison at start goes through; the others pass their input on. Float32's
-    rounding grows with the depth: 1.3e-6 of the gradient with two layers, 8e-6 with four, 1.2e-5 with eight."""
+    """Eight layers: more of a kind than the comparison at start goes through; the others pass
+    their input on. Float32's rounding grows with the depth: 1.3e-6 of the gradient with two
+    layers, 8e-6 with four, 1.2e-5 with eight."""
     model = model_of(architecture, layers)
     assert layers is None or len(model.layers) == layers
     parts = BlockwiseModel(model, blocks_per_eval=blocks)
@@ -78,7 +86,9 @@ def test_losses_and_gradients_are_those_of_the_repeated_prompt(
     expected, _, repeated = parts.loss_and_gradients(replace(tokens, compact=None), objective)
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     whole = sum(mx.square(g).sum().item() for g in repeated) ** 0.5
-    off = sum(mx.square(a - b).sum().item() for a, b in zip(gradients, repeated, strict=True)) ** 0.5
+    off = (
+        sum(mx.square(a - b).sum().item() for a, b in zip(gradients, repeated, strict=True)) ** 0.5
+    )
     assert whole > 0 and off <= (1e-5 if layers is None else 5e-5) * whole
 
 

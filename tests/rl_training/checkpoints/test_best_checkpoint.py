@@ -40,23 +40,35 @@ def test_a_held_out_number_comes_first(tmp_path: Path) -> None:
     assert score(metrics.path, 13) == 0.7
 
 
-def test_lines_of_weights_that_a_rollback_left_are_no_score_of_those_that_are_back(tmp_path: Path) -> None:
+def test_lines_of_weights_that_a_rollback_left_are_no_score_of_those_that_are_back(
+    tmp_path: Path,
+) -> None:
     metrics = write_lines(tmp_path, range(1, 26), dict.fromkeys(range(16, 26), 0.5))
     assert score(metrics.path, 25, after=15) == 0.5
     assert score(metrics.path, 25, after=16) is None
     trainer = trained(steps=0)
-    state = replace(state_at(25), rollbacks=[{"step": 25, "to": "version 1", "to_step": 1, "version": 26}])
-    saved = Checkpointer(tmp_path, trainer.policy, trainer.optimizer, keep=2, keep_best=True).save(state)
+    state = replace(
+        state_at(25), rollbacks=[{"step": 25, "to": "version 1", "to_step": 1, "version": 26}]
+    )
+    saved = Checkpointer(tmp_path, trainer.policy, trainer.optimizer, keep=2, keep_best=True).save(
+        state
+    )
     assert TrainerState.read(saved).score is None
 
 
-def saved_run(run: Path, keep: int = 2, *, keep_best: bool = True) -> tuple[Checkpointer, MetricsFile]:
+def saved_run(
+    run: Path, keep: int = 2, *, keep_best: bool = True
+) -> tuple[Checkpointer, MetricsFile]:
     """Checkpoints every ten steps up to 60; step 20 has the best ten rewards."""
     trainer = trained(steps=0)
-    checkpointer = Checkpointer(run, trainer.policy, trainer.optimizer, keep=keep, keep_best=keep_best)
+    checkpointer = Checkpointer(
+        run, trainer.policy, trainer.optimizer, keep=keep, keep_best=keep_best
+    )
     for end in range(10, 61, 10):
         steps = range(end - 9, end + 1)
-        metrics = write_lines(run, steps, dict.fromkeys(steps, 0.9 if end == BEST_AT else end / 100))
+        metrics = write_lines(
+            run, steps, dict.fromkeys(steps, 0.9 if end == BEST_AT else end / 100)
+        )
         checkpointer.save(state_at(end))
     return checkpointer, metrics
 

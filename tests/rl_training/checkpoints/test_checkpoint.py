@@ -1,4 +1,5 @@
-"""Checkpoints: complete, atomic, found again. Kills and full disks are real ones, in processes of their own."""
+"""Checkpoints: complete, atomic, found again. Kills and full disks are real ones, in processes
+of their own."""
 
 import hashlib
 import json
@@ -21,8 +22,17 @@ from structlog.testing import capture_logs
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training import checkpoint as checkpoint_module
-from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, Checkpointer, CheckpointVersions, find_checkpoint
-from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, StepInProgress, TrainerState
+from mlx_parallm.rl_training.checkpoint import (
+    OPTIMIZER_FILE,
+    Checkpointer,
+    CheckpointVersions,
+    find_checkpoint,
+)
+from mlx_parallm.rl_training.checkpoints.trainer_state import (
+    STATE_FILE,
+    StepInProgress,
+    TrainerState,
+)
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.publish.versions import VersionNumbers
 from mlx_parallm.rl_training.step.prepare import StepPosition
@@ -30,7 +40,13 @@ from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system import files
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
-from tests.rl_training.making import adapter_arrays, assert_same_training, make_config, make_trainer, weights
+from tests.rl_training.making import (
+    adapter_arrays,
+    assert_same_training,
+    make_config,
+    make_trainer,
+    weights,
+)
 from tests.rl_training.rollouts import make_batch, random_groups
 from tests.rl_training.scoring import assert_same_metrics
 from tests.tiny_models import make_model
@@ -52,7 +68,9 @@ def make_checkpointer(run: Path, trainer: Trainer, keep: int = 3) -> Checkpointe
 
 
 def state_at(step: int, **values: Any) -> TrainerState:
-    return TrainerState(step=step, policy_version=step, versions=[[0, 0], [step or 1, step]], **values)
+    return TrainerState(
+        step=step, policy_version=step, versions=[[0, 0], [step or 1, step]], **values
+    )
 
 
 def trained(steps: int = 2, **values: Any) -> Trainer:
@@ -64,13 +82,16 @@ def trained(steps: int = 2, **values: Any) -> Trainer:
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_everything_comes_back(lora: bool, tmp_path: Path) -> None:
-    """Trained on from the checkpoint = trained on without a break; the same random numbers follow."""
+    """Trained on from the checkpoint = trained on without a break; the same random numbers
+    follow."""
     trainer = trained(lora=lora)
     metrics = MetricsFile(tmp_path / "run" / "metrics.jsonl")
     checkpointer = make_checkpointer(tmp_path / "run", trainer)
     for step in (1, 2):
         metrics.append({"step": step})
-    saved = state_at(2, sources={"environments": {"next_group": 17}}, optimizer_updates=4, metrics={"step": 2})
+    saved = state_at(
+        2, sources={"environments": {"next_group": 17}}, optimizer_updates=4, metrics={"step": 2}
+    )
     mx.random.seed(3)
     np.random.seed(4)
     random.seed(5)
@@ -84,7 +105,9 @@ def test_everything_comes_back(lora: bool, tmp_path: Path) -> None:
     with capture_logs() as logs:
         state = make_checkpointer(tmp_path / "run", other).resume(path, store, metrics)
     configure_logging(level="error")
-    assert [(line["event"], line["checkpoint"], line["steps"]) for line in logs] == [("resumed", "step_000002", 2)]
+    assert [(line["event"], line["checkpoint"], line["steps"]) for line in logs] == [
+        ("resumed", "step_000002", 2)
+    ]
     assert (mx.random.uniform(shape=(3,)).tolist(), np.random.rand(), random.random()) == drawn
     assert replace(state, random_state={}) == saved
     assert store.restored == [2]
@@ -105,15 +128,20 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def damaged(sound: Path, place: Path, change: Callable[[Path], object]) -> tuple[str, NoStore, list[int]]:
-    """Resume a copy of the run after `change` of its checkpoint. Return the error and what it has done meanwhile."""
+def damaged(
+    sound: Path, place: Path, change: Callable[[Path], object]
+) -> tuple[str, NoStore, list[int]]:
+    """Resume a copy of the run after `change` of its checkpoint. Return the error and what it
+    has done meanwhile."""
     shutil.copytree(sound, place, symlinks=True)
     change(place / "step_000002")
     metrics, store = MetricsFile(place / "metrics.jsonl"), NoStore()
     for step in (1, 2, 3):
         metrics.append({"step": step})
     with pytest.raises(CheckpointError) as error:
-        make_checkpointer(place, make_trainer(make_config())).resume(place / "step_000002", store, metrics)
+        make_checkpointer(place, make_trainer(make_config())).resume(
+            place / "step_000002", store, metrics
+        )
     return str(error.value), store, [line["step"] for line in metrics.read()]
 
 
@@ -126,8 +154,12 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapters.safetensors", OPTIMIZER_FILE])
-def test_a_file_of_a_checkpoint_that_changed_is_told(name: str, sound: Path, tmp_path: Path) -> None:
-    error, store, steps = damaged(sound, tmp_path / "run", lambda checkpoint: flip(checkpoint / name))
+def test_a_file_of_a_checkpoint_that_changed_is_told(
+    name: str, sound: Path, tmp_path: Path
+) -> None:
+    error, store, steps = damaged(
+        sound, tmp_path / "run", lambda checkpoint: flip(checkpoint / name)
+    )
     assert f"damaged: {name}" in error and "remove SHA256SUMS" in error
     assert store.restored == [] and steps == [1, 2, 3]
 
@@ -185,12 +217,16 @@ def test_a_checkpoint_without_checksums_is_resumed(sound: Path, tmp_path: Path) 
     shutil.copytree(sound, tmp_path / "run", symlinks=True)
     path = tmp_path / "run" / "step_000002"
     listed = (path / "SHA256SUMS").read_text().splitlines()
-    assert {line.split("  ")[1] for line in listed} == {file.name for file in path.iterdir()} - {"SHA256SUMS"}
+    assert {line.split("  ")[1] for line in listed} == {file.name for file in path.iterdir()} - {
+        ("SHA256SUMS")
+    }
     first = (path / STATE_FILE).read_bytes()
     assert f"{hashlib.sha256(first).hexdigest()}  {STATE_FILE}" in listed
     (path / "SHA256SUMS").unlink()
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    state = make_checkpointer(tmp_path / "run", make_trainer(make_config())).resume(path, NoStore(), metrics)
+    state = make_checkpointer(tmp_path / "run", make_trainer(make_config())).resume(
+        path, NoStore(), metrics
+    )
     assert state.step == 2
 
 
@@ -199,8 +235,11 @@ def test_an_initial_reference_comes_back(tmp_path: Path) -> None:
     trainer = trained(**values)
     path = make_checkpointer(tmp_path, trainer).save(state_at(2))
     other = make_trainer(make_config(**values))
-    other.policy.reference_arrays = [mx.ones(array.shape) for array in other.policy.slots.read()]  # another start
-    make_checkpointer(tmp_path, other).resume(path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl"))
+    # another start
+    other.policy.reference_arrays = [mx.ones(array.shape) for array in other.policy.slots.read()]
+    make_checkpointer(tmp_path, other).resume(
+        path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl")
+    )
     batch = make_batch(random_groups(4, seed=9), step=3)
     expected = trainer.train_step(batch).metrics
     assert expected["kl"] > 1e-4
@@ -239,8 +278,9 @@ def test_full_weights_are_a_model_directory(tmp_path: Path) -> None:
 def test_a_run_directory_that_is_removed_during_a_save_is_a_clear_error(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the room is measured, and before `latest` is written. Looked at besides: `write_directory` (makes it
-    again, and `DiskUse.check` ends the run), metrics.jsonl (its append says so), spans.jsonl (left out, a warning)."""
+    """Before the room is measured, and before `latest` is written. Looked at besides:
+    `write_directory` (makes it again, and `DiskUse.check` ends the run), metrics.jsonl (its
+    append says so), spans.jsonl (left out, a warning)."""
     run = tmp_path / "run"
     checkpointer = make_checkpointer(run, trained(1), keep=1)
     checkpointer.save(state_at(1))
@@ -251,7 +291,10 @@ def test_a_run_directory_that_is_removed_during_a_save_is_a_clear_error(
         return call(*args, **options)
 
     monkeypatch.setattr(checkpoint_module, name, gone)
-    with pytest.raises(CheckpointError, match=r"(step_000002|latest) cannot be written: .*No such file or directory"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"(step_000002|latest) cannot be written: .*No such file or directory",
+    ):
         checkpointer.save(state_at(2))
 
 
@@ -265,7 +308,9 @@ def test_old_ones_go_and_latest_follows(tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == run / "step_001000"
 
 
-@pytest.mark.parametrize(("target", "then"), [("data", "data"), ("data/x", "data/x"), ("other/latest", "run/latest")])
+@pytest.mark.parametrize(
+    ("target", "then"), [("data", "data"), ("data/x", "data/x"), ("other/latest", ("run/latest"))]
+)
 def test_a_link_of_the_users_beside_the_run_stays(tmp_path: Path, target: str, then: str) -> None:
     (tmp_path / "latest").symlink_to(target)
     make_checkpointer(tmp_path / "run", trained(steps=0)).save(state_at(1))
@@ -273,7 +318,9 @@ def test_a_link_of_the_users_beside_the_run_stays(tmp_path: Path, target: str, t
 
 
 def in_progress(mini_batches: int) -> StepInProgress:
-    position = StepPosition(next_mini_batch=mini_batches, updates=mini_batches, order=(1, 0)).to_json()
+    position = StepPosition(
+        next_mini_batch=mini_batches, updates=mini_batches, order=(1, 0)
+    ).to_json()
     return StepInProgress(3, ("a", "b"), position, {"groups": 2})
 
 
@@ -284,7 +331,9 @@ def test_a_step_in_progress_has_a_name_of_its_own(tmp_path: Path) -> None:
     assert path.name == "step_000002_mb0003"
     assert find_checkpoint(str(tmp_path), tmp_path.parent, None) == path
     state = TrainerState.read(path)
-    assert state.in_progress == replace(in_progress(3), position=json.loads(json.dumps(in_progress(3).position)))
+    assert state.in_progress == replace(
+        in_progress(3), position=json.loads(json.dumps(in_progress(3).position))
+    )
     assert StepPosition.from_json(state.in_progress.position).order == (1, 0)
 
 
@@ -299,7 +348,9 @@ def test_going_back_sets_the_newest_later_checkpoint_aside(tmp_path: Path) -> No
     checkpointer = make_checkpointer(tmp_path, trainer)
     for step in (1, 2, 3):
         checkpointer.save(state_at(step))
-    checkpointer.resume(tmp_path / "step_000001", NoStore(), MetricsFile(tmp_path / "metrics.jsonl"))
+    checkpointer.resume(
+        tmp_path / "step_000001", NoStore(), MetricsFile(tmp_path / "metrics.jsonl")
+    )
     assert sorted(p.name for p in tmp_path.glob("*step_*")) == [
         "step_000001",
         "superseded_step_000003",
@@ -320,7 +371,9 @@ def test_only_the_newest_timeline_that_ended_is_kept(tmp_path: Path) -> None:
     for step in (1, 4):
         checkpointer.save(state_at(step))
     assert go_back("step_000001") == ["step_000001", "superseded_step_000004"]
-    assert go_back("step_000001") == ["step_000001", "superseded_step_000004"], "nothing new was set aside"
+    assert go_back("step_000001") == ["step_000001", "superseded_step_000004"], (
+        "nothing new was set aside"
+    )
     checkpointer.save(state_at(2))
     assert go_back("step_000001") == ["step_000001", "superseded_step_000002"]
     for step in (3, 5):
@@ -395,7 +448,9 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     path = make_checkpointer(tmp_path, make_trainer(make_config(rank=2))).save(state_at(1))
     other = make_trainer(make_config(rank=4))
     with pytest.raises(AdapterError, match="the configuration asks for"):
-        make_checkpointer(tmp_path, other).resume(path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl"))
+        make_checkpointer(tmp_path, other).resume(
+            path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl")
+        )
 
 
 def test_a_failed_save_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +479,12 @@ checkpointer = make_checkpointer(Path(sys.argv[1]), trained(steps=1))
 def run_saver(run: Path, *, prepare: str = "", act: str) -> subprocess.CompletedProcess[str]:
     program = SAVE.format(prepare=prepare, act=act)
     return subprocess.run(
-        [sys.executable, "-c", program, str(run)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", program, str(run)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
@@ -447,17 +507,23 @@ original = {name}
 @pytest.mark.parametrize(
     ("name", "at"),
     [
-        ("checkpoint.mx.save_safetensors", 3),  # adapter, optimizer; adapter | optimizer of the second save
+        # adapter, optimizer; adapter | optimizer of the second save
+        ("checkpoint.mx.save_safetensors", 3),
         ("files.sync", 10),  # between two files of the second save
         ("checkpoint.point", 2),  # renamed, `latest` not yet moved
     ],
 )
-def test_kill_9_in_the_middle_of_a_save_leaves_the_one_before(name: str, at: int, tmp_path: Path) -> None:
+def test_kill_9_in_the_middle_of_a_save_leaves_the_one_before(
+    name: str, at: int, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     result = run_saver(
         run,
         prepare=KILLER.format(name=name, at=at),
-        act="checkpointer.save(state_at(1)); print('first saved', flush=True); checkpointer.save(state_at(2))",
+        act=(
+            "checkpointer.save(state_at(1)); print('first saved', flush=True);"
+            " checkpointer.save(state_at(2))"
+        ),
     )
     assert result.returncode == -9, result.stderr
     assert "first saved" in result.stdout
@@ -471,7 +537,8 @@ def test_kill_9_in_the_middle_of_a_save_leaves_the_one_before(name: str, at: int
 
 
 def test_kill_9_while_a_checkpoint_is_replaced_leaves_the_old_one(tmp_path: Path) -> None:
-    """Where names cannot be exchanged, there is a moment when neither is there: moved away, not yet replaced."""
+    """Where names cannot be exchanged, there is a moment when neither is there: moved away, not
+    yet replaced."""
     trainer = trained(steps=0)
     path = make_checkpointer(tmp_path, trainer).save(state_at(1))
     path.rename(tmp_path / "step_000001.tmp-old")
@@ -502,17 +569,24 @@ def test_a_disk_that_fills_up_is_a_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="mounting a small file system needs root")
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0, reason=("mounting a small file system needs root")
+)
 def test_a_small_file_system_that_is_full(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=False
+    )
     if mounted.returncode:
         pytest.skip("this container may not mount a tmpfs")
     try:
         checkpointer = make_checkpointer(disk / "run", trained(steps=0), keep=9)
         saved = []
-        with pytest.raises(CheckpointError, match=r"needs 0.00 GB and 0.00 GB are free: it was not begun.*step_000001"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"needs 0.00 GB and 0.00 GB are free: it was not begun.*step_000001",
+        ):
             for step in range(1, 9):
                 saved.append(checkpointer.save(state_at(step)).name)
         assert saved
@@ -532,7 +606,9 @@ def test_checkpoints_whose_weights_were_served_have_their_version(tmp_path: Path
     with pytest.raises(AdapterError, match="no checkpoint of version 3"):
         archive.load(3)
     saved = load_adapter(tmp_path / "step_000002").layers
-    weights = SharedWeights(make_model(), policy="policy", version=5, keep_versions=2, archive=archive)
+    weights = SharedWeights(
+        make_model(), policy="policy", version=5, keep_versions=2, archive=archive
+    )
     weights.add_adapter("policy", saved)
     assert weights.history.versions() == [2, 4, 5]
     load = weights.loader("policy@2")
@@ -544,9 +620,11 @@ def test_checkpoints_whose_weights_were_served_have_their_version(tmp_path: Path
 
 
 @pytest.mark.parametrize("step", [2, 5])
-def test_one_kept_checkpoint_is_always_there(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """keep = 1: before and after every rename and removal a resume finds one. Step 2 is saved again, as after a
-    rollback; step 5 takes its place."""
+def test_one_kept_checkpoint_is_always_there(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """keep = 1: before and after every rename and removal a resume finds one. Step 2 is saved
+    again, as after a rollback; step 5 takes its place."""
     run, found = tmp_path / "run", []
     checkpointer = make_checkpointer(run, trained(steps=0), keep=1)
     checkpointer.save(state_at(1))
@@ -566,7 +644,12 @@ def test_one_kept_checkpoint_is_always_there(step: int, tmp_path: Path, monkeypa
 
         return call
 
-    for owner, name in ((shutil, "rmtree"), (Path, "rename"), (Path, "replace"), (files, "_exchanged")):
+    for owner, name in (
+        (shutil, "rmtree"),
+        (Path, "rename"),
+        (Path, "replace"),
+        (files, ("_exchanged")),
+    ):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     checkpointer.save(replace(state_at(step), policy_version=9))
     monkeypatch.undo()

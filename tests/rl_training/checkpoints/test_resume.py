@@ -10,7 +10,12 @@ import pytest
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.errors import AdapterError, ConfigError
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
-from mlx_parallm.rl_training.checkpoints.resume import MAY_CHANGE, check_resume, initial_adapter, refuse_redacted
+from mlx_parallm.rl_training.checkpoints.resume import (
+    MAY_CHANGE,
+    check_resume,
+    initial_adapter,
+    refuse_redacted,
+)
 from tests.tiny_models import lora_config, make_model
 
 ROWS = '[[environments]]\nkind = "tasks"\nname = "sort"\n'
@@ -31,7 +36,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def check(tmp_path: Path, run: Path, *settings: str) -> None:
-    check_resume(config(tmp_path, *(settings or ("model.base_path=/data/Tiny",))), run, run / "config.toml")
+    check_resume(
+        config(tmp_path, *(settings or ("model.base_path=/data/Tiny",))), run, run / "config.toml"
+    )
 
 
 def base(*settings: str) -> tuple[str, ...]:
@@ -68,7 +75,10 @@ def test_may_change(tmp_path: Path, run: Path, setting: str) -> None:
         ("model.revision=main", r"model\.revision \(not set → main\)"),
         ("environments.0.name=reverse", r"environments\.0\.name \(sort → reverse\)"),
         ("environments.0.options.length=9", r"environments\.0\.options\.length \(not set → 9\)"),
-        ("environments.0.options.max_tokens=9", r"environments\.0\.options\.max_tokens \(not set → 9\)"),
+        (
+            "environments.0.options.max_tokens=9",
+            r"environments\.0\.options\.max_tokens \(not set → 9\)",
+        ),
     ],
 )
 def test_may_not_change(tmp_path: Path, run: Path, setting: str, message: str) -> None:
@@ -78,7 +88,9 @@ def test_may_not_change(tmp_path: Path, run: Path, setting: str, message: str) -
 
 
 def test_all_that_are_wrong_are_named_together(tmp_path: Path, run: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lora\.rank.*, rl_training\.lora\.alpha|lora\.alpha.*lora\.rank"):
+    with pytest.raises(
+        ConfigError, match=r"lora\.rank.*, rl_training\.lora\.alpha|lora\.alpha.*lora\.rank"
+    ):
         check(tmp_path, run, *base("rl_training.lora.rank=8", "rl_training.lora.alpha=8"))
 
 
@@ -97,7 +109,11 @@ def test_the_list_names_keys_that_there_are() -> None:
         fields = type(value).model_fields if hasattr(type(value), "model_fields") else None
         if fields is None:
             return [key]
-        return [leaf for name in fields for leaf in leaves(getattr(value, name), f"{key}.{name}" if key else name)]
+        return [
+            leaf
+            for name in fields
+            for leaf in leaves(getattr(value, name), (f"{key}.{name}") if key else name)
+        ]
 
     known = set(leaves(Config()))
     plain = {key for key in MAY_CHANGE if "*" not in key}
@@ -105,11 +121,15 @@ def test_the_list_names_keys_that_there_are() -> None:
 
 
 def test_a_secret_has_to_be_given_again(tmp_path: Path) -> None:
-    written = config(tmp_path, "rl_training.atropos.api_url=http://env:KEY@host", "server.api_key=x").to_toml()
+    written = config(
+        tmp_path, "rl_training.atropos.api_url=http://env:KEY@host", "server.api_key=x"
+    ).to_toml()
     (tmp_path / "saved.toml").write_text(written)
     with pytest.raises(ConfigError, match=r"rl_training.atropos.api_url is redacted .* --set"):
         refuse_redacted(load_config(tmp_path / "saved.toml"))
-    refuse_redacted(load_config(tmp_path / "saved.toml", ["rl_training.atropos.api_url=http://env:KEY@host"]))
+    refuse_redacted(
+        load_config(tmp_path / "saved.toml", [("rl_training.atropos.api_url=http://env:KEY@host")])
+    )
 
 
 def test_the_documentation_lists_the_same_keys() -> None:
@@ -141,7 +161,12 @@ def test_an_adapter_that_training_will_make_starts_anew(link: bool, tmp_path: Pa
     if link:
         (tmp_path / "disk").mkdir()
         (tmp_path / "checkpoints").symlink_to("disk")
-    assert initial_adapter(starting_config(tmp_path, f"{tmp_path}/checkpoints/latest/lora_weights.safetensors")) is None
+    assert (
+        initial_adapter(
+            starting_config(tmp_path, f"{tmp_path}/checkpoints/latest/lora_weights.safetensors")
+        )
+        is None
+    )
 
 
 def test_anything_else_that_is_missing_is_an_error(tmp_path: Path) -> None:
@@ -161,12 +186,17 @@ def test_the_last_runs_adapter_is_taken_when_it_fits(tmp_path: Path) -> None:
 
 
 def test_the_last_run_was_of_another_model(tmp_path: Path) -> None:
-    """The quickstart's adapter must not stop the run of a real model whose lora_path is checkpoints/latest/…"""
+    """The quickstart's adapter must not stop the run of a real model whose lora_path is
+    checkpoints/latest/…"""
     path = f"{tmp_path}/checkpoints/latest/lora_weights.safetensors"
-    save_run(tmp_path, starting_config(tmp_path, path, lora={"rank": 2, "target_modules": ["q_proj"]}))
+    save_run(
+        tmp_path, starting_config(tmp_path, path, lora={"rank": 2, "target_modules": [("q_proj")]})
+    )
     assert initial_adapter(starting_config(tmp_path, path)) is None
 
 
 def test_full_weights_take_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trains all weights"):
-        initial_adapter(starting_config(tmp_path, f"{tmp_path}/checkpoints/x", lora={"enabled": False}))
+        initial_adapter(
+            starting_config(tmp_path, f"{tmp_path}/checkpoints/x", lora={"enabled": False})
+        )

@@ -11,7 +11,9 @@ from mlx_parallm.rl_training.data.tokens import Encoded, Unit
 
 
 def unit(number: int, *, prompt: int = 2, completion: int = 3, label: bool = True) -> Unit:
-    tokens = np.array([100 * number + position for position in range(prompt + completion)], np.int32)
+    tokens = np.array(
+        [100 * number + position for position in range(prompt + completion)], np.int32
+    )
     return Unit((Encoded(tokens, np.arange(prompt + completion) >= prompt),), label)
 
 
@@ -19,8 +21,12 @@ def batches(count: int, batch_size: int, seed: int = 0) -> DataBatches:
     return DataBatches([unit(number) for number in range(count)], batch_size=batch_size, seed=seed)
 
 
-@pytest.mark.parametrize(("count", "size", "sizes"), [(12, 4, [4, 4, 4]), (13, 4, [4, 3, 3, 3]), (5, 5, [5])])
-def test_an_epoch_has_every_row_once_in_batches_of_nearly_one_size(count: int, size: int, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("count", "size", "sizes"), [(12, 4, [4, 4, 4]), (13, 4, [4, 3, 3, 3]), (5, 5, [5])]
+)
+def test_an_epoch_has_every_row_once_in_batches_of_nearly_one_size(
+    count: int, size: int, sizes: list[int]
+) -> None:
     made = batches(count, size)
     assert made.steps_per_epoch == len(sizes)
     for epoch in range(3):
@@ -30,14 +36,19 @@ def test_an_epoch_has_every_row_once_in_batches_of_nearly_one_size(count: int, s
 
 
 def test_the_order_is_a_function_of_seed_and_step() -> None:
-    assert [batches(40, 8).rows(step) for step in (1, 7)] == [batches(40, 8).rows(step) for step in (1, 7)]
+    assert [batches(40, 8).rows(step) for step in (1, 7)] == [
+        batches(40, 8).rows(step) for step in (1, 7)
+    ]
     assert batches(40, 8).rows(1) != batches(40, 8, seed=1).rows(1)
     assert batches(40, 8).rows(1) != batches(40, 8).rows(6)  # the second epoch
 
 
 def test_a_batch_holds_pairs_side_by_side_and_its_rows_labels() -> None:
     made = DataBatches(
-        [Unit((*unit(number).sequences, *unit(number + 50).sequences), True) for number in range(6)],
+        [
+            Unit((*unit(number).sequences, *unit(number + 50).sequences), True)
+            for number in range(6)
+        ],
         batch_size=3,
         seed=0,
     )
@@ -54,12 +65,17 @@ def test_a_batch_holds_pairs_side_by_side_and_its_rows_labels() -> None:
         log_ratios=lambda rollouts: [1.0, 3.0],
     )
     batch = labelled.collect(1)
-    assert {sequence.rollout.tokens[0]: sequence.advantages[0] for sequence in batch.sequences} == {0: 1.5, 100: -0.5}
+    assert {sequence.rollout.tokens[0]: sequence.advantages[0] for sequence in batch.sequences} == {
+        0: 1.5,
+        100: -0.5,
+    }
     assert batch.constants == {"kl": 2.0, "desirable": 1.0, "undesirable": 1.0}
 
 
 def test_a_negative_kl_counts_as_none() -> None:
-    made = DataBatches([unit(0), unit(1)], batch_size=2, seed=0, log_ratios=lambda rollouts: [-1.0, -3.0])
+    made = DataBatches(
+        [unit(0), unit(1)], batch_size=2, seed=0, log_ratios=lambda rollouts: [-1.0, -3.0]
+    )
     assert made.collect(1).constants["kl"] == 0.0
 
 
@@ -77,10 +93,16 @@ def test_no_row_of_a_batch_is_matched_with_itself() -> None:
         seen.extend((rollout.tokens[0] // 100, rollout.tokens[-1] // 100) for rollout in rollouts)
         return [0.0] * len(rollouts)
 
-    made = DataBatches([unit(number) for number in range(7)], batch_size=3, seed=0, log_ratios=scored)
+    made = DataBatches(
+        [unit(number) for number in range(7)], batch_size=3, seed=0, log_ratios=scored
+    )
     for step in range(1, 1 + made.steps_per_epoch):
         made.collect(step)
-    assert sorted(prompt for prompt, _ in seen) == sorted(completion for _, completion in seen) == list(range(7))
+    assert (
+        sorted(prompt for prompt, _ in seen)
+        == sorted(completion for _, completion in seen)
+        == list(range(7))
+    )
     assert all(prompt != completion for prompt, completion in seen)
 
 

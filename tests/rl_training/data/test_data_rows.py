@@ -19,7 +19,9 @@ GOOD, BAD = ({"role": "assistant", "content": text} for text in ("good", "bad"))
 
 
 def read(tmp_path: Path, algorithm: str, *rows: Any, **config: Any) -> list[Example]:
-    (tmp_path / "pairs.jsonl").write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    (tmp_path / "pairs.jsonl").write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    )
     own = DataConfig(path=str(tmp_path / "pairs.jsonl"), **{"eval_fraction": 0.0} | config)
     return read_examples(own, algorithm)[0]
 
@@ -30,13 +32,16 @@ FORMS: list[dict[str, Any]] = [
     {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
     {"prompt": [USER], "chosen": "good", "rejected": [BAD]},
     {"chosen": [USER, GOOD], "rejected": [USER, BAD]},  # TRL's implicit prompt
-    {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], "source": "x"},  # the hub's UltraFeedback
+    # the hub's UltraFeedback
+    {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], "source": "x"},
 ]
 
 
 @pytest.mark.parametrize("row", FORMS)
 @pytest.mark.parametrize("algorithm", ["dpo", "orpo", "simpo", "cpo"])
-def test_every_form_of_a_pair_is_the_same_pair(tmp_path: Path, algorithm: str, row: dict[str, Any]) -> None:
+def test_every_form_of_a_pair_is_the_same_pair(
+    tmp_path: Path, algorithm: str, row: dict[str, Any]
+) -> None:
     [example] = read(tmp_path, algorithm, row)
     assert (example.prompt, example.completions) == ((USER,), ((GOOD,), (BAD,)))
     assert example.where == f"{tmp_path / 'pairs.jsonl'}:1"
@@ -54,12 +59,18 @@ def test_every_form_of_a_pair_is_the_same_pair(tmp_path: Path, algorithm: str, r
         ("München: ja", "München: nein", "München:"),
     ],
 )
-def test_the_common_beginning_of_texts_is_the_prompt(tmp_path: Path, chosen: str, rejected: str, prompt: str) -> None:
-    """TRL's extract_prompt: up to the first other character, or one before the shorter one's last; a space at the end
-    goes to the completions. Also tried: KTO's pairs, messages (which had it already), a text in a chat data set."""
+def test_the_common_beginning_of_texts_is_the_prompt(
+    tmp_path: Path, chosen: str, rejected: str, prompt: str
+) -> None:
+    """TRL's extract_prompt: up to the first other character, or one before the shorter one's
+    last; a space at the end goes to the completions. Also tried: KTO's pairs, messages (which
+    had it already), a text in a chat data set."""
     row = {"chosen": chosen, "rejected": rejected}
     [pair] = read(tmp_path, "dpo", row, prompt_format="text")
-    assert (pair.prompt, pair.completions) == (prompt, (chosen[len(prompt) :], rejected[len(prompt) :]))
+    assert (pair.prompt, pair.completions) == (
+        prompt,
+        (chosen[len(prompt) :], rejected[len(prompt) :]),
+    )
     sides = read(tmp_path, "kto", row, prompt_format="text")
     assert [(side.prompt, side.completions, side.label) for side in sides] == [
         (prompt, (chosen[len(prompt) :],), True),
@@ -77,7 +88,13 @@ def test_kto_takes_labels_and_splits_pairs(tmp_path: Path) -> None:
 
 
 def test_sft_takes_conversations_completions_and_texts(tmp_path: Path) -> None:
-    rows = read(tmp_path, "sft", {"messages": [USER, GOOD]}, {"prompt": "hi", "completion": "good"}, {"text": "so"})
+    rows = read(
+        tmp_path,
+        "sft",
+        {"messages": [USER, GOOD]},
+        {"prompt": "hi", "completion": "good"},
+        {"text": ("so")},
+    )
     assert [(row.prompt, row.completions) for row in rows] == [
         ((), ((USER, GOOD),)),
         ((USER,), ((GOOD,),)),
@@ -93,15 +110,40 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "row", "config", "message"),
     [
-        ("dpo", {"prompt": "a", "chosen": "b"}, {}, r"'rejected' is missing; dpo needs prompt, chosen, rejected or"),
-        ("dpo", {"prompt": "a", "choosen": "b", "rejected": "c"}, {}, "is missing; did you mean 'choosen'"),
+        (
+            "dpo",
+            {"prompt": "a", "chosen": "b"},
+            {},
+            r"'rejected' is missing; dpo needs prompt, chosen, rejected or",
+        ),
+        (
+            "dpo",
+            {"prompt": "a", "choosen": "b", "rejected": "c"},
+            {},
+            ("is missing; did you mean 'choosen'"),
+        ),
         ("dpo", PAIR | {"chosen": 5}, {}, "chosen is 5; expected a string or a list of messages"),
         ("dpo", PAIR | {"chosen": "bad"}, {}, "chosen and rejected are the same"),
-        ("dpo", {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, {}, "chosen and rejected are the same"),
-        ("dpo", {"chosen": [GOOD], "rejected": [BAD]}, {}, "begin with different messages, and there is no column"),
+        (
+            "dpo",
+            {"chosen": [USER, GOOD], "rejected": [USER, GOOD]},
+            {},
+            ("chosen and rejected are the same"),
+        ),
+        (
+            "dpo",
+            {"chosen": [GOOD], "rejected": [BAD]},
+            {},
+            ("begin with different messages, and there is no column"),
+        ),
         ("dpo", PAIR | {"prompt": [USER, GOOD]}, {}, "prompt ends with an assistant's message"),
         ("dpo", PAIR | {"prompt": ""}, {}, "prompt is ''; expected a text that is not empty"),
-        ("dpo", PAIR | {"chosen": [GOOD, USER]}, {}, "chosen does not end with an assistant's message"),
+        (
+            "dpo",
+            PAIR | {"chosen": [GOOD, USER]},
+            {},
+            ("chosen does not end with an assistant's message"),
+        ),
         ("dpo", PAIR | {"chosen": [{"role": "assistant"}]}, {}, r"chosen: message 0 is not .*role"),
         (
             "dpo",
@@ -109,20 +151,50 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
             {"prompt_format": "text"},
             r"chosen is a list of messages: set data\.prompt_f",
         ),
-        ("dpo", {"chosen": [GOOD], "rejected": [BAD]}, {"prompt_format": "text"}, "chosen is a list of messages: set"),
-        ("dpo", {"chosen": "a b", "rejected": "a c"}, {}, "chosen is a text, and there is no column 'prompt'"),
-        ("dpo", {"chosen": "a", "rejected": "a"}, {"prompt_format": "text"}, "the same: there is nothing to prefer"),
-        ("kto", {"prompt": "a", "completion": "b", "label": 1}, {}, "label is 1; expected true .desirable. or false"),
+        (
+            "dpo",
+            {"chosen": [GOOD], "rejected": [BAD]},
+            {"prompt_format": "text"},
+            ("chosen is a list of messages: set"),
+        ),
+        (
+            "dpo",
+            {"chosen": "a b", "rejected": "a c"},
+            {},
+            ("chosen is a text, and there is no column 'prompt'"),
+        ),
+        (
+            "dpo",
+            {"chosen": "a", "rejected": "a"},
+            {"prompt_format": "text"},
+            ("the same: there is nothing to prefer"),
+        ),
+        (
+            "kto",
+            {"prompt": "a", "completion": "b", "label": 1},
+            {},
+            ("label is 1; expected true .desirable. or false"),
+        ),
         (
             "kto",
             {"prompt": "a", "completion": "b"},
             {},
             "column 'label' is missing; kto needs prompt, completion, label",
         ),
-        ("sft", {"prompt": "a"}, {}, "is missing; sft needs messages or prompt, completion or text"),
+        (
+            "sft",
+            {"prompt": "a"},
+            {},
+            ("is missing; sft needs messages or prompt, completion or text"),
+        ),
         ("sft", {"messages": [USER]}, {}, "messages does not end with an assistant's message"),
         ("sft", {"messages": [GOOD]}, {}, "begin with the assistant's"),
-        ("sft", {"messages": [USER, GOOD]}, {"prompt_format": "text"}, "messages need the chat template"),
+        (
+            "sft",
+            {"messages": [USER, GOOD]},
+            {"prompt_format": "text"},
+            ("messages need the chat template"),
+        ),
     ],
 )
 def test_a_bad_row_says_where_it_is_and_what_would_be_right(
@@ -136,7 +208,9 @@ def test_a_bad_row_says_where_it_is_and_what_would_be_right(
 def test_held_out_rows_share_no_prompt_with_the_others(tmp_path: Path) -> None:
     rows = [PAIR | {"prompt": f"p{number % 20}", "chosen": f"c{number}"} for number in range(60)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    train, heldout = read_examples(DataConfig(path=str(tmp_path / "rows.jsonl"), eval_fraction=0.3), "dpo")
+    train, heldout = read_examples(
+        DataConfig(path=str(tmp_path / "rows.jsonl"), eval_fraction=0.3), ("dpo")
+    )
     assert len(train) + len(heldout) == 60
     assert heldout
     assert not {row.key for row in train} & {row.key for row in heldout}
@@ -145,7 +219,9 @@ def test_held_out_rows_share_no_prompt_with_the_others(tmp_path: Path) -> None:
 
 
 def test_conversations_that_begin_alike_are_held_out_together(tmp_path: Path) -> None:
-    one, other = read(tmp_path, "sft", {"messages": [USER, GOOD]}, {"messages": [USER, BAD, USER, GOOD]})
+    one, other = read(
+        tmp_path, "sft", {"messages": [USER, GOOD]}, {"messages": [USER, BAD, USER, GOOD]}
+    )
     assert one.key == other.key
     text, another = read(tmp_path, "sft", {"text": "a"}, {"text": "b"})
     assert text.key != another.key
@@ -159,7 +235,11 @@ def test_conversations_that_begin_alike_are_held_out_together(tmp_path: Path) ->
     [
         ({"algorithm": "dpo"}, {}, r'algorithm = "dpo" learns from rows of a file: set data\.path'),
         ({}, {"data": {"path": "x"}}, r"data\.path is set, but grpo learns from rollouts"),
-        ({"algorithm": "dpo", "kl_beta": 0.1}, {"data": {"path": "x"}}, r"rl_training\.kl_beta is about rollouts"),
+        (
+            {"algorithm": "dpo", "kl_beta": 0.1},
+            {"data": {"path": "x"}},
+            r"rl_training\.kl_beta is about rollouts",
+        ),
         (
             {"algorithm": "dpo", "atropos": {"rollout_batch_size": 64}},
             {"data": {"path": "x"}},
@@ -175,8 +255,16 @@ def test_conversations_that_begin_alike_are_held_out_together(tmp_path: Path) ->
             {"data": {"path": "x"}},
             r"preference\.gamma is an option of simpo: orpo does not use it",
         ),
-        ({"preference": {"beta": 2.0}}, {}, r"preference\.beta is an option of dpo, .*: grpo does not use it"),
-        ({"algorithm": "kto", "batch_size": 1}, {"data": {"path": "x"}}, "batch_size has to be at least 2"),
+        (
+            {"preference": {"beta": 2.0}},
+            {},
+            r"preference\.beta is an option of dpo, .*: grpo does not use it",
+        ),
+        (
+            {"algorithm": "kto", "batch_size": 1},
+            {"data": {"path": "x"}},
+            ("batch_size has to be at least 2"),
+        ),
         (
             {"algorithm": "dpo", "preference": {"loss_type": "robust"}},
             {"data": {"path": "x"}},
@@ -189,7 +277,9 @@ def test_conversations_that_begin_alike_are_held_out_together(tmp_path: Path) ->
         ),
     ],
 )
-def test_what_does_not_go_together(training: dict[str, Any], others: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_together(
+    training: dict[str, Any], others: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config({"rl_training": training, **others})
 
@@ -199,17 +289,23 @@ def test_rows_of_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
 
     def load_dataset(name: str, subset: str | None, *, split: str) -> list[dict[str, str]]:
         asked.append((name, subset, split))
-        return [PAIR | {"prompt": f"{split} {number}"} for number in range(3)] + [{"prompt": "x"}] * (split == "bad")
+        return [PAIR | {"prompt": f"{split} {number}"} for number in range(3)] + [
+            {"prompt": "x"}
+        ] * (split == ("bad"))
 
     package = ModuleType("datasets")
     package.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", package)
-    train, heldout = read_examples(DataConfig(path="hf:o/n", subset="main", eval_split="test"), "dpo")
+    train, heldout = read_examples(
+        DataConfig(path="hf:o/n", subset="main", eval_split="test"), ("dpo")
+    )
     assert asked == [("o/n", "main", "train"), ("o/n", "main", "test")]
     assert [row.prompt[0]["content"] for row in heldout] == ["test 0", "test 1", "test 2"]
     assert train[1].where == "hf:o/n, train row 1" and train[1].completions == ((GOOD,), (BAD,))
     (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR))
-    train, heldout = read_examples(DataConfig(path=str(tmp_path / "pairs.jsonl"), eval_path="hf:o/n"), "dpo")
+    train, heldout = read_examples(
+        DataConfig(path=str(tmp_path / "pairs.jsonl"), eval_path="hf:o/n"), ("dpo")
+    )
     assert (len(train), len(heldout)) == (1, 3)
     with pytest.raises(ConfigError, match="data: hf:o/n, bad row 3: column 'chosen' is missing"):
         read_examples(DataConfig(path="hf:o/n", split="bad"), "dpo")
@@ -233,7 +329,8 @@ def test_a_saved_configuration_is_read_again(tmp_path: Path) -> None:
 
 
 def test_tools_and_calls_as_json_text(tmp_path: Path) -> None:
-    """Definitions and arguments may be JSON text: they reach the template as objects, whatever the form."""
+    """Definitions and arguments may be JSON text: they reach the template as objects, whatever
+    the form."""
     tools = [{"type": "function", "function": {"name": "f"}}]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
     answer = [{"role": "assistant", "content": None, "tool_calls": [call]}]

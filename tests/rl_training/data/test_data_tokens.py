@@ -1,4 +1,5 @@
-"""Tokens of examples: the prompt a prefix as the server tokenises it, and exactly the completion trained on."""
+"""Tokens of examples: the prompt a prefix as the server tokenises it, and exactly the completion
+trained on."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -23,11 +24,14 @@ SECOND = {"role": "assistant", "content": "six"}
 
 
 class Characters:
-    """One token a character; "$" ends a turn, and a line end follows it. `render` is the chat template."""
+    """One token a character; "$" ends a turn, and a line end follows it. `render` is the chat
+    template."""
 
     eos_token_ids = frozenset({ord("$")})
 
-    def __init__(self, *, forgets_thoughts: bool = False, other_opening: bool = False, end: str = "$") -> None:
+    def __init__(
+        self, *, forgets_thoughts: bool = False, other_opening: bool = False, end: str = "$"
+    ) -> None:
         self._forgets, self._other, self._end = forgets_thoughts, other_opening, end
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -65,7 +69,9 @@ def encode(tokenizer: Any, *examples: Example, segments: bool = False, **config:
 def texts(sequence: Encoded) -> tuple[str, str]:
     """The whole sequence, and what of it is trained on ("." elsewhere)."""
     whole = "".join(map(chr, sequence.tokens))
-    return whole, "".join(character if on else "." for character, on in zip(whole, sequence.mask, strict=True))
+    return whole, "".join(
+        character if on else "." for character, on in zip(whole, sequence.mask, strict=True)
+    )
 
 
 def test_a_pair_is_two_sequences_of_one_prompt() -> None:
@@ -77,7 +83,9 @@ def test_a_pair_is_two_sequences_of_one_prompt() -> None:
 
 
 def test_of_a_conversation_every_answer_is_learned_and_nothing_else() -> None:
-    [unit] = encode(Characters(), Example("x:1", (), ((USER, ANSWER, MORE, SECOND),), "k"), segments=True)
+    [unit] = encode(
+        Characters(), Example("x:1", (), ((USER, ANSWER, MORE, SECOND),), "k"), segments=True
+    )
     whole, learned = texts(unit.sequences[0])
     assert whole == "u:2+2?$\na:4$\nu:and 3+3?$\na:six$"
     assert learned.replace(".", "") == "4$six$"
@@ -85,7 +93,8 @@ def test_of_a_conversation_every_answer_is_learned_and_nothing_else() -> None:
 
 
 def test_an_end_is_learned_also_where_the_template_has_none() -> None:
-    """A trailing line end is the template's; the turn after an end that it does not show is a sequence of its own."""
+    """A trailing line end is the template's; the turn after an end that it does not show is a
+    sequence of its own."""
     example = Example("x:1", (), ((USER, ANSWER, MORE, SECOND),), "k")
     units = encode(Characters(end=""), example, segments=True)
     assert [texts(unit.sequences[0]) for unit in units] == [
@@ -107,26 +116,37 @@ def test_a_rewritten_history_becomes_several_sequences_in_sft_and_an_error_in_a_
         "u:2+2?$\na:<think>hm</think>4$",
         "u:2+2?$\na:4$\nu:and 3+3?$\na:six$",
     ]
-    assert [texts(unit.sequences[0])[1].replace(".", "") for unit in units] == ["<think>hm</think>4$", "six$"]
+    assert [texts(unit.sequences[0])[1].replace(".", "") for unit in units] == [
+        "<think>hm</think>4$",
+        ("six$"),
+    ]
     pair = Example("rows.jsonl:7", (USER,), ((thought, MORE, SECOND), (ANSWER,)), "k")
-    with pytest.raises(ConfigError, match=r"^data: rows\.jsonl:7: the chat template rewrites earlier turns"):
+    with pytest.raises(
+        ConfigError, match=r"^data: rows\.jsonl:7: the chat template rewrites earlier turns"
+    ):
         encode(Characters(forgets_thoughts=True), pair)
 
 
 def test_a_template_that_opens_an_answer_otherwise_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"^data: x:1: the chat template does not go on from the prompt"):
+    with pytest.raises(
+        ConfigError, match=r"^data: x:1: the chat template does not go on from the prompt"
+    ):
         encode(Characters(other_opening=True), Example("x:1", (USER,), ((ANSWER,), (SECOND,)), "k"))
 
 
 def test_text_gets_the_servers_opening_and_an_end() -> None:
     [unit] = encode(Characters(), Example("x:1", "2+2=", ("4", "5"), "k"))
-    assert [texts(sequence) for sequence in unit.sequences] == [("^2+2=4$", ".....4$"), ("^2+2=5$", ".....5$")]
+    assert [texts(sequence) for sequence in unit.sequences] == [
+        ("^2+2=4$", ".....4$"),
+        ("^2+2=5$", (".....5$")),
+    ]
     [unit] = encode(Characters(), Example("x:1", "", ("so$",), "k"), segments=True)
     assert texts(unit.sequences[0]) == ("^so$", "^so$")  # its own end is not doubled
 
 
 def test_a_text_may_end_as_trl_ends_it(tiny_tokenizer: Tokenizer) -> None:
-    """The tiny model ends a document with token 0, and a turn with 2, its tokenizer's own eos_token."""
+    """The tiny model ends a document with token 0, and a turn with 2, its tokenizer's own
+    eos_token."""
     for choice, last in (("document", 0), ("tokenizer", 2)):
         [unit] = encode(tiny_tokenizer, Example("x:1", "2+2=", ("4",), "k"), end_token=choice)
         assert unit.sequences[0].tokens[-1] == last
@@ -134,13 +154,16 @@ def test_a_text_may_end_as_trl_ends_it(tiny_tokenizer: Tokenizer) -> None:
 
 def test_rows_that_are_too_long() -> None:
     rows = [Example(f"x:{length}", "p", ("c" * length, "d"), "k") for length in (3, 9)]
-    with pytest.raises(ConfigError, match=r"^data: x:9: 12 tokens are more than data\.max_length = 8: raise it"):
+    with pytest.raises(
+        ConfigError, match=r"^data: x:9: 12 tokens are more than data\.max_length = 8: raise it"
+    ):
         encode(Characters(), *rows, max_length=8)
     assert len(encode(Characters(), *rows, max_length=8, too_long="skip")) == 1
 
 
 def test_the_tiny_models_tokens(tiny_tokenizer: Tokenizer) -> None:
-    """With a real tokenizer: the prompt's tokens are those of the server, and the answer ends as a sampled one."""
+    """With a real tokenizer: the prompt's tokens are those of the server, and the answer ends as
+    a sampled one."""
     [unit] = encode(tiny_tokenizer, Example("x:1", (USER,), ((ANSWER,), (SECOND,)), "k"))
     served = tiny_tokenizer.render_chat([USER])
     for sequence, text in zip(unit.sequences, ("4", "six"), strict=True):
@@ -153,16 +176,23 @@ def test_the_tiny_models_tokens(tiny_tokenizer: Tokenizer) -> None:
 
 def test_a_rollout_of_it_was_sampled_by_nobody() -> None:
     rollout = Encoded(np.array([5, 6, 7], np.int32), np.array([False, True, True])).rollout()
-    assert (rollout.tokens, rollout.mask, rollout.policy_versions) == ((5, 6, 7), (0, 1, 1), (-1, -1, -1))
+    assert (rollout.tokens, rollout.mask, rollout.policy_versions) == (
+        (5, 6, 7),
+        (0, 1, 1),
+        (-1, -1, -1),
+    )
 
 
 def test_an_answer_of_weight_0_is_context() -> None:
     shown = ANSWER | {"weight": 0}
-    [unit] = encode(Characters(), Example("x:1", (), ((USER, shown, MORE, SECOND),), "k"), segments=True)
+    [unit] = encode(
+        Characters(), Example("x:1", (), ((USER, shown, MORE, SECOND),), "k"), segments=True
+    )
     whole, learned = texts(unit.sequences[0])
     assert whole == "u:2+2?$\na:4$\nu:and 3+3?$\na:six$"
     assert learned == "." * (len(whole) - 4) + "six$"
-    # Where the template rewrites history, the shown answer would be a sequence of its own: there is none.
+    # Where the template rewrites history, the shown answer would be a sequence of its own: there is
+    # none.
     tokenizer = Characters(forgets_thoughts=True)
     thought = SECOND | {"content": "hm</think>six"}
     example = Example("x:1", (), ((USER, thought | {"weight": 0}, MORE, thought),), "k")
@@ -171,14 +201,17 @@ def test_an_answer_of_weight_0_is_context() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama2", "mistral", "metaspace decoder", "gemma", "phi3", "unigram", "gpt2", "llama3"]
+    "family",
+    ["llama2", "mistral", "metaspace decoder", "gemma", "phi3", "unigram", "gpt2", ("llama3")],
 )
 def test_a_completion_has_the_tokens_of_its_place(tmp_path: Path, family: str) -> None:
-    """A SentencePiece tokenizer puts a space before whatever is tokenised alone (transformers #26273).
+    """A SentencePiece tokenizer puts a space before whatever is tokenised alone (transformers
+    #26273).
 
-    The kind: a piece tokenised alone. Looked at: a completion of a plain row, behind a line end, a word, a space and a
-    special token; each side of a pair; an answer behind a template's opening; a later turn behind an earlier answer; a
-    tool's answer between two turns; a row without a prompt, which does begin with that space.
+    The kind: a piece tokenised alone. Looked at: a completion of a plain row, behind a line end, a
+    word, a space and a special token; each side of a pair; an answer behind a template's opening; a
+    later turn behind an earlier answer; a tool's answer between two turns; a row without a prompt,
+    which does begin with that space.
     """
     tokenizer = make_tokenizer(tmp_path, family)
     end = tokenizer.eos_token_id
@@ -194,7 +227,11 @@ def test_a_completion_has_the_tokens_of_its_place(tmp_path: Path, family: str) -
         for sequence, text in zip(unit.sequences, (completion, completion + " world"), strict=True):
             before, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + text)
             ids = sequence.tokens.tolist()
-            assert ids[: sequence.prompt_length] == before and sequence.mask[len(before) :].all() and ids[-1] == end
+            assert (
+                ids[: sequence.prompt_length] == before
+                and sequence.mask[len(before) :].all()
+                and ids[-1] == end
+            )
             if whole[: len(before)] == before:
                 assert ids == [*whole, end]
             elif family not in ("phi3", "unigram"):
@@ -203,16 +240,24 @@ def test_a_completion_has_the_tokens_of_its_place(tmp_path: Path, family: str) -
     assert alone.sequences[0].tokens.tolist() == [*tokenizer.encode("world"), end]
 
     tool = {"role": "user", "content": "world 42"}
-    chat = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "world"}, tool, SECOND)
+    chat = (
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "world"},
+        tool,
+        SECOND,
+    )
     [unit] = encode(tokenizer, Example("x:1", chat[:1], (chat[1:],), "k"), segments=True)
     [sequence] = unit.sequences
     rendered = tokenizer.render_chat(chat, add_generation_prompt=False)
     assert sequence.tokens.tolist() == rendered[: len(sequence.tokens)]
     learned = [
         [token for token, _ in run]
-        for on, run in groupby(zip(sequence.tokens.tolist(), sequence.mask, strict=True), itemgetter(1))
+        for on, run in groupby(
+            zip(sequence.tokens.tolist(), sequence.mask, strict=True), itemgetter(1)
+        )
         if on
     ]
     assert [ids[-1] for ids in learned] == [end, end]
-    if family not in ("llama2", "phi3", "unigram"):  # theirs put a dummy space behind a special token or a line end
+    # theirs put a dummy space behind a special token or a line end
+    if family not in ("llama2", "phi3", "unigram"):
         assert [tokenizer.decode(ids, opens_text=False) for ids in learned] == ["world", "six"]

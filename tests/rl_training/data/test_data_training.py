@@ -1,4 +1,5 @@
-"""Training on rows with the real trainer and loop, on random tiny models: what the loss sees, resume, held-out rows."""
+"""Training on rows with the real trainer and loop, on random tiny models: what the loss sees,
+resume, held-out rows."""
 
 import math
 from dataclasses import replace
@@ -71,7 +72,9 @@ def write_rows(directory: Path, algorithm: str, count: int = 20) -> None:
 
 def make_trainer(config: Config) -> Trainer:
     training, algorithm = config.rl_training, make_algorithm(config.rl_training)
-    return Trainer(make_policy(training, needs_reference=algorithm.needs_reference), training, algorithm)
+    return Trainer(
+        make_policy(training, needs_reference=algorithm.needs_reference), training, algorithm
+    )
 
 
 def open_source(algorithm: str, tmp_path: Path, **values: Any) -> tuple[Config, DataSource]:
@@ -80,7 +83,9 @@ def open_source(algorithm: str, tmp_path: Path, **values: Any) -> tuple[Config, 
     return source.with_total_steps(), source
 
 
-every_algorithm = pytest.mark.parametrize("algorithm", ["dpo", "orpo", "simpo", "cpo", "kto", "sft"])
+every_algorithm = pytest.mark.parametrize(
+    "algorithm", ["dpo", "orpo", "simpo", "cpo", "kto", ("sft")]
+)
 
 
 # ---------------------------------------------------------------------- what the loss sees
@@ -93,7 +98,10 @@ def test_a_loss_sees_the_completions_sums_as_a_plain_model_gives_them(tmp_path: 
     perturb_adapter(trainer.policy)
 
     def spy(inputs: LossInputs) -> LossOutputs:
-        rows = mx.where(inputs.mask, inputs.logprobs, 0).sum(-1), mx.where(inputs.mask, inputs.ref_logprobs, 0).sum(-1)
+        rows = (
+            mx.where(inputs.mask, inputs.logprobs, 0).sum(-1),
+            mx.where(inputs.mask, inputs.ref_logprobs, 0).sum(-1),
+        )
         seen.append(mx.stop_gradient(mx.stack(rows)))
         return LossOutputs(inputs.logprobs.sum() * 0.0, {})
 
@@ -110,7 +118,11 @@ def test_a_loss_sees_the_completions_sums_as_a_plain_model_gives_them(tmp_path: 
     with trainer.policy.reference():
         reference = [plain(rollout.tokens, rollout.mask) for rollout in rollouts]
     trainer.train_step(batch)
-    pairs = {tuple(round(float(x), 3) for x in pair) for part in seen for pair in np.array(part).T.reshape(-1, 4)}
+    pairs = {
+        tuple(round(float(x), 3) for x in pair)
+        for part in seen
+        for pair in np.array(part).T.reshape(-1, 4)
+    }
     expected = np.stack([policy, reference], 1).reshape(-1, 4)
     assert pairs == {tuple(round(float(x), 3) for x in pair) for pair in expected}
 
@@ -136,7 +148,9 @@ def test_how_a_step_is_cut_changes_no_gradient(algorithm: str, tmp_path: Path) -
     assert size > 1e-3
     for metrics, other in found[1:]:
         assert metrics["loss"] == pytest.approx(found[0][0]["loss"], abs=1e-5)
-        apart = math.sqrt(sum(float(np.square(a - b).sum()) for a, b in zip(found[0][1], other, strict=True)))
+        apart = math.sqrt(
+            sum(float(np.square(a - b).sum()) for a, b in zip(found[0][1], other, strict=True))
+        )
         assert apart < 2e-5 * size
 
 
@@ -186,7 +200,12 @@ def test_kl_of_kto_is_the_mean_log_ratio_of_what_was_not_asked(tmp_path: Path) -
 
 
 def run(
-    directory: Path, config: Config, source: DataSource, *, resume: bool = False, stop_at: int | None = None
+    directory: Path,
+    config: Config,
+    source: DataSource,
+    *,
+    resume: bool = False,
+    stop_at: int | None = None,
 ) -> list[dict[str, Any]]:
     """A run up to total_steps, or asked to stop in the step after `stop_at`; its metrics lines."""
     directory.mkdir(exist_ok=True)
@@ -200,12 +219,22 @@ def run(
         state = checkpointer.resume(found, store, metrics)
         source.start(None, state)
     versions = VersionSteps.restored(state.versions) if state else VersionSteps()
-    shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0], keep_versions=1)
+    shared = SharedWeights(
+        make_model(), policy="policy", version=versions.newest[0], keep_versions=1
+    )
     updater = WeightUpdater(shared, trainer, versions, config.rl_training)
     heldout = source.heldout(trainer)
     if state is None or state.step == 0:
         heldout.before()
-    parts = Parts(trainer, source.batches(trainer), versions, updater, checkpointer, metrics, {source.name: source})
+    parts = Parts(
+        trainer,
+        source.batches(trainer),
+        versions,
+        updater,
+        checkpointer,
+        metrics,
+        {source.name: source},
+    )
     steps: list[int] = []
     control = RunControl(
         should_stop=lambda: stop_at is not None and len(steps) >= stop_at,
@@ -214,11 +243,15 @@ def run(
     )
     TrainingLoop(parts, config.rl_training, control=control, state=state).run()
     store.close()
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in metrics.read()]
+    return [
+        {key: value for key, value in line.items() if key not in TIMES} for line in metrics.read()
+    ]
 
 
 @pytest.mark.parametrize(("algorithm", "stop_at"), [("dpo", 3), ("kto", 2), ("sft", 0)])
-def test_a_run_that_was_stopped_goes_on_exactly(algorithm: str, stop_at: int, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on_exactly(
+    algorithm: str, stop_at: int, tmp_path: Path
+) -> None:
     config, source = open_source(algorithm, tmp_path, total_steps=5)
     whole = run(tmp_path / "whole", config, source)
     assert [line["step"] for line in whole] == list(range(1, 6))
@@ -231,8 +264,12 @@ def test_a_run_that_was_stopped_goes_on_exactly(algorithm: str, stop_at: int, tm
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
-def test_dropout_acts_in_updates_only_and_goes_on_exactly_after_a_stop(algorithm: str, tmp_path: Path) -> None:
-    config, source = open_source(algorithm, tmp_path, total_steps=4, lora={"rank": 4, "alpha": 8, "dropout": 0.5})
+def test_dropout_acts_in_updates_only_and_goes_on_exactly_after_a_stop(
+    algorithm: str, tmp_path: Path
+) -> None:
+    config, source = open_source(
+        algorithm, tmp_path, total_steps=4, lora={"rank": 4, "alpha": 8, "dropout": 0.5}
+    )
     whole = run(tmp_path / "whole", config, source)
     run(tmp_path / "cut", config, source, stop_at=2)
     assert run(tmp_path / "cut", config, source, resume=True) == whole
@@ -240,7 +277,9 @@ def test_dropout_acts_in_updates_only_and_goes_on_exactly_after_a_stop(algorithm
     without = run(tmp_path / "plain", plain, other)
     assert whole[0]["eval_before/loss"] == without[0]["eval_before/loss"]
     assert whole[3]["grad_norm"] != without[3]["grad_norm"]
-    seeded, again = open_source(algorithm, tmp_path, total_steps=4, seed=1, lora=config.rl_training.lora.model_dump())
+    seeded, again = open_source(
+        algorithm, tmp_path, total_steps=4, seed=1, lora=config.rl_training.lora.model_dump()
+    )
     assert run(tmp_path / "seeded", seeded, again)[0]["grad_norm"] != whole[0]["grad_norm"]
 
 
@@ -257,12 +296,18 @@ def test_other_rows_than_at_the_start_are_refused(tmp_path: Path) -> None:
     state = source.state()
     write_rows(tmp_path, "dpo", count=21)
     other = DataSource(make_config("dpo", tmp_path), Letters())
-    with pytest.raises(CheckpointError, match=r"rows\.jsonl gives other tokens than when this run began"):
-        other.start(None, TrainerState(step=0, policy_version=0, versions=[], sources={"data": state}))
+    with pytest.raises(
+        CheckpointError, match=r"rows\.jsonl gives other tokens than when this run began"
+    ):
+        other.start(
+            None, TrainerState(step=0, policy_version=0, versions=[], sources={"data": state})
+        )
 
 
 def test_fewer_rows_than_a_mini_batch_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rows to train on are fewer than one mini-batch: .*batch_size = 64"):
+    with pytest.raises(
+        ConfigError, match=r"rows to train on are fewer than one mini-batch: .*batch_size = 64"
+    ):
         open_source("dpo", tmp_path, batch_size=64)
 
 
@@ -271,7 +316,8 @@ def test_held_out_numbers_are_those_of_the_loss(tmp_path: Path) -> None:
     config, _ = open_source("sft", tmp_path)
     trainer = make_trainer(config)
     units = [
-        Unit((Encoded(np.array([1, 2, *range(3, 3 + n)], np.int32), np.arange(2 + n) >= 2),), True) for n in (1, 4, 2)
+        Unit((Encoded(np.array([1, 2, *range(3, 3 + n)], np.int32), np.arange(2 + n) >= 2),), True)
+        for n in (1, 4, 2)
     ]
     heldout = HeldOut(units, trainer, config, weights=(1.0, 1.0))
     logprobs = np.concatenate(trainer.logprobs([unit.sequences[0].rollout() for unit in units]))

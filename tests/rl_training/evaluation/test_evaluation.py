@@ -1,4 +1,5 @@
-"""When a run evaluates, which version, what becomes of the result; with a client that answers from a script."""
+"""When a run evaluates, which version, what becomes of the result; with a client that answers
+from a script."""
 
 import asyncio
 import threading
@@ -64,7 +65,9 @@ class Weights:
 class Run:
     """A run's evaluations, and the steps that a loop would make."""
 
-    def __init__(self, directory: Path, client: Client, *, policy: str | None = "policy", **options: Any) -> None:
+    def __init__(
+        self, directory: Path, client: Client, *, policy: str | None = "policy", **options: Any
+    ) -> None:
         settings = {"problems": 2, "every": 2, **options.pop("evaluation", {})}
         stop: Callable[[], bool] = options.pop("should_stop", lambda: False)
         training = {"total_steps": 6, **options}
@@ -105,7 +108,10 @@ class Run:
 
     @property
     def steps(self) -> list[tuple[int, str]]:
-        return [(line["step"], "skipped" if "skipped" in line else f"v{line['version']}") for line in self.log.lines]
+        return [
+            (line["step"], ("skipped") if "skipped" in line else f"v{line['version']}")
+            for line in self.log.lines
+        ]
 
 
 @pytest.fixture
@@ -117,7 +123,9 @@ def adapters(client: Client) -> list[str | None]:
     return [request.adapter for request in client.requests]
 
 
-def test_each_is_of_the_version_of_its_step_however_many_follow(tmp_path: Path, client: Client) -> None:
+def test_each_is_of_the_version_of_its_step_however_many_follow(
+    tmp_path: Path, client: Client
+) -> None:
     run = Run(tmp_path, client, evaluation={"at_start": True})
     run.evaluations.begin(None)
     run.settle()
@@ -132,7 +140,13 @@ def test_each_is_of_the_version_of_its_step_however_many_follow(tmp_path: Path, 
     run.settle()
     told = run.step(4)
     assert (told["eval/step"], told["eval/version"]) == (2, FIRST_VERSION + 2)
-    assert run.weights.calls == [("hold", 10), ("release", 10), ("hold", 12), ("release", 12), ("hold", 14)]
+    assert run.weights.calls == [
+        ("hold", 10),
+        ("release", 10),
+        ("hold", 12),
+        ("release", 12),
+        ("hold", 14),
+    ]
     assert adapters(client)[:4] == ["policy@10"] * 2 + ["policy@12"] * 2
     assert {request.priority for request in client.requests} == {1}
     run.step(5)
@@ -142,7 +156,9 @@ def test_each_is_of_the_version_of_its_step_however_many_follow(tmp_path: Path, 
     run.evaluations.stop()
 
 
-def test_one_that_is_due_while_another_runs_is_skipped_but_for_the_last(tmp_path: Path, client: Client) -> None:
+def test_one_that_is_due_while_another_runs_is_skipped_but_for_the_last(
+    tmp_path: Path, client: Client
+) -> None:
     client.go.clear()
     run = Run(tmp_path, client, evaluation={"at_start": False})
     run.evaluations.begin(None)
@@ -163,7 +179,9 @@ def test_where_training_waits(why: str, tmp_path: Path, client: Client) -> None:
     assert run.step(1)["eval/step"] == 0
     assert run.step(2)["eval/step"] == 2
     assert run.step(3) == {}
-    assert set(adapters(client)) == ({None} if why == "full weights" else {"policy@10", "policy@12"})
+    assert set(adapters(client)) == (
+        {None} if why == ("full weights") else {"policy@10", "policy@12"}
+    )
     run.evaluations.stop()
 
 
@@ -220,7 +238,9 @@ def test_a_stop_gives_up_and_a_resume_makes_up_for_it_once(tmp_path: Path, clien
     assert len(client.requests) == asked, "and not asked again"
 
 
-def test_what_a_kill_before_the_first_checkpoint_left_is_the_bases(tmp_path: Path, client: Client) -> None:
+def test_what_a_kill_before_the_first_checkpoint_left_is_the_bases(
+    tmp_path: Path, client: Client
+) -> None:
     run = Run(tmp_path, client)
     run.evaluations.begin(replace(state_at(1)))
     run.settle()
@@ -232,13 +252,16 @@ def test_what_a_kill_before_the_first_checkpoint_left_is_the_bases(tmp_path: Pat
 def test_weights_that_are_not_kept_are_said_to_be(tmp_path: Path, client: Client) -> None:
     run = Run(tmp_path, client)
     run.evaluations.begin(state_at(5))
-    assert run.log.lines == [{"step": 4, "skipped": "it was interrupted, and its weights are not kept"}]
+    assert run.log.lines == [
+        {"step": 4, "skipped": ("it was interrupted, and its weights are not kept")}
+    ]
 
 
 def test_an_environment_that_blocks_its_thread_does_not_hold_up_the_end(
     tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation_module, "PATIENCE_S", -599.8)  # beside the environment's timeout_s of 600
+    # beside the environment's timeout_s of 600
+    monkeypatch.setattr(evaluation_module, "PATIENCE_S", -599.8)
     monkeypatch.setattr(evaluation_module, "JOIN_S", 0.1)
     client.go.clear()
     run = Run(tmp_path, client, evaluation={"at_start": True, "every": 0})
@@ -263,23 +286,44 @@ def test_without_evaluation_there_is_nothing_to_do(tmp_path: Path, client: Clien
 def test_the_log_is_cut_and_speaks_flat(tmp_path: Path) -> None:
     log = EvaluationLog(tmp_path, "eval/sum/accuracy", lambda line: line | {"hidden": True})
     for step in (10, 20):
-        numbers = {"accuracy": step / 100, "accuracy_low": 0.0, "accuracy_high": 1.0, "reward": 0.5, "problems": 3}
+        numbers = {
+            "accuracy": step / 100,
+            "accuracy_low": 0.0,
+            "accuracy_high": 1.0,
+            "reward": 0.5,
+            "problems": 3,
+        }
         part = {"numbers": numbers, "problems": [], "examples": []}
         environments = {"sum": part}
-        log.add({"step": step, "version": step, "seconds": 1.0, "score": 0.5, "environments": environments})
+        log.add(
+            {
+                "step": step,
+                "version": step,
+                "seconds": 1.0,
+                "score": 0.5,
+                "environments": environments,
+            }
+        )
     log.add({"step": 30, "skipped": "…"})
     assert (log.score(10, 10), log.score(10, 9), log.score(30, 30)) == (0.1, None, None)
     assert flat(log.done()[0])["eval/sum/accuracy"] == 0.1
-    assert sentence(log.done()[1]) == "evaluation of step 20 (version 20): sum: accuracy 0.200 [0.000, 1.000]"
+    assert sentence(log.done()[1]) == (
+        "evaluation of step 20 (version 20): sum: accuracy 0.200 [0.000, 1.000]"
+    )
     again = EvaluationLog(tmp_path)
     again.cut(10)
-    assert [(line["step"], line["hidden"]) for line in EvaluationLog(tmp_path).lines] == [(10, True)]
+    assert [(line["step"], line["hidden"]) for line in EvaluationLog(tmp_path).lines] == [
+        (10, True)
+    ]
 
 
 def test_best_is_the_checkpoint_whose_own_weights_were_evaluated_best(tmp_path: Path) -> None:
-    """Rewards rise to the end, the evaluation peaks at step 20; the one of step 50 is still running."""
+    """Rewards rise to the end, the evaluation peaks at step 20; the one of step 50 is still
+    running."""
     log, trainer = EvaluationLog(tmp_path, "eval/score"), trained(steps=0)
-    checkpointer = Checkpointer(tmp_path, trainer.policy, trainer.optimizer, keep=1, keep_best=True, judge=log)
+    checkpointer = Checkpointer(
+        tmp_path, trainer.policy, trainer.optimizer, keep=1, keep_best=True, judge=log
+    )
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     scores = {10: 0.4, 20: 0.9, 30: 0.7}
 
@@ -292,7 +336,15 @@ def test_best_is_the_checkpoint_whose_own_weights_were_evaluated_best(tmp_path: 
             log.running = 50 if step == 50 else log.running
             checkpointer.save(state_at(step))
         if step in scores:
-            log.add({"step": step, "version": step, "seconds": 1.0, "score": scores[step], "environments": {}})
+            log.add(
+                {
+                    "step": step,
+                    "version": step,
+                    "seconds": 1.0,
+                    "score": scores[step],
+                    "environments": {},
+                }
+            )
             checkpointer.point_at_best()
     assert names() == ["step_000020", "step_000050", "step_000060"]
     assert (tmp_path / "best").resolve().name == "step_000020"
@@ -302,7 +354,9 @@ def test_best_is_the_checkpoint_whose_own_weights_were_evaluated_best(tmp_path: 
     assert (tmp_path / "best").resolve().name == "step_000050"
     log.add({"step": 60, "version": 59, "seconds": 1.0, "score": 1.0, "environments": {}})
     checkpointer.point_at_best()
-    assert (tmp_path / "best").resolve().name == "step_000050", "version 59 was never a checkpoint's"
+    assert (tmp_path / "best").resolve().name == "step_000050", (
+        "version 59 was never a checkpoint's"
+    )
     checkpointer.resume(tmp_path / "step_000050", NoStore(), metrics)
     log.cut(50)
     assert TrainerState.read(tmp_path / "best").step == 50
@@ -317,17 +371,31 @@ DATASET = {"kind": "dataset", "data": "rows.jsonl", "rewards": ["python:score.py
     [
         ({"evaluation": {"every": 5}}, "problems is not set"),
         ({"evaluation": {"problems": 3, "greedy": False}}, "neither greedy answers nor samples"),
-        ({"evaluation": {"problems": 3}, "environments": []}, "there is no environment to evaluate"),
+        (
+            {"evaluation": {"problems": 3}, "environments": []},
+            ("there is no environment to evaluate"),
+        ),
         ({"rl_training": {"keep_best": "eval/score"}}, f"{KEEP} = 'eval/score' needs"),
         (
-            {"rl_training": {"keep_best": "eval/sum/acuracy"}, "evaluation": {"problems": 3, "every": 2}},
+            {
+                "rl_training": {"keep_best": "eval/sum/acuracy"},
+                "evaluation": {"problems": 3, "every": 2},
+            },
             "is not measured; there are eval/score, eval/sum/accuracy, eval/sum/reward",
         ),
         (
-            {"evaluation": {"problems": 3, "environments": [{"kind": "tasks", "name": "sum", "weight": 2.0}]}},
+            {
+                "evaluation": {
+                    "problems": 3,
+                    "environments": [{"kind": "tasks", "name": "sum", "weight": 2.0}],
+                }
+            },
             "weight is about training",
         ),
-        ({"environments": [DATASET | {"heldout_fraction": 1.0}]}, "heldout_fraction = 1 leaves no rows to train on"),
+        (
+            {"environments": [DATASET | {"heldout_fraction": 1.0}]},
+            ("heldout_fraction = 1 leaves no rows to train on"),
+        ),
         ({"evaluation": {"problem": 3}}, "did you mean 'evaluation.problems'"),
     ],
 )
@@ -340,7 +408,11 @@ def test_a_configuration_that_cannot_work_is_refused(sections: dict[str, Any], w
 def test_what_decides_the_best() -> None:
     def decides(keep: bool | str, **evaluation: Any) -> str | None:
         environments = [{"kind": "tasks", "name": "sum"}]
-        sections = {"rl_training": {"keep_best": keep}, "evaluation": evaluation, "environments": environments}
+        sections = {
+            "rl_training": {"keep_best": keep},
+            "evaluation": evaluation,
+            "environments": environments,
+        }
         return best_by(parse_config(sections))
 
     assert decides(True, problems=3, every=5) == "eval/score"

@@ -18,7 +18,9 @@ from mlx_parallm.system.log import configure_logging
 from tests.rollout_store.groups import make_group
 
 
-def run_with(directory: Path, checkpoints: list[str], steps: int, **rollouts: Any) -> tuple[RolloutStore, DiskUse]:
+def run_with(
+    directory: Path, checkpoints: list[str], steps: int, **rollouts: Any
+) -> tuple[RolloutStore, DiskUse]:
     """A run that took one group a step, named after it, and has these checkpoints."""
     store = RolloutStore(directory / "rollouts.sqlite")
     for step in range(1, steps + 1):
@@ -45,7 +47,8 @@ def whole(store: RolloutStore) -> list[int]:
     ("checkpoints", "keep", "expected"),
     [
         (["step_000006", "step_000008"], 0, [7, 8, 9]),  # a resume from step 6 trains 7 to 9 again
-        (["step_000006", "step_000008"], 4, [5, 6, 7, 8, 9]),  # the last four before the newest checkpoint
+        # the last four before the newest checkpoint
+        (["step_000006", "step_000008"], 4, [5, 6, 7, 8, 9]),
         (["step_000006_mb0002", "step_000008"], 0, [7, 8, 9]),  # step 7 is half-trained
         (["step_000008", "superseded_step_000002"], 0, [9]),  # of a timeline that was left
         (["step_000008", "final"], "all", [1, 2, 3, 4, 5, 6, 7, 8, 9]),
@@ -73,20 +76,25 @@ def test_a_file_above_its_size_that_cannot_be_pruned_is_warned_about_once(tmp_pa
     store.close()
 
 
-def test_a_disk_below_the_reserve_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_below_the_reserve_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = RolloutStore(tmp_path / "rollouts.sqlite", min_free_bytes=10**9)
     use = DiskUse(RunDirectory.hold(tmp_path), store, RolloutsConfig(), keep=3)
     monkeypatch.setattr(files, "free_bytes", lambda directory: 10**9)
     use.check()
     monkeypatch.setattr(files, "free_bytes", lambda directory: 10**9 // 2)
-    with pytest.raises(CheckpointError, match=r"training stops: 0\.50 GB are free.*free some space, then.*--resume"):
+    with pytest.raises(
+        CheckpointError, match=r"training stops: 0\.50 GB are free.*free some space, then.*--resume"
+    ):
         use.check()
     store.close()
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
 def test_a_directory_that_was_removed_ends_the_training(tmp_path: Path, again: bool) -> None:
-    """The store would take groups that nobody finds again; and spans, which a run does not end for."""
+    """The store would take groups that nobody finds again; and spans, which a run does not end
+    for."""
     run = tmp_path / "run"
     store, use = run_with_new(run)
     use.check()
@@ -106,7 +114,9 @@ def run_with_new(run: Path) -> tuple[RolloutStore, DiskUse]:
     return run_with(run, [], 0)
 
 
-@pytest.mark.parametrize("values", [{"keep": -1}, {"keep": "some"}, {"max_gb": -1}, {"min_free_gb": -0.1}])
+@pytest.mark.parametrize(
+    "values", [{"keep": -1}, {"keep": "some"}, {"max_gb": -1}, {"min_free_gb": -0.1}]
+)
 def test_bad_values_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"rollouts\.{next(iter(values))}"):
         parse_config({"rollouts": values})

@@ -33,7 +33,9 @@ INFO = RunInfo(
     total_steps=100,
     example_prompt="Sort: gattaca",
 )
-STALLED = "environment sum stalled: nothing finished for 75 s with 2 groups in flight (oldest: sum-0-0)"
+STALLED = (
+    "environment sum stalled: nothing finished for 75 s with 2 groups in flight (oldest: sum-0-0)"
+)
 
 
 def step(number, **changed):
@@ -52,7 +54,9 @@ def step(number, **changed):
 
 
 def on_a_terminal(width=100, **options):
-    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=40, color_system=None)
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=40, color_system=None
+    )
     return TrainingDisplay(console, **options), console
 
 
@@ -100,7 +104,10 @@ def test_the_panel_shows_everything_that_was_promised(shown):
 
 def test_the_panel_shows_reward_and_groups_of_each_environment(shown):
     display, _ = shown
-    numbers = {"sum": {"reward_mean": 0.625, "groups": 9}, "sort": {"reward_mean": None, "groups": 0}}
+    numbers = {
+        "sum": {"reward_mean": 0.625, "groups": 9},
+        "sort": {"reward_mean": None, "groups": 0},
+    }
     display.update(step(41, environments=numbers))
     assert "sum 0.62 (9 groups) · sort – (0 groups)" in picture(*shown)
     display.update(step(42, environments={"sum": numbers["sum"]}))
@@ -122,10 +129,16 @@ def test_every_line_of_the_panel_is_on_its_page():
     drawn = labels(picture(display, console))
     display.stop()
     assert drawn >= {"step", "time", "reward", "held out", "health"}
-    rows = set(re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE))))
+    rows = set(
+        re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)))
+    )
     assert drawn <= rows, "say in docs/panel.md what these lines are"
-    assert labels(page.split("```")[1]) == drawn, "the panel on the page has other lines: show a new one"
-    assert rows - drawn == {"accuracy", "loss", "talk to it while it learns"}, "lines that the panel does not have"
+    assert labels(page.split("```")[1]) == drawn, (
+        "the panel on the page has other lines: show a new one"
+    )
+    assert rows - drawn == {"accuracy", "loss", "talk to it while it learns"}, (
+        "lines that the panel does not have"
+    )
 
 
 def test_the_health_line_changes_between_steps(shown):
@@ -149,16 +162,24 @@ PROMPT = 'What\'s "2" + 2,\n in `$HOME` \\ or in 漢字漢字漢字漢字?'
 
 @pytest.mark.parametrize("needs_key", [False, True])
 def test_the_curl_line_can_be_pasted_at_any_width(needs_key):
-    """bash reads the same words from the lines that the panel draws; a prompt of over 12 characters was folded."""
+    """bash reads the same words from the lines that the panel draws; a prompt of over 12
+    characters was folded."""
     info = RunInfo("run", "m", "http://127.0.0.1:8000", 1, PROMPT, needs_key=needs_key)
     told = "".join(f"{drawn(info, width)}\n" for width in WIDTHS) + curl_line(info)
     script = f"curl() {{ printf '%s\\0' \"$@\" END; }}\n{told}"
-    done = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, env={"MLX_PARALLM_API_KEY": "k e y"})
+    done = subprocess.run(
+        ["bash", "-uc", script],
+        capture_output=True,
+        text=True,
+        env={"MLX_PARALLM_API_KEY": ("k e y")},
+    )
     assert not done.stderr
     commands = [words.split("\0")[:-1] for words in done.stdout.split("END\0")[:-1]]
     key = ["-H", "Authorization: Bearer k e y"] if needs_key else []
     url, body = "http://127.0.0.1:8000/v1/chat/completions", {"role": "user", "content": PROMPT}
-    assert [words[:-1] for words in commands] == [[url, "-H", "Content-Type: application/json", *key, "-d"]] * 7
+    assert [words[:-1] for words in commands] == [
+        [url, "-H", "Content-Type: application/json", *key, "-d"]
+    ] * 7
     assert [json.loads(words[-1])["messages"] for words in commands] == [[body]] * 7
 
 
@@ -197,7 +218,9 @@ def test_the_first_and_the_last_values_do_not_overlap(values, arrow):
     display.start(INFO)
     for number, value in enumerate(values, 1):
         display.update(step(number, reward_mean=0.5, **{"eval/score": value}))
-    [line] = [line for line in picture(display, console).splitlines() if line.startswith("held out")]
+    [line] = [
+        line for line in picture(display, console).splitlines() if line.startswith("held out")
+    ]
     display.stop()
     assert line.rstrip().endswith(arrow) and ("→" in line) is bool(arrow)
 
@@ -246,7 +269,14 @@ def test_beside_a_panel_every_line_goes_to_the_run_log_alone(tmp_path, capsys):
         display.tick()
         display.stop()
     events = [json.loads(line) for line in (tmp_path / "run.log").read_text().splitlines()]
-    names = ["training", "talk to the model", "step", "an evaluation", "saved step_000001", "health"]
+    names = [
+        "training",
+        "talk to the model",
+        "step",
+        "an evaluation",
+        "saved step_000001",
+        ("health"),
+    ]
     assert [event["event"].partition(": ")[0] for event in events] == names
     assert (events[2]["step"], events[5]["level"]) == (1, "warning")
     assert not any(key.startswith("_") for event in events for key in event)
@@ -279,7 +309,12 @@ def test_without_a_terminal_each_step_is_one_line():
         display.stop()
     events = [entry["event"] for entry in logs]
     talk, _, command = events.pop(1).partition(": ")
-    assert talk == "talk to the model" and events == ["training", "step", "step", "checkpoint saved"]
+    assert talk == "talk to the model" and events == [
+        "training",
+        "step",
+        "step",
+        ("checkpoint saved"),
+    ]
     assert "\n" not in command and shlex.split(command)[0] == "curl"
     assert logs[3] == {
         "event": "step",
@@ -311,7 +346,10 @@ def test_without_a_terminal_a_stall_is_told_once_while_waiting():
         display.tick()
         health[0] = None
         display.tick()
-    assert [(entry["log_level"], entry["health"]) for entry in logs] == [("warning", STALLED), ("info", "healthy")]
+    assert [(entry["log_level"], entry["health"]) for entry in logs] == [
+        ("warning", STALLED),
+        ("info", ("healthy")),
+    ]
 
 
 def test_a_resumed_run_counts_the_pace_from_its_first_step_which_may_be_the_rest_of_one():
@@ -448,5 +486,9 @@ def test_a_run_on_rows_shows_its_accuracy_or_its_loss(numbers, name, curve):
     with capture_logs() as logs:
         plain = TrainingDisplay(Console(file=io.StringIO()))
         plain.update(step(1, **ROWS | {"rewards/accuracies": 0.75, "heldout_score": 0.5}))
-    assert (logs[0]["rewards/accuracies"], logs[0]["heldout_score"], logs[0]["loss"]) == (0.75, 0.5, 0.5)
+    assert (logs[0]["rewards/accuracies"], logs[0]["heldout_score"], logs[0]["loss"]) == (
+        0.75,
+        0.5,
+        0.5,
+    )
     assert "reward_mean" not in logs[0]

@@ -1,4 +1,5 @@
-"""The checks one by one, at their edges. What provokes each in a real run is in tests/integration/test_diagnoses.py."""
+"""The checks one by one, at their edges. What provokes each in a real run is in
+tests/integration/test_diagnoses.py."""
 
 import io
 import json
@@ -44,8 +45,18 @@ WELL = {
     "groups_without_logprobs": 0,
     "time_rollout_s": 2.0,
 }
-LEARNED = WELL | {"reward_mean": 0.97, "reward_std": 0.15, "groups_without_variance": 0.95, "groups_all_right": 0.9}
-SOLVED = LEARNED | {"reward_mean": 1.0, "reward_std": 0.0, "groups_without_variance": 1.0, "groups_all_right": 1.0}
+LEARNED = WELL | {
+    "reward_mean": 0.97,
+    "reward_std": 0.15,
+    "groups_without_variance": 0.95,
+    "groups_all_right": 0.9,
+}
+SOLVED = LEARNED | {
+    "reward_mean": 1.0,
+    "reward_std": 0.0,
+    "groups_without_variance": 1.0,
+    "groups_all_right": 1.0,
+}
 CONSTANT = {"groups_without_variance": 1.0, "reward_std": 0.0, "groups_all_right": 0.0}
 
 
@@ -87,19 +98,46 @@ def test_nothing_wrong_is_healthy():
             "too-easy",
             "too easy: every answer earned 1 in 90% of the groups from the start",
         ),
-        ({"ratio_mean": 1.34}, "ratio-mismatch", "ratio mismatch: 1.34 on average and 5% of the tokens clipped"),
-        ({"ratio_mean": 0.7}, "ratio-mismatch", "ratio mismatch: 0.70 on average and 5% of the tokens clipped"),
-        ({"clip_fraction": 0.4}, "ratio-mismatch", "ratio mismatch: 1.00 on average and 40% of the tokens clipped"),
-        ({"truncated_fraction": 0.4}, "truncation", "truncation: 40% of the answers hit the length limit (raise"),
+        (
+            {"ratio_mean": 1.34},
+            "ratio-mismatch",
+            ("ratio mismatch: 1.34 on average and 5% of the tokens clipped"),
+        ),
+        (
+            {"ratio_mean": 0.7},
+            "ratio-mismatch",
+            ("ratio mismatch: 0.70 on average and 5% of the tokens clipped"),
+        ),
+        (
+            {"clip_fraction": 0.4},
+            "ratio-mismatch",
+            ("ratio mismatch: 1.00 on average and 40% of the tokens clipped"),
+        ),
+        (
+            {"truncated_fraction": 0.4},
+            "truncation",
+            ("truncation: 40% of the answers hit the length limit (raise"),
+        ),
         (
             {"truncated_fraction": 0.4, "out_of_room_fraction": 0.3},
             "truncation",
-            "truncation: 40% of the answers hit the length limit of prompt and all turns (raise max_token_length)",
+            (
+                "truncation: 40% of the answers hit the length limit of prompt and all turns"
+                " (raise max_token_length)"
+            ),
         ),
         (
-            {"truncated_fraction": 1.0, "eos_fraction": 0.0, "never_done_fraction": 1.0, "never_done_turns": 41.6},
+            {
+                "truncated_fraction": 1.0,
+                "eos_fraction": 0.0,
+                "never_done_fraction": 1.0,
+                "never_done_turns": 41.6,
+            },
             "episodes-never-end",
-            "episodes never end: 42 turns on average, and nothing set state.done in all of them (set state.done",
+            (
+                "episodes never end: 42 turns on average, and nothing set state.done in all of"
+                " them (set state.done"
+            ),
         ),
         (
             {"truncated_fraction": 1.0, "eos_fraction": 0.0},
@@ -109,33 +147,55 @@ def test_nothing_wrong_is_healthy():
         (
             {"logprob_diff_mean": 0.3, "logprob_diff_max": 0.4},
             "log-probability-mismatch",
-            "log-probability mismatch: rollouts and trainer differ by 0.3 on average, 0.4 at most, on the same weights",
+            (
+                "log-probability mismatch: rollouts and trainer differ by 0.3 on average, 0.4 at"
+                " most, on the same weights"
+            ),
         ),
         (
             {"logprob_diff_mean": 1.5, "logprob_diff_max": 9.0, "mismatch_fresh": False},
             "log-probability-mismatch",
-            "log-probability mismatch: rollouts and trainer differ by 1.5 on average, 9 at most, on weights a few",
+            (
+                "log-probability mismatch: rollouts and trainer differ by 1.5 on average, 9 at"
+                " most, on weights a few"
+            ),
         ),
         (
             {"dropped_without_variance": 13, "groups_all_right": 0.7, "groups_all_wrong": 0.1},
             "oversampling",
-            "oversampling: 80 groups sampled, 15 trained on; 70% all right, 10% all wrong (harder problems",
+            (
+                "oversampling: 80 groups sampled, 15 trained on; 70% all right, 10% all wrong"
+                " (harder problems"
+            ),
         ),
         (
             {"dropped_without_variance": 12, "gave_up": "the bound"},
             "oversampling",
-            "oversampling: 80 groups sampled, 20 trained on; 15% all right, 10% all wrong; 5 of 5 steps cut short",
+            (
+                "oversampling: 80 groups sampled, 20 trained on; 15% all right, 10% all wrong; 5"
+                " of 5 steps cut short"
+            ),
         ),
-        ({"kl": 1.3}, "kl-running-away", "KL running away: 1.3 nats a token from the reference (lower learning_rate"),
+        (
+            {"kl": 1.3},
+            "kl-running-away",
+            ("KL running away: 1.3 nats a token from the reference (lower learning_rate"),
+        ),
         (
             {"update_norm": 1e-9},
             "learning-rate-too-small",
-            "learning rate too small: an update moves the weights by 2e-10 of their size (raise learning_rate)",
+            (
+                "learning rate too small: an update moves the weights by 2e-10 of their size"
+                " (raise learning_rate)"
+            ),
         ),
         (
             {"weights_moved": 2e-5},
             "learning-rate-too-small",
-            "learning rate too small: an update moves the weights by 0.002 of their size; 2e-05 of the weights changed",
+            (
+                "learning rate too small: an update moves the weights by 0.002 of their size;"
+                " 2e-05 of the weights changed"
+            ),
         ),
     ],
 )
@@ -148,8 +208,14 @@ def test_what_lasts_is_told(changed, name, sentence):
 @pytest.mark.parametrize(
     ("key", "sentence"),
     [
-        ("skipped_steps", "loss or gradient not finite: 1 updates skipped in 5 steps (lower learning_rate)"),
-        ("publish_timeouts", "weights not published 1 times in 5 steps: the lock was busy (raise lock_timeout_ms)"),
+        (
+            "skipped_steps",
+            ("loss or gradient not finite: 1 updates skipped in 5 steps (lower learning_rate)"),
+        ),
+        (
+            "publish_timeouts",
+            ("weights not published 1 times in 5 steps: the lock was busy (raise lock_timeout_ms)"),
+        ),
     ],
 )
 def test_an_event_is_told_while_it_is_in_the_window(key, sentence):
@@ -159,7 +225,8 @@ def test_an_event_is_told_while_it_is_in_the_window(key, sentence):
 
 
 def test_a_run_that_has_learned_is_not_ill():
-    """Little entropy, groups without variance, a policy far from the reference: all of it is success, too."""
+    """Little entropy, groups without variance, a policy far from the reference: all of it is
+    success, too."""
     start = window()
     for line, found in ((LEARNED, []), (SOLVED, ["solved"])):
         end = [line | {"rollout_entropy": 0.01, "kl": 1.5}] * WINDOW
@@ -172,10 +239,16 @@ def test_a_task_that_is_solved_is_said_to_be_so():
     """Five steps at reward 1, with a gradient of 0, were called healthy."""
     [found] = find([SOLVED | {"grad_norm": 0.0}] * WINDOW, window())
     assert found.sentence == (
-        "solved: every answer of 5 steps in a row earned 1, the best reward; nothing is left to learn"
+        "solved: every answer of 5 steps in a row earned 1, the best reward; nothing is left"
+        " to learn"
     )
     assert found.setting == "stop here, or use harder problems"
-    assert found.numbers == {"steps_solved": 5, "reward_mean": 1.0, "groups_all_right": 1.0, "grad_norm": 0.0}
+    assert found.numbers == {
+        "steps_solved": 5,
+        "reward_mean": 1.0,
+        "groups_all_right": 1.0,
+        "grad_norm": 0.0,
+    }
 
 
 def test_the_last_three_steps_are_enough_to_be_solved():
@@ -193,7 +266,8 @@ def test_entropy_that_is_gone_without_a_gain_is_a_collapse():
     start = window()
     assert names(window(rollout_entropy=0.01), start) == ["entropy-collapse"]
     assert names(window(rollout_entropy=0.01, entropy=None), start) == ["entropy-collapse"]
-    assert names(window(rollout_entropy=0.01), window(rollout_entropy=0.02)) == []  # it began as sure of itself
+    # it began as sure of itself
+    assert names(window(rollout_entropy=0.01), window(rollout_entropy=0.02)) == []
     assert names(window(rollout_entropy=0.1), window(rollout_entropy=2.0)) == []
 
 
@@ -202,7 +276,9 @@ def test_answers_that_are_all_the_same_are_named_unless_nothing_better_is_known(
     start = window(groups_same_answer=0.05, rollout_entropy=0.85, reward_max=1.0)
     same = {"groups_same_answer": 0.9, "rollout_entropy": 0.14, "reward_max": 1.0}
     [found] = find(window(**same), start)
-    assert found.sentence == "same answers: in 90% of the groups all answers are one and the same; at first in 5%"
+    assert found.sentence == (
+        "same answers: in 90% of the groups all answers are one and the same; at first in 5%"
+    )
     assert "checkpoint" in found.setting
     assert found.numbers == {
         **{"groups_same_answer_first": 0.05, "groups_same_answer": 0.9, "reward_mean": 0.5},
@@ -213,7 +289,8 @@ def test_answers_that_are_all_the_same_are_named_unless_nothing_better_is_known(
     }  # by more than half of 0.5, but by less than what the best answers earn: 1 - 0.76 < 0.25
     assert names(window(**same, **gained), start) == []
     assert names(window(**same, reward_mean=0.74), start) == ["same-answers"]
-    assert names(window(**same, reward_mean=0.96), window(reward_mean=0.96)) == []  # right from the start
+    # right from the start
+    assert names(window(**same, reward_mean=0.96), window(reward_mean=0.96)) == []
     assert names(window(groups_same_answer=0.75), start) == []
     assert names(window(1, **same, groups=4), start) == []
 
@@ -239,11 +316,18 @@ def test_a_part_of_the_reward_that_never_differs_is_named(part, mean, std, earne
     steps = window(**PARTS, **{f"rewards/{part}/mean": mean, f"rewards/{part}/std": std})
     assert names(steps, steps) == (["reward-part-constant"] if earned else [])
     if earned:
-        sentence = f"reward part constant: every answer earned {earned} in the first and the last 5 steps"
+        sentence = (
+            f"reward part constant: every answer earned {earned} in the first and the last 5 steps"
+        )
         assert diagnose(steps, start=steps).startswith(sentence)
         assert find(steps, steps)[0].numbers == {f"rewards/{part}/mean": mean}
         assert names(steps[:4], steps[:4]) == []
-        assert names(steps, window(**PARTS, **{f"rewards/{part}/mean": 0.2, f"rewards/{part}/std": 0.4})) == []
+        assert (
+            names(
+                steps, window(**PARTS, **{f"rewards/{part}/mean": 0.2, f"rewards/{part}/std": 0.4})
+            )
+            == []
+        )
 
 
 def test_a_reward_of_one_part_is_judged_as_a_whole():
@@ -252,20 +336,27 @@ def test_a_reward_of_one_part_is_judged_as_a_whole():
 
 
 def limited(*best, **changed):
-    return [WELL | changed | {"environments": {"rows": {"groups": 16, "reward_max": each}}} for each in best]
+    return [
+        WELL | changed | {"environments": {"rows": {"groups": 16, "reward_max": each}}}
+        for each in best
+    ]
 
 
 def test_a_reward_that_stays_below_what_accuracy_counts_is_named():
     """The best answers earned 0.7, so accuracy could not leave 0: it was called healthy."""
     wrong = {"eval/rows/accuracy": 0.0, "eval/rows/reward": 0.3}
     [found] = find(limited(0.7, 0.7, 0.5, 0.7, 0.7), limited(0.7, **wrong))
-    assert found.sentence == "reward below 1: no answer of rows earned more than 0.7, so its accuracy stays 0"
+    assert found.sentence == (
+        "reward below 1: no answer of rows earned more than 0.7, so its accuracy stays 0"
+    )
     assert found.numbers == {"reward_max": 0.7, "eval/accuracy": 0.0, "reward_mean": 0.5}
     assert "reward_weights" in found.setting
     assert names(limited(*[0.7] * 5)) == [], "without an evaluation there is no accuracy"
     assert names(limited(*[0.7] * 5), limited(0.7, **wrong | {"eval/rows/accuracy": 0.1})) == []
     assert names(limited(0.7, 0.7, 1.0, 0.7, 0.7), limited(0.7, **wrong)) == [], "one earned 1"
-    assert names(limited(0.61, 0.64, 0.62, 0.6, 0.66), limited(0.63, **wrong)) == [], "no limit is in sight"
+    assert names(limited(0.61, 0.64, 0.62, 0.6, 0.66), limited(0.63, **wrong)) == [], (
+        "no limit is in sight"
+    )
     assert names(limited(*[0.0] * 5), limited(0.0, **wrong)) == [], "too hard, perhaps"
 
 
@@ -282,7 +373,8 @@ def test_the_small_rates_at_the_ends_of_a_schedule_are_meant():
     assert names(late, window()) == []
     assert names(late, window(learning_rate=1e-9)) == ["learning-rate-too-small"]
     assert names(window(learning_rate=0.0, update_norm=0.0), window()) == []
-    assert names(window(update_norm=None, weight_norm=None, weights_moved=None)) == []  # nothing was trained
+    # nothing was trained
+    assert names(window(update_norm=None, weight_norm=None, weights_moved=None)) == []
 
 
 def test_a_few_groups_say_nothing():
@@ -299,28 +391,43 @@ def test_rewards_that_are_constant_in_a_step_and_move_between_steps_are_not_cons
 def test_one_stale_group_is_normal_many_are_not_and_one_of_another_model_is_not():
     assert diagnose([*window(4), WELL | {"dropped_stale": 1}]) == HEALTHY
     assert diagnose(window(dropped_stale=8)).startswith("stale rollouts: 40 groups dropped")
-    assert diagnose([*window(4), WELL | {"dropped_misfit": 1}]).startswith("another model's groups: 1 dropped in 5")
-    assert diagnose(window(groups_without_logprobs=4)).startswith("no log-probabilities: 20 of 80 groups")
+    assert diagnose([*window(4), WELL | {"dropped_misfit": 1}]).startswith(
+        "another model's groups: 1 dropped in 5"
+    )
+    assert diagnose(window(groups_without_logprobs=4)).startswith(
+        "no log-probabilities: 20 of 80 groups"
+    )
 
 
 def test_what_is_learned_between_sampling_and_training_is_no_mismatch():
     assert names(window(logprob_diff_mean=0.3, logprob_diff_max=4.0, mismatch_fresh=False)) == []
     apart = {"logprob_diff_mean": 1.5, "logprob_diff_max": 9.0, "mismatch_fresh": False}
-    assert names(window(**apart, kl=2.0)) == ["kl-running-away"]  # its cause is named, not what follows from it
-    one_fresh = [*window(4, logprob_diff_mean=0.3, mismatch_fresh=False), WELL | {"logprob_diff_mean": 0.1}]
+    # its cause is named, not what follows from it
+    assert names(window(**apart, kl=2.0)) == ["kl-running-away"]
+    one_fresh = [
+        *window(4, logprob_diff_mean=0.3, mismatch_fresh=False),
+        WELL | {"logprob_diff_mean": 0.1},
+    ]
     assert names(one_fresh) == ["log-probability-mismatch"]
     assert names(window(dropped_without_variance=11)) == []
 
 
 def test_a_long_wait_is_a_stall_unless_every_step_waits_so_or_it_gave_up():
     waited = [*window(4), WELL | {"time_rollout_s": 75.0}]
-    assert diagnose(waited).startswith("environment stalled: a step waited 75 s for its rollouts, 2 s is usual")
+    assert diagnose(waited).startswith(
+        "environment stalled: a step waited 75 s for its rollouts, 2 s is usual"
+    )
     assert names(window(time_rollout_s=75.0)) == []
-    assert names([*window(4), WELL | {"time_rollout_s": 75.0, "gave_up": "8 refills in a row"}]) == []
+    assert (
+        names([*window(4), WELL | {"time_rollout_s": 75.0, "gave_up": "8 refills in a row"}]) == []
+    )
 
 
 def test_sources_speak_first_and_sentences_add_up():
-    stalled = "environment sum stalled: nothing finished for 75 s with 2 groups in flight (oldest: sum-0-0)"
+    stalled = (
+        "environment sum stalled: nothing finished for 75 s with 2 groups in flight (oldest:"
+        " sum-0-0)"
+    )
     line = diagnose(window(truncated_fraction=0.5, skipped_steps=1), [None, stalled])
     first, second, third = line.split("; ")
     assert first == stalled
@@ -342,7 +449,10 @@ def test_a_resumed_run_knows_how_it_began():
 
 
 def test_a_mean_over_the_window_forgives_one_bad_step():
-    assert diagnose([*window(4), WELL | {"truncated_fraction": 0.5, "ratio_mean": 1.3, "kl": 2.0}]) == HEALTHY
+    assert (
+        diagnose([*window(4), WELL | {"truncated_fraction": 0.5, "ratio_mean": 1.3, "kl": 2.0}])
+        == HEALTHY
+    )
 
 
 def test_numbers_that_are_missing_or_not_finite_are_not_judged():
@@ -353,7 +463,9 @@ def test_numbers_that_are_missing_or_not_finite_are_not_judged():
 
 
 def test_every_number_that_is_judged_is_in_the_metrics():
-    judged = set(re.findall(r'(?:values|total|mean|first)\("(\w+)"\)', Path(health.__file__).read_text()))
+    judged = set(
+        re.findall(r'(?:values|total|mean|first)\("(\w+)"\)', Path(health.__file__).read_text())
+    )
     assert judged
     assert judged <= set(KEYS)
 
@@ -371,4 +483,6 @@ def test_nothing_is_named_in_a_run_that_learned():
     lines = [dict(zip(table["keys"], row, strict=True)) for row in table["rows"]]
     assert lines[-1]["reward_mean"] - lines[0]["reward_mean"] > 0.4
     for end in range(1, len(lines) + 1):
-        assert names(lines[max(0, end - WINDOW) : end], lines[: min(end, WINDOW)]) == [], f"step {end}"
+        assert names(lines[max(0, end - WINDOW) : end], lines[: min(end, WINDOW)]) == [], (
+            f"step {end}"
+        )

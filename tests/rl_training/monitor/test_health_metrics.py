@@ -1,4 +1,5 @@
-"""The numbers that the health line needs: how far the weights moved, how answers ended, which groups were all alike."""
+"""The numbers that the health line needs: how far the weights moved, how answers ended, which
+groups were all alike."""
 
 import dataclasses
 import math
@@ -30,10 +31,14 @@ def trained(**policy):
 
 def test_the_movement_of_an_update_is_measured():
     before, after, metrics = trained()
-    assert metrics["update_norm"] == pytest.approx(norm([after[name] - before[name] for name in before]), rel=1e-4)
+    assert metrics["update_norm"] == pytest.approx(
+        norm([after[name] - before[name] for name in before]), rel=1e-4
+    )
     assert metrics["weight_norm"] == pytest.approx(norm(before.values()), rel=1e-4)
     moved = sum(int((after[name] != before[name]).sum()) for name in before)
-    assert metrics["weights_moved"] == pytest.approx(moved / sum(array.size for array in before.values()))
+    assert metrics["weights_moved"] == pytest.approx(
+        moved / sum(array.size for array in before.values())
+    )
 
 
 def test_a_sample_is_as_good(monkeypatch):
@@ -79,12 +84,17 @@ def test_how_answers_ended_is_counted_where_it_is_known():
     rollouts = tuple(make_rollout(stop_reason=end) for end in ends)
     known = RolloutGroup("a", "test", rollouts, metadata={"out_of_room": 1})
     assert collected(known).eos_fraction == pytest.approx(2 / 3)
-    assert (collected(known).truncated_fraction, collected(known).out_of_room_fraction) == (1 / 4, 1 / 4)
+    assert (collected(known).truncated_fraction, collected(known).out_of_room_fraction) == (
+        1 / 4,
+        1 / 4,
+    )
     assert collected(make_group("b", [0.0, 1.0])).eos_fraction is None
 
 
 def test_the_entropy_of_the_rollouts_is_their_mean_surprise():
-    group = RolloutGroup("a", "test", (make_rollout((5,), logprob=-0.6), make_rollout((5, 6, 7), logprob=-0.2)))
+    group = RolloutGroup(
+        "a", "test", (make_rollout((5,), logprob=-0.6), make_rollout((5, 6, 7), logprob=-0.2))
+    )
     assert collected(group).rollout_entropy == pytest.approx((0.6 + 3 * 0.2) / 4)
 
 
@@ -92,15 +102,23 @@ def test_groups_with_one_answer_are_counted():
     """What the policy sampled is compared in all turns, and what it was asked is not."""
     one = make_group("a", [0.0, 1.0])
     other = RolloutGroup("b", "test", (make_rollout((5, 6)), make_rollout((5, 7))))
-    asked = RolloutGroup("c", "test", (make_rollout((5, 6), prompt=(1,)), make_rollout((5, 6), prompt=(2, 3))))
+    asked = RolloutGroup(
+        "c", "test", (make_rollout((5, 6), prompt=(1,)), make_rollout((5, 6), prompt=(2, 3)))
+    )
     earlier = make_rollout((9,))
-    turns = RolloutGroup("d", "test", (make_rollout((5, 6)), make_rollout((5, 6), earlier=(earlier,))))
+    turns = RolloutGroup(
+        "d", "test", (make_rollout((5, 6)), make_rollout((5, 6), earlier=(earlier,)))
+    )
     alone = make_group("e", [1.0])
     assert collected(one, other, asked, turns, alone).groups_same_answer == 2 / 5
 
 
 def test_parts_of_the_reward_have_a_mean_and_a_deviation():
-    scores = ({"reward": 0.7, "rewards/near": 1.0}, {"reward": 0.1, "rewards/near": 0.5}, {"reward": 0.0})
+    scores = (
+        {"reward": 0.7, "rewards/near": 1.0},
+        {"reward": 0.1, "rewards/near": 0.5},
+        {"reward": 0.0},
+    )
     rollouts = tuple(dataclasses.replace(make_rollout(), scores=each) for each in scores)
     statistics = collected(RolloutGroup("a", "test", rollouts))
     line = statistics.to_metrics()
@@ -112,5 +130,7 @@ def test_parts_of_the_reward_have_a_mean_and_a_deviation():
 
 def test_the_deviation_in_groups_is_the_mean_of_their_own():
     """Rewards 0, 1 and 5, 9: sqrt(1/2) and sqrt(8), each by n - 1; a group of one has none."""
-    found = collected(make_group("a", [0.0, 1.0]), make_group("b", [5.0, 9.0]), make_group("c", [7.0]))
+    found = collected(
+        make_group("a", [0.0, 1.0]), make_group("b", [5.0, 9.0]), make_group("c", [7.0])
+    )
     assert found.reward_std_in_groups == pytest.approx((0.5**0.5 + 8**0.5) / 2)

@@ -53,7 +53,9 @@ def test_the_curve_is_a_picture_with_every_line(tmp_path):
 
 
 def test_the_curve_shows_what_was_not_measured(tmp_path):
-    only_rewards = [{"step": line["step"], "reward_mean": line["reward_mean"], "kl": None} for line in lines(3)]
+    only_rewards = [
+        {"step": line["step"], "reward_mean": line["reward_mean"], "kl": None} for line in lines(3)
+    ]
     drawn = colours(write_reward_curve(only_rewards, tmp_path / "reward.png", title="short"))
     assert (0xB3, 0x54, 0x1E) not in drawn
 
@@ -94,7 +96,9 @@ def record(texts, keys=("a", "b", "c"), rewards=None, sampled=()):
     for number, (key, reward) in enumerate(zip(keys, rewards, strict=True)):
         problems.append({"key": key, "greedy": reward, "sampled": list(sampled)})
         told = {"text": texts[number], "reward": reward, "error": None}
-        examples.append({"key": key, "prompt": prompts[number], "expected": expected[number], **told})
+        examples.append(
+            {"key": key, "prompt": prompts[number], "expected": expected[number], **told}
+        )
     return {"environments": {"sum": {"numbers": {}, "problems": problems, "examples": examples}}}
 
 
@@ -107,7 +111,11 @@ def test_the_same_problems_are_compared(comparisons):
     [row] = comparisons
     assert row.rewards == ((1.0, 1.0), (0.0, 1.0), (0.0, 0.0))
     assert list(row.measured) == [("sum", [1.0, 0.0, 0.0], [1.0, 1.0, 0.0])]
-    assert [(then["text"], now["text"]) for then, now in row.examples] == [("3", "3"), ("5", "4"), ("8", "8")]
+    assert [(then["text"], now["text"]) for then, now in row.examples] == [
+        ("3", "3"),
+        ("5", "4"),
+        ("8", ("8")),
+    ]
     [moved] = compare(record(("3", "4", "18"), keys=("x", "y", "c")), record(("3", "4", "18")))
     assert [now["prompt"] for _, now in moved.examples] == ["Add 9 and 9."]
     assert moved.rewards == ((1.0, 1.0),)
@@ -115,7 +123,8 @@ def test_the_same_problems_are_compared(comparisons):
 
 
 def test_a_mean_is_rounded_as_the_evaluations_own():
-    """0.98, 1, 0.99, 0.98 have the mean 0.9875: added from the left it is 0.98749999, which was shown as 0.987."""
+    """0.98, 1, 0.99, 0.98 have the mean 0.9875: added from the left it is 0.98749999, which was
+    shown as 0.987."""
     rewards = [0.98, 1.0, 0.99, 0.98]
     assert f"{estimate(rewards).mean:.3f}" == "0.988"
     console = Console(file=io.StringIO(), width=100)
@@ -130,7 +139,12 @@ def test_tables_show_prompt_expected_before_and_after(comparisons):
     console.print(accuracy_table(comparisons))
     text = console.file.getvalue()
     [line] = [line for line in text.splitlines() if "Add 2 and 2." in line]
-    assert [part.strip() for part in line.strip("│").split("│")] == ["Add 2 and 2.", "4", "✗ 5", "✓ 4"]
+    assert [part.strip() for part in line.strip("│").split("│")] == [
+        "Add 2 and 2.",
+        "4",
+        "✗ 5",
+        ("✓ 4"),
+    ]
     [line] = [line for line in text.splitlines() if "0.333" in line]
     cells = re.split(r" {2,}", line.strip())
     assert cells == ["sum", "3", "0.333", "0.667", "+0.333", "too few", "1"]
@@ -141,12 +155,19 @@ def test_a_first_evaluation_in_the_midst_is_not_called_before(comparisons):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
         print_report(console, comparisons, [], None, first="after step 2")
         text = console.file.getvalue()
-        assert "the same prompts, after step 2" in text and "at the end" in text and "before" not in text
+        assert (
+            "the same prompts, after step 2" in text
+            and "at the end" in text
+            and "before" not in text
+        )
 
 
 def test_a_reward_in_between_is_not_part_of_the_answer():
     """The cell was "0.2 44": the answer 44 earned 0.2."""
-    row = compare(record(("44", "4", "18"), rewards=(0.2, 0.0, 1.0)), record(("3", "4", "18"), rewards=(1.0, 0.0, 1.0)))
+    row = compare(
+        record(("44", "4", "18"), rewards=(0.2, 0.0, 1.0)),
+        record(("3", "4", "18"), rewards=(1.0, 0.0, 1.0)),
+    )
     console = Console(file=io.StringIO(), width=160)
     console.print(answers_table(row))
     assert "│ reward 0.2: 44 " in console.file.getvalue()
@@ -178,7 +199,10 @@ def test_the_plain_report_says_the_same(comparisons):
 
 def test_an_interval_needs_more_problems_than_chance_moves_together():
     """One problem that went from 0.25 to 1 had the 95% interval +0.750 to +0.750."""
-    for problems, words in ((1, "too few for an interval) on 1 problem\n"), (6, "95% interval +0.750 to +0.750) on 6")):
+    for problems, words in (
+        (1, "too few for an interval) on 1 problem\n"),
+        (6, ("95% interval +0.750 to +0.750) on 6")),
+    ):
         compared = Comparison("sum", ((0.25, 1.0),) * problems, (), greedy=True)
         assert words in plain_report([compared]) + "\n"
 
@@ -204,13 +228,21 @@ def test_next_commands_are_shell_lines(tmp_path, monkeypatch):
     ]
     assert shlex.split(merge)[:2] == ["mlx_parallm", "merge"]
     assert shlex.split(merge)[-2:] == ["--output-path", str(run / "merged")]
-    assert next_commands(run, "b", lora=False) == [f"mlx_parallm serve --model-path {shlex.quote(str(run / 'final'))}"]
+    assert next_commands(run, "b", lora=False) == [
+        (f"mlx_parallm serve --model-path {shlex.quote(str(run / 'final'))}")
+    ]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_report_is_printed(comparisons, tmp_path, terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
-    print_report(console, comparisons, ["command one", "command two"], tmp_path / "reward.png", tmp_path / "s.html")
+    print_report(
+        console,
+        comparisons,
+        ["command one", "command two"],
+        tmp_path / "reward.png",
+        tmp_path / "s.html",
+    )
     text = console.file.getvalue()
     assert f"reward curve: {tmp_path / 'reward.png'}" in text
     assert f"samples: {tmp_path / 's.html'}" in text
@@ -220,14 +252,22 @@ def test_the_report_is_printed(comparisons, tmp_path, terminal):
 
 
 def test_rewards_that_know_no_full_mark_are_compared_by_their_mean():
-    soft = compare(record(("a", "b", "c"), rewards=(-0.5, 0.0, 0.0)), record(("a", "b", "c"), rewards=(0.25, 0.0, 0.0)))
+    soft = compare(
+        record(("a", "b", "c"), rewards=(-0.5, 0.0, 0.0)),
+        record(("a", "b", "c"), rewards=(0.25, 0.0, 0.0)),
+    )
     assert list(soft[0].measured) == [("sum (mean reward)", [-0.5, 0.0, 0.0], [0.25, 0.0, 0.0])]
-    both = compare(record(("a", "b", "c"), rewards=(-0.5, 0, 0)), record(("a", "b", "c"), rewards=(1.0, 0.5, 0)))
+    both = compare(
+        record(("a", "b", "c"), rewards=(-0.5, 0, 0)),
+        record(("a", "b", "c"), rewards=(1.0, 0.5, 0)),
+    )
     assert list(both[0].measured) == [
         ("sum", [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]),
         ("sum (mean reward)", [-0.5, 0, 0], [1.0, 0.5, 0]),
     ]
-    assert plain_report(soft).startswith("sum (mean reward): -0.167 -> 0.083 (+0.250, too few for an ")
+    assert plain_report(soft).startswith(
+        "sum (mean reward): -0.167 -> 0.083 (+0.250, too few for an "
+    )
     assert "a (-0.5) -> a (0.25)" in plain_report(soft)
 
 
@@ -243,14 +283,21 @@ def test_in_a_narrow_terminal_no_word_breaks_and_a_command_can_be_pasted(tmp_pat
     console = Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None)
     command = "mlx_parallm " + next_commands(run, "builtin:tiny", lora=True)[1].split(" ", 1)[1]
     print_report(
-        console, [], [command], run / "reward.png", None, ["no answer earned more than half a point in it"] * 2
+        console,
+        [],
+        [command],
+        run / "reward.png",
+        None,
+        ["no answer earned more than half a point in it"] * 2,
     )
     text = console.file.getvalue()
     assert f"reward curve:\n{run / 'reward.png'}\n" in text, "a path stays whole"
     lead, pasted = text[text.index("next:") :].split("\n", 1)
     assert lead == "next:" and max(map(len, pasted.splitlines())) <= 60
     script = f"mlx_parallm() {{ printf '%s\\0' \"$@\"; }}\n{pasted}"
-    words = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    words = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=True
+    ).stdout
     assert words.split("\0")[:-1] == shlex.split(command)[1:]
     piped = Console(file=io.StringIO(), width=60)
     print_report(piped, [], [command], None)
@@ -266,13 +313,20 @@ def test_a_run_that_learned_nothing_says_so_at_its_end(tmp_path):
         "reward_mean": 0.5,
         "optimizer_updates": 0,
     }
-    steps = [{"step": number, "gave_up": f"{number} refills in a row", **shows} for number in range(1, 16)]
+    steps = [
+        {"step": number, "gave_up": f"{number} refills in a row", **shows}
+        for number in range(1, 16)
+    ]
     first, second, third, more = problems_of(steps, tmp_path / "run")
     assert first == "nothing was learned: none of the 15 steps has changed the weights"
-    assert second.startswith("reward constant: every answer earned 0.5 in 5 steps (the reward function")
+    assert second.startswith(
+        "reward constant: every answer earned 0.5 in 5 steps (the reward function"
+    )
     assert second.endswith("see docs/troubleshooting.md#reward-constant")
     assert third == "15 of 15 steps had fewer rollouts, 15 because of: 15 refills in a row"
     assert more.endswith(f"explain {tmp_path / 'run'}")
     well = [{"step": number, "optimizer_updates": 4} for number in range(1, 21)]
-    assert problems_of([well[0] | {"gave_up": "12 refills"}, *well[1:]], tmp_path) == [], "a run that learned"
+    assert problems_of([well[0] | {"gave_up": "12 refills"}, *well[1:]], tmp_path) == [], (
+        "a run that learned"
+    )
     assert problems_of(well[:1], tmp_path) == problems_of([], tmp_path) == []

@@ -17,7 +17,9 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "run.log").read_text().splitlines()]
 
 
-def test_holds_what_was_said_before_the_directory_was_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_holds_what_was_said_before_the_directory_was_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with RunLog() as run_log:
         configure_logging(level="info", run_log=run_log)
         get_logger("first").info("early", step=1)
@@ -25,13 +27,20 @@ def test_holds_what_was_said_before_the_directory_was_there(tmp_path: Path, caps
         run_log.open(tmp_path)
         logging.getLogger("some.library").warning("odd %s", "thing")
     early, late = lines(tmp_path)
-    assert (early["event"], early["part"], early["step"], early["level"]) == ("early", "first", 1, "info")
+    assert (early["event"], early["part"], early["step"], early["level"]) == (
+        "early",
+        "first",
+        1,
+        ("info"),
+    )
     assert early["timestamp"].endswith("Z")
     assert (late["event"], late["level"]) == ("odd thing", "warning")
     assert "early" in capsys.readouterr().err, "the terminal has it too"
 
 
-def test_secrets_reach_neither_file_nor_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_reach_neither_file_nor_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with RunLog(Redactor(["s3cret-value"])) as run_log:
         run_log.open(tmp_path)
         configure_logging(level="info", redactor=run_log.redactor, run_log=run_log)
@@ -54,8 +63,12 @@ def test_secrets_that_printing_escapes_or_that_their_names_tell(
     with RunLog(Redactor([secret])) as run_log:
         run_log.open(tmp_path)
         for as_json in (False, True):
-            configure_logging(json=as_json, level="info", redactor=run_log.redactor, run_log=run_log)
-            get_logger("x").info("a", value=secret, error=ValueError(secret), keys={("a", 1): secret})
+            configure_logging(
+                json=as_json, level="info", redactor=run_log.redactor, run_log=run_log
+            )
+            get_logger("x").info(
+                "a", value=secret, error=ValueError(secret), keys={("a", 1): secret}
+            )
             get_logger("x").info("b", judge_api_key="KEY1", nested={"password": "KEY2"})
     written = (tmp_path / "run.log").read_text() + capsys.readouterr().err
     assert "it's" not in written and "quoted" not in written and "KEY" not in written

@@ -38,7 +38,9 @@ def letters(parts: Sequence[Sequence[int]]) -> list[str]:
 
 def group(name: str, rewards: list[float]) -> RolloutGroup:
     """Rollout i of the prompt "abc" answers with its own number as a letter, twice."""
-    rollouts = [make_rollout((i, i), prompt=(0, 1, 2), reward=reward) for i, reward in enumerate(rewards)]
+    rollouts = [
+        make_rollout((i, i), prompt=(0, 1, 2), reward=reward) for i, reward in enumerate(rewards)
+    ]
     return RolloutGroup(name, "test", tuple(rollouts))
 
 
@@ -64,17 +66,23 @@ def test_what_the_environment_said_is_marked() -> None:
 def test_every_n_steps_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     log = SampleLog(path, letters, every=2)
-    written = [log.write(make_batch([make_group("g", [0.0, 1.0])], step=step)) for step in range(1, 7)]
+    written = [
+        log.write(make_batch([make_group("g", [0.0, 1.0])], step=step)) for step in range(1, 7)
+    ]
     assert [len(samples) for samples in written] == [0, 3, 0, 3, 0, 3]
     assert [line["which"] for line in MetricsFile(path).read()][:3] == ["first", "best", "worst"]
     SampleLog(path, letters, every=2, step=3)
-    assert [line["step"] for line in MetricsFile(path).read()] == [2, 2, 2], "later ones than the resumed step go"
+    assert [line["step"] for line in MetricsFile(path).read()] == [2, 2, 2], (
+        "later ones than the resumed step go"
+    )
     SampleLog(tmp_path / "none", letters, every=0).write(make_batch([make_group("g", [0.0, 1.0])]))
     assert not (tmp_path / "none").exists()
 
 
 def test_the_table_shows_the_end_of_a_long_prompt_and_the_beginning_of_a_long_completion() -> None:
-    long = RolloutGroup("g", "test", (make_rollout((1,) * 500, prompt=(0,) * 499 + (25,), reward=0.25),))
+    long = RolloutGroup(
+        "g", "test", (make_rollout((1,) * 500, prompt=(0,) * 499 + (25,), reward=0.25),)
+    )
     [sample, *_] = choose_samples(3, [long], letters)
     prompt, completion = shortened(sample)
     assert prompt == "…" + "a" * (SHOWN_CHARACTERS - 2) + "z"
@@ -85,7 +93,9 @@ def test_the_table_shows_the_end_of_a_long_prompt_and_the_beginning_of_a_long_co
 
 
 def test_the_table_is_printed_above_the_live_display() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None
+    )
     display = TrainingDisplay(console)
     display.start(RunInfo("run", "builtin:tiny", "http://127.0.0.1:1", 10, "hello"))
     display.samples(2, choose_samples(2, [group("a", [0.5, 0.2])], letters))
@@ -121,7 +131,11 @@ def test_the_page_shows_the_newest_step_first_and_a_bounded_number(
     for step in range(1, 8):
         log.write(make_batch([group(f"g{step}", [0.5, 0.2])], step=step))
     page = page_of(tmp_path)
-    assert page.index("<h2>step 7</h2>") < page.index("<h2>step 6</h2>") < page.index("<h2>step 3</h2>")
+    assert (
+        page.index("<h2>step 7</h2>")
+        < page.index("<h2>step 6</h2>")
+        < page.index("<h2>step 3</h2>")
+    )
     assert "<h2>step 2</h2>" not in page
     assert page.count("<article>") == 3 * 5
     assert "version 0" in page and "2 tokens, ended by ?" in page
@@ -129,14 +143,18 @@ def test_the_page_shows_the_newest_step_first_and_a_bounded_number(
         make_batch([group("again", [0.5, 0.2])], step=5)
     )
     page = page_of(tmp_path)
-    assert page.count("<h2>") == 5, "a resume shows what was before it, and nothing of the steps that were left"
+    assert page.count("<h2>") == 5, (
+        "a resume shows what was before it, and nothing of the steps that were left"
+    )
     assert list(tmp_path.glob("*.tmp-*")) == []
 
 
 def test_nothing_that_a_model_writes_is_markup_on_the_page(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>\"'&amp;" + "x" * LONGEST_TEXT
     usual = make_rollout((1, 1), prompt=(0,))
-    rollouts = [dataclasses.replace(usual, scores={"reward": reward, "<b>": 0.25}) for reward in (0.5, 0.75)]
+    rollouts = [
+        dataclasses.replace(usual, scores={"reward": reward, "<b>": 0.25}) for reward in (0.5, 0.75)
+    ]
     batch = make_batch([RolloutGroup("<i>", "<u>", tuple(rollouts))], step=1)
     SampleLog(tmp_path / "samples.jsonl", lambda parts: [evil] * len(parts), every=1).write(batch)
     page = page_of(tmp_path)
@@ -152,7 +170,9 @@ def test_lines_of_an_earlier_version_are_still_shown(tmp_path: Path) -> None:
     line = choose_samples(1, [group("a", [0.5, 0.2])], letters)[0].to_json()
     old = {key: value for key, value in line.items() if key not in ("version", "scores")}
     MetricsFile(tmp_path / "samples.jsonl").append(old)
-    SampleLog(tmp_path / "samples.jsonl", letters, every=2, step=1).write(make_batch([group("b", [0.5, 0.2])], step=2))
+    SampleLog(tmp_path / "samples.jsonl", letters, every=2, step=1).write(
+        make_batch([group("b", [0.5, 0.2])], step=2)
+    )
     assert "version ?" in page_of(tmp_path)
 
 
@@ -171,30 +191,49 @@ GEMMA = """{%- for message in messages %}{% if message.role == 'system' %}{{ rai
 {%- if add_generation_prompt %}{{- '<start_of_turn>assistant\\n' }}{% endif %}"""
 
 
-@pytest.mark.parametrize(("template", "end"), [(None, "<|im_end|>"), (QWEN3, "<|im_end|>"), (GEMMA, "<end_of_turn>")])
+@pytest.mark.parametrize(
+    ("template", "end"), [(None, "<|im_end|>"), (QWEN3, "<|im_end|>"), (GEMMA, ("<end_of_turn>"))]
+)
 def test_the_table_shows_messages_and_not_the_chat_template(template: str | None, end: str) -> None:
-    """A prompt of one message was shown as "<|im_start|>user Sort: cab<|im_end|> <|im_start|>assistant"."""
+    """A prompt of one message was shown as "<|im_start|>user Sort: cab<|im_end|>
+    <|im_start|>assistant"."""
     config = ModelConfig(base_path="builtin:tiny", chat_template=template)
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"), config)
     readable = without_template(tokenizer, {})
     question = {"role": "user", "content": "Sort: cab"}
-    talk = [question, {"role": "assistant", "content": "abc"}, {"role": "user", "content": "Sort: fed"}]
+    talk = [
+        question,
+        {"role": "assistant", "content": "abc"},
+        {"role": "user", "content": ("Sort: fed")},
+    ]
     assert readable(tokenizer.render_chat_text([question])) == "Sort: cab"
-    assert readable(tokenizer.render_chat_text(talk)) == "user: Sort: cab assistant: abc user: Sort: fed"
+    assert readable(tokenizer.render_chat_text(talk)) == (
+        "user: Sort: cab assistant: abc user: Sort: fed"
+    )
     assert readable("assistant: abc") == "assistant: abc", "what the policy writes itself stays"
-    asked_again = tokenizer.render_chat_text(talk)[len(tokenizer.render_chat_text([question])) + len("abc") :]
+    asked_again = tokenizer.render_chat_text(talk)[
+        len(tokenizer.render_chat_text([question])) + len("abc") :
+    ]
     assert readable(f"abc⟦{asked_again}⟧def<|im_end|>") == "abc⟦user: Sort: fed⟧def"
     if end == "<|im_end|>":  # sampled, and so before the mark
-        assert readable(f"abc{end}⟦{asked_again.removeprefix(end)}⟧def{end}") == "abc⟦user: Sort: fed⟧def"
+        assert readable(f"abc{end}⟦{asked_again.removeprefix(end)}⟧def{end}") == (
+            "abc⟦user: Sort: fed⟧def"
+        )
 
 
 def test_a_system_message_is_told_apart() -> None:
-    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"), ModelConfig(base_path="builtin:tiny"))
+    tokenizer = load_tokenizer(
+        resolve_model_path("builtin:tiny"), ModelConfig(base_path=("builtin:tiny"))
+    )
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sum: 1+2"}]
-    assert without_template(tokenizer, {})(tokenizer.render_chat_text(messages)) == "system: Be brief. user: Sum: 1+2"
+    assert without_template(tokenizer, {})(tokenizer.render_chat_text(messages)) == (
+        "system: Be brief. user: Sum: 1+2"
+    )
 
 
 def test_without_a_chat_template_the_text_is_left_alone() -> None:
-    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"), ModelConfig(base_path="builtin:tiny"))
+    tokenizer = load_tokenizer(
+        resolve_model_path("builtin:tiny"), ModelConfig(base_path=("builtin:tiny"))
+    )
     tokenizer.has_chat_template = False
     assert without_template(tokenizer, {})("assistant: a <|im_end|>") == "assistant: a <|im_end|>"

@@ -14,7 +14,8 @@ from tests.rl_training.bandit_run import running
 def test_overlapping_times_become_few_parts() -> None:
     assert merged([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0, 2.5)]) == [(0.0, 2.5), (3.0, 4.0)]
     assert merged([]) == []
-    apart = [(10.0 * place, 10.0 * place + 1 + place / 10) for place in range(40)]  # pauses grow shorter
+    # pauses grow shorter
+    apart = [(10.0 * place, 10.0 * place + 1 + place / 10) for place in range(40)]
     parts = merged(apart)
     assert len(parts) == MOST_PARTS and (parts[0][0], parts[-1][1]) == (0.0, apart[-1][1])
     assert parts[0] == apart[0], "the shortest pauses are filled"
@@ -58,8 +59,12 @@ def test_a_run_leaves_its_lanes(tmp_path: Path) -> None:
     with running(tmp_path / "third", total_steps=1) as run:
         after.subscribe(run.stream)
         run.loop.run()
-    assert {json.loads(text)["step"] for text in (tmp_path / SPANS_FILE).read_text().splitlines()} == {1}
-    assert (tmp_path / "spans.damaged").exists(), "a damaged line costs what was before it, and not the run"
+    assert {
+        json.loads(text)["step"] for text in (tmp_path / SPANS_FILE).read_text().splitlines()
+    } == {1}
+    assert (tmp_path / "spans.damaged").exists(), (
+        "a damaged line costs what was before it, and not the run"
+    )
 
 
 @pytest.mark.slow
@@ -74,4 +79,6 @@ def test_a_long_run_keeps_its_newest_spans(tmp_path: Path) -> None:
     log.flush()
     steps = [json.loads(text)["step"] for text in path.read_text().splitlines()]
     assert max(sizes) <= 4_000 and path.stat().st_size <= 4_000
-    assert steps == sorted(steps) and steps[0] > 20 and steps[-1] == 40, "whole lines, the oldest are gone"
+    assert steps == sorted(steps) and steps[0] > 20 and steps[-1] == 40, (
+        "whole lines, the oldest are gone"
+    )

@@ -1,4 +1,5 @@
-"""tokens.sqlite: a bound on its size that holds through a long run, also after a resume with a smaller one."""
+"""tokens.sqlite: a bound on its size that holds through a long run, also after a resume with a
+smaller one."""
 
 import sqlite3
 from contextlib import closing
@@ -28,20 +29,28 @@ def write(log: TokenLog, steps: range) -> None:
         mask = (0, *[1] * (LENGTH - 1))
         values: dict[str, Any] = {"temperature": 1.0, "stop_reason": "stop"}
         texts = [((n + 5,) * LENGTH, mask, (-0.5,) * LENGTH, (step,) * LENGTH) for n in (0, 1)]
-        rollouts = [Rollout(*text, scores={"reward": float(n)}, **values) for n, text in enumerate(texts)]
+        rollouts = [
+            Rollout(*text, scores={"reward": float(n)}, **values) for n, text in enumerate(texts)
+        ]
         group = RolloutGroup(f"g{step}", "sums", tuple(rollouts))
-        sequences = tuple(TrainSequence(rollout, (1.0,) * LENGTH, fresh=True) for rollout in rollouts)
+        sequences = tuple(
+            TrainSequence(rollout, (1.0,) * LENGTH, fresh=True) for rollout in rollouts
+        )
         count = sum(sequence.trained for sequence in sequences)
         batch = TrainBatch(step, (group,), sequences, BatchStatistics())
         columns = {"trainer_logprobs": np.full(count, step, np.float32)}
         events.emit(StepFinished({"step": step}, batch, StepTokens(columns)))
-        events.emit(SamplesWritten(step, choose_samples(step, [group], lambda parts: [*map(str, parts)])))
+        events.emit(
+            SamplesWritten(step, choose_samples(step, [group], lambda parts: [*map(str, parts)]))
+        )
     log.close()
 
 
 def steps_in(run: Path) -> list[int]:
     with closing(sqlite3.connect(run / TOKENS_FILE)) as connection:
-        return [step for (step,) in connection.execute("SELECT DISTINCT step FROM tokens ORDER BY step")]
+        return [
+            step for (step,) in connection.execute("SELECT DISTINCT step FROM tokens ORDER BY step")
+        ]
 
 
 def test_the_oldest_steps_go_first_and_the_bound_holds(tmp_path: Path) -> None:
@@ -54,10 +63,14 @@ def test_the_oldest_steps_go_first_and_the_bound_holds(tmp_path: Path) -> None:
     write(TokenLog(tmp_path, step=99, most_bytes=BOUND // 2), range(100, 102))
     later = steps_in(tmp_path)
     assert later == list(range(later[0], 102)) and len(later) < len(kept)
-    assert (tmp_path / TOKENS_FILE).stat().st_size <= BOUND // 2, "a file from before gets smaller, too"
+    assert (tmp_path / TOKENS_FILE).stat().st_size <= BOUND // 2, (
+        "a file from before gets smaller, too"
+    )
 
 
-def test_a_step_that_never_fits_is_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_never_fits_is_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logs.configure_logging(level="warning")
     try:
         write(TokenLog(tmp_path, most_bytes=40_000), range(1, 4))

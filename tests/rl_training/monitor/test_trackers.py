@@ -1,4 +1,5 @@
-"""Trackers get every line, and never hold up or end a run. The real services: tests/integration/test_logging.py."""
+"""Trackers get every line, and never hold up or end a run. The real services:
+tests/integration/test_logging.py."""
 
 import importlib.util
 import json
@@ -17,10 +18,22 @@ from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.monitor import trackers as module
 from mlx_parallm.rl_training.monitor.samples import Sample
-from mlx_parallm.rl_training.monitor.trackers import MAKERS, TrackedRun, Trackers, check_installed, flat
+from mlx_parallm.rl_training.monitor.trackers import (
+    MAKERS,
+    TrackedRun,
+    Trackers,
+    check_installed,
+    flat,
+)
 from mlx_parallm.system.log import configure_logging
 
-LINE = {"step": 3, "loss": 0.5, "kl": None, "gave_up": "why", "reward_by_environment": {"sort": 0.25}}
+LINE = {
+    "step": 3,
+    "loss": 0.5,
+    "kl": None,
+    "gave_up": "why",
+    "reward_by_environment": {"sort": 0.25},
+}
 
 
 class Recorder:
@@ -50,11 +63,18 @@ def run(tmp_path: Path) -> TrackedRun:
 
 
 def test_the_names_are_those_of_the_metrics_line() -> None:
-    assert dict(flat(LINE)) == {"step": 3, "loss": 0.5, "gave_up": "why", "reward_by_environment/sort": 0.25}
+    assert dict(flat(LINE)) == {
+        "step": 3,
+        "loss": 0.5,
+        "gave_up": "why",
+        "reward_by_environment/sort": 0.25,
+    }
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard", "trackio"])
-def test_a_missing_package_is_named_with_its_extra(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_extra(
+    name: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=rf"pip install 'mlx-parallm\[{name}\]'"):
         check_installed(LoggingConfig(trackers=(name,)))
@@ -81,7 +101,9 @@ def test_a_failing_tracker_is_one_warning_and_the_others_go_on(run: TrackedRun) 
     ]
 
 
-def test_a_tracker_that_hangs_holds_nobody_up(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_hangs_holds_nobody_up(
+    run: TrackedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "WAITING_LINES", 3)
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
     answer = threading.Event()
@@ -107,7 +129,9 @@ def test_none_starts_no_thread(run: TrackedRun) -> None:
     assert threading.active_count() == before
 
 
-def test_trackio_names_the_columns_of_samples(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_names_the_columns_of_samples(
+    run: TrackedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`trackio.Table` ignores `columns`: it takes their names from rows that are objects."""
     trackio = MagicMock()
     monkeypatch.setitem(sys.modules, "trackio", trackio)
@@ -129,7 +153,9 @@ def test_trackio_has_every_key_and_a_resume_goes_on(
         trackers.log(LINE | {"step": step})
         trackers.close()
     with sqlite3.connect(tmp_path / "trackio" / "project.db") as database:
-        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+        rows = database.execute(
+            "SELECT run_name, step, metrics FROM metrics ORDER BY id"
+        ).fetchall()
     assert [step for _, step, _ in rows] == [1, 2]
     assert len({name for name, _, _ in rows}) == 1
     assert set(json.loads(rows[0][2])) == {"loss", "gave_up", "reward_by_environment/sort"}

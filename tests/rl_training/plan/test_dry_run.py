@@ -1,4 +1,5 @@
-"""--dry-run: what it says of environments that are broken, of groups that teach nothing, and what it predicts."""
+"""--dry-run: what it says of environments that are broken, of groups that teach nothing, and
+what it predicts."""
 
 import io
 import threading
@@ -40,7 +41,13 @@ from mlx_parallm.rl_training.plan.dry_run import (
     show_memory,
     visible,
 )
-from mlx_parallm.rl_training.plan.preflight import Lengths, MemoryEstimate, ModelShape, in_words, predict_memory
+from mlx_parallm.rl_training.plan.preflight import (
+    Lengths,
+    MemoryEstimate,
+    ModelShape,
+    in_words,
+    predict_memory,
+)
 from mlx_parallm.system.hardware import GIB
 from mlx_parallm.system.terminal import duration
 from mlx_parallm.types import Rollout, RolloutGroup, Trajectory, Turn
@@ -55,10 +62,14 @@ def group(*rollouts: tuple[float, str]) -> GroupResult:
     config = EnvironmentConfig(kind="tasks", name="sum", max_tokens=7)
     plan = GroupPlan("g", TasksSource(config, seed=0), 0, len(rollouts), seed=0)
     made = tuple(
-        Rollout((5, 6, 2), (0, 1, 1), (0.0, -1.0, -1.0), (0, 0, 0), 1.0, {"reward": reward}, stop_reason)
+        Rollout(
+            (5, 6, 2), (0, 1, 1), (0.0, -1.0, -1.0), (0, 0, 0), 1.0, {"reward": reward}, stop_reason
+        )
         for reward, stop_reason in rollouts
     )
-    return GroupResult(plan, RolloutGroup("g", "sum", made), tuple(Trajectory("x", rollout) for rollout in made))
+    return GroupResult(
+        plan, RolloutGroup("g", "sum", made), tuple(Trajectory("x", rollout) for rollout in made)
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +78,10 @@ def group(*rollouts: tuple[float, str]) -> GroupResult:
         ([(0.0, "stop"), (1.0, "stop")], []),
         ([(0.5, "stop"), (0.5, "stop")], ["every completion of this group scores 0.5"]),
         ([(0.0, "length"), (1.0, "length")], ["no completion ended by itself", "max_tokens = 7"]),
-        ([(0.0, "length"), (1.0, "stop")], ["1 of 2 completions were cut off", "raise environments.0.max_tokens"]),
+        (
+            [(0.0, "length"), (1.0, "stop")],
+            ["1 of 2 completions were cut off", ("raise environments.0.max_tokens")],
+        ),
         ([(0.0, "length"), *[(1.0, "stop")] * 9], []),
     ],
 )
@@ -80,7 +94,11 @@ def test_remarks_on_a_group(rollouts: list[tuple[float, str]], words: list[str])
 @pytest.mark.parametrize(
     ("rewards", "weights", "words"),
     [
-        (("builtin:code", "builtin:length"), (), "builtin:code counts 2 in the reward, the others 1: environments.0"),
+        (
+            ("builtin:code", "builtin:length"),
+            (),
+            ("builtin:code counts 2 in the reward, the others 1: environments.0"),
+        ),
         (("builtin:code", "builtin:length"), (1.0, 1.0), None),
         (("builtin:code",), (), None),
         (("builtin:format", "builtin:length"), (), None),
@@ -90,7 +108,9 @@ def test_a_part_that_counts_more_than_others_by_default_is_told(
     rewards: tuple[str, ...], weights: tuple[float, ...], words: str | None
 ) -> None:
     made = group((0.0, "stop"), (1.0, "stop"))
-    config = made.plan.source.config.model_copy(update={"rewards": rewards, "reward_weights": weights})
+    config = made.plan.source.config.model_copy(
+        update={"rewards": rewards, "reward_weights": weights}
+    )
     source = TasksSource(config, seed=0)
     found = remarks(replace(made, plan=replace(made.plan, source=source)), KEY)
     assert [text.startswith(words) for text in found] == [True] if words else found == []
@@ -103,25 +123,37 @@ def test_at_80_columns_a_completion_has_half_of_the_width(tokenizer: Tokenizer) 
     answer = replace(made.trajectories[0], text="x" * 40)
     shown = replace(answer, rollout=replace(answer.rollout, scores=scores))
     out = io.StringIO()
-    Console(file=out, width=80).print(show_group(replace(made, trajectories=(shown,)), (5,), tokenizer))
+    Console(file=out, width=80).print(
+        show_group(replace(made, trajectories=(shown,)), (5,), tokenizer)
+    )
     assert "x" * 40 in out.getvalue() and "correct 1 · near 1 · used_tool 0" in out.getvalue()
 
 
-def test_all_turns_of_a_group_are_shown_and_the_limit_that_ended_them_is_named(tokenizer: Tokenizer) -> None:
+def test_all_turns_of_a_group_are_shown_and_the_limit_that_ended_them_is_named(
+    tokenizer: Tokenizer,
+) -> None:
     made = group((0.0, "length"), (1.0, "length"))
     turns = (Turn("Hi", "Ho"), Turn("And?", "No"))
-    talks = tuple(replace(each, text="No", history=turns, out_of_room=True) for each in made.trajectories)
+    talks = tuple(
+        replace(each, text="No", history=turns, out_of_room=True) for each in made.trajectories
+    )
     out = io.StringIO()
-    Console(file=out, width=100).print(show_group(replace(made, trajectories=talks), (5,), tokenizer))
+    Console(file=out, width=100).print(
+        show_group(replace(made, trajectories=talks), (5,), tokenizer)
+    )
     assert all(words in out.getvalue() for words in ("Ho", "⟦And?⟧", "No"))
     [found] = remarks(replace(made, trajectories=talks), KEY)
-    assert found.startswith("2 of 2 completions were cut off: raise rl_training.atropos.max_token_length")
+    assert found.startswith(
+        "2 of 2 completions were cut off: raise rl_training.atropos.max_token_length"
+    )
 
 
 def test_episodes_that_their_environment_does_not_end_are_not_the_models_fault() -> None:
     """ "the model does not sample its end token within max_tokens" was said of them."""
     made = group((0.0, "length"), (1.0, "length"))
-    made = replace(made, group=replace(made.group, metadata={"never_done": 2, "never_done_turns": 14}))
+    made = replace(
+        made, group=replace(made.group, metadata={"never_done": 2, "never_done_turns": 14})
+    )
     [found] = remarks(made, KEY)
     assert found.startswith(
         "no episode was ended by the environment, all 2 were cut off after 7 turns: step() returned"
@@ -136,16 +168,21 @@ def tokenizer() -> Tokenizer:
 
 def test_special_tokens_stand_out(tokenizer: Tokenizer) -> None:
     text = visible(tokenizer, tokenizer.render_chat([{"role": "user", "content": "two\nlines"}]))
-    marked = [text.plain[span.start : span.end] for span in text.spans if "magenta" in str(span.style)]
+    marked = [
+        text.plain[span.start : span.end] for span in text.spans if "magenta" in str(span.style)
+    ]
     assert "<|im_start|>" in marked and "<|im_end|>" in marked
     assert "two⏎\nlines" in text.plain and not any("two" in part for part in marked)
 
 
 def test_stretches_between_special_tokens_keep_their_spaces(tmp_path: Path) -> None:
-    """A SentencePiece text loses the space at its beginning, which a stretch behind a special token is not."""
+    """A SentencePiece text loses the space at its beginning, which a stretch behind a special
+    token is not."""
     tokenizer = make_tokenizer(tmp_path, "mistral")
     ids = tokenizer.render_chat([{"role": "user", "content": " world"}])
-    assert visible(tokenizer, ids).plain == tokenizer.decode(ids, skip_special_tokens=False).replace("\n", "⏎\n")
+    assert visible(tokenizer, ids).plain == tokenizer.decode(
+        ids, skip_special_tokens=False
+    ).replace("\n", ("⏎\n"))
 
 
 def steps(seconds: list[float], **line: Any) -> Probe:
@@ -198,15 +235,21 @@ def test_the_probe_has_a_place_of_its_own(tmp_path: Path) -> None:
     config = load_config("grpo_qwen3_lora", overrides)
     probe = probe_config(config, tmp_path / "scratch")
     assert probe.server.port == 0 and probe.rl_training.atropos.api_url == "embedded"
-    assert probe.rl_training.checkpoint_dir == tmp_path / "scratch" and probe.rl_training.resume is None
+    assert (
+        probe.rl_training.checkpoint_dir == tmp_path / "scratch"
+        and probe.rl_training.resume is None
+    )
     assert probe.model.lora_path is None, "one that training would make does not exist yet"
 
 
-# ---------------------------------------------------------------------- whole dry runs, in this process
+# ---------------------------------------------------------------------- whole dry runs, in this
+# process
 
 
 def own_data(directory: Path, score: str) -> Config:
-    (directory / "rows.jsonl").write_text("".join(f'{{"prompt": "Sort: {a}cb", "n": 1}}\n' for a in "defghijklm"))
+    (directory / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "Sort: {a}cb", "n": 1}}\n' for a in ("defghijklm"))
+    )
     (directory / "score.py").write_text(score)
     (directory / "own.toml").write_text(
         """
@@ -231,7 +274,13 @@ def dry(config: Config, scratch: Path) -> str:
     """What a dry run prints."""
     out = io.StringIO()
     scratch.mkdir()
-    run = DryRun(config, training_run, scratch=scratch, stop=threading.Event(), console=Console(file=out, width=150))
+    run = DryRun(
+        config,
+        training_run,
+        scratch=scratch,
+        stop=threading.Event(),
+        console=Console(file=out, width=150),
+    )
     try:
         run.execute()
     finally:
@@ -258,7 +307,9 @@ def test_a_broken_reward_function_is_one_line(tmp_path: Path, body: str, words: 
 
 def test_equal_scores_and_no_end_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "PROBE_S", 0.0)
-    config = own_data(tmp_path, "def score(completions, **columns):\n    return [0.25] * len(completions)\n")
+    config = own_data(
+        tmp_path, ("def score(completions, **columns):\n    return [0.25] * len(completions)\n")
+    )
     cut = config.environments[0].model_copy(update={"max_tokens": 1})
     text = dry(config.model_copy(update={"environments": (cut,)}), tmp_path / "scratch")
     assert "every completion of this group scores 0.25" in text
@@ -272,19 +323,32 @@ def test_checkpoints_of_rows_are_counted_by_the_passes_over_them(
     monkeypatch.setattr(dry_run, "PROBE_S", 0.0)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Say yes.", "completion": "yes"}\n' * 4)
     overrides = [
-        *("model.base_path=builtin:tiny", f"data.path={tmp_path}/rows.jsonl", "data.eval_fraction=0.0"),
-        *("rl_training.algorithm=sft", "rl_training.batch_size=2", "rl_training.checkpoint_interval=1"),
+        *(
+            "model.base_path=builtin:tiny",
+            f"data.path={tmp_path}/rows.jsonl",
+            ("data.eval_fraction=0.0"),
+        ),
+        *(
+            "rl_training.algorithm=sft",
+            "rl_training.batch_size=2",
+            ("rl_training.checkpoint_interval=1"),
+        ),
         f"rl_training.checkpoint_dir={tmp_path}/runs",
     ]
     text = dry(load_config(None, overrides), tmp_path / "scratch")
     assert "to total_steps = 2" in text and "2 × checkpoint of" in text
 
 
-def test_too_large_for_the_machine_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_for_the_machine_is_refused_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory_watch, "memory_present", lambda: (2**27, 2**27))
-    config = own_data(tmp_path, "def score(completions, **columns):\n    return [0.25] * len(completions)\n")
+    config = own_data(
+        tmp_path, ("def score(completions, **columns):\n    return [0.25] * len(completions)\n")
+    )
     with pytest.raises(
-        ConfigError, match=r"needs .* and 128\.0 MiB are there; no setting changes that: take a smaller model"
+        ConfigError,
+        match=r"needs .* and 128\.0 MiB are there; no setting changes that: take a smaller model",
     ):
         dry(config, tmp_path / "scratch")
 
@@ -294,9 +358,13 @@ SEVERAL = replace(ONE_TURN, mask=(0, 1, 0, 1))
 
 
 def test_several_turns_are_seen_in_what_was_sampled() -> None:
-    assert not has_several_turns(ONE_TURN) and not has_several_turns(replace(ONE_TURN, mask=(0, 0, 0, 0)))
+    assert not has_several_turns(ONE_TURN) and not has_several_turns(
+        replace(ONE_TURN, mask=(0, 0, 0, 0))
+    )
     assert has_several_turns(SEVERAL)
-    assert has_several_turns(replace(ONE_TURN, earlier=(ONE_TURN,))), "a template that rewrites earlier turns"
+    assert has_several_turns(replace(ONE_TURN, earlier=(ONE_TURN,))), (
+        "a template that rewrites earlier turns"
+    )
 
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -311,27 +379,42 @@ ROWS: dict[str, dict[str, Any]] = {
         ("dataset", 20, False, 64),  # max_tokens of one turn
         ("dataset", 80, False, 80),  # more was seen
         ("dataset", 20, True, 472),  # several turns: all that max_token_length leaves
-        ("gymnasium", 20, False, 472),  # the probe's episodes had one turn, later ones may have more
+        # the probe's episodes had one turn, later ones may have more
+        ("gymnasium", 20, False, 472),
     ],
 )
 def test_the_longest_sequence_of_several_turns_fills_all_the_room(
     kind: str, seen: int, several: bool, completion: int
 ) -> None:
-    """A run of several turns passed its "at most 349.2 MiB" with 397.0 MiB: one turn of max_tokens was expected."""
+    """A run of several turns passed its "at most 349.2 MiB" with 397.0 MiB: one turn of
+    max_tokens was expected."""
     entry = {"kind": kind, "name": "e", "max_tokens": 64} | ROWS[kind]
-    config = Config.model_validate({"environments": [entry], "rl_training": {"atropos": {"max_token_length": 512}}})
-    assert longest_to_expect(config, Lengths(40, seen), several_turns=several) == Lengths(40, completion)
+    config = Config.model_validate(
+        {"environments": [entry], "rl_training": {"atropos": {"max_token_length": 512}}}
+    )
+    assert longest_to_expect(config, Lengths(40, seen), several_turns=several) == Lengths(
+        40, completion
+    )
 
 
 def test_at_most_has_room_for_what_a_formula_does_not_know() -> None:
     seen, longest = MemoryEstimate({"a": GIB}), MemoryEstimate({"a": 2 * GIB})
     assert at_most(GIB, [seen, longest]) == round(2 * GIB * 1.15) + 64 * 2**20
-    assert at_most(GIB, [longest, seen]) == round(GIB * 1.15) + 64 * 2**20, "longer sequences never need less"
+    assert at_most(GIB, [longest, seen]) == round(GIB * 1.15) + 64 * 2**20, (
+        "longer sequences never need less"
+    )
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0.2834, "0.28 s"), (9.94, "9.9 s"), (55.1, "55 s"), (89.4, "89 s"), (150, "2 min"), (10_332, "2 h 52 min")],
+    [
+        (0.2834, "0.28 s"),
+        (9.94, "9.9 s"),
+        (55.1, "55 s"),
+        (89.4, "89 s"),
+        (150, "2 min"),
+        (10_332, ("2 h 52 min")),
+    ],
 )
 def test_times_are_said_as_people_say_them(seconds: float, words: str) -> None:
     assert duration(seconds) == words
@@ -346,8 +429,13 @@ def test_one_number_of_a_dry_run_is_called_at_most() -> None:
     console.print(show_forecast(forecast, config, Lengths(15, 64)))
     shown = console.file.getvalue()
     assert shown.count("at most") == 1
-    assert "at most 2.00 GiB, with sequences of 79 tokens" in shown and "55 s to total_steps = 10" in shown
-    assert "by formula, sequences of 2048 tokens" in " ".join(shown.split()), "another number, for other lengths"
+    assert (
+        "at most 2.00 GiB, with sequences of 79 tokens" in shown
+        and "55 s to total_steps = 10" in shown
+    )
+    assert "by formula, sequences of 2048 tokens" in " ".join(shown.split()), (
+        "another number, for other lengths"
+    )
 
 
 @pytest.mark.parametrize(
@@ -375,7 +463,9 @@ def test_weights_that_become_float32_are_named(
     wide = ModelShape.of(narrow | {"torch_dtype": "float32"}, parse_config({"model": settings}))
     assert float32_note(wide) is None
     tiny = read_config(resolve_model_path("builtin:tiny")) | {"torch_dtype": "bfloat16"}
-    assert float32_note(ModelShape.of(tiny, parse_config({"model": settings}))) is None, "a megabyte is no word worth"
+    assert float32_note(ModelShape.of(tiny, parse_config({"model": settings}))) is None, (
+        "a megabyte is no word worth"
+    )
 
 
 def test_a_checkpoint_keeps_its_dtype_but_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""A run that does not fit is refused before it loads anything, with settings that fit; one that ran is compared."""
+"""A run that does not fit is refused before it loads anything, with settings that fit; one that
+ran is compared."""
 
 import io
 import json
@@ -18,7 +19,13 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
 from mlx_parallm.rl_training.plan import preflight as memory_watch
-from mlx_parallm.rl_training.plan.preflight import Lengths, MemoryWatch, ModelShape, measured_bytes, predict_memory
+from mlx_parallm.rl_training.plan.preflight import (
+    Lengths,
+    MemoryWatch,
+    ModelShape,
+    measured_bytes,
+    predict_memory,
+)
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import padded_length
 from mlx_parallm.system.hardware import GIB
@@ -46,7 +53,9 @@ def warnings_are_seen() -> None:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     def holds(whole: float, free: float | None = None) -> None:
-        monkeypatch.setattr(memory_watch, "memory_present", lambda: (int(free or whole), int(whole)))
+        monkeypatch.setattr(
+            memory_watch, "memory_present", lambda: (int(free or whole), int(whole))
+        )
 
     return holds
 
@@ -56,12 +65,16 @@ def test_what_does_not_fit_is_refused_with_settings_that_do(memory: Any, share: 
     asked = config()
     room = share * needed(asked)
     memory(room)
-    with pytest.raises(ConfigError, match=r"needs .* GiB of memory and .* GiB are there; it fits with") as caught:
+    with pytest.raises(
+        ConfigError, match=r"needs .* GiB of memory and .* GiB are there; it fits with"
+    ) as caught:
         MemoryWatch.checked(asked, QWEN3_06B)
     message = str(caught.value)
     assert "\n" not in message and f"{needed(asked) / GIB:.2f} GiB" in message
     settings = re.findall(r"([\w.]+) = (\w+)", message)
-    assert settings and not any(key in message for key in ("lora", "max_token_length")), "what is learnt stays"
+    assert settings and not any(key in message for key in ("lora", "max_token_length")), (
+        "what is learnt stays"
+    )
     fitting = config(*(f"{key}={value}" for key, value in settings))
     assert needed(fitting) <= room
     MemoryWatch.checked(fitting, QWEN3_06B)
@@ -72,16 +85,25 @@ def test_what_changes_the_learning_is_named_last(memory: Any) -> None:
     memory(0.15 * needed(asked))
     with pytest.raises(ConfigError) as caught:
         MemoryWatch.checked(asked, QWEN3_06B)
-    order = [str(caught.value).find(key) for key in ("rl_training.token_budget", "quantize_base = true")]
+    order = [
+        str(caught.value).find(key)
+        for key in ("rl_training.token_budget", ("quantize_base = true"))
+    ]
     assert 0 < order[0] < order[1]
     memory(0.01 * needed(asked))
-    with pytest.raises(ConfigError, match=r"even .* leave it at .*: take a smaller model, or more memory"):
+    with pytest.raises(
+        ConfigError, match=r"even .* leave it at .*: take a smaller model, or more memory"
+    ):
         MemoryWatch.checked(asked, QWEN3_06B)
 
 
 def test_little_to_spare_is_a_warning(memory: Any) -> None:
     size = needed(config())
-    for whole, free, warnings in ((size / 0.9, None, 1), (size / 0.8, None, 0), (size / 0.8, size / 2, 1)):
+    for whole, free, warnings in (
+        (size / 0.9, None, 1),
+        (size / 0.8, None, 0),
+        (size / 0.8, size / 2, 1),
+    ):
         memory(whole, free)
         with capture_logs() as logs:
             MemoryWatch.checked(config(), QWEN3_06B)
@@ -93,7 +115,12 @@ def test_nothing_is_loaded_or_written_before_the_refusal(
 ) -> None:
     memory(2**20)
     overrides = [f"rl_training.checkpoint_dir={tmp_path}/runs", "server.port=0"]
-    run = training_run(load_config(None, overrides), resume=None, stop=threading.Event(), console=Console(quiet=True))
+    run = training_run(
+        load_config(None, overrides),
+        resume=None,
+        stop=threading.Event(),
+        console=Console(quiet=True),
+    )
     monkeypatch.setattr(run.serving, "load", lambda **_: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=r"are there"):
         run.execute()
@@ -103,12 +130,20 @@ def test_nothing_is_loaded_or_written_before_the_refusal(
 
 @pytest.mark.slow
 def test_the_command_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
-    """A model of a few hundred GB, of which only the configuration is there, and an empty file of weights."""
-    shape = {"hidden_size": 16384, "num_hidden_layers": 126, "intermediate_size": 53248, "num_attention_heads": 128}
+    """A model of a few hundred GB, of which only the configuration is there, and an empty file
+    of weights."""
+    shape = {
+        "hidden_size": 16384,
+        "num_hidden_layers": 126,
+        "intermediate_size": 53248,
+        "num_attention_heads": 128,
+    }
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text(json.dumps(QWEN3 | shape))
     (tmp_path / "large" / "model.safetensors").touch()
-    (tmp_path / "large.toml").write_text(f'[model]\nbase_path = "{tmp_path}/large"\n[server]\nport = 0\n')
+    (tmp_path / "large.toml").write_text(
+        f'[model]\nbase_path = "{tmp_path}/large"\n[server]\nport = 0\n'
+    )
     with train(tmp_path / "large.toml") as daemon:
         assert daemon.wait() == 2
     [error] = [line for line in daemon.output.splitlines() if line.startswith("error: ")]
@@ -137,7 +172,9 @@ def watched(*peaks: float, prompt: int = 64, completion: int = 128) -> MemoryWat
     asked, events = config(), RunEvents()
     shape = ModelShape.of(QWEN3_06B, asked)
     watch = MemoryWatch(asked, shape)
-    predicted = predict_memory(asked, shape, Lengths(0, 0).with_batch(batch(prompt, completion))).of_mlx
+    predicted = predict_memory(
+        asked, shape, Lengths(0, 0).with_batch(batch(prompt, completion))
+    ).of_mlx
     watch.subscribe(events)
     for peak in peaks:
         events.emit(StepFinished({"memory_gb": peak * predicted / 1e9}, batch(prompt, completion)))
@@ -146,18 +183,26 @@ def watched(*peaks: float, prompt: int = 64, completion: int = 128) -> MemoryWat
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("peaks", "ill"), [((0.9, 1.1), 0), ((1.0, 1.2, 0.9), 1), ((0.5, 0.8), 0)])
-def test_the_peak_is_compared_with_what_was_predicted_for_the_lengths_seen(peaks: tuple[float, ...], ill: int) -> None:
+def test_the_peak_is_compared_with_what_was_predicted_for_the_lengths_seen(
+    peaks: tuple[float, ...], ill: int
+) -> None:
     """There is no warning of a prediction that was too high."""
     watch = watched(*peaks)
     out = io.StringIO()
     with capture_logs() as logs:
         watch.tell(Console(file=out, width=60))
-    assert f", {1 / max(peaks):.2f} times that, for" in out.getvalue() and out.getvalue().count("\n") == 1
+    assert (
+        f", {1 / max(peaks):.2f} times that, for" in out.getvalue()
+        and out.getvalue().count("\n") == 1
+    )
     assert "the longest prompt (64 tokens) and completion (128) of the run" in out.getvalue()
     assert [line["event"] for line in logs] == ["the preflight predicted too little"] * ill
     assert bool(watch.health()) == bool(ill)
     if ill:
-        assert re.fullmatch(r"memory: .* GiB at the peak, .* GiB predicted; .*token_budget.*", watch.health() or "")
+        assert re.fullmatch(
+            r"memory: .* GiB at the peak, .* GiB predicted; .*token_budget.*",
+            watch.health() or (""),
+        )
 
 
 def test_a_run_without_a_step_has_nothing_to_tell() -> None:
@@ -186,14 +231,23 @@ def test_what_a_program_held_before_the_run_is_not_its_own(monkeypatch: pytest.M
 
 
 def test_the_longest_lengths_are_kept() -> None:
-    seen = Lengths(0, 0).with_batch(batch(5, 9)).with_batch(batch(7, 3, rows=True)).with_batch(batch(2, 4))
+    seen = (
+        Lengths(0, 0)
+        .with_batch(batch(5, 9))
+        .with_batch(batch(7, 3, rows=True))
+        .with_batch(batch(2, 4))
+    )
     assert seen == Lengths(7, 9, padded_length(13))
 
 
 def test_a_batch_of_few_tokens_needs_less_than_one_of_the_longest_rows() -> None:
-    """DPO's rows differ in length: 1.3 to 1.44 times what was needed was predicted, all rows as long as the longest."""
+    """DPO's rows differ in length: 1.3 to 1.44 times what was needed was predicted, all rows as
+    long as the longest."""
     asked = config("rl_training.batch_size=32")
     shape = ModelShape.of(QWEN3_06B, asked)
-    parts = [predict_memory(asked, shape, Lengths(100, 100, tokens)).parts for tokens in (None, 10**9, 3200)]
+    parts = [
+        predict_memory(asked, shape, Lengths(100, 100, tokens)).parts
+        for tokens in (None, 10**9, 3200)
+    ]
     activations = [each["training: activations"] + each["training: logits"] for each in parts]
     assert activations[0] == activations[1] > 1.5 * activations[2]

@@ -1,4 +1,5 @@
-"""What a run is said to need, before anything is loaded, against what MLX counts and what the shipped files say."""
+"""What a run is said to need, before anything is loaded, against what MLX counts and what the
+shipped files say."""
 
 import re
 from pathlib import Path
@@ -65,7 +66,8 @@ def small(**training: Any) -> Config:
 
 def test_shape_of_a_real_model() -> None:
     shape = ModelShape.of(QWEN3_4B, load_config("qwen3_4b_dataset", GPU))
-    assert shape.weights == pytest.approx(4.022e9 * 4.5 / 8, rel=0.01)  # 4.02 B weights of 4 bits + scale and bias
+    # 4.02 B weights of 4 bits + scale and bias
+    assert shape.weights == pytest.approx(4.022e9 * 4.5 / 8, rel=0.01)
     per_layer = 3 * (2560 + 9728) + (2560 + 4096) * 2 + (2560 + 1024) * 2
     assert shape.trained == 36 * 16 * per_layer
     assert shape.kv_token == 36 * 2 * 8 * 128 * 2
@@ -87,14 +89,26 @@ def test_shipped_files_fit_and_their_comments_say_so(
     monkeypatch.setattr(preflight, "on_cpu", lambda: "model.dtype=float32" in overrides)
     memory = 8 * GIB if name == "qwen3_0.6b_dataset" else 16 * GIB  # that MLX may use
     config = load_config(
-        ROOT / "train_configs" / f"{name}.toml", [*overrides, f"server.prefix_cache_bytes={memory // 20}"]
+        ROOT / "train_configs" / f"{name}.toml",
+        [*overrides, (f"server.prefix_cache_bytes={memory // 20}")],
     )
     parts = predict_memory(config, ModelShape.of(model_config, config)).parts
     micro_batch = sum(size for key, size in parts.items() if key.startswith("training"))
     rest = parts["generating"] + parts["process"]
     total = sum(parts.values())
-    kept = [parts["weights"], parts["optimizer and gradients"], parts["keys and values"], micro_batch, rest, total]
-    said = [line for line in (ROOT / "train_configs" / f"{name}.toml").read_text().splitlines() if " = " in line]
+    kept = [
+        parts["weights"],
+        parts["optimizer and gradients"],
+        parts["keys and values"],
+        micro_batch,
+        rest,
+        total,
+    ]
+    said = [
+        line
+        for line in (ROOT / "train_configs" / f"{name}.toml").read_text().splitlines()
+        if " = " in line
+    ]
     floats = "float32" in str(overrides)
     [line] = [line for line in said if "+ the rest" in line and (("float32" in line) == floats)]
     numbers = [float(number) for number in re.findall(r"(?<=\s)\d+\.\d(?=\s|$)", line)]
@@ -105,7 +119,8 @@ def test_shipped_files_fit_and_their_comments_say_so(
 def test_a_micro_batch_takes_what_is_said() -> None:
     for blocks_per_eval in (0, 1):
         config = small(blocks_per_eval=blocks_per_eval, token_budget=8 * 64)
-        config = config.model_copy(update={"environments": ()})  # of which it is not known whether they share prompts
+        # of which it is not known whether they share prompts
+        config = config.model_copy(update={"environments": ()})
         loaded = load_model(config.model)
         inject_lora(loaded.model, lora_config(16, 32.0))
         route_attention(loaded.model)
@@ -113,31 +128,47 @@ def test_a_micro_batch_takes_what_is_said() -> None:
         mx.eval(loaded.model.parameters())
         model = BlockwiseModel(loaded.model, blocks_per_eval=blocks_per_eval)
         positions = mx.arange(0, 8 * 64, 4)  # 16 of 64 are sampled
-        batch = TokenBatch(mx.zeros((8, 64), mx.int32), positions, mx.zeros(positions.shape, mx.int32))
+        batch = TokenBatch(
+            mx.zeros((8, 64), mx.int32), positions, mx.zeros(positions.shape, mx.int32)
+        )
         mx.eval(batch.inputs, batch.positions, batch.targets)
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        model.loss_and_gradients(batch, lambda logprobs, entropy: ((logprobs + 0.1 * entropy).sum(), ()))
+        model.loss_and_gradients(
+            batch, lambda logprobs, entropy: ((logprobs + 0.1 * entropy).sum(), ())
+        )
         taken = mx.get_peak_memory() - before
         parts = predict_memory(config, ModelShape.of(loaded.config, config), Lengths(49, 16)).parts
-        assert parts["training: activations"] + parts["training: logits"] == pytest.approx(taken, rel=0.25)
+        assert parts["training: activations"] + parts["training: logits"] == pytest.approx(
+            taken, rel=0.25
+        )
 
 
 def test_a_pair_computes_its_prompt_once() -> None:
-    """A prompt of 163 tokens and answers of 130 (as in docs/benchmarks/dry_run.md): 163 + 2 · 129 of 2 · 292 tokens."""
-    config = parse_config({"rl_training": {"algorithm": "dpo", "batch_size": 8}, "data": {"path": "pairs.jsonl"}})
-    alone = parse_config({"rl_training": {"algorithm": "kto", "batch_size": 16}, "data": {"path": "rows.jsonl"}})
+    """A prompt of 163 tokens and answers of 130 (as in docs/benchmarks/dry_run.md): 163 + 2 ·
+    129 of 2 · 292 tokens."""
+    config = parse_config(
+        {"rl_training": {"algorithm": "dpo", "batch_size": 8}, "data": {"path": ("pairs.jsonl")}}
+    )
+    alone = parse_config(
+        {"rl_training": {"algorithm": "kto", "batch_size": 16}, "data": {"path": ("rows.jsonl")}}
+    )
     shape = ModelShape.of(QWEN3_06B, config)
     ours, plain = (
-        predict_memory(each, shape, Lengths(163, 130)).parts["training: activations"] for each in (config, alone)
+        predict_memory(each, shape, Lengths(163, 130)).parts["training: activations"]
+        for each in (config, alone)
     )
     assert ours == pytest.approx(plain * (163 + 2 * 129) / (2 * 292) * preflight.SHARED, rel=0.1)
     unshared = predict_memory(config, shape, Lengths(10, 130)).parts["training: activations"]
     assert unshared == predict_memory(alone, shape, Lengths(10, 130)).parts["training: activations"]
 
 
-@pytest.mark.parametrize(("lora", "pieces"), [({}, 32), ({"quantize_base": True}, 64), ({"enabled": False}, 128)])
-def test_pieces_of_the_head(lora: dict[str, Any], pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("lora", "pieces"), [({}, 32), ({"quantize_base": True}, 64), ({"enabled": False}, 128)]
+)
+def test_pieces_of_the_head(
+    lora: dict[str, Any], pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preflight, "on_cpu", lambda: True)
     config = small(lora=lora, token_budget=4096, batch_size=32)
     shape = ModelShape.of(QWEN3_06B, config)
@@ -156,14 +187,19 @@ def test_parts_follow_their_settings() -> None:
     assert part("training: activations", small(token_budget=8192), long) > 3 * part(
         "training: activations", small(token_budget=2048), long
     )
-    assert predict_memory(small(blocks_per_eval=0), shape, long).total > predict_memory(small(), shape, long).total
+    assert (
+        predict_memory(small(blocks_per_eval=0), shape, long).total
+        > predict_memory(small(), shape, long).total
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "prompt", "own", "shared"),
     [
-        ("auto", 4000, 1216, 4 * 4000),  # four groups of 8 hold their prompt once; the class above 1,000 is 1,216
-        ("auto", 1000, 1504, 0),  # the groups' prompts of 255 tokens, which are copied, take more than those of 1,000
+        # four groups of 8 hold their prompt once; the class above 1,000 is 1,216
+        ("auto", 4000, 1216, 4 * 4000),
+        # the groups' prompts of 255 tokens, which are copied, take more than those of 1,000
+        ("auto", 1000, 1504, 0),
         ("auto", 100, 1216, 0),  # a short prompt is copied
         ("rectangle", 1000, 2048, 0),  # the power of two above 2,000
     ],
@@ -172,12 +208,17 @@ def test_keys_and_values_of_32_rows(layout: str, prompt: int, own: int, shared: 
     server = {"kv_layout": layout, "prefix_cache_bytes": 0}
     config = parse_config({"server": server, "environments": [{"kind": "tasks", "name": "sum"}]})
     shape = ModelShape.of(QWEN3_06B, config)
-    group, rows, chunk = config.environments[0].group_size, config.server.batch_size, config.server.prefill_chunk
+    group, rows, chunk = (
+        config.environments[0].group_size,
+        config.server.batch_size,
+        config.server.prefill_chunk,
+    )
     assert (group, rows, chunk) == (8, 32, 512)
     found = predict_memory(config, shape, Lengths(prompt, 1000)).parts["keys and values"]
     a_layer_twice = rows * own * shape.kv_token // 28
     assert found == (rows * own + shared + chunk) * shape.kv_token + a_layer_twice
-    if layout == "auto":  # 8 heads of 128 numbers: 4 bits, and a scale and a bias of float32 for each 64
+    # 8 heads of 128 numbers: 4 bits, and a scale and a bias of float32 for each 64
+    if layout == "auto":
         token = 28 * 2 * 8 * (128 // 2 + 2 * 2 * 4)
         assert shape.held_token(4) == token and shape.held_token(8) == token + 28 * 2 * 8 * 128 // 2
         bits = config.model_copy(update={"server": config.server.model_copy(update={"kv_bits": 4})})
@@ -192,37 +233,57 @@ def test_keys_and_values_of_32_rows(layout: str, prompt: int, own: int, shared: 
     [
         {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6},
         {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 256.0},
-        {"model_type": "stablelm", "use_qkv_bias": False, "partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
+        {
+            "model_type": "stablelm",
+            "use_qkv_bias": False,
+            "partial_rotary_factor": 0.25,
+            "layer_norm_eps": 1e-5,
+        },
         {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     ],
 )
 def test_the_layout_is_the_one_that_will_serve(changes: dict[str, Any]) -> None:
-    """Windows, softcapped scores, attention of its own, positions as a number: all of them have the rectangle, or rows
-    one by one (tests/engine/test_architectures.py)."""
+    """Windows, softcapped scores, attention of its own, positions as a number: all of them have
+    the rectangle, or rows one by one (tests/engine/test_architectures.py)."""
     config = small()
-    assert ModelShape.of(QWEN3_06B, config).by_tokens and not ModelShape.of(QWEN3_06B | changes, config).by_tokens
+    assert (
+        ModelShape.of(QWEN3_06B, config).by_tokens
+        and not ModelShape.of(QWEN3_06B | changes, config).by_tokens
+    )
 
 
 def test_full_weights_count_masters_moments_and_gradients() -> None:
     config = small(lora={"enabled": False})
     narrow = load_config(None, ["rl_training.lora.enabled=false", "model.dtype=bfloat16"])
     wide_shape, narrow_shape = ModelShape.of(QWEN3_06B, config), ModelShape.of(QWEN3_06B, narrow)
-    assert predict_memory(config, wide_shape).parts["optimizer and gradients"] == 12 * wide_shape.trained
-    assert predict_memory(narrow, narrow_shape).parts["optimizer and gradients"] == 16 * narrow_shape.trained
+    assert (
+        predict_memory(config, wide_shape).parts["optimizer and gradients"]
+        == 12 * wide_shape.trained
+    )
+    assert (
+        predict_memory(narrow, narrow_shape).parts["optimizer and gradients"]
+        == 16 * narrow_shape.trained
+    )
     assert checkpoint_bytes(narrow, narrow_shape) == (2 + 8 + 4) * narrow_shape.trained
     assert checkpoint_bytes(config, wide_shape) == (4 + 8) * wide_shape.trained
 
 
 def test_what_fits_is_in_order_of_effect_and_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "on_cpu", lambda: False)  # there 4-bit weights are unpacked: nothing is won
+    # there 4-bit weights are unpacked: nothing is won
+    monkeypatch.setattr(preflight, "on_cpu", lambda: False)
     config = load_config("qwen3_4b_dataset", [*GPU, "rl_training.blocks_per_eval=0"])
     shape = ModelShape.of(QWEN3_4B, config)
     whole = predict_memory(config, shape).total
     lowered = predict_memory(load_config("qwen3_4b_dataset", GPU), shape)
     assert what_fits(config, shape, whole) == ({}, predict_memory(config, shape))
-    assert what_fits(config, shape, lowered.total) == ({"rl_training.blocks_per_eval": "1"}, lowered)
+    assert what_fits(config, shape, lowered.total) == (
+        {"rl_training.blocks_per_eval": "1"},
+        lowered,
+    )
     chosen, then = what_fits(config, shape, 0)
-    assert next(iter(chosen)) == "rl_training.blocks_per_eval" and then.total > 0, "nothing is enough: all that help"
+    assert next(iter(chosen)) == "rl_training.blocks_per_eval" and then.total > 0, (
+        "nothing is enough: all that help"
+    )
     assert not any("quantize_base" in key for key in chosen), "it is quantised already"
     wide = load_config("qwen3_0.6b_dataset", GPU)
     assert "rl_training.lora.quantize_base" in what_fits(wide, ModelShape.of(QWEN3_06B, wide), 0)[0]

@@ -20,7 +20,8 @@ from tests.rl_training.rollouts import make_rollout
 
 
 def test_kl_by_hand() -> None:
-    """ln r = -0.5 and 0.5: e^-0.5 - 1 + 0.5 = 0.10653, e^0.5 - 1 - 0.5 = 0.14872; their mean is 0.12763."""
+    """ln r = -0.5 and 0.5: e^-0.5 - 1 + 0.5 = 0.10653, e^0.5 - 1 - 0.5 = 0.14872; their mean is
+    0.12763."""
     rollout = make_rollout((5, 6), logprob=-1.0)
     assert kl_from_served([np.array([-1.5, -0.5])], [rollout]) == pytest.approx(0.127626, abs=1e-6)
     assert kl_from_served([np.array([-1.0, -1.0])], [rollout]) == 0.0
@@ -47,7 +48,9 @@ def test_the_measured_kl_is_that_of_the_policies(tmp_path: Path) -> None:
     expected: list[float] = []
 
     def on_step(line: dict[str, float]) -> None:
-        now = mx.log(mx.softmax(run.parts.trainer.policy.model(mx.array([PROMPT]))[0, -1].astype(mx.float32)))
+        now = mx.log(
+            mx.softmax(run.parts.trainer.policy.model(mx.array([PROMPT]))[0, -1].astype(mx.float32))
+        )
         groups = run.store.groups([f"g{number}" for number in range(run.bandit.next)])
         ratios = [
             float(now[rollout.tokens[-1]].item()) - rollout.logprobs[-1]
@@ -73,7 +76,10 @@ def test_updates_beyond_the_bound_are_taken_back_and_the_run_goes_on(tmp_path: P
         before = weights(run.parts.trainer)
         assert run.loop.run() == "finished"
         assert run.shared.version == 0
-        assert all(np.array_equal(array, before[name]) for name, array in weights(run.parts.trainer).items())
+        assert all(
+            np.array_equal(array, before[name])
+            for name, array in weights(run.parts.trainer).items()
+        )
         assert run.parts.trainer.optimizer.updates == 0
         lines = run.lines
         assert [line["publishes_refused"] for line in lines] == [1, 1, 1]
@@ -135,7 +141,9 @@ def test_finite_weights_whose_answers_are_not_finite_are_never_served(tmp_path: 
 def test_with_nothing_kept_weights_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     with running(tmp_path / "run", total_steps=4, weight_updates={"rollback_versions": 0}) as run:
         poison(run, step=3)
-        with pytest.raises(CheckpointError, match="step 3 is not published: the weights are not finite"):
+        with pytest.raises(
+            CheckpointError, match=("step 3 is not published: the weights are not finite")
+        ):
             run.loop.run()
         assert run.shared.version == 2
         assert [path.name for path in sorted(run.directory.glob("step_*"))] == ["step_000002"]

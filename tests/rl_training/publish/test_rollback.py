@@ -1,4 +1,5 @@
-"""Going back between two steps: weights and optimizer of then, a new number, stale rollouts of what was left."""
+"""Going back between two steps: weights and optimizer of then, a new number, stale rollouts of
+what was left."""
 
 import json
 from concurrent.futures import Future
@@ -33,18 +34,26 @@ class Asking:
         assert self.run is not None
         trainer = self.run.parts.trainer
         self.weights[line["step"]] = weights(trainer)
-        self.optimizer[line["step"]] = {name: np.array(a) for name, a in trainer.optimizer.state().items()}
+        self.optimizer[line["step"]] = {
+            name: np.array(a) for name, a in trainer.optimizer.state().items()
+        }
         if line["step"] == self.step:
             service, target = self.run.rollback_service, self.target
-            self.future = service.request(version=target.version, checkpoint=target.checkpoint).result
+            self.future = service.request(
+                version=target.version, checkpoint=target.checkpoint
+            ).result
 
 
-def roll_back(tmp_path: Path, step: int, target: RollbackTarget, **values: Any) -> tuple[Asking, Run]:
+def roll_back(
+    tmp_path: Path, step: int, target: RollbackTarget, **values: Any
+) -> tuple[Asking, Run]:
     """A run of 5 steps with a rollback after `step`; stopped right after it was done."""
     asking = Asking(step, target)
     stopping: list[bool] = []
     control = RunControl(after_step=asking, should_stop=lambda: bool(stopping))
-    with running(tmp_path / "run", control=control, **{"total_steps": 5, "checkpoint_interval": 9} | values) as run:
+    with running(
+        tmp_path / "run", control=control, **{"total_steps": 5, "checkpoint_interval": 9} | values
+    ) as run:
         asking.run = run
         request = run.parts.buffer.choose_again
         run.parts.buffer.choose_again = lambda: (request(), stopping.append(True))[0]  # type: ignore[method-assign]
@@ -53,7 +62,9 @@ def roll_back(tmp_path: Path, step: int, target: RollbackTarget, **values: Any) 
 
 
 def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(array, other[name]) for name, array in one.items())
+    return one.keys() == other.keys() and all(
+        np.array_equal(array, other[name]) for name, array in one.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +89,10 @@ def test_weights_and_optimizer_are_those_of_then_under_a_new_number(
     assert same(now, asking.optimizer[2])
     assert run.shared.version == 4
     served = run.shared.adapters()["policy"]
-    assert all(mx.array_equal(served.layers[path].b, pair.b).item() for path, pair in trainer.policy.adapter().items())
+    assert all(
+        mx.array_equal(served.layers[path].b, pair.b).item()
+        for path, pair in trainer.policy.adapter().items()
+    )
     state = TrainerState.read(run.directory / "latest")
     assert (state.step, state.policy_version, len(state.rollbacks)) == (3, 4, 1)
     assert state.rollbacks[0]["to"] == str(target)
@@ -89,20 +103,37 @@ def test_weights_and_optimizer_are_those_of_then_under_a_new_number(
 
 def test_the_run_goes_on_and_says_so_once(tmp_path: Path) -> None:
     asking = Asking(3, RollbackTarget(version=2))
-    values = {"weight_updates": {"rollback_versions": 3}, "total_steps": 5, "checkpoint_interval": 9}
+    values = {
+        "weight_updates": {"rollback_versions": 3},
+        "total_steps": 5,
+        "checkpoint_interval": 9,
+    }
     with running(tmp_path / "run", control=RunControl(after_step=asking), **values) as run:
         asking.run = run
         assert run.loop.run() == "finished"
         assert [line["step"] for line in run.lines] == [1, 2, 3, 4, 5]
         assert [line["policy_version"] for line in run.lines] == [1, 2, 3, 5, 6]
-        assert [line["rolled_back_to"] for line in run.lines] == [None, None, None, "version 2", None]
+        assert [line["rolled_back_to"] for line in run.lines] == [
+            None,
+            None,
+            None,
+            "version 2",
+            None,
+        ]
         assert {line["staleness"] for line in run.lines} == {0.0}
-        assert json.loads((run.directory / "final/trainer_state.json").read_text())["rollbacks"][0]["version"] == 4
+        assert (
+            json.loads((run.directory / "final/trainer_state.json").read_text())["rollbacks"][0][
+                "version"
+            ]
+            == 4
+        )
 
 
 def test_a_kill_right_after_the_answer_does_not_undo_it(tmp_path: Path) -> None:
     """The resumed run has the weights that are back, and its next line says so."""
-    asking, first = roll_back(tmp_path, 3, RollbackTarget(version=2), weight_updates={"rollback_versions": 3})
+    asking, first = roll_back(
+        tmp_path, 3, RollbackTarget(version=2), weight_updates={"rollback_versions": 3}
+    )
     with running(tmp_path / "run", resume=True, total_steps=4, checkpoint_interval=9) as run:
         assert same(weights(run.parts.trainer), asking.weights[2])
         assert run.loop.run() == "finished"
@@ -123,10 +154,17 @@ def test_the_checkpoint_of_the_same_step_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_until_the_new_checkpoint_is_there_the_old_one_can_be_resumed(tmp_path: Path) -> None:
-    """With keep_checkpoints = 1 it is the only one: a kill -9 or a full disk must not cost the run."""
+    """With keep_checkpoints = 1 it is the only one: a kill -9 or a full disk must not cost the
+    run."""
     asking = Asking(3, RollbackTarget(version=2))
-    values = {"weight_updates": {"rollback_versions": 3}, "checkpoint_interval": 1, "keep_checkpoints": 1}
-    with running(tmp_path / "run", control=RunControl(after_step=asking), total_steps=4, **values) as run:
+    values = {
+        "weight_updates": {"rollback_versions": 3},
+        "checkpoint_interval": 1,
+        "keep_checkpoints": 1,
+    }
+    with running(
+        tmp_path / "run", control=RunControl(after_step=asking), total_steps=4, **values
+    ) as run:
         asking.run, save = run, run.parts.checkpointer.save
 
         def fails(state: TrainerState, **options: Any) -> Path:
@@ -149,7 +187,11 @@ def test_until_the_new_checkpoint_is_there_the_old_one_can_be_resumed(tmp_path: 
     [
         (RollbackTarget(version=1), 404, "version 1 is not kept. Kept: 3; see"),
         (RollbackTarget(version=77), 404, "version 77 is not kept"),
-        (RollbackTarget(checkpoint="step_000001"), 404, "no checkpoint 'step_000001'. There are: none"),
+        (
+            RollbackTarget(checkpoint="step_000001"),
+            404,
+            ("no checkpoint 'step_000001'. There are: none"),
+        ),
         (RollbackTarget(checkpoint="../run"), 404, "no checkpoint '../run'"),
     ],
 )
@@ -157,7 +199,12 @@ def test_what_is_not_kept_is_refused_and_nothing_changes(
     tmp_path: Path, target: RollbackTarget, status: int, message: str
 ) -> None:
     asking = Asking(3, target)
-    with running(tmp_path / "run", control=RunControl(after_step=asking), total_steps=4, checkpoint_interval=9) as run:
+    with running(
+        tmp_path / "run",
+        control=RunControl(after_step=asking),
+        total_steps=4,
+        checkpoint_interval=9,
+    ) as run:
         asking.run = run
         assert run.loop.run() == "finished"
         assert asking.future is not None
@@ -178,7 +225,12 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path: Path) -> None:
             file.write_bytes(file.read_bytes()[:200])
         asking(line)
 
-    with running(tmp_path / "run", control=RunControl(after_step=on_step), total_steps=3, checkpoint_interval=2) as run:
+    with running(
+        tmp_path / "run",
+        control=RunControl(after_step=on_step),
+        total_steps=3,
+        checkpoint_interval=2,
+    ) as run:
         asking.run = run
         run.loop.run()  # the step that asks is the last: the loop has no turn for it any more
         done = run.parts.rollbacks
@@ -191,7 +243,9 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path: Path) -> None:
         assert same(now, asking.optimizer[3])
 
 
-def test_a_resume_from_an_older_checkpoint_uses_no_number_again_and_no_group_of_what_it_left(tmp_path: Path) -> None:
+def test_a_resume_from_an_older_checkpoint_uses_no_number_again_and_no_group_of_what_it_left(
+    tmp_path: Path,
+) -> None:
     values = {"total_steps": 4, "checkpoint_interval": 1, "keep_checkpoints": 9, "max_staleness": 1}
     with running(tmp_path / "run", **values) as run:
         run.loop.run()

@@ -1,4 +1,5 @@
-"""The version table and the numbers: nothing of a timeline that was left counts as fresh, no number is used twice."""
+"""The version table and the numbers: nothing of a timeline that was left counts as fresh, no
+number is used twice."""
 
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -28,7 +29,8 @@ def test_a_version_that_the_table_does_not_know_is_as_stale_as_can_be() -> None:
 
 
 def test_going_back_keeps_distances_and_leaves_the_rest() -> None:
-    """5 steps were made; version 6 serves what version 3 had. In step 6, version 2 is one step away from it."""
+    """5 steps were made; version 6 serves what version 3 had. In step 6, version 2 is one step
+    away from it."""
     versions = five_steps()
     at_three = VersionSteps()
     for step in range(1, 4):
@@ -47,7 +49,9 @@ def test_going_back_to_weights_without_a_version_leaves_everything() -> None:
     assert min(versions.staleness((left,), 6) for left in range(6)) > 10**9
 
 
-def test_numbers_rise_by_one_and_a_process_after_a_kill_begins_above_them(store: RolloutStore) -> None:
+def test_numbers_rise_by_one_and_a_process_after_a_kill_begins_above_them(
+    store: RolloutStore,
+) -> None:
     first = VersionNumbers(store)
     for served in range(3):
         assert first.reserve(served) == served + 1

@@ -44,7 +44,9 @@ def test_the_registries_and_the_configuration_name_the_same() -> None:
     for name, settings in LOSS_SETTINGS.items():
         options = fixtures.options(name)
         assert {key for key in SETTINGS if not math.isnan(getattr(options, key))} == set(settings)
-        assert math.isfinite(policy_loss(fixtures.inputs(0.6), options).loss.item()), "it reads no other"
+        assert math.isfinite(policy_loss(fixtures.inputs(0.6), options).loss.item()), (
+            "it reads no other"
+        )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,12 @@ def test_the_registries_and_the_configuration_name_the_same() -> None:
         ("dr_grpo", "clip", {"clip_ratio": 0.2, "aggregation": "constant"}),
         (
             *("gspo", "clip"),
-            {"clip_ratio": 3e-4, "clip_ratio_high": 4e-4, "aggregation": "sequence", "ratio_level": "sequence"},
+            {
+                "clip_ratio": 3e-4,
+                "clip_ratio_high": 4e-4,
+                "aggregation": "sequence",
+                "ratio_level": ("sequence"),
+            },
         ),
         ("cispo", "cispo", {"clip_ratio": 1.0, "clip_ratio_high": 4.0}),
         ("sapo", "sapo", {"aggregation": "sequence"}),
@@ -90,7 +97,10 @@ def test_a_preset_is_its_advantage(name: str, first: list[float]) -> None:
 
 
 def test_groups_without_variance_say_something_to_a_baseline_that_is_not_the_group() -> None:
-    found = {name: make_algorithm(configured(algorithm=name).rl_training) for name in ("grpo", "reinforce", "ppo")}
+    found = {
+        name: make_algorithm(configured(algorithm=name).rl_training)
+        for name in ("grpo", "reinforce", ("ppo"))
+    }
     found["reinforce_pp"] = make_algorithm(configured(algorithm="reinforce_pp").rl_training)
     assert {name: made.advantages([0.5, 0.5]) for name, made in found.items()} == {
         **{"grpo": None, "reinforce": (0.5, 0.5), "ppo": (0.5, 0.5), "reinforce_pp": (0.5, 0.5)}
@@ -101,12 +111,15 @@ def test_groups_without_variance_say_something_to_a_baseline_that_is_not_the_gro
 
 
 def test_options_stand_beside_the_preset() -> None:
-    assert loss_value(loss="dual_clip", algorithm="dapo") == pytest.approx(0.251462, abs=1e-6)  # dapo's clip-higher
-    assert loss_value(loss="cispo", algorithm="dapo") == loss_value(algorithm="cispo")  # bounds of its own
-    assert loss_value(ratio_level="sequence", loss_aggregation="sequence", clip_ratio_high=0.28) == pytest.approx(
-        -0.007851, abs=1e-6
-    )
-    assert loss_value(kl_beta=0.5) == loss_value()  # the weight of the KL is the trainer's to give, in LossInputs
+    # dapo's clip-higher
+    assert loss_value(loss="dual_clip", algorithm="dapo") == pytest.approx(0.251462, abs=1e-6)
+    # bounds of its own
+    assert loss_value(loss="cispo", algorithm="dapo") == loss_value(algorithm="cispo")
+    assert loss_value(
+        ratio_level="sequence", loss_aggregation="sequence", clip_ratio_high=0.28
+    ) == pytest.approx(-0.007851, abs=1e-6)
+    # the weight of the KL is the trainer's to give, in LossInputs
+    assert loss_value(kl_beta=0.5) == loss_value()
     assert make_algorithm(configured(kl_beta=0.5).rl_training).needs_reference
     algorithm = make_algorithm(configured(kl_estimator="k1", entropy_weight=0.1).rl_training)
     inputs = replace(fixtures.inputs(0.6), kl_beta=0.5)
@@ -117,15 +130,36 @@ def test_options_stand_beside_the_preset() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"algorithm": "reinforce", "clip_ratio": 0.2}, "clip_ratio is set, but algorithm = 'reinforce' does not read"),
-        ({"algorithm": "reinforce", "ratio_level": "token"}, "ratio_level is set, but algorithm = 'reinforce'"),
+        (
+            {"algorithm": "reinforce", "clip_ratio": 0.2},
+            ("clip_ratio is set, but algorithm = 'reinforce' does not read"),
+        ),
+        (
+            {"algorithm": "reinforce", "ratio_level": "token"},
+            ("ratio_level is set, but algorithm = 'reinforce'"),
+        ),
         ({"algorithm": "dppo", "ratio_level": "sequence"}, "it reads advantage, .*dppo_low"),
         ({"algorithm": "grpo", "dual_clip": 3.0}, "dual_clip is set, but algorithm = 'grpo'"),
-        ({"loss": "sapo", "clip_ratio": 0.1}, "clip_ratio is set, but loss = 'sapo' does not read it"),
-        ({"algorithm": "ppo", "advantage": "mean"}, "advantage is set, but algorithm = 'ppo' does not read it"),
-        ({"algorithm": "dpo", "clip_ratio": 0.2}, "algorithm = 'dpo' does not read it .it reads none of these keys"),
-        ({"loss": "python:mine.py:f", "clip_ratio": 0.3}, "clip_ratio is set, but loss = 'python:mine.py:f'"),
-        ({"loss": "two_sided", "ratio_delta": 1.1}, "ratio_delta .1.1. has to be above 1 . clip_ratio_high .1.2."),
+        (
+            {"loss": "sapo", "clip_ratio": 0.1},
+            ("clip_ratio is set, but loss = 'sapo' does not read it"),
+        ),
+        (
+            {"algorithm": "ppo", "advantage": "mean"},
+            ("advantage is set, but algorithm = 'ppo' does not read it"),
+        ),
+        (
+            {"algorithm": "dpo", "clip_ratio": 0.2},
+            ("algorithm = 'dpo' does not read it .it reads none of these keys"),
+        ),
+        (
+            {"loss": "python:mine.py:f", "clip_ratio": 0.3},
+            ("clip_ratio is set, but loss = 'python:mine.py:f'"),
+        ),
+        (
+            {"loss": "two_sided", "ratio_delta": 1.1},
+            ("ratio_delta .1.1. has to be above 1 . clip_ratio_high .1.2."),
+        ),
         ({"loss": "clipp"}, "'clipp' is not one of 'clip', 'dual_clip', .*python:file.py:function"),
         ({"advantage": "median"}, "'median' is not one of 'std', .*'none', or \"python:"),
         ({"algorithm": "grpoo"}, "rl_training.algorithm.*'grpo', 'dapo'"),
@@ -147,27 +181,44 @@ def test_a_saved_configuration_says_everything_and_reads_back(tmp_path: Path) ->
         assert load_config(tmp_path / "saved.toml") == config
         assert config.rl_training.loss == PRESETS[name]["loss"]
         assert f'loss_aggregation = "{PRESETS[name]["loss_aggregation"]}"' in config.to_toml()
-    own = configured(loss="python:mine.py:f", clip_ratio=0.2, loss_aggregation="token", advantage="std").rl_training
-    assert (own.clip_ratio, own.loss_aggregation, own.advantage) == (None, None, "std")  # an earlier version saved all
+    own = configured(
+        loss="python:mine.py:f", clip_ratio=0.2, loss_aggregation="token", advantage="std"
+    ).rl_training
+    # an earlier version saved all
+    assert (own.clip_ratio, own.loss_aggregation, own.advantage) == (None, None, "std")
 
 
 def test_a_run_of_an_earlier_version_with_a_loss_of_its_own_is_read(tmp_path: Path) -> None:
-    """That version saved, and ignored, what such a loss does not read; a file that says so today is mistaken."""
-    ignored = {"clip_ratio": 0.2, "clip_ratio_high": 0.28, "loss_aggregation": "sequence", "advantage": "mean"}
+    """That version saved, and ignored, what such a loss does not read; a file that says so today
+    is mistaken."""
+    ignored = {
+        "clip_ratio": 0.2,
+        "clip_ratio_high": 0.28,
+        "loss_aggregation": "sequence",
+        "advantage": ("mean"),
+    }
     lines = [f"{key} = {json.dumps(value)}" for key, value in ignored.items()]
-    (tmp_path / "config.toml").write_text("\n".join(["[rl_training]", 'loss = "python:mine.py:f"', *lines]))
+    (tmp_path / "config.toml").write_text(
+        "\n".join(["[rl_training]", 'loss = "python:mine.py:f"', *lines])
+    )
     with pytest.raises(ConfigError, match="loss_aggregation is set, but loss = 'python:"):
         load_config(tmp_path / "config.toml")
     training = load_config(tmp_path / "config.toml", saved=True).rl_training
     assert training.loss is not None and training.loss.endswith("mine.py:f")
-    assert (training.clip_ratio_high, training.loss_aggregation, training.advantage) == (None, None, "mean")
+    assert (training.clip_ratio_high, training.loss_aggregation, training.advantage) == (
+        None,
+        None,
+        ("mean"),
+    )
     again = load_config(tmp_path / "config.toml", ["rl_training.loss=clip"], saved=True).rl_training
     assert (again.clip_ratio, again.clip_ratio_high, again.advantage) == (0.2, None, "mean")
 
 
 def test_naming_another_loss_on_the_command_line_takes_its_bounds(tmp_path: Path) -> None:
     """A replay of a run, whose configuration says everything, under another loss."""
-    (file := tmp_path / "config.toml").write_text(configured(algorithm="dapo", clip_ratio=0.1).to_toml())
+    (file := tmp_path / "config.toml").write_text(
+        configured(algorithm="dapo", clip_ratio=0.1).to_toml()
+    )
 
     def bounds(*loss: str) -> tuple[float | None, float | None]:
         training = load_config(file, [f"rl_training.loss={name}" for name in loss]).rl_training
@@ -187,13 +238,17 @@ def test_naming_another_algorithm_on_the_command_line_takes_its_preset(tmp_path:
     assert (switched.clip_ratio, switched.advantage, switched.kl_beta) == (None, "none", 0.1)
     kept = load_config(file, ["rl_training.algorithm=grpo"]).rl_training
     assert (kept.clip_ratio, kept.advantage) == (0.1, "mean")
-    told = load_config(file, ['rl_training.algorithm="gspo"', "rl_training.clip_ratio=0.3"]).rl_training
+    told = load_config(
+        file, ['rl_training.algorithm="gspo"', "rl_training.clip_ratio=0.3"]
+    ).rl_training
     assert (told.clip_ratio, told.clip_ratio_high, told.ratio_level) == (0.3, 4e-4, "sequence")
 
 
 def prepared(advantages: list[float], **columns: Any) -> PreparedBatch:
     """Of the fixture's six sequences, each with one number for all its tokens."""
-    values = np.concatenate([np.full(n, value) for n, value in zip(fixtures.LENGTHS, advantages, strict=True)])
+    values = np.concatenate(
+        [np.full(n, value) for n, value in zip(fixtures.LENGTHS, advantages, strict=True)]
+    )
     return PreparedBatch(
         lengths=tuple(fixtures.LENGTHS),
         rollout_logprobs=np.zeros(20, np.float32),
@@ -212,7 +267,9 @@ def test_reinforce_pp_has_verls_numbers() -> None:
     means = [value for group in GROUPS for value in baseline.advantages(group) or ()]
     assert baseline.finish is not None
     found = baseline.finish(prepared(means)).advantages[firsts]
-    assert found == pytest.approx([1.550745, -0.704884, -0.704884, -0.140977, -0.704884, 0.986838], abs=1e-6)
+    assert found == pytest.approx(
+        [1.550745, -0.704884, -0.704884, -0.140977, -0.704884, 0.986838], abs=1e-6
+    )
 
 
 def test_reinforce_pp_takes_the_kl_of_what_is_still_to_come() -> None:
@@ -220,14 +277,20 @@ def test_reinforce_pp_takes_the_kl_of_what_is_still_to_come() -> None:
     found = whitened(prepared(REWARDS, kl_penalty=penalty)).advantages
     values, at = [], 0
     for length, reward in zip(fixtures.LENGTHS, REWARDS, strict=True):
-        values += [reward - penalty[t : at + length].astype(float).sum() for t in range(at, at + length)]
+        values += [
+            reward - penalty[t : at + length].astype(float).sum() for t in range(at, at + length)
+        ]
         at += length
     expected = (np.array(values) - np.mean(values)) / np.std(values, ddof=1)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_only_what_asks_for_it_has_a_batch_level_step() -> None:
-    has_one = {name for name in PRESETS if make_algorithm(configured(algorithm=name).rl_training).finish is not None}
+    has_one = {
+        name
+        for name in PRESETS
+        if make_algorithm(configured(algorithm=name).rl_training).finish is not None
+    }
     assert has_one == {"reinforce_pp", "ppo"}
 
 
@@ -241,7 +304,8 @@ def test_each_preset_makes_rewarded_answers_likelier(name: str) -> None:
     before = trainer.logprobs(rollouts)
     batch = make_batch(groups, estimate=trainer.algorithm.advantages)
     rows = [
-        (0.0,) * (len(rollout.tokens) - len(row)) + tuple(row) for rollout, row in zip(rollouts, before, strict=True)
+        (0.0,) * (len(rollout.tokens) - len(row)) + tuple(row)
+        for rollout, row in zip(rollouts, before, strict=True)
     ]
     sequences = tuple(
         replace(sequence, rollout=replace(sequence.rollout, logprobs=row))
@@ -249,6 +313,9 @@ def test_each_preset_makes_rewarded_answers_likelier(name: str) -> None:
     )
     result = trainer.train_step(replace(batch, sequences=sequences))
     assert result.metrics["optimizer_updates"] == 2
-    gained = [after.mean() - was.mean() for after, was in zip(trainer.logprobs(rollouts), before, strict=True)]
+    gained = [
+        after.mean() - was.mean()
+        for after, was in zip(trainer.logprobs(rollouts), before, strict=True)
+    ]
     wanted = [sequence.advantages[-1] for sequence in batch.sequences]
     assert np.corrcoef(gained, wanted)[0, 1] > 0.5

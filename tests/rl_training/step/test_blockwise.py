@@ -1,4 +1,5 @@
-"""Block by block = the whole graph, for several architectures, adapters, full weights and a 4-bit base."""
+"""Block by block = the whole graph, for several architectures, adapters, full weights and a
+4-bit base."""
 
 import copy
 import itertools
@@ -28,7 +29,8 @@ ARCHITECTURES = ["qwen3", "llama", "gemma2", "gemma3_text", "gptj"]
 def with_lora(model: nn.Module) -> nn.Module:
     inject_lora(model, lora_config(rank=4, alpha=8.0))
     for layer in trainer_lora_layers(model).values():
-        layer.lora_b = 0.3 * mx.random.normal(layer.lora_b.shape)  # B = 0 would hide the gradients of A
+        # B = 0 would hide the gradients of A
+        layer.lora_b = 0.3 * mx.random.normal(layer.lora_b.shape)
     mx.eval(model.parameters())
     return model
 
@@ -68,7 +70,8 @@ def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx
 
 
 def whole_graph(model: nn.Module, tokens: TokenBatch) -> tuple[mx.array, dict[str, mx.array]]:
-    """The naive twin: mlx's own value_and_grad over the model's own forward, logits at every position."""
+    """The naive twin: mlx's own value_and_grad over the model's own forward, logits at every
+    position."""
 
     def loss(model: nn.Module) -> mx.array:
         logits = model(tokens.inputs).flatten(0, 1)[tokens.positions] / tokens.temperature[:, None]
@@ -82,7 +85,9 @@ def whole_graph(model: nn.Module, tokens: TokenBatch) -> tuple[mx.array, dict[st
 
 @pytest.mark.parametrize("prepare", [with_lora, with_full_weights, with_4_bit_base])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_gradients_equal_the_whole_graphs(architecture: str, prepare: Callable[[nn.Module], nn.Module]) -> None:
+def test_gradients_equal_the_whole_graphs(
+    architecture: str, prepare: Callable[[nn.Module], nn.Module]
+) -> None:
     model = prepare(make_model(architecture))
     parts = BlockwiseModel(model, blocks_per_eval=1)
     assert not parts.fallback
@@ -92,14 +97,16 @@ def test_gradients_equal_the_whole_graphs(architecture: str, prepare: Callable[[
     assert sorted(expected_gradients) == list(parts.slots.names)
     for name, gradient in zip(parts.slots.names, gradients, strict=True):
         scale = mx.abs(expected_gradients[name]).max().item()
-        np.testing.assert_allclose(gradient, expected_gradients[name], atol=1e-5 * scale + 1e-7, err_msg=name)
+        np.testing.assert_allclose(
+            gradient, expected_gradients[name], atol=1e-5 * scale + 1e-7, err_msg=name
+        )
     assert max(mx.abs(g).max().item() for g in gradients) > 1e-3
     assert logprobs.shape == (19,)
 
 
 def talkie() -> nn.Module:
-    """Make a tiny Talkie, whose blocks take the embeddings before the hidden state. mlx-lm makes its head of zeros, and
-    each block's share of the embeddings 0."""
+    """Make a tiny Talkie, whose blocks take the embeddings before the hidden state. mlx-lm makes
+    its head of zeros, and each block's share of the embeddings 0."""
     model = make_model("talkie")
     model.lm_head = mx.random.normal(model.lm_head.shape)
     for layer in model.layers:
@@ -116,16 +123,19 @@ def test_a_hidden_state_behind_another_argument(prepare: Callable[[nn.Module], n
     expected, expected_gradients = whole_graph(model, batch())
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, gradient in zip(parts.slots.names, gradients, strict=True):
-        off = mx.linalg.norm(gradient - expected_gradients[name])  # one number of many may be off by twice as much
+        # one number of many may be off by twice as much
+        off = mx.linalg.norm(gradient - expected_gradients[name])
         assert off.item() <= 2e-5 * mx.linalg.norm(expected_gradients[name]).item() + 1e-7, name
     assert max(mx.abs(g).max().item() for g in gradients) > 1e-3
 
 
 def wired(name: str) -> nn.Module:
-    """Make a tiny model whose blocks read what earlier blocks, or embeddings outside them, hand over."""
+    """Make a tiny model whose blocks read what earlier blocks, or embeddings outside them, hand
+    over."""
     if name == "talkie":
         return talkie()
-    if name == "gemma4_text":  # the last two blocks read keys and values of the second and the first
+    # the last two blocks read keys and values of the second and the first
+    if name == "gemma4_text":
         layers = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
         return small_model(name, **layers, layer_types=["sliding_attention", "full_attention"] * 2)
     if name == "hunyuan":  # every other block reads those of the one before it
@@ -139,7 +149,8 @@ def wired(name: str) -> nn.Module:
 def test_what_blocks_hand_to_later_ones_carries_its_gradient(
     name: str, prepare: Callable[[nn.Module], nn.Module], blocks: int
 ) -> None:
-    """Shared keys and values, per-layer embeddings that are trained, a hidden state of several streams (Gemma 3n)."""
+    """Shared keys and values, per-layer embeddings that are trained, a hidden state of several
+    streams (Gemma 3n)."""
     model = prepare(wired(name))
     parts = BlockwiseModel(model, blocks_per_eval=blocks)
     assert not parts.fallback
@@ -149,7 +160,9 @@ def test_what_blocks_hand_to_later_ones_carries_its_gradient(
     whole = sum(mx.square(g).sum().item() for g in expected_gradients.values()) ** 0.5
     for part, gradient in zip(parts.slots.names, gradients, strict=True):
         off = mx.sqrt(mx.square(gradient - expected_gradients[part]).sum()).item()
-        assert off <= 1e-4 * mx.sqrt(mx.square(expected_gradients[part]).sum()).item() + 1e-6 * whole, part
+        assert (
+            off <= 1e-4 * mx.sqrt(mx.square(expected_gradients[part]).sum()).item() + 1e-6 * whole
+        ), part
 
 
 def test_an_object_that_blocks_write_into_is_named() -> None:
@@ -162,24 +175,40 @@ def test_an_object_that_blocks_write_into_is_named() -> None:
 def test_any_number_of_blocks(blocks: int, prepare: Callable[[nn.Module], nn.Module]) -> None:
     model = prepare(make_model())
     _, _, one = BlockwiseModel(model, blocks_per_eval=1).loss_and_gradients(batch(), objective)
-    _, _, other = BlockwiseModel(model, blocks_per_eval=blocks).loss_and_gradients(batch(), objective)
+    _, _, other = BlockwiseModel(model, blocks_per_eval=blocks).loss_and_gradients(
+        batch(), objective
+    )
     for a, b in zip(one, other, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-EACH_ONCE = ((0, 1, with_lora), (1, 2, with_full_weights), (0, 2, with_4_bit_base), (1, 1, with_an_unpacked_base))
-"""Every value of each is seen; g++ makes loops for each combination, so the other twelve are long."""
+EACH_ONCE = (
+    (0, 1, with_lora),
+    (1, 2, with_full_weights),
+    (0, 2, with_4_bit_base),
+    (1, 1, with_an_unpacked_base),
+)
+"""Every value of each is seen; g++ makes loops for each combination, so the other twelve are
+long."""
 EACH_ONCE_AND_ALL = [
     one if one in EACH_ONCE else pytest.param(*one, marks=pytest.mark.long)
-    for one in itertools.product((0, 1), (1, 2), (with_lora, with_full_weights, with_4_bit_base, with_an_unpacked_base))
+    for one in itertools.product(
+        (0, 1), (1, 2), (with_lora, with_full_weights, with_4_bit_base, with_an_unpacked_base)
+    )
 ]
 
 
 @pytest.mark.slow  # g++ makes the loops
-@pytest.mark.skipif(not cpu_kernels.available(), reason="without MLX on the CPU and a C++ compiler nothing is fused")
+@pytest.mark.skipif(
+    not cpu_kernels.available(),
+    reason=("without MLX on the CPU and a C++ compiler nothing is fused"),
+)
 @pytest.mark.parametrize(("blocks", "pieces", "prepare"), EACH_ONCE_AND_ALL)
 def test_fused_gradients_are_those_of_the_operations_one_by_one(
-    blocks: int, pieces: int, prepare: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+    blocks: int,
+    pieces: int,
+    prepare: Callable[[nn.Module], nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Twice, with other numbers: nothing of the first call is a constant of the second."""
     made: list[Callable[..., Any]] = []
@@ -201,15 +230,21 @@ def test_fused_gradients_are_those_of_the_operations_one_by_one(
         known = len(made)
         monkeypatch.setattr(cpu_kernels, "FEWEST_TO_FUSE", 0)
         fused_value, (logprobs,), fused = parts.loss_and_gradients(tokens, objective, fuse=True)
-        assert (len(made) > known) != (prepare is with_an_unpacked_base), "all weights would be unpacked at once"
-        assert fused_value.item() == pytest.approx(value.item(), rel=1e-6) and logprobs.shape == (19,)
+        assert (len(made) > known) != (prepare is with_an_unpacked_base), (
+            "all weights would be unpacked at once"
+        )
+        assert fused_value.item() == pytest.approx(value.item(), rel=1e-6) and logprobs.shape == (
+            19,
+        )
         for name, a, b in zip(parts.slots.names, gradients, fused, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6, err_msg=name)
         parts.slots.write([array * 1.1 for array in parts.slots.read()])
 
 
 @pytest.mark.parametrize("prepare", [with_lora, with_full_weights])
-def test_head_in_chunks(prepare: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_in_chunks(
+    prepare: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = prepare(make_model())
     whole = BlockwiseModel(model, blocks_per_eval=1)
     value, _, gradients = whole.loss_and_gradients(batch(), objective)
@@ -236,7 +271,9 @@ def test_score_is_the_token_logprob_of_the_plain_forward() -> None:
     model, tokens = with_lora(make_model()), batch()
     logprobs, _ = BlockwiseModel(model, blocks_per_eval=1).score(tokens)
     logits = model(tokens.inputs).reshape(-1, 40)[tokens.positions]
-    np.testing.assert_allclose(logprobs, token_logprobs(logits, tokens.targets, tokens.temperature), atol=1e-5)
+    np.testing.assert_allclose(
+        logprobs, token_logprobs(logits, tokens.targets, tokens.temperature), atol=1e-5
+    )
 
 
 def test_gradients_add_up_over_micro_batches_in_float32() -> None:
@@ -257,7 +294,8 @@ def test_a_bfloat16_tree_gives_float32_gradients() -> None:
 
 
 def test_parameters_are_the_same_objects_afterwards() -> None:
-    """Tracers must not stay in the tree, and no array of it may be written to: the serving tree shares them."""
+    """Tracers must not stay in the tree, and no array of it may be written to: the serving tree
+    shares them."""
     model = with_full_weights(make_model())
     parts = BlockwiseModel(model, blocks_per_eval=1)
     before = parts.slots.read()
@@ -271,11 +309,13 @@ def test_every_evaluation_gives_a_turn() -> None:
     parts = BlockwiseModel(model, between_blocks=lambda: turns.append(1), blocks_per_eval=1)
     turns.clear()
     parts.loss_and_gradients(batch(), objective)
-    assert len(turns) == 3 + 1 + 2  # three group inputs; the last group with head and loss; the two blocks below
+    # three group inputs; the last group with head and loss; the two blocks below
+    assert len(turns) == 3 + 1 + 2
 
 
 class Glued(nn.Module):
-    """A model that does something of its own between its blocks, or hands one block's work to another unseen."""
+    """A model that does something of its own between its blocks, or hands one block's work to
+    another unseen."""
 
     def __init__(self, glue: Callable[[mx.array, mx.array], mx.array]) -> None:
         super().__init__()
@@ -289,7 +329,9 @@ class Glued(nn.Module):
         for layer in self.layers:
             hidden = layer(self._glue(hidden, first))
         if self._glue is centred:
-            return self.head(hidden - hidden.mean(axis=tuple(range(hidden.ndim - 1)), keepdims=True))
+            return self.head(
+                hidden - hidden.mean(axis=tuple(range(hidden.ndim - 1)), keepdims=True)
+            )
         return self.head(hidden + 0.5 * first if self._glue is identity else hidden)
 
 
@@ -321,7 +363,9 @@ def test_other_architectures_fall_back_to_the_whole_graph(glue: Callable, reason
         np.testing.assert_allclose(gradient, expected_gradients[name], atol=1e-6)
     logits = model(batch().inputs).reshape(-1, 40)[batch().positions]
     np.testing.assert_allclose(
-        parts.score(batch())[0], token_logprobs(logits, batch().targets, batch().temperature), atol=1e-6
+        parts.score(batch())[0],
+        token_logprobs(logits, batch().targets, batch().temperature),
+        atol=1e-6,
     )
 
 
@@ -350,7 +394,9 @@ def test_training_beside_a_thread_that_computes() -> None:
     assert not failures
 
 
-def test_the_check_at_start_computes_two_blocks_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_at_start_computes_two_blocks_of_each_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = make_model(num_hidden_layers=7)
     blocks = model.layers
     for number in (3, 4, 5):
@@ -369,7 +415,8 @@ def test_the_check_at_start_computes_two_blocks_of_each_kind(monkeypatch: pytest
     times = [counts[id(block)] for block in blocks]
     assert not parts.fallback and parts.shares_prompts
     assert [number for number, count in enumerate(times) if count > 1] == [0, 1, 3, 4]
-    assert times[2] == times[5] == times[6] == 1  # asked for what it passes on, which is not evaluated
+    # asked for what it passes on, which is not evaluated
+    assert times[2] == times[5] == times[6] == 1
     assert model.layers == blocks and len(parts.score(batch())[0]) == 19
     assert min(counts[id(block)] for block in blocks) == 2  # afterwards every block is computed
 

@@ -10,7 +10,13 @@ from structlog.testing import capture_logs
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.models import blockwise
 from mlx_parallm.rl_training.step.batch import TrainSequence
-from mlx_parallm.rl_training.step.collate import FIRST_TOKENS, MicroBatchBudget, collate, epoch_order, padded_length
+from mlx_parallm.rl_training.step.collate import (
+    FIRST_TOKENS,
+    MicroBatchBudget,
+    collate,
+    epoch_order,
+    padded_length,
+)
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import Rollout
 from tests.rl_training.making import assert_same_training, make_config, make_trainer, weights
@@ -35,7 +41,9 @@ def test_two_turns_of_one_sequence() -> None:
     """5 → 20 EOS(2) sampled, a second EOS and a tool's answer 30 31 given, then 21 EOS sampled."""
     tokens, mask = (5, 20, 2, 2, 30, 31, 21, 2), (0, 1, 1, 0, 0, 0, 1, 1)
     rollout = Rollout(tokens, mask, None, (0,) * 8, 1.0, {"reward": 1.0})
-    (micro,) = collate([TrainSequence(rollout, (1.0,) * 8, False)], [0], token_budget=64).micro_batches
+    (micro,) = collate(
+        [TrainSequence(rollout, (1.0,) * 8, False)], [0], token_budget=64
+    ).micro_batches
     assert micro.inputs.tolist() == [[5, 20, 2, 2, 30, 31, 21, 2]]
     assert (micro.positions.tolist(), micro.targets.tolist()) == ([0, 1, 5, 6], [20, 2, 21, 2])
     assert micro.scatter.tolist() == [[0, 1, 4, 4, 4, 2, 3, 4]]
@@ -43,10 +51,14 @@ def test_two_turns_of_one_sequence() -> None:
 
 def test_where_a_micro_batchs_tokens_stand_in_the_columns_of_the_step() -> None:
     """Three sequences with 2, 0 and 3 trained tokens: their numbers are 0-1, none and 2-4."""
-    sequences = [TrainSequence(make_rollout(tokens), (), True) for tokens in ((5, 6), (), (7, 8, 9))]
+    sequences = [
+        TrainSequence(make_rollout(tokens), (), True) for tokens in ((5, 6), (), (7, 8, 9))
+    ]
     mini = collate(sequences, [2, 1, 0], token_budget=64)
     (micro,) = mini.micro_batches
-    assert (micro.rows, micro.columns.tolist()) == ((0, 2), [0, 1, 2, 3, 4]), "nothing is computed for the empty one"
+    assert (micro.rows, micro.columns.tolist()) == ((0, 2), [0, 1, 2, 3, 4]), (
+        "nothing is computed for the empty one"
+    )
     assert (mini.sequences, mini.tokens) == (3, 5), "and it counts in the means over sequences"
     assert collate(sequences, [1], token_budget=64).micro_batches == ()
     (micro,) = collate(sequences, [2], token_budget=64).micro_batches
@@ -84,7 +96,9 @@ def test_every_row_once_within_the_budget(budget: int) -> None:
 def test_sorting_by_length_saves_padding() -> None:
     short, long = make_rollout((5,) * 2), make_rollout((5,) * 60)
     sequences = [TrainSequence(r, (1.0,) * len(r.tokens), True) for r in (short, long) * 4]
-    shapes = [micro.inputs.shape for micro in collate(sequences, range(8), token_budget=256).micro_batches]
+    shapes = [
+        micro.inputs.shape for micro in collate(sequences, range(8), token_budget=256).micro_batches
+    ]
     assert shapes == [(4, 8), (4, 64)]
 
 
@@ -97,7 +111,8 @@ def test_order_is_a_function_of_seed_step_and_epoch() -> None:
     assert sorted(order) == list(range(32))
     assert order == epoch_order(32, seed=1, step=2, epoch=0)
     others = [
-        epoch_order(32, seed=seed, step=step, epoch=epoch) for seed, step, epoch in ((1, 2, 1), (1, 3, 0), (2, 2, 0))
+        epoch_order(32, seed=seed, step=step, epoch=epoch)
+        for seed, step, epoch in ((1, 2, 1), (1, 3, 0), (2, 2, 0))
     ]
     assert order not in others
 
@@ -114,7 +129,10 @@ def test_the_rows_of_an_example_stay_together_in_their_order(budget: int) -> Non
         pairs = list(zip(micro.rows[::2], micro.rows[1::2], strict=True))
         assert all(second == first + 1 for first, second in pairs)
         assert micro.tokens <= budget or len(pairs) == 1
-    longest = [max(len(batch.sequences[row].rollout.tokens) for row in micro.rows) for micro in mini.micro_batches]
+    longest = [
+        max(len(batch.sequences[row].rollout.tokens) for row in micro.rows)
+        for micro in mini.micro_batches
+    ]
     assert longest == sorted(longest)
 
 
@@ -162,15 +180,30 @@ def test_a_single_sequence_that_is_too_long_is_said_once() -> None:
 
 @pytest.mark.parametrize(
     ("aggregation", "divisors"),
-    [("token", (2, 3)), ("sequence", (2 * 2, 2 * 3)), ("sequence_sum", (2, 2)), ("constant", (2 * 10, 2 * 10))],
+    [
+        ("token", (2, 3)),
+        ("sequence", (2 * 2, 2 * 3)),
+        ("sequence_sum", (2, 2)),
+        ("constant", (2 * 10, 2 * 10)),
+    ],
 )
-def test_a_masked_sequence_counts_as_0_in_the_loss(aggregation: str, divisors: tuple[int, int]) -> None:
-    """TRL's mask_truncated_completions: B stays what it was. Four sequences of 2, 3, 3, 3 tokens, all with advantage -1
-    and the ratio 1, so that each token's loss is 1; the first and the last are masked. Mini-batches of two that each
-    hold one of them: 2 resp. 3 tokens of loss 1 over the number of tokens (dapo: 1), over 2 sequences of their mean
-    (grpo: 1 / 2), over 2 sequences (luspo: tokens / 2), over 2 · 10 (dr_grpo). Two updates, as with no mask."""
-    rollouts = [make_rollout((5, 6, 7)), make_rollout((5, 6)), make_rollout((7, 8, 9)), make_rollout((9, 8, 7))]
-    masked = [replace(rollout, mask=(0,) * len(rollout.mask)) for rollout in (rollouts[0], rollouts[3])]
+def test_a_masked_sequence_counts_as_0_in_the_loss(
+    aggregation: str, divisors: tuple[int, int]
+) -> None:
+    """TRL's mask_truncated_completions: B stays what it was. Four sequences of 2, 3, 3, 3
+    tokens, all with advantage -1 and the ratio 1, so that each token's loss is 1; the first and
+    the last are masked. Mini-batches of two that each hold one of them: 2 resp. 3 tokens of loss
+    1 over the number of tokens (dapo: 1), over 2 sequences of their mean (grpo: 1 / 2), over 2
+    sequences (luspo: tokens / 2), over 2 · 10 (dr_grpo). Two updates, as with no mask."""
+    rollouts = [
+        make_rollout((5, 6, 7)),
+        make_rollout((5, 6)),
+        make_rollout((7, 8, 9)),
+        make_rollout((9, 8, 7)),
+    ]
+    masked = [
+        replace(rollout, mask=(0,) * len(rollout.mask)) for rollout in (rollouts[0], rollouts[3])
+    ]
     config = make_config(batch=4, batch_size=2, loss_aggregation=aggregation, learning_rate=1e-9)
     config = config.model_copy(update={"constant_length": 10})
     trainer = make_trainer(config)

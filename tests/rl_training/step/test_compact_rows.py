@@ -1,5 +1,5 @@
-"""Micro-batches that compute less (packed rows, prompts shared by their answers): the cut, its budget, when it pays,
-and training that comes out the same."""
+"""Micro-batches that compute less (packed rows, prompts shared by their answers): the cut, its
+budget, when it pays, and training that comes out the same."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,7 +65,9 @@ def test_mixed_lengths_are_packed_and_the_loss_sees_the_rows_as_before() -> None
     given = sequences([60, 9, 20, 33, 5, 41])
     packed, padded = cut(given), cut(given, packing=False)
     [part], [row_part] = packed.micro_batches, padded.micro_batches
-    assert isinstance(part.compact, PackedRows) and part.tokens == 3 * 64 < row_part.tokens == 6 * 64
+    assert (
+        isinstance(part.compact, PackedRows) and part.tokens == 3 * 64 < row_part.tokens == 6 * 64
+    )
     assert (packed.tokens, packed.sequences) == (padded.tokens, padded.sequences)
     assert sorted(part.rows) == sorted(row_part.rows)
     for i, row in enumerate(part.rows):
@@ -78,9 +80,11 @@ def test_what_is_left_as_it_is() -> None:
     assert not is_packed(cut(sequences([30] * 8)))  # nothing to gain
     assert not is_packed(cut(sequences([9, 60] * 4), together=2))
     unsampled = make_rollout((), prompt=(1, 2, 3))
-    assert is_packed(cut([*sequences([60, 9, 20]), TrainSequence(unsampled, (0.0,) * 3, False)]))  # not computed at all
+    # not computed at all
+    assert is_packed(cut([*sequences([60, 9, 20]), TrainSequence(unsampled, (0.0,) * 3, False)]))
     assert is_packed(cut(sequences([60, 9, 20])))
-    # 600 short ones in the rows of two long ones: a quarter fewer tokens, but 2,048 attention scores for each
+    # 600 short ones in the rows of two long ones: a quarter fewer tokens, but 2,048 attention
+    # scores for each
     short_and_long = sequences([9] * 600 + [2000] * 2)
     assert not is_packed(cut(short_and_long, token_budget=16384))
 
@@ -118,7 +122,9 @@ def test_why_a_model_is_not_packed_is_said_once(monkeypatch: pytest.MonkeyPatch)
     assert "RotatingKVCache" in reasons[0]
 
 
-def long_prompts(count: int, *, size: int = 4, prompt: int = 40, longest: int = 12) -> list[RolloutGroup]:
+def long_prompts(
+    count: int, *, size: int = 4, prompt: int = 40, longest: int = 12
+) -> list[RolloutGroup]:
     """Each with a prompt of its own; completions of 1 to `longest` tokens."""
     rng = np.random.default_rng(3)
     found = []
@@ -149,7 +155,9 @@ def test_rows_of_one_prompt_are_put_together() -> None:
     assert sorted(row for part in mini.micro_batches for row in part.rows) == list(range(16))
     assert all(part.compact is not None and part.tokens <= 256 for part in mini.micro_batches)
     plain = collate(batch.sequences, order, token_budget=256)
-    assert sum(part.tokens for part in mini.micro_batches) < 0.6 * sum(part.tokens for part in plain.micro_batches)
+    assert sum(part.tokens for part in mini.micro_batches) < 0.6 * sum(
+        part.tokens for part in plain.micro_batches
+    )
     assert (mini.tokens, mini.sequences) == (plain.tokens, plain.sequences)
 
 
@@ -159,7 +167,11 @@ def test_the_budget_counts_what_is_computed(budget: int) -> None:
     for part in cut_shared(batch, token_budget=budget).micro_batches:
         assert part.tokens <= budget or len(part.rows) == 1
         if part.compact is not None:
-            assert part.tokens == part.compact.prompts.size + part.compact.rests.size < part.inputs.size
+            assert (
+                part.tokens
+                == part.compact.prompts.size + part.compact.rests.size
+                < part.inputs.size
+            )
             assert len(part.compact.positions) == len(part.positions)
 
 
@@ -170,7 +182,9 @@ def test_short_prompts_and_single_rows_are_cut_by_length() -> None:
         rows = range(len(sequences))
         mini = collate(sequences, rows, token_budget=256, share_prompts=True)
         plain = collate(sequences, rows, token_budget=256)
-        assert [part.rows for part in mini.micro_batches] == [part.rows for part in plain.micro_batches]
+        assert [part.rows for part in mini.micro_batches] == [
+            part.rows for part in plain.micro_batches
+        ]
         assert all(part.compact is None for part in mini.micro_batches)
 
 
@@ -188,23 +202,44 @@ def test_a_sequence_without_a_sampled_token_takes_no_part_in_it() -> None:
 
 def test_pairs_stay_together_in_their_order() -> None:
     batch = make_batch(long_prompts(4, size=2))
-    for part in cut_shared(batch, [6, 7, 0, 1, 4, 5, 2, 3], together=2, token_budget=130).micro_batches:
-        assert all(a + 1 == b and a % 2 == 0 for a, b in zip(part.rows[::2], part.rows[1::2], strict=True))
+    for part in cut_shared(
+        batch, [6, 7, 0, 1, 4, 5, 2, 3], together=2, token_budget=130
+    ).micro_batches:
+        assert all(
+            a + 1 == b and a % 2 == 0 for a, b in zip(part.rows[::2], part.rows[1::2], strict=True)
+        )
         assert part.compact is not None
 
 
 @pytest.mark.parametrize(
     ("groups", "kind", "values", "near"),
     [
-        (random_groups(4), PackedRows, {"algorithm": "grpo", "kl_beta": 0.2, "token_budget": 96}, 1e-6),
+        (
+            random_groups(4),
+            PackedRows,
+            {"algorithm": "grpo", "kl_beta": 0.2, "token_budget": 96},
+            1e-6,
+        ),
         (random_groups(4), PackedRows, {"algorithm": "ppo", "sampler_correction": "tis"}, 1e-6),
         (random_groups(4), PackedRows, {"lora": False}, 1e-6),
         (long_prompts(3), SharedRows, {"batch_size": 12, "token_budget": 300}, 1e-5),
-        (long_prompts(3), SharedRows, {"batch_size": 12, "token_budget": 300, "kl_beta": 0.2}, 1e-5),
-        (long_prompts(3), SharedRows, {"batch_size": 12, "token_budget": 300, "kl_beta": 0.2, "lora": False}, 1e-5),
+        (
+            long_prompts(3),
+            SharedRows,
+            {"batch_size": 12, "token_budget": 300, "kl_beta": 0.2},
+            1e-5,
+        ),
+        (
+            long_prompts(3),
+            SharedRows,
+            {"batch_size": 12, "token_budget": 300, "kl_beta": 0.2, "lora": False},
+            1e-5,
+        ),
     ],
 )
-def test_a_step_is_the_same_step(groups: list[RolloutGroup], kind: type, values: dict[str, Any], near: float) -> None:
+def test_a_step_is_the_same_step(
+    groups: list[RolloutGroup], kind: type, values: dict[str, Any], near: float
+) -> None:
     batch = make_batch(groups)
 
     def gradient(*, compact: bool) -> tuple[np.ndarray, dict[str, float | None], int]:
@@ -240,4 +275,6 @@ def test_a_step_is_the_same_step(groups: list[RolloutGroup], kind: type, values:
     assert np.linalg.norm(found - plain) <= near * np.linalg.norm(plain)
     for name in ("loss", "kl", "entropy", "ratio_mean", "grad_norm", "logprob_diff_mean"):
         assert (metrics[name] is None) == (others[name] is None)
-        assert metrics[name] is None or metrics[name] == pytest.approx(others[name], rel=10 * near, abs=near), name
+        assert metrics[name] is None or metrics[name] == pytest.approx(
+            others[name], rel=10 * near, abs=near
+        ), name

@@ -28,12 +28,17 @@ def algorithm(tmp_path: Path, text: str, key: str) -> Algorithm:
 
 
 def test_an_advantage_of_ones_own(tmp_path: Path) -> None:
-    made = algorithm(tmp_path, "def f(rewards):\n    return [r - max(rewards) for r in rewards]", "advantage")
+    made = algorithm(
+        tmp_path, "def f(rewards):\n    return [r - max(rewards) for r in rewards]", ("advantage")
+    )
     assert made.advantages([1.0, 3.0]) == (-2.0, 0.0)
 
 
 def test_an_advantage_may_say_that_there_is_nothing_to_learn(tmp_path: Path) -> None:
-    assert algorithm(tmp_path, "def f(rewards): return None", "advantage").advantages([1.0, 3.0]) is None
+    assert (
+        algorithm(tmp_path, "def f(rewards): return None", "advantage").advantages([1.0, 3.0])
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,10 +58,12 @@ def test_advantages_that_cannot_be_used_are_named(tmp_path: Path, body: str, mes
 
 
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
-    text = HEAD + "def f(inputs):\n    loss = aggregate(-inputs.logprobs * inputs.advantages, inputs)\n"
-    outputs = algorithm(tmp_path, text + "    return LossOutputs(loss, {'mine': 2 * loss, 'n': 3})", "loss").loss(
-        INPUTS
+    text = HEAD + (
+        "def f(inputs):\n    loss = aggregate(-inputs.logprobs * inputs.advantages, inputs)\n"
     )
+    outputs = algorithm(
+        tmp_path, text + "    return LossOutputs(loss, {'mine': 2 * loss, 'n': 3})", "loss"
+    ).loss(INPUTS)
     assert (outputs.loss.item(), outputs.metrics["mine"].item()) == (3.5, 7.0)
     other = tmp_path / "other"
     other.mkdir()
@@ -67,12 +74,21 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return inputs.logprobs", r"returned \[1, 2\]: expected LossOutputs with a loss of one number"),
+        (
+            "return inputs.logprobs",
+            r"returned \[1, 2\]: expected LossOutputs with a loss of one number",
+        ),
         ("return 3.0", "returned float: expected LossOutputs"),
         ("return LossOutputs(3.0)", "returned float: expected LossOutputs"),
         ("return LossOutputs(inputs.logprobs.sum(), {'m': 'x'})", "ValueError"),
-        ("return LossOutputs(inputs.logprobs.sum(), {'step': inputs.logprobs.sum()})", "the metric 'step'"),
-        ("return LossOutputs(inputs.logprobs.sum(), {'m': inputs.logprobs})", r"the metric 'm' has the shape \[1, 2\]"),
+        (
+            "return LossOutputs(inputs.logprobs.sum(), {'step': inputs.logprobs.sum()})",
+            ("the metric 'step'"),
+        ),
+        (
+            "return LossOutputs(inputs.logprobs.sum(), {'m': inputs.logprobs})",
+            r"the metric 'm' has the shape \[1, 2\]",
+        ),
         ("return inputs.nothing", r"mine\.py, line 3: AttributeError"),
     ],
 )
@@ -84,5 +100,7 @@ def test_losses_that_cannot_be_used_are_named(tmp_path: Path, body: str, message
 
 @pytest.mark.parametrize("key", ["advantage", "loss"])
 def test_a_signature_is_checked_before_anything_is_built(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rl_training.{key}: .*takes \(a, b\), but it is called with"):
+    with pytest.raises(
+        ConfigError, match=rf"rl_training.{key}: .*takes \(a, b\), but it is called with"
+    ):
         algorithm(tmp_path, "def f(a, b): ...", key)

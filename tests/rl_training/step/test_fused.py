@@ -1,4 +1,5 @@
-"""Whole steps in loops that g++ makes: the same training, and no loop is made anew because a number has changed."""
+"""Whole steps in loops that g++ makes: the same training, and no loop is made anew because a
+number has changed."""
 
 import random
 from collections.abc import Callable
@@ -13,21 +14,34 @@ import pytest
 from mlx_parallm.models import blockwise, cpu_kernels
 from mlx_parallm.rl_training.step import optimizer
 from mlx_parallm.rl_training.step.batch import TrainBatch
-from tests.rl_training.making import assert_same_training, make_config, make_trainer, perturb_adapter, weights
+from tests.rl_training.making import (
+    assert_same_training,
+    make_config,
+    make_trainer,
+    perturb_adapter,
+    weights,
+)
 from tests.rl_training.rollouts import make_batch, random_groups
 
 pytestmark = [
     pytest.mark.slow,  # g++ makes the loops
     pytest.mark.skipif(
-        not cpu_kernels.available(), reason="without MLX on the CPU and a C++ compiler nothing is fused"
+        not cpu_kernels.available(),
+        reason=("without MLX on the CPU and a C++ compiler nothing is fused"),
     ),
 ]
 
 
 def numbered(step: int) -> TrainBatch:
-    """Every number that a loss reads is another one at each step: counts of tokens, temperature, KTO's three."""
+    """Every number that a loss reads is another one at each step: counts of tokens, temperature,
+    KTO's three."""
     groups = [
-        replace(group, rollouts=tuple(replace(rollout, temperature=0.6 + 0.1 * step) for rollout in group.rollouts))
+        replace(
+            group,
+            rollouts=tuple(
+                replace(rollout, temperature=0.6 + 0.1 * step) for rollout in group.rollouts
+            ),
+        )
         for group in random_groups(4, seed=step)
     ]
     constants = {"kl": 0.1 * step, "desirable": 3.0 + step, "undesirable": 4.0 + step}
@@ -47,12 +61,19 @@ def counted(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("values", [{"algorithm": "grpo", "kl_beta": 0.1}, {"algorithm": "ppo"}, {"algorithm": "kto"}])
+@pytest.mark.parametrize(
+    "values", [{"algorithm": "grpo", "kl_beta": 0.1}, {"algorithm": "ppo"}, {"algorithm": ("kto")}]
+)
 def test_steps_with_other_numbers_take_the_same_loops(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = {module: counted(module, monkeypatch) for module in (blockwise, optimizer)}
-    steps = {"lr_schedule": "linear", "max_grad_norm": 0.1, "batch_size": 16, "token_budget": 10_000}
+    steps = {
+        "lr_schedule": "linear",
+        "max_grad_norm": 0.1,
+        "batch_size": 16,
+        "token_budget": 10_000,
+    }
     config = make_config(
         learning_rate=1e-3, blocks_per_eval=0, **steps, **values
     )  # blocks, head and loss are one graph
@@ -69,7 +90,8 @@ def test_steps_with_other_numbers_take_the_same_loops(
         assert clipped, "by another factor at each step"
         assert_same_training(*map(weights, trainers))
         assert not list(tmp_path.rglob("*.so"))
-        monkeypatch.setenv("TMPDIR", str(tmp_path))  # where MLX puts a loop that it has not loaded yet
+        # where MLX puts a loop that it has not loaded yet
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert all(len(sizes) >= 3 for sizes in compiled.values())
     constant = random.random()
     mx.eval(mx.compile(lambda x: x * constant + 1.0)(mx.zeros((2,))))

@@ -1,4 +1,5 @@
-"""Each optimizer against numpy in float64; clipping, schedules, states that resume to the bit, narrow weights."""
+"""Each optimizer against numpy in float64; clipping, schedules, states that resume to the bit,
+narrow weights."""
 
 import math
 from pathlib import Path
@@ -26,7 +27,10 @@ Arrays = list[np.ndarray]
 
 def random_steps(policy: Any, count: int = 4, seed: int = 0) -> list[Arrays]:
     rng = np.random.default_rng(seed)
-    return [[rng.normal(size=array.shape).astype(np.float32) for array in policy.slots.read()] for _ in range(count)]
+    return [
+        [rng.normal(size=array.shape).astype(np.float32) for array in policy.slots.read()]
+        for _ in range(count)
+    ]
 
 
 def norm_of(gradients: Arrays) -> float:
@@ -43,7 +47,8 @@ def trained(config: Any, steps: list[Arrays], **policy: Any) -> tuple[Any, Polic
     return made, optimizer
 
 
-@pytest.mark.parametrize("fewest", [1 << 30, pytest.param(0, marks=pytest.mark.slow)])  # slow: g++ makes the loops
+# slow: g++ makes the loops
+@pytest.mark.parametrize("fewest", [1 << 30, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_update_that_fails_changes_nothing(fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "FEWEST_TO_FUSE", fewest)
     config = make_config()
@@ -68,12 +73,18 @@ def test_an_update_that_fails_changes_nothing(fewest: int, monkeypatch: pytest.M
     _, never_failed = trained(config, steps[:3])
     assert optimizer.updates == 3
     for name, array in never_failed.state().items():
-        np.testing.assert_allclose(optimizer.state()[name], array, rtol=1e-6, atol=1e-9, err_msg=name)
+        np.testing.assert_allclose(
+            optimizer.state()[name], array, rtol=1e-6, atol=1e-9, err_msg=name
+        )
 
 
-def test_settings_that_a_client_changes_are_not_made_loops_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_a_client_changes_are_not_made_loops_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(optimizer_module, "fused", lambda function, size: sizes.append(size) or function)
+    monkeypatch.setattr(
+        optimizer_module, "fused", lambda function, size: sizes.append(size) or function
+    )
     config = make_config()
     policy, optimizer = trained(config, random_steps(make_policy(config))[:1])
     gradients = [mx.array(g) for g in random_steps(policy)[0]]
@@ -83,7 +94,8 @@ def test_settings_that_a_client_changes_are_not_made_loops_of(monkeypatch: pytes
     assert [size > 0 for size in sizes] == [True, False, False, True, False]
 
 
-# ---------------------------------------------------------------------- float64 twins, one array at a time
+# ---------------------------------------------------------------------- float64 twins, one array at
+# a time
 
 
 class Adamw:
@@ -114,7 +126,8 @@ class Lion:
 
 
 class Muon:
-    """Jordan et al. 2024: Nesterov momentum 0.95, five Newton-Schulz steps, the rate times √(rows / columns)."""
+    """Jordan et al. 2024: Nesterov momentum 0.95, five Newton-Schulz steps, the rate times
+    √(rows / columns)."""
 
     def __init__(self, value: np.ndarray) -> None:
         self.v = np.zeros_like(value)
@@ -133,7 +146,8 @@ class Muon:
 
 
 class Adafactor:
-    """Shazeer & Stern 2018, algorithm 4 (matrices) and 5, decay 0.8, threshold 1, without relative steps."""
+    """Shazeer & Stern 2018, algorithm 4 (matrices) and 5, decay 0.8, threshold 1, without
+    relative steps."""
 
     def __init__(self, value: np.ndarray) -> None:
         self.row, self.column, self.full, self.t = 0.0, 0.0, 0.0, 0
@@ -155,7 +169,9 @@ class Adafactor:
 TWINS = {"adamw": Adamw, "lion": Lion, "muon": Muon, "adafactor": Adafactor}
 
 
-def by_twins(names: tuple[str, ...], before: Arrays, steps: list[Arrays], config: Any, *, clip: float) -> Arrays:
+def by_twins(
+    names: tuple[str, ...], before: Arrays, steps: list[Arrays], config: Any, *, clip: float
+) -> Arrays:
     values = [array.astype(np.float64) for array in before]
     twins = [TWINS[optimizer_of(n, v.shape, config)](v) for n, v in zip(names, values, strict=True)]
     for gradients, rate in zip(steps, RATES, strict=False):
@@ -163,7 +179,9 @@ def by_twins(names: tuple[str, ...], before: Arrays, steps: list[Arrays], config
         for i, gradient in enumerate(gradients):
             own = rate * (config.lora.loraplus_ratio if names[i].endswith("lora_b") else 1.0)
             pulled = values[i].ndim > 1 or names[i].endswith(".m") or config.decay_norms_and_biases
-            values[i] = twins[i].step(values[i], gradient * min(1.0, clip / norm), own, config.weight_decay * pulled)
+            values[i] = twins[i].step(
+                values[i], gradient * min(1.0, clip / norm), own, config.weight_decay * pulled
+            )
     return values
 
 
@@ -180,14 +198,21 @@ def by_twins(names: tuple[str, ...], before: Arrays, steps: list[Arrays], config
 )
 def test_each_optimizer_equals_its_twin(kind: str, lora: dict[str, Any], decay_all: bool) -> None:
     """Gains of norms are not decayed, unless all is."""
-    values = {"optimizer": kind, "weight_decay": 0.1, "decay_norms_and_biases": decay_all, "max_grad_norm": 3.0}
+    values = {
+        "optimizer": kind,
+        "weight_decay": 0.1,
+        "decay_norms_and_biases": decay_all,
+        "max_grad_norm": 3.0,
+    }
     config = make_config(lora=lora, **values)
     steps = random_steps(make_policy(config))
     before = [np.array(array) for array in make_policy(config).slots.read()]
     policy, optimizer = trained(config, steps)
     expected = by_twins(policy.slots.names, before, steps, config, clip=3.0)
     assert optimizer.updates == len(RATES)
-    for name, array, value, start in zip(policy.slots.names, policy.slots.read(), expected, before, strict=True):
+    for name, array, value, start in zip(
+        policy.slots.names, policy.slots.read(), expected, before, strict=True
+    ):
         moved = np.abs(value - start).max()
         assert moved > 1e-3, name
         close = np.abs(np.array(array) - value) <= 2e-3 * moved + 1e-6
@@ -210,13 +235,19 @@ def test_muon_takes_matrices_of_the_blocks_only() -> None:
     config = make_config(optimizer="muon", lora={"enabled": False})
     policy = make_policy(config, architecture="llama")
     groups = make_groups(policy.slots.names, policy.slots.read(), config)
-    [names] = [{policy.slots.names[slot] for slot in group.slots} for group in groups if set(group.state()) == {"v"}]
+    [names] = [
+        {policy.slots.names[slot] for slot in group.slots}
+        for group in groups
+        if set(group.state()) == {("v")}
+    ]
     rest = set(policy.slots.names) - names
     assert {name.rsplit(".", 2)[-2] for name in rest} == {
         *("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm"),
     }
     assert len(names) == 3 * 7
-    assert optimizer_of("model.layers.0.mlp.switch_mlp.up_proj.weight", (4, 8, 8), config) == "adamw"
+    assert optimizer_of("model.layers.0.mlp.switch_mlp.up_proj.weight", (4, 8, 8), config) == (
+        "adamw"
+    )
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -233,7 +264,9 @@ def test_muon_takes_matrices_of_the_blocks_only() -> None:
     ],
     ids=str,
 )
-def test_states_go_on_to_the_bit(kind: str, lora: dict[str, Any], dtype: mx.Dtype, tmp_path: Path) -> None:
+def test_states_go_on_to_the_bit(
+    kind: str, lora: dict[str, Any], dtype: mx.Dtype, tmp_path: Path
+) -> None:
     config = make_config(optimizer=kind, lora=lora, weight_decay=0.01)
     steps = random_steps(make_policy(config))
     whole, whole_optimizer = trained(config, steps, dtype=dtype)
@@ -270,8 +303,9 @@ def test_another_optimizers_state_is_refused(values: dict[str, Any], message: st
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor"])
 def test_bfloat16_weights_follow_their_float32_masters(kind: str) -> None:
-    """Eight updates, each far below half a unit in the last place of bfloat16: the masters are those of a run in
-    float32 to the bit, and the tree is their rounding. Updating the bfloat16 numbers themselves would move nothing."""
+    """Eight updates, each far below half a unit in the last place of bfloat16: the masters are
+    those of a run in float32 to the bit, and the tree is their rounding. Updating the bfloat16
+    numbers themselves would move nothing."""
     config = make_config(optimizer=kind, lora={"enabled": False}, max_grad_norm=0.0)
     narrow = make_policy(config, dtype=mx.bfloat16)
     wide = make_policy(config)
@@ -288,7 +322,9 @@ def test_bfloat16_weights_follow_their_float32_masters(kind: str) -> None:
         narrow.slots.names, start, narrow.slots.read(), wide.slots.read(), strict=True
     ):
         assert mx.array_equal(state[f"{name}.master"], master).item(), name
-        assert mx.array_equal(array, master.astype(mx.bfloat16)).item() and array.dtype == mx.bfloat16
+        assert (
+            mx.array_equal(array, master.astype(mx.bfloat16)).item() and array.dtype == mx.bfloat16
+        )
         moved += (array != before).sum().item()
     assert moved > 0
 
@@ -318,7 +354,9 @@ def test_bundles_change_no_number(kind: str, bundle: int, monkeypatch: pytest.Mo
 def test_a_setting_that_nothing_reads_is_an_error(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{list(values)[-1]} is set, but only read with "):
         make_config(**values)
-    assert make_config(**make_config(optimizer="lion").model_dump()).optimizer == "lion", "a saved one says everything"
+    assert make_config(**make_config(optimizer="lion").model_dump()).optimizer == "lion", (
+        "a saved one says everything"
+    )
 
 
 def test_an_update_binds_new_arrays_and_leaves_the_old_ones_alone() -> None:

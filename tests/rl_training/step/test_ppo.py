@@ -1,4 +1,5 @@
-"""PPO in the trainer: the value head learns beside the policy, at its own rate, and comes back from a checkpoint."""
+"""PPO in the trainer: the value head learns beside the policy, at its own rate, and comes back
+from a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ def rewarded(seed: int = 0, step: int = 1) -> TrainBatch:
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_the_value_head_learns_what_the_rewards_are(lora: bool) -> None:
-    trainer = make_trainer(ppo(lora=lora, learning_rate=2e-3, ppo={"value_clip": 0.0, "value_learning_rate": 0.3}))
+    trainer = make_trainer(
+        ppo(lora=lora, learning_rate=2e-3, ppo={"value_clip": 0.0, "value_learning_rate": 0.3})
+    )
     lines = [trainer.train_step(rewarded(step=step)).metrics for step in range(1, 7)]
     assert lines[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6), "V = 0 everywhere"
     assert lines[-1]["value_loss"] < 0.7 * lines[0]["value_loss"]
@@ -47,11 +50,17 @@ def test_the_first_losses_are_those_of_the_formulas() -> None:
     trainer = make_trainer(ppo(batch_size=16, ppo={"gae_lambda": 1.0, "value_coefficient": 0.25}))
     batch = rewarded()
     metrics = trainer.train_step(batch).metrics
-    rewards = np.concatenate([[s.rollout.reward] * sum(s.rollout.mask[1:]) for s in batch.sequences])
+    rewards = np.concatenate(
+        [[s.rollout.reward] * sum(s.rollout.mask[1:]) for s in batch.sequences]
+    )
     assert metrics["value_loss"] == pytest.approx(0.5 * np.square(rewards).mean(), rel=1e-5)
     advantages = (rewards - rewards.mean()) / rewards.std(ddof=1)
-    logprobs = np.concatenate(make_trainer(ppo(batch_size=16)).logprobs([s.rollout for s in batch.sequences]))
-    sampled = np.concatenate([np.array(s.rollout.logprobs)[np.array(s.rollout.mask, bool)] for s in batch.sequences])
+    logprobs = np.concatenate(
+        make_trainer(ppo(batch_size=16)).logprobs([s.rollout for s in batch.sequences])
+    )
+    sampled = np.concatenate(
+        [np.array(s.rollout.logprobs)[np.array(s.rollout.mask, bool)] for s in batch.sequences]
+    )
     ratio = np.exp(logprobs - sampled)
     surrogate = -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages).mean()
     assert metrics["policy_loss"] == pytest.approx(surrogate, abs=1e-4)
@@ -60,7 +69,9 @@ def test_the_first_losses_are_those_of_the_formulas() -> None:
 
 
 def test_with_a_sampler_correction_the_kl_is_to_the_policy_that_the_step_began_with() -> None:
-    metrics = make_trainer(ppo(batch_size=16, sampler_correction="tis")).train_step(rewarded()).metrics
+    metrics = (
+        make_trainer(ppo(batch_size=16, sampler_correction="tis")).train_step(rewarded()).metrics
+    )
     assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["mismatch_kl"] > 0.1, "of made-up log-probabilities"
@@ -80,8 +91,11 @@ def test_the_head_has_a_rate_of_its_own() -> None:
 
 @pytest.mark.parametrize("rate", [0.2, 1e-2], ids=["its own rate", "the adapter's rate"])
 def test_how_far_the_policy_moved_is_told_without_the_head(rate: float) -> None:
-    """The head's rate is a thousand times the policy's: its steps would hide that the policy hardly moves."""
-    trainer = make_trainer(ppo(batch_size=16, learning_rate=1e-2, ppo={"value_learning_rate": rate}))
+    """The head's rate is a thousand times the policy's: its steps would hide that the policy
+    hardly moves."""
+    trainer = make_trainer(
+        ppo(batch_size=16, learning_rate=1e-2, ppo={"value_learning_rate": rate})
+    )
     before = weights(trainer)
     metrics = trainer.train_step(rewarded()).metrics
     served = {name: array for name, array in weights(trainer).items() if name not in HEAD}
@@ -105,7 +119,9 @@ def test_a_resumed_run_has_the_same_bits(values: dict[str, Any], tmp_path: Path)
         trainer.train_step(rewarded(seed=step, step=step))
     path = checkpointer(tmp_path / "run", trainer).save(in_state(2))
     other = make_trainer(ppo(**values))
-    checkpointer(tmp_path / "run", other).resume(path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl"))
+    checkpointer(tmp_path / "run", other).resume(
+        path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl")
+    )
     for name, array in weights(trainer).items():
         np.testing.assert_array_equal(weights(other)[name], array, err_msg=name)
     states = [one.optimizer.state() for one in (trainer, other)]
@@ -117,8 +133,9 @@ def test_a_resumed_run_has_the_same_bits(values: dict[str, Any], tmp_path: Path)
 
 
 def test_the_target_kl_ends_a_steps_updates() -> None:
-    """The first mini-batch is under the policy that sampled (KL 0 of recomputed log-probabilities); a large step takes
-    the next one too far. What is left out changes nothing and is counted; the next step begins anew."""
+    """The first mini-batch is under the policy that sampled (KL 0 of recomputed
+    log-probabilities); a large step takes the next one too far. What is left out changes nothing
+    and is counted; the next step begins anew."""
     values = {"batch_size": 8, "update_epochs": 3, "learning_rate": 5e-2}
     trainer = make_trainer(ppo(**values, ppo={"target_kl": 1e-3}))
     batch = on_policy(trainer, rewarded())
@@ -137,16 +154,23 @@ def test_the_target_kl_ends_a_steps_updates() -> None:
 
 
 def test_a_target_kl_that_allows_no_update_is_told() -> None:
-    """Rollouts of another policy than the step's: the first mini-batch is beyond the target, in every step."""
+    """Rollouts of another policy than the step's: the first mini-batch is beyond the target, in
+    every step."""
     trainer = make_trainer(ppo(ppo={"target_kl": 1e-3}))
     before = weights(trainer)
     lines = [trainer.train_step(rewarded(step=step)).metrics for step in (1, 2, 3)]
     for line in lines:
-        assert (line["optimizer_updates"], line["mini_batches_left_out"], line["loss"]) == (0, 2, None)
+        assert (line["optimizer_updates"], line["mini_batches_left_out"], line["loss"]) == (
+            0,
+            2,
+            None,
+        )
         assert line["stopped_at_kl"] > 1.5e-3 and line["logprob_diff_mean"] > 0.1
     assert all(np.array_equal(array, before[name]) for name, array in weights(trainer).items())
     [found] = [diagnosis for diagnosis in find(lines) if diagnosis.name == "no-update"]
-    assert found.numbers["stopped_at_kl"] == pytest.approx(np.mean([line["stopped_at_kl"] for line in lines]))
+    assert found.numbers["stopped_at_kl"] == pytest.approx(
+        np.mean([line["stopped_at_kl"] for line in lines])
+    )
     others = [line | {"optimizer_updates": 1} for line in lines[:2]]
     assert "no-update" not in {diagnosis.name for diagnosis in find([lines[0], *others])}
 
@@ -170,10 +194,14 @@ def test_what_is_served_knows_nothing_of_it(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
     path = checkpointer(tmp_path / "run", make_trainer(make_config())).save(in_state(1))
     with pytest.raises(CheckpointError, match="has no value head"):
-        checkpointer(tmp_path / "run", make_trainer(ppo())).resume(path, NoStore(), MetricsFile(tmp_path / "m"))
+        checkpointer(tmp_path / "run", make_trainer(ppo())).resume(
+            path, NoStore(), MetricsFile(tmp_path / "m")
+        )
 
 
 def test_its_keys_belong_to_ppo() -> None:
     with pytest.raises(ValueError, match=r'ppo\.target_kl: only read with algorithm = "ppo"'):
         make_config(ppo={"target_kl": 0.1})
-    assert make_config(ppo=make_config().ppo.model_dump()).algorithm == "grpo", "a saved configuration says everything"
+    assert make_config(ppo=make_config().ppo.model_dump()).algorithm == "grpo", (
+        "a saved configuration says everything"
+    )

@@ -1,4 +1,5 @@
-"""Columns of a batch: alignment, KL in the reward, TIS and MIS against float64, bits in a checkpoint."""
+"""Columns of a batch: alignment, KL in the reward, TIS and MIS against float64, bits in a
+checkpoint."""
 
 import json
 import math
@@ -49,7 +50,9 @@ TWO_TOKENS = make_rollout((5, 6), logprob=-1.5)
 
 def batch_of(*rollouts: Rollout, fresh: tuple[bool, ...] = (True, False)) -> TrainBatch:
     sequences = tuple(
-        TrainSequence(rollout, tuple(10.0 * row + t for t in range(len(rollout.tokens))), fresh[row])
+        TrainSequence(
+            rollout, tuple(10.0 * row + t for t in range(len(rollout.tokens))), fresh[row]
+        )
         for row, rollout in enumerate(rollouts)
     )
     return TrainBatch(1, (), sequences, BatchStatistics())
@@ -83,14 +86,19 @@ def test_who_came_without_log_probabilities_counts_as_sampled_now() -> None:
     prepared = prepare(batch, {"stand_ins": own})
     np.testing.assert_allclose(prepared.rollout_logprobs, [-0.1, -0.2, -0.3, -0.4, -0.7, -0.8])
     assert prepared.old_logprobs is None
-    corrected = prepare(batch, {"old_logprobs": own}, correction=SamplerCorrection("tis", "token", 2.0, 0.5))
+    corrected = prepare(
+        batch, {"old_logprobs": own}, correction=SamplerCorrection("tis", "token", 2.0, 0.5)
+    )
     assert corrected.old_logprobs is own
     np.testing.assert_allclose(corrected.weights[4:], 1.0)
-    np.testing.assert_allclose(corrected.weights[:4], np.exp(own[:4] - prepared.rollout_logprobs[:4]), rtol=1e-6)
+    np.testing.assert_allclose(
+        corrected.weights[:4], np.exp(own[:4] - prepared.rollout_logprobs[:4]), rtol=1e-6
+    )
 
 
 def test_kl_in_the_reward_is_taken_off_centred() -> None:
-    """k1 = 0.1, 0.2, …, against the sampler: β · (mean - k1) is added to each token's advantage, whose sum stays."""
+    """k1 = 0.1, 0.2, …, against the sampler: β · (mean - k1) is added to each token's advantage,
+    whose sum stays."""
     batch = batch_of(TWO_TURNS, TWO_TOKENS)
     k1 = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     plain = prepare(batch, {})
@@ -104,21 +112,30 @@ def test_kl_in_the_reward_is_taken_off_centred() -> None:
 
 def test_kl_in_the_reward_is_of_the_policy_that_the_step_starts_from_where_it_was_scored() -> None:
     batch = batch_of(TWO_TURNS, TWO_TOKENS)
-    scores = {"old_logprobs": np.full(6, -1.0, np.float32), "ref_logprobs": np.full(6, -1.2, np.float32)}
-    prepared = prepare(batch, scores, correction=SamplerCorrection("mis", "token", 2.0, 0.5), kl_penalty=1.0)
+    scores = {
+        "old_logprobs": np.full(6, -1.0, np.float32),
+        "ref_logprobs": np.full(6, -1.2, np.float32),
+    }
+    prepared = prepare(
+        batch, scores, correction=SamplerCorrection("mis", "token", 2.0, 0.5), kl_penalty=1.0
+    )
     np.testing.assert_allclose(prepared.kl_penalty, 0.2, atol=1e-6)
 
 
 def test_an_algorithm_finishes_the_batch_itself() -> None:
     def whitened(prepared: PreparedBatch) -> PreparedBatch:
         values = prepared.advantages - prepared.kl_penalty
-        return replace(prepared, advantages=(values - values.mean()) / values.std(), metrics={"mine": 1.0})
+        return replace(
+            prepared, advantages=(values - values.mean()) / values.std(), metrics={"mine": 1.0}
+        )
 
     batch = batch_of(TWO_TURNS, TWO_TOKENS)
     ref = prepare(batch, {}).rollout_logprobs - 1
     prepared = prepare(batch, {"ref_logprobs": ref}, kl_penalty=2.0, finish=whitened)
     values = np.array([1.0, 2.0, 4.0, 5.0, 13.0, 14.0])
-    np.testing.assert_allclose(prepared.advantages, (values - values.mean()) / values.std(), rtol=1e-5)
+    np.testing.assert_allclose(
+        prepared.advantages, (values - values.mean()) / values.std(), rtol=1e-5
+    )
     assert prepared.metrics == {"mine": 1.0}
 
 
@@ -138,17 +155,22 @@ def test_the_adaptive_coefficient(kl: float, expected: float) -> None:
 
 
 def test_the_coefficient_finds_the_target() -> None:
-    """A policy whose KL is 0.05 / coefficient comes to rest at the target 0.1, with the coefficient 0.5."""
+    """A policy whose KL is 0.05 / coefficient comes to rest at the target 0.1, with the
+    coefficient 0.5."""
     coefficient = 0.01
     for _ in range(3_000):
-        coefficient = adapted_coefficient(coefficient, 0.05 / coefficient, target=0.1, horizon=1_000, sequences=64)
+        coefficient = adapted_coefficient(
+            coefficient, 0.05 / coefficient, target=0.1, horizon=1_000, sequences=64
+        )
     assert coefficient == pytest.approx(0.5, rel=0.01)
 
 
 def test_scores_keep_their_bits_in_a_checkpoint() -> None:
     column = np.random.default_rng(0).normal(size=257).astype(np.float32) * np.float32(1e-3)
     column[:3] = np.nextafter(np.float32(-1), np.float32(0)), -np.inf, -0.0
-    position = StepPosition(updates=1, mismatch=(0.1, 0.2, 0.3, False), order=(1, 0), scores={"ref_logprobs": column})
+    position = StepPosition(
+        updates=1, mismatch=(0.1, 0.2, 0.3, False), order=(1, 0), scores={"ref_logprobs": column}
+    )
     text = json.dumps(position.to_json())
     again = StepPosition.from_json(json.loads(text))
     assert again.scores["ref_logprobs"].tobytes() == column.tobytes()
@@ -157,7 +179,10 @@ def test_scores_keep_their_bits_in_a_checkpoint() -> None:
 
 
 def test_a_step_that_an_older_version_began() -> None:
-    data = StepPosition(updates=1, order=(1, 0)).to_json() | {"recomputed": [], "logprob_diff": [0.1, 0.2]}
+    data = StepPosition(updates=1, order=(1, 0)).to_json() | {
+        "recomputed": [],
+        "logprob_diff": [0.1, 0.2],
+    }
     del data["scores"], data["mismatch"]
     position = StepPosition.from_json(data)
     assert (position.mismatch[:2], position.scores, position.order) == ((0.1, 0.2), {}, (1, 0))
@@ -227,7 +252,9 @@ def test_auto_corrects_where_the_measured_mismatch_is_above_the_bound() -> None:
 def test_a_quantised_sampler_is_refused_without_a_correction(kind: str, tmp_path: Path) -> None:
     training = {"sampler_correction": kind, "checkpoint_dir": str(tmp_path), "run_name": "run"}
     config = parse_config({"server": {"kv_bits": 4, "port": 0}, "rl_training": training})
-    with pytest.raises(ConfigError, match=r"server\.kv_bits = 4: .* set rl_training\.sampler_correction = \"tis\""):
+    with pytest.raises(
+        ConfigError, match=r"server\.kv_bits = 4: .* set rl_training\.sampler_correction = \"tis\""
+    ):
         training_run(config, resume=None, stop=threading.Event(), console=Console(quiet=True))
     assert not [*tmp_path.iterdir()]
 
@@ -243,10 +270,13 @@ def test_a_quantised_sampler_is_allowed_with_a_correction_and_where_nothing_is_s
     check_kv_bits(parse_config({"rl_training": training} | data))
 
 
-def test_a_loss_of_ones_own_with_a_quantised_sampler_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_of_ones_own_with_a_quantised_sampler_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     logs: list[str] = []
     monkeypatch.setattr(
-        "mlx_parallm.rl_training.step.prepare.log", SimpleNamespace(warning=lambda event, **fields: logs.append(event))
+        "mlx_parallm.rl_training.step.prepare.log",
+        SimpleNamespace(warning=lambda event, **fields: logs.append(event)),
     )
     training = {"sampler_correction": "tis", "loss": "python:mine.py:loss"}
     check_kv_bits(parse_config({"rl_training": training}))
@@ -276,7 +306,14 @@ def test_the_bound_parts_float32_from_what_is_narrower() -> None:
         ({}, (2.0, 0.5)),
         ({"sampler_correction_level": "sequence"}, (3.0, 1 / 3)),
         ({"sampler_correction_cap": 4.0}, (4.0, 0.25)),
-        ({"sampler_correction": "mis", "sampler_correction_cap": 5.0, "sampler_correction_floor": 0.5}, (5.0, 0.5)),
+        (
+            {
+                "sampler_correction": "mis",
+                "sampler_correction_cap": 5.0,
+                "sampler_correction_floor": 0.5,
+            },
+            (5.0, 0.5),
+        ),
     ],
 )
 def test_bounds(given: dict[str, Any], bounds: tuple[float, float]) -> None:
@@ -286,10 +323,19 @@ def test_bounds(given: dict[str, Any], bounds: tuple[float, float]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"sampler_correction": "mis", "sampler_correction_floor": 2.0}, "has to be below sampler_correction_cap"),
-        ({"sampler_correction": "mis", "sampler_correction_cap": 0.5}, "has to be below sampler_correction_cap"),
+        (
+            {"sampler_correction": "mis", "sampler_correction_floor": 2.0},
+            ("has to be below sampler_correction_cap"),
+        ),
+        (
+            {"sampler_correction": "mis", "sampler_correction_cap": 0.5},
+            ("has to be below sampler_correction_cap"),
+        ),
         ({"sampler_correction": "tis", "sampler_correction_floor": 0.2}, 'with "mis" only'),
-        ({"sampler_correction": "none", "sampler_correction_cap": 3.0}, 'cap is set, but sampler_correction = "none"'),
+        (
+            {"sampler_correction": "none", "sampler_correction_cap": 3.0},
+            ('cap is set, but sampler_correction = "none"'),
+        ),
         (
             {"sampler_correction": "none", "sampler_correction_level": "sequence"},
             "level is set, but sampler_correction",

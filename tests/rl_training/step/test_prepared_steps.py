@@ -1,4 +1,5 @@
-"""Steps whose batch is scored before the first update: sampler correction, KL in the reward, filters, interruptions."""
+"""Steps whose batch is scored before the first update: sampler correction, KL in the reward,
+filters, interruptions."""
 
 import json
 import math
@@ -14,16 +15,30 @@ from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import Trainer
-from tests.rl_training.making import assert_same_training, make_config, make_trainer, perturb_adapter, weights
+from tests.rl_training.making import (
+    assert_same_training,
+    make_config,
+    make_trainer,
+    perturb_adapter,
+    weights,
+)
 from tests.rl_training.rollouts import make_batch, random_groups
-from tests.rl_training.scoring import assert_same_metrics, on_policy, policy_logprobs, reference_logprobs
+from tests.rl_training.scoring import (
+    assert_same_metrics,
+    on_policy,
+    policy_logprobs,
+    reference_logprobs,
+)
 
 
 class Seen:
-    """Trainers of one configuration whose loss writes down what it was given, as flat arrays of the trained tokens."""
+    """Trainers of one configuration whose loss writes down what it was given, as flat arrays of
+    the trained tokens."""
 
     def __init__(self, **config: Any) -> None:
-        self.config = make_config(**{"batch_size": 16, "token_budget": 100_000, "packing": False} | config)
+        self.config = make_config(
+            **{"batch_size": 16, "token_budget": 100_000, "packing": False} | config
+        )
         self._waiting: list[tuple[np.ndarray, dict[str, mx.array]]] = []
         self.kl_betas: list[float] = []
 
@@ -32,8 +47,11 @@ class Seen:
 
         def loss(inputs: LossInputs) -> LossOutputs:
             kept = np.array(inputs.mask)
-            columns = {name: value for name, value in vars(inputs).items() if isinstance(value, mx.array)}
-            del columns["mask"], columns["logprobs"], columns["entropy"]  # the latter are being differentiated
+            columns = {
+                name: value for name, value in vars(inputs).items() if isinstance(value, mx.array)
+            }
+            # the latter are being differentiated
+            del columns["mask"], columns["logprobs"], columns["entropy"]
             self._waiting.append((kept, columns))
             self.kl_betas.append(inputs.kl_beta)
             return algorithm.loss(inputs)
@@ -46,12 +64,17 @@ class Seen:
 
     def constants(self) -> list[dict[str, np.ndarray]]:
         """What did not come from the differentiated pass, of each micro-batch."""
-        return [{name: np.array(value)[kept] for name, value in columns.items()} for kept, columns in self._waiting]
+        return [
+            {name: np.array(value)[kept] for name, value in columns.items()}
+            for kept, columns in self._waiting
+        ]
 
 
 def by_length(trainer: Trainer, batch: TrainBatch, rows: list[np.ndarray]) -> np.ndarray:
     """Of a step that is one micro-batch: its order is that of the lengths."""
-    order = sorted(range(len(rows)), key=lambda row: (len(batch.sequences[row].rollout.tokens), row))
+    order = sorted(
+        range(len(rows)), key=lambda row: (len(batch.sequences[row].rollout.tokens), row)
+    )
     return np.concatenate([rows[row] for row in order])
 
 
@@ -65,15 +88,22 @@ def with_noise(trainer: Trainer, batch: TrainBatch, size: float) -> TrainBatch:
     sequences = []
     for sequence in on_policy(trainer, batch).sequences:
         rollout = sequence.rollout
-        values = np.array(rollout.logprobs) + np.array(rollout.mask) * rng.normal(0, size, len(rollout.tokens))
-        sequences.append(replace(sequence, rollout=replace(rollout, logprobs=tuple(values.tolist()))))
+        values = np.array(rollout.logprobs) + np.array(rollout.mask) * rng.normal(
+            0, size, len(rollout.tokens)
+        )
+        sequences.append(
+            replace(sequence, rollout=replace(rollout, logprobs=tuple(values.tolist())))
+        )
     return replace(batch, sequences=tuple(sequences))
 
 
 @pytest.mark.parametrize(
-    ("kind", "level"), [("tis", "token"), ("tis", "sequence"), ("mis", "token"), ("mis", "sequence")]
+    ("kind", "level"),
+    [("tis", "token"), ("tis", "sequence"), ("mis", "token"), ("mis", ("sequence"))],
 )
-def test_the_ratio_is_against_the_trainers_own_and_the_weight_is_the_samplers(kind: str, level: str) -> None:
+def test_the_ratio_is_against_the_trainers_own_and_the_weight_is_the_samplers(
+    kind: str, level: str
+) -> None:
     seen = Seen(sampler_correction=kind, sampler_correction_level=level, sampler_correction_cap=1.3)
     trainer = seen.trainer()
     batch = with_noise(trainer, make_batch(random_groups(4)), 0.4)
@@ -87,21 +117,31 @@ def test_the_ratio_is_against_the_trainers_own_and_the_weight_is_the_samplers(ki
         expected.append(np.minimum(weight, 1.3) if kind == "tis" else np.where(inside, weight, 0.0))
     (given,) = seen.constants()
     np.testing.assert_allclose(given["old_logprobs"], by_length(trainer, batch, own), atol=1e-5)
-    np.testing.assert_allclose(given["weights"], by_length(trainer, batch, expected), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(given["rollout_logprobs"], by_length(trainer, batch, sent), rtol=1e-6)
+    np.testing.assert_allclose(
+        given["weights"], by_length(trainer, batch, expected), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        given["rollout_logprobs"], by_length(trainer, batch, sent), rtol=1e-6
+    )
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-    flat = np.concatenate([np.exp(a.astype(np.float64) - b) for a, b in zip(own, sent, strict=True)])
+    flat = np.concatenate(
+        [np.exp(a.astype(np.float64) - b) for a, b in zip(own, sent, strict=True)]
+    )
     if level == "token":
         cut = flat > 1.3 if kind == "tis" else (flat > 1.3) | (flat < 1 / 1.3)
         assert metrics["sampler_weights_cut"] == pytest.approx(cut.mean(), abs=1e-6)
     assert 0 < metrics["sampler_weights_cut"] < 1
 
 
-def test_without_a_correction_one_ratio_does_both_and_nothing_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_correction_one_ratio_does_both_and_nothing_is_scored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = Seen(sampler_correction="none")
     trainer = seen.trainer()
     batch = on_policy(trainer, make_batch(random_groups(2)), shift=-0.2)
-    monkeypatch.setattr(trainer.model, "score", lambda _: pytest.fail("a forward pass that nobody needs"))
+    monkeypatch.setattr(
+        trainer.model, "score", lambda _: pytest.fail("a forward pass that nobody needs")
+    )
     metrics = trainer.train_step(batch).metrics
     assert set(seen.constants()[0]) == {"rollout_logprobs", "advantages"}
     assert metrics["ratio_mean"] == pytest.approx(math.exp(0.2), abs=1e-4)
@@ -109,7 +149,8 @@ def test_without_a_correction_one_ratio_does_both_and_nothing_is_scored(monkeypa
 
 
 def test_a_correction_multiplies_the_gradient() -> None:
-    """All tokens shifted by -0.2: weights of e^0.2, and so is the loss; cut to 1.1 it is 1.1 times."""
+    """All tokens shifted by -0.2: weights of e^0.2, and so is the loss; cut to 1.1 it is 1.1
+    times."""
 
     def loss(**config: Any) -> float:
         trainer = Seen(**config).trainer()
@@ -120,20 +161,25 @@ def test_a_correction_multiplies_the_gradient() -> None:
 
     plain = loss()
     assert loss(sampler_correction="tis") == pytest.approx(math.exp(0.2) * plain, rel=1e-4)
-    assert loss(sampler_correction="tis", sampler_correction_cap=1.1) == pytest.approx(1.1 * plain, rel=1e-4)
+    assert loss(sampler_correction="tis", sampler_correction_cap=1.1) == pytest.approx(
+        1.1 * plain, rel=1e-4
+    )
     assert loss(sampler_correction="mis", sampler_correction_cap=1.1) == 0.0
 
 
 def test_the_mismatch_in_nats() -> None:
     """KL(engine || trainer) of a shift d = trainer - engine = 0.2: e^0.2 - 1 - 0.2 = 0.021403."""
     trainer = Seen().trainer()
-    metrics = trainer.train_step(on_policy(trainer, make_batch(random_groups(2)), shift=-0.2)).metrics
+    metrics = trainer.train_step(
+        on_policy(trainer, make_batch(random_groups(2)), shift=-0.2)
+    ).metrics
     assert metrics["mismatch_kl"] == pytest.approx(0.021403, abs=1e-5)
     assert metrics["logprob_diff_mean"] == pytest.approx(0.2, abs=1e-5)
 
 
 def test_a_filter_of_the_sampler_moves_neither_ratio_nor_weight() -> None:
-    """top_p that keeps 0.8 of the mass: raw log-probabilities are the trainer's, processed ones are ln 0.8 above."""
+    """top_p that keeps 0.8 of the mass: raw log-probabilities are the trainer's, processed ones
+    are ln 0.8 above."""
     seen = Seen(sampler_correction="tis")
     trainer = seen.trainer()
     batch = on_policy(trainer, make_batch(random_groups(2)))
@@ -150,9 +196,14 @@ def test_a_filter_of_the_sampler_moves_neither_ratio_nor_weight() -> None:
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["logprob_diff_max"] < 1e-4
     np.testing.assert_allclose(seen.constants()[0]["weights"], 1.0, atol=1e-4)
-    sent = [replace(s, rollout=replace(s.rollout, logprobs=s.rollout.processed_logprobs)) for s in sequences]
+    sent = [
+        replace(s, rollout=replace(s.rollout, logprobs=s.rollout.processed_logprobs))
+        for s in sequences
+    ]
     wrong = Seen(sampler_correction="none").trainer()
-    assert wrong.train_step(replace(batch, sequences=tuple(sent))).metrics["ratio_mean"] == pytest.approx(0.8, abs=1e-3)
+    assert wrong.train_step(replace(batch, sequences=tuple(sent))).metrics[
+        "ratio_mean"
+    ] == pytest.approx(0.8, abs=1e-3)
 
 
 def test_kl_in_the_reward_moves_advantages_and_leaves_the_loss_alone() -> None:
@@ -167,7 +218,9 @@ def test_kl_in_the_reward_moves_advantages_and_leaves_the_loss_alone() -> None:
     metrics = trainer.train_step(batch).metrics
     (given,) = seen.constants()
     np.testing.assert_allclose(given["advantages"], by_length(trainer, batch, expected), atol=1e-5)
-    np.testing.assert_allclose(given["ref_logprobs"], by_length(trainer, batch, reference), atol=1e-5)
+    np.testing.assert_allclose(
+        given["ref_logprobs"], by_length(trainer, batch, reference), atol=1e-5
+    )
     assert seen.kl_betas == [0.0]
     assert metrics["kl"] > 0
     assert metrics["kl_coefficient"] == 0.5
@@ -179,7 +232,9 @@ def test_the_coefficient_is_adapted_after_each_step_and_goes_on_after_a_resume()
     seen = Seen(kl_beta=0.5, kl_target=1e-3, kl_horizon=100, sampler_correction="none")
     trainer = seen.trainer()
     batch = on_policy(trainer, make_batch(random_groups(2)))
-    k1 = np.concatenate(rollout_logprobs(batch)) - np.concatenate(reference_logprobs(trainer, batch))
+    k1 = np.concatenate(rollout_logprobs(batch)) - np.concatenate(
+        reference_logprobs(trainer, batch)
+    )
     grow = 1 + math.copysign(0.2, k1.mean() / 1e-3 - 1) * 8 / 100
     coefficients = [trainer.train_step(batch).metrics["kl_coefficient"] for _ in range(3)]
     assert coefficients == pytest.approx([0.5, 0.5 * grow, 0.5 * grow**2])
@@ -194,16 +249,28 @@ def test_the_coefficient_is_adapted_after_each_step_and_goes_on_after_a_resume()
 
 CONFIGS = {
     "tis": {"sampler_correction": "tis"},
-    "mis": {"sampler_correction": "mis", "sampler_correction_level": "sequence", "sampler_correction_cap": 20.0},
+    "mis": {
+        "sampler_correction": "mis",
+        "sampler_correction_level": "sequence",
+        "sampler_correction_cap": 20.0,
+    },
     "kl in the reward": {"kl_beta": 0.1, "kl_in": "reward", "kl_target": 0.01},
-    "whitened": {"algorithm": "reinforce_pp", "kl_beta": 0.1, "kl_in": "reward", "sampler_correction": "tis"},
+    "whitened": {
+        "algorithm": "reinforce_pp",
+        "kl_beta": 0.1,
+        "kl_in": "reward",
+        "sampler_correction": ("tis"),
+    },
     "ppo": {"algorithm": "ppo", "kl_beta": 0.05, "kl_in": "reward", "sampler_correction": "tis"},
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_interrupted_step_goes_on_with_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped inside the second mini-batch, whose weights would score otherwise; the other process scores nothing."""
+def test_an_interrupted_step_goes_on_with_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped inside the second mini-batch, whose weights would score otherwise; the other
+    process scores nothing."""
     seen = Seen(batch_size=4, token_budget=48, update_epochs=2, **CONFIGS[name])
     whole = seen.trainer()
     batch = with_noise(whole, make_batch(random_groups(2)), 0.2)
@@ -219,7 +286,9 @@ def test_an_interrupted_step_goes_on_with_the_same_bits(name: str, monkeypatch: 
     second.policy.slots.write(first.policy.slots.read())
     second.optimizer.restore(first.optimizer.state())
     second.restore(json.loads(json.dumps(first.state())))
-    monkeypatch.setattr(second.model, "score", lambda _: pytest.fail("scored under weights that have moved"))
+    monkeypatch.setattr(
+        second.model, "score", lambda _: pytest.fail("scored under weights that have moved")
+    )
     position = StepPosition.from_json(json.loads(json.dumps(stopped.position.to_json())))
     finished = second.train_step(batch, position=position)
     rest = seen.constants()
@@ -236,7 +305,10 @@ def test_an_interrupted_step_goes_on_with_the_same_bits(name: str, monkeypatch: 
 def test_a_correction_that_is_turned_on_inside_a_step_scores_there() -> None:
     """What was scored for it before stays; the rest is scored under the weights of the resume."""
     batch = make_batch(random_groups(4))
-    silent = [replace(s, rollout=replace(s.rollout, logprobs=None), fresh=False) for s in batch.sequences[:3]]
+    silent = [
+        replace(s, rollout=replace(s.rollout, logprobs=None), fresh=False)
+        for s in batch.sequences[:3]
+    ]
     batch = replace(batch, sequences=(*silent, *batch.sequences[3:]))
     first = Seen(batch_size=8, sampler_correction="none").trainer()
     stopped = first.train_step(batch, should_stop=lambda: first.optimizer.updates == 1)
@@ -252,8 +324,15 @@ def test_a_correction_that_is_turned_on_inside_a_step_scores_there() -> None:
 def test_a_step_without_a_token_is_finished(name: str, left: str) -> None:
     """A step that was given up may be empty; its batch may hold answers of no token."""
     batch = make_batch(random_groups(1))
-    silent = [replace(s, rollout=replace(s.rollout, mask=(0,) * len(s.rollout.tokens))) for s in batch.sequences]
+    silent = [
+        replace(s, rollout=replace(s.rollout, mask=(0,) * len(s.rollout.tokens)))
+        for s in batch.sequences
+    ]
     result = make_trainer(make_config(**CONFIGS[name])).train_step(
         replace(batch, sequences=tuple(silent if left == "no token" else ()))
     )
-    assert (result.finished, result.metrics["optimizer_updates"], result.metrics["tokens"]) == (True, 0, 0)
+    assert (result.finished, result.metrics["optimizer_updates"], result.metrics["tokens"]) == (
+        True,
+        0,
+        0,
+    )

@@ -1,4 +1,5 @@
-"""Several ranks train as one does. Here the ranks are threads of this process; tests/integration has real ones."""
+"""Several ranks train as one does. Here the ranks are threads of this process; tests/integration
+has real ones."""
 
 import threading
 from collections.abc import Callable
@@ -24,7 +25,13 @@ from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
 from mlx_parallm.system.hardware import RANK_VARIABLES, launched_rank
 from tests.rl_training.data.test_data_training import open_source
-from tests.rl_training.making import make_config, make_policy, make_trainer, perturb_adapter, weights
+from tests.rl_training.making import (
+    make_config,
+    make_policy,
+    make_trainer,
+    perturb_adapter,
+    weights,
+)
 from tests.rl_training.rollouts import make_batch, random_groups
 
 T = TypeVar("T")
@@ -68,7 +75,9 @@ class Watched:
 
 def train(ranks: Ranks, config: RLTrainingConfig, batch: TrainBatch, **step: Any) -> Watched:
     algorithm = make_algorithm(config)
-    trainer = Trainer(make_policy(config, needs_values=algorithm.needs_values), config, algorithm, ranks=ranks)
+    trainer = Trainer(
+        make_policy(config, needs_values=algorithm.needs_values), config, algorithm, ranks=ranks
+    )
     perturb_adapter(trainer.policy)
     trainer.optimizer.reload()
     gradients, update = [], trainer.optimizer.update
@@ -102,7 +111,15 @@ def together(count: int, work: Callable[[Ranks], T]) -> list[T]:
         (3, {"kl_beta": 0.1, "update_epochs": 2, "batch_size": 8}),
         (2, {"lora": False, "token_budget": 48}),
         (2, {"algorithm": "ppo", "sampler_correction": "tis", "kl_beta": 0.1, "kl_in": "reward"}),
-        (3, {"algorithm": "ppo", "sampler_correction": "tis", "ppo": {"target_kl": 1e-3}, "batch_size": 8}),
+        (
+            3,
+            {
+                "algorithm": "ppo",
+                "sampler_correction": "tis",
+                "ppo": {"target_kl": 1e-3},
+                "batch_size": 8,
+            },
+        ),
     ],
 )
 def test_ranks_together_have_the_gradients_of_one(count: int, values: dict[str, Any]) -> None:
@@ -119,7 +136,9 @@ def test_ranks_together_have_the_gradients_of_one(count: int, values: dict[str, 
             assert np.array_equal(rank.weights[name], array)
         assert rank.result.position.to_json() == many[0].result.position.to_json()
     known = {name: value for name, value in one.result.metrics.items() if value is not None}
-    assert {name: many[0].result.metrics[name] for name in known} == pytest.approx(known, rel=1e-3, abs=1e-5)
+    assert {name: many[0].result.metrics[name] for name in known} == pytest.approx(
+        known, rel=1e-3, abs=1e-5
+    )
 
 
 def test_pairs_stay_together_on_every_rank(tmp_path: Path) -> None:
@@ -135,10 +154,13 @@ def test_pairs_stay_together_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_scores_before_the_step_are_everybodys() -> None:
-    """Sequences without log-probabilities are scored by whoever has them; each rank then knows all."""
+    """Sequences without log-probabilities are scored by whoever has them; each rank then knows
+    all."""
     config = make_config(batch_size=16, kl_beta=0.1)
     batch = make_batch(random_groups(4))
-    unscored = [replace(s, rollout=replace(s.rollout, logprobs=None), fresh=False) for s in batch.sequences]
+    unscored = [
+        replace(s, rollout=replace(s.rollout, logprobs=None), fresh=False) for s in batch.sequences
+    ]
     batch = replace(batch, sequences=tuple(unscored))
     one = train(ALONE, config, batch).result.position.scores
     many = together(2, lambda ranks: train(ranks, config, batch).result.position.scores)
@@ -165,7 +187,9 @@ def test_a_stop_of_one_stops_all_at_the_same_place() -> None:
     assert len(runs[0].gradients) == len(runs[1].gradients) < config.atropos.rollout_batch_size // 8
 
 
-@pytest.mark.parametrize("values", [{}, {"kl_beta": 0.1, "reference": "initial"}, {"optimizer": "lion"}])
+@pytest.mark.parametrize(
+    "values", [{}, {"kl_beta": 0.1, "reference": "initial"}, {"optimizer": ("lion")}]
+)
 def test_rank_0s_state_is_copied_where_it_differs(values: dict[str, Any]) -> None:
     config, batch = make_config(batch_size=16, **values), make_batch(random_groups(4))
 
@@ -176,7 +200,9 @@ def test_rank_0s_state_is_copied_where_it_differs(values: dict[str, Any]) -> Non
             trainer.optimizer.reload()
             trainer.train_step(batch)
         agree(ranks, trainer)
-        return weights(trainer), {name: np.array(array) for name, array in trainer.optimizer.state().items()}
+        return weights(trainer), {
+            name: np.array(array) for name, array in trainer.optimizer.state().items()
+        }
 
     first, second = together(2, work)
     for own, copied in zip(first, second, strict=True):
@@ -226,7 +252,8 @@ def test_parts_are_shared_out_once_each_and_evenly() -> None:
     assert ALONE.share(costs, float) == costs
 
 
-# ---------------------------------------------------------------------- how a process learns that it is one of many
+# ---------------------------------------------------------------------- how a process learns that
+# it is one of many
 
 
 @pytest.fixture
@@ -244,7 +271,9 @@ def test_launchers_give_a_rank(unlaunched: pytest.MonkeyPatch, name: str) -> Non
     assert launched_rank() == 3
 
 
-def test_what_belongs_to_one_process_is_refused(unlaunched: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_belongs_to_one_process_is_refused(
+    unlaunched: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     unlaunched.setenv("MLX_RANK", "0")
     with pytest.raises(ConfigError, match="--restarts starts one process anew"):
         supervise([], Config(), tmp_path, resume=None, restarts=1)
@@ -255,13 +284,18 @@ def test_what_belongs_to_one_process_is_refused(unlaunched: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_a_changed_number_is_seen_in_its_part_and_everywhere(dtype: mx.Dtype) -> None:
     large, small = mx.random.normal((3 * SMALLEST_CUT + 5,)).astype(dtype), mx.ones((7,), dtype)
-    whole, parts = _digest([large, small], None), [_digest([large, small], part) for part in range(PARTS)]
+    whole, parts = (
+        _digest([large, small], None),
+        [_digest([large, small], part) for part in range(PARTS)],
+    )
     for place in range(0, large.size, large.size // 12):
         changed = mx.array(large)
         changed[place] = large[place] + 1
         assert _digest([changed, small], None) != whole
         seen = [part for part in range(PARTS) if _digest([changed, small], part) != parts[part]]
-        assert seen == [next(part for part in range(PARTS) if place < (part + 1) * large.size // PARTS)]
+        assert seen == [
+            next(part for part in range(PARTS) if place < (part + 1) * large.size // PARTS)
+        ]
     assert all(_digest([large, small * 2], part) != parts[part] for part in range(PARTS))
     assert _digest([large[::-1], small], None) != whole
     assert _digest([small, large], None) != whole

@@ -25,11 +25,16 @@ def test_it_is_the_average_of_the_weights_after_each_step(lora: bool) -> None:
         trainer.train_step(make_batch(random_groups(2, seed=step), step=step))
         if step % 2 == 0:
             now = [np.array(array, np.float64) for array in slots.read()]
-            expected = [0.75 * mean + 0.25 * array for mean, array in zip(expected, now, strict=True)]
+            expected = [
+                0.75 * mean + 0.25 * array for mean, array in zip(expected, now, strict=True)
+            ]
         with trainer.policy.reference():
             for array, mean in zip(slots.read(), expected, strict=True):
                 np.testing.assert_allclose(np.array(array), mean, rtol=1e-5, atol=1e-6)
-    moved = [np.abs(np.array(array) - mean).max() for array, mean in zip(slots.read(), expected, strict=True)]
+    moved = [
+        np.abs(np.array(array) - mean).max()
+        for array, mean in zip(slots.read(), expected, strict=True)
+    ]
     assert max(moved) > 1e-3, "the policy is ahead of its average"
 
 
@@ -39,7 +44,9 @@ def test_an_average_of_bfloat16_weights_is_kept_in_float32() -> None:
     policy = make_policy(config, dtype=mx.bfloat16)
     policy.slots.write([mx.full(array.shape, 1.0, mx.bfloat16) for array in policy.slots.read()])
     policy.reference_arrays = policy.slots.read()
-    policy.slots.write([mx.full(array.shape, 1.0078125, mx.bfloat16) for array in policy.slots.read()])
+    policy.slots.write(
+        [mx.full(array.shape, 1.0078125, mx.bfloat16) for array in policy.slots.read()]
+    )
     for _ in range(100):
         policy.blend_reference(config.reference_decay)
     expected = 1.0078125 - 0.0078125 * 0.99**100
@@ -57,7 +64,9 @@ def test_it_comes_back_to_the_bit(lora: bool, tmp_path: Path) -> None:
         trainer.train_step(make_batch(random_groups(2, seed=step), step=step))
     path = make_checkpointer(tmp_path, trainer).save(state_at(3))
     other = make_trainer(config)
-    make_checkpointer(tmp_path, other).resume(path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl"))
+    make_checkpointer(tmp_path, other).resume(
+        path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl")
+    )
     for a, b in zip(trainer.policy.reference_arrays, other.policy.reference_arrays, strict=True):
         assert a.dtype == b.dtype and mx.array_equal(a, b).item()
     batch = make_batch(random_groups(4, seed=9), step=4)
@@ -66,7 +75,9 @@ def test_it_comes_back_to_the_bit(lora: bool, tmp_path: Path) -> None:
     assert other.train_step(batch).metrics["kl"] == pytest.approx(kl, rel=1e-4)
     (path / REFERENCE_FILE).unlink()
     with pytest.raises(CheckpointError, match=r"reference\.safetensors"):
-        make_checkpointer(tmp_path, other).resume(path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl"))
+        make_checkpointer(tmp_path, other).resume(
+            path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl")
+        )
 
 
 def test_without_a_kl_a_loss_may_need_the_reference() -> None:
@@ -77,4 +88,6 @@ def test_without_a_kl_a_loss_may_need_the_reference() -> None:
     start = policy.slots.read()
     policy.slots.write([array + 1.0 for array in start])
     with policy.reference():
-        assert all(mx.array_equal(a, b).item() for a, b in zip(policy.slots.read(), start, strict=True))
+        assert all(
+            mx.array_equal(a, b).item() for a, b in zip(policy.slots.read(), start, strict=True)
+        )

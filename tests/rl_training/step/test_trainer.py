@@ -18,28 +18,46 @@ from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.prepare import BatchLoss, StepPosition, prepare
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Rollout, RolloutGroup
-from tests.rl_training.making import assert_same_training, make_config, make_trainer, perturb_adapter, weights
+from tests.rl_training.making import (
+    assert_same_training,
+    make_config,
+    make_trainer,
+    perturb_adapter,
+    weights,
+)
 from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
 from tests.rl_training.scoring import StopAfter, assert_same_metrics, on_policy, policy_logprobs
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_a_bandit_is_learnt(blocks: int) -> None:
-    """Reward 1 for token 9 as the only answer to one prompt: 50 steps of on-policy GRPO make it near certain."""
-    trainer = make_trainer(make_config(blocks_per_eval=blocks, batch=32, batch_size=32, learning_rate=2e-2))
+    """Reward 1 for token 9 as the only answer to one prompt: 50 steps of on-policy GRPO make it
+    near certain."""
+    trainer = make_trainer(
+        make_config(blocks_per_eval=blocks, batch=32, batch_size=32, learning_rate=2e-2)
+    )
     rng = np.random.default_rng(0)
     prompt = (1, 2, 3)
     chances = []
     for step in range(1, 51):
-        probabilities = np.array(mx.softmax(trainer.policy.model(mx.array([prompt]))[0, -1].astype(mx.float32)))
+        probabilities = np.array(
+            mx.softmax(trainer.policy.model(mx.array([prompt]))[0, -1].astype(mx.float32))
+        )
         chances.append(float(probabilities[9]))
         actions = rng.choice(40, 32, p=probabilities / probabilities.sum())
         rollouts = tuple(
-            make_rollout((int(a),), prompt=prompt, reward=float(a == 9), logprob=float(np.log(probabilities[a])))
+            make_rollout(
+                (int(a),),
+                prompt=prompt,
+                reward=float(a == 9),
+                logprob=float(np.log(probabilities[a])),
+            )
             for a in actions
         )
         if len({rollout.reward for rollout in rollouts}) > 1:
-            trainer.train_step(make_batch([RolloutGroup(f"g{step}", "bandit", rollouts)], step=step))
+            trainer.train_step(
+                make_batch([RolloutGroup(f"g{step}", "bandit", rollouts)], step=step)
+            )
     assert chances[0] < 0.2
     assert chances[-1] > 0.85
 
@@ -47,7 +65,9 @@ def test_a_bandit_is_learnt(blocks: int) -> None:
 @pytest.mark.parametrize("lora", [True, False])
 def test_micro_batches_and_their_padding_change_nothing(lora: bool) -> None:
     def trained(budget: int) -> tuple[dict[str, np.ndarray], dict[str, float | None]]:
-        trainer = make_trainer(make_config(lora=lora, batch_size=16, token_budget=budget, kl_beta=0.1))
+        trainer = make_trainer(
+            make_config(lora=lora, batch_size=16, token_budget=budget, kl_beta=0.1)
+        )
         result = trainer.train_step(make_batch(random_groups(4)))
         return weights(trainer), result.metrics
 
@@ -57,11 +77,15 @@ def test_micro_batches_and_their_padding_change_nothing(lora: bool) -> None:
     assert metrics_many == pytest.approx(metrics, abs=1e-4)
 
 
-def test_scores_are_cut_row_by_row_also_where_the_algorithm_learns_from_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_cut_row_by_row_also_where_the_algorithm_learns_from_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = make_config(token_budget=16)
     trainer = make_trainer(config, algorithm=replace(make_algorithm(config), rows_per_example=2))
     score, cut = trainer.model.score, []
-    monkeypatch.setattr(trainer.model, "score", lambda batch: cut.append(len(batch.inputs)) or score(batch))
+    monkeypatch.setattr(
+        trainer.model, "score", lambda batch: cut.append(len(batch.inputs)) or score(batch)
+    )
     rollouts = [make_rollout(range(1, length)) for length in (12, 13, 14)]
     assert [len(row) for row in trainer.logprobs(rollouts)] == [11, 12, 13]
     assert cut == [1, 1, 1]
@@ -77,7 +101,9 @@ def test_what_is_measured() -> None:
     logprobs = np.concatenate(policy_logprobs(trainer, batch))
     with trainer.policy.reference():
         reference = np.concatenate(policy_logprobs(trainer, batch))
-    advantages = np.concatenate([np.array(s.advantages)[np.array(s.rollout.mask, bool)] for s in batch.sequences])
+    advantages = np.concatenate(
+        [np.array(s.advantages)[np.array(s.rollout.mask, bool)] for s in batch.sequences]
+    )
     metrics = trainer.train_step(batch).metrics
     ratio = math.exp(0.2)
     assert metrics["ratio_mean"] == pytest.approx(ratio, abs=1e-4)
@@ -98,7 +124,9 @@ def test_what_is_measured() -> None:
 def test_logits_are_divided_by_the_sampling_temperature() -> None:
     trainer = make_trainer(make_config(batch_size=16))
     groups = [
-        replace(group, rollouts=tuple(replace(rollout, temperature=0.6) for rollout in group.rollouts))
+        replace(
+            group, rollouts=tuple(replace(rollout, temperature=0.6) for rollout in group.rollouts)
+        )
         for group in random_groups(4)
     ]
     metrics = trainer.train_step(on_policy(trainer, make_batch(groups), temperature=0.6)).metrics
@@ -124,11 +152,15 @@ def test_only_fresh_tokens_are_compared_with_the_engine() -> None:
 
 
 def test_stale_tokens_are_compared_where_there_are_no_others() -> None:
-    """Groups over HTTP of an unknown version too: what came without log-probabilities is left out."""
+    """Groups over HTTP of an unknown version too: what came without log-probabilities is left
+    out."""
     trainer = make_trainer(make_config(batch_size=16))
     batch = on_policy(trainer, make_batch(random_groups(4)))
     own = [np.array(s.rollout.logprobs)[np.array(s.rollout.mask) == 1] for s in batch.sequences]
-    sent = [replace(s.rollout, logprobs=tuple(v - 0.25 for v in s.rollout.logprobs)) for s in batch.sequences]
+    sent = [
+        replace(s.rollout, logprobs=tuple(v - 0.25 for v in s.rollout.logprobs))
+        for s in batch.sequences
+    ]
     silent = len(sent) // 2
     sequences = tuple(
         replace(s, fresh=False, rollout=replace(r, logprobs=None) if i < silent else r)
@@ -154,7 +186,8 @@ def without_logprobs(batch: TrainBatch, rows: Callable[[int], bool]) -> TrainBat
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_missing_logprobs_are_the_policys_own_before_the_step(epochs: int) -> None:
-    """Like a batch whose sender had said exactly those: in the first update and, unchanged, in the later ones."""
+    """Like a batch whose sender had said exactly those: in the first update and, unchanged, in
+    the later ones."""
     config = make_config(batch_size=8, update_epochs=epochs, token_budget=60)
     known = make_trainer(config)
     batch = on_policy(known, make_batch(random_groups(4)))
@@ -169,7 +202,9 @@ def test_missing_logprobs_are_the_policys_own_before_the_step(epochs: int) -> No
 
 def test_the_first_update_has_ratio_1_and_compares_nothing() -> None:
     trainer = make_trainer(make_config(batch_size=16))
-    metrics = trainer.train_step(without_logprobs(make_batch(random_groups(4)), lambda row: True)).metrics
+    metrics = trainer.train_step(
+        without_logprobs(make_batch(random_groups(4)), lambda row: True)
+    ).metrics
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["clip_fraction"] == 0.0
     assert metrics["logprob_diff_max"] is None
@@ -197,8 +232,9 @@ def test_scoring_stops_when_asked_to() -> None:
 
 
 def test_nothing_is_learnt_from_tokens_that_were_given() -> None:
-    """Two turns in one sequence, the EOS (2) of the first twice, a tool's answer between them. The gradient is that of
-    four tokens: the answer, its EOS, and the same of turn two; whatever stands at the others teaches nothing."""
+    """Two turns in one sequence, the EOS (2) of the first twice, a tool's answer between them.
+    The gradient is that of four tokens: the answer, its EOS, and the same of turn two; whatever
+    stands at the others teaches nothing."""
 
     def trained(given: float) -> dict[str, np.ndarray]:
         rows = []
@@ -218,7 +254,9 @@ def test_nothing_is_learnt_from_tokens_that_were_given() -> None:
         np.testing.assert_array_equal(array, plain[name])
 
 
-@pytest.mark.parametrize(("lora", "reference"), [(True, "base"), (True, "initial"), (False, "base")])
+@pytest.mark.parametrize(
+    ("lora", "reference"), [(True, "base"), (True, "initial"), (False, ("base"))]
+)
 def test_the_reference_does_not_move(lora: bool, reference: str) -> None:
     config = make_config(lora=lora, reference=reference, kl_beta=0.1, batch_size=16)
     trainer = make_trainer(config)
@@ -236,7 +274,9 @@ def test_the_reference_does_not_move(lora: bool, reference: str) -> None:
 
 def test_entropy_bonus_raises_entropy() -> None:
     def entropy_after(weight: float) -> float:
-        trainer = make_trainer(make_config(entropy_weight=weight, batch_size=16, learning_rate=5e-3))
+        trainer = make_trainer(
+            make_config(entropy_weight=weight, batch_size=16, learning_rate=5e-3)
+        )
         perturb_adapter(trainer.policy)
         trainer.optimizer.reload()
         batch = make_batch(random_groups(4))
@@ -252,7 +292,11 @@ def poisoned(
 
     def loss(inputs: LossInputs) -> LossOutputs:
         outputs = config_loss(inputs)
-        extra = mx.sqrt(mx.maximum(inputs.logprobs * 0.0, 0.0)).sum() if gradient else mx.array(math.nan)
+        extra = (
+            mx.sqrt(mx.maximum(inputs.logprobs * 0.0, 0.0)).sum()
+            if gradient
+            else mx.array(math.nan)
+        )
         return LossOutputs(outputs.loss + extra, outputs.metrics)
 
     return loss
@@ -266,13 +310,18 @@ def test_a_mini_batch_that_is_not_finite_changes_nothing(gradient: bool) -> None
 
     def second_is_poisoned(inputs: LossInputs) -> LossOutputs:
         calls.append(1)
-        return poisoned(honest.loss, gradient=gradient)(inputs) if len(calls) == 2 else honest.loss(inputs)
+        return (
+            poisoned(honest.loss, gradient=gradient)(inputs)
+            if len(calls) == 2
+            else honest.loss(inputs)
+        )
 
     trainer = make_trainer(config, algorithm=replace(honest, loss=second_is_poisoned))
     result = trainer.train_step(make_batch(random_groups(4)))
     assert (result.metrics["optimizer_updates"], result.metrics["skipped_steps"]) == (1, 1)
     assert trainer.optimizer.updates == 1
-    alone = make_trainer(config)  # stops after its first mini-batch: what the other one has to equal
+    # stops after its first mini-batch: what the other one has to equal
+    alone = make_trainer(config)
     stopped = alone.train_step(make_batch(random_groups(4)), should_stop=StopAfter(1))
     assert stopped.position.next_mini_batch == 1
     assert_same_training(weights(trainer), weights(alone))
@@ -280,8 +329,8 @@ def test_a_mini_batch_that_is_not_finite_changes_nothing(gradient: bool) -> None
 
 @pytest.mark.parametrize("micro_batches", [0, 3, 5, 7, 9, 10])
 def test_stopping_inside_a_step_and_going_on_gives_the_same_weights(micro_batches: int) -> None:
-    """4 micro-batches scored, then 2 epochs of 2 mini-batches, 7 micro-batches in all; the second process starts from
-    the first one's arrays."""
+    """4 micro-batches scored, then 2 epochs of 2 mini-batches, 7 micro-batches in all; the
+    second process starts from the first one's arrays."""
     config = make_config(batch_size=8, token_budget=64, update_epochs=2, kl_beta=0.1, packing=False)
     batch = make_batch(random_groups(4), step=3)
     whole = make_trainer(config)
@@ -305,7 +354,10 @@ def test_another_algorithm_is_another_function() -> None:
     """The trainer knows none: REINFORCE with its own advantage, without touching the package."""
 
     def reinforce(inputs: LossInputs) -> LossOutputs:
-        loss = -mx.where(inputs.mask, inputs.logprobs * inputs.advantages, 0.0).sum() / inputs.token_normalizer
+        loss = (
+            -mx.where(inputs.mask, inputs.logprobs * inputs.advantages, 0.0).sum()
+            / inputs.token_normalizer
+        )
         return LossOutputs(loss, {"my_metric": mx.array(0.25)})
 
     algorithm = Algorithm("reinforce", reinforce, lambda rewards: group_advantages(rewards, "mean"))
@@ -340,11 +392,20 @@ def weighted(inputs: LossInputs) -> LossOutputs:
 
 def loss_of(normalizer: float) -> BatchLoss:
     """1: sums."""
-    return BatchLoss(weighted, prepare(BATCH, {}), normalizer, normalizer, kl_beta=0.0, max_length=1.0, constants={})
+    return BatchLoss(
+        weighted,
+        prepare(BATCH, {}),
+        normalizer,
+        normalizer,
+        kl_beta=0.0,
+        max_length=1.0,
+        constants={},
+    )
 
 
 def summed_by_hand(trainer: Trainer) -> tuple[float, float]:
-    """Σ -A · log π over every sampled token by the model's plain forward, and the norm of its gradient."""
+    """Σ -A · log π over every sampled token by the model's plain forward, and the norm of its
+    gradient."""
     model = trainer.policy.model
 
     def total(model: nn.Module) -> mx.array:
@@ -352,21 +413,32 @@ def summed_by_hand(trainer: Trainer) -> tuple[float, float]:
         for sequence in BATCH.sequences:
             tokens, mask = mx.array(sequence.rollout.tokens), mx.array(sequence.rollout.mask[1:])
             logits = model(tokens[None, :-1])[0]
-            logprobs = mx.take_along_axis(nn.log_softmax(logits, axis=-1), tokens[1:, None], axis=-1)[:, 0]
+            logprobs = mx.take_along_axis(
+                nn.log_softmax(logits, axis=-1), tokens[1:, None], axis=-1
+            )[:, 0]
             parts.append((-mx.array(sequence.advantages[1:]) * logprobs * mask).sum())
         return mx.stack(parts).sum()
 
     value, gradients = nn.value_and_grad(model, total)(model)
-    return value.item(), float(np.sqrt(sum(np.square(np.array(g)).sum() for _, g in tree_flatten(gradients))))
+    return value.item(), float(
+        np.sqrt(sum(np.square(np.array(g)).sum() for _, g in tree_flatten(gradients)))
+    )
 
 
 @pytest.mark.parametrize("normalizer", [1.0, 7.0])
-@pytest.mark.parametrize("cuts", [[range(12)], [range(5), range(5, 12)], [[3, 0], [11, 7, 1, 2], [4, 5, 6, 8, 9, 10]]])
+@pytest.mark.parametrize(
+    "cuts", [[range(12)], [range(5), range(5, 12)], [[3, 0], [11, 7, 1, 2], [4, 5, 6, 8, 9, 10]]]
+)
 def test_calls_add_up_to_the_sum_over_all_tokens(normalizer: float, cuts: list[list[int]]) -> None:
     trainer = learner()
     total, norm = summed_by_hand(trainer)
-    losses = [trainer.accumulate(trainer.collate(BATCH.sequences, cut), loss_of(normalizer)) for cut in cuts]
-    assert sum(sums.totals["loss"] for sums in losses) == pytest.approx(total / normalizer, rel=1e-5)
+    losses = [
+        trainer.accumulate(trainer.collate(BATCH.sequences, cut), loss_of(normalizer))
+        for cut in cuts
+    ]
+    assert sum(sums.totals["loss"] for sums in losses) == pytest.approx(
+        total / normalizer, rel=1e-5
+    )
     update = trainer.apply(1e-2)
     assert update.applied
     assert update.grad_norm == pytest.approx(norm / normalizer, rel=1e-5)

@@ -1,4 +1,5 @@
-"""The value head beside the language model's: values and gradients against the plain whole graph, in every path."""
+"""The value head beside the language model's: values and gradients against the plain whole
+graph, in every path."""
 
 from collections.abc import Callable
 
@@ -34,12 +35,17 @@ def with_head(model: nn.Module) -> nn.Module:
     return model
 
 
-def objective(logprobs: mx.array, entropy: mx.array, values: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
-    return (mx.exp(0.1 * logprobs) + 0.3 * entropy + 2.0 * mx.square(values - TARGETS)).sum(), (values,)
+def objective(
+    logprobs: mx.array, entropy: mx.array, values: mx.array
+) -> tuple[mx.array, tuple[mx.array, ...]]:
+    return (mx.exp(0.1 * logprobs) + 0.3 * entropy + 2.0 * mx.square(values - TARGETS)).sum(), (
+        values,
+    )
 
 
 def whole_graph(model: nn.Module) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
-    """The naive twin: the architecture's layers one after the other, MLX's own value_and_grad over all of it."""
+    """The naive twin: the architecture's layers one after the other, MLX's own value_and_grad
+    over all of it."""
 
     def loss(model: nn.Module) -> tuple[mx.array, mx.array]:
         hidden = model.model.embed_tokens(BATCH.inputs)
@@ -49,7 +55,11 @@ def whole_graph(model: nn.Module) -> tuple[mx.array, mx.array, dict[str, mx.arra
         unit = rows / mx.sqrt((rows * rows).mean(-1, keepdims=True) + 1e-6)
         values = (unit @ model.value_head.weight.T)[:, 0] / 32 + model.value_head.bias
         normed = model.model.norm(rows)
-        logits = model.lm_head(normed) if "lm_head" in model else model.model.embed_tokens.as_linear(normed)
+        logits = (
+            model.lm_head(normed)
+            if "lm_head" in model
+            else model.model.embed_tokens.as_linear(normed)
+        )
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         chosen = mx.take_along_axis(logprobs, BATCH.targets[:, None], axis=-1)[:, 0]
         return objective(chosen, -(mx.exp(logprobs) * logprobs).sum(-1), values)[0], values
@@ -58,7 +68,9 @@ def whole_graph(model: nn.Module) -> tuple[mx.array, mx.array, dict[str, mx.arra
     return value, values, dict(nn.utils.tree_flatten(gradients))
 
 
-def compare(parts: BlockwiseModel, expected: tuple[mx.array, mx.array, dict[str, mx.array]]) -> None:
+def compare(
+    parts: BlockwiseModel, expected: tuple[mx.array, mx.array, dict[str, mx.array]]
+) -> None:
     value, (values,), gradients = parts.loss_and_gradients(BATCH, objective)
     assert value.item() == pytest.approx(expected[0].item(), rel=1e-5)
     np.testing.assert_allclose(values, expected[1], atol=1e-5)
@@ -66,7 +78,9 @@ def compare(parts: BlockwiseModel, expected: tuple[mx.array, mx.array, dict[str,
     assert {"value_head.weight", "value_head.bias"} <= set(parts.slots.names) == set(expected[2])
     for name, gradient in zip(parts.slots.names, gradients, strict=True):
         scale = mx.abs(expected[2][name]).max().item()
-        np.testing.assert_allclose(gradient, expected[2][name], atol=1e-5 * scale + 1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            gradient, expected[2][name], atol=1e-5 * scale + 1e-6, err_msg=name
+        )
         assert scale > 1e-4, name
 
 
@@ -74,7 +88,10 @@ def compare(parts: BlockwiseModel, expected: tuple[mx.array, mx.array, dict[str,
 @pytest.mark.parametrize("prepare", [with_lora, with_full_weights])
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_values_and_gradients_are_the_whole_graphs(
-    architecture: str, prepare: Callable[[nn.Module], nn.Module], path: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str,
+    prepare: Callable[[nn.Module], nn.Module],
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = with_head(prepare(make_model(architecture)))
     parts = BlockwiseModel(model, blocks_per_eval=2 if path == "blocks" else 1)
@@ -90,7 +107,9 @@ def test_finite_differences() -> None:
     """Along the gradient of the head, and along that of the adapter by the values alone."""
     parts = BlockwiseModel(with_head(with_lora(make_model())), blocks_per_eval=1)
 
-    def of_values(_: mx.array, __: mx.array, values: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+    def of_values(
+        _: mx.array, __: mx.array, values: mx.array
+    ) -> tuple[mx.array, tuple[mx.array, ...]]:
         return mx.square(values - TARGETS).sum(), ()
 
     _, _, gradients = parts.loss_and_gradients(BATCH, of_values)
@@ -117,9 +136,13 @@ def test_with_prompts_that_are_computed_once() -> None:
     tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)
     positions = np.array([2, 4, 5, 8, 9, 13, 15, 17], np.int32)
     apart = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7)
-    together = TokenBatch(apart.inputs, apart.positions, apart.targets, compact=share_prompts(tokens, positions))
+    together = TokenBatch(
+        apart.inputs, apart.positions, apart.targets, compact=share_prompts(tokens, positions)
+    )
 
-    def of_values(_: mx.array, __: mx.array, values: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+    def of_values(
+        _: mx.array, __: mx.array, values: mx.array
+    ) -> tuple[mx.array, tuple[mx.array, ...]]:
         return mx.square(values - TARGETS[:8]).sum(), (values,)
 
     _, (expected,), gradients = parts.loss_and_gradients(apart, of_values)
@@ -143,7 +166,9 @@ def test_it_starts_at_zero_in_float32_whatever_the_model_is() -> None:
     _, _, gradients = parts.loss_and_gradients(BATCH, objective)
     found = dict(zip(parts.slots.names, gradients, strict=True))
     assert np.isfinite(found["value_head.weight"]).all()
-    assert mx.abs(found["value_head.weight"]).max().item() > 0.1, "at zero it is the head that learns first"
+    assert mx.abs(found["value_head.weight"]).max().item() > 0.1, (
+        "at zero it is the head that learns first"
+    )
 
 
 def test_the_embedding_is_not_differentiated_for_it() -> None:
@@ -188,7 +213,9 @@ class Streams(nn.Module):
         return hidden.mean(axis=0)
 
 
-@pytest.mark.parametrize(("model", "why"), [(Layerless(), "no list of layers"), (Streams(), "not one vector a token")])
+@pytest.mark.parametrize(
+    ("model", "why"), [(Layerless(), "no list of layers"), (Streams(), ("not one vector a token"))]
+)
 def test_models_without_a_hidden_state_are_refused(model: nn.Module, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         attach_value_head(model)
@@ -211,8 +238,12 @@ def test_an_architecture_that_cannot_be_taken_apart() -> None:
 
     (_, expected), gradients = nn.value_and_grad(model, of_values)(model)
     twins = dict(nn.utils.tree_flatten(gradients))
-    _, (values,), found = parts.loss_and_gradients(BATCH, lambda _, __, v: (mx.square(v - TARGETS).sum(), (v,)))
+    _, (values,), found = parts.loss_and_gradients(
+        BATCH, lambda _, __, v: (mx.square(v - TARGETS).sum(), (v,))
+    )
     np.testing.assert_allclose(values, expected, atol=1e-5)
     for name, gradient in zip(parts.slots.names, found, strict=True):
-        np.testing.assert_allclose(gradient, twins[name], atol=1e-5 * mx.abs(twins[name]).max().item() + 1e-7)
+        np.testing.assert_allclose(
+            gradient, twins[name], atol=1e-5 * mx.abs(twins[name]).max().item() + 1e-7
+        )
     assert mx.abs(twins["embed.weight"]).max().item() > 1e-3

@@ -1,4 +1,5 @@
-"""What the training scripts of this folder share: the command line, progress, checkpoints, one-line errors."""
+"""What the training scripts of this folder share: the command line, progress, checkpoints,
+one-line errors."""
 
 import argparse
 import sys
@@ -20,10 +21,16 @@ BEST = "best.safetensors"
 LATEST = "latest"
 
 
-def parser_of(description: str, *, timesteps: int, learning_rate: float, name: str) -> argparse.ArgumentParser:
+def parser_of(
+    description: str, *, timesteps: int, learning_rate: float, name: str
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--timesteps", type=int, default=timesteps, help=f"steps in all (default {timesteps:,})")
-    parser.add_argument("--lr", type=float, default=learning_rate, help=f"learning rate (default {learning_rate})")
+    parser.add_argument(
+        "--timesteps", type=int, default=timesteps, help=(f"steps in all (default {timesteps:,})")
+    )
+    parser.add_argument(
+        "--lr", type=float, default=learning_rate, help=(f"learning rate (default {learning_rate})")
+    )
     parser.add_argument("--kind", choices=("gru", "lstm"), default="gru")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints") / name)
@@ -57,7 +64,8 @@ def train_expert(
 ) -> RNNExpertBase:
     """Train with progress; keep the best expert by `score` and the trainer's latest state.
 
-    `enough`: a mean return of the episodes at which training may end. Raises ConfigError, CheckpointError.
+    `enough`: a mean return of the episodes at which training may end. Raises ConfigError,
+    CheckpointError.
     """
     mx.random.seed(arguments.seed)
     trainer = RecurrentPPO(make_expert(arguments.kind, config), task, ppo, seed=arguments.seed)
@@ -87,7 +95,8 @@ def train_expert(
             nonlocal reached  # no episode ends in some updates
             reached = metrics.get("episode_return", reached)
             words = (
-                f"return {reached:.2f}  entropy {metrics['entropy']:.2f}  {metrics['steps_per_second']:,.0f} steps/s"
+                f"return {reached:.2f}  entropy {metrics['entropy']:.2f} "
+                f" {metrics['steps_per_second']:,.0f} steps/s"
             )
             progress.update(bar, completed=trainer.steps, words=words)
             if trainer.updates % SAVE_EVERY == 0:

@@ -1,10 +1,13 @@
-"""Teach a language model to call tools and to delegate, instead of guessing: DPO on preference pairs.
+"""Teach a language model to call tools and to delegate, instead of guessing: DPO on preference
+pairs.
 
-    python -m mlx_parallm.systems.experts.examples.train_mistral_dpo --model M --data pairs.jsonl --create-sample-data
+    python -m mlx_parallm.systems.experts.examples.train_mistral_dpo --model M --data pairs.jsonl
+    --create-sample-data
 
-`--create-sample-data` writes the pairs first, half of them sums and half of them shots at a target. Training is
-`mlx_parallm train --algorithm dpo` on a LoRA adapter: this script prints that command, with all its flags, and becomes
-it. Held-out accuracy, checkpoints and `--resume` are as in docs/training_on_data.md.
+`--create-sample-data` writes the pairs first, half of them sums and half of them shots at a target.
+Training is `mlx_parallm train --algorithm dpo` on a LoRA adapter: this script prints that command,
+with all its flags, and becomes it. Held-out accuracy, checkpoints and `--resume` are as in
+docs/training_on_data.md.
 """
 
 import argparse
@@ -40,10 +43,12 @@ SHOTS = (
 
 
 def sample_pairs(count: int, seed: int) -> list[dict[str, str]]:
-    """Return `count` pairs {"prompt", "chosen", "rejected"} with different prompts: sums and shots in turns.
+    """Return `count` pairs {"prompt", "chosen", "rejected"} with different prompts: sums and shots
+    in turns.
 
-    Chosen is the call of `math_solve` for a sum, and the delegation to `physics_controller` for a shot. Rejected is, in
-    turns, a guessed answer, and what would be right for the other kind of prompt with the same numbers.
+    Chosen is the call of `math_solve` for a sum, and the delegation to `physics_controller` for a
+    shot. Rejected is, in turns, a guessed answer, and what would be right for the other kind of
+    prompt with the same numbers.
     """
     draw, pairs = random.Random(seed), dict[str, dict[str, str]]()
     kinds = (_sums(draw), _shots(draw))
@@ -92,7 +97,9 @@ def write_pairs(path: Path, count: int, seed: int) -> None:
     try:
         if path.exists():
             if path.read_text(encoding="utf-8") != text:
-                raise ConfigError(f"{path} exists with other rows: leave --create-sample-data out to train on it")
+                raise ConfigError(
+                    f"{path} exists with other rows: leave --create-sample-data out to train on it"
+                )
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
@@ -101,7 +108,8 @@ def write_pairs(path: Path, count: int, seed: int) -> None:
 
 
 def training_command(arguments: argparse.Namespace) -> list[str]:
-    """Return the words after `mlx_parallm` that train as `arguments` say. Raises ConfigError: no rows, a bad row."""
+    """Return the words after `mlx_parallm` that train as `arguments` say. Raises ConfigError: no
+    rows, a bad row."""
     if min(arguments.epochs, arguments.batch_size) < 1:
         raise ConfigError("--epochs and --batch-size: at least 1")
     rows, _ = read_examples(DataConfig(path=str(arguments.data), eval_fraction=HELD_OUT), "dpo")
@@ -109,7 +117,8 @@ def training_command(arguments: argparse.Namespace) -> list[str]:
     settings = {
         "data.eval_fraction": HELD_OUT,
         "rl_training.batch_size": arguments.batch_size,
-        "rl_training.total_steps": arguments.epochs * steps_per_epoch(len(rows), arguments.batch_size),
+        "rl_training.total_steps": arguments.epochs
+        * steps_per_epoch(len(rows), arguments.batch_size),
         "rl_training.seed": arguments.seed,
         "rl_training.checkpoint_dir": json.dumps(str(directory.parent)),
         "rl_training.run_name": json.dumps(directory.name),
@@ -117,22 +126,52 @@ def training_command(arguments: argparse.Namespace) -> list[str]:
     }
     if arguments.lr is not None:
         settings["rl_training.learning_rate"] = arguments.lr
-    words = ["train", "--model", arguments.model, "--data", str(arguments.data), "--algorithm", "dpo"]
+    words = [
+        "train",
+        "--model",
+        arguments.model,
+        "--data",
+        str(arguments.data),
+        "--algorithm",
+        ("dpo"),
+    ]
     return words + [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="directory, hub id or builtin:tiny")
-    parser.add_argument("--data", type=Path, default=Path("data/tool_preferences.jsonl"), help="(default %(default)s)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("data/tool_preferences.jsonl"),
+        help=("(default %(default)s)"),
+    )
     parser.add_argument("--create-sample-data", action="store_true", help="write DATA first")
-    parser.add_argument("--pairs", type=int, default=100, help="of --create-sample-data (default %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the pairs (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=2, help="pairs of one update (default %(default)s)")
-    parser.add_argument("--lr", type=float, help="learning rate of the adapter (default: by the size of the model)")
-    parser.add_argument("--beta", type=float, default=0.1, help="smaller: further from the model (default %(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=100, help=("of --create-sample-data (default %(default)s)")
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=3, help=("passes over the pairs (default %(default)s)")
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=2, help=("pairs of one update (default %(default)s)")
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        help=("learning rate of the adapter (default: by the size of the model)"),
+    )
+    parser.add_argument(
+        "--beta",
+        type=float,
+        default=0.1,
+        help=("smaller: further from the model (default %(default)s)"),
+    )
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints/mistral_dpo"))
-    parser.add_argument("--seed", type=int, default=0, help="of the sample data and of the training")
+    parser.add_argument(
+        "--seed", type=int, default=0, help=("of the sample data and of the training")
+    )
     arguments = parser.parse_args()
     if arguments.create_sample_data:
         write_pairs(arguments.data, arguments.pairs, arguments.seed)

@@ -5,7 +5,13 @@ python -m mlx_parallm.systems.experts.examples.train_simple_expert --timesteps 5
 
 from dataclasses import replace
 
-from mlx_parallm.systems.experts.examples.running import BEST, exit_in_words, parser_of, show, train_expert
+from mlx_parallm.systems.experts.examples.running import (
+    BEST,
+    exit_in_words,
+    parser_of,
+    show,
+    train_expert,
+)
 from mlx_parallm.systems.experts.expert import ExpertConfig, RNNExpertBase
 from mlx_parallm.systems.experts.ppo import RecurrentPPOConfig, evaluate
 from mlx_parallm.systems.experts.saving import load_expert
@@ -26,7 +32,9 @@ def main() -> None:
     arguments = parser_of(
         __doc__ or "", timesteps=50_000, learning_rate=ppo.learning_rate, name="simple_expert"
     ).parse_args()
-    config = ExpertConfig("simple", obs_dim=ConstantTask.obs_dim, action_dim=1, hidden_dim=32, num_layers=1)
+    config = ExpertConfig(
+        "simple", obs_dim=ConstantTask.obs_dim, action_dim=1, hidden_dim=32, num_layers=1
+    )
     train_expert(
         arguments,
         config,

@@ -1,9 +1,11 @@
 """Train a planner by GRPO with live MCP tools and a physics expert, which may learn as well.
 
-    python -m mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo --model M --physics-expert best.npz
+    python -m mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo --model M --physics-expert
+    best.npz
 
-It writes a configuration, CHECKPOINT_DIR/hybrid.toml, shows the command `mlx_parallm train --config …`, and becomes it:
-the planner is served while it learns, checkpoints are below CHECKPOINT_DIR/run, and `--resume` goes on from the latest.
+It writes a configuration, CHECKPOINT_DIR/hybrid.toml, shows the command `mlx_parallm train --config
+…`, and becomes it: the planner is served while it learns, checkpoints are below CHECKPOINT_DIR/run,
+and `--resume` goes on from the latest.
 """
 
 import argparse
@@ -27,9 +29,15 @@ RUN, CONFIG = "run", "hybrid.toml"
 
 
 def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the configuration of the run. Raises ConfigError, CheckpointError: no such expert, a number below 1."""
-    if min(arguments.iterations, arguments.prompts, arguments.max_tokens) < 1 or arguments.group_size < 2:
-        raise ConfigError("--iterations, --prompts and --max-tokens: at least 1; --group-size: at least 2")
+    """Return the configuration of the run. Raises ConfigError, CheckpointError: no such expert,
+    a number below 1."""
+    if (
+        min(arguments.iterations, arguments.prompts, arguments.max_tokens) < 1
+        or arguments.group_size < 2
+    ):
+        raise ConfigError(
+            "--iterations, --prompts and --max-tokens: at least 1; --group-size: at least 2"
+        )
     expert = arguments.physics_expert.resolve()
     load_expert(expert)
     options: dict[str, Any] = {
@@ -74,25 +82,50 @@ def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="directory, hub id or builtin:tiny")
-    parser.add_argument("--physics-expert", type=Path, required=True, help="what train_physics_expert wrote")
-    parser.add_argument("--iterations", type=int, default=500, help="steps of GRPO (default %(default)s)")
-    parser.add_argument("--group-size", type=int, default=4, help="episodes of one task (default %(default)s)")
-    parser.add_argument("--prompts", type=int, default=16, help="tasks of a step (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-6, help="of the planner's adapter (default %(default)s)")
+    parser.add_argument(
+        "--physics-expert", type=Path, required=True, help=("what train_physics_expert wrote")
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=500, help=("steps of GRPO (default %(default)s)")
+    )
+    parser.add_argument(
+        "--group-size", type=int, default=4, help=("episodes of one task (default %(default)s)")
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=16, help=("tasks of a step (default %(default)s)")
+    )
+    parser.add_argument(
+        "--lr", type=float, default=1e-6, help=("of the planner's adapter (default %(default)s)")
+    )
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints/hybrid_grpo"))
-    parser.add_argument("--learn", choices=get_args(Learning), default="both", help="(default %(default)s)")
-    parser.add_argument("--tasks", default="builtin:routing", help="JSONL or python:file.py:name (default %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of one turn (default %(default)s)")
-    parser.add_argument("--max-token-length", type=int, default=2048, help="of an episode (default %(default)s)")
+    parser.add_argument(
+        "--learn", choices=get_args(Learning), default="both", help=("(default %(default)s)")
+    )
+    parser.add_argument(
+        "--tasks",
+        default="builtin:routing",
+        help=("JSONL or python:file.py:name (default %(default)s)"),
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, help=("of one turn (default %(default)s)")
+    )
+    parser.add_argument(
+        "--max-token-length", type=int, default=2048, help=("of an episode (default %(default)s)")
+    )
     parser.add_argument("--no-instructions", action="store_true", help="show the task alone")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true", help="go on from CHECKPOINT_DIR/run/latest")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as in mlx_parallm train")
+    parser.add_argument(
+        "--resume", action="store_true", help=("go on from CHECKPOINT_DIR/run/latest")
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help=("as in mlx_parallm train")
+    )
     return parser.parse_args(arguments)
 
 
 def command(options: argparse.Namespace) -> list[str]:
-    """Write the configuration; return the words after `mlx_parallm`. Raises ConfigError, CheckpointError."""
+    """Write the configuration; return the words after `mlx_parallm`. Raises ConfigError,
+    CheckpointError."""
     overrides = [word for setting in options.set for word in ("--set", setting)]
     if options.resume:
         return ["train", "--resume", str(options.checkpoint_dir / RUN), *overrides]

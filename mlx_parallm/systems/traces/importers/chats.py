@@ -1,5 +1,5 @@
-"""Conversations, one a line: chats of OpenAI's, Anthropic's, Gemini's and ShareGPT's form, ATIF, ART's trajectories,
-verifiers' traces."""
+"""Conversations, one a line: chats of OpenAI's, Anthropic's, Gemini's and ShareGPT's form, ATIF,
+ART's trajectories, verifiers' traces."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -31,8 +31,9 @@ NO_MODEL = "{}: never trained on"
 
 
 def openai_chat(path: Path, report: ImportReport) -> Iterator[Trace]:
-    """Conversations: `messages` and `tools` as OpenAI's or Anthropic's API takes them, Gemini's `contents`, ShareGPT's
-    `conversations`; or a log line that has such a `request` and its `response`.
+    """Conversations: `messages` and `tools` as OpenAI's or Anthropic's API takes them, Gemini's
+    `contents`, ShareGPT's `conversations`; or a log line that has such a `request` and its
+    `response`.
 
     An assistant message of weight 0 is not trained on. Other columns are kept in `extra.columns`.
     """
@@ -50,11 +51,19 @@ def _list_of(row: Mapping[str, Any]) -> str | None:
 
 def _request_of(row: Mapping[str, Any]) -> str | None:
     """The key of what an API was asked, in a log line that has it beside the answer."""
-    return next((key for key in REQUESTS if isinstance(row.get(key), dict) and _list_of(row[key]) is not None), None)
+    return next(
+        (
+            key
+            for key in REQUESTS
+            if isinstance(row.get(key), dict) and _list_of(row[key]) is not None
+        ),
+        None,
+    )
 
 
 def _conversations(row: Json, place: str, report: ImportReport) -> list[Trace]:
-    """A trace for each answer that the line holds beside its messages; one trace where it holds none."""
+    """A trace for each answer that the line holds beside its messages; one trace where it holds
+    none."""
     columns = dict(row)
     body = columns
     if _list_of(row) is None and (request := _request_of(row)) is not None:
@@ -68,10 +77,15 @@ def _conversations(row: Json, place: str, report: ImportReport) -> list[Trace]:
     tools = tool_definitions(body.pop("tools", None), body.pop("functions", None))
     asked = [_weighed(message, report, place) for message in chat_messages(listed)]
     if answers:
-        asked = [add_step(each, **COPIED) if each.get("role") == "assistant" else each for each in asked]
+        asked = [
+            add_step(each, **COPIED) if each.get("role") == ("assistant") else each
+            for each in asked
+        ]
     session = str(row.get("id") or place)
     traces = []
-    given_answers = [[_weighed(m, report, place, about) for m in converted(answer)] for answer, about in answers]
+    given_answers = [
+        [_weighed(m, report, place, about) for m in converted(answer)] for answer, about in answers
+    ]
     for number, given in enumerate(given_answers or [list[Json]()], 1):
         trace = new_trace(
             linked([*asked, *given]),
@@ -88,8 +102,11 @@ def _conversations(row: Json, place: str, report: ImportReport) -> list[Trace]:
 
 
 def _system(body: Json) -> list[Json]:
-    """Take the system prompt that stands beside the messages: text, blocks, or Gemini's object of parts."""
-    key = next((key for key in SYSTEM if isinstance(body.get(key), str | list | dict) and body[key]), None)
+    """Take the system prompt that stands beside the messages: text, blocks, or Gemini's object
+    of parts."""
+    key = next(
+        (key for key in SYSTEM if isinstance(body.get(key), str | list | dict) and body[key]), None
+    )
     if key is None:
         return []
     value = body.pop(key)
@@ -98,9 +115,16 @@ def _system(body: Json) -> list[Json]:
     return [{"role": "system", "content": value}]
 
 
-def _answers(columns: Mapping[str, Any], listed: Sequence[Any]) -> list[tuple[Json, Mapping[str, Any]]]:
-    """The answers beside the messages, each with what says how its call ended. They stay among the columns too."""
-    if listed and isinstance(listed[-1], Mapping) and listed[-1].get("role") in ("assistant", "model"):
+def _answers(
+    columns: Mapping[str, Any], listed: Sequence[Any]
+) -> list[tuple[Json, Mapping[str, Any]]]:
+    """The answers beside the messages, each with what says how its call ended. They stay among
+    the columns too."""
+    if (
+        listed
+        and isinstance(listed[-1], Mapping)
+        and listed[-1].get("role") in ("assistant", ("model"))
+    ):
         return []
     response = columns.get("response")
     inner = response.get("body") if isinstance(response, Mapping) else None
@@ -124,9 +148,11 @@ def _weighed(message: Json, report: ImportReport, place: str, *about: Mapping[st
 
 
 def atif(path: Path, report: ImportReport) -> Iterator[Trace]:
-    """One trajectory a line, or a file that is one (`trajectory.json`); Harbor's `result.json` beside it has the
-    rewards. Traces come out as they are."""
-    rewards = _harbor_rewards(path.with_name("result.json")) if path.name == "trajectory.json" else {}
+    """One trajectory a line, or a file that is one (`trajectory.json`); Harbor's `result.json`
+    beside it has the rewards. Traces come out as they are."""
+    rewards = (
+        _harbor_rewards(path.with_name("result.json")) if path.name == "trajectory.json" else {}
+    )
     for place, data in objects(path, report):
 
         def make(place: str = place, data: Json = data) -> list[Trace]:
@@ -151,7 +177,11 @@ def _rewards(values: Mapping[str, Any]) -> Json:
     """Rewards of numbers, or of objects with `score` and `weight`. Others are no rewards."""
     made: Json = {}
     for name, value in values.items():
-        score, weight = (value.get("score"), value.get("weight", 1.0)) if isinstance(value, Mapping) else (value, 1.0)
+        score, weight = (
+            (value.get("score"), value.get("weight", 1.0))
+            if isinstance(value, Mapping)
+            else (value, 1.0)
+        )
         if isinstance(score, int | float) and isinstance(weight, int | float):
             made[name] = {"score": float(score), "weight": float(weight)}
     return made
@@ -161,7 +191,8 @@ def _rewards(values: Mapping[str, Any]) -> Json:
 
 
 def art(path: Path, report: ImportReport) -> Iterator[Trace]:
-    """ART's trajectories, or groups of them, one a line. A Choice was sampled; other assistant messages were not."""
+    """ART's trajectories, or groups of them, one a line. A Choice was sampled; other assistant
+    messages were not."""
     for place, row in objects(path, report):
 
         def make(place: str = place, row: Json = row) -> list[Trace]:
@@ -185,14 +216,23 @@ _ART = ("messages_and_choices", "tools", "reward", "final_policy_version", "metr
 
 
 def _art_list(entry: Any) -> list[Any]:
-    listed = entry.get("messages_and_choices", entry.get("messages")) if isinstance(entry, Mapping) else None
+    listed = (
+        entry.get("messages_and_choices", entry.get("messages"))
+        if isinstance(entry, Mapping)
+        else None
+    )
     if not isinstance(listed, list):
         raise TraceError("no list 'messages_and_choices'")
     return listed
 
 
 def _art_trace(
-    entry: Mapping[str, Any], name: str, group_id: str | None, report: ImportReport, expect: str | None, **extra: Any
+    entry: Mapping[str, Any],
+    name: str,
+    group_id: str | None,
+    report: ImportReport,
+    expect: str | None,
+    **extra: Any,
 ) -> Trace:
     listed = _art_list(entry)
     if expect is not None:
@@ -200,16 +240,25 @@ def _art_trace(
     messages: list[Json] = []
     for item in listed:
         if isinstance(item.get("message"), dict):  # a Choice
-            rest = {key: value for key, value in item.items() if key != "message" and value is not None}
+            rest = {
+                key: value for key, value in item.items() if key != "message" and value is not None
+            }
             message = {key: value for key, value in item["message"].items() if value is not None}
             message.setdefault("content", None)
-            answers = [add_step(each, extra={"choice": rest} if rest else {}) for each in converted(message)]
+            answers = [
+                add_step(each, extra={"choice": rest} if rest else {})
+                for each in converted(message)
+            ]
             messages += [_weighed(each, report, name, item) for each in answers]
         else:
             trainable = item.get("trainable")
-            for message in converted({key: value for key, value in item.items() if key != "trainable"}):
+            for message in converted(
+                {key: value for key, value in item.items() if key != ("trainable")}
+            ):
                 copied = message.get("role") == "assistant" and not trainable
-                messages.append(add_step(message, **COPIED) if copied else _weighed(message, report, name))
+                messages.append(
+                    add_step(message, **COPIED) if copied else _weighed(message, report, name)
+                )
     reward = entry.get("reward")
     used = (*_ART, "messages") if "messages_and_choices" not in entry else _ART
     return new_trace(
@@ -222,7 +271,10 @@ def _art_trace(
         policy_version=entry.get("final_policy_version"),
         metrics=entry.get("metrics") or None,
         metadata=entry.get("metadata") or None,
-        columns={key: value for key, value in entry.items() if key not in used and value is not None} or None,
+        columns={
+            key: value for key, value in entry.items() if key not in used and value is not None
+        }
+        or None,
         **extra,
     )
 
@@ -231,19 +283,27 @@ def _art_trace(
 
 
 def verifiers(path: Path, report: ImportReport) -> Iterator[Trace]:
-    """verifiers' `traces.jsonl` (version 1: graphs of messages, one trace for each leaf), and rows of its evaluations
-    with `prompt` and `completion`."""
+    """verifiers' `traces.jsonl` (version 1: graphs of messages, one trace for each leaf), and
+    rows of its evaluations with `prompt` and `completion`."""
     for place, row in objects(path, report):
 
         def make(place: str = place, row: Json = row) -> list[Trace]:
             listed = row.get("traces")
             entries = listed if isinstance(listed, list) else [row]
-            rest = {key: value for key, value in row.items() if key != "traces"} if isinstance(listed, list) else {}
+            rest = (
+                {key: value for key, value in row.items() if key != ("traces")}
+                if isinstance(listed, list)
+                else {}
+            )
             traces: list[Trace] = []
             for entry in entries:
                 if not isinstance(entry, Mapping):
                     raise TraceError("a trace that is no object")
-                traces += _graph(entry, place, report) if "nodes" in entry else [_evaluated(entry, place, report)]
+                traces += (
+                    _graph(entry, place, report)
+                    if "nodes" in entry
+                    else [_evaluated(entry, place, report)]
+                )
             if not traces:
                 raise TraceError("no messages")
             for trace in traces:
@@ -260,10 +320,16 @@ def _evaluated(entry: Mapping[str, Any], place: str, report: ImportReport) -> Tr
     report.expect(place, [*prompt, *completion])
     messages = []
     for message in chat_messages(prompt):
-        messages.append(add_step(message, **COPIED) if message.get("role") == "assistant" else message)
+        messages.append(
+            add_step(message, **COPIED) if message.get("role") == ("assistant") else message
+        )
     answered = [_weighed(message, report, place) for message in chat_messages(completion)]
     reward, info = entry.get("reward"), entry.get("info")
-    rest = {key: value for key, value in entry.items() if key not in ("prompt", "completion", "reward")}
+    rest = {
+        key: value
+        for key, value in entry.items()
+        if key not in ("prompt", "completion", ("reward"))
+    }
     return new_trace(
         linked([*messages, *answered]),
         session_id=f"{place}",
@@ -282,7 +348,9 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
         raise TraceError("'nodes' is not a list of objects")
     seen = report.expect(place, nodes)
     parents = {number: node.get("parent") for number, node in enumerate(nodes)}
-    whole = {number: parent if _is_number(parent, nodes) else None for number, parent in parents.items()}
+    whole = {
+        number: parent if _is_number(parent, nodes) else None for number, parent in parents.items()
+    }
     forest = Forest(whole)
     rewards = entry.get("rewards")
     name = str(entry.get("id") or place)
@@ -291,7 +359,11 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
     rest = {key: value for key, value in entry.items() if key not in used and value is not None}
     scores = _rewards(rewards) if isinstance(rewards, Mapping) else {}
     is_plain = isinstance(rewards, Mapping) and all(
-        not value or (name in scores and (not isinstance(value, Mapping) or not set(value) - {"score", "weight"}))
+        not value
+        or (
+            name in scores
+            and (not isinstance(value, Mapping) or not set(value) - {"score", ("weight")})
+        )
         for name, value in rewards.items()
     )
     if rewards and not is_plain:
@@ -299,7 +371,9 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
     claimed: set[int] = set()
     traces: list[Trace] = []
     for path in forest.branches():
-        lost = next((parents[at] for at in path if parents[at] is not None and whole[at] is None), None)
+        lost = next(
+            (parents[at] for at in path if parents[at] is not None and whole[at] is None), None
+        )
         if path[0] in forest.circles:
             lost = parents[path[0]]
         messages = _graph_messages(nodes, path, claimed)
@@ -315,8 +389,11 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
             task=task.get("key"),
             group_id=task.get("hash"),
             rewards=scores or None,
-            columns={**rest, **({"tools": listed} if own and listed and own != listed else {})} or None,
-            untrainable=None if lost is None else "its history is not whole: a parent is missing, or in a circle",
+            columns={**rest, **({"tools": listed} if own and listed and own != listed else {})}
+            or None,
+            untrainable=None
+            if lost is None
+            else ("its history is not whole: a parent is missing, or in a circle"),
         )
         trace.session_id = name
         traces.append(trace)
@@ -335,7 +412,9 @@ def _is_number(parent: Any, nodes: Sequence[Any]) -> bool:
 _TOKENS = ("token_ids", "mask", "logprobs")
 
 
-def _graph_messages(nodes: Sequence[Mapping[str, Any]], path: Sequence[int], claimed: set[int]) -> list[Json]:
+def _graph_messages(
+    nodes: Sequence[Mapping[str, Any]], path: Sequence[int], claimed: set[int]
+) -> list[Json]:
     """Each node's tokens are what it adds; an answer's sampled part is where its mask is true."""
     messages: list[Json] = []
     before: list[int] = []
@@ -343,7 +422,9 @@ def _graph_messages(nodes: Sequence[Mapping[str, Any]], path: Sequence[int], cla
         node = nodes[index]
         ids, mask = node.get("token_ids") or [], node.get("mask") or []
         message = {key: value for key, value in node["message"].items() if value is not None}
-        kept: Json = {key: value for key, value in node.items() if key != "message" and value is not None}
+        kept: Json = {
+            key: value for key, value in node.items() if key != "message" and value is not None
+        }
         if _is_number(kept.get("parent"), nodes):
             del kept["parent"]
         if index == path[0]:
@@ -370,17 +451,25 @@ def _graph_messages(nodes: Sequence[Mapping[str, Any]], path: Sequence[int], cla
                 kept = {key: value for key, value in kept.items() if key not in _TOKENS}
         before = before + ids
         parts = converted(message)
-        own = next((n for n, each in enumerate(parts) if each.get("role") == message.get("role")), 0)
+        own = next(
+            (n for n, each in enumerate(parts) if each.get("role") == message.get("role")), 0
+        )
         parts[own] = add_step(parts[own], extra={"node": kept} if kept else {}, **step)
         is_answer = parts[own].get("role") == "assistant" and "metrics" not in step
         reason = not_sampled(message, node) if is_answer else None
-        messages += [marked(each, reason) if reason and n == own else each for n, each in enumerate(parts)]
+        messages += [
+            marked(each, reason) if reason and n == own else each for n, each in enumerate(parts)
+        ]
     return messages
 
 
 def _function_call(call: Any) -> Any:
     if not isinstance(call, Mapping) or "function" in call or "name" not in call:
         return call
-    rest = {key: value for key, value in call.items() if key not in ("id", "name", "arguments", "type")}
+    rest = {
+        key: value
+        for key, value in call.items()
+        if key not in ("id", "name", "arguments", ("type"))
+    }
     function = {"name": call["name"], "arguments": call.get("arguments", "{}")}
     return {"id": call.get("id"), "type": "function", "function": function, **rest}

@@ -1,11 +1,12 @@
-"""Logs of coding agents: Claude Code (`~/.claude/projects/…/*.jsonl`), Codex (`~/.codex/sessions/…/rollout-*.jsonl`).
+"""Logs of coding agents: Claude Code (`~/.claude/projects/…/*.jsonl`), Codex
+(`~/.codex/sessions/…/rollout-*.jsonl`).
 
-Both formats are internal to their programs and change; a line of an unknown kind is skipped and counted. Neither holds
-the definitions of the tools, and Claude Code's has no system prompt: such a trace is text to learn from, not what the
-model's template would make.
+Both formats are internal to their programs and change; a line of an unknown kind is skipped and
+counted. Neither holds the definitions of the tools, and Claude Code's has no system prompt: such a
+trace is text to learn from, not what the model's template would make.
 
-What a line holds beside its message is in the step's `extra.lines`. A trace whose history is not whole has
-`extra.untrainable`, which says why; `build` leaves it out.
+What a line holds beside its message is in the step's `extra.lines`. A trace whose history is not
+whole has `extra.untrainable`, which says why; `build` leaves it out.
 """
 
 import json
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.dialects import converted, joined, linked, marked, not_sampled, result_content
+from mlx_parallm.systems.traces.dialects import (
+    converted,
+    joined,
+    linked,
+    marked,
+    not_sampled,
+    result_content,
+)
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
 from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace, text_of
@@ -71,7 +79,8 @@ class _ClaudeLog:
         kind, message, uuid = line.get("type"), line.get("message"), line.get("uuid")
         parent = line.get("parentUuid") if isinstance(line.get("parentUuid"), str) else None
         queued = line.get("attachment") if kind == "attachment" else None
-        if isinstance(queued, dict) and isinstance(queued.get("prompt"), str):  # what the user wrote meanwhile
+        # what the user wrote meanwhile
+        if isinstance(queued, dict) and isinstance(queued.get("prompt"), str):
             kind, message = "user", {"role": "user", "content": queued["prompt"]}
             line = {**line, "type": kind, "message": message}
         if kind not in ("user", "assistant"):
@@ -90,17 +99,25 @@ class _ClaudeLog:
             if not is_text and content is not None and not isinstance(content, list):
                 self.report.skip(place, "a message whose content is neither text nor a list")
                 return
-            blocks: list[Any] = [{"type": "text", "text": content}] if is_text else list(content or ())
+            blocks: list[Any] = (
+                [{"type": "text", "text": content}] if is_text else list(content or ())
+            )
             self._add(place, line, uuid, parent, blocks)
 
-    def _add(self, place: str, line: Json, uuid: str, parent: str | None, blocks: list[Any]) -> None:
+    def _add(
+        self, place: str, line: Json, uuid: str, parent: str | None, blocks: list[Any]
+    ) -> None:
         if uuid in self.holder:
             self._again(place, line, uuid, blocks)
             return
         self.links.pop(uuid, None)
         self._first[uuid] = line
         before = self.resolved(parent) or parent
-        answer = str(line["message"]["id"]) if line["type"] == "assistant" and line["message"].get("id") else None
+        answer = (
+            str(line["message"][("id")])
+            if line["type"] == "assistant" and line["message"].get("id")
+            else None
+        )
         if answer is not None and (answer, before) in self._answers:
             self._join(place, line, uuid, self._answers[answer, before], blocks)
             return
@@ -108,10 +125,13 @@ class _ClaudeLog:
         if results:
             key = before or uuid
             if key in self._results and not results & self.nodes[self._results[key]].results:
-                self._join(place, line, uuid, self._results[key], blocks)  # results of parallel calls
+                # results of parallel calls
+                self._join(place, line, uuid, self._results[key], blocks)
                 return
             self._results.setdefault(key, uuid)
-        self.nodes[uuid] = _Node(parent, line["type"], [(place, line)], blocks, parent in self.doubted)
+        self.nodes[uuid] = _Node(
+            parent, line["type"], [(place, line)], blocks, parent in self.doubted
+        )
         self.holder[uuid] = uuid
         if answer is not None:
             self._answers.setdefault((answer, before), uuid)
@@ -130,7 +150,8 @@ class _ClaudeLog:
         self.holder[uuid] = name
 
     def _again(self, place: str, line: Json, uuid: str, blocks: Sequence[Any]) -> None:
-        """A uuid counts once. A later line that holds all of the first one's blocks and more brings the others."""
+        """A uuid counts once. A later line that holds all of the first one's blocks and more
+        brings the others."""
         node = self.nodes[self.holder[uuid]]
         first, texts = self._first[uuid], set(map(_as_text, blocks))
         if first.get("parentUuid") != line.get("parentUuid"):
@@ -148,20 +169,30 @@ class _ClaudeLog:
         return self.holder.get(end) if end is not None else None
 
     def before(self, node: _Node) -> str | None:
-        """The node before this one; a sub-agent's first message has none, since its prompt is its own."""
+        """The node before this one; a sub-agent's first message has none, since its prompt is
+        its own."""
         parent = self.resolved(node.parent)
-        return parent if parent is None or _is_side(self.nodes[parent]) or not _is_side(node) else None
+        return (
+            parent if parent is None or _is_side(self.nodes[parent]) or not _is_side(node) else None
+        )
 
     def leads_nowhere(self, uuid: str | None) -> bool:
-        """Whether a link leads out of the log, or in a circle, and not to the beginning of a conversation."""
+        """Whether a link leads out of the log, or in a circle, and not to the beginning of a
+        conversation."""
         end = self._end(uuid)
         return end is not None and end not in self.holder and self.links.get(end, "") is not None
 
     def _end(self, uuid: str | None) -> str | None:
-        """The last line that a link leads to through lines that are no messages. The way there gets shorter."""
+        """The last line that a link leads to through lines that are no messages. The way there
+        gets shorter."""
         seen: list[str] = []
         at = uuid
-        while at is not None and at in self.links and self.links[at] is not None and at not in self.holder:
+        while (
+            at is not None
+            and at in self.links
+            and self.links[at] is not None
+            and at not in self.holder
+        ):
             if len(seen) > len(self.links):  # a circle
                 return at
             seen.append(at)
@@ -172,7 +203,8 @@ class _ClaudeLog:
 
 
 def claude_code(path: Path, report: ImportReport) -> Iterator[Trace]:
-    """One trace for each branch; the run of a sub-agent (`isSidechain`) is a trace with `extra.sidechain`."""
+    """One trace for each branch; the run of a sub-agent (`isSidechain`) is a trace with
+    `extra.sidechain`."""
     log = _ClaudeLog(report)
     for place, line in objects(path, report):
         log.read(place, line)
@@ -184,7 +216,11 @@ def _as_text(block: Any) -> str:
 
 
 def _result_ids(blocks: Sequence[Any]) -> set[str]:
-    return {str(b.get("tool_use_id")) for b in blocks if isinstance(b, Mapping) and b.get("type") == "tool_result"}
+    return {
+        str(b.get("tool_use_id"))
+        for b in blocks
+        if isinstance(b, Mapping) and b.get("type") == ("tool_result")
+    }
 
 
 def _claude_traces(log: _ClaudeLog, path: Path, report: ImportReport) -> Iterator[Trace]:
@@ -222,17 +258,25 @@ def _is_side(node: _Node) -> bool:
 
 
 def _identity(node: _Node, name: str) -> str:
-    """What an answer has in every file that holds it: a resumed session copies the lines before it."""
+    """What an answer has in every file that holds it: a resumed session copies the lines before
+    it."""
     return str(node.line["message"].get("id") or name)
 
 
 def _claude_trace(
-    log: _ClaudeLog, forest: Forest[str], way: Sequence[str], claimed: set[str], session: str, report: ImportReport
+    log: _ClaudeLog,
+    forest: Forest[str],
+    way: Sequence[str],
+    claimed: set[str],
+    session: str,
+    report: ImportReport,
 ) -> Trace:
     nodes = [log.nodes[name] for name in way]
     messages: list[Json] = []
     for name, node in zip(way, nodes, strict=True):
-        copied = name in claimed or (node.role == "assistant" and _identity(node, name) in report.sampled)
+        copied = name in claimed or (
+            node.role == "assistant" and _identity(node, name) in report.sampled
+        )
         messages += _claude_messages(node, report, copied=copied, is_new=name not in claimed)
     lost = None
     if way[0] in forest.circles:
@@ -240,12 +284,17 @@ def _claude_trace(
     elif log.leads_nowhere(nodes[0].parent):
         lost = "its history is not whole: the log does not hold the message before its first one"
     elif any(node.is_doubtful for node in nodes):
-        lost = "its history is not known: a message before it stands in the log twice, at different places"
+        lost = (
+            "its history is not known: a message before it stands in the log twice, at different"
+            " places"
+        )
     if lost is not None:
         report.remark(nodes[0].lines[0][0], f"{lost}; nothing of the trace is trained on")
     about = nodes[0].line
     models = (node.line["message"].get("model") for node in nodes)
-    model = next((name for name in models if isinstance(name, str) and not name.startswith("<")), None)
+    model = next(
+        (name for name in models if isinstance(name, str) and not name.startswith("<")), None
+    )
     return new_trace(
         linked(messages),
         session_id=session,
@@ -259,8 +308,11 @@ def _claude_trace(
     )
 
 
-def _claude_messages(node: _Node, report: ImportReport, *, copied: bool, is_new: bool) -> list[Json]:
-    """The messages of a node; what its lines hold beside their content is in the step of the first one."""
+def _claude_messages(
+    node: _Node, report: ImportReport, *, copied: bool, is_new: bool
+) -> list[Json]:
+    """The messages of a node; what its lines hold beside their content is in the step of the
+    first one."""
     place, line = node.lines[0]
     kept = []
     for _, each in node.lines:
@@ -271,9 +323,17 @@ def _claude_messages(node: _Node, report: ImportReport, *, copied: bool, is_new:
         kept.append(rest | ({"message": message} if message else {}))
     content = node.blocks
     made = converted({"role": node.role, "content": content if content else ""})
-    made = [{**m, "content": joined(m["content"])} if isinstance(m.get("content"), list) else m for m in made]
+    made = [
+        {**m, "content": joined(m[("content")])} if isinstance(m.get("content"), list) else m
+        for m in made
+    ]
     timestamp = {"timestamp": line["timestamp"]} if isinstance(line.get("timestamp"), str) else {}
-    if node.role == "user" and len(made) > 1 and not made[-1].get("content") and made[-1]["role"] == "user":
+    if (
+        node.role == "user"
+        and len(made) > 1
+        and not made[-1].get("content")
+        and made[-1]["role"] == ("user")
+    ):
         del made[-1]
     made[0] = add_step(made[0], extra={"lines": kept})
     answers = []
@@ -314,7 +374,8 @@ class _CodexLog:
 
 
 def codex(path: Path, report: ImportReport) -> Iterator[Trace]:
-    """The `response_item` lines; events repeat them. A compaction ends a trace: the model saw a new prompt after it."""
+    """The `response_item` lines; events repeat them. A compaction ends a trace: the model saw a
+    new prompt after it."""
     log = _CodexLog(path.stem)
     number = 0
     for place, line in objects(path, report):
@@ -330,7 +391,9 @@ def codex(path: Path, report: ImportReport) -> Iterator[Trace]:
             yield from _codex_trace(log, number, report)
             _compact(log, line, place, report)
         elif kind != "response_item":
-            report.skip(place, f"lines of type {kind!r}: the response items hold what was said"[:100])
+            report.skip(
+                place, f"lines of type {kind!r}: the response items hold what was said"[:100]
+            )
         else:
             report.expect(place, [payload])
             rest = {key: value for key, value in line.items() if key not in ("payload", "type")}
@@ -367,7 +430,10 @@ def _compact(log: _CodexLog, line: Json, place: str, report: ImportReport) -> No
             except SHAPES as error:
                 report.drop(place, f"an item of a compaction: {shape_of(error)}", item)
                 log.untrainable = ENCRYPTED
-        log.messages = [add_step(m, is_copied_context=True) if m["role"] == "assistant" else m for m in log.messages]
+        log.messages = [
+            add_step(m, is_copied_context=True) if m["role"] == ("assistant") else m
+            for m in log.messages
+        ]
     elif isinstance(summary, str) and summary:
         report.expect(place, [summary])
         log.messages = [{"role": "user", "content": summary}]
@@ -393,22 +459,32 @@ def _take_item(log: _CodexLog, item: Any, place: str, report: ImportReport, rest
     elif isinstance(kind, str) and kind.endswith("_output"):
         if call_id and call_id in log.answered:
             same = log.answered[call_id] == item.get("output")
-            report.skip(place, "a result that stands in the log twice" + ("" if same else ", with other content"))
+            report.skip(
+                place,
+                "a result that stands in the log twice"
+                + (("") if same else ", with other content"),
+            )
             return
         log.answered[call_id] = item.get("output")
         log.messages.append(_output(item, call_id, rest))
     elif isinstance(kind, str) and kind.endswith("_call"):
-        _open_answer(log).setdefault("tool_calls", []).append(_codex_call(item, kind, call_id, rest))
+        _open_answer(log).setdefault("tool_calls", []).append(
+            _codex_call(item, kind, call_id, rest)
+        )
     else:
         report.skip(place, f"response items of type {kind!r} are not known"[:100])
         if kind not in SILENT:
-            log.untrainable = f"its history is not whole: response items of type {kind!r} are not known"[:100]
+            log.untrainable = (
+                f"its history is not whole: response items of type {kind!r} are not known"[:100]
+            )
         return
     log.places.append(place)
 
 
 def _take_message(log: _CodexLog, item: Json, rest: Json) -> None:
-    kept = rest | {key: value for key, value in item.items() if key not in ("type", "role", "content")}
+    kept = rest | {
+        key: value for key, value in item.items() if key not in ("type", "role", ("content"))
+    }
     if not isinstance(item.get("content"), str | list | None):
         raise TraceError("a message whose content is neither text nor a list")
     made = converted({"role": item["role"], "content": item.get("content")})
@@ -444,11 +520,18 @@ def _take_reasoning(log: _CodexLog, item: Json, rest: Json) -> bool:
     if key is None:
         return False
     kept = rest | {name: value for name, value in item.items() if name not in ("type", key)}
-    texts = [text_of([part]) for part in item[key]] if isinstance(item[key], list) else [text_of(item[key])]
+    texts = (
+        [text_of([part]) for part in item[key]]
+        if isinstance(item[key], list)
+        else [text_of(item[key])]
+    )
     answer = _open_answer(log)
     answer["reasoning_content"] = answer.get("reasoning_content", "") + "\n".join(texts)
     plain = ("summary_text", "reasoning_text", "text")
-    if any(not isinstance(p, dict) or set(p) - {"type", "text"} or p.get("type") not in plain for p in item[key]):
+    if any(
+        not isinstance(p, dict) or set(p) - {"type", "text"} or p.get("type") not in plain
+        for p in item[key]
+    ):
         kept[key] = item[key]
     _note(log, kept)
     return True
@@ -457,7 +540,9 @@ def _take_reasoning(log: _CodexLog, item: Json, rest: Json) -> bool:
 def _codex_call(item: Json, kind: str, call_id: str, rest: Json) -> Json:
     key = next((key for key in ("arguments", "input", "action") if key in item), None)
     raw = item.get(key) if key is not None else None
-    others = {name: value for name, value in item.items() if name not in ("type", "name", "call_id", key)}
+    others = {
+        name: value for name, value in item.items() if name not in ("type", "name", "call_id", key)
+    }
     if key == "arguments" and isinstance(raw, str):
         arguments = raw
     else:
@@ -480,7 +565,8 @@ def _output(item: Json, call_id: str, rest: Json) -> Json:
 
 
 def _open_answer(log: _CodexLog) -> Json:
-    """The answer that the model is giving: reasoning, text and calls up to the next message or result are one."""
+    """The answer that the model is giving: reasoning, text and calls up to the next message or
+    result are one."""
     last = log.messages[-1] if len(log.messages) > log.opened else {}
     if last.get("role") != "assistant" or last.get("step", {}).get("llm_call_count") == 0:
         log.messages.append({"role": "assistant", "content": None})

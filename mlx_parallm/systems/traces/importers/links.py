@@ -1,7 +1,8 @@
-"""Walks over the links of foreign logs: each message names the one before it, and the log may be wrong.
+"""Walks over the links of foreign logs: each message names the one before it, and the log may be
+wrong.
 
-Links may go in a circle, to the message itself, or to a message that the log does not hold. Every walk ends, and the
-caller learns what was wrong.
+Links may go in a circle, to the message itself, or to a message that the log does not hold. Every
+walk ends, and the caller learns what was wrong.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -11,7 +12,8 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 MOST_COPIED = 200_000
-"""Messages that the branches of one log may repeat: a log with a branch at each of its messages grows by the square."""
+"""Messages that the branches of one log may repeat: a log with a branch at each of its messages
+grows by the square."""
 
 
 @dataclass
@@ -19,11 +21,13 @@ class Forest(Generic[Key]):
     """Messages and the one that each follows, in the order of the log.
 
     Args:
-        parents: each message → the one before it; None for the first. A parent that is no key counts as None.
+        parents: each message → the one before it; None for the first. A parent that is no key
+            counts as None.
 
     Attributes:
         circles: messages whose link closed a circle; it is cut.
-        beyond: ends of branches that come after others which repeat `most_copied` messages together.
+        beyond: ends of branches that come after others which repeat `most_copied` messages
+            together.
     """
 
     parents: Mapping[Key, Key | None]

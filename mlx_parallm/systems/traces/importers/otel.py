@@ -1,8 +1,11 @@
-"""OpenTelemetry spans as OTLP/JSON: the `gen_ai.*` conventions, their older forms, and OpenInference's keys (Phoenix).
+"""OpenTelemetry spans as OTLP/JSON: the `gen_ai.*` conventions, their older forms, and
+OpenInference's keys (Phoenix).
 
-Each span of a model call repeats the conversation before it. Calls of one conversation are joined as the recorder joins
-them: a call whose messages begin with an earlier one's messages and answer goes on with it, others branch. A span's
-further attributes and events, its resource and its scope are in `extra.span` of the answer's step.
+Each span of a model call repeats the conversation before it. Calls of one conversation are joined
+as the recorder joins
+them: a call whose messages begin with an earlier one's messages and answer goes on with it, others
+branch. A span's further attributes and events, its resource and its scope are in `extra.span` of
+the answer's step.
 """
 
 import json
@@ -14,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.dialects import chat_messages, linked, marked, not_sampled, tool_definitions
+from mlx_parallm.systems.traces.dialects import (
+    chat_messages,
+    linked,
+    marked,
+    not_sampled,
+    tool_definitions,
+)
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, entries, shape_of
 from mlx_parallm.systems.traces.importers.sessions import session_traces
 from mlx_parallm.systems.traces.schema import Json, Label, Trace, add_step, parse_json, read_jsonl
@@ -23,14 +32,32 @@ from mlx_parallm.systems.traces.session import Session
 MODEL_CALLS = ("chat", "generate_content", "text_completion")
 EVALUATION = "gen_ai.evaluation"
 DETAILS = "gen_ai.client.inference.operation.details"
-REPEATED = "a repeated message that is not quite its first one: reasoning, or fields that a client may leave out"
+REPEATED = (
+    "a repeated message that is not quite its first one: reasoning, or fields that a client may"
+    " leave out"
+)
 _ROLE_EVENTS = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
-_CONTENT_EVENTS = {"gen_ai.content.prompt": "gen_ai.prompt", "gen_ai.content.completion": "gen_ai.completion"}
-_FLAT = re.compile(r"^(?:llm\.(input|output)_messages\.(\d+)\.message|gen_ai\.(prompt|completion)\.(\d+))\.(.+)$")
-_FLAT_TOOL = re.compile(r"^(?:llm\.tools\.(\d+)\.tool\.json_schema|llm\.request\.functions\.(\d+)\.(.+))$")
+_CONTENT_EVENTS = {
+    "gen_ai.content.prompt": "gen_ai.prompt",
+    "gen_ai.content.completion": ("gen_ai.completion"),
+}
+_FLAT = re.compile(
+    r"^(?:llm\.(input|output)_messages\.(\d+)\.message|gen_ai\.(prompt|completion)\.(\d+))\.(.+)$"
+)
+_FLAT_TOOL = re.compile(
+    r"^(?:llm\.tools\.(\d+)\.tool\.json_schema|llm\.request\.functions\.(\d+)\.(.+))$"
+)
 _USAGE = {
-    "prompt_tokens": ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt"),
-    "completion_tokens": ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion"),
+    "prompt_tokens": (
+        "gen_ai.usage.input_tokens",
+        "gen_ai.usage.prompt_tokens",
+        ("llm.token_count.prompt"),
+    ),
+    "completion_tokens": (
+        "gen_ai.usage.output_tokens",
+        "gen_ai.usage.completion_tokens",
+        ("llm.token_count.completion"),
+    ),
 }
 
 
@@ -52,7 +79,8 @@ class _Call:
 
 
 def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
-    """Files of `resourceSpans`, one object a line or one in all. A span is what the report counts as a line."""
+    """Files of `resourceSpans`, one object a line or one in all. A span is what the report
+    counts as a line."""
     conversations: dict[str, list[_Call]] = defaultdict(list)
     seen: dict[tuple[str, str], Json] = {}
     for place, span, around in _spans(path, report):
@@ -64,14 +92,20 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
         seen[own] = span
         try:
             values = _attributes(span.get("attributes"))
-            name = values.get("gen_ai.conversation.id") or values.get("session.id") or span.get("traceId")
+            name = (
+                values.get("gen_ai.conversation.id")
+                or values.get("session.id")
+                or span.get("traceId")
+            )
             call = _call(place, span, values, around, report)
         except SHAPES as error:
             report.skip(place, shape_of(error))
             continue
         if call is None:
             operation = values.get("gen_ai.operation.name") or values.get("openinference.span.kind")
-            report.skip(place, f"spans of operation {operation!r} are no model calls with content"[:200])
+            report.skip(
+                place, f"spans of operation {operation!r} are no model calls with content"[:200]
+            )
             continue
         conversations[str(name)].append(call)
     for name, calls in conversations.items():
@@ -79,13 +113,16 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
 
 
 def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]:
-    """Yield place, span, and what is around it: resource, scope, and keys of theirs that are not known."""
+    """Yield place, span, and what is around it: resource, scope, and keys of theirs that are not
+    known."""
     number = 0
     for place, document in entries(path):
         listed = document.get("resourceSpans") if isinstance(document, dict) else None
         if not isinstance(listed, list) or not listed:
             report.read(place, document)
-            report.skip(place, "not JSON" if isinstance(document, ValueError) else "no 'resourceSpans'")
+            report.skip(
+                place, ("not JSON") if isinstance(document, ValueError) else "no 'resourceSpans'"
+            )
             continue
         for key in document.keys() - {"resourceSpans"}:
             report.drop(place, f"field {key!r} beside 'resourceSpans'"[:100], document[key])
@@ -109,7 +146,9 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
                 around |= {key: value for key, value in scope.items() if key != "spans"}
                 for span in spans:
                     number += 1
-                    at = f"{path.name} span {number}" + (f" {span.get('spanId')}" if isinstance(span, dict) else "")
+                    at = f"{path.name} span {number}" + (
+                        (f" {span.get('spanId')}") if isinstance(span, dict) else ""
+                    )
                     report.read(at, [span, around])
                     if isinstance(span, dict):
                         yield at, span, around
@@ -118,10 +157,15 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
 
 
 def _attributes(listed: Any) -> Json:
-    """Attributes by their keys. Raises TraceError: an entry is none, or a key stands there twice."""
+    """Attributes by their keys. Raises TraceError: an entry is none, or a key stands there
+    twice."""
     values: Json = {}
     for entry in listed or ():
-        if not isinstance(entry, dict) or not isinstance(entry.get("key"), str) or set(entry) - {"key", "value"}:
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("key"), str)
+            or set(entry) - {"key", ("value")}
+        ):
             raise TraceError("an attribute that is not {key, value}")
         if entry["key"] in values:
             raise TraceError("an attribute that stands there twice")
@@ -130,13 +174,18 @@ def _attributes(listed: Any) -> Json:
 
 
 def _value(value: Any) -> Any:
-    """A value of OTLP/JSON: {"stringValue": …}, {"arrayValue": {"values": […]}}, {"kvlistValue": {"values": […]}}."""
+    """A value of OTLP/JSON: {"stringValue": …}, {"arrayValue": {"values": […]}}, {"kvlistValue":
+    {"values": […]}}."""
     if not isinstance(value, dict) or not value:
         return value
     if len(value) != 1:
         raise TraceError("a value of several kinds")
     kind, inner = next(iter(value.items()))
-    if kind in ("arrayValue", "kvlistValue") and isinstance(inner, dict) and not set(inner) - {"values"}:
+    if (
+        kind in ("arrayValue", "kvlistValue")
+        and isinstance(inner, dict)
+        and not set(inner) - {("values")}
+    ):
         listed = inner.get("values") or []
         return [_value(item) for item in listed] if kind == "arrayValue" else _attributes(listed)
     if kind == "intValue":
@@ -167,7 +216,10 @@ def _call(place: str, span: Json, values: Json, around: Json, report: ImportRepo
         return None
     system = _system(rest)
     report.expect(place, [*system, *asked, *answered])
-    reasons = [message.pop("finish_reason", None) if isinstance(message, dict) else None for message in answered]
+    reasons = [
+        message.pop("finish_reason", None) if isinstance(message, dict) else None
+        for message in answered
+    ]
     listed = rest.pop("gen_ai.response.finish_reasons", None)
     if isinstance(listed, list):
         reasons = [own or (listed[n] if n < len(listed) else None) for n, own in enumerate(reasons)]
@@ -179,12 +231,25 @@ def _call(place: str, span: Json, values: Json, around: Json, report: ImportRepo
     messages, answers = chat_messages([*system, *asked]), []
     for message, reason in zip(answered, reasons, strict=True):
         about: Json = {"finish_reason": reason, "error": failed}
-        answers.append([_checked(each, about) for each in chat_messages([{"role": "assistant", **message}])])
-    tools = tool_definitions(_structured(rest.pop("gen_ai.tool.definitions", None))) or _take_tools(rest)
-    usage = {name: rest.pop(key) for name, keys in _USAGE.items() for key in keys if isinstance(rest.get(key), int)}
+        answers.append(
+            [_checked(each, about) for each in chat_messages([{"role": "assistant", **message}])]
+        )
+    tools = tool_definitions(_structured(rest.pop("gen_ai.tool.definitions", None))) or _take_tools(
+        rest
+    )
+    usage = {
+        name: rest.pop(key)
+        for name, keys in _USAGE.items()
+        for key in keys
+        if isinstance(rest.get(key), int)
+    }
     names = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
     model = next((str(values[name]) for name in names if values.get(name)), None)
-    kept = {key: value for key, value in span.items() if key not in ("attributes", "events") and value is not None}
+    kept = {
+        key: value
+        for key, value in span.items()
+        if key not in ("attributes", "events") and value is not None
+    }
     kept |= {"attributes": rest} | ({"events": events} if events else {}) | around
     response_id = values.get("gen_ai.response.id")
     call = _Call(
@@ -222,7 +287,11 @@ def _system(rest: Json) -> list[Json]:
         value = _structured(raw)
     except ValueError:
         value = raw  # plain text
-    return [{"role": "system", "content": value}] if isinstance(value, str) else [{"role": "system", "parts": value}]
+    return (
+        [{"role": "system", "content": value}]
+        if isinstance(value, str)
+        else [{"role": "system", "parts": value}]
+    )
 
 
 def _checked(message: Json, about: Json) -> Json:
@@ -236,8 +305,11 @@ def _failure(span: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     return values.get("error.type") or (code if code in (2, "STATUS_CODE_ERROR") else None)
 
 
-def _from_events(listed: Sequence[Any], values: Json) -> tuple[list[Any], list[Any], list[Label], list[Any]]:
-    """What a span's events hold: messages asked and answered (the conventions' older form), evaluations, and others."""
+def _from_events(
+    listed: Sequence[Any], values: Json
+) -> tuple[list[Any], list[Any], list[Label], list[Any]]:
+    """What a span's events hold: messages asked and answered (the conventions' older form),
+    evaluations, and others."""
     asked, answered, labels, others = list[Any](), list[Any](), list[Label](), list[Any]()
     if not isinstance(listed, list | tuple):
         raise TraceError("events that are no list")
@@ -245,7 +317,11 @@ def _from_events(listed: Sequence[Any], values: Json) -> tuple[list[Any], list[A
         name = event.get("name") if isinstance(event, dict) else None
         fields = _attributes(event.get("attributes")) if isinstance(event, dict) else {}
         known = ("name", "attributes", "timeUnixNano")
-        rest = {key: value for key, value in event.items() if key not in known} if isinstance(event, dict) else {}
+        rest = (
+            {key: value for key, value in event.items() if key not in known}
+            if isinstance(event, dict)
+            else {}
+        )
         if name == f"{EVALUATION}.result":
             labels.append(_evaluation(fields, event))
         elif name == DETAILS and not fields.keys() & values.keys():
@@ -255,7 +331,9 @@ def _from_events(listed: Sequence[Any], values: Json) -> tuple[list[Any], list[A
         elif name == "gen_ai.choice":
             answered.append(_event_message(fields, "assistant"))
         elif name in _CONTENT_EVENTS and _CONTENT_EVENTS[name] in fields:
-            (asked if name.endswith("prompt") else answered).extend(_listed(fields.pop(_CONTENT_EVENTS[name])))
+            (asked if name.endswith("prompt") else answered).extend(
+                _listed(fields.pop(_CONTENT_EVENTS[name]))
+            )
             others += [{"name": name, "attributes": fields}] if fields else []
         else:
             others.append(event)
@@ -266,8 +344,13 @@ def _from_events(listed: Sequence[Any], values: Json) -> tuple[list[Any], list[A
 
 
 def _event_message(fields: Json, role: str) -> Json:
-    """A message that was an event: its fields are attributes, or in a body; a choice's are in `message`."""
-    made = {key: value for key, value in fields.items() if key not in ("body", "event_body", "message")}
+    """A message that was an event: its fields are attributes, or in a body; a choice's are in
+    `message`."""
+    made = {
+        key: value
+        for key, value in fields.items()
+        if key not in ("body", "event_body", ("message"))
+    }
     for key in ("body", "event_body", "message"):
         inner = fields.get(key)
         try:
@@ -304,14 +387,17 @@ def _evaluation(values: Json, event: Mapping[str, Any]) -> Label:
 
 
 def _take_flat(rest: Json) -> dict[str, list[Json]]:
-    """Take the messages whose fields have keys of their own: OpenInference's `llm.input_messages.0.message.role`, and
-    `gen_ai.prompt.0.role`."""
+    """Take the messages whose fields have keys of their own: OpenInference's
+    `llm.input_messages.0.message.role`, and `gen_ai.prompt.0.role`."""
     flat: dict[str, dict[int, Json]] = {"input": defaultdict(dict), "output": defaultdict(dict)}
     for key in list(rest):
         if match := _FLAT.match(key):
             side = "input" if (match[1] or match[3]) in ("input", "prompt") else "output"
             flat[side][int(match[2] or match[4])][match[5]] = rest.pop(key)
-    return {side: [_message_of(_nested(found[index])) for index in sorted(found)] for side, found in flat.items()}
+    return {
+        side: [_message_of(_nested(found[index])) for index in sorted(found)]
+        for side, found in flat.items()
+    }
 
 
 def _take_tools(rest: Json) -> list[Json] | None:
@@ -357,7 +443,9 @@ def _message_of(fields: Json) -> Json:
     if isinstance(contents, list) and "content" not in fields:
         del fields["contents"]
         fields["content"] = [
-            part["message_content"] if isinstance(part, dict) and set(part) == {"message_content"} else part
+            part[("message_content")]
+            if isinstance(part, dict) and set(part) == {"message_content"}
+            else part
             for part in contents
         ]
     calls = fields.get("tool_calls")
@@ -377,7 +465,11 @@ def _flat_call(call: Any) -> Any:
     function = own_function if isinstance(own_function, dict) else inner
     if not isinstance(function.get("name"), str):
         return call
-    rest = {key: value for key, value in inner.items() if key not in ("id", "function", "name", "arguments", "type")}
+    rest = {
+        key: value
+        for key, value in inner.items()
+        if key not in ("id", "function", "name", "arguments", ("type"))
+    }
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     own = {"name": function["name"], "arguments": text}
@@ -409,7 +501,12 @@ def _joined(name: str, calls: Sequence[_Call], report: ImportReport) -> Iterator
                 usage=call.usage or None,
             )
             places[turn.id] = call.place
-            before = [m for t in session.path(turn.id)[:-1] for m in (*t.messages, t.response) if m is not None]
+            before = [
+                m
+                for t in session.path(turn.id)[:-1]
+                for m in (*t.messages, t.response)
+                if m is not None
+            ]
             for first, again in zip(before, messages, strict=False):
                 if _bare(first) != _bare(again):
                     report.drop(call.place, REPEATED, again)
@@ -423,7 +520,9 @@ def _bare(message: Mapping[str, Any]) -> Json:
     """A message, and the fields of its own that lie in its step."""
     extra = message.get("step", {}).get("extra", {})
     own = {key: value for key, value in extra.items() if key not in ("span", "not_sampled")}
-    return {key: value for key, value in message.items() if key != "step"} | ({"step": own} if own else {})
+    return {key: value for key, value in message.items() if key != "step"} | (
+        {"step": own} if own else {}
+    )
 
 
 def holds_spans(path: Path) -> bool:

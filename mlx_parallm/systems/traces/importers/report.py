@@ -1,13 +1,15 @@
 """ImportReport: what became of every line and of every message of the logs.
 
-One rule for all importers. `objects` counts each line as it is read, `expect` each message that a line holds. Both stay
-open until they are carried (a trace holds them) or left out with a reason; `settle` closes an import, and what is still
-open then is counted as a fault of the importer. So, at the end,
+One rule for all importers. `objects` counts each line as it is read, `expect` each message that a
+line holds. Both stay open until they are carried (a trace holds them) or left out with a reason;
+`settle` closes an import, and what is still open then is counted as a fault of the importer. So, at
+the end,
 
     lines    = used    + sum(skipped.values())
     messages = carried + sum(left_out.values())
 
-Unknown fields and content parts of a message travel in its trace. One that does not is a detail: counted by `drop`.
+Unknown fields and content parts of a message travel in its trace. One that does not is a detail:
+counted by `drop`.
 """
 
 from collections import Counter
@@ -59,7 +61,8 @@ class ImportReport:
         places: reason → the first places, "file:line".
         details: reason → parts and fields of carried messages that no trace holds.
         remarks: what a reader should know, and how often it happened.
-        sampled: ids of answers that a trace of this import has already sampled: in later files they are copied context.
+        sampled: ids of answers that a trace of this import has already sampled: in later files they
+            are copied context.
     """
 
     traces: int = 0
@@ -97,11 +100,13 @@ class ImportReport:
         return self.message_ledger.left_out
 
     def read(self, place: str, value: Any = None) -> None:
-        """Count a line (or what the format has in its place: a span, a group). `place`: "file:line"."""
+        """Count a line (or what the format has in its place: a span, a group). `place`:
+        "file:line"."""
         self.line_ledger.see(place, value)
 
     def expect(self, place: str, messages: Sequence[Any]) -> int:
-        """Count the messages that a line holds, after those that were counted already; return the first one's index."""
+        """Count the messages that a line holds, after those that were counted already; return
+        the first one's index."""
         first = self._counts[place]
         for number, message in enumerate(messages, first):
             self.message_ledger.see((place, number), message)
@@ -162,7 +167,9 @@ class ImportReport:
             left = self.messages - self.carried
             yield f"{self.messages} messages: {self.carried} carried, {left} left out"
         yield from self._draw("skipped {}: {}", self.skipped)
-        others = Counter({reason: count for reason, count in self.left_out.items() if reason not in self.skipped})
+        others = Counter(
+            {reason: count for reason, count in self.left_out.items() if reason not in self.skipped}
+        )
         yield from self._draw("left out {} messages: {}", others)
         yield from self._draw("left out {} parts or fields: {}", self.details)
         yield from self._draw("{} times: {}", self.remarks)
@@ -174,14 +181,16 @@ class ImportReport:
 
 
 Importer = Callable[[Path, ImportReport], Iterator[Trace]]
-"""Yields the traces of a file. What is wrong with a line goes into the report. Raises TraceError: the file."""
+"""Yields the traces of a file. What is wrong with a line goes into the report. Raises
+TraceError: the file."""
 
 SHAPES = (TraceError, KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 """What converting a foreign object may raise where its shape is not the format's."""
 
 
 def objects(path: Path, report: ImportReport) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield place and value of each object of a file: one a line, or the file is one object or a list of them.
+    """Yield place and value of each object of a file: one a line, or the file is one object or a
+    list of them.
 
     Each entry is counted; what is no object is skipped. The caller carries or skips the others.
     """
@@ -196,7 +205,8 @@ def objects(path: Path, report: ImportReport) -> Iterator[tuple[str, dict[str, A
 
 
 def entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield place and value of each entry; a ValueError where a line is no JSON. They are not counted here."""
+    """Yield place and value of each entry; a ValueError where a line is no JSON. They are not
+    counted here."""
     lines = read_jsonl(path)
     first = next(lines, None)
     if first is None:
@@ -214,7 +224,8 @@ def entries(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def whole_json(path: Path) -> Any:
-    """The value of a file that is one JSON text, over several lines too; None where it is none. Raises TraceError."""
+    """The value of a file that is one JSON text, over several lines too; None where it is none.
+    Raises TraceError."""
     try:
         return parse_json(path.read_bytes())
     except ValueError:
@@ -224,7 +235,8 @@ def whole_json(path: Path) -> Any:
 
 
 def made(report: ImportReport, place: str, make: Callable[[], list[Trace]]) -> list[Trace]:
-    """Call `make` and carry the line; empty where the line cannot be traces, which the report says."""
+    """Call `make` and carry the line; empty where the line cannot be traces, which the report
+    says."""
     try:
         traces = make()
     except SHAPES as error:
@@ -237,5 +249,9 @@ def made(report: ImportReport, place: str, make: Callable[[], list[Trace]]) -> l
 
 def shape_of(error: Exception) -> str:
     """A reason of at most 200 characters."""
-    reason = str(error) if isinstance(error, TraceError) else f"unexpected shape: {type(error).__name__}: {error}"
+    reason = (
+        str(error)
+        if isinstance(error, TraceError)
+        else (f"unexpected shape: {type(error).__name__}: {error}")
+    )
     return reason[:200]

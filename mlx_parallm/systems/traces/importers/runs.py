@@ -36,7 +36,9 @@ def _recorded(session: Session, report: ImportReport) -> Iterator[Trace]:
     places = {name: f"{session.name} turn {name}" for name in session.turns}
     for name, turn in session.turns.items():
         report.read(places[name], turn.to_json())
-        report.expect(places[name], [*turn.messages, *([] if turn.response is None else [turn.response])])
+        report.expect(
+            places[name], [*turn.messages, *([] if turn.response is None else [turn.response])]
+        )
     for place, name, value in session.unknown:
         report.drop(place, f"field {name!r} of a turn is not known"[:100], value)
     held = list[Json]()
@@ -58,8 +60,9 @@ def collected(path: Path, report: ImportReport) -> Iterator[Trace]:
 
 
 def rollouts(path: Path, report: ImportReport) -> Iterator[Trace]:
-    """The rollouts of a run directory. Messages are the texts between the template's turns, as the run's tokenizer
-    reads them; tokens are kept. Raises TraceError: no run, or its model's tokenizer is not on this machine."""
+    """The rollouts of a run directory. Messages are the texts between the template's turns, as
+    the run's tokenizer reads them; tokens are kept. Raises TraceError: no run, or its model's
+    tokenizer is not on this machine."""
     directory = path.parent if path.name == STORE_FILE else path
     if not (directory / STORE_FILE).is_file():
         raise TraceError(f"{directory} is no run directory: it has no {STORE_FILE}")
@@ -95,7 +98,10 @@ def _decoder(directory: Path) -> Any:
 def _rollout_trace(rollout: Rollout, name: str, record: Any, decode: Any) -> Trace:
     messages: list[Json] = []
     for segment in rollout.segments:
-        runs = [list(run) for _, run in groupby(range(len(segment.tokens)), key=lambda at: segment.mask[at])]
+        runs = [
+            list(run)
+            for _, run in groupby(range(len(segment.tokens)), key=lambda at: segment.mask[at])
+        ]
         texts = decode([segment.tokens[places[0] : places[-1] + 1] for places in runs])
         for places, text in zip(runs, texts, strict=True):
             sampled = segment.mask[places[0]]
@@ -121,7 +127,10 @@ def _sampled_step(segment: Rollout, places: Sequence[int]) -> Json:
         "prompt_token_ids": list(segment.tokens[:first]),
         "completion_token_ids": list(segment.tokens[first:last]),
         "extra": {
-            "policy_versions": [[s.version, s.start, s.end] for s in weight_spans(segment.policy_versions[first:last])],
+            "policy_versions": [
+                [s.version, s.start, s.end]
+                for s in weight_spans(segment.policy_versions[first:last])
+            ],
             "temperature": segment.temperature,
         },
     }

@@ -7,8 +7,11 @@ from mlx_parallm.systems.traces.schema import Trace
 from mlx_parallm.systems.traces.session import Session
 
 
-def session_traces(session: Session, places: Mapping[str, str], report: ImportReport) -> Iterator[Trace]:
-    """Yield a trace for each leaf; carry the lines of its turns, or skip them where it cannot be one.
+def session_traces(
+    session: Session, places: Mapping[str, str], report: ImportReport
+) -> Iterator[Trace]:
+    """Yield a trace for each leaf; carry the lines of its turns, or skip them where it cannot be
+    one.
 
     Args:
         places: each turn's id → the line that it came from.
@@ -18,7 +21,9 @@ def session_traces(session: Session, places: Mapping[str, str], report: ImportRe
         path = session.path(leaf.id)
         own = dict.fromkeys(places[turn.id] for turn in path if turn.id not in claimed)
         try:
-            trace = session.trace(path, claimed, session.name if number == 1 else f"{session.name}#{number}")
+            trace = session.trace(
+                path, claimed, session.name if number == 1 else (f"{session.name}#{number}")
+            )
         except SHAPES as error:
             for place in own:
                 report.skip(place, shape_of(error))

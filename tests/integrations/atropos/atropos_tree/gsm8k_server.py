@@ -1,8 +1,9 @@
 """Stands in for environments/gsm8k_server.py of Atropos' git tree, which is not in the wheel.
 
-Alike in what the wrapper meets: the class and its name, `config_init` with one APIServerConfig that is not in a list
-and points elsewhere, rows of `question` and `answer` with the number behind `####`, collection through ManagedServer,
-None for a group of equal scores. Unlike: the rows are sums that the tiny model half-knows, compared as text.
+Alike in what the wrapper meets: the class and its name, `config_init` with one APIServerConfig that
+is not in a list and points elsewhere, rows of `question` and `answer` with the number behind
+`####`, collection through ManagedServer, None for a group of equal scores. Unlike: the rows are
+sums that the tiny model half-knows, compared as text.
 """
 
 import random
@@ -34,7 +35,10 @@ class GSM8kEnv(BaseEnv):
         rng = random.Random(0)
         sums = [(rng.randrange(100), rng.randrange(100)) for _ in range(500)]
         self.train = [
-            {"question": f"Sum: {a}+{b}", "answer": f"{a} and {b} are <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b:,}"}
+            {
+                "question": f"Sum: {a}+{b}",
+                "answer": (f"{a} and {b} are <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b:,}"),
+            }
             for a, b in sums
         ]
         self.iter = 0
@@ -56,7 +60,9 @@ class GSM8kEnv(BaseEnv):
                 temperature=1.0,
             )
             nodes = managed.get_state()["nodes"]
-        scores = [1.0 if choice.message.content.strip() == gold else -1.0 for choice in answer.choices]
+        scores = [
+            1.0 if choice.message.content.strip() == gold else -1.0 for choice in answer.choices
+        ]
         if len(set(scores)) == 1:
             return None, []
         group = ScoredDataGroup(

@@ -1,4 +1,5 @@
-"""The example's letters as most of Atropos' environments collect: text from /v1/chat/completions, tokenised again.
+"""The example's letters as most of Atropos' environments collect: text from /v1/chat/completions,
+tokenised again.
 
 So a group has no log-probabilities, with `server_type: openai` as with the others.
 """
