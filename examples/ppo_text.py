@@ -32,7 +32,7 @@ class ShareOfALetter:
 def main(iterations: int) -> None:
     with InferenceModule("builtin:tiny") as inference:  # or any MLX model of the hub
         env = SimpleTextEnvironment(
-            inference, prompts=["Sort: dbca", "Reverse: hfkdo", ("Sort: xaz")]
+            inference, prompts=["Sort: dbca", "Reverse: hfkdo", "Sort: xaz"]
         )
         manager = RolloutManager(env, RolloutConfig(num_parallel=32, max_tokens=12))
         config = BackpropConfig(kl_coef=0.0, entropy_coef=0.0, gamma=1.0, ppo_epochs=2)

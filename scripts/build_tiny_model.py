@@ -372,23 +372,23 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("mlx_parallm/models/tiny"))
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
     parser.add_argument(
-        "--checkpoints", type=Path, help=("a folder; an interrupted run goes on from what is in it")
+        "--checkpoints", type=Path, help="a folder; an interrupted run goes on from what is in it"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--skill-steps", type=int, default=1800, help=("first stage: expressions, learned well")
+        "--skill-steps", type=int, default=1800, help="first stage: expressions, learned well"
     )
     parser.add_argument(
         "--anywhere-steps",
         type=int,
         default=1200,
-        help=("second stage: expressions behind other text"),
+        help="second stage: expressions behind other text",
     )
     parser.add_argument(
-        "--steps", type=int, default=70, help=("third stage: questions; fewer leave more to learn")
+        "--steps", type=int, default=70, help="third stage: questions; fewer leave more to learn"
     )
     parser.add_argument(
-        "--problems", type=int, default=500, help=("held-out problems a task to measure on")
+        "--problems", type=int, default=500, help="held-out problems a task to measure on"
     )
     args = parser.parse_args()
     if args.architecture != "qwen3" and args.output == Path("mlx_parallm/models/tiny"):

@@ -25,12 +25,12 @@ def names_in(source: str) -> Iterator[str]:
         if (
             isinstance(node, ast.ImportFrom)
             and not node.level
-            and (node.module or "").partition(".")[0] == ("mlx_lm")
+            and (node.module or "").partition(".")[0] == "mlx_lm"
         ):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (
-                alias.name for alias in node.names if alias.name.partition(".")[0] == ("mlx_lm")
+                alias.name for alias in node.names if alias.name.partition(".")[0] == "mlx_lm"
             )
         elif isinstance(node, ast.Attribute) and re.fullmatch(
             r"mlx_lm(\.\w+)+", dotted := ast.unparse(node)

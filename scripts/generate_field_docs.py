@@ -22,11 +22,11 @@ BODIES: dict[str, Any] = {"/v1/completions": CompletionBody, "/v1/chat/completio
 OPENAI = {
     "/v1/completions": {
         *completion_create_params.CompletionCreateParamsBase.__annotations__,
-        ("stream"),
+        "stream",
     },
     "/v1/chat/completions": {
         *chat_create_params.CompletionCreateParamsBase.__annotations__,
-        ("stream"),
+        "stream",
     },
 }
 # vLLM's main branch of 2026: entrypoints/openai/{completion,chat_completion}/protocol.py, and the
@@ -89,7 +89,7 @@ def _row(name: str) -> str:
     owner = "OpenAI" if any(name in of for of in OPENAI.values()) else "vLLM"
     if not any(name in of for group in (OPENAI, VLLM) for of in group.values()):
         owner = (
-            ("this server")
+            "this server"
             if any(name in body.model_fields for body in BODIES.values())
             else "others"
         )

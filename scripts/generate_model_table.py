@@ -44,10 +44,10 @@ KERNELS = "MODEL_TABLE_CLAIMS_METAL"
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes docs/models.md.")
     parser.add_argument(
-        "--one", metavar="MODEL_TYPE", help=("try one and print what was found, as JSON")
+        "--one", metavar="MODEL_TYPE", help="try one and print what was found, as JSON"
     )
     parser.add_argument(
-        "--only", nargs="*", metavar="MODEL_TYPE", help=("try these and print one line each")
+        "--only", nargs="*", metavar="MODEL_TYPE", help="try these and print one line each"
     )
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
@@ -72,7 +72,7 @@ def model_types() -> list[str]:
     for file in files("mlx_lm.models").iterdir():
         is_module = file.name.endswith(".py")
         if is_module and {"Model", "ModelArgs"} <= _module_names(
-            ast.parse(file.read_text(encoding=("utf-8")))
+            ast.parse(file.read_text(encoding="utf-8"))
         ):
             names.append(file.name.removesuffix(".py"))
     return sorted(names)
@@ -283,7 +283,7 @@ def small_config(module: Any, name: str) -> dict[str, Any]:
         inner = sizes["shared"] | sizes["text"].get(name, {})
         own = [value for value in vars(module).values() if isinstance(value, type)]
         imported = [
-            value.ModelArgs for value in vars(module).values() if hasattr(value, ("ModelArgs"))
+            value.ModelArgs for value in vars(module).values() if hasattr(value, "ModelArgs")
         ]
         for arguments in (*own, *imported):
             if dataclasses.is_dataclass(arguments) and arguments is not module.ModelArgs:
@@ -454,13 +454,10 @@ PREFIXES = {
 }
 TOKENS = {
     "by tokens": "a row holds what its text takes, and what rows share is held once.",
-    "rectangle": (
-        "all rows take as much as the longest one; the reason is why they do not lie by tokens."
-    ),
+    "rectangle": "all rows take as much as the longest one; the reason is why they do not lie by"
+    " tokens.",
     "states": "no layer keeps keys and values: a small state a row.",
-    "one by one": (
-        "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time."
-    ),
+    "one by one": "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time.",
 }
 
 

@@ -30,7 +30,7 @@ SERVER_PATHS = (
     *("/pause", "/resume", "/is_paused", "/abort_requests", "/reset_prefix_cache"),
     *(
         f"/dashboard/api/{name}"
-        for name in ("runs", "metrics", "health", "evaluations", "events", ("control"))
+        for name in ("runs", "metrics", "health", "evaluations", "events", "control")
     ),
     *(f"/dashboard/api/{name}" for name in ("groups", "group", "tokens")),
 )
@@ -43,7 +43,7 @@ POLICY_PATHS = (
         "/store_experience",
         "/update",
         "/save",
-        ("/load"),
+        "/load",
     ),
     *("/mutate", "/feedback", "/embed", "/rollout"),
 )
@@ -66,7 +66,7 @@ def policy_document() -> dict[str, Any]:
         settings = [
             "server.port=0",
             f'prompt_policy.checkpoint_dir="{directory}"',
-            ("prompt_policy.ppo.hidden_dim=2"),
+            "prompt_policy.ppo.hidden_dim=2",
         ]
         server = PromptPolicyServer(load_config(None, settings))
         server.start()
@@ -93,7 +93,7 @@ def only(document: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
         text = json.dumps([schemas[name] for name in found])
     made = {
         "openapi": document["openapi"],
-        "info": {"title": document["info"]["title"], "version": ("generated")},
+        "info": {"title": document["info"]["title"], "version": "generated"},
     }
     return _without_titles(
         made | {"paths": kept, "components": {"schemas": dict(sorted(needed.items()))}}

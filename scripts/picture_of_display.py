@@ -50,11 +50,11 @@ def main() -> None:
     panel = display._render()
     display.stop()
     console = Console(
-        width=100, file=io.StringIO(), record=True, force_terminal=True, color_system=("truecolor")
+        width=100, file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor"
     )
     console.print(panel)
     args.target.write_text(
-        console.export_svg(title="mlx_parallm train --config quickstart"), encoding=("utf-8")
+        console.export_svg(title="mlx_parallm train --config quickstart"), encoding="utf-8"
     )
 
 

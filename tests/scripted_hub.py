@@ -30,7 +30,7 @@ class Hub:
             committed = [
                 line["value"]
                 for line in map(json.loads, body.splitlines())
-                if line["key"] == ("file")
+                if line["key"] == "file"
             ]
             self.files |= {file["path"]: base64.b64decode(file["content"]) for file in committed}
             return (

@@ -104,88 +104,63 @@ LONG_FUNCTIONS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": reason
     "tests/traces/test_foreign_logs.py:test_what_a_program_wrote_is_not_learned": "one long log",
 }
 BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boundary it is
-    "mlx_parallm/execution/tool_client.py:ToolClient._call_function": (
-        "a tool's failure is a result, which is read"
-    ),
-    "mlx_parallm/execution/tool_client.py:_on_a_thread.work": (
-        "what a function raises is its call's result"
-    ),
-    "mlx_parallm/execution/mcp_connection.py:MCPConnection._hold": (
-        "whoever waits for a server's start is told why"
-    ),
-    "mlx_parallm/execution/mcp_connection.py:MCPConnection._start": (
-        "a start that failed is let go, whatever it was"
-    ),
-    "mlx_parallm/execution/mcp_connection.py:MCPConnection.call": (
-        "a server may answer anything; it is a result"
-    ),
-    "mlx_parallm/engine/engine.py:Engine._advance_score": (
-        "a text is scored alone: what fails is its own"
-    ),
+    "mlx_parallm/execution/tool_client.py:ToolClient._call_function": "a tool's failure is a"
+    " result, which is read",
+    "mlx_parallm/execution/tool_client.py:_on_a_thread.work": "what a function raises is its"
+    " call's result",
+    "mlx_parallm/execution/mcp_connection.py:MCPConnection._hold": "whoever waits for a server's"
+    " start is told why",
+    "mlx_parallm/execution/mcp_connection.py:MCPConnection._start": "a start that failed is let"
+    " go, whatever it was",
+    "mlx_parallm/execution/mcp_connection.py:MCPConnection.call": "a server may answer anything;"
+    " it is a result",
+    "mlx_parallm/engine/engine.py:Engine._advance_score": "a text is scored alone: what fails is"
+    " its own",
     "mlx_parallm/engine/engine.py:Engine.recover": "who fails alone is told so; the others go on",
     "mlx_parallm/engine/live_requests.py:own_failure": "one request's text must not end the engine",
-    "mlx_parallm/engine/thread.py:EngineThread._accept": (
-        "one request's values must not end the engine"
-    ),
-    "mlx_parallm/engine/thread.py:EngineThread._main": (
-        "the thread's end must be told to whoever waits"
-    ),
-    "mlx_parallm/engine/thread.py:EngineThread._step": (
-        "a failed forward ends its requests, not the engine"
-    ),
+    "mlx_parallm/engine/thread.py:EngineThread._accept": "one request's values must not end the"
+    " engine",
+    "mlx_parallm/engine/thread.py:EngineThread._main": "the thread's end must be told to whoever"
+    " waits",
+    "mlx_parallm/engine/thread.py:EngineThread._step": "a failed forward ends its requests, not"
+    " the engine",
     "mlx_parallm/engine/thread.py:_call": "a function run on the engine thread fails in its caller",
     "mlx_parallm/environments/runner.py:attempt": "a failed episode is a recorded result",
-    "mlx_parallm/environments/scheduler.py:RolloutScheduler._run": (
-        "the thread's end is kept for health() and check()"
-    ),
-    "mlx_parallm/environments/state_source.py:StepThread.run.job": (
-        "what a step raises ends its episode"
-    ),
-    "mlx_parallm/models/threads.py:MLXThread.submit.run": (
-        "what a thread's work raises is its caller's"
-    ),
+    "mlx_parallm/environments/scheduler.py:RolloutScheduler._run": "the thread's end is kept for"
+    " health() and check()",
+    "mlx_parallm/environments/state_source.py:StepThread.run.job": "what a step raises ends its"
+    " episode",
+    "mlx_parallm/models/threads.py:MLXThread.submit.run": "what a thread's work raises is its"
+    " caller's",
     "mlx_parallm/models/loading.py:load_tokenizer": "the tokenizers library raises plain Exception",
-    "mlx_parallm/distributed/players.py:RankPlayer._read": (
-        "a rank whose groups do not come must end the run"
-    ),
-    "mlx_parallm/distributed/players.py:PlayedHere._read": (
-        "the same: rank 0 would wait for its groups"
-    ),
-    "mlx_parallm/distributed/requests.py:RankEngine._write": (
-        "a message that cannot be sent must not be waited for"
-    ),
-    "mlx_parallm/distributed/requests.py:ServedHere._run": (
-        "rank 0's client would wait for an answer for ever"
-    ),
-    "mlx_parallm/rl_training/events.py:RunEvents.emit": (
-        "a subscriber that fails must not stop the training"
-    ),
-    "mlx_parallm/rl_training/monitor/display.py:attempt": (
-        "a display that fails must not stop the training"
-    ),
-    "mlx_parallm/rl_training/monitor/trackers.py:Trackers._attempt": (
-        "a tracker that fails must not stop the training"
-    ),
-    "mlx_parallm/execution/tool_calls.py:read_calls": (
-        "a model's malformed call makes mlx-lm's parsers raise anything"
-    ),
-    "mlx_parallm/server/middleware.py:RequestContextMiddleware.__call__": (
-        "one HTTP request's bug stays its own"
-    ),
-    "mlx_parallm/execution/user_code.py:user_code": (
-        "a user's function may raise anything: one line names it"
-    ),
-    "mlx_parallm/server/sse.py:EventStream._send_all": (
-        "the headers are out: the stream says what happened"
-    ),
-    "mlx_parallm/systems/traces/collector.py:_followed.followed": (
-        "what an agent's method raises ends its run too"
-    ),
+    "mlx_parallm/distributed/players.py:RankPlayer._read": "a rank whose groups do not come must"
+    " end the run",
+    "mlx_parallm/distributed/players.py:PlayedHere._read": "the same: rank 0 would wait for its"
+    " groups",
+    "mlx_parallm/distributed/requests.py:RankEngine._write": "a message that cannot be sent must"
+    " not be waited for",
+    "mlx_parallm/distributed/requests.py:ServedHere._run": "rank 0's client would wait for an"
+    " answer for ever",
+    "mlx_parallm/rl_training/events.py:RunEvents.emit": "a subscriber that fails must not stop the"
+    " training",
+    "mlx_parallm/rl_training/monitor/display.py:attempt": "a display that fails must not stop the"
+    " training",
+    "mlx_parallm/rl_training/monitor/trackers.py:Trackers._attempt": "a tracker that fails must"
+    " not stop the training",
+    "mlx_parallm/execution/tool_calls.py:read_calls": "a model's malformed call makes mlx-lm's"
+    " parsers raise anything",
+    "mlx_parallm/server/middleware.py:RequestContextMiddleware.__call__": "one HTTP request's bug"
+    " stays its own",
+    "mlx_parallm/execution/user_code.py:user_code": "a user's function may raise anything: one"
+    " line names it",
+    "mlx_parallm/server/sse.py:EventStream._send_all": "the headers are out: the stream says what"
+    " happened",
+    "mlx_parallm/systems/traces/collector.py:_followed.followed": "what an agent's method raises"
+    " ends its run too",
     "mlx_parallm/systems/traces/collector.py:_followed.followed_async": "the same",
     "scripts/clients/programs/cells.py:cell.run": "whatever a client raises is the finding",
-    "scripts/generate_model_table.py:kernels_called": (
-        "whatever an architecture raises is no kernel"
-    ),
+    "scripts/generate_model_table.py:kernels_called": "whatever an architecture raises is no"
+    " kernel",
     "scripts/soak/fuzz_logs.py:fuzz": "whatever an importer raises is the finding",
     "scripts/generate_model_table.py:try_one": "whatever an architecture raises is the finding",
 }
@@ -198,9 +173,8 @@ ENVIRONMENT_READERS = {
     "mlx_parallm/system/heap.py": "leaves malloc to whoever has set it",
     "mlx_parallm/cli/command.py": "gives a process without a PATH one",
     "mlx_parallm/system/hardware.py": "the rank that a launcher gave this process",
-    "mlx_parallm/cli/rank_launcher.py": (
-        "gives the ranks that it starts the variables of mlx.launch"
-    ),
+    "mlx_parallm/cli/rank_launcher.py": "gives the ranks that it starts the variables of"
+    " mlx.launch",
 }
 
 
@@ -370,7 +344,7 @@ def test_mlx_free_files_name_no_mlx() -> None:
         for name in imports(source)
         # lazily
         if name.split(".")[0] in ("mlx", "mlx_lm", "transformers")
-        and source.module != ("system.hardware")
+        and source.module != "system.hardware"
     ]
     assert not found
 
@@ -469,7 +443,7 @@ def _catches_broadly(node: ast.AST) -> bool:
         caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
     elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
         "suppress",
-        ("contextlib.suppress"),
+        "contextlib.suppress",
     ):
         caught = list(node.args)
     else:
@@ -501,7 +475,7 @@ def test_environment_variables_are_read_in_few_places() -> None:
         for s in sources("mlx_parallm")
         for node in ast.walk(s.tree)
         if isinstance(node, ast.Attribute)
-        and ast.unparse(node) in ("os.environ", "os.getenv", ("os.putenv"))
+        and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
     }
     assert found <= set(ENVIRONMENT_READERS)
 

@@ -107,7 +107,7 @@ def test_what_a_loss_gets() -> None:
     [class_] = [
         node
         for node in source.tree.body
-        if isinstance(node, ast.ClassDef) and node.name == ("LossInputs")
+        if isinstance(node, ast.ClassDef) and node.name == "LossInputs"
     ]
     rows = table(INPUTS_PAGE, "field of `LossInputs`", "None when")
     lines = text(source.path).splitlines()
@@ -412,7 +412,7 @@ def keys(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         inner = [
             part
             for part in (field.annotation, *get_args(field.annotation))
-            if hasattr(part, ("model_fields"))
+            if hasattr(part, "model_fields")
         ]
         if inner:
             yield from keys(inner[0], f"{prefix}{name}.")

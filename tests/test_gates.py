@@ -37,31 +37,26 @@ VARIABLE_ATTRIBUTES: dict[
     "distributed.ranks:_watched": "socket options that not every system has",
     "environments.state_source:check_environment": "which methods a user's class overrides",
     "execution.sandbox.sandbox_launcher:call": "system calls and limits by name, from a table",
-    "execution.sandbox.sandbox_launcher:set_limits": (
-        "system calls and limits by name, from a table"
-    ),
+    "execution.sandbox.sandbox_launcher:set_limits": "system calls and limits by name, from a"
+    " table",
     "execution.user_code:reference_to": "an object of the user's program, by its name",
     "execution.user_code:load": "a function that the configuration names",
     "models.adapters.served:ServedLinear.__getattr__": "a wrapper hands on what it does not know",
     "models.adapters.served:ServedLinear.__setattr__": "a wrapper hands on what it does not know",
-    "models.cpu_kernels:FastMLP.__init__": (
-        "the layers of an mlx-lm module, by the names that it has"
-    ),
+    "models.cpu_kernels:FastMLP.__init__": "the layers of an mlx-lm module, by the names that it"
+    " has",
     "models.recurrent.layers:_replace": "a method of an mlx-lm class, by its name",
     "models.layer_stack:_Stand.__getattr__": "a wrapper hands on what it does not know",
     "models.loading:_dtype": "a dtype by the name in the configuration",
     "rl_training.step.optimizer:optimizer_keys": "an optimizer of mlx.optimizers, whatever it has",
     "server.metrics:_EngineCollector.collect": "the engine's counters, by their names in a table",
-    "systems.traces.collector:AgentHook.restore": (
-        "the agent's methods, by the names that it gives them"
-    ),
-    "systems.traces.collector:AgentHook.wrap": (
-        "the agent's methods, by the names that it gives them"
-    ),
+    "systems.traces.collector:AgentHook.restore": "the agent's methods, by the names that it gives"
+    " them",
+    "systems.traces.collector:AgentHook.wrap": "the agent's methods, by the names that it gives"
+    " them",
     "systems.traces.collector:_method": "the agent's methods, by the names that it gives them",
-    "faces.trl.attributes:TrainerAttributes.__getattr__": (
-        "an argument of the trainer by its name, as TRL has them"
-    ),
+    "faces.trl.attributes:TrainerAttributes.__getattr__": "an argument of the trainer by its name,"
+    " as TRL has them",
     "faces.trl.callbacks:Callbacks.add_callback": "a callback has the methods that it wants",
     "faces.trl.callbacks:Callbacks.call": "a callback has the methods that it wants",
     "system.lazy_names:lazy_names.get": "names are imported when they are asked for",
@@ -80,30 +75,26 @@ TRLS = "faces.trl.config"  # its fields are TRL's arguments, not keys
 # configuration's
 SECOND_DEFAULTS: dict[str, str] = {
     "engine.sequence.Sequence.rank": "its place among n completions; LoRA's rank is another",
-    "environments.kinds.conversation.__init__.max_tokens": (
-        "of the simulated user, not of the policy"
-    ),
+    "environments.kinds.conversation.__init__.max_tokens": "of the simulated user, not of the"
+    " policy",
     "environments.manager.RolloutConfig.group_size": "docs/stability.md promises this constructor",
     "environments.manager.RolloutConfig.max_tokens": "docs/stability.md promises this constructor",
     "losses.types.LossInputs.kl_beta": "docs/stability.md promises this constructor; 0 = no KL",
     "models.lora.adapter_config.dropout": "0 = none",
     "models.lora.save_adapter.dropout": "0 = none",
-    "faces.tinker.bodies.AdamBody.learning_rate": (
-        "the SDK's own default, for a field that it always sends"
-    ),
-    "faces.tinker.bodies.AdamBody.weight_decay": (
-        "the SDK's own default, for a field that it always sends"
-    ),
-    "faces.tinker.bodies.LoraBody.rank": (
-        "the SDK's own default, where a client sends no lora_config"
-    ),
+    "faces.tinker.bodies.AdamBody.learning_rate": "the SDK's own default, for a field that it"
+    " always sends",
+    "faces.tinker.bodies.AdamBody.weight_decay": "the SDK's own default, for a field that it"
+    " always sends",
+    "faces.tinker.bodies.LoraBody.rank": "the SDK's own default, where a client sends no"
+    " lora_config",
     "rewards.judge.judge.max_tokens": "of the judge, not of the policy",
 }
 
 # Configuration classes of leaves: their keys are their own, whatever they are called.
 OWN_CONFIGURATIONS = (
     "systems.experts.expert.ExpertConfig.",
-    ("systems.experts.ppo.RecurrentPPOConfig."),
+    "systems.experts.ppo.RecurrentPPOConfig.",
 )
 
 

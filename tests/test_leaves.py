@@ -113,7 +113,7 @@ def test_a_deleted_folder_takes_only_its_own_names_along(module: str, tmp_path: 
 
 def test_the_core_works_without_any_leaf(tmp_path: Path) -> None:
     units = (
-        {source.unit for source in sources("mlx_parallm")} - CORE_UNITS - {"__init__", ("__main__")}
+        {source.unit for source in sources("mlx_parallm")} - CORE_UNITS - {"__init__", "__main__"}
     )
     folders = {f"mlx_parallm/{unit.replace('.', '/')}" for unit in units}
     assert {folder(module) for module in LEAVES} <= folders

@@ -15,9 +15,8 @@ PATHS = {
     "mlx_parallm.losses.types": "LossInputs LossOutputs aggregate masked",
     "mlx_parallm.models.lora": "inject_lora load_adapter save_adapter",
     "mlx_parallm.rl_training.checkpoint": "Checkpointer find_checkpoint",
-    "mlx_parallm.rl_training.config": (
-        "RLTrainingConfig LoraConfig AtroposConfig WeightUpdateConfig"
-    ),
+    "mlx_parallm.rl_training.config": "RLTrainingConfig LoraConfig AtroposConfig"
+    " WeightUpdateConfig",
     "mlx_parallm.rl_training.grpo_trainer": "make_algorithm policy_gradient",
     "mlx_parallm.rl_training.rollout_buffer": "RolloutBuffer",
     "mlx_parallm.rl_training.train": "TrainingRun",

@@ -58,7 +58,7 @@ def test_a_trajectory_comes_back_from_json_as_it_was(trajectory):
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"reward": 1.0}, "unknown keys.*reward"), ({"tokens": None}, ("missing keys.*tokens"))],
+    [({"reward": 1.0}, "unknown keys.*reward"), ({"tokens": None}, "missing keys.*tokens")],
 )
 def test_from_json_names_the_key_that_does_not_fit(change, named):
     data = Rollout((1,), (1,), (-0.5,), (0,), 1.0, {}).to_json()

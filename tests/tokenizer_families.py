@@ -98,7 +98,7 @@ def _unigram() -> Rust:
         vocab_size=300,
         show_progress=False,
         special_tokens=["<unk>", "<s>", "</s>"],
-        unk_token=("<unk>"),
+        unk_token="<unk>",
     )
     rust = Rust(models.Unigram())
     rust.normalizer, rust.pre_tokenizer, rust.decoder = (
@@ -138,7 +138,7 @@ def _word_piece(*, cleanup: bool) -> Rust:
         decoders.WordPiece("##", cleanup),
     )
     trainer = trainers.WordPieceTrainer(
-        vocab_size=WORDS, show_progress=False, special_tokens=["<unk>", "<s>", ("</s>")]
+        vocab_size=WORDS, show_progress=False, special_tokens=["<unk>", "<s>", "</s>"]
     )
     rust.train_from_iterator(CORPUS, trainer)
     return rust
@@ -168,7 +168,7 @@ SENTENCEPIECE += ["mistral", "unigram"]
 ANY_TEXT = [
     name
     for name in FAMILIES
-    if name not in ("unigram", "word piece", "word piece cleaned up", ("phi3"))
+    if name not in ("unigram", "word piece", "word piece cleaned up", "phi3")
 ]
 """Families that give back every text; the others normalise white space, or leave it out behind a
 special token."""

@@ -24,7 +24,7 @@ ANSWERS = {
 
 class LettersConfig(BaseEnvConfig):
     task: Literal["reverse", "sort"] = Field(
-        default="reverse", description=("What is to be done with the letters")
+        default="reverse", description="What is to be done with the letters"
     )
     max_tokens: int = Field(default=8, description="Tokens of one answer")
     seed: int = Field(default=0, description="Of the problems")
@@ -106,7 +106,7 @@ class LettersEnv(BaseEnv):
                 messages=self.messages(letters),
                 max_tokens=self.config.max_tokens,
                 temperature=0.0,
-                split=("eval"),
+                split="eval",
             )
             right.append(self.score(letters, answer.choices[0].message.content))
         await self.evaluate_log({"accuracy": sum(right) / len(right)})

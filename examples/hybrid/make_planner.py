@@ -245,7 +245,7 @@ def write(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Non
     mx.save_safetensors(
         str(folder / "model.safetensors"),
         dict(tree_flatten(model.parameters())),
-        {"format": ("pt")},
+        {"format": "pt"},
     )
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -275,7 +275,7 @@ def main() -> None:
         "--knows",
         type=float,
         default=0.0,
-        help=("share of the episodes with the right first action"),
+        help="share of the episodes with the right first action",
     )
     parser.add_argument("--tool", help='a model that may call this tool, for kind = "tools"')
     arguments = parser.parse_args()

@@ -73,17 +73,15 @@ KINDS = (
     "ends_with",
     "keyword",
     "no_comma",
-    ("json"),
+    "json",
 )
-IMPOSSIBLE = ({"lower", "upper"}, {"at_most", "at_least"}, {"json", "ends_with"}, {"json", (
-    "sentences"
-)},
-              {"json", "no_comma"}, {"json", "upper"})  # fmt: skip
+IMPOSSIBLE = ({"lower", "upper"}, {"at_most", "at_least"}, {"json", "ends_with"},
+              {"json", "sentences"}, {"json", "no_comma"}, {"json", "upper"})  # fmt: skip
 HELD_OUT_PAIRS = (
     {"lower", "ends_with"},
     {"upper", "at_most"},
     {"sentences", "no_comma"},
-    {"keyword", ("at_least")},
+    {"keyword", "at_least"},
 )
 PAIRS = [pair for pair in itertools.combinations(KINDS, 2) if set(pair) not in IMPOSSIBLE]
 

@@ -37,7 +37,7 @@ EXAMPLE = (
                 "type": "function",
                 "function": {
                     "name": "set_reminder",
-                    "arguments": {"hour": 7, "text": ("water the plants")},
+                    "arguments": {"hour": 7, "text": "water the plants"},
                 },
             }
         ],
@@ -63,7 +63,7 @@ def get_wheel(cache: Path = CACHE) -> Path:
                 "download",
                 "--disable-pip-version-check",
                 "--quiet",
-                ("--no-deps"),
+                "--no-deps",
             ]
             if code := subprocess.call([*command, "--dest", directory, f"{name}=={version}"]):
                 sys.exit(f"pip download {name}=={version}: exit {code}")

@@ -35,15 +35,15 @@ def parse():
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the daemon")
     parser.add_argument("--taskset", default="letters", help="id of a verifiers taskset")
     parser.add_argument(
-        "--tools", action="store_true", help=("of the taskset `letters`: several turns over a tool")
+        "--tools", action="store_true", help="of the taskset `letters`: several turns over a tool"
     )
     parser.add_argument("--max-turns", type=int, default=3, help="model calls of one episode")
     parser.add_argument(
-        "--tokenizer", default=str(TINY), help=("directory or hub id, of the served model")
+        "--tokenizer", default=str(TINY), help="directory or hub id, of the served model"
     )
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument(
-        "--groups", type=int, help=("stop after so many; default: until the daemon ends")
+        "--groups", type=int, help="stop after so many; default: until the daemon ends"
     )
     parser.add_argument("--in-flight", type=int, default=8, help="groups that are played at once")
     parser.add_argument("--max-tokens", type=int, default=8, help="of one turn")
@@ -107,7 +107,7 @@ def scored_group(episodes, *, env_id, version, temperature):
                 "inference_logprobs",
                 "policy_versions",
                 "scores",
-                ("episodes"),
+                "episodes",
             )
         },
     }

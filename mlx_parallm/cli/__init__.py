@@ -14,7 +14,7 @@ __all__ = [
     "merge_lora",
     "replay",
     "rollouts",
-    ("serve"),
+    "serve",
 ]
 __all__ += ["show_checkpoint", "train"]
 

@@ -249,7 +249,7 @@ def bytes_a_token(loaded: LoadedModel) -> int:
     experts = next(
         (
             text[key]
-            for key in ("num_experts", "num_local_experts", ("n_routed_experts"))
+            for key in ("num_experts", "num_local_experts", "n_routed_experts")
             if text.get(key)
         ),
         0,
@@ -464,7 +464,7 @@ def publish_under_load(subject: Subject) -> list[ContractResult]:
     times = f"{len(reports)} publishes, {STREAMS} sequences streaming"
     return [
         ContractResult(
-            "publish: lock held, p99", held <= HELD_MS, f"{held:.3f} ms", (f"≤ {HELD_MS:g} ms")
+            "publish: lock held, p99", held <= HELD_MS, f"{held:.3f} ms", f"≤ {HELD_MS:g} ms"
         ),
         ContractResult(
             "publish: whole, p99",
@@ -500,7 +500,7 @@ def engine_is_trainer(subject: Subject) -> list[ContractResult]:
                 name,
                 False,
                 "the training step was skipped: loss or gradient not finite",
-                ("finite"),
+                "finite",
             )
         ]
     bound = ROUNDING[subject.dtype]
@@ -510,7 +510,7 @@ def engine_is_trainer(subject: Subject) -> list[ContractResult]:
     )
     passed = largest <= bound.largest and mean <= bound.mean
     return [
-        ContractResult(name, passed, measured, (f"max ≤ {bound.largest:g}, mean ≤ {bound.mean:g}"))
+        ContractResult(name, passed, measured, f"max ≤ {bound.largest:g}, mean ≤ {bound.mean:g}")
     ]
 
 
@@ -565,7 +565,7 @@ def _served_only(contract: str, subject: Subject) -> ContractResult:
         contract,
         None,
         f"not tried: {_one_cell(subject.untrainable)}",
-        ("a model that can be trained"),
+        "a model that can be trained",
     )
 
 

@@ -136,7 +136,7 @@ def dataset_toml(
         }
         return (HEAD + ROWS_BODY).format(**values)
     references = [
-        name if name.startswith((PREFIX, ("builtin:"))) else PREFIX + name for name in rewards
+        name if name.startswith((PREFIX, "builtin:")) else PREFIX + name for name in rewards
     ]
     sizes = sizes_for(hidden_size, parameters_of(model, hidden_size), count_rows(data), detect())
     values |= {

@@ -18,7 +18,7 @@ from mlx_parallm.system.packages import require, require_mlx
 def explain(parser: ArgumentParser) -> Run:
     """`mlx_parallm explain`: why a run does not learn, from what it wrote."""
     parser.add_argument(
-        "run_dir", metavar="RUN_DIR", type=Path, help=("checkpoints/<run>, or one of its steps")
+        "run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<run>, or one of its steps"
     )
     parser.add_argument("--json", action="store_true", help="for machines")
 
@@ -37,11 +37,11 @@ def explain(parser: ArgumentParser) -> Run:
 def rollouts(parser: ArgumentParser) -> Run:
     """`mlx_parallm rollouts`: the answers of a run, and what became of its groups."""
     parser.add_argument(
-        "run_dir", metavar="RUN_DIR", type=Path, help=("checkpoints/<run>, or one of its steps")
+        "run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<run>, or one of its steps"
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--worst", action="store_true", help=("lowest reward first; default: the newest first")
+        "--worst", action="store_true", help="lowest reward first; default: the newest first"
     )
     what.add_argument("--best", action="store_true", help="highest reward first")
     what.add_argument(
@@ -55,49 +55,49 @@ def rollouts(parser: ArgumentParser) -> Run:
     what.add_argument(
         "--counts",
         action="store_true",
-        help=("groups by state, environment and version; why dropped"),
+        help="groups by state, environment and version; why dropped",
     )
     what.add_argument(
         "--rejects",
         action="store_true",
-        help=("the newest groups that were refused, with the reason"),
+        help="the newest groups that were refused, with the reason",
     )
     parser.add_argument("--environment", metavar="NAME", help="answers of this environment only")
     parser.add_argument(
         "--state",
         choices=["waiting", "taken", "dropped", "quarantined"],
-        help=("of such groups only"),
+        help="of such groups only",
     )
     parser.add_argument(
         "--step",
         metavar="A:B",
         type=_range,
-        help=("of groups that steps A to B took or dropped; or A"),
+        help="of groups that steps A to B took or dropped; or A",
     )
     parser.add_argument(
         "--reward",
         metavar="A:B",
         type=_range,
-        help=("with a reward from A to B: 0, 0.5:, --reward=-1:0"),
+        help="with a reward from A to B: 0, 0.5:, --reward=-1:0",
     )
     words = parser.add_mutually_exclusive_group()
     words.add_argument(
-        "--text", help=("with this text in the prompt or the answer, in upper or lower case")
+        "--text", help="with this text in the prompt or the answer, in upper or lower case"
     )
     words.add_argument(
-        "--regex", metavar="PATTERN", type=_pattern, help=("the same with a regular expression")
+        "--regex", metavar="PATTERN", type=_pattern, help="the same with a regular expression"
     )
     parser.add_argument(
-        "--limit", metavar="N", type=int, help=("at most so many; default: 10, with --json all")
+        "--limit", metavar="N", type=int, help="at most so many; default: 10, with --json all"
     )
     parser.add_argument(
-        "--json", action="store_true", help=("for machines: a JSON object on each line")
+        "--json", action="store_true", help="for machines: a JSON object on each line"
     )
 
     def run(args: Namespace) -> int:
         chosen = [
             name
-            for name in ("environment", "state", "step", "reward", "text", ("regex"))
+            for name in ("environment", "state", "step", "reward", "text", "regex")
             if vars(args)[name]
         ]
         if chosen and (args.show is not None or args.counts or args.rejects):
@@ -158,13 +158,13 @@ def _look(args: Namespace) -> None:
 def compare(parser: ArgumentParser) -> Run:
     """`mlx_parallm compare`: training runs side by side."""
     parser.add_argument(
-        "runs", metavar="RUN_DIR", type=Path, nargs="+", help=("two run directories or more")
+        "runs", metavar="RUN_DIR", type=Path, nargs="+", help="two run directories or more"
     )
     parser.add_argument(
         "--png",
         metavar="FILE",
         type=Path,
-        help=("also draw the curves of all runs over each other"),
+        help="also draw the curves of all runs over each other",
     )
 
     def run(args: Namespace) -> int:
@@ -206,7 +206,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 def show_checkpoint(parser: ArgumentParser) -> Run:
     """`mlx_parallm checkpoint`: what a checkpoint holds, and whether all of it is there."""
     parser.add_argument(
-        "path", metavar="PATH", type=Path, help=("one of a run's steps, or the run: its latest")
+        "path", metavar="PATH", type=Path, help="one of a run's steps, or the run: its latest"
     )
     parser.add_argument("--json", action="store_true", help="for machines")
 
@@ -223,45 +223,45 @@ def show_checkpoint(parser: ArgumentParser) -> Run:
 def evaluate(parser: ArgumentParser) -> Run:
     """`mlx_parallm eval`: held-out problems answered, outside training."""
     parser.add_argument(
-        "--config", metavar="FILE", help=("a TOML file with environments, or a shipped one's name")
+        "--config", metavar="FILE", help="a TOML file with environments, or a shipped one's name"
     )
     parser.add_argument(
-        "--url", metavar="URL", help=("ask this endpoint, e.g. http://127.0.0.1:8000/v1")
+        "--url", metavar="URL", help="ask this endpoint, e.g. http://127.0.0.1:8000/v1"
     )
     parser.add_argument(
         "--model",
         metavar="M",
-        help=("directory, hub id or builtin:tiny; with --url the model's name"),
+        help="directory, hub id or builtin:tiny; with --url the model's name",
     )
     parser.add_argument(
-        "--lora-path", metavar="A", help=("adapter to answer with, e.g. checkpoints/my-run/best")
+        "--lora-path", metavar="A", help="adapter to answer with, e.g. checkpoints/my-run/best"
     )
     parser.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help=("with --url: file that holds the endpoint's API key"),
+        help="with --url: file that holds the endpoint's API key",
     )
     parser.add_argument(
-        "--problems", type=int, metavar="N", help=("held-out problems of each environment")
+        "--problems", type=int, metavar="N", help="held-out problems of each environment"
     )
     parser.add_argument(
-        "--samples", type=int, metavar="K", help=("sampled answers to each problem, for pass@k")
+        "--samples", type=int, metavar="K", help="sampled answers to each problem, for pass@k"
     )
     parser.add_argument(
-        "--concurrency", type=int, default=64, metavar="N", help=("answers under way at once (64)")
+        "--concurrency", type=int, default=64, metavar="N", help="answers under way at once (64)"
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
-        help=("write results.json, samples.jsonl and samples.html"),
+        help="write results.json, samples.jsonl and samples.html",
     )
     parser.add_argument(
         "--compare",
         nargs=2,
         type=Path,
         metavar=("A", "B"),
-        help=("instead: how result B differs from A (--output's)"),
+        help="instead: how result B differs from A (--output's)",
     )
     add_set(parser)
 
@@ -317,13 +317,13 @@ def replay(parser: ArgumentParser) -> Run:
         "--from",
         dest="start",
         metavar="STEP",
-        help=("its checkpoint to start from; default: its start"),
+        help="its checkpoint to start from; default: its start",
     )
     parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
-        help=("at most so many steps; default: all that are recorded"),
+        help="at most so many steps; default: all that are recorded",
     )
     add_set(parser)
     parser.add_argument(
@@ -368,10 +368,10 @@ def replay(parser: ArgumentParser) -> Run:
 def merge_lora(parser: ArgumentParser) -> Run:
     """`mlx_parallm merge`: write a base model with an adapter added to its weights."""
     parser.add_argument(
-        "--base-model", required=True, metavar="B", help=("directory, hub id or builtin:tiny")
+        "--base-model", required=True, metavar="B", help="directory, hub id or builtin:tiny"
     )
     parser.add_argument(
-        "--lora-path", required=True, metavar="A", help=("the adapter's file or directory")
+        "--lora-path", required=True, metavar="A", help="the adapter's file or directory"
     )
     parser.add_argument(
         "--output-path",
@@ -379,7 +379,7 @@ def merge_lora(parser: ArgumentParser) -> Run:
         required=True,
         type=Path,
         metavar="O",
-        help=("new directory; never overwritten"),
+        help="new directory; never overwritten",
     )
     parser.add_argument(
         "--format",
@@ -391,7 +391,7 @@ def merge_lora(parser: ArgumentParser) -> Run:
         ),
     )
     parser.add_argument(
-        "--push-to-hub", metavar="ID", help=("also upload the result to this hub repository")
+        "--push-to-hub", metavar="ID", help="also upload the result to this hub repository"
     )
 
     def run(args: Namespace) -> int:
@@ -422,7 +422,7 @@ def convert(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "source",
         metavar="SRC",
-        help=("an adapter's directory or file, e.g. checkpoints/my-run/best; or MODEL.gguf"),
+        help="an adapter's directory or file, e.g. checkpoints/my-run/best; or MODEL.gguf",
     )
     parser.add_argument("target", metavar="DST", type=Path, help="new directory")
     parser.add_argument(
@@ -433,7 +433,7 @@ def convert(parser: ArgumentParser) -> Run:
         " vLLM, SGLang",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help=("replace an adapter that is at DST")
+        "--overwrite", action="store_true", help="replace an adapter that is at DST"
     )
     parser.add_argument(
         "--dtype",
@@ -498,7 +498,7 @@ def doctor(parser: ArgumentParser) -> Run:
         " to paste into an issue; exit code 1: something does not hold",
     )
     parser.add_argument(
-        "--model", metavar="M", help=("with --contracts: directory, hub id or builtin:tiny")
+        "--model", metavar="M", help="with --contracts: directory, hub id or builtin:tiny"
     )
     add_set(parser)
 

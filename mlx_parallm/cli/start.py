@@ -24,7 +24,7 @@ def train(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help=("a TOML file, or the name of a shipped one (quickstart, …)"),
+        help="a TOML file, or the name of a shipped one (quickstart, …)",
     )
     parser.add_argument(
         "--resume",
@@ -194,7 +194,7 @@ def _add_dataset_flags(parser: ArgumentParser) -> None:
     )
     group.add_argument("--model", metavar="M", help="directory, hub id or builtin:tiny")
     group.add_argument(
-        "--data", metavar="ROWS", help=("a JSONL file with a column prompt, or hf:owner/name")
+        "--data", metavar="ROWS", help="a JSONL file with a column prompt, or hf:owner/name"
     )
     group.add_argument(
         "--reward",
@@ -209,12 +209,12 @@ def _add_dataset_flags(parser: ArgumentParser) -> None:
     group.add_argument(
         "--algorithm",
         metavar="A",
-        help=("dpo, sft, …: learn from the rows (docs/training_on_data.md)"),
+        help="dpo, sft, …: learn from the rows (docs/training_on_data.md)",
     )
     group.add_argument(
         "--write-config",
         metavar="FILE",
-        help=("write the TOML that these flags amount to, and stop"),
+        help="write the TOML that these flags amount to, and stop",
     )
 
 

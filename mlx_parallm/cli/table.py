@@ -194,7 +194,7 @@ def completion(parser: ArgumentParser) -> Run:
         'zsh:  mlx_parallm completion zsh > "${fpath[1]}/_mlx_parallm"'
     )
     parser.add_argument(
-        "shell", choices=["bash", "zsh", "tcsh"], help=("the shell that will read the script")
+        "shell", choices=["bash", "zsh", "tcsh"], help="the shell that will read the script"
     )
 
     def run(args: Namespace) -> int:

@@ -60,7 +60,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": "clip",
         "clip_ratio_high": 0.28,
         "loss_aggregation": "token",
-        "advantage": ("std"),
+        "advantage": "std",
     },
     "dr_grpo": {"loss": "clip", "loss_aggregation": "constant", "advantage": "mean"},
     "gspo": {
@@ -81,7 +81,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "importance_sampling": {
         "loss": "importance_sampling",
         "loss_aggregation": "token",
-        "advantage": ("mean"),
+        "advantage": "mean",
     },
     # its advantages are the value head's (GAE)
     "ppo": {"loss": "clip", "loss_aggregation": "token"},
@@ -249,7 +249,7 @@ def check_prepared(config: PrepareConfig, kl_beta: float) -> None:
     for key in config.changed():
         if config.sampler_correction == "none" and key in (
             "sampler_correction_cap",
-            ("sampler_correction_level"),
+            "sampler_correction_level",
         ):
             raise ValueError(f'{key} is set, but sampler_correction = "none" corrects nothing')
         if kl_beta == 0 and key in ("kl_target", "kl_in"):

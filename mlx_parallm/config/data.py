@@ -31,14 +31,14 @@ ROLLOUT_KEYS = (
         "entropy_weight",
         "overlong_buffer",
         "update_epochs",
-        ("temperature"),
+        "temperature",
     ),
     *(
         "constant_length",
         "buffer_sampling",
         "dynamic_sampling",
         "max_oversampling",
-        ("max_empty_rounds"),
+        "max_empty_rounds",
     ),
 )
 """Keys of [rl_training] about rollouts and their rewards, besides `algorithm.PRESET_KEYS`."""

@@ -180,7 +180,7 @@ DATASET_KEYS = (
         "heldout_data",
         "heldout_split",
         "heldout_fraction",
-        ("prompt_column"),
+        "prompt_column",
     ),
     *("prompt_template", "curriculum", "pass_rates", "answer_column"),
 )
@@ -191,7 +191,7 @@ def name_of_data(data: str) -> str:
     """Return an environment's name from its data: "rows" for rows.jsonl, "owner-name" for
     hf:owner/name."""
     return (
-        data.removeprefix(HUB_PREFIX).replace("/", ("-"))
+        data.removeprefix(HUB_PREFIX).replace("/", "-")
         if data.startswith(HUB_PREFIX)
         else Path(data).stem
     )

@@ -128,6 +128,5 @@ def moved_keys(data: dict[str, Any]) -> None:
 
 def _has_split(entry: dict[str, Any]) -> bool:
     return any(
-        entry.get(key) is not None
-        for key in ("heldout_data", "heldout_split", ("heldout_fraction"))
+        entry.get(key) is not None for key in ("heldout_data", "heldout_split", "heldout_fraction")
     )

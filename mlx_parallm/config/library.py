@@ -136,12 +136,10 @@ class AlgorithmConfig(Options):
             "every iteration gives one TrainingMetrics, and one line of metrics.jsonl in"
             " checkpoint_dir"
         ),
-        "custom_params": (
-            "nothing reads it: keep your own numbers in a callback or in the reward computer"
-        ),
-        "gradient_accumulation_steps": (
-            "trajectories are cut into backward passes by BackpropConfig.token_budget"
-        ),
+        "custom_params": "nothing reads it: keep your own numbers in a callback or in the reward"
+        " computer",
+        "gradient_accumulation_steps": "trajectories are cut into backward passes by"
+        " BackpropConfig.token_budget",
     }
 
     num_iterations: int = Field(DIFFERENT["num_iterations"], ge=1)

@@ -107,7 +107,7 @@ class CoreConfig(Section):
         """Return every key as JSON, secrets hidden: an API key, `http://user:KEY@host`, options
         named like a secret."""
         redacted: dict[str, Any] = Redactor(environment_secrets()).value(
-            self.model_dump(mode=("json"))
+            self.model_dump(mode="json")
         )
         return redacted
 

@@ -79,7 +79,7 @@ class LoraConfig(Section):
         unused = [
             key
             for key in self.changed()
-            if key in ("use_rslora", "use_dora", "loraplus_ratio", ("layers"))
+            if key in ("use_rslora", "use_dora", "loraplus_ratio", "layers")
         ]
         if not self.enabled and unused:
             raise ValueError(
@@ -312,7 +312,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
             ),
             'reference = "ema"': (
                 self.reference == "ema",
-                ("reference_decay", ("reference_update_every")),
+                ("reference_decay", "reference_update_every"),
             ),
             "kl_target": (self.kl_target is not None, ("kl_horizon",)),
             "dynamic_sampling = true": (self.dynamic_sampling, ("max_oversampling",)),

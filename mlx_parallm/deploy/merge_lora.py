@@ -43,7 +43,7 @@ NOT_COMPANIONS = {
     "config.json",
     "hf_quant_config.json",
     "quantize_config.json",
-    ("adapter_config.json"),
+    "adapter_config.json",
 }
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
 
@@ -113,7 +113,7 @@ def merged_weights(model: nn.Module, layers: Mapping[str, LoraPair]) -> dict[str
         layer = linear[path]
         dtype = (
             layer.scales.dtype
-            if getattr(layer, "mode", "") == ("affine")
+            if getattr(layer, "mode", "") == "affine"
             else dense_weight(layer).dtype
         )
         merged[path] = merged_rows(dense_weight(layer), pair).astype(dtype)
@@ -220,7 +220,7 @@ def _copy_companions(base: Path, directory: Path) -> None:
         if (
             file.is_file()
             and file.name not in NOT_COMPANIONS
-            and (wanted or file.stem in ("LICENSE", ("NOTICE")))
+            and (wanted or file.stem in ("LICENSE", "NOTICE"))
         ):
             shutil.copy(file, directory / file.name)
 

@@ -43,7 +43,7 @@ ADDED = (
         "prefix_cache_hit_tokens",
         "kv_tokens",
         "kv_bytes",
-        ("kv_bytes_shared"),
+        "kv_bytes_shared",
     ),
 )
 

@@ -143,7 +143,7 @@ class Follower:
         waits for it. `exit_code`: if it takes longer."""
         seconds, why = (
             END_S + self._config.server.drain_timeout_s,
-            ("does a reward function or environment not return?"),
+            "does a reward function or environment not return?",
         )
         rank = self._ranks.rank
         EndLimit(exit_code).start(

@@ -456,7 +456,7 @@ def agree(ranks: Ranks, trainer: HasArrays, *, compared: str = "", part: int | N
             "the ranks train different models: model.base_path must name the same one everywhere"
         )
     log.info(
-        ("training state taken from rank 0")
+        "training state taken from rank 0"
         if ranks.rank
         else "training state given to the other ranks"
     )

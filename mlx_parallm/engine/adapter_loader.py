@@ -138,7 +138,7 @@ class AdapterLoader:
             raise RefusedError(
                 f"an adapter cannot be named {name!r} here: that is the server's",
                 400,
-                ("lora_name"),
+                "lora_name",
             )
 
     def _within_roots(self, path: str) -> Path:
@@ -151,7 +151,7 @@ class AdapterLoader:
             raise RefusedError(
                 f"{path!r} is in none of the directories of server.adapter_roots",
                 403,
-                ("lora_path"),
+                "lora_path",
             )
         return real
 

@@ -365,7 +365,7 @@ def _with_known_decoder(source: str) -> str:
         return source
     space = {"type": "Replace", "pattern": {"String": decoder["replacement"]}, "content": " "}
     return json.dumps(
-        read | {"decoder": {"type": "Sequence", "decoders": [space, {"type": ("ByteFallback")}]}}
+        read | {"decoder": {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}]}}
     )
 
 
@@ -422,7 +422,7 @@ def _check_size(structure: Structure) -> None:
 
 def _refusal(structure: Structure, reason: str) -> RequestError:
     return RequestError(
-        f"{structure.param}: {_plain(reason)}", param=structure.param, code=("invalid_grammar")
+        f"{structure.param}: {_plain(reason)}", param=structure.param, code="invalid_grammar"
     )
 
 

@@ -42,7 +42,7 @@ _QUERY = f"(?:\\?(?:{_CHARACTER}|[:/?])*)?(?:#(?:{_CHARACTER}|[:/?])*)?"
 # definition.
 FORMATS: Mapping[str, str | None] = {
     **dict.fromkeys(
-        ("password", "binary", "path", "file-path", "directory-path", "float", ("double"))
+        ("password", "binary", "path", "file-path", "directory-path", "float", "double")
     ),
     "base64": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
     "base64url": "^[A-Za-z0-9_-]*$",
@@ -86,7 +86,7 @@ _LARGEST_BOUND = 2**63 - 1024
 _SMALLEST_BOUND = 1e-6  # the library loses smaller ones
 _MAPS, _LISTS = (
     ("properties", "patternProperties", "$defs", "definitions"),
-    ("prefixItems", "anyOf", "oneOf", ("allOf")),
+    ("prefixItems", "anyOf", "oneOf", "allOf"),
 )
 _SINGLE = ("items", "additionalProperties")
 _BRANCHES = ("allOf", "anyOf", "oneOf")
@@ -165,7 +165,7 @@ class _Rewriter:
                 node[key] = _narrowed(value, up="inimum" in key)
         for key in (*_NUMBERS, "enum"):
             for value in (
-                _numbers_in(node.get(key)) if key in ("const", ("enum")) else (node.get(key),)
+                _numbers_in(node.get(key)) if key in ("const", "enum") else (node.get(key),)
             ):
                 if isinstance(value, int) and not _SMALLEST_INTEGER <= value <= _LARGEST_INTEGER:
                     raise ValueError(

@@ -141,9 +141,7 @@ class Scorer:
         if score.pooling is not None:
             pooled = np.array(arrays[0])
             score.vector = (
-                pooled
-                if score.vector is None or score.pooling == ("last")
-                else score.vector + pooled
+                pooled if score.vector is None or score.pooling == "last" else score.vector + pooled
             )
             return
         values = np.array(arrays[0]).tolist()

@@ -51,7 +51,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_stops(params, limits)
     ends = params.structure is None or not params.ignore_eos
     _require(
-        ends, "ignore_eos", ("excludes structured output, whose grammar says where the text ends")
+        ends, "ignore_eos", "excludes structured output, whose grammar says where the text ends"
     )
     if bias := params.logit_bias:
         known = min(bias) >= 0 and max(bias) < limits.vocab_size
@@ -60,7 +60,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     if ids := params.allowed_token_ids:
         known = min(ids) >= 0 and max(ids) < limits.vocab_size
         _require(
-            known, "allowed_token_ids", (f"expected token ids from 0 to {limits.vocab_size - 1}")
+            known, "allowed_token_ids", f"expected token ids from 0 to {limits.vocab_size - 1}"
         )
     _require(len(params.bad_words) <= MAX_STOPS, "bad_words", f"at most {MAX_STOPS} words")
     fits = all(len(word.strip()) > 0 and len(word) <= LONGEST_STOP for word in params.bad_words)
@@ -101,7 +101,7 @@ def _check_tokens(tokens: Sequence[int], limits: RequestLimits) -> None:
         raise ContextLengthError(len(tokens), limits.max_model_len)
     if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
         raise RequestError(
-            f"the prompt has token ids outside of 0..{limits.vocab_size - 1}", param=("prompt")
+            f"the prompt has token ids outside of 0..{limits.vocab_size - 1}", param="prompt"
         )
 
 
@@ -153,7 +153,7 @@ def _check_sampling(params: SamplingParams) -> None:
     _require(
         1e-30 <= params.repetition_penalty <= 1e30,
         "repetition_penalty",
-        ("must be in [1e-30, 1e30]"),
+        "must be in [1e-30, 1e30]",
     )
     _require(1 <= params.n <= MAX_CHOICES, "n", f"must be in 1..{MAX_CHOICES}")
     for name, value in {
@@ -172,7 +172,7 @@ def _check_stops(params: SamplingParams, limits: RequestLimits) -> None:
     _require(len(params.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} stop strings")
     longest = max(map(len, params.stop), default=0)
     _require(
-        longest <= LONGEST_STOP, "stop", (f"a stop string has at most {LONGEST_STOP} characters")
+        longest <= LONGEST_STOP, "stop", f"a stop string has at most {LONGEST_STOP} characters"
     )
     for token in params.stop_token_ids:
         _require(

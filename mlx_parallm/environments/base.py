@@ -239,7 +239,7 @@ class EnvironmentSource(ABC):
         if self.tools is None or task.tool_names is None:
             return self.tools
         return (
-            self.tools.only(task.tool_names, (f"environments: {self.name}: a task"))
+            self.tools.only(task.tool_names, f"environments: {self.name}: a task")
             if task.tool_names
             else None
         )

@@ -47,7 +47,7 @@ def _of_conversation(row: dict[str, Any], column: str, where: str) -> dict[str, 
     messages = _opened(_messages(row[column], f"{where}: {column}"), row.get("system"))
     sides = {
         name: _messages(row[name], f"{where}: {name}")
-        for name in ("chosen", ("rejected"))
+        for name in ("chosen", "rejected")
         if _is_said(row.get(name))
     }
     if sides:

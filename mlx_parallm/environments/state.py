@@ -170,7 +170,7 @@ class BaseEnvironment(ABC):
         """
         steps, turns = state.step_count, len(state.history)
         after = check_state(
-            self.update_state(state, response), (f"{type(self).__name__}.update_state")
+            self.update_state(state, response), f"{type(self).__name__}.update_state"
         )
         if after.step_count <= steps:
             _warn_of_a_late_count(type(self))

@@ -209,7 +209,7 @@ class StateSource(EnvironmentSource):
         # Held-out tasks are the same ones for every seed of a run.
         seed = (
             derive_seed("reset", self.seed, index)
-            if split == ("train")
+            if split == "train"
             else derive_seed("heldout reset", index)
         )
         values: Mapping[str, Any] = {"index": shifted, "split": split, "seed": seed}
@@ -291,7 +291,7 @@ def _step_of(environment: BaseEnvironment, episode: Episode, thread: "StepThread
                 environment.step(state) if is_async else await thread.run(environment.step, state)
             )
             return check_state(
-                await result if is_async else result, (f"{type(environment).__name__}.step")
+                await result if is_async else result, f"{type(environment).__name__}.step"
             )
 
     is_async = inspect.iscoroutinefunction(environment.step)

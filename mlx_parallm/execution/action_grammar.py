@@ -29,7 +29,7 @@ _KINDS: Mapping[str, ActionKind] = {
     "TOOL": "tool",
     "DELEGATE": "delegate",
     "ANSWER": "answer",
-    "THINK": ("think"),
+    "THINK": "think",
 }
 
 
@@ -106,7 +106,7 @@ def _call(
         return Action(kind, start, line_end, name)
     if text[opening] != "(":
         return Action(
-            kind, start, line_end, name, error=(f"expected {kind.upper()}: {name}(key=value)")
+            kind, start, line_end, name, error=f"expected {kind.upper()}: {name}(key=value)"
         )
     called_with = text[opening:end]
     # text=it's

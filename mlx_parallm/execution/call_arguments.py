@@ -167,7 +167,7 @@ def closing_bracket(text: str, opening: int, quotes: str, *, words: bool = False
                 return None
             at += character == "\\"
             quote = (
-                ("")
+                ""
                 if character == quote and not (words and text[at + 1 : at + 2].isalnum())
                 else quote
             )

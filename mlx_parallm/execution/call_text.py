@@ -52,14 +52,14 @@ def _markup(
 _GLM = _markup("<arg_value>", "<arg_value>", "</arg_value>", "<arg_key>", may_end=True)
 MARKUP: Mapping[str, Markup] = {
     "qwen3_coder": _markup(
-        "<parameter=", r"<parameter=[^<>\n]+>", "</parameter>", "</function>", ("<function=")
+        "<parameter=", r"<parameter=[^<>\n]+>", "</parameter>", "</function>", "<function="
     ),
     "minimax_m2": _markup(
         "<parameter name=",
         r"<parameter name=[^<>\n]+>",
         "</parameter>",
         "</invoke>",
-        ("<invoke name="),
+        "<invoke name=",
     ),
     "minicpm5": _markup(
         "<param name=", r"<param\s+name\s*=[^<>\n]+>", "</param>", "</function>", may_end=True
@@ -69,7 +69,7 @@ MARKUP: Mapping[str, Markup] = {
         r"<atem:parameter\b[^<>]*>",
         "</atem:parameter>",
         "</atem:invoke>",
-        ("<atem:invoke"),
+        "<atem:invoke",
     ),
     "glm47": _GLM,
     "laguna": _GLM,
@@ -93,7 +93,7 @@ _QUOTES: Mapping[str, str] = {
     "taught_tools": '"',
     "mistral": '"',
     "kimi_k2": '"',
-    "pythonic": ("\"'"),
+    "pythonic": "\"'",
 }
 # around a text, at both ends alike
 _DELIMITERS: Mapping[str, str] = {"function_gemma": "<escape>", "gemma4": '<|"|>'}
@@ -224,7 +224,7 @@ def _shielded(markup: Markup, text: str) -> str:
             raise ValueError("a value of the call has no end")
         pieces += [
             text[at:start],
-            text[start:end].replace("<", _SHIELD).replace(f"{_SHIELD}![CDATA[", ("<![CDATA[")),
+            text[start:end].replace("<", _SHIELD).replace(f"{_SHIELD}![CDATA[", "<![CDATA["),
         ]
         at = end
     pieces.append(text[at:])

@@ -90,7 +90,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if "function" not in fields and "name" in fields:
         fields = {
             "type": "function",
-            "function": {key: value for key, value in fields.items() if key != ("type")},
+            "function": {key: value for key, value in fields.items() if key != "type"},
         }
     if isinstance(fields.get("function"), Mapping):
         fields["function"] = {
@@ -154,7 +154,7 @@ def in_known_roles(
                 param=f"messages.{position}.role",
             )
     return [
-        {**message, "role": ("system")} if message["role"] not in known else message
+        {**message, "role": "system"} if message["role"] not in known else message
         for message in messages
     ]
 
@@ -222,9 +222,7 @@ def _call(call: Any, place: str) -> dict[str, Any]:
     # the function's own fields, as many data sets have them
     elif function is None and "name" in fields:
         function = {
-            name: fields.pop(name)
-            for name in ("name", "arguments", ("parameters"))
-            if name in fields
+            name: fields.pop(name) for name in ("name", "arguments", "parameters") if name in fields
         }
         if "arguments" not in function and "parameters" in function:
             function["arguments"] = function.pop("parameters")

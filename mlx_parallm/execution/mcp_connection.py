@@ -295,7 +295,7 @@ class MCPConnection:
             self._let_go()
         await printed.ended()
         return ToolResult(
-            f"{self._what} failed: {words(error)}{printed.in_words()}", error=("server")
+            f"{self._what} failed: {words(error)}{printed.in_words()}", error="server"
         )
 
     async def stop(self) -> None:

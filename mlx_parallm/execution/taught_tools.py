@@ -63,7 +63,7 @@ def _plain_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         fields = {
             key: value
             for key, value in message.items()
-            if key not in ("tool_calls", ("tool_call_id"))
+            if key not in ("tool_calls", "tool_call_id")
         }
         if role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"

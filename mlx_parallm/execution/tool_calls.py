@@ -150,7 +150,7 @@ def parse_tool_calls(
         ]
         places = (
             _own_places(text, own, definitions)
-            if own and form == ("own")
+            if own and form == "own"
             else _PLACES[form](text, definitions)
         )
         for start, end, read in places:
@@ -248,7 +248,7 @@ def _xml_places(text: str, tools: Tools) -> Iterator[Place]:
         yield (
             start,
             at,
-            partial(_xml_call, match, tools) if match else partial(_unclosed, ("<invoke>")),
+            partial(_xml_call, match, tools) if match else partial(_unclosed, "<invoke>"),
         )
 
 
@@ -274,7 +274,7 @@ def _use_tool_places(text: str, tools: Tools) -> Iterator[Place]:
             plain = None
         ends = [
             end
-            for quotes in ("\"'", (""))
+            for quotes in ("\"'", "")
             if (end := closing_bracket(text, inside - 1, quotes)) is not None
         ]
         if plain is None and not ends:

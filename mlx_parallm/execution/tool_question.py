@@ -107,7 +107,7 @@ def generate_labels(
     client: ToolClient,
     rows: Iterable[Mapping[str, Any]],
     question: ToolQuestion,
-    column: str = ("answer"),
+    column: str = "answer",
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Ask the tool about each row; return the rows with its answer as `column`, and the reasons
     why rows were left out: a call that failed. Raises ConfigError: a row lacks a column."""

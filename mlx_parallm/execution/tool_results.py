@@ -27,7 +27,7 @@ def no_such_tool(name: str, known: Iterable[str]) -> ToolResult:
     """Return the result of a call of a tool that there is not."""
     return ToolResult(
         f"there is no tool {name!r}; there are: {', '.join(known) or 'none'}",
-        error=("unknown_tool"),
+        error="unknown_tool",
     )
 
 

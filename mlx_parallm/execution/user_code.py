@@ -80,7 +80,7 @@ def load(reference: str, key: str) -> Any:
     if not is_reference(reference) or not where or not name.isidentifier():
         raise ConfigError(f"{key}: {reference!r} does not have the form {FORM}")
     module = (
-        _run_file(Path(where), (f"{key}: {reference}"))
+        _run_file(Path(where), f"{key}: {reference}")
         if where.endswith(".py")
         else _import(where, key, reference)
     )
@@ -174,7 +174,7 @@ def user_code(what: str, error_type: type[ParallmError] = ConfigError) -> Iterat
 def _run_file(path: Path, what: str) -> ModuleType:
     if not is_file(path):
         looked = (
-            ("")
+            ""
             if path.is_absolute()
             else " (looked for beside the configuration and in the working directory)"
         )

@@ -264,7 +264,7 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
             inputs,
             options.kl_estimator,
             lambda: terms.ratio,
-            shared=options.ratio_level == ("sequence"),
+            shared=options.ratio_level == "sequence",
         )
         metrics["kl"] = aggregate(kl, inputs)
         if kl_in_loss:

@@ -51,7 +51,7 @@ def render_template(
     end = text.rfind(CONTINUED.strip())
     if end < 0 or final not in text:
         raise RequestError(
-            "the chat template does not show the message to continue", param=("messages")
+            "the chat template does not show the message to continue", param="messages"
         )
     if text[end : end + len(CONTINUED)] == CONTINUED:
         return text[:end]

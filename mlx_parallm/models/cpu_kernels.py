@@ -380,7 +380,7 @@ def use_unpacking(model: nn.Module) -> int:
         return 0
     kinds = {nn.QuantizedLinear: UnpackingLinear, nn.QuantizedEmbedding: UnpackingEmbedding}
     modules = [
-        module for module in model.modules() if type(module) in kinds and module.mode == ("affine")
+        module for module in model.modules() if type(module) in kinds and module.mode == "affine"
     ]
     for module in modules:
         module.__class__ = kinds[type(module)]  # the same object: whatever holds it sees the change

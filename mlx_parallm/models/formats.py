@@ -36,7 +36,7 @@ _FOREIGN = {
     "torchao",
     "vptq",
     "higgs",
-    ("spqr"),
+    "spqr",
 }
 
 
@@ -146,7 +146,7 @@ def check_quantization(config: Mapping[str, Any], where: str, *, quantize: bool)
         return
     method, bits = str(settings.get("quant_method", "mlx")).lower(), settings.get("bits")
     if method in _FOREIGN or (
-        method == "awq" and (bits != 4 or settings.get("version", "gemm") != ("gemm"))
+        method == "awq" and (bits != 4 or settings.get("version", "gemm") != "gemm")
     ):
         raise ModelError(
             f"{where} is quantised by {method.upper()}{f' to {bits} bits' if bits else ''}, which"
@@ -194,7 +194,7 @@ def safetensors_header(file: Path) -> dict[str, Any] | None:
 def numbers_in(header: Mapping[str, Any]) -> int:
     """How many numbers the tensors of a `safetensors_header` have."""
     return sum(
-        math.prod(tensor["shape"]) for name, tensor in header.items() if name != ("__metadata__")
+        math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
     )
 
 

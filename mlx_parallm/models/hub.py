@@ -45,7 +45,7 @@ PATTERNS = [
     "tokenizer.model",
     "*.tiktoken",
     "*.txt",
-    ("*.jinja"),
+    "*.jinja",
 ]
 TIMEOUT_S = 15.0
 
@@ -194,7 +194,7 @@ def _first_line(error: Exception) -> str:
 
 def _unreachable(repo: str) -> str:
     how = (
-        ("HF_HUB_OFFLINE is set")
+        "HF_HUB_OFFLINE is set"
         if constants.HF_HUB_OFFLINE
         else f"{constants.ENDPOINT} cannot be reached"
     )

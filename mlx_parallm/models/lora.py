@@ -285,13 +285,13 @@ def save_adapter(
     *,
     num_layers: int,
     dropout: float = 0.0,
-    base: str = (""),
+    base: str = "",
 ) -> None:
     """Writes `adapters.safetensors` and `adapter_config.json` in mlx-lm's format into an
     existing directory."""
     config = adapter_config(layers, num_layers=num_layers, dropout=dropout, base=base)
     mx.save_safetensors(
-        str(directory / ADAPTER_FILE), adapter_tensors(layers), metadata={"format": ("mlx")}
+        str(directory / ADAPTER_FILE), adapter_tensors(layers), metadata={"format": "mlx"}
     )
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

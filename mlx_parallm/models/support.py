@@ -162,7 +162,7 @@ def _layer_name(block: Any) -> str:
     neither norm nor MLP."""
     for name, child in getattr(block, "children", dict)().items():
         if isinstance(child, nn.Module) and not any(
-            part in name for part in ("norm", "mlp", "feed_forward", ("ln"))
+            part in name for part in ("norm", "mlp", "feed_forward", "ln")
         ):
             return f"{name}: {type(child).__name__}"
     return type(block).__name__

@@ -203,7 +203,7 @@ class Tokenizer:
         if not self.has_chat_template:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or set model.chat_template",
-                param=("messages"),
+                param="messages",
             )
         if (
             taken := next(

@@ -570,7 +570,7 @@ def _check_parameters(function: RewardFunction, columns: Collection[str] | None,
     if function.parameters is not None and not function.parameters & {
         "completions",
         "completion_ids",
-        ("trajectories"),
+        "trajectories",
     }:
         raise ConfigError(
             f"{what} takes {signature}: it sees no completions; expected (prompts,"

@@ -29,7 +29,7 @@ KEYS = (
         "kl",
         "entropy",
         "clip_fraction",
-        ("ratio_mean"),
+        "ratio_mean",
     ),
     *("grad_norm", "update_norm", "weight_norm", "weights_moved", "learning_rate"),
     *(
@@ -38,7 +38,7 @@ KEYS = (
         "logprob_diff_max",
         "logprob_diff_mean",
         "mismatch_kl",
-        ("mismatch_fresh"),
+        "mismatch_fresh",
     ),
     *("sampler_weights_cut", "kl_coefficient", "tokens"),
     *("groups", "sequences", "groups_without_variance", "groups_all_wrong", "groups_all_right"),
@@ -48,7 +48,7 @@ KEYS = (
         "out_of_room_fraction",
         "eos_fraction",
         "completion_tokens_mean",
-        ("rollout_entropy"),
+        "rollout_entropy",
     ),
     *("never_done_fraction", "never_done_turns"),
     *("dropped_misfit", "dropped_without_variance", "groups_without_logprobs", "extra_segments"),
@@ -58,7 +58,7 @@ KEYS = (
         "optimizer_updates",
         "stopped_at_kl",
         "publish_timeouts",
-        ("gave_up"),
+        "gave_up",
     ),
     *("publishes_refused", "publish_kl", "rolled_back_to"),
     *("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb"),
@@ -108,7 +108,7 @@ TIMES = (
     "publish_ms",
     "serve_tok_s",
     "memory_gb",
-    ("eval/seconds"),
+    "eval/seconds",
 )
 """Keys that differ between two otherwise equal runs."""
 

@@ -32,7 +32,7 @@ _CHECKPOINT = re.compile(r"step_(\d+)(?:_mb(\d+))?")
 def checkpoints(run: Path) -> list[Path]:
     """The step_* directories, oldest first."""
     return sorted(
-        (path for path in run.glob(("step_*")) if _CHECKPOINT.fullmatch(path.name)), key=moment
+        (path for path in run.glob("step_*") if _CHECKPOINT.fullmatch(path.name)), key=moment
     )
 
 
@@ -214,7 +214,7 @@ def _same_step(resume: Path) -> list[Path]:
     beside it."""
     word, _, number = resume.name.rpartition("_")
     names = (
-        {resume.name, (f"step_{int(number):06d}")}
+        {resume.name, f"step_{int(number):06d}"}
         if word == "step" and number.isdecimal()
         else {resume.name}
     )

@@ -530,7 +530,7 @@ class TrainingRun:
             return
         event, why = (
             "ended at once",
-            ("the end took too long: does a reward function or environment not return?"),
+            "the end took too long: does a reward function or environment not return?",
         )
         seconds = END_S + self.config.server.drain_timeout_s
         self._end.start(seconds, lambda: log.warning(event, reason=why, seconds=seconds))
@@ -614,7 +614,7 @@ class TrainingRun:
         lines, evaluations, finished = (
             list(metrics.read()),
             self._evaluation_log.done(),
-            outcome == ("finished"),
+            outcome == "finished",
         )
         curve = None
         if any(line["reward_mean"] is not None for line in lines):

@@ -109,7 +109,7 @@ class KeptCompletions:
             )
             answer, refusal = (
                 _KeptAnswer(self._clock(), tuple(map(encode_group, groups))),
-                (410, ("is kept no longer")),
+                (410, "is kept no longer"),
             )
         with self._lock:
             self._forget(response_id, refusal)
@@ -171,7 +171,7 @@ class KeptCompletions:
         if any(name.removeprefix(prefix).isdecimal() for name in self._store.known_ids(prefix)):
             raise RefusedError(f"{response_id!r} has its rewards already", 409, "id")
         raise RefusedError(
-            f"no completion {response_id!r} was answered since the server started", 404, ("id")
+            f"no completion {response_id!r} was answered since the server started", 404, "id"
         )
 
     def _check(self, group: RolloutGroup) -> None:
@@ -239,7 +239,7 @@ def _scored(
     if len(rewards) != len(choices):
         raise RequestError(
             f"{len(rewards)} rewards for {len(choices)} choices (null leaves one out)",
-            param=("rewards"),
+            param="rewards",
         )
     by_prompt: dict[tuple[int, ...], list[tuple[str, int, Rollout]]] = {}
     for number, ((group_id, rollout), reward) in enumerate(zip(choices, rewards, strict=True)):
@@ -247,7 +247,7 @@ def _scored(
             continue
         if rollout.stop_reason == "abort":
             raise RefusedError(
-                f"choice {number} was aborted before its end: its reward must be null", 409, ("id")
+                f"choice {number} was aborted before its end: its reward must be null", 409, "id"
             )
         scored = replace(rollout, scores={"reward": reward})
         prompt = rollout.tokens[: len(rollout.tokens) - sum(rollout.mask)]

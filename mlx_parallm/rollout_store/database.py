@@ -153,7 +153,7 @@ class Database:
         """Bytes of the file without its write-ahead log; `used`: without its free pages too."""
         with self.reading() as connection:
             pages, free, size = (
-                pragma(connection, name) for name in ("page_count", "freelist_count", ("page_size"))
+                pragma(connection, name) for name in ("page_count", "freelist_count", "page_size")
             )
         return (pages - free if used else pages) * size
 
@@ -244,7 +244,7 @@ def delete_groups(connection: sqlite3.Connection, group_ids: Iterable[str]) -> N
     """In a transaction of the caller's: remove groups and their rows."""
     ids, own = (
         [(group_id,) for group_id in group_ids],
-        ("(SELECT sequence FROM groups WHERE group_id = ?)"),
+        "(SELECT sequence FROM groups WHERE group_id = ?)",
     )
     connection.executemany(f"DELETE FROM payloads WHERE sequence = {own}", ids)
     connection.executemany("DELETE FROM groups WHERE group_id = ?", ids)

@@ -154,7 +154,7 @@ def draw(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
             "\ncurves: the same axes for all runs with that number; the scale is beside them,"
             " from ▁ to █"
         ),
-        style=("bold"),
+        style="bold",
     )
     yield from _curves(runs)
     yield from _differences(runs)
@@ -172,7 +172,7 @@ def _table(runs: Sequence[ComparedRun]) -> Table:
     known = sum(run.settings is not None for run in runs) > 1
     _section(
         table,
-        ("settings that differ")
+        "settings that differ"
         if settings
         else "no setting differs"
         if known

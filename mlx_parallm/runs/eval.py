@@ -120,7 +120,7 @@ class EndpointPolicy:
         if isinstance(completion, CalledCompletion):
             return completion.calls
         if tools.formats == "auto" or not (
-            formats := [form for form in tools.formats if form != ("own")]
+            formats := [form for form in tools.formats if form != "own"]
         ):
             return parse_tool_calls(completion.text, tools.definitions)
         return parse_tool_calls(completion.text, tools.definitions, formats)
@@ -356,7 +356,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     for environment, part in result["environments"].items():
         numbers = part["numbers"]
         shown = [metric for metric in numbers if f"{metric}_low" in numbers] or [
-            ("every answer failed")
+            "every answer failed"
         ]
         for metric in shown:
             value, low, high = (numbers.get(f"{metric}{end}") for end in ("", "_low", "_high"))
@@ -366,7 +366,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     console.print(
         "intervals: Wilson's for shares of right answers, else a bootstrap over the problems",
-        style=("dim"),
+        style="dim",
     )
 
 
@@ -452,7 +452,7 @@ def compare(a: Path, b: Path, console: Console) -> None:
     console.print(report.accuracy_table(comparisons, title, ("A", "B", "B - A")))
     console.print(Text(report.verdict(comparisons, "A", "B")))
     console.print(
-        "interval: paired bootstrap over the problems; p: exact McNemar test", style=("dim")
+        "interval: paired bootstrap over the problems; p: exact McNemar test", style="dim"
     )
 
 

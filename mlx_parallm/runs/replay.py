@@ -61,7 +61,7 @@ SHOWN = (
         "clip_fraction",
         "ratio_mean",
         "grad_norm",
-        ("update_norm"),
+        "update_norm",
     ),
     *("weights_moved", "tokens", "optimizer_updates", "skipped_steps", "time_train_s"),
 )

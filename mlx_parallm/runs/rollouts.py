@@ -141,9 +141,7 @@ class Answers:
             )
         found = (answer for answer in self._newest(wanted) if self._fits(answer, wanted))
         chosen = (
-            found
-            if wanted.order == ("newest")
-            else self._sorted(found, best=wanted.order == "best")
+            found if wanted.order == "newest" else self._sorted(found, best=wanted.order == "best")
         )
         return map(self._row, islice(chosen, wanted.limit))
 
@@ -316,7 +314,7 @@ class Answers:
             why = "left over: the run made its last step without it"
             return f"{why}, and nothing could be learned from it (no variance)" if constant else why
         waits = (
-            ("waits for a step")
+            "waits for a step"
             if self._running
             else "waits: the run is stopped; --resume takes it to a step"
         )
@@ -345,7 +343,7 @@ class Answers:
         if rollout.zero_advantage:
             return "; not trained on: its environment marked it (zero_advantage)"
         return (
-            ("; not trained on: it was cut off (mask_truncated)")
+            "; not trained on: it was cut off (mask_truncated)"
             if shaping.leaves_out(rollout)
             else ""
         )

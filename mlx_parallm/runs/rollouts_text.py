@@ -43,7 +43,7 @@ def draw_rows(rows: Iterable[Json], answers: Answers) -> Iterator[RenderableType
     if not nothing:
         yield Text(
             "--show ID: one of them as a whole; --help: filters, --worst, --best, --counts",
-            style=("dim"),
+            style="dim",
         )
 
 
@@ -73,7 +73,7 @@ def draw_group(values: Json) -> Iterator[RenderableType]:
         yield from (_labelled(label, text) for label, text in rows if text)
     if len(values["rollouts"]) > 1:
         yield Text(
-            f"\n--show '{values['group_id']}#0': its first answer, token by token", style=("dim")
+            f"\n--show '{values['group_id']}#0': its first answer, token by token", style="dim"
         )
         return
     segments = values["rollouts"][0]["segments"]
@@ -130,7 +130,7 @@ def _totals(values: Json) -> Text:
     counts = ", ".join(f"{number} {state}" for state, number in values["groups"].items() if number)
     return Text(
         f"{values['run']}: groups: {counts or 'none'}; {values['size_bytes'] / 1e6:.1f} MB",
-        style=("bold"),
+        style="bold",
     )
 
 
@@ -177,7 +177,7 @@ def _tokens(segment: Json) -> Table:
     texts = segment["token_texts"] or [""] * len(segment["tokens"])
     for position, (token, mask) in enumerate(zip(segment["tokens"], segment["mask"], strict=True)):
         logprob = (
-            ("")
+            ""
             if segment["logprobs"] is None or not mask
             else f"{segment['logprobs'][position]:.4f}"
         )

@@ -175,7 +175,7 @@ def _checksums(checkpoint: Path, problems: list[str]) -> str:
 
 def _state(checkpoint: Path, problems: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(
-        ("step", "mini_batches", "policy_version", "unpublished", ("score"))
+        ("step", "mini_batches", "policy_version", "unpublished", "score")
     )
     found |= {"optimizer_updates": None, "metrics": {}}
     try:
@@ -229,7 +229,7 @@ def _optimizer(header: Mapping[str, Any] | None, updates: int | None) -> dict[st
     name = metadata.get("optimizer", "adamw")  # the only one before it was written down
     size = sum(
         e[1] - e[0]
-        for e in (t["data_offsets"] for key, t in header.items() if key != ("__metadata__"))
+        for e in (t["data_offsets"] for key, t in header.items() if key != "__metadata__")
     )
     return {"name": name, "updates": updates, "bytes": size}
 

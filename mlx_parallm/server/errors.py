@@ -46,7 +46,7 @@ ERROR_SCHEMA = {  # components.schemas.Error of the OpenAPI document
     },
 }
 ERROR_CONTENT: dict[str, Any] = {
-    "application/json": {"schema": {"$ref": ("#/components/schemas/Error")}}
+    "application/json": {"schema": {"$ref": "#/components/schemas/Error"}}
 }
 
 
@@ -179,7 +179,7 @@ def request_error(errors: Any) -> RequestError:
     kind = first["type"]
     if kind == "json_invalid":
         return RequestError(
-            f"the body is not valid JSON: {first['ctx']['error']}", code=("invalid_json")
+            f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json"
         )
     if not field:
         return RequestError(
@@ -188,13 +188,13 @@ def request_error(errors: Any) -> RequestError:
     name = field if len(entries) == 1 else field.split(".")[0]
     if kind == "extra_forbidden":
         return RequestError(
-            f"unrecognized request argument: {field!r}", param=field, code=("unknown_parameter")
+            f"unrecognized request argument: {field!r}", param=field, code="unknown_parameter"
         )
     if kind == "missing":
         return RequestError(
             f"missing required argument: {field!r}",
             param=field,
-            code=("missing_required_parameter"),
+            code="missing_required_parameter",
         )
     reasons = dict.fromkeys(
         entry["msg"].removeprefix("Value error, ") for key, entry in entries if _under(key, name)
@@ -207,7 +207,7 @@ def request_error(errors: Any) -> RequestError:
 def _located(entry: Any) -> tuple[str, Any]:
     location = (
         entry["loc"][1:]
-        if entry["loc"] and entry["loc"][0] in ("body", "query", ("path"))
+        if entry["loc"] and entry["loc"][0] in ("body", "query", "path")
         else entry["loc"]
     )
     return ".".join(str(part) for part in location), entry

@@ -140,7 +140,7 @@ def check_count(prompts: int, n: int) -> None:
     if prompts * n > MAX_CHOICES:
         raise RequestError(
             f"{prompts} prompts × n = {n}: a request may ask for {MAX_CHOICES} completions",
-            param=("n"),
+            param="n",
         )
 
 

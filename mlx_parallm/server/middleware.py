@@ -161,7 +161,7 @@ class BodyLimitMiddleware:
                     and self._unfinished > UNFINISHED_BODIES * self._max_bytes
                 ):
                     raise HTTPException(
-                        503, "too many request bodies are on their way", {"Retry-After": ("1")}
+                        503, "too many request bodies are on their way", {"Retry-After": "1"}
                     )
             if finished:
                 self._unfinished -= held

@@ -87,7 +87,7 @@ def _preload() -> BlasStatus:
     if "mlx.core" in sys.modules:
         return BlasStatus(
             "late",
-            advice=("`import mlx_parallm` before `import mlx.core`: the reference BLAS is in use"),
+            advice="`import mlx_parallm` before `import mlx.core`: the reference BLAS is in use",
         )
     for name, path in _candidates():
         try:
@@ -123,7 +123,7 @@ def _candidates() -> list[tuple[str, str]]:
         f"/usr/lib/{platform.machine()}-linux-gnu",
         "/usr/lib64",
         "/usr/lib",
-        ("/usr/local/lib"),
+        "/usr/local/lib",
     ]
     names = ["openblas-pthread/libopenblas.so.0", "libopenblas.so.0", "libopenblas.so"]
     found += [

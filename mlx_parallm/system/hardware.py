@@ -64,7 +64,7 @@ def memory_present() -> tuple[int, int]:
     whole = next(
         (
             int(info[key])
-            for key in ("max_recommended_working_set_size", ("total_memory"))
+            for key in ("max_recommended_working_set_size", "total_memory")
             if key in info
         ),
         0,

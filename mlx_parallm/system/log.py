@@ -79,7 +79,7 @@ class RunLog:
                 directory / RUN_LOG_FILE,
                 maxBytes=self._max_bytes,
                 backupCount=KEPT_FILES,
-                encoding=("utf-8"),
+                encoding="utf-8",
             )
         except OSError:
             return
@@ -92,7 +92,7 @@ class RunLog:
         now = (
             datetime.fromtimestamp(time.time(), UTC)
             .isoformat(timespec="milliseconds")
-            .replace("+00:00", ("Z"))
+            .replace("+00:00", "Z")
         )
         line = {"timestamp": now, "level": level, "event": event} | fields
         text = jsonlib.dumps(
@@ -112,7 +112,7 @@ class RunLog:
         fields = {
             key: value
             for key, value in copy.items()
-            if not key.startswith("_") and key not in ("level", ("event"))
+            if not key.startswith("_") and key not in ("level", "event")
         }
         self.write(str(copy.get("level", level)), str(copy.get("event", "")), **fields)
         return event

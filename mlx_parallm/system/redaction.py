@@ -38,7 +38,7 @@ _OF_A_VOCABULARY = (
     "cls",
     "stop",
     "start",
-    ("image"),
+    "image",
 )
 NOT_SECRETS = frozenset(f"{kind}_token" for kind in _OF_A_VOCABULARY)
 """Keys that are named like a secret: tokens of a vocabulary."""

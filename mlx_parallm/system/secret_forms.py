@@ -218,7 +218,7 @@ _ISSUERS: tuple[SecretForm, ...] = (
         check=looks_random,
     ),
     _prefixed(
-        "digitalocean", "dop_v1_[a-f0-9]{32,}", "doo_v1_[a-f0-9]{32,}", ("dor_v1_[a-f0-9]{32,}")
+        "digitalocean", "dop_v1_[a-f0-9]{32,}", "doo_v1_[a-f0-9]{32,}", "dor_v1_[a-f0-9]{32,}"
     ),
     _issued("shopify", "shp", r"\bshp(?:at|ca|pa|ss)_[a-fA-F0-9]{32,}"),
     _prefixed("notion", "secret_[A-Za-z0-9]{43}", "ntn_[A-Za-z0-9]{30,}"),
@@ -236,7 +236,7 @@ _ISSUERS: tuple[SecretForm, ...] = (
         "atlassian",
         "ATATT3[A-Za-z0-9_=-]{20,}",
         "ATCTT3[A-Za-z0-9_=-]{20,}",
-        ("ATBB[A-Za-z0-9_=-]{24,}"),
+        "ATBB[A-Za-z0-9_=-]{24,}",
     ),
     _issued("doppler", "dp.", r"\bdp\.(?:pt|st|ct|sa|scim|audit)\.[A-Za-z0-9_.-]{20,}"),
     _prefixed("planetscale", r"pscale_[a-z]{2,5}_[A-Za-z0-9_.=-]{20,}"),
@@ -265,7 +265,7 @@ _ISSUERS: tuple[SecretForm, ...] = (
         "flyio",
         "fm1_[A-Za-z0-9+/=_-]{40,}",
         "fm2_[A-Za-z0-9+/=_-]{40,}",
-        ("fo1_[A-Za-z0-9_-]{40,}"),
+        "fo1_[A-Za-z0-9_-]{40,}",
     ),
     _prefixed("resend", r"re_[A-Za-z0-9]{8}_[A-Za-z0-9]{20,}"),
     _prefixed("brevo", "xkeysib-[a-f0-9]{64}-[A-Za-z0-9]{16}"),

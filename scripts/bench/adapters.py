@@ -147,7 +147,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rank", type=int, action="append", help=("may be given several times (8, 16)")
+        "--rank", type=int, action="append", help="may be given several times (8, 16)"
     )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()

@@ -75,7 +75,7 @@ def table(results: dict[str, list[Result]], gains: dict[str, list[float]]) -> Ta
         "reward first 5 → last 10",
         "seconds",
         "requests",
-        ("failed"),
+        "failed",
     ):
         drawn.add_column(column, justify="right")
     for name, rows in results.items():
@@ -112,7 +112,7 @@ def draw(results: dict[str, list[Result]], file: Path) -> None:
     axes.set(
         xlabel="step",
         ylabel="mean reward of the rollouts",
-        title=(f"chain_sum: mean of {WINDOW} steps"),
+        title=f"chain_sum: mean of {WINDOW} steps",
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)

@@ -48,7 +48,7 @@ def main() -> None:
         "--batch",
         type=int,
         action="append",
-        help=("batch size; may be given several times (8, 32)"),
+        help="batch size; may be given several times (8, 32)",
     )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()

@@ -151,7 +151,7 @@ def cost(browser: Any, scratch: Path) -> bool:
         error = statistics.stdev(logs) / math.sqrt(len(logs))
         print(
             f"{name}: {none:.0f} tokens/s with no tab, {some:.0f} with {TABS}: {some / none:.3f}",
-            end=(" "),
+            end=" ",
         )
         print(
             f"(mean of {len(pairs)} pairs {math.exp(statistics.mean(logs)):.3f} ± {error:.3f};"

@@ -67,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
     configure_logging(level="error")
     versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm", ("mlx-parallm"))
+        f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm", "mlx-parallm")
     )
     say(f"{platform.platform()}, {mlx_device()}, Python {platform.python_version()}, {versions}")
     with tempfile.TemporaryDirectory() as directory, mlx_thread():
@@ -232,7 +232,7 @@ def publishes(served: Served, trainer: Trainer, weights: SharedWeights) -> str:
     load.join()
     held, total = (
         statistics.median(getattr(each, name) for each in reports)
-        for name in ("lock_held_ms", ("total_ms"))
+        for name in ("lock_held_ms", "total_ms")
     )
     return (
         f"publish under load, {len(reports)} times: {total:.2f} ms, of which the lock is held"

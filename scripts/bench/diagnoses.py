@@ -35,7 +35,7 @@ console = Console(width=150)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "--healthy", type=Path, nargs="+", default=[], help=("directories of runs that learned")
+        "--healthy", type=Path, nargs="+", default=[], help="directories of runs that learned"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[], help="quickstart runs to make")
     parser.add_argument("--stalled-after", type=float, default=USUAL_STALL_S)
@@ -101,9 +101,7 @@ def quickstart(seed: int, directory: Path) -> Path:
     name = f"quickstart-{seed}"
     settings = {"checkpoint_dir": directory, "run_name": name, "seed": seed}
     flags = [
-        part
-        for key, value in settings.items()
-        for part in ("--set", (f"rl_training.{key}={value}"))
+        part for key, value in settings.items() for part in ("--set", f"rl_training.{key}={value}")
     ]
     command = [
         str(BIN / "mlx_parallm_train"),

@@ -43,13 +43,10 @@ CASES = {
     "quickstart": "",
     "LoRA, micro-batches of 512 tokens": "rl_training.token_budget=512",
     "LoRA, 2,048 tokens": "rl_training.token_budget=2048",
-    "LoRA, 2,048 tokens, all blocks at once": (
-        "rl_training.token_budget=2048 rl_training.blocks_per_eval=0"
-    ),
+    "LoRA, 2,048 tokens, all blocks at once": "rl_training.token_budget=2048"
+    " rl_training.blocks_per_eval=0",
     "QLoRA": f"{LORA} rl_training.lora.quantize_base=true model.quantized_cache=off",
-    "QLoRA, bfloat16": (
-        f"{LORA} rl_training.lora.quantize_base=true model.quantized_cache=off model.dtype=bfloat16"
-    ),
+    "QLoRA, bfloat16": f"{LORA} rl_training.lora.quantize_base=true model.quantized_cache=off model.dtype=bfloat16",
     "all weights": f"{LORA} rl_training.lora.enabled=false",
     "PPO, LoRA": f"{LORA} rl_training.algorithm=ppo",
     "DPO, LoRA": LORA,
@@ -105,11 +102,11 @@ def measure_memory(scratch: Path) -> None:
             *own.split(),
             "rl_training.total_steps=3",
             "evaluation.problems=0",
-            ("server.port=0"),
+            "server.port=0",
         ]
         settings += [
             f"rl_training.checkpoint_dir={scratch / str(number)}",
-            ("rl_training.run_name=run"),
+            "rl_training.run_name=run",
         ]
         command = [str(BIN / "mlx_parallm_train"), "--config", files.get(name, config)]
         output, resident = finished(
@@ -132,7 +129,7 @@ def measure(name: str, flags: list[str], directory: Path, table: Table) -> None:
     settings = [
         "server.port=0",
         f"rl_training.checkpoint_dir={directory}",
-        ("rl_training.run_name=run"),
+        "rl_training.run_name=run",
     ]
     command = [
         str(BIN / "mlx_parallm_train"),
@@ -150,7 +147,7 @@ def measure(name: str, flags: list[str], directory: Path, table: Table) -> None:
     for field, scale, unit in (
         ("memory", 2**20, "MiB"),
         ("seconds", 1, "s"),
-        ("disk", 2**20, ("MiB")),
+        ("disk", 2**20, "MiB"),
     ):
         before, after = getattr(predicted, field) / scale, getattr(real, field) / scale
         cells.append(f"{before:,.2f} / {after:,.2f} {unit} = {before / after:.2f}")
@@ -163,7 +160,7 @@ def dry_run(command: list[str]) -> str:
         [*command, "--dry-run"],
         capture_output=True,
         text=True,
-        env=os.environ | {"COLUMNS": ("200")},
+        env=os.environ | {"COLUMNS": "200"},
     )
     if text.returncode != 0:
         raise SystemExit(f"{text.stdout}{text.stderr}\nexit code {text.returncode}")

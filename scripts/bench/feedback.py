@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["kto", "dpo"])
     parser.add_argument("--epochs", default="3")
     parser.add_argument(
-        "--set", action="append", default=[], help=("a key of the training's configuration")
+        "--set", action="append", default=[], help="a key of the training's configuration"
     )
     args = parser.parse_args()
     for seed in args.seeds:
@@ -72,7 +72,7 @@ def main() -> None:
                     "--method",
                     method,
                     "--reward",
-                    ("score.py:correct"),
+                    "score.py:correct",
                 ]
                 flags += [
                     "--epochs",

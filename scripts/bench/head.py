@@ -175,7 +175,7 @@ def compare(title: str, ways: dict[str, Callable[[], list[mx.array]]]) -> None:
         "of the first",
         "gradient's distance",
         "seconds",
-        ("times as fast"),
+        "times as fast",
     ):
         table.add_column(column, justify="right")
     for name, found in gradients.items():

@@ -20,7 +20,7 @@ ROUTES = {
     "first_tool": "TOOL",
     "first_delegate": "DELEGATE",
     "first_answer": "ANSWER",
-    "first_invalid": ("refused"),
+    "first_invalid": "refused",
 }
 WIDTH, DPI = 8.0, 90
 

@@ -201,7 +201,7 @@ def server(model: str, directory: Path) -> Iterator[tuple[Serving, RolloutStore]
     serving = Serving(load_config(None, options))
     store = RolloutStore(directory / "rollouts.sqlite")
     settings = AtroposSettings(
-        1024, TOKENS, VOCAB, "checkpoints", 1, 100, None, None, 1.0, ("reject")
+        1024, TOKENS, VOCAB, "checkpoints", 1, 100, None, None, 1.0, "reject"
     )
     queue = AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0)
     try:

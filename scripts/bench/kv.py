@@ -76,7 +76,7 @@ def make_engine(
         engine_options(Config(), loaded),
         max_rows=64,
         prefix_cache_bytes=0,
-        by_tokens=layout == ("auto"),
+        by_tokens=layout == "auto",
     )
     options = replace(options, kv_bits=kv_bits)
     use_fast_swiglu(loaded.model)
@@ -228,12 +228,12 @@ def engine_table(directory: Path, rounds: int, console: Console, layout: str) ->
         "of it Python",
         "MB held",
         "MB of the tokens as if alone",
-        title=("medians"),
+        title="medians",
     )
     for case in cases:
         row = [
             statistics.median(r[key] for r in found[case])
-            for key in ("step", "python", "MB", ("MB of tokens"))
+            for key in ("step", "python", "MB", "MB of tokens")
         ]
         table.add_row(case, *(f"{value:.2f}" for value in row))
     console.print(table)
@@ -245,11 +245,11 @@ def engine_table(directory: Path, rounds: int, console: Console, layout: str) ->
         raise SystemExit("the cache was not given back")
     console.print(
         "16 short streams, without ÷ beside one of 3,700:",
-        ratio("short", "short beside long", ("step")),
+        ratio("short", "short beside long", "step"),
     )
     console.print(
         "group of 16, step of a long prompt ÷ of a short one:",
-        ratio("group, long", "group, short", ("step")),
+        ratio("group, long", "group, short", "step"),
     )
     console.print("bytes of that group ÷ of one answer:", ratio("group, long", "one, long", "MB"))
 
@@ -397,17 +397,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "table", choices=("engine", "layouts", "mixed", "servers", "bits", ("distance"))
+        "table", choices=("engine", "layouts", "mixed", "servers", "bits", "distance")
     )
     parser.add_argument(
-        "--model", default="builtin:tiny", help=("of `distance`: what model.base_path takes")
+        "--model", default="builtin:tiny", help="of `distance`: what model.base_path takes"
     )
     parser.add_argument(
-        "--dtype", default="auto", help=("of `distance`: the sampler's; auto is float32 on a CPU")
+        "--dtype", default="auto", help="of `distance`: the sampler's; auto is float32 on a CPU"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--layout", choices=("auto", "rectangle"), default="auto", help=("server.kv_layout")
+        "--layout", choices=("auto", "rectangle"), default="auto", help="server.kv_layout"
     )
     arguments = parser.parse_args()
     configure_logging(level="error")

@@ -78,7 +78,7 @@ def make_runs(count: int, seed: int) -> list[tuple[Trace, bool]]:
             for number in range(count):
                 agent.run(
                     " ".join(source.sample(sorted(agent.notes), source.randint(1, 4))),
-                    session_id=(f"s{number}"),
+                    session_id=f"s{number}",
                 )
         found = []
         for view in collector.load_traces():

@@ -89,7 +89,7 @@ def measure(config: str, seed: int, problems: int, overrides: list[str]) -> Resu
         settings = [
             f"rl_training.seed={seed}",
             f"rl_training.checkpoint_dir={directory}",
-            ("rl_training.run_name=run"),
+            "rl_training.run_name=run",
         ]
         settings += [f"server.port={port}", *overrides]
         flags = [part for setting in settings for part in ("--set", setting)]
@@ -185,7 +185,7 @@ def answers(config: Config, flags: list[str], model: str, problems: int) -> dict
         "--port",
         str(port),
         "--set",
-        ("server.batch_size=64"),
+        "server.batch_size=64",
     ]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:

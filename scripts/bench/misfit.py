@@ -60,7 +60,7 @@ def main() -> None:
         "shortest",
         "group",
         "smaller of both",
-        title=("nats a token"),
+        title="nats a token",
     )
     for (kind, staleness), pairs in sorted(found.items()):
         columns = [*np.array(pairs).T, np.array(pairs).min(axis=1)]

@@ -74,7 +74,7 @@ def main() -> None:
         "mean |Δ|",
         "largest |Δ|",
         "table",
-        ("auto"),
+        "auto",
     )
     table = Table(*columns, title="|trainer - engine|, nats a token")
     with tempfile.TemporaryDirectory() as directory:

@@ -73,7 +73,7 @@ def measure(directory: Path, command: str, overrides: list[str]) -> tuple[float,
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=("One command on an own model, own rows and an own reward function.")
+        description="One command on an own model, own rows and an own reward function."
     )
     parser.add_argument("--task", default="reverse")
     parser.add_argument("--command", default=str(Path(sys.executable).parent / "mlx_parallm_train"))

@@ -22,7 +22,7 @@ def environment(blas: str) -> dict[str, str]:
     own = {
         name: value
         for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", ("LD_PRELOAD"))
+        if name not in ("PYTHONPATH", "LD_PRELOAD")
     }
     if blas == "reference":
         return own

@@ -95,14 +95,14 @@ def measure(algorithm: str, seed: int) -> tuple[list[dict[str, float]], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=("Preference training and SFT on rows, held-out numbers.")
+        description="Preference training and SFT on rows, held-out numbers."
     )
     names = ["dpo", "kto", "orpo", "simpo", "cpo", "sft"]
     parser.add_argument("--algorithms", nargs="+", default=names, choices=names)
     parser.add_argument("--seeds", type=int, default=1)
     args = parser.parse_args()
     table = Table(
-        "algorithm", "seed", "loss, step 1", "before", f"{WANTED} from step", "after", ("s / run")
+        "algorithm", "seed", "loss, step 1", "before", f"{WANTED} from step", "after", "s / run"
     )
     for algorithm in args.algorithms:
         key = {"kto": "auc", "sft": "loss"}.get(algorithm, "rewards/accuracies")

@@ -69,7 +69,7 @@ def main() -> None:
         "last 5",
         f">= {TARGET} from",
         "seconds to it",
-        ("seconds"),
+        "seconds",
     ):
         table.add_column(column, justify="right")
     for name in args.algorithms:

@@ -109,7 +109,7 @@ DEEDS = (
     "compute the cost of",
     "draw a plan of",
     "list the parts of",
-    ("describe the history of"),
+    "describe the history of",
 )
 MORE = (
     "compare it with last year",
@@ -122,7 +122,7 @@ POLITE = (
     ("Hello! I hope you are well. Could you please ", "? Thank you so much in advance!"),
     (
         "Hi there, I was wondering if you could kindly ",
-        (". Many thanks! Let me know if it is too much."),
+        ". Many thanks! Let me know if it is too much.",
     ),
     (
         "Good morning, sorry for asking again. Would you please ",
@@ -133,19 +133,19 @@ BAD = (
     "crashes when the file is empty",
     "fails only on Fridays",
     "is broken since the last update",
-    ("leaks memory"),
+    "leaks memory",
 )
 ASKED = (
     "How does a {} work?",
     "What makes a good {}?",
     "Explain the history of the {}.",
-    ("Why do people like a {}?"),
+    "Why do people like a {}?",
 )
 VAGUE = (
     "Write something good about a {}.",
     "Make a nice {}.",
     "Improve my {}.",
-    ("Create a modern {}."),
+    "Create a modern {}.",
 )
 
 

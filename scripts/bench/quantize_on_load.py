@@ -36,10 +36,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument(
         "--directory",
-        help=("where the checkpoint is made (default: the system's temporary directory)"),
+        help="where the checkpoint is made (default: the system's temporary directory)",
     )
     parser.add_argument(
-        "--load", choices=("ours", "whole"), help=("internal: load in this process and print JSON")
+        "--load", choices=("ours", "whole"), help="internal: load in this process and print JSON"
     )
     arguments = parser.parse_args()
     if arguments.load:
@@ -163,7 +163,7 @@ def report(
     }
     for name, row in rows.items():
         sizes = [
-            f"{row[key] / 1e9:.2f} GB" for key in ("peak_rss", "start_rss", "mlx_peak", ("model"))
+            f"{row[key] / 1e9:.2f} GB" for key in ("peak_rss", "start_rss", "mlx_peak", "model")
         ]
         print(
             f"| {name} | {row['seconds']:.1f} s | {row['process_s']:.1f} s | {' | '.join(sizes)} |"
@@ -171,7 +171,7 @@ def report(
     print(f"\nsecond start {first['seconds'] / second['seconds']:.1f} × faster (load),", end=" ")
     print(f"{first['process_s'] / second['process_s']:.1f} × (whole process);", end=" ")
     print(
-        ("peak as promised")
+        "peak as promised"
         if max(first["peak_rss"], second["peak_rss"]) <= bound
         else "PEAK ABOVE THE PROMISE"
     )

@@ -58,7 +58,7 @@ def _tool_calling(directory: Path, heldout: int, seed: int) -> None:
 
 TASKS: Mapping[str, Task] = {
     "instruction_following": Task(
-        _instructions, (f"{ROOT}/examples/instruction_following/rewards.py:score")
+        _instructions, f"{ROOT}/examples/instruction_following/rewards.py:score"
     ),
     "tool_calling": Task(
         _tool_calling,

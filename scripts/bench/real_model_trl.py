@@ -90,7 +90,7 @@ def main() -> None:
         "--python",
         type=Path,
         default=PYTHON,
-        help=("an interpreter that has trl; default: %(default)s"),
+        help="an interpreter that has trl; default: %(default)s",
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="TRL's")
     parser.add_argument("--variant", choices=DTYPES, default="float32")
@@ -103,13 +103,13 @@ def main() -> None:
         "--rows-at-once",
         type=int,
         default=ANSWERS,
-        help=("answers in one of TRL's backward passes"),
+        help="answers in one of TRL's backward passes",
     )
     parser.add_argument(
-        "--target", type=float, help=("held-out score; default: the lower of both last ones")
+        "--target", type=float, help="held-out score; default: the lower of both last ones"
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help=("of both sides")
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of both sides"
     )
     parser.add_argument("--table", action="store_true", help="only from the finished runs")
     args = parser.parse_args()

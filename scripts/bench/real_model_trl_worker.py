@@ -120,12 +120,12 @@ def options(plan: dict[str, Any], directory: Path) -> GRPOConfig:
             "beta": plan["kl_beta"],
             "num_iterations": 1,
             "loss_type": "dapo",
-            "scale_rewards": ("group"),
+            "scale_rewards": "group",
         },
         **{
             "epsilon": plan["clip"][0],
             "epsilon_high": plan["clip"][1],
-            "importance_sampling_level": ("token"),
+            "importance_sampling_level": "token",
         },
         **{"mask_truncated_completions": plan["mask_truncated"], "disable_dropout": False},
         **{
@@ -146,7 +146,7 @@ def options(plan: dict[str, Any], directory: Path) -> GRPOConfig:
         **{
             "gradient_checkpointing": plan["checkpointing"],
             "save_strategy": "no",
-            "report_to": ("none"),
+            "report_to": "none",
         },
         **{"logging_steps": 1, "disable_tqdm": True},
     )

@@ -56,7 +56,7 @@ RECURRENT = (
         "lfm2",
         "nemotron_h",
         "granitemoehybrid",
-        ("falcon_h1"),
+        "falcon_h1",
     ),
     *("mamba", "mamba2"),
 )
@@ -350,7 +350,7 @@ def make_engine(model: nn.Module, *, by_tokens: bool = True, prefill_chunk: int 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=("Recurrent layers in chunks against loops over tokens.")
+        description="Recurrent layers in chunks against loops over tokens."
     )
     sections = {
         "layers": layers,

@@ -250,7 +250,7 @@ def main() -> None:
             " package"
         )
     table = Table(
-        "", "seed", "return", "within 1 m", "within 5 m", "seconds", "processor", ("steps/s")
+        "", "seed", "return", "within 1 m", "within 5 m", "seconds", "processor", "steps/s"
     )
     for seed in args.seeds:
         for row in args.rows:

@@ -111,7 +111,7 @@ def main() -> None:
         "--one-at-a-time",
         type=int,
         default=10,
-        help=("episodes that are played so, for comparison"),
+        help="episodes that are played so, for comparison",
     )
     arguments = parser.parse_args()
     table = Table(
@@ -122,7 +122,7 @@ def main() -> None:
         "engine steps",
         "of longest",
         "episodes/s",
-        ("of alone"),
+        "of alone",
     )
     server = ServerConfig(batch_size=2 * arguments.episodes)
     with InferenceModule("builtin:tiny", config=Config(server=server)) as inference:

@@ -213,7 +213,7 @@ def hostile(way: str) -> int:
             (
                 "signals and limits for its parent",
                 PARENT_ENDED,
-                lambda run: run.stdout == ("alive\n"),
+                lambda run: run.stdout == "alive\n",
             ),
             (
                 "child, setsid, ignores signals",

@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument(
         "--case",
         action="append",
-        help=("only cases whose name or peer contains this; may be repeated"),
+        help="only cases whose name or peer contains this; may be repeated",
     )
     parser.add_argument("--rounds", type=int, default=3, help="counted ones")
     parser.add_argument("--peer-flags", default=" ".join(peers.FLAGS), help="of mlx_lm.server")

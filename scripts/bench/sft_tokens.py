@@ -44,7 +44,7 @@ CONTENDERS = (
     "ours, checkpointed",
     "ours, 2 ranks",
     "mlx_lm.lora",
-    ("mlx_lm.lora, checkpointed"),
+    "mlx_lm.lora, checkpointed",
 )
 MIXED = ("ours", "ours, padded", "ours, checkpointed", "ours, padded, checkpointed", "mlx_lm.lora")
 RANK, UNCOUNTED = 16, 10

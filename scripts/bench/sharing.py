@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--requests", type=int, default=6, help=("of each client, one after the other")
+        "--requests", type=int, default=6, help="of each client, one after the other"
     )
     parser.add_argument("--seconds", type=float, default=20, help="of training alone")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -70,9 +70,7 @@ def main() -> None:
         path = str(save_bench_model(Path(directory) / "model", endless=True))
         rounds = [one_round(path, args.requests, args.seconds, console) for _ in range(args.rounds)]
     table = Table(
-        title=(
-            f"{usable_cores()} cores, BLAS {blas_status().name}; medians of {args.rounds} rounds"
-        )
+        title=f"{usable_cores()} cores, BLAS {blas_status().name}; medians of {args.rounds} rounds"
     )
     for column in (
         "serve_priority",
@@ -81,7 +79,7 @@ def main() -> None:
         "serve share",
         "train share",
         "sum",
-        ("failed"),
+        "failed",
     ):
         table.add_column(column, justify="left" if column == "serve_priority" else "right")
     median = statistics.median

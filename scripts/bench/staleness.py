@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], help="passed on to mlx_parallm_train")
     parser.add_argument(
-        "--publish-rarely", action="store_true", help=("new weights only every max_staleness steps")
+        "--publish-rarely", action="store_true", help="new weights only every max_staleness steps"
     )
     parser.add_argument("--figure", type=Path)
     args = parser.parse_args()
@@ -85,7 +85,7 @@ def train(config: str, max_staleness: int, seed: int, overrides: list[str]) -> L
         settings = [
             f"rl_training.max_staleness={max_staleness}",
             f"rl_training.seed={seed}",
-            ("server.port=0"),
+            "server.port=0",
         ]
         settings += [f"rl_training.checkpoint_dir={directory}", "rl_training.run_name=run"]
         settings += ["evaluation.problems=0", "logging.sample_every=0", *overrides]
@@ -141,14 +141,14 @@ def draw(runs: dict[int, list[Lines]], path: Path, config: str) -> None:
         seconds = np.mean([seconds for seconds, _ in curves], axis=0)
         rewards = np.array([rewards for _, rewards in curves])
         (line,) = axes.plot(
-            seconds, rewards.mean(axis=0), linewidth=2, label=(f"max_staleness = {value}")
+            seconds, rewards.mean(axis=0), linewidth=2, label=f"max_staleness = {value}"
         )
         axes.fill_between(
             seconds, rewards.min(axis=0), rewards.max(axis=0), color=line.get_color(), alpha=0.12
         )
     axes.set_title(
         f"{Path(config).stem}: mean reward of the last {WINDOW} steps, {len(curves)} seeds",
-        loc=("left"),
+        loc="left",
     )
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("mean reward of the rollouts")

@@ -94,12 +94,12 @@ class Phases:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--directory", type=Path, required=True, help=("where the checkpoint is made, and kept")
+        "--directory", type=Path, required=True, help="where the checkpoint is made, and kept"
     )
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--tokens", type=int, default=2048, help="of the micro-batch")
     parser.add_argument(
-        "--dtype", default="float32", choices=["float32", "bfloat16"], help=("of the activations")
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="of the activations"
     )
     arguments = parser.parse_args()
     path = arguments.directory / f"qwen3-14b-{arguments.layers}-layers"

@@ -262,7 +262,7 @@ def by_calls(folder, path, steps):
     settings = [f"server.batch_size={config.server.batch_size}"]
     settings += [
         f"rl_training.{key}={getattr(config.rl_training, key)}"
-        for key in ("token_budget", ("blocks_per_eval"))
+        for key in ("token_budget", "blocks_per_eval")
     ]
     with tinker_process(folder, *settings) as url:
         words = [
@@ -304,7 +304,7 @@ def loop(options):
                 flush=True,
             )
     (calls, by_call), (trainer, by_train) = (
-        zip(*rows[side], strict=True) for side in ("calls", ("trainer"))
+        zip(*rows[side], strict=True) for side in ("calls", "trainer")
     )
     ratio = statistics.median(a / b for a, b in zip(calls, trainer, strict=True))
     apart = statistics.mean(by_call) - statistics.mean(by_train)
@@ -327,14 +327,14 @@ def main():
         "--group-size",
         type=int,
         default=8,
-        help=(f"loop: samples of each of the {GROUPS} prompts of a step"),
+        help=f"loop: samples of each of the {GROUPS} prompts of a step",
     )
     parser.add_argument(
         "--staleness",
         type=int,
         choices=(0, 1),
         default=0,
-        help=("loop: steps that sampling is ahead"),
+        help="loop: steps that sampling is ahead",
     )
     options = parser.parse_args()
     if options.what == "loop":

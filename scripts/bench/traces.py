@@ -51,7 +51,7 @@ DIGIT = {
 }
 TOOLS: Any = [
     {"type": "function", "function": {"name": n, "parameters": DIGIT}}
-    for n in ("look", "add", ("save"))
+    for n in ("look", "add", "save")
 ]
 EXACT: Any = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
@@ -119,7 +119,7 @@ async def turn(
             for call in part.delta.tool_calls or []:
                 kept = calls.setdefault(
                     call.index,
-                    {"id": None, "type": "function", "function": {"name": "", "arguments": ("")}},
+                    {"id": None, "type": "function", "function": {"name": "", "arguments": ""}},
                 )
                 kept["id"] = call.id or kept["id"]
                 kept["function"]["name"] += call.function.name or ""
@@ -137,7 +137,7 @@ async def agent(url: str, number: int, seen: Seen, abort: bool) -> None:
     session = f"run-{number}"
     async with client(f"{url}/sessions/{session}/v1") as ask:
         messages: list[Any] = [
-            {"role": "user", "content": (f"Sum: {number % 10}+{random_of_run.randrange(10)}")}
+            {"role": "user", "content": f"Sum: {number % 10}+{random_of_run.randrange(10)}"}
         ]
         for tool in TOOLS:
             forced = {"type": "function", "function": {"name": tool["function"]["name"]}}
@@ -303,7 +303,7 @@ def run_speed(args: argparse.Namespace) -> None:
                     clean = re.sub(r"[^\x20-\x7e]", "", text)
                     messages += [
                         {"role": "assistant", "content": clean},
-                        {"role": "user", "content": ("Go on")},
+                        {"role": "user", "content": "Go on"},
                     ]
             return tokens
 
@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument(
-        "--at-once", type=int, default=None, help=("default: 50 agents, 16 clients for speed")
+        "--at-once", type=int, default=None, help="default: 50 agents, 16 clients for speed"
     )
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)

@@ -158,12 +158,12 @@ def fifths(curve: list[float]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The same TRL script under TRL and here.")
     parser.add_argument(
-        "--theirs", default=str(ROOT / "build" / "peers-trl" / "bin" / "python"), metavar=("PYTHON")
+        "--theirs", default=str(ROOT / "build" / "peers-trl" / "bin" / "python"), metavar="PYTHON"
     )
     parser.add_argument("--only", nargs="+", default=list(SCRIPTS), choices=list(SCRIPTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--same-rows", action="store_true", help=("TRL's SFT and DPO train on our order of rows")
+        "--same-rows", action="store_true", help="TRL's SFT and DPO train on our order of rows"
     )
     args = parser.parse_args()
     if args.same_rows:

@@ -39,7 +39,7 @@ def serve_rate(checkout: Path, model: Path, case: Case, turn: int) -> float:
         "--model-path",
         model,
         "--set",
-        ("server.batch_size=64"),
+        "server.batch_size=64",
     ]
     with server_process(lambda port: [*own, "--port", str(port)], directory=checkout) as (url, _):
         turns = range(turn * (case.requests + 1), (turn + 1) * (case.requests + 1))
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("other", type=Path, help="another checkout of this project, with a .venv")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--only", action="append", help=("only the cases whose name contains this; may be repeated")
+        "--only", action="append", help="only the cases whose name contains this; may be repeated"
     )
     arguments = parser.parse_args()
     os.environ["MKL_NUM_THREADS"] = str(usable_cores())

@@ -87,9 +87,7 @@ def main() -> None:
             results[variant].append(measure(variant, args.steps, seed=0))
             console.print(f"{variant}, {repeat}: {results[variant][-1]}", highlight=False)
     table = Table(
-        title=(
-            f"`sort` beside one that sleeps for ever: {args.steps} steps, {args.repeats} repeats"
-        )
+        title=f"`sort` beside one that sleeps for ever: {args.steps} steps, {args.repeats} repeats"
     )
     table.add_column("the other environment")
     for column in ("sequences/s", "of alone", "first step"):

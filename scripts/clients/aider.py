@@ -46,14 +46,14 @@ def main() -> None:
             "diff",
             "--no-git",
             "--yes-always",
-            ("--no-check-update"),
+            "--no-check-update",
         ]
         words += [
             "--no-show-model-warnings",
             "--analytics-disable",
             "--map-tokens",
             "0",
-            ("--no-pretty"),
+            "--no-pretty",
         ]
         words += ["--auto-test", "--test-cmd", "python3 test_calc.py", "--message", PROMPT]
         run_agent(

@@ -56,7 +56,7 @@ def main() -> None:
             "--allowedTools",
             "Bash",
             "Write",
-            ("Edit"),
+            "Edit",
         ]
         run_agent(f"claude {VERSION}", task, command, settings)
 

@@ -27,7 +27,7 @@ def answers(directory: Path) -> list[str]:
     return [
         "I write it. " + tool_call("write_file", name="calc.py", text=FAULTY),
         tool_call("write_file", name="test_calc.py", text=TEST)
-        + tool_call("run", name=("test_calc.py")),
+        + tool_call("run", name="test_calc.py"),
         "",  # two calls at once have two results
         tool_call("write_file", name="calc.py", text=MENDED),
         tool_call("run", name="test_calc.py"),

@@ -39,7 +39,7 @@ COMMON = (
     "tools + schema",
     "responses",
     "embeddings",
-    ("cancel"),
+    "cancel",
 )
 ANSWER = '{"city": "Paris", "sunny": true}'
 SECONDS = 600  # of one program
@@ -88,7 +88,7 @@ class Program:
                 str(directory),
                 "install",
                 "-q",
-                ("--no-compile"),
+                "--no-compile",
             ]
             self._install([*pip, *self.packages])
         else:
@@ -193,24 +193,24 @@ def write_table(page: Path, results: dict[str, dict]) -> None:
     begin, end = MARKS
     before, rest = page.read_text(encoding="utf-8").split(begin)
     page.write_text(
-        f"{before}{begin}\n\n{table(results)}\n\n{end}{rest.split(end)[1]}", encoding=("utf-8")
+        f"{before}{begin}\n\n{table(results)}\n\n{end}{rest.split(end)[1]}", encoding="utf-8"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs other people's clients against this server.")
     parser.add_argument(
-        "names", nargs="*", help=("programs of scripts/clients/programs; default: all")
+        "names", nargs="*", help="programs of scripts/clients/programs; default: all"
     )
     parser.add_argument(
-        "--environments", type=Path, default=CLIENTS, help=("where they are installed (.clients)")
+        "--environments", type=Path, default=CLIENTS, help="where they are installed (.clients)"
     )
     parser.add_argument("--jobs", type=int, default=2, help="installations at once")
     parser.add_argument(
         "--table",
         type=Path,
         metavar="PAGE",
-        help=("write the table between the marks of this page"),
+        help="write the table between the marks of this page",
     )
     arguments = parser.parse_args()
     there = {

@@ -34,7 +34,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help=("attacks whose name holds this text")
+        "--only", default="", metavar="TEXT", help="attacks whose name holds this text"
     )
     chosen = [each for each in ATTACKS if parser.parse_args().only in each.name]
     through = []

@@ -29,7 +29,7 @@ def session_of(server: Server) -> str:
 
 def sampler_of(server: Server, session: str) -> str:
     name = httpx.get(f"{server.url}{API}/get_server_capabilities").json()["supported_models"][0][
-        ("model_name")
+        "model_name"
     ]
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": name}
     return str(server.post(f"{API}/create_sampling_session", body).json()["sampling_session_id"])
@@ -128,14 +128,14 @@ def other_page(target: Target) -> str:
     page = {
         "Origin": "http://127.0.0.1:18812",
         "Sec-Fetch-Site": "same-site",
-        "Sec-Fetch-Mode": ("no-cors"),
+        "Sec-Fetch-Mode": "no-cors",
     }
     document = httpx.get(f"{server.url}/openapi.json").json()
     changing = [
         (method, path)
         for path, each in document["paths"].items()
         for method in each
-        if method != ("get")
+        if method != "get"
     ]
     let_in = []
     for method, path in changing:
@@ -290,7 +290,7 @@ def hostile_data(target: Target) -> str:
         sets = [
             f"rl_training.checkpoint_dir={directory}/{file.stem}",
             "rl_training.total_steps=1",
-            ("server.port=0"),
+            "server.port=0",
         ]
         code, text = ended([*command, *(part for each in sets for part in ("--set", each))], 120)
         if code not in (0, 2) or "Traceback" in text:
@@ -319,7 +319,7 @@ def damaged_models(target: Target) -> str:
         both = ["--base-model", "builtin:tiny", "--lora-path", str(copy)]
         for command in (
             ["merge", *both, "--output-path", f"{copy}_m"],
-            ["export", *both, "--to", (f"{copy}_e")],
+            ["export", *both, "--to", f"{copy}_e"],
         ):
             code, text = ended([program, *command], 120)
             assert code == 2 and "Traceback" not in text, (

@@ -22,7 +22,7 @@ SMALL = (
     *(
         "rl_training.checkpoint_interval=2",
         "rl_training.atropos.max_token_length=64",
-        ("server.port=0"),
+        "server.port=0",
     ),
     "environments.0.group_size=8",
 )
@@ -168,7 +168,7 @@ def ended(command: list[str], seconds: float = 300) -> tuple[int, str]:
 def spinning(target: Target) -> str:
     directory = target.directory / "spins"
     command = training(
-        directory, SPINS.replace("RUN", f"'{directory}/run'"), ("environments.0.timeout_s=2")
+        directory, SPINS.replace("RUN", f"'{directory}/run'"), "environments.0.timeout_s=2"
     )
     with (target.directory / "spins.txt").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
@@ -227,7 +227,7 @@ def damaged(target: Target) -> str:
 @attack("learning rates of 1e30 and inf", found=True)
 def learning_rates(target: Target) -> str:
     code, text = ended(
-        training(target.directory / "infinite", FINE, ("rl_training.learning_rate=inf"))
+        training(target.directory / "infinite", FINE, "rl_training.learning_rate=inf")
     )
     assert code == 2 and "finite number" in text, f"exit code {code}: {text[-300:]}"
     directory = target.directory / "large"

@@ -293,7 +293,7 @@ def alpha_pattern(target: Target) -> str:
         server,
         "p",
         adapter(server, "p", {"alpha_pattern": {"(([a-z._0-9]*)*)*!": 4}}),
-        ("the adapter's A is"),
+        "the adapter's A is",
     )
     slow = {r"(\w|\.|[a-z])*[A-Z]": 4}  # tries each letter in two ways
     return refused(server, "p", adapter(server, "p", {"alpha_pattern": slow}), "take more than")
@@ -356,7 +356,7 @@ def foreign_pages(target: Target) -> str:
     for headers in (
         {"Host": "evil.example"},
         {"Origin": "http://evil.example"},
-        {"Sec-Fetch-Site": ("Cross-Site")},
+        {"Sec-Fetch-Site": "Cross-Site"},
     ):
         status = httpx.get(f"{server.url}/v1/models", headers=headers).status_code
         assert status == 403, f"{status} with {headers}"
@@ -369,7 +369,7 @@ def weak_keys(target: Target) -> str:
         command = [
             str(Path(sys.executable).parent / "mlx_parallm_serve"),
             "--model-path",
-            ("builtin:tiny"),
+            "builtin:tiny",
         ]
         ended = subprocess.run(
             [*command, "--host", "0.0.0.0", "--port", "0"],
@@ -451,7 +451,7 @@ def large_rewards_in_the_store(target: Target) -> str:
                     replace(rollout, scores={"reward": reward}) for rollout, reward in scored
                 )
                 store.add(
-                    replace(known, group_id=f"large{number}", rollouts=rollouts), source=("atropos")
+                    replace(known, group_id=f"large{number}", rollouts=rollouts), source="atropos"
                 )
         daemon.start()
         daemon.wait_until_ready()

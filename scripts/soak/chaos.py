@@ -25,7 +25,7 @@ AT_ONCE = 24
 PROMPTS = [
     f"{word}: {text}"
     for word in ("Sort", "Reverse", "Count")
-    for text in ("hgfa", "dcba", "xyz", "q w e", ("é"))
+    for text in ("hgfa", "dcba", "xyz", "q w e", "é")
 ]
 LAST_STEP = 8 << 20  # bytes of arrays that the last step may leave behind until the next one
 JSON = {"Content-Type": "application/json"}
@@ -107,7 +107,7 @@ async def _one(
             "message",
             "type",
             "param",
-            ("code"),
+            "code",
         }:
             report.faults.append(f"{kind}: {response.status_code} {response.text[:200]}")
     else:
@@ -132,7 +132,7 @@ async def _answer(client: httpx.AsyncClient, prompt: str, *, stream: bool) -> li
         async for line in streamed.aiter_lines():
             if line.startswith("data: {"):
                 ids += httpx.Response(200, text=line.removeprefix("data: ")).json()["choices"][0][
-                    ("token_ids")
+                    "token_ids"
                 ]
     return ids
 

@@ -391,7 +391,7 @@ def as_sharegpt(chat: Chat) -> Chat:
         rest = {
             key: value
             for key, value in message.items()
-            if key not in ("role", "content", ("refusal"))
+            if key not in ("role", "content", "refusal")
         }
         calls = rest.get("tool_calls")
         if calls and not message["content"]:

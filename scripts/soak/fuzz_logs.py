@@ -81,7 +81,7 @@ LINKS = (
     "spanId",
     "call_id",
     "tool_use_id",
-    ("tool_call_id"),
+    "tool_call_id",
 )
 KINDS = (
     "role",
@@ -92,7 +92,7 @@ KINDS = (
     "subtype",
     "finish_reason",
     "stop_reason",
-    ("status"),
+    "status",
 )
 WORDS = ("alien", "assistant", "user", "system", "tool", "tool_result", "error", "")
 NAMES = ("foreign", "text", "content", "step", "id", "extra")
@@ -364,7 +364,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--logs", type=int, default=1000, help=("mutated logs of each format (default 1000)")
+        "--logs", type=int, default=1000, help="mutated logs of each format (default 1000)"
     )
     parser.add_argument("--formats", nargs="+", choices=sorted(GOOD), default=list(GOOD))
     parser.add_argument("--seed", type=int, default=0)

@@ -76,7 +76,7 @@ def tiny_server(
         "model.base_path=builtin:tiny",
         "server.port=0",
         "server.max_model_len=64",
-        ("server.request_timeout_s=2"),
+        "server.request_timeout_s=2",
     ]
     with tempfile.TemporaryDirectory() as directory:
         serving = Serving(load_config(None, [*options, *overrides]))
@@ -99,7 +99,7 @@ def atropos(serving: Serving, store: RolloutStore) -> AddedRouter:
     from mlx_parallm.faces.atropos.routes import create_atropos_router
 
     settings = AtroposSettings(
-        8, 64, serving.vocab_size, "checkpoints", 1, 100, None, None, 1.0, ("reject")
+        8, 64, serving.vocab_size, "checkpoints", 1, 100, None, None, 1.0, "reject"
     )
     return create_atropos_router(
         AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0)
@@ -114,7 +114,7 @@ def policy_server() -> Iterator[str]:
     sizes = [
         f"prompt_policy.ppo.input_dim={EMBEDDING}",
         "prompt_policy.ppo.hidden_dim=8",
-        ("server.port=0"),
+        "server.port=0",
     ]
     least = ["prompt_policy.ppo.min_buffer_size=8", "prompt_policy.ppo.buffer_size=64"]
     with tempfile.TemporaryDirectory() as directory:
@@ -222,7 +222,7 @@ def _fuzz_one(
             for error in group.exceptions:
                 kind = f"{label}: {response.status_code} {str(error)[:200]}"
                 findings.problems.setdefault(
-                    kind, (f"{case.as_curl_command()[:600]} → {response.text[:200]}")
+                    kind, f"{case.as_curl_command()[:600]} → {response.text[:200]}"
                 )
 
     with contextlib.suppress(Unsatisfiable):  # any text is a name: there is no wrong one

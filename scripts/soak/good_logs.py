@@ -23,14 +23,14 @@ def claude_code(mark: Mark) -> list[Json]:
         **more: Any,
     ) -> Json:
         about: Json = (
-            {"id": answer, "model": "claude-x", "stop_reason": ("end_turn")} if answer else {}
+            {"id": answer, "model": "claude-x", "stop_reason": "end_turn"} if answer else {}
         )
         base: Json = {
             "type": kind,
             "uuid": uuid,
             "parentUuid": parent,
             "sessionId": "S",
-            "version": ("2.0.1"),
+            "version": "2.0.1",
         }
         message = {"role": kind, "content": content} | about
         return (
@@ -54,7 +54,7 @@ def claude_code(mark: Mark) -> list[Json]:
             "u1",
             "assistant",
             [{"type": "thinking", "thinking": mark("hm"), "signature": mark("s")}],
-            ("m1"),
+            "m1",
         ),
         line("a2", "a1", "assistant", [use], "m1"),
         {"type": "system", "uuid": "h1", "parentUuid": "a2", "content": mark("hook")},
@@ -97,7 +97,7 @@ def codex(mark: Mark) -> list[Json]:
 
     history = [
         {"type": "message", **say("user", "list")},
-        {"type": "message", **say("assistant", ("One."))},
+        {"type": "message", **say("assistant", "One.")},
     ]
     return [
         line(
@@ -116,7 +116,7 @@ def codex(mark: Mark) -> list[Json]:
             encrypted_content=mark("…"),
         ),
         item(
-            "function_call", name="shell", arguments=json.dumps({"cmd": mark("ls")}), call_id=("c1")
+            "function_call", name="shell", arguments=json.dumps({"cmd": mark("ls")}), call_id="c1"
         ),
         item(
             "function_call_output", call_id="c1", output={"content": mark("a.py"), "success": True}
@@ -130,7 +130,7 @@ def codex(mark: Mark) -> list[Json]:
         item(
             "web_search_call",
             action={"type": "search", "query": mark("cats")},
-            status=("completed"),
+            status="completed",
         ),
         item("message", **say("assistant", "One file.")),
         line("compacted", message="", replacement_history=history),
@@ -184,7 +184,7 @@ def openai(mark: Mark) -> list[Json]:
             "role": "assistant",
             "content": [
                 {"type": "redacted_thinking", "data": mark("x")},
-                {"type": "text", "text": ("y")},
+                {"type": "text", "text": "y"},
             ],
         },
     ]
@@ -209,7 +209,7 @@ def openai(mark: Mark) -> list[Json]:
     ]
     answer = {
         "choices": [
-            {"message": {"role": "assistant", "content": mark("hi")}, "finish_reason": ("stop")}
+            {"message": {"role": "assistant", "content": mark("hi")}, "finish_reason": "stop"}
         ]
     }
     return [
@@ -231,7 +231,7 @@ def openai(mark: Mark) -> list[Json]:
                 {"role": "user", "content": mark("q")},
                 {"role": "assistant", "content": FAILED},
             ],
-            "id": ("e"),
+            "id": "e",
         },
     ]
 
@@ -253,7 +253,7 @@ def atif(mark: Mark) -> list[Json]:
     about = {
         "name": "a",
         "version": "1",
-        "tool_definitions": [{"type": "function", "function": {"name": ("f")}}],
+        "tool_definitions": [{"type": "function", "function": {"name": "f"}}],
     }
     extra = {
         "rewards": {"reward": {"score": 1.0, "weight": 1.0}},
@@ -289,7 +289,7 @@ def otlp(mark: Mark) -> list[Json]:
     last = {
         "role": "assistant",
         "parts": [{"type": "text", "content": mark("One.")}],
-        "finish_reason": ("stop"),
+        "finish_reason": "stop",
     }
     blob = {
         "role": "user",
@@ -298,7 +298,7 @@ def otlp(mark: Mark) -> list[Json]:
     common = {
         "gen_ai.operation.name": "chat",
         "gen_ai.conversation.id": "C",
-        "gen_ai.request.model": ("m"),
+        "gen_ai.request.model": "m",
     }
 
     def messages(asked: list[Json], *answered: Json) -> Json:

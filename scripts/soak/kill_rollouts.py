@@ -101,7 +101,7 @@ class Sender(threading.Thread):
                 continue
             kept = (
                 self._sent.received
-                if reply.json().get("status") == ("received")
+                if reply.json().get("status") == "received"
                 else self._sent.refused
             )
             kept.append(group_id)

@@ -225,7 +225,7 @@ def run(directory: Path, bad: int, good: int, seed: int = 0) -> list[str]:
     """Prints what came; returns the faults."""
     generator = Random(seed)
     daemon = TrainingDaemon(
-        directory, "rl_training.max_staleness=1000000", ("rl_training.checkpoint_interval=50")
+        directory, "rl_training.max_staleness=1000000", "rl_training.checkpoint_interval=50"
     )
     try:
         daemon.wait_until_ready()

@@ -70,7 +70,7 @@ def main() -> None:
         "--set",
         nargs="*",
         default=["server.prefix_cache_bytes=16777216"],
-        help=("full within a minute"),
+        help="full within a minute",
     )
     args = parser.parse_args()
     configure_logging(level="warning")
@@ -216,7 +216,7 @@ def ask(client: openai.OpenAI, base: str, generator: random.Random, counts: Coun
     }
     messages: Any = [{"role": "user", "content": words * generator.choice([1, 1, 1, 12])}]
     kind = generator.choice(
-        ["stream", "stream", "hang up", "group", "chat", "score", "stop", ("long")]
+        ["stream", "stream", "hang up", "group", "chat", "score", "stop", "long"]
     )
     if kind in ("stream", "hang up"):
         stream = client.chat.completions.create(messages=messages, stream=True, **common)

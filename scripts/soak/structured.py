@@ -155,7 +155,7 @@ OVERLAPS: Mapping[str, Any] = {
                 "type": "object",
                 "properties": {
                     "v": _INTEGER,
-                    "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": ("null")}]},
+                    "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]},
                 },
                 "required": ["v", "next"],
             }
@@ -174,7 +174,7 @@ OVERLAPS: Mapping[str, Any] = {
             "uri-reference",
             "duration",
             "email",
-            ("hostname"),
+            "hostname",
         )
     },
 }
@@ -205,7 +205,7 @@ def schemas(count: int, seed: int = 0) -> Iterator[tuple[str, Any]]:
 def _models(module: Any) -> Iterator[type[BaseModel]]:
     names = [
         each.name
-        for each in pkgutil.walk_packages(getattr(module, "__path__", ()), (f"{module.__name__}."))
+        for each in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{module.__name__}.")
     ]
     for each in (module, *map(importlib.import_module, names)):
         yield from (
@@ -228,7 +228,7 @@ def _bounded(schema: Any) -> Any:
     bounded = {
         key: _bounded(value)
         for key, value in schema.items()
-        if key not in ("description", ("default"))
+        if key not in ("description", "default")
     }
     kind = schema.get("type")
     if (
@@ -309,7 +309,7 @@ def _streamed(answer: httpx.Response) -> tuple[str, str]:
         return "", f"an error at a stream's end: {chunks[-1]['error']['code']}"
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices), choices[-1][
-        ("finish_reason")
+        "finish_reason"
     ]
 
 

@@ -113,7 +113,7 @@ def sampled_groups(url: str, count: int, generator: random.Random) -> list[Body]
     with httpx.Client(base_url=url, timeout=60) as client:
         for number in range(count):
             problem = make_problem(
-                generator.choice(["sort", "reverse", "sum"]), number, seed=1, split=("train")
+                generator.choice(["sort", "reverse", "sum"]), number, seed=1, split="train"
             )
             asked = client.post(
                 "/tokenize", json={"messages": list(problem.messages)}

@@ -157,7 +157,7 @@ def rest_methods(check, service, training, saved, sampler_path):
     rest, run = service.create_rest_client(), training.get_info().model_id
     check(
         "RestClient.get_training_run",
-        rest.get_training_run(run).result().user_metadata["renderer_name"] == ("x"),
+        rest.get_training_run(run).result().user_metadata["renderer_name"] == "x",
     )
     by_path = rest.get_training_run_by_tinker_path(saved).result()
     check("RestClient.get_training_run_by_tinker_path", by_path.lora_rank == 8)

@@ -78,7 +78,7 @@ def change_field(rng, parent, fields):
         setattr(parent, field.name, changed(rng, value, 0) if value else rng.randbytes(8))
     elif isinstance(value, str):
         setattr(
-            parent, field.name, rng.choice(("", "x" * 300, "ppo", "gspo", ("importance_sampling")))
+            parent, field.name, rng.choice(("", "x" * 300, "ppo", "gspo", "importance_sampling"))
         )
     elif isinstance(value, bool):
         setattr(parent, field.name, not value)

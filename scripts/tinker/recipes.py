@@ -169,7 +169,7 @@ class Runs:
         environment = os.environ | {
             "TINKER_BASE_URL": self.url,
             "TINKER_API_KEY": "tml-local",
-            "TINKER_TELEMETRY": ("0"),
+            "TINKER_TELEMETRY": "0",
         }
         environment |= {"HF_HUB_OFFLINE": "1"}
         started = time.perf_counter()
@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each")
     parser.add_argument("--seed", type=int, default=0, help="the first run's")
     parser.add_argument(
-        "--steps", type=int, help=("of each; default: as many as it needs to show what it learns")
+        "--steps", type=int, help="of each; default: as many as it needs to show what it learns"
     )
     parser.add_argument("--python", default=str(SDK_PYTHON))
     options = parser.parse_args()

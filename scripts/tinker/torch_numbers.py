@@ -66,7 +66,7 @@ def downloaded(service, training, name):
 
 def torch_model(directory, adapter):
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float64, attn_implementation=("eager")
+        directory, dtype=torch.float64, attn_implementation="eager"
     )
     model.requires_grad_(False)
     for key in [key for key in adapter if key.endswith(".lora_A.weight")]:

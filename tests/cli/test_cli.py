@@ -114,7 +114,7 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
     ("command", "arguments", "code", "shown"),
     [
         ("train", ["--version"], 0, mlx_parallm.__version__),
-        ("serve", [], 2, ("--model-path is required")),
+        ("serve", [], 2, "--model-path is required"),
     ],
 )
 def test_the_version_and_the_usage_end_the_command(
@@ -159,7 +159,7 @@ RECTANGLE_IN_8_BITS = ("--set", "server.kv_bits=8", "--set", "server.kv_layout=r
         (
             "train",
             ["--config", "mine.toml", "--set", "rl_training.learning_rat=1"],
-            ("rl_training.learning_rate"),
+            "rl_training.learning_rate",
         ),
         ("train", ["--config", "mine.toml", "--set", "nonsense"], "expected section.key=value"),
         ("train", ["--resume", "nowhere"], "--resume nowhere: no such directory"),
@@ -170,17 +170,17 @@ RECTANGLE_IN_8_BITS = ("--set", "server.kv_bits=8", "--set", "server.kv_layout=r
         (
             "serve",
             ["--model-path", "m", "--set", "server.kv_bits=3"],
-            ("server.kv_bits: Input should be 8 or 4"),
+            "server.kv_bits: Input should be 8 or 4",
         ),
         (
             "serve",
             ["--model-path", "m", *RECTANGLE_IN_8_BITS],
-            ("server: kv_bits needs keys and values by tokens"),
+            "server: kv_bits needs keys and values by tokens",
         ),
         (
             "merge_lora",
             ["--base-model", "./no", "--lora-path", "a", "--output", "o"],
-            ("no model at './no'"),
+            "no model at './no'",
         ),
     ],
 )
@@ -275,13 +275,13 @@ def test_serve_hands_over_model_and_adapters(tmp_path: Path) -> None:
         "--api-key-file",
         'k"ey',
         "--set",
-        ("server.batch_size=3"),
+        "server.batch_size=3",
     )
     given = call("serve", "--model-path", "builtin:tiny", *adapters, *flags, cwd=tmp_path)
     config = given["config"]
     assert (config["model"]["base_path"], config["model"]["lora_path"]) == (
         "builtin:tiny",
-        ("odd=name"),
+        "odd=name",
     )
     assert given["adapters"] == {"one": "a/b", "two": "c=d"}
     server = config["server"]

@@ -40,7 +40,7 @@ def subject() -> Iterator[Subject]:
 
 def answer(tokens: Sequence[int], logprob: float = -1.0) -> Completion:
     return Completion(
-        0, "", tuple(tokens), (logprob,) * len(tokens), None, None, (0,) * len(tokens), ("length")
+        0, "", tuple(tokens), (logprob,) * len(tokens), None, None, (0,) * len(tokens), "length"
     )
 
 
@@ -85,7 +85,7 @@ def test_batched_is_alone(subject: Subject) -> None:
     greedy, seeded = contracts.batched_is_alone(subject)
     assert (greedy.contract, seeded.contract) == (
         "batched = alone, greedy",
-        ("batched = alone, seeded"),
+        "batched = alone, seeded",
     )
     for result in (greedy, seeded):
         assert result.passed is not False, result
@@ -128,7 +128,7 @@ def test_a_model_that_cannot_be_trained_is_tried_as_it_is_served(
     ("setting", "message"),
     [
         ("rl_training.lora.enabled=false", "tried with an adapter"),
-        ("model.base_path=no/such/place", ("no model at")),
+        ("model.base_path=no/such/place", "no model at"),
     ],
 )
 def test_what_cannot_be_tried_is_said_first(
@@ -173,7 +173,7 @@ def test_what_a_contract_raises_is_its_result(subject: Subject) -> None:
         raise ModelError("no kernel\n for |this|")
 
     assert tried("x", broken, subject) == [
-        ContractResult("x", False, "no kernel for /this/", ("no error"))
+        ContractResult("x", False, "no kernel for /this/", "no error")
     ]
 
 
@@ -194,7 +194,7 @@ def test_the_block_and_the_exit_code(
         f"mlx-parallm {mlx_parallm.__version__}",
         "mlx-lm ",
         "Python 3.",
-        ("builtin:tiny (qwen3), float32"),
+        "builtin:tiny (qwen3), float32",
     ):
         assert fact in printed
     word = {True: "passed", False: "**FAILED**", None: "not judged"}[passed]

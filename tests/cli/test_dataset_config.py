@@ -76,14 +76,14 @@ def test_resume_auto_keeps_what_the_run_was_started_with(
     text = (run / "config.toml").read_text()
     assert "learning_rate = 2.0e-04" in text
     (run / "config.toml").write_text(
-        text.replace("2.0e-04", "1.3e-05").replace("steps = 200", ("steps = 90"))
+        text.replace("2.0e-04", "1.3e-05").replace("steps = 200", "steps = 90")
     )
     given = call("train", *OWN, "--resume", "auto", "--set", "rl_training.total_steps=91", cwd=here)
     training = given["config"]["rl_training"]
     assert (training["learning_rate"], training["total_steps"], training["run_name"]) == (
         1.3e-5,
         91,
-        ("rows"),
+        "rows",
     )
     (here / "score.py").write_text((here / "score.py").read_text().replace("correct", "other"))
     assert cli.train([*OWN[:-1], "score.py:other", "--resume", "auto"]) == 2
@@ -121,7 +121,7 @@ def test_model_beside_a_configuration_replaces_its_model(here: Path) -> None:
         (["--model", "model", "--reward", "score.py:correct"], "--data is missing"),
         (
             ["--model", "model", "--data", "rows.jsonl"],
-            ("needs a reward function: --reward score.py:function"),
+            "needs a reward function: --reward score.py:function",
         ),
         (["--config", "quickstart", "--data", "rows.jsonl"], "two ways to say one thing"),
         (["--resume", "x", "--data", "rows.jsonl"], "brings its own configuration"),
@@ -138,12 +138,12 @@ def test_model_beside_a_configuration_replaces_its_model(here: Path) -> None:
                 "--set",
                 "a.b=1",
             ],
-            ("--set"),
+            "--set",
         ),
         (["--model", "model"], "--config is required"),
         (
             [*OWN, "--algorithm", "dpo"],
-            ("--algorithm dpo learns from the rows alone: leave out --reward"),
+            "--algorithm dpo learns from the rows alone: leave out --reward",
         ),
     ],
 )

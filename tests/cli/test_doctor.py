@@ -72,7 +72,7 @@ def test_little_memory_is_told() -> None:
 
 @pytest.mark.skipif(
     sys.platform != "linux" or blas_status().name == "native",
-    reason=("MLX's CPU backend compiles with g++"),
+    reason="MLX's CPU backend compiles with g++",
 )
 def test_a_broken_compiler_is_found_out(tmp_path: Path) -> None:
     fake = tmp_path / "g++"

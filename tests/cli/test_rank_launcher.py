@@ -196,7 +196,7 @@ def test_a_rank_that_does_not_end_is_named_and_one_that_is_stopped_is_killed(
         (["--ranks", "2", "--dry-run"], "--dry-run measures one process: leave out --ranks"),
         (
             ["--ranks", "2", "--restarts", "1"],
-            ("--restarts starts one process anew; with --ranks, rl_training.on_rank"),
+            "--restarts starts one process anew; with --ranks, rl_training.on_rank",
         ),
         (["--ranks", "2", "--set", "server.ports=1"], "server.ports"),
     ],

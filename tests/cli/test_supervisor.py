@@ -97,7 +97,7 @@ def test_a_crash_loop_ends_and_an_exit_code_is_passed_on(tmp_path: Path) -> None
         ("done",),
         ("1",),
         ("2",),
-        ("saves SIGKILL", "SIGKILL", "SIGKILL", ("done")),
+        ("saves SIGKILL", "SIGKILL", "SIGKILL", "done"),
     ]
     parents = []
     for number, what in enumerate(deeds):
@@ -139,7 +139,7 @@ def test_the_older_step_that_was_asked_for_is_tried_again(tmp_path: Path) -> Non
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest").symlink_to("step_000009")
     parent = start(
-        tmp_path, "SIGABRT", "saves SIGABRT", "done", restarts=1, resume=("run/step_000001")
+        tmp_path, "SIGABRT", "saves SIGABRT", "done", restarts=1, resume="run/step_000001"
     )
     parent.communicate(timeout=30)
     assert parent.returncode == 0

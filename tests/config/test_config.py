@@ -149,7 +149,7 @@ def test_a_run_of_an_older_version_goes_on_as_it_began(tmp_path: Path) -> None:
 
 def test_a_bound_on_oversampling_needs_something_to_replace() -> None:
     with pytest.raises(
-        ConfigError, match=("max_oversampling is set, but only read with dynamic_sampling = true")
+        ConfigError, match="max_oversampling is set, but only read with dynamic_sampling = true"
     ):
         load_config(None, text="[rl_training]\ndynamic_sampling = false\nmax_oversampling = 2.0")
     with pytest.raises(ConfigError, match="has to be at least 1, or 0 for no bound"):

@@ -31,7 +31,7 @@ def test_the_specification_s_configuration_is_shipped_unchanged() -> None:
     """shared/specs/daemon.md, "Configuration Example": these names and values were promised to
     users."""
     data = tomli.loads(
-        (ROOT / "train_configs" / "grpo_qwen3_lora.toml").read_text(encoding=("utf-8"))
+        (ROOT / "train_configs" / "grpo_qwen3_lora.toml").read_text(encoding="utf-8")
     )
     assert data == {
         "server": {

@@ -31,7 +31,7 @@ def faults_of_access(page: Any, *rules: str) -> list[str]:
     screen reader.
     `rules`: only these."""
     axe = pytest.importorskip(
-        "axe_playwright_python", reason=("no axe-core: pip install axe-playwright-python")
+        "axe_playwright_python", reason="no axe-core: pip install axe-playwright-python"
     )
     if page.evaluate("!window.axe"):
         page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())

@@ -81,7 +81,7 @@ def make_run(
         )
         store.add(
             RolloutGroup(f"sums-{step}", "sums", (right, wrong), metadata={"answer": "3"}),
-            source=("here"),
+            source="here",
         )
         same = tuple(answer("Spell", f"abc {SECRET}", version=step) for _ in range(2))
         store.add(RolloutGroup(f"words-{step}", "words", same), source="here")
@@ -90,7 +90,7 @@ def make_run(
         file.append(metrics_line(step))
     for step in (0, steps):
         MetricsFile(run / "evaluations.jsonl").append(
-            evaluated(step, 0.0, 1.0, text=(f"It is {step}. {HOSTILE}"))
+            evaluated(step, 0.0, 1.0, text=f"It is {step}. {HOSTILE}")
         )
     spans = (
         {"name": "rl.train", "step": step, "begin": 9.0 + step, "end": 9.5 + step}
@@ -101,7 +101,7 @@ def make_run(
         "What time?", '<tool_call>{"name": "clock"}</tool_call>', "noon", "12", reward=0.5
     )
     store.add(
-        RolloutGroup("tools-9", "tools", (tools, answer("What time?", "late"))), source=("here")
+        RolloutGroup("tools-9", "tools", (tools, answer("What time?", "late"))), source="here"
     )
     store.close()
     return run

@@ -110,7 +110,7 @@ def check_tokens(ask: httpx.Client) -> None:
                 continue  # samples keep three groups of a step at most
             columns = (
                 found["values"][name]
-                for name in ("logprobs", "trainer_logprobs", "ratio", ("entropies"))
+                for name in ("logprobs", "trainer_logprobs", "ratio", "entropies")
             )
             for own, sampler, trainer, ratio, entropy in zip(found["mask"], *columns, strict=True):
                 if own:

@@ -34,7 +34,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Iterat
     """The page of a live run (no model behind it: nothing here asks one) with a second one
     beside it: all ten views."""
     run, other = (
-        make_run(tmp_path_factory.mktemp("runs"), name=name) for name in ("my-run", ("other"))
+        make_run(tmp_path_factory.mktemp("runs"), name=name) for name in ("my-run", "other")
     )
     config = load_config(run / "config.toml")
     commands = RunCommands(run, threading.Event(), config=lambda: config, step=lambda: 3)
@@ -64,7 +64,7 @@ KEYS = {
     "5": ".lane",
     "7": ".order",
     "8": ".charts .chart",
-    "3": (".search"),
+    "3": ".search",
 }
 """As the tabs stand, from left to right."""
 
@@ -315,7 +315,7 @@ def test_eight_tabs_that_are_seen_share_one_stream(tmp_path: Path, opened: Opene
     hidden ones rest."""
     run, ask = (
         make_run(tmp_path),
-        ("async () => { const began = performance.now(); await fetch('/dashboard/api/runs');"),
+        "async () => { const began = performance.now(); await fetch('/dashboard/api/runs');",
     )
     ask += " return performance.now() - began }"
     with served([run]) as address:
@@ -413,8 +413,8 @@ def test_runs_that_are_judged_by_different_numbers_have_axes_of_their_own(
             2,
             2,
         ]
-        assert table_of(page, "Reward")[-1] == ["1", "0.010"] and table_of(page, "Loss")[-1][0] == (
-            "1"
+        assert (
+            table_of(page, "Reward")[-1] == ["1", "0.010"] and table_of(page, "Loss")[-1][0] == "1"
         )
         assert float(table_of(page, "Loss")[-1][1]) == 8
 
@@ -500,8 +500,8 @@ def test_the_pages_functions(url: str, open_page: Open) -> None:
     before = {"cursor": "f-1", "steps": [1], "columns": {"a": [5]}}
     more = {"cursor": "f-3", "reset": False, "steps": [2, 3], "columns": {"b": [7, 8]}}
     joined = lib("merged", before, more)
-    assert joined["columns"] == {"a": [5, None, None], "b": [None, 7, 8]} and joined["cursor"] == (
-        "f-3"
+    assert (
+        joined["columns"] == {"a": [5, None, None], "b": [None, 7, 8]} and joined["cursor"] == "f-3"
     )
     assert lib("merged", before, more | {"reset": True})["steps"] == [2, 3], (
         "what was there is gone"

@@ -51,7 +51,7 @@ def test_the_page_needs_no_key_and_all_data_does(server: RunningServer) -> None:
         for path in (
             "/dashboard",
             "/dashboard/static/app.js",
-            ("/dashboard/static/vendor/preact.mjs"),
+            "/dashboard/static/vendor/preact.mjs",
         ):
             answer = http.get(path)
             assert (
@@ -113,7 +113,7 @@ def test_the_answers_have_the_shapes_that_the_document_declares(server: RunningS
                 f"/{name}", params={"once": True} if name.endswith("events") else None
             )
             declared = document["paths"][path]["get"]["responses"][str(answer.status_code)][
-                ("content")
+                "content"
             ]
             schema = declared["application/json"]["schema"] | {"components": document["components"]}
             jsonschema.validate(answer.json(), schema)
@@ -161,7 +161,7 @@ def test_runs_that_clients_train_come_and_go(tmp_path: Path, tiny_tokenizer: Any
         assert (
             shown["inferred_rewards"]
             and shown["judged_by"] == "inferred reward"
-            and shown["name"] == ("second")
+            and shown["name"] == "second"
         )
         assert "rewards are inferred" in get("groups", run=1)["notes"][0]
         groups = {
@@ -252,7 +252,7 @@ def test_settings_that_differ(tmp_path: Path) -> None:
         found = http.get("/dashboard/api/compare").json()
     assert found == {
         "settings": {"rl_training.learning_rate": ["0.001", "0.0005"]},
-        "faults": ["", ("")],
+        "faults": ["", ""],
     }
 
 

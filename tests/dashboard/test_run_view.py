@@ -99,7 +99,7 @@ def test_groups_of_a_step_with_their_answers(view: RunView) -> None:
         "mixed",
         0.5,
         "taken",
-        ("Sum: 2+2"),
+        "Sum: 2+2",
     )
     assert (words["kind"], words["state"]) == ("wrong", "dropped")
     right, wrong = sums["answers"]
@@ -128,7 +128,7 @@ def test_search(view: RunView, search: Search, expected: list[str]) -> None:
 
 def test_a_group_keeps_its_kind_when_some_of_its_answers_fit(view: RunView) -> None:
     (found,) = view.groups(Search(environment="sums", first_step=1, last_step=1, lowest=1.0))[
-        ("groups")
+        "groups"
     ]
     assert (len(found["answers"]), found["kind"], found["reward_mean"]) == (1, "mixed", 0.5)
 
@@ -222,7 +222,7 @@ def test_the_trainers_numbers_of_tokens(tmp_path: Path) -> None:
     found = view.tokens("sums-1", 0, 0, 0)
     for place, own in enumerate(found["mask"]):
         row = {
-            name: column[place] for name, column in found["values"].items() if name != ("logprobs")
+            name: column[place] for name, column in found["values"].items() if name != "logprobs"
         }
         kl = pytest.approx(math.exp(-0.5) + 0.5 - 1)
         known = {"ratio": pytest.approx(math.exp(0.25)), "kl": kl, "advantages": 2.0}

@@ -86,7 +86,7 @@ def test_a_deterministic_run_writes_the_same_numbers_when_it_is_watched(
             "evaluations",
             "timeline?steps=8",
             "runs",
-            ("events?once=true"),
+            "events?once=true",
         )
         with httpx.Client(timeout=20) as http:
             while not over.is_set():

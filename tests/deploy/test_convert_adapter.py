@@ -25,7 +25,7 @@ FORMATS = ("npz", "mlx-lm", "peft")
 FILES = {
     "npz": "adapters.npz",
     "mlx-lm": "adapters.safetensors",
-    "peft": ("adapter_model.safetensors"),
+    "peft": "adapter_model.safetensors",
 }
 
 
@@ -36,7 +36,7 @@ def adapter(directory: Path, spec: LoraConfig) -> Path:
         adapter_layers(trained(make_model(), spec)),
         num_layers=2,
         dropout=0.05,
-        base=("some/base"),
+        base="some/base",
     )
     return directory
 
@@ -62,7 +62,7 @@ def test_every_way_there_and_back_is_exact(spec: LoraConfig, tmp_path: Path) -> 
         if not there.exists():
             assert convert(source, there, first).layers == 14
             assert sorted(file.name for file in there.iterdir()) == sorted(
-                [FILES[first], ("adapter_config.json")]
+                [FILES[first], "adapter_config.json"]
             )
             assert_same(source, there)
         convert(there, back, second)
@@ -172,8 +172,9 @@ def test_as_a_command_it_never_writes_over_anything(tmp_path: Path) -> None:
     assert_same(source, target)
     again = run(source, target, "--format", "npz")
     assert again.returncode == 2
-    assert again.stderr == (
-        f"error: {target} exists already: choose another name, or pass --overwrite\n"
+    assert (
+        again.stderr
+        == f"error: {target} exists already: choose another name, or pass --overwrite\n"
     )
     assert run(source, target, "--format", "npz", "--overwrite").returncode == 0
     assert sorted(file.name for file in target.iterdir()) == ["adapter_config.json", "adapters.npz"]

@@ -179,7 +179,7 @@ def test_shards_names_and_unused_tensors_stay(tmp_path: Path, adapter: Path) -> 
     for number, part in enumerate((names[:9], names[9:]), 1):
         file = base / f"model-0000{number}-of-00002.safetensors"
         mx.save_safetensors(
-            str(file), {name: everything[name] for name in part}, metadata={"format": ("pt")}
+            str(file), {name: everything[name] for name in part}, metadata={"format": "pt"}
         )
         weight_map |= dict.fromkeys(part, file.name)
     (base / "model.safetensors.index.json").write_text(
@@ -205,7 +205,7 @@ def test_companions_travel_along(tmp_path: Path, adapter: Path) -> None:
         "tokenizer_config.json",
         "generation_config.json",
         "chat_template.jinja",
-        ("LICENSE"),
+        "LICENSE",
     ):
         assert (tmp_path / "merged" / name).read_bytes() == (base / name).read_bytes()
     assert not (tmp_path / "merged" / "README.md").exists()
@@ -351,7 +351,7 @@ def test_push_to_hub_uploads_the_result(tmp_path: Path, adapter: Path) -> None:
             adapter,
             tmp_path / "merged",
             HF_ENDPOINT=url.removesuffix("/v1"),
-            HF_TOKEN=("hf_x"),
+            HF_TOKEN="hf_x",
         )
     assert result.returncode == 0, result.stderr
     assert hub.files.keys() == {file.name for file in (tmp_path / "merged").iterdir()}
@@ -370,7 +370,7 @@ def test_a_refused_upload_says_so_and_keeps_the_model(tmp_path: Path, adapter: P
             adapter,
             tmp_path / "merged",
             HF_ENDPOINT=url.removesuffix("/v1"),
-            HF_TOKEN=("hf_x"),
+            HF_TOKEN="hf_x",
         )
     assert result.returncode == 2
     assert "its upload to 'someone/model' failed" in result.stderr

@@ -65,7 +65,7 @@ def follows(
     ranks._silent = []
     ranks._connections, ranks._watched = [own], [socket.socket(fileno=os.dup(own.fileno()))]
     config = parse_config(
-        {"server": {"drain_timeout_s": 5.0}, "rl_training": {"on_rank_lost": ("continue")}}
+        {"server": {"drain_timeout_s": 5.0}, "rl_training": {"on_rank_lost": "continue"}}
     )
     leader.send(BeginRun(config, ""))
     leader.send([(False, ""), (False, "")])  # rank 0's answer: nobody has an error

@@ -119,7 +119,7 @@ def by_id(groups: list[RolloutGroup]) -> dict[str, RolloutGroup]:
         return replace(
             group,
             rollouts=rollouts,
-            metadata={k: v for k, v in group.metadata.items() if k != ("rank")},
+            metadata={k: v for k, v in group.metadata.items() if k != "rank"},
         )
 
     return {group.group_id: plain(group) for group in groups}

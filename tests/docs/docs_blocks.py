@@ -76,7 +76,7 @@ class Block:
             self.language in SHELLS and bool(programs) and programs <= {*docs_commands.NOT_RUN}
         )
         how = (
-            ("text")
+            "text"
             if self.language in TEXT
             else "run"
             if self.is_run and not is_stubbed

@@ -28,13 +28,13 @@ OURS = (
         "mlx_parallm_serve",
         "mlx_parallm_merge_lora",
         "mlx_parallm_doctor",
-        ("mlx_parallm_explain"),
+        "mlx_parallm_explain",
     ),
     *(
         "mlx_parallm_rollouts",
         "mlx_parallm_show_checkpoint",
         "mlx_parallm_convert_adapter",
-        ("mlx_parallm_replay"),
+        "mlx_parallm_replay",
     ),
     *("mlx_parallm_eval", "mlx_parallm"),
 )
@@ -51,7 +51,7 @@ NOT_RUN = (
         "systemctl",
         "journalctl",
         "launchctl",
-        ("git"),
+        "git",
     ),
     *(
         "ssh",
@@ -64,7 +64,7 @@ NOT_RUN = (
         "prometheus",
         "loginctl",
         "pmset",
-        ("open"),
+        "open",
     ),
 )
 NAMES = (*OURS, *NOT_RUN, "curl", "python", "python3", "caffeinate")

@@ -59,7 +59,7 @@ def test_the_tree_in_the_architecture_is_the_package() -> None:
     there = {
         p.name + "/" * p.is_dir()
         for p in (ROOT / "mlx_parallm").iterdir()
-        if not p.name.startswith(("_", (".")))
+        if not p.name.startswith(("_", "."))
     }
     assert there - named - {"py.typed", "primitives.pyi"} == set(), "not in the tree"
     assert not [name for name in named if not (ROOT / "mlx_parallm" / name).exists()], (

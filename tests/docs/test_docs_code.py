@@ -53,7 +53,7 @@ LONG_PAGES = {
         "loading.md",
         "parameters.md",
         "trl.md",
-        ("your_environment.md"),
+        "your_environment.md",
     ),
 }
 """Several trainings each, of what tests/integration, tests/library, tests/trl and
@@ -199,7 +199,7 @@ def running(
     chosen = [
         item
         for item in request.session.items
-        if getattr(item, "originalname", "") == ("test_block_runs")
+        if getattr(item, "originalname", "") == "test_block_runs"
     ]
     last: Counter[Path] = Counter()
     for block in (
@@ -270,7 +270,7 @@ def test_names_in_the_text_exist(page: Path) -> None:
             flags = {flag for word in words[1:] for flag in re.findall(r"^\[?(--[a-z-]+)", word)}
             wrong += [code] if flags - known or name not in COMMANDS else []
         elif KEY.fullmatch(code.partition("=")[0].strip()) and not code.endswith(
-            (".py", (".safetensors"))
+            (".py", ".safetensors")
         ):
             wrong += [] if _is_key(code.partition("=")[0].strip()) else [code]
     assert not wrong
@@ -294,16 +294,12 @@ BROKEN = {
     "no Python": "```python\nreturn = 1\n```",
     "no language": "```\nls\n```",
     "an unknown language": "```cobol\n```",
-    "a unit with a wrong flag": (
-        "```ini\n[Service]\nExecStart=/x/mlx_parallm_train --confg a.toml\n```"
-    ),
+    "a unit with a wrong flag": "```ini\n[Service]\nExecStart=/x/mlx_parallm_train --confg"
+    " a.toml\n```",
     "a unit that starts nothing of ours": "```ini\n[Service]\nExecStart=/bin/true\n```",
-    "a job without a label": (
-        "```xml\n<plist><dict><key>a</key><string>b</string></dict></plist>\n```"
-    ),
-    "a service with a wrong command": (
-        "```yaml\nservices: {a: {image: x, command: mlx_parallm_serve --nope}}\n```"
-    ),
+    "a job without a label": "```xml\n<plist><dict><key>a</key><string>b</string></dict></plist>\n```",
+    "a service with a wrong command": "```yaml\nservices: {a: {image: x, command:"
+    " mlx_parallm_serve --nope}}\n```",
     "no JSON": "```json\n{a: 1}\n```",
 }
 
@@ -326,7 +322,7 @@ def test_blocks_are_found_and_named() -> None:
     assert (first.line, first.saved_as, first.text) == (
         3,
         "score.py",
-        ("# score.py\ndef f():\n    pass\n"),
+        "# score.py\ndef f():\n    pass\n",
     )
     assert (second.text, second.is_run) == ("```bash\n", False)
     assert third.saved_as == "a.jsonl"

@@ -191,7 +191,7 @@ BATCHED: dict[str, dict[str, Any]] = {
 ROW_BY_ROW: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic": (
         {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        ("scalar"),
+        "scalar",
     ),
     "gpt_bigcode": (
         {
@@ -333,7 +333,7 @@ def test_a_window_that_only_the_cache_knows_is_kept():
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma2", "gemma3_text", "deepseek_v32", "mamba2", "gpt_bigcode", ("dynamic")]
+    "name", ["gemma2", "gemma3_text", "deepseek_v32", "mamba2", "gpt_bigcode", "dynamic"]
 )
 def test_the_next_turn_goes_on_from_what_was_read(name):
     reused = name != "dynamic"  # its keys would have other angles in a text of another length
@@ -479,6 +479,6 @@ def test_a_model_that_cannot_even_go_on_alone_is_refused_by_name():
     )
     with pytest.raises(
         ModelError,
-        match=("'broken' cannot be served: decoding: it does not give what its own forward"),
+        match="'broken' cannot be served: decoding: it does not give what its own forward",
     ):
         serve(model, architecture="broken")

@@ -26,9 +26,7 @@ from tests.tiny_models import LLAMA3_ROPE, make_model
 @pytest.mark.parametrize("architecture", ["qwen3", "llama3"])
 def test_greedy_in_a_batch_equals_alone(architecture):
     model = (
-        qwen3_model()
-        if architecture == ("qwen3")
-        else make_model(LLAMA3_ROPE | {"vocab_size": 300})
+        qwen3_model() if architecture == "qwen3" else make_model(LLAMA3_ROPE | {"vocab_size": 300})
     )
     # rows finish, move and are admitted all the time
     served = serve(model, max_rows=16, prefill_chunk=96)
@@ -163,7 +161,7 @@ def test_context_end_and_its_errors():
     output = run(served.engine, [request("r", [1] * 20, ignore_eos=True)])["r"]
     assert (len(output.completions[0].token_ids), output.completions[0].finish_reason) == (
         12,
-        ("length"),
+        "length",
     )
     with pytest.raises(ContextLengthError, match="maximum context length is 32"):
         served.engine.add(request("x", [1] * 20, max_tokens=13))

@@ -82,7 +82,7 @@ def sample(
 @pytest.mark.parametrize(
     "structure",
     [SCHEMA, regex(REGEX), choice(*CHOICES), LARK],
-    ids=["schema", "regex", "choice", ("grammar")],
+    ids=["schema", "regex", "choice", "grammar"],
 )
 def test_forty_samples_all_match(served: Served, structure: Structure) -> None:
     completions = sample(served, structure, 40)
@@ -91,7 +91,7 @@ def test_forty_samples_all_match(served: Served, structure: Structure) -> None:
     assert sum(c.finish_reason == "stop" for c in completions) >= 36
     assert {c.finish_reason for c in completions} <= {"stop", "length"}
     assert len({c.text for c in completions}) >= (
-        5 if structure.kind in ("choice", ("grammar")) else 20
+        5 if structure.kind in ("choice", "grammar") else 20
     )
     assert all(token < 320 for c in completions for token in c.token_ids)
     # on one line
@@ -252,7 +252,7 @@ BAD: dict[str, tuple[Structure, str]] = {
     "never": (Structure("json_schema", '{"not": {}}'), "no text"),
     "unsatisfiable": (
         Structure("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}'),
-        ("nsatisfiable"),
+        "nsatisfiable",
     ),
     "reference to itself": (
         Structure("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'),
@@ -268,7 +268,7 @@ BAD: dict[str, tuple[Structure, str]] = {
     "too long": (regex("a" * 20_000), "characters"),
     "long pattern": (
         Structure("json_schema", json.dumps({"type": "string", "pattern": "a?" * 9000})),
-        ("characters"),
+        "characters",
     ),
 }
 
@@ -285,7 +285,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(served: Served, name
 def test_long_chains_of_references_do_not_end_the_process(tiny_tokenizer: Tokenizer) -> None:
     """The library compiles by recursion: this one does not fit into a thread's usual 8 MB."""
     definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1800)} | {
-        "d1800": {"const": ("x")}
+        "d1800": {"const": "x"}
     }
     schema = Structure("json_schema", json.dumps({"$ref": "#/$defs/d0", "$defs": definitions}))
     nested = '{"$ref":"#/$defs/%d"}'
@@ -377,7 +377,7 @@ def test_bad_words_and_allowed_tokens_are_vllms(served: Served, tiny_tokenizer: 
     ids = [
         tuple(tiny_tokenizer.encode(space + w.lstrip(), add_special_tokens=False))
         for w in words
-        for space in ("", (" "))
+        for space in ("", " ")
     ]
 
     def without(output: list[int], logits: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "z.record": (
         {"type": "object", "propertyNames": TEXT, "additionalProperties": INTEGER},
         [{"A": 1}],
-        [{"A": ("x")}],
+        [{"A": "x"}],
     ),
     "propertyNames, pattern": (
         {
@@ -72,7 +72,7 @@ GIVEN_UP: dict[str, tuple[Any, Any, Any, list[str]]] = {
         listing(a=INTEGER) | {"if": {"required": ["a"]}, "then": {"required": ["b"]}},
         {},
         {"a": 1},
-        ["if", ("then")],
+        ["if", "then"],
     ),
     "dependentRequired": (
         listing(a=INTEGER, b=INTEGER) | {"dependentRequired": {"a": ["b"]}},

@@ -117,9 +117,10 @@ async def test_a_failure_in_mid_stream_repeats_and_skips_nothing(served, thread)
     assert len(bad_tokens) > 5 and bad_tokens.index(POISON) == len(bad_tokens) - 1
     assert last.finish_reason == "error" and "the model broke" in last.error
     for prompt, (tokens, final) in zip(GOOD, results, strict=True):
-        assert tokens == naive_greedy(
-            served.plain, prompt, 40, eos=None
-        ) and final.finish_reason == ("length")
+        assert (
+            tokens == naive_greedy(served.plain, prompt, 40, eos=None)
+            and final.finish_reason == "length"
+        )
 
 
 async def test_any_number_of_bad_requests_does_not_end_the_engine(served, thread):

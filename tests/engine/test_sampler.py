@@ -93,7 +93,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize(
-    "chosen", [range(len(FILTERS)), [4], [1, 6], [2, 5]], ids=["all", "one", "top_k", ("top_p")]
+    "chosen", [range(len(FILTERS)), [4], [1, 6], [2, 5]], ids=["all", "one", "top_k", "top_p"]
 )
 def test_draws_follow_the_twin_distribution(chosen):
     """4,000 draws of every row in one batch; each probability within 5 standard deviations."""

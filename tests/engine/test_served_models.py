@@ -64,7 +64,7 @@ def test_a_version_of_the_policy_is_asked_for_by_number(name):
         (
             {"policy_adapter": "policy"},
             "org/base:base@7",
-            ("only the policy being trained has versions"),
+            "only the policy being trained has versions",
         ),
         ({"trains_base": True}, "default@6", "versions are not kept when all weights are trained"),
         ({"policy_versions": tuple}, "default@6", "available versions: none"),
@@ -72,6 +72,6 @@ def test_a_version_of_the_policy_is_asked_for_by_number(name):
 )
 def test_why_a_version_cannot_be_had_is_said(options, name, why):
     with pytest.raises(
-        ModelNotFoundError, match=(f"'{name}' does not exist: {why}. Served models: org/base")
+        ModelNotFoundError, match=f"'{name}' does not exist: {why}. Served models: org/base"
     ):
         directory(**options).resolve(name)

@@ -243,7 +243,7 @@ async def test_failing_again_and_again_is_death_and_everyone_hears_of_it(served,
     assert any(isinstance(outcome, EngineUnavailableError) for outcome in outcomes)
     assert all(
         isinstance(outcome, EngineUnavailableError)
-        or outcome.completions[0].finish_reason == ("error")
+        or outcome.completions[0].finish_reason == "error"
         for outcome in outcomes
     )
     await until(lambda: not thread.stats().alive)

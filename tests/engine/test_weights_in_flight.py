@@ -149,7 +149,7 @@ def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on(by_tokens):
             served.engine.step()
     events = served.engine.fail_active("out of luck")
     assert [(e.request_id, e.output.completions[0].error) for e in events] == [
-        ("hit", ("out of luck"))
+        ("hit", "out of luck")
     ]
     assert served.engine.scheduler.prefix_cache.tokens == 0
     outputs = collect(served.engine)

@@ -62,7 +62,7 @@ def prompts(trajectories):
 @pytest.mark.parametrize("removed", [{"offload_to_disk": "spool"}, {"max_trajectory_buffer": 10}])
 def test_a_removed_option_is_refused_by_name(removed):
     with pytest.raises(
-        ConfigError, match=(f"{next(iter(removed))}.*has been removed.*iterate_rollouts")
+        ConfigError, match=f"{next(iter(removed))}.*has been removed.*iterate_rollouts"
     ):
         RolloutConfig(**removed)
     assert dataclasses.replace(RolloutConfig(), seed=3) == RolloutConfig(seed=3)
@@ -141,7 +141,7 @@ def test_a_failed_episode_is_a_result_and_nothing_but_failures_is_an_error(manag
     assert (statistics["total_trajectories"], statistics["failed_trajectories"]) == (5, 1)
     broken = manager_of(ScriptedClient(tokenizer, lambda *_: RuntimeError("no luck")))
     with pytest.raises(
-        EnvironmentFailedError, match=("all 5 rollouts failed, the last one: RuntimeError: no luck")
+        EnvironmentFailedError, match="all 5 rollouts failed, the last one: RuntimeError: no luck"
     ):
         broken.collect_rollouts(5)
 
@@ -259,7 +259,7 @@ def test_a_reward_that_fails_marks_its_group(manager_of, tokenizer):
         None,
         None,
         "reward: OSError: gone",
-        ("reward: OSError: gone"),
+        "reward: OSError: gone",
     ]
 
 

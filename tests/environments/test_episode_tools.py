@@ -216,8 +216,9 @@ async def test_the_policy_has_only_the_tools_of_its_environment(tokenizer, tools
     client = answering(tokenizer, '{"tool": "secret"}', "hm")
     [trajectory] = (await played(tokenizer, client, source, tools)).trajectories
     [call] = trajectory.metadata["tool_calls"]
-    assert call["error"] == "unknown_tool" and call["text"] == (
-        "there is no tool 'secret'; there are: add"
+    assert (
+        call["error"] == "unknown_tool"
+        and call["text"] == "there is no tool 'secret'; there are: add"
     )
     assert "secret" not in tokenizer.decode(client.requests[0].prompt_token_ids)
 
@@ -340,19 +341,19 @@ async def test_a_hanging_tool_holds_up_no_other_episode(tokenizer):
         (
             {"kind": "simple_text", "options": {"prompts": ["x"]}, "tools": ("ad",)},
             True,
-            ("no tool 'ad'; did you mean"),
+            "no tool 'ad'; did you mean",
         ),
         (
             {"kind": "simple_text", "options": {"prompts": ["x"]}, "tools": ("add",)},
             False,
-            ("there are none"),
+            "there are none",
         ),
         ({"kind": "svrl"}, True, r"reads calls by itself: set `tools = \[\]`"),
         ({"kind": "svrl", "tools": ("add",)}, True, "tools of its own"),
         (
             {"kind": "simple_text", "options": {"prompts": ["x"]}, "tools_column": "t"},
             False,
-            ("calls no tools"),
+            "calls no tools",
         ),
         ({"kind": "hybrid", "tools_column": "t"}, True, "calls no tools"),
     ],

@@ -65,7 +65,7 @@ async def test_a_group_is_one_request_of_n_and_keeps_every_token(tokenizer):
     assert (request.params.stop, request.params.temperature, request.adapter) == (
         ("\n",),
         0.8,
-        ("policy"),
+        "policy",
     )
     assert not request.params.reshapes_distribution
     prompt = tuple(tokenizer.render_chat(built.task(3).messages))
@@ -294,7 +294,7 @@ async def test_environment_and_reward_errors_are_recorded_results(tokenizer):
         ("No.", "Bad.step returned 'No.': expected a tuple of messages, or None at the end"),
         (
             {"role": "user", "content": "No."},
-            ("Bad.step returned {.*}: expected a tuple of messages"),
+            "Bad.step returned {.*}: expected a tuple of messages",
         ),
         (lambda self, text: None, "Bad.step is a plain function; it has to be async"),
         # not ours: it would end the thread of the environments unheard

@@ -96,7 +96,7 @@ async def test_sampled_answers_make_pass_at_k(tokenizer, sources):
         "sampled_reward",
         "pass@1",
         "pass@2",
-        ("pass@4"),
+        "pass@4",
     )
     assert set(settings.metrics) <= set(numbers)
     right = [0, 1, 2]
@@ -141,7 +141,7 @@ async def test_a_failed_answer_is_wrong_and_does_not_take_others_with_it(tokeniz
 
 async def test_an_answer_of_several_turns_is_told_whole(tokenizer):
     options = {
-        "conversations": [{"turns": [hello, "And?"], "answer": "No"} for hello in ("Hi", ("Hello"))]
+        "conversations": [{"turns": [hello, "And?"], "answer": "No"} for hello in ("Hi", "Hello")]
     }
     entry = EnvironmentConfig(
         kind="conversation", name="talk", options=options, rewards=(("builtin:answer_match"),)
@@ -256,7 +256,7 @@ async def test_what_a_relative_reward_would_hide_is_scored_absolutely(tmp_path, 
         "rewards": [(f"python:{tmp_path}/score_yes.py:yes")],
     }
     config = parse_config(
-        {"environments": [entry | {"reward_method": "relative", "prompt_format": ("text")}]}
+        {"environments": [entry | {"reward_method": "relative", "prompt_format": "text"}]}
     )
     client = ScriptedClient(tokenizer, lambda *_: "yes")
     [found] = await answered(client, build_evaluated(config), tokenizer, 2)

@@ -16,11 +16,11 @@ ROWS = {
     "half a character as a name": (b'{"\\uDFFF": 1}', "surrogate"),
     "half a character far inside": (
         b'{"messages": [{"content": [{"text": "\\udbff"}]}]}',
-        ("surrogate"),
+        "surrogate",
     ),
     "lists within lists": (
         b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
-        ("no JSON that can be read"),
+        "no JSON that can be read",
     ),
     "a number of 5,000 digits": (b'{"n": ' + b"9" * 5000 + b"}", "no JSON that can be read"),
 }

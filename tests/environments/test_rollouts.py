@@ -173,7 +173,7 @@ def test_groups_that_fail_or_that_the_sink_refuses_or_knows_are_replaced(managed
     manager.stop()
     assert inbox.failures == [
         ("sum-0-0", "token 999 is out of range"),
-        ("sum-0-1", ("RuntimeError: row lost")),
+        ("sum-0-1", "RuntimeError: row lost"),
     ]
     assert inbox.ids == ["sum-0-2", "sum-0-3"]
 
@@ -191,8 +191,9 @@ def test_the_health_line_tells_of_failures_and_of_a_stall_but_not_of_waiting(man
     failing, inbox = managed(ScriptedClient(tokenizer, answer))
     failing.request_groups(2)
     inbox.wait(groups=2, failures=3)
-    assert failing.health() == (
-        "environment sum: 3 of its last 5 groups failed, the last one: RuntimeError: row lost"
+    assert (
+        failing.health()
+        == "environment sum: 3 of its last 5 groups failed, the last one: RuntimeError: row lost"
     )
     waiting, inbox = managed(ScriptedClient(tokenizer, lambda *_: "1"), clock=lambda: now[0])
     waiting.request_groups(1)

@@ -138,7 +138,7 @@ def test_alpacas_rows(tmp_path: Path) -> None:
     [example] = examples(tmp_path, "sft", row)
     assert (example.prompt, example.completions) == (
         (asked,),
-        (({"role": "assistant", "content": ("cheese")},),),
+        (({"role": "assistant", "content": "cheese"},),),
     )
     config = environment(write(tmp_path, row))
     [prompt] = read_prompts(config, seed=0).train
@@ -174,7 +174,7 @@ def test_a_turn_of_nobody_is_named_with_its_place(tmp_path: Path) -> None:
     for turn, reason in (
         (
             {"from": "narrator", "value": "x"},
-            ("turn 1: 'from' is 'narrator'; known are system, .*human, .*gpt"),
+            "turn 1: 'from' is 'narrator'; known are system, .*human, .*gpt",
         ),
         ("hello", "turn 1: expected .*from.*got 'hello'"),
         ({"from": "gpt", "value": {"a": 1}}, "messages.1.content: must be a string"),
@@ -205,7 +205,7 @@ def test_free_text_is_no_path(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"^data: "):
             list(json_lines(Path(text), "data"))
         rates = environment(
-            write(tmp_path, {"prompt": "a"}), pass_rates=text, curriculum=("easy_first")
+            write(tmp_path, {"prompt": "a"}), pass_rates=text, curriculum="easy_first"
         )
         with pytest.raises(ConfigError, match="no results of"):
             read_prompts(rates, seed=0)

@@ -64,11 +64,11 @@ def test_entries_of_one_name_get_names_of_their_own():
         ({"kind": "Dataset"}, "unknown kind 'Dataset'; did you mean 'dataset'"),
         (
             {"kind": "mine.py:Game"},
-            ("unknown kind 'mine.py:Game'; a class of yours is \"python:mine.py:Game\""),
+            "unknown kind 'mine.py:Game'; a class of yours is \"python:mine.py:Game\"",
         ),
         (
             {"kind": "task", "name": "sum"},
-            ("unknown kind 'task'; did you mean 'tasks'.*reasoning_gym"),
+            "unknown kind 'task'; did you mean 'tasks'.*reasoning_gym",
         ),
         ({"kind": "tasks", "name": "summ"}, "no built-in task 'summ'; did you mean 'sum'"),
         ({"kind": "tasks", "name": "sum", "options": {"digits": 3}}, "takes no options.*digits"),
@@ -134,7 +134,7 @@ def test_reasoning_gym_options_reach_the_data_set():
         (
             "chain_sum",
             {"min_terms": 5, "max_terms": 2},
-            ("refuses its options: max_terms must be >= min_terms"),
+            "refuses its options: max_terms must be >= min_terms",
         ),
     ],
 )

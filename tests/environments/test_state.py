@@ -112,7 +112,7 @@ def test_what_is_missing_is_told_in_words():
             return state
 
     with pytest.raises(
-        RolloutRejectedError, match=("Minimal has no inference: give one to its constructor")
+        RolloutRejectedError, match="Minimal has no inference: give one to its constructor"
     ):
         Minimal().step(State(prompt="Hi"))
     with pytest.raises(

@@ -174,7 +174,7 @@ class Chatting(BaseEnvironment):
         state.done = state.step_count == 2
         state.prompt += [
             {"role": "assistant", "content": response},
-            {"role": "user", "content": ("Again.")},
+            {"role": "user", "content": "Again."},
         ]
         return state
 
@@ -190,7 +190,7 @@ async def test_a_conversation_goes_on_from_its_tokens(tokenizer):
         "Say 3",
         "<think>Hm.</think>4",
         "Again.",
-        ("3"),
+        "3",
     ]
 
 
@@ -407,15 +407,15 @@ async def test_length_and_stop_strings_may_be_a_turns_own(tokenizer):
         ({"reset": lambda self: "no"}, "Bad.reset returned 'no', not a State"),
         (
             {"is_terminal": lambda self, state: True},
-            ("the episode ended before the policy was asked anything"),
+            "the episode ended before the policy was asked anything",
         ),
         (
             {"update_state": lambda self, state, response: {}[1]},
-            ("Bad.update_state: FILE: KeyError: 1"),
+            "Bad.update_state: FILE: KeyError: 1",
         ),
         (
             {"step": lambda self, state: next(iter([]))},
-            ("Bad.step: FILE: RuntimeError: StopIteration:"),
+            "Bad.step: FILE: RuntimeError: StopIteration:",
         ),
     ],
 )

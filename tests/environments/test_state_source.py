@@ -29,7 +29,7 @@ def test_tasks_are_functions_of_what_reset_takes():
     assert [indexed.task(index).state.prompt for index in (2, 0, 2)] == [
         "Say 2:",
         "Say 0:",
-        ("Say 2:"),
+        "Say 2:",
     ]
     assert indexed.task(1, "heldout").state.prompt == f"Say {HELDOUT_FIRST + 1}:"
     assert indexed.task(2).answer == "2"

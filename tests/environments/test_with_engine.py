@@ -240,6 +240,6 @@ def test_the_demonstration_and_the_example_run(capsys):
     assert "turns on average" in capsys.readouterr().out
     reset = custom_environment.Retry(highest=9).reset
     train, heldout = (
-        {str(reset(seed, split)) for seed in range(200)} for split in ("train", ("heldout"))
+        {str(reset(seed, split)) for seed in range(200)} for split in ("train", "heldout")
     )
     assert train.isdisjoint(heldout) and heldout

@@ -25,11 +25,11 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("city=New York, text=Hello, world, n=2", {"city": "New York", "text": "Hello, world", "n": 2}),
     (
         "t=12:30, zip=01234, v=1.2.3, p=10%",
-        {"t": "12:30", "zip": "01234", "v": "1.2.3", "p": ("10%")},
+        {"t": "12:30", "zip": "01234", "v": "1.2.3", "p": "10%"},
     ),
     (
         "mail=a@b.c, glob=*.py, home=~/x, tag=#1",
-        {"mail": "a@b.c", "glob": "*.py", "home": "~/x", "tag": ("#1")},
+        {"mail": "a@b.c", "glob": "*.py", "home": "~/x", "tag": "#1"},
     ),
     ("from=Berlin, to=Rome, max-results=5", {"from": "Berlin", "to": "Rome", "max-results": 5}),
     (
@@ -47,7 +47,7 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("where=C:\\new\\dir", {"where": "C:\\new\\dir"}),
     (
         """path=/a, text="x, (y", list=["p", 'q']""",
-        {"path": "/a", "text": "x, (y", "list": ["p", ("q")]},
+        {"path": "/a", "text": "x, (y", "list": ["p", "q"]},
     ),
     ("q=what is 2+2?", {"q": "what is 2+2?"}),
 ]
@@ -69,7 +69,7 @@ def test_the_names_of_parameters_tell_a_comma_of_a_value_from_the_next_argument(
     assert read_arguments(f"url={url}, n=1", ("url", "n")) == {"url": url, "n": 1}
     assert read_arguments("/tmp/x, /tmp/y", ("source", "target")) == {
         "source": "/tmp/x",
-        "target": ("/tmp/y"),
+        "target": "/tmp/y",
     }
 
 

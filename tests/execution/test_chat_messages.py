@@ -27,13 +27,13 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "parts": (
         {
             "role": "user",
-            "content": [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": ("c")}],
+            "content": [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}],
         },
         {"role": "user", "content": "abc"},
     ),
     "a tuple of parts": (
         {"role": "user", "content": ({"text": "a"},)},
-        {"role": "user", "content": ("a")},
+        {"role": "user", "content": "a"},
     ),
     "a part that refuses": (
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
@@ -55,7 +55,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "content": "",
             "reasoning": "hm",
             "reasoning_content": "hm",
-            "thinking": ("hm"),
+            "thinking": "hm",
         },
     ),
     "thinking": (
@@ -106,7 +106,7 @@ CALLS: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "no list": (
         {"role": "assistant", "tool_calls": {"function": {"name": "f", "arguments": "{}"}}},
-        ("{}"),
+        "{}",
     ),
 }
 
@@ -124,7 +124,7 @@ def test_a_call_has_one_form(name: str) -> None:
 
 def test_a_result_has_the_name_of_its_function() -> None:
     read = read_messages(
-        [USER, function("{}"), RESULT, {**RESULT, "tool_call_id": "b"}, {**RESULT, "name": ("own")}]
+        [USER, function("{}"), RESULT, {**RESULT, "tool_call_id": "b"}, {**RESULT, "name": "own"}]
     )
     assert [message.get("name") for message in read[2:]] == ["f", None, "own"]
 
@@ -139,45 +139,45 @@ WRONG: dict[str, tuple[Any, str, str]] = {
     "an image": (
         {"role": "user", "content": [{"type": "image_url"}]},
         "messages.0.content.0",
-        ("'image_url'"),
+        "'image_url'",
     ),
     "a number": ({"role": "user", "content": ["a", 3]}, "messages.0.content.1", "'int'"),
     "a part without text": (
         {"role": "user", "content": [{"type": "text"}]},
         "messages.0.content.0",
-        ("text parts"),
+        "text parts",
     ),
     "sound": (
         {"role": "assistant", "content": "", "audio": {"id": "x"}},
         "messages.0.audio",
-        ("only text"),
+        "only text",
     ),
     "no call": (called(function="f"), "messages.0.tool_calls.0", "'function' with a 'name'"),
     "no name": (
         called(function={"arguments": "{}"}),
         "messages.0.tool_calls.0",
-        ("'function' with a 'name'"),
+        "'function' with a 'name'",
     ),
     "a list": (function([1]), "messages.0.tool_calls.0.function.arguments", "JSON object"),
     "a number as arguments": (
         function(7),
         "messages.0.tool_calls.0.function.arguments",
-        ("JSON object"),
+        "JSON object",
     ),
     "no number of JSON": (
         function({"a": float("inf")}),
         "messages.0.tool_calls.0.function.arguments",
-        ("not JSON"),
+        "not JSON",
     ),
     "no value of JSON": (
         function({"a": {1, 2}}),
         "messages.0.tool_calls.0.function.arguments",
-        ("not JSON"),
+        "not JSON",
     ),
     "two forms": (
         function("{}") | {"function_call": {"name": "g"}},
         "messages.0.function_call",
-        ("send one of them"),
+        "send one of them",
     ),
 }
 
@@ -193,8 +193,9 @@ def test_what_cannot_be_read_is_refused_by_its_place(name: str) -> None:
 def test_roles_that_a_template_knows() -> None:
     developer, critic = {"role": "developer", "content": "x"}, {"role": "critic", "content": "x"}
     assert in_known_roles([developer], "{{ message.role }}")[0]["role"] == "system"
-    assert in_known_roles([developer], "{% if m.role in ('system', 'developer') %}")[0]["role"] == (
-        "developer"
+    assert (
+        in_known_roles([developer], "{% if m.role in ('system', 'developer') %}")[0]["role"]
+        == "developer"
     )
     assert in_known_roles([critic], "{% if m['role'] == 'critic' %}") == [critic]
     assert in_known_roles([critic], None) == [critic]
@@ -217,7 +218,7 @@ def test_definitions_of_tools_have_one_form() -> None:
     for wrong, reason in (
         ("{", "not JSON"),
         ('{"a": 1}', "no list of objects"),
-        ([1], ("no list of objects")),
+        ([1], "no list of objects"),
     ):
         with pytest.raises(RequestError, match=reason):
             read_tools(wrong)

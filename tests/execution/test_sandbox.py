@@ -37,7 +37,7 @@ def sandbox(request, monkeypatch):
 def test_a_program_has_its_streams_and_its_end(sandbox):
     run = sandbox.run(
         "import sys\nprint(input()[::-1])\nprint('bad', file=sys.stderr)\nsys.exit(3)",
-        stdin=("añb\n"),
+        stdin="añb\n",
     )
     assert (run.outcome, run.returncode, run.ok) == ("ended", 3, False)
     assert (run.stdout, run.stderr) == ("bña\n", "bad\n")
@@ -50,7 +50,7 @@ def test_a_program_has_its_streams_and_its_end(sandbox):
 
 def test_bash_runs_too(sandbox):
     run = sandbox.run(
-        'read line; echo "$line" | tr a-z A-Z > file; cat file', language="bash", stdin=("hello\n")
+        'read line; echo "$line" | tr a-z A-Z > file; cat file', language="bash", stdin="hello\n"
     )
     assert (run.ok, run.stdout) == (True, "HELLO\n"), run.stderr
 
@@ -91,7 +91,7 @@ def test_memory_ends_where_the_limit_is(sandbox):
 
 
 @pytest.mark.parametrize(
-    "program", [bench.FILES_IN_MEMORY, bench.SHARED_MEMORY], ids=["memfd", ("shared")]
+    "program", [bench.FILES_IN_MEMORY, bench.SHARED_MEMORY], ids=["memfd", "shared"]
 )
 def test_memory_that_no_limit_counts_is_refused(sandbox, program):
     if module.MACOS:
@@ -113,7 +113,7 @@ NAMED = "import ctypes\nctypes.CDLL(None).prctl(15, {!r}, 0, 0, 0)\n"
 
 
 @pytest.mark.parametrize(
-    "name", [b"\x0cVmSwap: -99999", b"\rVmSwap: -99999"], ids=["form feed", ("return")]
+    "name", [b"\x0cVmSwap: -99999", b"\rVmSwap: -99999"], ids=["form feed", "return"]
 )
 def test_a_processs_name_says_nothing_about_its_memory(name):
     if module.MACOS:
@@ -134,14 +134,14 @@ def test_pages_that_forked_processes_share_count_once(sandbox):
     if module.MACOS:
         pytest.skip("Python may not fork there")
     program = "kept = b'x' * (150 << 20)\n" + bench.FORKED_MEMORY.replace("200 << 20", "1").replace(
-        "(9)", ("(0.3)")
+        "(9)", "(0.3)"
     )
     run = sandbox.run(program)
     assert run.outcome == "ended" and "held" in run.stdout, run
 
 
 @pytest.mark.parametrize(
-    "program", [bench.MANY_FILES, bench.REMOVED_FILES], ids=["files", ("removed")]
+    "program", [bench.MANY_FILES, bench.REMOVED_FILES], ids=["files", "removed"]
 )
 def test_all_that_is_written_is_bounded(sandbox, program):
     if module.MACOS:
@@ -170,7 +170,7 @@ def test_shared_memory_and_keys_and_new_namespaces_are_refused(sandbox):
     run = sandbox.run(calls([number for numbers in lists for number in numbers[machine]]))
     assert run.stdout == "tried\n", run
     cloned = sandbox.run(
-        calls([launcher.CLONE[machine]]).replace("number, 0", ("number, 0x10000000 | 17"))
+        calls([launcher.CLONE[machine]]).replace("number, 0", "number, 0x10000000 | 17")
     )
     assert cloned.stdout == "tried\n", cloned
 
@@ -386,7 +386,7 @@ REFUSED = [
         "DGRAM",
         "RAW",
         "DGRAM, flags",
-        ("TIPC"),
+        "TIPC",
     ),
     *(
         "FIOSETOWN",
@@ -395,7 +395,7 @@ REFUSED = [
         "setxattr 0",
         "removexattr 0",
         "setxattr 1",
-        ("removexattr 1"),
+        "removexattr 1",
     ),
 ]
 REFUSED_TO_OWNERS = ["chmod", "fchmod", "chown", "fchown", "lchown"]

@@ -58,17 +58,17 @@ def read(text: str, **options: object) -> list[tuple[str, dict[str, object]]]:
         ('<invoke name="f"><parameter name="x">1</parameter></invoke>', [("f", {"x": 1})]),
         (
             "<invoke name='f'>\n<parameter name='x'> a &lt; b </parameter>\n</invoke >",
-            [("f", {"x": ("a < b")})],
+            [("f", {"x": "a < b"})],
         ),
         (
             '<invoke name="search"><parameter name="query">12</parameter></invoke>',
-            [("search", {"query": ("12")})],
+            [("search", {"query": "12"})],
         ),
         ('<invoke name="now"/> and <invoke name="now"></invoke>', [("now", {}), ("now", {})]),
         ("USE_TOOL[search](MLX on Linux)", [("search", {"query": "MLX on Linux"})]),
         (
             "USE_TOOL[ask](Newton's third law (1687)) said I",
-            [("ask", {"input": ("Newton's third law (1687)")})],
+            [("ask", {"input": "Newton's third law (1687)"})],
         ),
         ("USE_TOOL[search](2 + 3)", [("search", {"query": "2 + 3"})]),
         ("USE_TOOL[search](2+2=4)", [("search", {"query": "2+2=4"})]),
@@ -81,7 +81,7 @@ def read(text: str, **options: object) -> list[tuple[str, dict[str, object]]]:
         ),
         (
             "USE_TOOL[ask](Newton's (and Kepler's) laws) c",
-            [("ask", {"input": ("Newton's (and Kepler's) laws")})],
+            [("ask", {"input": "Newton's (and Kepler's) laws"})],
         ),
         ('USE_TOOL[ask](a 5" pipe (old)) and "x)"', [("ask", {"input": 'a 5" pipe (old)'})]),
         ("USE_TOOL[ask]('tis (so) good) c", [("ask", {"input": "'tis (so) good"})]),
@@ -89,7 +89,7 @@ def read(text: str, **options: object) -> list[tuple[str, dict[str, object]]]:
             "USE_TOOL[search](music of the '80s)\nUSE_TOOL[search](music of the '90s)",
             [
                 ("search", {"query": "music of the '80s"}),
-                ("search", {"query": ("music of the '90s")}),
+                ("search", {"query": "music of the '90s"}),
             ],
         ),
         (
@@ -99,7 +99,7 @@ def read(text: str, **options: object) -> list[tuple[str, dict[str, object]]]:
         ("USE_TOOL[ask](the '80s) So:\nthe dogs' tails :)", [("ask", {"input": "the '80s"})]),
         (
             "USE_TOOL[search](hits of the '90s) Let's see :)",
-            [("search", {"query": ("hits of the '90s")})],
+            [("search", {"query": "hits of the '90s"})],
         ),
         (
             'USE_TOOL[ask](say ":)" and\nNewton\'s) c)',
@@ -172,7 +172,7 @@ def test_formats_can_be_chosen() -> None:
     assert read(text, tools=(), formats=("use_tool", "xml")) == [("f", {}), ("g", {})]
     assert read("f(x=1) and then g(y='2')", tools=(), formats="function") == [
         ("f", {"x": 1}),
-        ("g", {"y": ("2")}),
+        ("g", {"y": "2"}),
     ]
     assert read("f(x=1)", tools=()) == []
     with pytest.raises(ConfigError, match="'yaml' is none of: auto, own, xml, json"):
@@ -217,13 +217,13 @@ def test_a_model_without_tools_in_its_template_is_told_in_words() -> None:
     assert read(example.replace("{...}", "{}")) == [("NAME", {})]
     messages = [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": ("How many?")},
+        {"role": "user", "content": "How many?"},
     ]
     first, second = with_instructions(messages, [tool_definition("count")])
     assert first["content"].startswith("Be brief.\n\nYou can use") and second is messages[1]
     assert [m["role"] for m in with_instructions(messages[1:], [tool_definition("count")])] == [
         "system",
-        ("user"),
+        "user",
     ]
 
 
@@ -249,7 +249,7 @@ WORDS = st.sampled_from(
             '<parameter name="query">',
             "</parameter>",
             "/>",
-            ("```"),
+            "```",
         ),
         *(
             "json",
@@ -262,7 +262,7 @@ WORDS = st.sampled_from(
             "USE_TOOL[",
             "search",
             "](",
-            ("("),
+            "(",
         ),
         *(
             ")",
@@ -278,7 +278,7 @@ WORDS = st.sampled_from(
             "1",
             "é",
             "\ud800",
-            ("\x00"),
+            "\x00",
         ),
         *("0x", "1or", "f'{"),
     ]

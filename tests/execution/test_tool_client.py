@@ -254,7 +254,7 @@ def test_callers_share_a_start_and_its_failure() -> None:
 
     with ToolClient([stdio("ends", restarts=0)]) as client:
         assert {result.error for result in asyncio.run(_together(client, 20, "count", {}))} == {
-            ("server")
+            "server"
         }
         assert client.metrics()["restarts"] == 0
         refused = client.call("add")  # no start: the next one is a minute away
@@ -275,7 +275,7 @@ def test_what_cannot_be(client: ToolClient) -> None:
         client.register_tool("greet", lambda: "")
     with (
         ToolClient([stdio(), stdio(name="again")]) as twice,
-        pytest.raises(ConfigError, match=("there is a tool 'add'")),
+        pytest.raises(ConfigError, match="there is a tool 'add'"),
     ):
         twice.definitions()
 

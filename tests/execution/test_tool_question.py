@@ -36,12 +36,12 @@ def client() -> Iterator[ToolClient]:
 def test_labels_are_generated_and_failures_left_out(client: ToolClient) -> None:
     rows = [{"prompt": f"{a} / {b}", "a": a, "b": b} for a, b in [(6, 3), (1, 0), (1, 4)]]
     labelled, failed = generate_labels(
-        client, rows, ToolQuestion("divide", {"a": "{a}", "b": ("{b}")})
+        client, rows, ToolQuestion("divide", {"a": "{a}", "b": "{b}"})
     )
     assert [row["answer"] for row in labelled] == [2.0, 0.25] and labelled[0]["prompt"] == "6 / 3"
     assert len(failed) == 1 and "ZeroDivisionError" in failed[0]
     far, _ = generate_labels(
-        client, rows[:1], ToolQuestion("shoot", {"angle": "{a}"}, "shot.distance"), ("far")
+        client, rows[:1], ToolQuestion("shoot", {"angle": "{a}"}, "shot.distance"), "far"
     )
     assert far[0]["far"] == 12
 
@@ -50,7 +50,7 @@ def test_labels_are_verified(client: ToolClient) -> None:
     rows = [
         {"a": 6, "b": 3, "answer": "2"},
         {"a": 6, "b": 3, "answer": "3"},
-        {"a": 1, "b": 0, "answer": ("1")},
+        {"a": 1, "b": 0, "answer": "1"},
     ]
     divide = ToolQuestion("divide", {"a": "{a}", "b": "{b}"})
     confirmed, refused = verify_labels(client, rows, divide, equals="{answer}")

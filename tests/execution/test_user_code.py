@@ -37,7 +37,7 @@ def write(directory: Path, text: str, name: str = "mine.py") -> Path:
         (
             "def correct(): ...\ndef other(): ...",
             "python:{}:corect",
-            ("no 'corect' in .*did you mean 'correct'"),
+            "no 'corect' in .*did you mean 'correct'",
         ),
         ("f = 3", "python:{}:f", "is int 3, not a function"),
         ("class f: ...", "python:{}:f", "is a class, not a function"),
@@ -71,7 +71,7 @@ def test_a_file_is_run_once_and_finds_its_neighbours(tmp_path: Path) -> None:
     write(tmp_path, "VALUE = 41", "neighbour_of_mine.py")
     file = write(
         tmp_path,
-        ("import neighbour_of_mine\nstate = [neighbour_of_mine.VALUE]\ndef f(): return state"),
+        "import neighbour_of_mine\nstate = [neighbour_of_mine.VALUE]\ndef f(): return state",
     )
     load(f"python:{file}:f", "k")().append(1)
     assert load(f"python:{file}:state", "k") == [41, 1]
@@ -167,7 +167,7 @@ class Other: ...
 def own(tmp_path: Path, name: str):
     kind = f"python:{write(tmp_path, OWN_CLASS, 'env.py')}:{name}"
     file = write(
-        tmp_path, f'[[environments]]\nkind = "{kind}"\noptions = {{ word = "Say" }}\n', ("run.toml")
+        tmp_path, f'[[environments]]\nkind = "{kind}"\noptions = {{ word = "Say" }}\n', "run.toml"
     )
     return build_sources(load_config(file).environments, seed=0)
 
@@ -204,8 +204,8 @@ def test_a_directory_named_like_the_package_is_the_users() -> None:
 
 def test_an_object_of_this_process_is_shown_by_its_name() -> None:
     """TRL's eval_dataset was called python:this_process:eval_dataset in messages."""
-    assert user_code_module.shown(user_code_module.reference_to([], "eval_dataset")) == (
-        "eval_dataset"
+    assert (
+        user_code_module.shown(user_code_module.reference_to([], "eval_dataset")) == "eval_dataset"
     )
     for reference in ("python:rows.py:rows", "rows.jsonl"):
         assert user_code_module.shown(reference) == reference

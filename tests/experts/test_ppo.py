@@ -475,7 +475,7 @@ def test_an_example_trains_saves_and_goes_on(
         assert json.loads((tmp_path / "latest" / "state.json").read_text())["steps"] == timesteps
     config = load_expert(tmp_path / "best.npz").config
     assert config.obs_dim in (4, 10) and (config.num_layers == 2) == (
-        example != ("train_simple_expert")
+        example != "train_simple_expert"
     )
     best = load_expert(tmp_path / "best.safetensors")
     best.encoder.bias = best.encoder.bias + 1.0  # another expert than the latest

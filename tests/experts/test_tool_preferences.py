@@ -90,16 +90,17 @@ def test_the_command_has_all_that_was_asked_for(tmp_path: Path) -> None:
         "--data",
         str(arguments.data),
         "--algorithm",
-        ("dpo"),
+        "dpo",
     ]
     settings = dict(word.split("=", 1) for word in words[8::2])
     assert int(settings["rl_training.total_steps"]) in (
         8,
         10,
     )  # 36 of 40 pairs are 5 updates of 8; hashes may hold 8 out
-    assert settings["rl_training.learning_rate"] == "0.002" and settings[
-        "rl_training.preference.beta"
-    ] == ("0.2")
+    assert (
+        settings["rl_training.learning_rate"] == "0.002"
+        and settings["rl_training.preference.beta"] == "0.2"
+    )
     with pytest.raises(ConfigError, match="at least 1"):
         training_command(Namespace(**vars(arguments) | {"epochs": 0}))
     arguments.data = tmp_path / "nothing.jsonl"
@@ -129,7 +130,7 @@ def test_it_trains_by_the_projects_own_dpo(tmp_path: Path) -> None:
             *words,
             "--create-sample-data",
             "--checkpoint-dir",
-            ("runs/dpo"),
+            "runs/dpo",
         ],
         cwd=tmp_path,
         capture_output=True,

@@ -16,7 +16,7 @@ from mlx_parallm.deploy.export.vocabulary import read_vocabulary
 from tests.tiny_models import EXPERTS, QWEN3, save_checkpoint
 
 needs_llama = pytest.mark.skipif(
-    not llama_server.available(), reason=("needs xllamacpp or llama-server: extra `export`")
+    not llama_server.available(), reason="needs xllamacpp or llama-server: extra `export`"
 )
 
 LLAMA = QWEN3 | {"model_type": "llama", "num_key_value_heads": 2, "rope_theta": 5e5}

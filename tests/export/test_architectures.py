@@ -115,7 +115,7 @@ def adapter(path: Path, model: Path, config: LoraConfig) -> Path:
 @pytest.mark.parametrize(
     "config",
     [LLAMA, pytest.param(MODELS["qwen3_moe"], marks=pytest.mark.slow)],
-    ids=["llama", ("qwen3_moe")],
+    ids=["llama", "qwen3_moe"],
 )
 def test_an_adapter_alone_is_the_merged_model(tmp_path: Path, config: dict[str, Any]) -> None:
     base = checkpoint(tmp_path / "base", config)
@@ -174,21 +174,21 @@ def test_ranks_and_scales_that_differ_share_one_alpha(tmp_path: Path) -> None:
     [
         (
             QWEN3 | {"model_type": "phi3"},
-            ("model_type 'phi3' cannot be exported as GGUF: only llama"),
+            "model_type 'phi3' cannot be exported as GGUF: only llama",
         ),
         (
             QWEN3 | EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": False},
-            ("no norm_topk_prob = false"),
+            "no norm_topk_prob = false",
         ),
         (
             QWEN3 | EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
-            ("no layers without experts"),
+            "no layers without experts",
         ),
         (GEMMA3 | {"query_pre_attn_scalar": 24}, "no query_pre_attn_scalar = 24, but 16"),
         (LLAMA | {"rope_traditional": True}, "no rope_traditional"),
         (
             LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            ("rope scaling of type 'dynamic'"),
+            "rope scaling of type 'dynamic'",
         ),
     ],
 )

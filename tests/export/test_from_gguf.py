@@ -25,7 +25,7 @@ CONFIG_KEYS = (
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    ("head_dim"),
+    "head_dim",
 )
 FURTHER_KEYS = (
     "intermediate_size",
@@ -33,7 +33,7 @@ FURTHER_KEYS = (
     "rms_norm_eps",
     "vocab_size",
     "tie_word_embeddings",
-    ("rope_scaling"),
+    "rope_scaling",
 )
 
 
@@ -157,7 +157,7 @@ def rewritten(**changes: Any) -> Callable[[Path, Path], None]:
         (rewritten(general__type="mmproj"), "no model but a mmproj"),
         (
             rewritten(llama__attention__temperature_length=4),
-            ("llama.attention.temperature_length is not understood"),
+            "llama.attention.temperature_length is not understood",
         ),
         (rewritten(llama__rope__scaling__type="yarn"), "'yarn' is not read"),
         (rewritten(llama__rope__dimension_count=8), "rope.dimension_count"),
@@ -174,7 +174,7 @@ def rewritten(**changes: Any) -> Callable[[Path, Path], None]:
         (rewritten(llama__embedding_length=48), "has shape"),
         (
             rewritten(drop="blk.1.ffn_up.weight"),
-            ("1 tensors of llama are missing, blk.1.ffn_up.weight"),
+            "1 tensors of llama are missing, blk.1.ffn_up.weight",
         ),
     ],
 )
@@ -211,7 +211,7 @@ def test_numbers_that_are_not_finite_are_refused(
     norm = next(
         t
         for t in gguf.GGUFReader(tmp_path / "model.gguf", "r+").tensors
-        if t.name == ("output_norm.weight")
+        if t.name == "output_norm.weight"
     )
     norm.data[3] = number
     norm.data.base.flush()

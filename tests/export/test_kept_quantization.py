@@ -109,7 +109,7 @@ def test_a_kept_model_is_the_unpacked_one(
     quantization = json.loads((tmp_path / "kept/config.json").read_text())["quantization"]
     assert (quantization["bits"], quantization["model.embed_tokens"]["bits"]) == (4, 8)
     kept, plain = (
-        dict(mx.load(str(tmp_path / part / "model.safetensors"))) for part in ("kept", ("plain"))
+        dict(mx.load(str(tmp_path / part / "model.safetensors"))) for part in ("kept", "plain")
     )
     packed = [tensor for tensor in kept if tensor.endswith(".scales")]
     assert len(packed) == (13 if tied else 14)

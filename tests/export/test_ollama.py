@@ -75,7 +75,7 @@ class OllamaHandler(BaseHTTPRequestHandler):
         kept = [each for each in self.state.created if each["model"] != body["model"]]
         found, self.state.created = len(kept) < len(self.state.created), kept
         self.answer(200) if found else self.answer(
-            404, {"error": (f"model '{body['model']}' not found")}
+            404, {"error": f"model '{body['model']}' not found"}
         )
 
     def create(self, body: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ class OllamaHandler(BaseHTTPRequestHandler):
         missing = [digest for digest in body["files"].values() if digest not in self.state.blobs]
         statuses: list[dict[str, str]] = [
             {"status": "parsing GGUF"},
-            {"status": ("writing manifest")},
+            {"status": "writing manifest"},
         ]
         if missing or self.state.refuse_late:
             statuses.append({"error": self.state.refuse_late or f"blob {missing[0]} not found"})

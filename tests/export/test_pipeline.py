@@ -101,7 +101,7 @@ def test_an_adapter_alone_is_verified_beside_its_base(tmp_path: Path, run_direct
     assert result.returncode == 0, result.stderr
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "export.json",
-        ("first-lora.gguf"),
+        "first-lora.gguf",
     ]
     checked = report(tmp_path / "out")["verification"]
     assert checked["passed"] and checked["remainder"] <= 1e-4
@@ -226,13 +226,13 @@ def test_what_can_be_refused_is_refused_before_anything_is_written(
         ([*tiny, "--to", tmp_path / "x", "--adapter-only"], "--adapter-only needs an adapter"),
         (
             ["--base-model", bare, "--to", tmp_path / "x"],
-            ("has no chat template: llama.cpp would take another model's"),
+            "has no chat template: llama.cpp would take another model's",
         ),
         ([tmp_path / "there"], "is no run directory"),
         ([*tiny, "--name", "a/b"], "it becomes a file's name, without /"),
         (
             [*tiny, "--to", "ollama:m", "--ollama-url", "http://127.0.0.1:9"],
-            ("is `ollama serve` running"),
+            "is `ollama serve` running",
         ),
         ([*tiny, "--verify", "http://127.0.0.1:9"], "http://127.0.0.1:9/tokenize does not answer"),
         ([*tiny, "--verify", "never"], "'never' is not a URL"),

@@ -62,7 +62,7 @@ def byte_level(rules: vocabulary.Rules) -> Tokenizer:
             parts.append(pre_tokenizers.Digits(individual_digits=True))
         elif piece in ("words", "bytes"):
             parts.append(
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=piece == ("words"))
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=piece == "words")
             )
         else:
             parts.append(pre_tokenizers.Split(Regex(piece), behavior="isolated"))
@@ -152,7 +152,7 @@ def test_each_pre_tokenizer_gives_the_same_ids(
 @pytest.mark.parametrize("prefix", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sentencepiece_gives_the_same_ids(tmp_path: Path, prefix: bool) -> None:
     path = checkpoint(
-        tmp_path / "model", sentencepiece(prefix=prefix), bos_token="<s>", unk_token=("<unk>")
+        tmp_path / "model", sentencepiece(prefix=prefix), bos_token="<s>", unk_token="<unk>"
     )
     found = read(path)[1]
     assert (found.kind, found.add_bos, found.add_space_prefix) == ("llama", True, prefix)
@@ -163,7 +163,7 @@ def with_rules(path: Path, pattern: str) -> Path:
     """The tokenizer of Llama 3's rules, which says that it has others."""
     path = checkpoint(
         path,
-        byte_level(next(rules for rules, name in PRE_TOKENIZERS.items() if name == ("llama-bpe"))),
+        byte_level(next(rules for rules, name in PRE_TOKENIZERS.items() if name == "llama-bpe")),
     )
     data = json.loads((path / "tokenizer.json").read_text())
     data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
@@ -246,7 +246,7 @@ def test_sentencepiece_comes_back(tmp_path: Path, prefix: bool) -> None:
     """The tokenizer made of a file: the ids of the first one and of llama.cpp, the same texts
     back, the same chats."""
     path = checkpoint(
-        tmp_path / "model", sentencepiece(prefix=prefix), bos_token="<s>", unk_token=("<unk>")
+        tmp_path / "model", sentencepiece(prefix=prefix), bos_token="<s>", unk_token="<unk>"
     )
     first, vocabulary = read(path)
     write_vocabulary(path / "v.gguf", vocabulary)

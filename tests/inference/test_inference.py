@@ -44,7 +44,7 @@ NEVER_CLOSED = (
     " *\nprint(InferenceModule('builtin:tiny').generate('a', 4))"
 )
 CONFIG = load_config(
-    None, ["server.max_model_len=256", "server.prefill_chunk=16", ("server.batch_size=16")]
+    None, ["server.max_model_len=256", "server.prefill_chunk=16", "server.batch_size=16"]
 )
 
 
@@ -392,7 +392,7 @@ async def test_closing_ends_what_is_under_way(tiny_tokenizer: Any) -> None:
         ({"model": "m", "base_url": "http://x/v1"}, 'belong to "openai"'),
         (
             {"model": "builtin:tiny", "config": load_config(None, ["server.max_model_len=4096"])},
-            ("2048 tokens"),
+            "2048 tokens",
         ),
     ],
 )

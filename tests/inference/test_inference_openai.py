@@ -99,7 +99,7 @@ def test_tools_are_the_endpoints_own(tmp_path_factory: pytest.TempPathFactory) -
     )
     weather = {
         "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": ("string")}}},
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     }
     with running_server(engine, tokenizer) as server:
         remote = InferenceModule("fake", backend="vllm", base_url=f"{server.url}/v1")
@@ -135,16 +135,16 @@ def plain_openai(path: str, body: dict[str, Any]) -> tuple[int, dict[str, str], 
         return (
             400,
             {},
-            {"error": {"message": (f"Unrecognized request argument supplied: {unknown.pop()}")}},
+            {"error": {"message": f"Unrecognized request argument supplied: {unknown.pop()}"}},
         )
     calls = [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
-        for given in ("{}", "{", ("[1]"))
+        for given in ("{}", "{", "[1]")
     ]
     message = (
         {"role": "assistant", "content": None, "tool_calls": calls}
         if "tools" in body
-        else {"content": ("hi")}
+        else {"content": "hi"}
     )
     said = {"message": message} if path.endswith("chat/completions") else {}
     choices = [{"index": n, "text": f"t{n}", "finish_reason": "stop", **said} for n in (1, 0)]

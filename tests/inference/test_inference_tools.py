@@ -60,7 +60,7 @@ async def test_inside_an_episode_generate_is_its_next_turn(inference: InferenceM
         tool = {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
         responses, [[call]] = inference.batch_generate_with_tools([SUM], [tool])
         assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2}) and responses == [
-            ("USE_TOOL[add](1, 2)")
+            "USE_TOOL[add](1, 2)"
         ]
         # the tiny template takes no tools
         assert turns[2][0][0]["role"] == "system" and turns[2][1] == {"tools": ()}
@@ -102,7 +102,7 @@ def test_tools_in_the_models_own_format(hermes: Any) -> None:
             and told.endswith("<|im_start|>assistant\n")
         )
         responses, [xml, _] = inference.batch_generate_with_tools(
-            prompts[0], ["weather"], formats=("xml")
+            prompts[0], ["weather"], formats="xml"
         )
         assert not xml and not xml.malformed
         engine.texts = ("<tool_call>{broken</tool_call>",)
@@ -136,7 +136,7 @@ async def test_an_episodes_turn_shows_the_marks_of_calls_that_are_special_tokens
             asked = [
                 *rain,
                 {"role": "assistant", "content": text},
-                {"role": "tool", "content": ("wet")},
+                {"role": "tool", "content": "wet"},
             ]
             await asyncio.to_thread(inference.batch_generate_with_tools, [asked], ["weather"])
     finally:

@@ -16,7 +16,7 @@ from mlx_parallm.environments.kinds.tasks import make_problem, score
 GROUP_SIZE = 8
 HAS_ATROPOS = find_spec("mlx_parallm.faces.atropos") is not None
 needs_atropos = pytest.mark.skipif(
-    not HAS_ATROPOS, reason=("groups come to /atropos, and that leaf is not here")
+    not HAS_ATROPOS, reason="groups come to /atropos, and that leaf is not here"
 )
 
 

@@ -190,7 +190,7 @@ PROVOCATIONS: dict[str, Provocation] = {
     "sends nothing": Provocation("environment-stalled", "", HTTP, beside=registers_only),
     "reward raises": Provocation("groups-refused", "raises"),
     "loss without bound": Provocation(
-        "not-finite", training={"loss": (f"python:{__file__}:unbounded")}
+        "not-finite", training={"loss": f"python:{__file__}:unbounded"}
     ),
     "tight KL bound": Provocation(
         "update-refused",
@@ -221,7 +221,7 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
     data["rl_training"] |= provocation.training
     data["rl_training"] |= {
         "checkpoint_dir": str(directory),
-        "run_name": name.replace(" ", "_").replace(",", ("")),
+        "run_name": name.replace(" ", "_").replace(",", ""),
     }
     if provocation.environment:
         kind = f"python:{Path(__file__).with_name('scripted_environment.py')}:Scripted"
@@ -232,7 +232,7 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
             # "late" comes back, after more than ten steps of a slow machine; "silent" stays so
             entry["options"] = {
                 "silence_s": stalled_after_s + 20
-                if provocation.environment == ("late")
+                if provocation.environment == "late"
                 else LONGEST_STALL_S
             }
         data["environments"] = [entry | provocation.entry]

@@ -52,7 +52,7 @@ def provoked(
     chosen = [
         item
         for item in request.session.items
-        if getattr(item, "originalname", "") == ("test_it_is_named")
+        if getattr(item, "originalname", "") == "test_it_is_named"
     ]
     names = [item.callspec.params["name"] for item in chosen if isinstance(item, pytest.Function)]
     directory = tmp_path_factory.mktemp("provoked")

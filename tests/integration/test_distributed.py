@@ -41,7 +41,7 @@ def launch(directory: Path, count: int, command: list[str]) -> list[subprocess.P
     (directory / "hosts.json").write_text(json.dumps(hosts))
     environment = os.environ | {
         "MLX_HOSTFILE": str(directory / "hosts.json"),
-        "MKL_NUM_THREADS": ("1"),
+        "MKL_NUM_THREADS": "1",
     }
     return [
         subprocess.Popen(
@@ -97,8 +97,10 @@ def test_three_ranks_exchange_add_and_tell(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_ranks_with_other_versions_are_refused_in_one_line(tmp_path: Path) -> None:
     first, second = outputs(program(tmp_path, "versions"))
-    assert first[0] == 1 and first[2].splitlines()[-1] == (
-        "rank 1 has mlx-parallm 0.1, rank 0 mlx-parallm 0.0: install the same on all"
+    assert (
+        first[0] == 1
+        and first[2].splitlines()[-1]
+        == "rank 1 has mlx-parallm 0.1, rank 0 mlx-parallm 0.0: install the same on all"
     )
     assert second[0] == 2
     assert "0.1" not in second[2]
@@ -115,7 +117,7 @@ def test_a_rank_with_another_model_is_refused_before_anything_is_started(tmp_pat
     mx.save_safetensors(
         str(other / "model.safetensors"),
         weights | {name: weights[name] + 1e-3},
-        {"format": ("mlx")},
+        {"format": "mlx"},
     )
     start = "import os, sys; from mlx_parallm.cli import train; sys.exit(train(sys.argv[1:3] + "
     start += "(['--model', sys.argv[3]] if os.environ['MLX_RANK'] == '1' else [])))"
@@ -242,7 +244,7 @@ def test_two_ranks_train_and_sample_as_one_process_does(tmp_path: Path) -> None:
         "reward_mean",
         "tokens",
         "update_norm",
-        ("optimizer_updates"),
+        "optimizer_updates",
     ):
         assert second[0][name] == pytest.approx(first[0][name], rel=1e-4, abs=1e-6), name
     assert (two / "run/final").exists()
@@ -305,7 +307,7 @@ def test_a_deterministic_run_of_two_ranks_resumes_to_the_same_bits(tmp_path: Pat
             "reward_mean",
             "tokens",
             "update_norm",
-            ("policy_version"),
+            "policy_version",
         ):
             assert ours[name] == theirs[name], (ours["step"], name)
     adapters = [
@@ -391,7 +393,7 @@ def test_a_rank_that_is_asked_to_stop_stops_all_in_order(tmp_path: Path, where: 
             text[: text.index("[[environments]]")] + ('[model]\nbase_path = "builtin:tiny"\n')
         )
     ranks = launch(
-        tmp_path, 2, [str(BIN / "mlx_parallm_train"), "--config", str(config), "--resume", ("auto")]
+        tmp_path, 2, [str(BIN / "mlx_parallm_train"), "--config", str(config), "--resume", "auto"]
     )
     told, written = threading.Event(), tmp_path / "run/metrics.jsonl"
     lines: list[str] = []

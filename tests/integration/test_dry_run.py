@@ -13,7 +13,7 @@ from tests.signals_reset import default_signals
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [
     pytest.param(name, marks=pytest.mark.long)
-    for name in ("qwen3_4b_dataset", ("qwen3_0.6b_dataset"))
+    for name in ("qwen3_4b_dataset", "qwen3_0.6b_dataset")
 ]
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def test_shipped_configurations_as_shipped_but_for_the_model(name: str, tmp_path
     settings = [
         "model.base_path=builtin:tiny",
         "environments.0.max_tokens=12",
-        ("rl_training.token_budget=4096"),
+        "rl_training.token_budget=4096",
     ]
     flags = [part for setting in settings for part in ("--set", setting)]
     result = subprocess.run(

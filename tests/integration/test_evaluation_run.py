@@ -39,7 +39,7 @@ def test_the_best_checkpoint_is_the_one_that_answered_best_while_training_went_o
     settings = (
         f"evaluation.problems={PROBLEMS}",
         f"evaluation.every={EVERY}",
-        ("rl_training.keep_checkpoints=1"),
+        "rl_training.keep_checkpoints=1",
     )
     train_here(
         config,

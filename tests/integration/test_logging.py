@@ -152,7 +152,7 @@ def test_a_run_and_its_resume_elsewhere(tmp_path: Path) -> None:
     samples = [json.loads(line) for line in (moved / "samples.jsonl").read_text().splitlines()]
     assert [(sample["step"], sample["which"]) for sample in samples[::3]] == [
         (2, "first"),
-        (4, ("first")),
+        (4, "first"),
     ]
     logged = [json.loads(line) for line in (moved / "run.log").read_text().splitlines()]
     assert [line["step"] for line in logged if line["event"] == "step"] == [1, 2, 3, 4, 5]

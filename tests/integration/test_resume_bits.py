@@ -22,7 +22,7 @@ TRAINED = (
     "ratio_mean",
     "update_norm",
     "tokens",
-    ("reward_mean"),
+    "reward_mean",
 )
 REPLAYS = """
 import sys

@@ -23,10 +23,10 @@ def train(tmp_path: Path, **settings: object) -> Daemon:
     place = {
         "server.port": port,
         "rl_training.checkpoint_dir": tmp_path,
-        "rl_training.run_name": ("run"),
+        "rl_training.run_name": "run",
     }
     flags = [
-        part for key, value in (place | settings).items() for part in ("--set", (f"{key}={value}"))
+        part for key, value in (place | settings).items() for part in ("--set", f"{key}={value}")
     ]
     return Daemon("mlx_parallm_train", "--config", str(EXAMPLE / "letters.toml"), *flags, port=port)
 
@@ -38,9 +38,7 @@ def test_eight_lines_of_the_openai_client_train_the_model(tmp_path: Path) -> Non
         daemon.wait_until_ready()
         script = tmp_path / "train.py"
         script.write_text(
-            (EXAMPLE / "train.py")
-            .read_text()
-            .replace("127.0.0.1:8000", (f"127.0.0.1:{daemon.port}"))
+            (EXAMPLE / "train.py").read_text().replace("127.0.0.1:8000", f"127.0.0.1:{daemon.port}")
         )
         subprocess.run([sys.executable, str(script)], check=True, timeout=240)
         assert daemon.wait() == 0, daemon.output

@@ -80,7 +80,7 @@ def test_an_unnamed_adapter_is_the_served_model_and_the_base_stays_reachable(ada
         assert (
             answer(client, "default")
             == answer(client, "loud")
-            != answer(client, ("builtin:tiny:base"))
+            != answer(client, "builtin:tiny:base")
         )
         daemon.send(signal.SIGTERM)
         assert daemon.wait() == 0

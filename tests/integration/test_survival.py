@@ -96,7 +96,7 @@ def test_sigterm_under_load_lets_the_running_end_and_refuses_new_ones() -> None:
         "--port",
         str(port),
         "--set",
-        ("server.drain_timeout_s=30"),
+        "server.drain_timeout_s=30",
     ]
     with Daemon("mlx_parallm_serve", *arguments, port=port) as daemon:
         client = daemon.wait_until_ready().client()

@@ -64,15 +64,15 @@ def test_answers_all_through_a_run_under_rising_versions(tmp_path: Path) -> None
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert lines[-1]["policy_version"] == 20
     assert max(line["logprob_diff_max"] for line in lines) < 1e-4
-    assert json.loads((run / "final" / "adapter_config.json").read_text())["model"] == (
-        "builtin:tiny"
+    assert (
+        json.loads((run / "final" / "adapter_config.json").read_text())["model"] == "builtin:tiny"
     )
     for name in (
         "config.toml",
         "rollouts.sqlite",
         "latest",
         "final/adapters.safetensors",
-        ("reward.png"),
+        "reward.png",
     ):
         assert (run / name).exists(), name
 

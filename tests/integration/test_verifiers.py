@@ -29,7 +29,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VER
 GIVEN = -100
 needs_verifiers = pytest.mark.skipif(
     not (VENV / ".ready").exists(),
-    reason=("build/verifiers is missing: scripts/setup_verifiers makes it"),
+    reason="build/verifiers is missing: scripts/setup_verifiers makes it",
 )
 
 
@@ -39,10 +39,10 @@ def train(tmp_path: Path, **settings: object) -> Daemon:
     place = {
         "server.port": port,
         "rl_training.checkpoint_dir": tmp_path,
-        "rl_training.run_name": ("run"),
+        "rl_training.run_name": "run",
     }
     flags = [
-        part for key, value in (place | settings).items() for part in ("--set", (f"{key}={value}"))
+        part for key, value in (place | settings).items() for part in ("--set", f"{key}={value}")
     ]
     return Daemon("mlx_parallm_train", "--config", str(EXAMPLE / "letters.toml"), *flags, port=port)
 
@@ -138,7 +138,7 @@ def test_the_tiny_model_learns_from_two_of_them_at_once(tmp_path: Path) -> None:
         daemon.wait_until_ready()
         players = [
             adapter(daemon, "--in-flight", "4"),
-            adapter(daemon, "--in-flight", "2", ("--tools")),
+            adapter(daemon, "--in-flight", "2", "--tools"),
         ]
         try:
             assert daemon.wait(timeout=800) == 0, daemon.output

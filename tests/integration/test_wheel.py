@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--quiet",
         "--no-deps",
         "--no-build-isolation",
-        ("--no-index"),
+        "--no-index",
     ]
     subprocess.run([*pip, "--wheel-dir", directory, ROOT], check=True)
     (built,) = directory.glob("*.whl")
@@ -48,7 +48,7 @@ def venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         python,
         "install",
         "--no-deps",
-        ("--no-index"),
+        "--no-index",
     ]
     subprocess.run([*pip, wheel], check=True)
     (packages,) = directory.glob("lib/python*/site-packages")
@@ -105,7 +105,7 @@ def test_the_quickstart_runs_from_the_wheel(venv: Path, tmp_path: Path) -> None:
         "rl_training.total_steps=2",
         "evaluation.problems=0",
         "server.port=0",
-        ("rl_training.run_name=w"),
+        "rl_training.run_name=w",
     )
     run(
         venv,
@@ -130,6 +130,6 @@ def test_own_data_and_reward_train_from_the_wheel(venv: Path, tmp_path: Path) ->
         "mlx_parallm_train",
         *flags,
         "--set=rl_training.total_steps=1",
-        ("--set=rl_training.run_name=w"),
+        "--set=rl_training.run_name=w",
     )
     assert (tmp_path / "checkpoints" / "w" / "final" / "adapters.safetensors").exists()

@@ -175,7 +175,7 @@ def test_the_algorithms_differ_in_what_the_daemon_is_told(inference: InferenceMo
     assert [found[name].loss for name in ("ppo", "grpo", "reinforce")] == [
         "clip",
         "clip",
-        ("reinforce"),
+        "reinforce",
     ]
     assert [found[name].update_epochs for name in ("ppo", "grpo", "reinforce")] == [4, 4, 1]
     assert found["grpo"].advantage == "std" and found["reinforce"].advantage_whiten
@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused(inference: InferenceModule) -> None:
         make(REINFORCEAlgorithm, inference, Length(), ppo_epochs=4)
     with pytest.raises(
         ConfigError,
-        match=("so ppo_epochs can only be 1; PPOAlgorithm and GRPOAlgorithm take several"),
+        match="so ppo_epochs can only be 1; PPOAlgorithm and GRPOAlgorithm take several",
     ):
         make(REINFORCEAlgorithm, inference, Length(), backprop={"ppo_epochs": 2})
     with pytest.raises(ConfigError, match="'a2c': choose one of ppo, grpo, reinforce"):
@@ -279,7 +279,7 @@ def test_what_does_not_fit_is_refused(inference: InferenceModule) -> None:
     [
         ([1.0], "1 scores for 8"),
         ([None] * 8, "expected a list of 8 numbers"),
-        ([float("nan")] * 8, ("is nan")),
+        ([float("nan")] * 8, "is nan"),
     ],
 )
 def test_rewards_that_are_no_rewards(
@@ -415,7 +415,7 @@ def test_it_learns(kind: type[BaseAlgorithm], inference: InferenceModule) -> Non
     [
         "pareto",
         "backprop",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("ppo_text", ("grpo_svrl"))),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("ppo_text", "grpo_svrl")),
     ],
 )
 def test_the_examples_run(name: str, tmp_path: Path) -> None:

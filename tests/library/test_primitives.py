@@ -16,7 +16,7 @@ PRINTED = (
         "SimpleTextEnvironment",
         "SVRLEnvironment",
         "ConversationEnvironment",
-        ("BaseEnvironment"),
+        "BaseEnvironment",
     ),
     *(
         "State",
@@ -25,7 +25,7 @@ PRINTED = (
         "BackpropModule",
         "BackpropConfig",
         "PPOAlgorithm",
-        ("GRPOAlgorithm"),
+        "GRPOAlgorithm",
     ),
     *("REINFORCEAlgorithm", "AlgorithmConfig", "SVRLRewardComputer", "ParetoRewardComputer"),
 )

@@ -30,7 +30,7 @@ def test_population_std() -> None:
 @pytest.mark.parametrize(
     "rewards",
     [[0.5] * 4, [0.1 + 0.2, 0.3, 0.3], [1e9 + 1e-6, 1e9], [0.7]],
-    ids=["equal", "rounding", "large", ("one")],
+    ids=["equal", "rounding", "large", "one"],
 )
 def test_equal_rewards_have_no_variance(rewards: list[float]) -> None:
     """0.1 + 0.2 is not 0.3: divided by its own std that difference would be an advantage of 1.4."""
@@ -41,7 +41,7 @@ def test_equal_rewards_have_no_variance(rewards: list[float]) -> None:
 def test_a_kind_that_there_is_not() -> None:
     for rewards in ([1.0, 0.0], [1.0, 1.0]):
         with pytest.raises(
-            ValueError, match=("'grpo' is no kind of advantage; there are std, std_sample, mean")
+            ValueError, match="'grpo' is no kind of advantage; there are std, std_sample, mean"
         ):
             group_advantages(rewards, "grpo")  # type: ignore[arg-type]
 

@@ -257,7 +257,7 @@ def test_what_the_mask_hides_may_be_anything(loss: str, level: str, poison: floa
         "ref_logprobs",
         "advantages",
         "entropy",
-        ("weights"),
+        "weights",
     )
     dirty = replace(
         clean, **{name: mx.where(clean.mask, getattr(clean, name), poison) for name in names}

@@ -147,7 +147,7 @@ def test_beside_a_policy_loss(old: bool) -> None:
         "policy_loss",
         "value_loss",
         "value_clip_fraction",
-        ("approx_kl"),
+        "approx_kl",
     }
 
 

@@ -192,7 +192,7 @@ CASES: dict[str, tuple[Callable[..., LossOutputs], Callable[..., float], dict[st
             "apo_zero",
             "apo_down",
             "discopop",
-            ("sft"),
+            "sft",
         )
     },
     "exo_pair": (

@@ -63,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(self.hub.info)
         elif "/revision/" in path and not path.endswith(("/main", COMMIT)):
             self._refuse(
-                Refusal(404, "RevisionNotFound", (f"Invalid rev id: {path.rpartition('/')[2]}"))
+                Refusal(404, "RevisionNotFound", f"Invalid rev id: {path.rpartition('/')[2]}")
             )
         elif path.startswith(f"{api}/tree/"):
             self._send(json.dumps([self._entry(name) for name in self.hub.files]).encode())
@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
             "type": "file",
             "path": name,
             "size": self._size(name),
-            "oid": (f"{abs(hash(name)):040x}"),
+            "oid": f"{abs(hash(name)):040x}",
         }
 
     def _size(self, name: str) -> int:

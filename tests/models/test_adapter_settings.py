@@ -123,7 +123,7 @@ def test_a_setting_that_changes_nothing_passes(tmp_path: Path) -> None:
             "peft_version": "0.21.2",
             "base_model_name_or_path": "a/b",
             "revision": "main",
-            "task_type": ("CAUSAL_LM"),
+            "task_type": "CAUSAL_LM",
         },
         **{
             "auto_mapping": {"base_model_class": "X"},
@@ -163,12 +163,12 @@ def test_a_setting_that_changes_nothing_passes(tmp_path: Path) -> None:
     }
     starts = [
         {"init_lora_weights": start}
-        for start in (True, False, "gaussian", "orthogonal", "eva", ("mica"))
+        for start in (True, False, "gaussian", "orthogonal", "eva", "mica")
     ]
     plain = load_adapter(peft(tmp_path / "plain")).layers["model.layers.0.self_attn.q_proj"]
     for settings in (harmless, off, empty, *starts):
         found = load_adapter(peft(tmp_path / "a", **settings)).layers[
-            ("model.layers.0.self_attn.q_proj")
+            "model.layers.0.self_attn.q_proj"
         ]
         assert found.scale == plain.scale == 3.0
         assert mx.array_equal(found.a, plain.a) and mx.array_equal(found.b, plain.b)
@@ -208,12 +208,9 @@ def test_every_tensor_is_applied_or_refused_by_its_name(tmp_path: Path) -> None:
         f"{LAYER}.base_layer.weight": "it is a weight of the base",
         "base_model.model.model.embed_tokens.lora_embedding_A": "adapters of embeddings",
         "base_model.model.model.embed_tokens.lora_embedding_B.default": "adapters of embeddings",
-        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": (
-            "trainable_token_indices"
-        ),
-        "base_model.model.lm_head.modules_to_save.default.weight": (
-            "modules_to_save is not supported"
-        ),
+        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": "trainable_token_indices",
+        "base_model.model.lm_head.modules_to_save.default.weight": "modules_to_save is not"
+        " supported",
         "base_model.model.lm_head.original_module.weight": "it is a copy of the base's weights",
         "base_model.model.lm_head.weight": "it is a whole weight",
         f"{LAYER}.lora_E": "this kind of LoRA",
@@ -230,13 +227,13 @@ def test_every_tensor_is_applied_or_refused_by_its_name(tmp_path: Path) -> None:
         (dict([*pair().items()][:1]), "q_proj has no lora_B"),
         (
             pair() | {f"{LAYER}.lora_magnitude_vector": mx.ones((64,))},
-            ("a magnitude vector, but use_dora is not true"),
+            "a magnitude vector, but use_dora is not true",
         ),
         (pair(name=".default") | pair(name=".other"), "are of two adapters"),
         (
             pair()
             | {key.removeprefix("base_model.model."): value for key, value in pair().items()},
-            ("of two adapters"),
+            "of two adapters",
         ),
         (
             {key: value[0] for key, value in pair().items()},
@@ -277,7 +274,7 @@ def test_names_of_raw_state_dictionaries_are_the_same_adapter(tmp_path: Path) ->
         ("", ""),
         ("", ".weight"),
         (".default", ".default"),
-        (".default", (".default.weight")),
+        (".default", ".default.weight"),
     ):
         tensors = pair(name=name) | {f"{LAYER}.lora_magnitude_vector{vector}": mx.full((64,), 7.0)}
         [found] = load_adapter(peft(tmp_path / "a", tensors, use_dora=True)).layers.values()
@@ -291,7 +288,7 @@ def test_mlx_lms_settings_and_tensors(tmp_path: Path) -> None:
         "iters": 600,
         "optimizer": "adam",
         "mask_prompt": True,
-        "lr_schedule": {"name": ("cosine_decay")},
+        "lr_schedule": {"name": "cosine_decay"},
     }
     assert (
         load_adapter(mlx_lm(tmp_path, tensors, **written, use_tomorrow=False)).layers[path].scale
@@ -325,7 +322,7 @@ def test_mlx_lms_settings_and_tensors(tmp_path: Path) -> None:
             load_adapter(mlx_lm(tmp_path, tensors, **settings))
     for name, message in (
         (f"{path}.lora_b", "has lora_b but no lora_a"),
-        (f"{path}.m", ("is no LoRA tensor")),
+        (f"{path}.m", "is no LoRA tensor"),
     ):
         changed = {key: value for key, value in tensors.items() if key == name} or tensors | {
             name: mx.ones((64,))
@@ -366,7 +363,7 @@ def test_tensors_are_floating_point(tmp_path: Path, dtype: mx.Dtype) -> None:
     """A quantised adapter's integers, or float8's bytes, were taken for the numbers themselves."""
     kind = str(dtype).removeprefix("mlx.core.")
     with pytest.raises(
-        AdapterError, match=(f"lora_[AB].weight is {kind}: an adapter's tensors are float32")
+        AdapterError, match=f"lora_[AB].weight is {kind}: an adapter's tensors are float32"
     ):
         load_adapter(
             peft(tmp_path / "whole", {key: tensor.astype(dtype) for key, tensor in pair().items()})

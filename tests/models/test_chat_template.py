@@ -91,18 +91,10 @@ JSON_USES: dict[str, str] = {
     ),
     "{% for k, v in a | dictsort %}{{ k }},{% endfor %}": "deep,n,no,ok,title,",
     "{{ a.title }}{{ a['ok'] }}{{ a.deep.a[2] }}{{ a.deep.a }}": 'xtrueü[false, null, "ü"]',
-    "{{ a.no is none }}{{ a.ok is boolean }}{{ a.ok is true }}{{ a.deep.a[0] is false }}{{ a.ok is integer }}": (
-        "TrueTrueTrueTrueFalse"
-    ),
-    "{{ a.no is string }}{{ a.title is string }}{{ a.deep is mapping }}{{ a.deep.a is sequence }}": (
-        "FalseTrueTrueTrue"
-    ),
-    "{{ 1 if a.no else 0 }}{{ 1 if a.ok else 0 }}{{ a.no == none }}{{ a.ok == true }}": (
-        "01TrueTrue"
-    ),
-    "{{ a.keys() | join(',') }}{{ 'city' in a }}{{ a.get('n') }}{{ a.missing is defined }}": (
-        "ok,no,n,deep,titleFalse1.0False"
-    ),
+    "{{ a.no is none }}{{ a.ok is boolean }}{{ a.ok is true }}{{ a.deep.a[0] is false }}{{ a.ok is integer }}": "TrueTrueTrueTrueFalse",
+    "{{ a.no is string }}{{ a.title is string }}{{ a.deep is mapping }}{{ a.deep.a is sequence }}": "FalseTrueTrueTrue",
+    "{{ 1 if a.no else 0 }}{{ 1 if a.ok else 0 }}{{ a.no == none }}{{ a.ok == true }}": "01TrueTrue",
+    "{{ a.keys() | join(',') }}{{ 'city' in a }}{{ a.get('n') }}{{ a.missing is defined }}": "ok,no,n,deep,titleFalse1.0False",
     "{{ a != '' }}{{ a == '{}' }}{{ a != a | string }}{{ a == a | string }}": "TrueFalseFalseTrue",
     "{{ '[' + a.deep + a.deep.a + ']' }}": '[{"a": [false, null, "ü"]}[false, null, "ü"]]',
 }
@@ -131,7 +123,7 @@ def test_a_template_cannot_reach_what_lies_behind() -> None:
     for use in (
         "{% set _ = a.update({'x': 1}) %}",
         "{% set _ = a.pop('city') %}",
-        ("{% set _ = a.x.append(1) %}"),
+        "{% set _ = a.x.append(1) %}",
     ):
         with pytest.raises(RequestError, match="refuses these messages"):
             printed(use, '{"city": 1, "x": []}')
@@ -149,7 +141,7 @@ def test_transformers_renders_the_same(name: str) -> None:
     tools = [
         {
             "type": "function",
-            "function": {"description": "<ü>", "name": "f", "parameters": {"type": ("object")}},
+            "function": {"description": "<ü>", "name": "f", "parameters": {"type": "object"}},
         }
     ]
 
@@ -174,7 +166,7 @@ def test_transformers_renders_the_same(name: str) -> None:
     for form in (
         arguments,
         json.dumps(arguments),
-        json.dumps(arguments, ensure_ascii=False, separators=(", ", (": "))),
+        json.dumps(arguments, ensure_ascii=False, separators=(", ", ": ")),
     ):
         # there the client's own escapes are shown
         if name != "deepseek" or form != json.dumps(arguments):
@@ -245,7 +237,7 @@ def test_tools_that_a_template_leaves_out_are_taught_wherever_they_come_from() -
     history = [
         USER,
         {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": ("ü")},
+        {"role": "tool", "tool_call_id": "c", "content": "ü"},
     ]
     tools = [{"type": "function", "function": {"name": "f", "description": "Grüße"}}]
     text = tokenizer.render_chat_text(history, tools=tools)
@@ -254,7 +246,7 @@ def test_tools_that_a_template_leaves_out_are_taught_wherever_they_come_from() -
     assert "<|im_start|>user\n<tool_response>\nü\n</tool_response><|im_end|>" in text
     assert "<tool_response>" in tokenizer.render_chat_text(history)
     assert "<|im_start|>tool\nü" in tokenizer.render_chat_text(
-        [USER, {"role": "tool", "content": ("ü")}]
+        [USER, {"role": "tool", "content": "ü"}]
     )
 
 

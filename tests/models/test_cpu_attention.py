@@ -19,7 +19,7 @@ from tests.rl_training.making import make_config, make_trainer
 from tests.tiny_models import QWEN3, make_model
 
 pytestmark = pytest.mark.skipif(
-    not cpu_kernels.available(), reason=("needs MLX on the CPU and a C++ compiler")
+    not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler"
 )
 
 CASES = {  # B, heads, H, L, T, mask
@@ -63,7 +63,7 @@ def in_float64(
 
 
 @pytest.mark.parametrize(
-    "block", [cpu_attention.BLOCK, 1 << 14, 1], ids=["large", "small", ("least")]
+    "block", [cpu_attention.BLOCK, 1 << 14, 1], ids=["large", "small", "least"]
 )
 def test_it_is_softmax_attention(
     case: tuple[list[mx.array], mx.array | str | None], block: int, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from tests.tiny_models import QWEN3, make_model
 
 needs_cpu = pytest.mark.skipif(not cpu_kernels.on_cpu(), reason="MLX computes on a GPU")
 needs_compiler = pytest.mark.skipif(
-    not cpu_kernels.available(), reason=("needs MLX on the CPU and a C++ compiler")
+    not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler"
 )
 
 
@@ -31,10 +31,10 @@ needs_compiler = pytest.mark.skipif(
     ("power", "exact", "lowest", "fused", "error"),
     [
         pytest.param(
-            cpu_kernels.exp_minus, np.exp, -87.0, True, 1.3e-7, marks=needs_compiler, id=("e")
+            cpu_kernels.exp_minus, np.exp, -87.0, True, 1.3e-7, marks=needs_compiler, id="e"
         ),
         pytest.param(
-            cpu_kernels.exp2_minus, np.exp2, -100.0, True, 1.3e-7, marks=needs_compiler, id=("2")
+            cpu_kernels.exp2_minus, np.exp2, -100.0, True, 1.3e-7, marks=needs_compiler, id="2"
         ),
         pytest.param(cpu_kernels.exp_minus, np.exp, -87.0, False, 5e-6, id="e, MLX's own"),
         pytest.param(cpu_kernels.exp2_minus, np.exp2, -100.0, False, 6e-6, id="2, MLX's own"),

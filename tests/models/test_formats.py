@@ -103,11 +103,11 @@ def only(*names: str) -> Callable[[Path], None]:
     [
         (
             only("adapter_config.json", "adapters.safetensors"),
-            ("is an adapter, not a model: set model.lora_path = '{}'"),
+            "is an adapter, not a model: set model.lora_path = '{}'",
         ),
         (
             only("adapter_config.json", "adapter_model.safetensors", "config.json"),
-            ("is an adapter, not a model"),
+            "is an adapter, not a model",
         ),
         (only("model.Q4_K_M.gguf"), "{} holds GGUF, llama.cpp's format: name the file itself"),
         (only("config.json", "pytorch_model-00001-of-00002.bin"), "PyTorch weights only (.bin)"),

@@ -84,19 +84,19 @@ def test_a_gated_model(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             Refusal(401, "", "Invalid credentials in Authorization header"),
-            ("refuses your token .* `hf auth login`"),
+            "refuses your token .* `hf auth login`",
         ),
         (
             Refusal(403, "", "Forbidden"),
-            ("your token may not read 'acme/model': give it read access"),
+            "your token may not read 'acme/model': give it read access",
         ),
         (
             Refusal(401, "", "Invalid username or password."),
-            ("no model 'acme/model' on the hub: check the name"),
+            "no model 'acme/model' on the hub: check the name",
         ),
         (
             Refusal(404, "RepoNotFound", "Repository not found"),
-            ("no model 'acme/model' on the hub: check the name"),
+            "no model 'acme/model' on the hub: check the name",
         ),
     ],
 )
@@ -163,7 +163,7 @@ def test_what_config_json_shows_is_refused_before_the_weights(hub: FakeHub) -> N
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             ModelError,
-            ("GPTQ to 4 bits"),
+            "GPTQ to 4 bits",
         ),
         (
             {"quantization": {"bits": 4, "group_size": 64}},
@@ -188,7 +188,7 @@ def test_the_command_says_it_in_one_line(hub: FakeHub, tmp_path: Path) -> None:
         "--set",
         f"model.base_path={REPOSITORY}",
         "--set",
-        ("server.port=0"),
+        "server.port=0",
     ]
     result = subprocess.run(
         [sys.executable, "-c", program, *arguments],
@@ -199,7 +199,7 @@ def test_the_command_says_it_in_one_line(hub: FakeHub, tmp_path: Path) -> None:
             "HF_ENDPOINT": hub.url,
             "HF_HOME": str(tmp_path / "home"),
             "MKL_NUM_THREADS": "1",
-            "PATH": ("/usr/bin"),
+            "PATH": "/usr/bin",
         },
         check=False,
     )

@@ -129,7 +129,7 @@ def test_chat_templates_from_text_and_file(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=rf"model.chat_template: .*{reason}"):
             load_tokenizer(TINY_ASSETS, ModelConfig(chat_template=str(missing)))
     broken = load_tokenizer(
-        TINY_ASSETS, ModelConfig(chat_template=("{{ raise_exception('no system role') }}"))
+        TINY_ASSETS, ModelConfig(chat_template="{{ raise_exception('no system role') }}")
     )
     with pytest.raises(RequestError, match="refuses these messages: no system role"):
         broken.render_chat_text(messages)

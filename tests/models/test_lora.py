@@ -284,7 +284,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         check_adapter(
             linear_shapes(model),
             {"model.layers.9.q": wrong["model.layers.0.self_attn.q_proj"]},
-            ("x"),
+            "x",
         )
     (tmp_path / "run" / "final").mkdir(parents=True)
     with pytest.raises(AdapterError, match=r"no adapter at .*did you mean .*run/final\?"):

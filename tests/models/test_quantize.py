@@ -195,7 +195,7 @@ def test_where_copies_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         == Path.home() / ".cache" / "mlx_parallm" / "quantized"
     )
     assert ModelConfig(quantized_cache="off").quantized_cache_directory() is None
-    assert json.loads(ModelConfig(quantized_cache="~/x").model_dump_json())["quantized_cache"] == (
-        "~/x"
+    assert (
+        json.loads(ModelConfig(quantized_cache="~/x").model_dump_json())["quantized_cache"] == "~/x"
     )
     assert ModelConfig(quantized_cache="~/x").quantized_cache_directory() == Path.home() / "x"

@@ -155,16 +155,16 @@ def test_the_table_says_what_the_check_says() -> None:
     assert sum(row[1] == "no" for row in rows.values()) <= 3
     assert rows["qwen3_5"][1:] == ["snapshots", "by tokens"] and rows["mamba"][1:] == [
         "snapshots",
-        ("states"),
+        "states",
     ]
     assert rows["gemma2"][1:] == ["yes", "rectangle"] and rows["gpt_bigcode"][1:] == [
         "yes",
-        ("one by one"),
+        "one by one",
     ]
 
 
 @pytest.mark.parametrize(
-    ("name", "adapted", "read"), [("gemma3n", "q_proj", "_coefs"), ("kimi_k3", "o_proj", ("_res_"))]
+    ("name", "adapted", "read"), [("gemma3n", "q_proj", "_coefs"), ("kimi_k3", "o_proj", "_res_")]
 )
 def test_layers_whose_weight_the_model_reads_get_no_adapter(
     name: str, adapted: str, read: str

@@ -35,7 +35,7 @@ PARTS = [
     "x",
     ".",
     ", ",
-    ("42"),
+    "42",
 ]
 PARTS += [
     "    return",
@@ -47,7 +47,7 @@ PARTS += [
     "don't",
     "\n\n",
     "\t",
-    ("👩‍🚀"),
+    "👩‍🚀",
 ]
 DRAWS = 250
 
@@ -214,7 +214,7 @@ def test_sentencepiece_keeps_its_space_and_its_bytes(make: Make, family: str) ->
     word = " world" if "▁world" in vocabulary else " w"
     assert tokenizer.token_text(world) == word and tokenizer.token_bytes(world) == word.encode()
     assert tokenizer.token_texts([world, world]) == [
-        word if family in ("gemma", ("metaspace never")) else word[1:],
+        word if family in ("gemma", "metaspace never") else word[1:],
         word,
     ]
     assert tokenizer.decode([world], opens_text=False) == word
@@ -248,7 +248,7 @@ def test_what_follows_a_prompt_is_read_as_it_was_tokenised(make: Make, family: s
         "phi3",
         "metaspace always",
         "metaspace decoder",
-        ("unigram"),
+        "unigram",
     )
     for prompt in ("Hello", "<|user|>Hello</s><|assistant|>", "<|user|>Hello</s><|assistant|>\n"):
         ids = tokenizer.encode(prompt)

@@ -32,7 +32,7 @@ TASKS = [
     {
         "prompt": "Hit 100 m.",
         "goal": {"target": 100, "wind": 2, "tolerance": 1.0},
-        "type": ("physics"),
+        "type": "physics",
     },
 ]
 MATH, AIM = 0, 1

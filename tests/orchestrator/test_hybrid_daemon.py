@@ -34,7 +34,7 @@ class Delegates(HybridEnvironment):
 
     def update_state(self, state: State, response: str) -> State:
         action = (
-            ("ANSWER: done")
+            "ANSWER: done"
             if state.step_count
             else f"DELEGATE: aim(target={50 + len(response) % 100}, wind=1)"
         )
@@ -155,7 +155,7 @@ def test_a_stopped_run_goes_on_and_the_server_answers_meanwhile(tmp_path: Path) 
     assert load_expert(tmp_path / "through" / EXPERT).config.name == "aim"
     start, end, again = (
         weights(tmp_path / name)
-        for name in ("aim.safetensors", f"through/{EXPERT}", (f"stopped/{EXPERT}"))
+        for name in ("aim.safetensors", f"through/{EXPERT}", f"stopped/{EXPERT}")
     )
     assert any((end[name] != start[name]).any() for name in end)
     assert all((end[name] == again[name]).all() for name in end)

@@ -63,7 +63,7 @@ def weights(expert: Any) -> dict[str, np.ndarray]:
 def test_the_schedule() -> None:
     table = {
         learn: LearningSchedule(learn, alternate_every=2)
-        for learn in ("planner", "experts", "alternate", ("both"))
+        for learn in ("planner", "experts", "alternate", "both")
     }
     planner = {
         learn: [schedule.planner(step) for step in range(1, 6)] for learn, schedule in table.items()

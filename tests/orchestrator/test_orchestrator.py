@@ -29,7 +29,7 @@ from mlx_parallm.systems.orchestrator.tool_server import math_solve, physics_sim
 AIM = {
     "prompt": "Hit 100 m.",
     "goal": {"target": 100.0, "wind": 2.0, "tolerance": 1.0},
-    "type": ("physics"),
+    "type": "physics",
 }
 SUM = {"prompt": "What is 6 * 7?", "goal": {"expected_answer": 42}, "type": "math"}
 
@@ -320,7 +320,7 @@ def test_hybrid_env_obeys_its_orchestrators_settings(tools: ToolClient) -> None:
 def test_a_type_that_is_nearly_one_is_refused(tools: ToolClient) -> None:
     orchestrator = Orchestrator(None, registry(), tools)
     with pytest.raises(
-        ConfigError, match=("type 'phisics' has no reward function; did you mean 'physics'")
+        ConfigError, match="type 'phisics' has no reward function; did you mean 'physics'"
     ):
         orchestrator.reset({**SUM, "type": "phisics"})
     orchestrator.reset({**SUM, "type": "geography"})  # of the data's own

@@ -90,7 +90,7 @@ def test_constraints_are_judged_at_the_end() -> None:
         violations(Played(task, calls=[solve(), shot(1.0), shot(2.0)])) == []
     )  # an expert's calls are not the planner's
     assert violations(Played(task, calls=[solve(error="tool"), shot(1.0)])) == [
-        ("math_solve was not used")
+        "math_solve was not used"
     ]
     # correct 1 + fast 0.5 + efficient 0.2 - two violations
     assert final(Played(task, "yes", 2, [solve(), solve()])) == pytest.approx(0.7)
@@ -106,7 +106,7 @@ def test_steps() -> None:
     assert step_reward(config, "tool", None) == pytest.approx(0.04)
     assert step_reward(config, "tool", "unknown_tool") == pytest.approx(-0.11)
     assert step_reward(config, "tool", "malformed") == step_reward(
-        config, "delegate", ("unknown_expert")
+        config, "delegate", "unknown_expert"
     )
     assert (
         step_reward(config, "tool", "timeout")

@@ -60,7 +60,7 @@ def test_a_server_process_answers_as_the_functions(transport: str) -> None:
         ):
             assert {tool["name"] for tool in served.definitions()} == {
                 "math_solve",
-                ("physics_simulate"),
+                "physics_simulate",
             }
             for name, arguments in CALLS:
                 there, here = served.call(name, arguments), own.call(name, arguments)

@@ -31,7 +31,7 @@ def test_the_run_that_it_begins(tmp_path: Path) -> None:
         "--config",
         str(tmp_path / "run" / "hybrid.toml"),
         "--set",
-        ("server.port=0"),
+        "server.port=0",
     ]
     config = load_config(given[2], ["server.port=0"])
     assert (config.rl_training.total_steps, config.rl_training.learning_rate) == (7, 2e-4)
@@ -39,7 +39,7 @@ def test_the_run_that_it_begins(tmp_path: Path) -> None:
     assert (environment.kind, environment.group_size, environment.options["learn"]) == (
         "hybrid",
         8,
-        ("both"),
+        "both",
     )
     assert list(environment.options["experts"]) == ["physics_controller"]
     assert config.tools.mcp[0].command[-1] == "mlx_parallm.systems.orchestrator.tool_server"

@@ -115,7 +115,7 @@ def test_rows_by_builder_and_from_files(tmp_path: Path) -> None:
             tmp_path / "kto", test_fraction=0.0, near_duplicates=1.0
         ).train
         assert {row["completion"][0]["content"].split()[0] for row in rows if row["label"]} == {
-            ("good")
+            "good"
         }
         assert len((tmp_path / "kto" / "train.jsonl").read_text().splitlines()) == len(rows) == 16
         assert len(found.build_grpo_dataset(test_fraction=0.0).train) == 8
@@ -130,7 +130,7 @@ def test_the_trainer_of_rows(tmp_path: Path) -> None:
         "max_steps": 1,
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-3,
-        "report_to": ("none"),
+        "report_to": "none",
     }
     config = TrainingConfig(
         "builtin:tiny", "kto", tmp_path / "run", lora={"r": 2}, arguments=arguments

@@ -43,7 +43,7 @@ STAGES = [
     "train",
     "evaluate",
     "export",
-    ("deploy"),
+    "deploy",
 ]
 
 
@@ -78,7 +78,7 @@ def command(*more: str) -> list[str]:
         "builtin:tiny",
         "--method",
         "sft",
-        ("--reward"),
+        "--reward",
     ]
     flags += [
         "score.py:correct",
@@ -89,7 +89,7 @@ def command(*more: str) -> list[str]:
         "--epochs",
         "2",
         "--type",
-        ("q8_0"),
+        "q8_0",
     ]
     return [
         "pipeline",
@@ -132,7 +132,7 @@ def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(
     assert {file.name for file in (place / "out").iterdir()} == {
         "model-q8_0.gguf",
         "Modelfile",
-        ("export.json"),
+        "export.json",
     }
     page = (place / "work" / REPORT_FILE).read_text()
     assert (
@@ -184,7 +184,7 @@ def test_what_cannot_work_is_one_line(
     [
         (
             ["--deploy", "ollama:words", "--ollama-url", "http://127.0.0.1:9"],
-            ("Ollama has to run before the training"),
+            "Ollama has to run before the training",
         ),
         (["--deploy", "ollama:words", "--ollama-url", "127.0.0.1:9"], "is not a URL"),
         (["--deploy", "ollama:my words"], "a name of Ollama's is letters"),
@@ -193,7 +193,7 @@ def test_what_cannot_work_is_one_line(
         (["--type", "q9_9"], "expected one of f32"),
         (
             ["--base-model", "untemplated"],
-            ("could not be exported: the tokenizer has no chat template"),
+            "could not be exported: the tokenizer has no chat template",
         ),
         (["--base-model", "unknown"], "could not be exported"),
         (["--set", 'logging.trackers=["trackio"]'], "trackio"),
@@ -224,7 +224,7 @@ def test_what_a_later_stage_needs_is_missed_before_the_first(
             file.unlink()
         for name, key in (
             ("config.json", "model_type"),
-            ("tokenizer_config.json", ("chat_template")),
+            ("tokenizer_config.json", "chat_template"),
         ):
             document = json.loads((place / more[-1] / name).read_text())
             if key == "chat_template":
@@ -253,7 +253,7 @@ def test_a_model_that_comes_with_the_dry_run_is_checked_after_it(
         monkeypatch.setattr(stages, "_training_command", lambda directory: ["train"])
         monkeypatch.setattr(work, "command", lambda *arguments: None)
         with pytest.raises(
-            ConfigError, match=("could not be exported: --type q9_9: expected one of")
+            ConfigError, match="could not be exported: --type q9_9: expected one of"
         ):
             stages._watch = lambda: None
             stages._dry_run(place)
@@ -320,7 +320,7 @@ def test_both_labels_of_kto_count_alike(
     for number in range(right + wrong):
         messages = [
             {"role": "user", "content": f"Q{number}"},
-            {"role": "assistant", "content": (f"A{number}")},
+            {"role": "assistant", "content": f"A{number}"},
         ]
         found.append(new_trace(messages, session_id=f"{number}", source="test"))
         found[-1].note(rewards={"reward": {"score": float(number < right), "weight": 1.0}})

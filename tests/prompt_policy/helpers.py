@@ -16,7 +16,7 @@ SIZE = 16
 SMALL = (
     f"prompt_policy.ppo.input_dim={SIZE}",
     "prompt_policy.ppo.hidden_dim=8",
-    ("prompt_policy.ppo.min_buffer_size=8"),
+    "prompt_policy.ppo.min_buffer_size=8",
 )
 
 

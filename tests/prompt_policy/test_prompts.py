@@ -36,7 +36,7 @@ def test_prompts_with_common_words_lie_near_each_other() -> None:
         HashedEmbedder(1536).embed(
             [
                 "sort a list in Python",
-                *["sort this list with Python", "a poem about the autumn moon", ("")],
+                *["sort this list with Python", "a poem about the autumn moon", ""],
             ]
         ),
     )
@@ -121,7 +121,7 @@ def test_each_mutation_does_what_it_is_called() -> None:
         CONSTRAINTS[("GENERAL_QA")]
     )
     assert constrained.count("\n- ") == 2 and constrained == texts(
-        "What is a heat pump?", ("constraint-addition")
+        "What is a heat pump?", "constraint-addition"
     )
 
 
@@ -148,7 +148,7 @@ def test_a_reduction_never_drops_a_part_of_the_task(prompt: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["a" + " " * 19_998, "“", "if it ", "\n", "fix and ", "i hope you ", " ,", ("please ")]
+    "unit", ["a" + " " * 19_998, "“", "if it ", "\n", "fix and ", "i hope you ", " ,", "please "]
 )
 def test_a_prompt_of_the_longest_length_is_not_gone_through_again_from_each_place_in_it(
     unit: str,

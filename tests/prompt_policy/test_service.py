@@ -74,14 +74,14 @@ def test_the_routes_of_the_specification(tmp_path: Path) -> None:
             "/select_action",
             {"embedding": [0.0] * 16, "allowed": ["shout"]},
             400,
-            ("there is no mutation 'shout'"),
+            "there is no mutation 'shout'",
         ),
         ("/store_experience", experience_body(action=5), 400, "'action' is 5; there are 0 to 4"),
         (
             "/store_experience",
             experience_body(allowed=["expansion"]),
             400,
-            ("which 'allowed' does not name"),
+            "which 'allowed' does not name",
         ),
         ("/store_experience", experience_body(state=[1e39] * 16), 400, "state"),
         ("/save", {"path": "../outside"}, 400, "'path' is the name of a checkpoint in"),
@@ -93,7 +93,7 @@ def test_the_routes_of_the_specification(tmp_path: Path) -> None:
             "/feedback",
             {"id": "nobody", "reward": 1, "next_prompt": "Go on."},
             400,
-            ("needs the 'episode_id'"),
+            "needs the 'episode_id'",
         ),
         ("/mutate", {"prompt": "\ud800"}, 400, "prompt"),
         ("/mutate", {"prompt": "a", "mutation": "shout"}, 400, "there is no mutation 'shout'"),
@@ -105,7 +105,7 @@ def test_what_is_refused(
     shared_client: httpx.Client, path: str, body: Any, status: int, says: str
 ) -> None:
     reply = shared_client.post(
-        path, content=json.dumps(body), headers={"Content-Type": ("application/json")}
+        path, content=json.dumps(body), headers={"Content-Type": "application/json"}
     )
     assert reply.status_code == status, reply.text
     assert says in reply.json()["error"]["message"]
@@ -123,8 +123,9 @@ def test_a_mutation_and_its_reward(tmp_path: Path) -> None:
             "/mutate", json={"prompt": POLITE, "mutation": "context-reduction"}
         ).json()
         assert changed["prompt"] == "Write a Python function that sorts a list."
-        assert changed["mutation_type"] == "context-reduction" and changed["category"] == (
-            "CODE_GENERATION"
+        assert (
+            changed["mutation_type"] == "context-reduction"
+            and changed["category"] == "CODE_GENERATION"
         )
         assert changed["expected_impact"]["cost"] == "decrease"
         assert changed["probability"] == 1.0  # the only one that could be chosen
@@ -300,7 +301,7 @@ def test_errors_of_other_servers_and_of_checkpoints_are_declared(
         ("/load", "409"),
         ("/mutate", "502"),
         ("/embed", "502"),
-        ("/rollout", ("422")),
+        ("/rollout", "422"),
     ):
         assert "Error" in str(paths[path]["post"]["responses"][status]), path
 

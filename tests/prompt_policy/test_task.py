@@ -27,9 +27,7 @@ def reward_of(directory: Path) -> str:
 def test_a_rollout_rewards_the_rewriting_by_its_answers(tmp_path: Path) -> None:
     def answer(path: str, body: Any) -> Any:
         texts = (
-            ["ab", "ab", "ba", ("no")]
-            if body["messages"][0]["content"] == "Sort: ba"
-            else ["no"] * 4
+            ["ab", "ab", "ba", "no"] if body["messages"][0]["content"] == "Sort: ba" else ["no"] * 4
         )
         return 200, {}, {"choices": [{"message": {"content": text}} for text in texts]}
 
@@ -49,7 +47,7 @@ def test_a_rollout_rewards_the_rewriting_by_its_answers(tmp_path: Path) -> None:
                 json={
                     "prompt": "Sort: ba",
                     "mutation": "context-reduction",
-                    "columns": {"answer": ("ab")},
+                    "columns": {"answer": "ab"},
                 },
             ).json()
             assert plain["reward"] == 0.5 and plain["stored"] is False and plain["buffer_size"] == 1
@@ -101,14 +99,14 @@ def test_a_chat_model_is_the_sixth_mutation_and_may_fail(tmp_path: Path) -> None
         chat = [
             f"prompt_policy.chat_url={url}",
             "prompt_policy.chat_model=m",
-            ("prompt_policy.ppo.action_dim=6"),
+            "prompt_policy.ppo.action_dim=6",
         ]
         with serving(tmp_path, *chat) as client:
             body = {"prompt": "Sort: ba", "mutation": "chat-rewrite"}
             changed = client.post("/mutate", json=body).json()
             assert changed["prompt"] == "Sort the letters b and a." and changed["action"] == 5
-            assert client.post("/mutate", json=body | {"prompt": "half"}).json()["prompt"] == (
-                "\ufffd!"
+            assert (
+                client.post("/mutate", json=body | {"prompt": "half"}).json()["prompt"] == "\ufffd!"
             )
             failed = client.post("/mutate", json=body | {"prompt": "fail"})
             assert failed.status_code == 502 and "no rewriting" in failed.json()["error"]["message"]
@@ -166,7 +164,7 @@ def test_the_daemon_rewards_by_the_model_that_it_serves(tmp_path: Path) -> None:
             [row] = client.post("/embed", json={"input": ["Sort: ba"]}).json()["embeddings"]
         with httpx.Client(base_url=daemon.url, timeout=60) as client:
             theirs = client.post("/v1/embeddings", json={"input": "Sort: ba"}).json()["data"][0][
-                ("embedding")
+                "embedding"
             ]
             assert row == pytest.approx(theirs, abs=1e-6)
             assert "mlx_parallm_prompt_policy_buffer 1.0" in client.get("/metrics").text

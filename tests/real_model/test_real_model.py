@@ -95,7 +95,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         not GGUF.is_file(),
-        reason=(f"no {GGUF.relative_to(ROOT)}: scripts/get_smollm2 downloads it"),
+        reason=f"no {GGUF.relative_to(ROOT)}: scripts/get_smollm2 downloads it",
     ),
 ]
 
@@ -226,7 +226,7 @@ def test_a_merge_changes_the_projections_alone_and_its_file_passes_the_check_of_
         str(model),
         "--lora-path",
         str(run / "final"),
-        ("--output-path"),
+        "--output-path",
     ]
     assert cli.main([*merge, str(tmp_path / "merged")]) == 0
     base, merged = (

@@ -25,7 +25,7 @@ WEATHER = {
         "properties": {
             "city": {"type": "string"},
             "days": {"type": "integer"},
-            "unit": {"type": ("string")},
+            "unit": {"type": "string"},
         },
         "required": ["city", "days"],
     },
@@ -159,12 +159,12 @@ def test_calls_are_read_in_the_models_own_format() -> None:
         ({"tools": [{"description": "nameless"}], "calls": [PARIS]}, "tools cannot be read"),
         (
             {"tools": [NOW], "calls": [PARIS]},
-            ("'weather' of the row's 'calls' is not among its tools"),
+            "'weather' of the row's 'calls' is not among its tools",
         ),
         ({"tools": [WEATHER], "calls": "weather"}, "no list of calls"),
         (
             {"tools": [WEATHER], "calls": [{"weather": {"city": "Paris"}}]},
-            ("lists of accepted values"),
+            "lists of accepted values",
         ),
     ],
 )
@@ -263,14 +263,14 @@ def test_types_get_the_names_of_json_schema() -> None:
         "type": "dict",
         "properties": {
             "type": {"type": "any"},
-            "to": {"type": "tuple", "items": {"type": ("float")}},
+            "to": {"type": "tuple", "items": {"type": "float"}},
         },
     }
     assert make_rows.to_json_schema(bfcl) == {
         "type": "object",
         "properties": {
             "type": {"type": "string"},
-            "to": {"type": "array", "items": {"type": ("number")}},
+            "to": {"type": "array", "items": {"type": "number"}},
         },
     }
 

@@ -33,7 +33,7 @@ TESTS = [
     "assert double(2) == 4",
     "assert double(0) == 0",
     "assert double(3) == 7",
-    ("assert double(-1) == -2"),
+    "assert double(-1) == -2",
 ]
 
 
@@ -113,7 +113,7 @@ async def test_the_last_block_counts(code):
 async def test_to_leave_early_passes_nothing(code):
     early = [
         answer(f"import os, sys\n{way}")
-        for way in ("sys.exit(0)", "os._exit(0)", ("print = exit = None"))
+        for way in ("sys.exit(0)", "os._exit(0)", "print = exit = None")
     ]
     assert await code(completions=early, tests=[["assert False"]] * 3) == [0, 0, 0]
 
@@ -184,7 +184,7 @@ async def test_what_a_test_may_expect_of_its_place(code):
     block = "from __future__ import annotations\nimport sys\ndef name(): return __name__"
     tests = [
         "assert name() == '__main__' and sys.modules['__main__'].name is name",
-        ("assert sys.stdin.read() == ''"),
+        "assert sys.stdin.read() == ''",
     ]
     assert await code(completions=[answer(block)], tests=[tests]) == [1]
     assert await code(completions=[answer("print('no end', end='')")], tests=[["assert True"]]) == [
@@ -223,7 +223,7 @@ async def test_without_tests_it_has_to_run(code):
         answer("print(1)") + answer("exit 1", "bash"),
         answer("true", "sh"),
         "no code",
-        answer("{}", ("json")),
+        answer("{}", "json"),
     ]
     assert await code(completions=texts) == [0.5, 1, None, None]
     assert await code(completions=texts[:1], tests=[None]) == [0.5]

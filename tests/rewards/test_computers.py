@@ -179,12 +179,12 @@ def test_svrl_wants_the_account_of_its_environment():
         (lambda: WeightedRewardComputer(["right"]), "neither a function nor"),
         (
             lambda: WeightedRewardComputer([right], weights=[float("nan")]),
-            ("the weight of 'right' is nan"),
+            "the weight of 'right' is nan",
         ),
         (lambda: create_reward_computer("parreto"), "did you mean 'pareto'"),
         (
             lambda: WeightedRewardComputer([right]).compute_rewards([trajectory()], "best"),
-            ("absolute, relative, pareto"),
+            "absolute, relative, pareto",
         ),
     ],
 )

@@ -97,7 +97,7 @@ judge = Judge()
 
 async def test_several_functions_are_added_up_by_their_weights(functions):
     got = await scores(
-        functions(TWO, "right", "short", "judge", weights=(2.0, 1.0, -1.0)), "4", "55", ("?")
+        functions(TWO, "right", "short", "judge", weights=(2.0, 1.0, -1.0)), "4", "55", "?"
     )
     assert got == [
         {"rewards/right": 1.0, "rewards/short": 1.0, "rewards/Judge": 0.5, "reward": 2.5},
@@ -169,7 +169,7 @@ async def test_log_metric_is_kept_beside_the_scores(functions):
 async def test_what_cannot_be_trained_on_is_refused_by_name(functions, kind, body, message):
     with pytest.raises(RolloutRejectedError, match=message):
         await scores(
-            functions(f"{kind} f(completions, log_metric, trainer_state):\n    {body}"), "a", ("b")
+            functions(f"{kind} f(completions, log_metric, trainer_state):\n    {body}"), "a", "b"
         )
 
 
@@ -205,7 +205,7 @@ async def test_a_plain_function_blocks_neither_the_loop_nor_an_async_one(functio
     )
     both, other = (
         functions(text, "f", "g"),
-        functions("async def g(completions):\n    return [4.0]", ("g")),
+        functions("async def g(completions):\n    return [4.0]", "g"),
     )
     state = both._functions[0].call.__globals__
     waiting = asyncio.create_task(scores(both, "a"))
@@ -415,12 +415,12 @@ async def test_a_column_that_a_task_lacks_is_named(made):
         (
             ("size",),
             {"reward_options": {"sise": {}}},
-            ("'sise', which is none of the rewards; did you mean 'size'"),
+            "'sise', which is none of the rewards; did you mean 'size'",
         ),
         (
             ("near",),
             {"reward_options": {"near": {"completions": 1}}},
-            ("every call of the function passes itself"),
+            "every call of the function passes itself",
         ),
         (("steps",), {"reward_options": {"steps": {"most": 1}}}, "has no option 'most'"),
         (("Longest",), {"reward_options": {"Longest": {"boonus": 1}}}, "boonus"),
@@ -445,7 +445,7 @@ def test_weights_and_keys_have_to_fit():
         ({"kind": "tasks", "name": "sum", "reward_method": "pareto"}, "reward_method belongs"),
         (
             {"kind": "svrl", "rewards": ["builtin:svrl"], "reward_weights": [1, 2]},
-            ("2 reward_weights for 1 rewards"),
+            "2 reward_weights for 1 rewards",
         ),
         ({"kind": "svrl", "reward_method": "best"}, "reward_method"),
         ({"kind": "svrl", "data": "rows.jsonl"}, "data belongs"),

@@ -109,7 +109,7 @@ def test_the_keyword_alone_is_no_content() -> None:
         ("castles", "castle"),
         ("volcanoes", "volcano"),
         ("libraries", "library"),
-        ("glass", ("glass")),
+        ("glass", "glass"),
     ],
 )
 def test_the_singular_names_the_topic(topic: str, word: str) -> None:

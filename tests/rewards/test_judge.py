@@ -121,7 +121,7 @@ async def test_what_cannot_be_read_leaves_a_trajectory_unscored(endpoint):
         ["builtin:judge", "builtin:answer_match"], (), columns=["answer"], key="r", options=options
     )
     group = [
-        Trajectory(text, Rollout((1,), (1,), (0.0,), (0,), 1.0, {})) for text in ("good", ("odd"))
+        Trajectory(text, Rollout((1,), (1,), (0.0,), (0,), 1.0, {})) for text in ("good", "odd")
     ]
     reward = made.for_row("q", {"answer": "odd"}, TrainingProgress)
     first, second = await score_group(reward, group)
@@ -144,7 +144,7 @@ async def test_a_busy_endpoint_is_asked_again_and_then_given_up(endpoint, judgin
     endpoint.answer = lambda body: (503, {"Retry-After": "0"})
     with pytest.raises(
         RolloutRejectedError,
-        match=(f"judge: {endpoint.url}/chat/completions: HTTP 503.*tried 2 times"),
+        match=f"judge: {endpoint.url}/chat/completions: HTTP 503.*tried 2 times",
     ):
         await judging(endpoint.url, retries=1)(["q"], ["a"])
     assert len(endpoint.seen) == 5
@@ -242,7 +242,7 @@ def test_how_answers_of_judges_are_read():
         "Score: 3 … Score: 4",
         "8",
         "8/10 well",
-        ("Score: 11"),
+        "Score: 11",
     ]
     assert [parse_score(text) for text in texts] == [0.7, 0.75, 1.0, 0.4, 0.8, None, None]
     assert [parse_score(text) for text in ("", "Score: -1", "Score: seven", "100")] == [None] * 4

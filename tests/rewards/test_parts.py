@@ -15,10 +15,10 @@ from mlx_parallm.rewards.parts import PARTS, WEIGHTS
 from mlx_parallm.types import Rollout, Trajectory
 
 needs_math = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason=("math-verify is an extra")
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is an extra"
 )
 needs_schema = pytest.mark.skipif(
-    importlib.util.find_spec("jsonschema") is None, reason=("jsonschema is an extra")
+    importlib.util.find_spec("jsonschema") is None, reason="jsonschema is an extra"
 )
 
 
@@ -62,7 +62,7 @@ def test_to_binary():
 
 async def test_weights_of_parts_make_the_sum():
     made = RewardFunctions(
-        ["builtin:answer_match", "builtin:efficiency"], (), columns=["answer"], key=("rewards")
+        ["builtin:answer_match", "builtin:efficiency"], (), columns=["answer"], key="rewards"
     )
     group = [trajectory("4", tokens=500, steps=3), trajectory("5", tokens=500, steps=3)]
     rollouts = await score_group(made.for_row("2+2", {"answer": "4"}, TrainingProgress), group)

@@ -91,7 +91,7 @@ async def test_a_function_of_the_users_gets_the_client(tmp_path: Any) -> None:
         "    return [float(float(text) == float(value)) for text in completions]\n"
     )
     functions = RewardFunctions(
-        [f"python:{tmp_path}/own.py:right"], (), columns=["question"], key=("rewards")
+        [f"python:{tmp_path}/own.py:right"], (), columns=["question"], key="rewards"
     )
     with ToolClient(functions=[solve]) as client:
         functions.use_tools(client)

@@ -14,7 +14,7 @@ from mlx_parallm.types import Rollout, Trajectory
 
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("trl") is None, reason=("TRL is not installed: pip install trl")
+        importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install trl"
     ),
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -67,7 +67,7 @@ class Bandit:
                 for token in tokens
             )
             wanted -= self.store.add(
-                RolloutGroup(f"g{self.next}", "b", rollouts, index=self.next), source=("bandit")
+                RolloutGroup(f"g{self.next}", "b", rollouts, index=self.next), source="bandit"
             )
             self.next += 1
 

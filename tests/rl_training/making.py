@@ -91,5 +91,5 @@ def adapter_arrays(layers: dict[str, LoraPair]) -> dict[str, np.ndarray]:
     return {
         f"{path}.{part}": np.array(getattr(pair, part))
         for path, pair in layers.items()
-        for part in ("a", ("b"))
+        for part in ("a", "b")
     }

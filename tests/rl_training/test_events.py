@@ -56,7 +56,7 @@ def test_a_run_tells_everything_in_its_order(tmp_path: Path) -> None:
     kinds = [
         kind
         for kind in vars(module).values()
-        if isinstance(kind, type) and hasattr(kind, ("__slots__"))
+        if isinstance(kind, type) and hasattr(kind, "__slots__")
     ]
     with running(tmp_path / "run", total_steps=2) as run:
         seen: list[object] = []

@@ -56,9 +56,7 @@ def test_on_policy_order(tmp_path: Path) -> None:
             event for event in run.events if not (event.startswith("ask") and "ask 2" not in event)
         ]
         assert asks == [
-            "ask 2 of v0", "line 1", "ask 2 of v1", "line 2", "saved step_000002", "ask 2 of v2", (
-                "line 3"
-            ),
+            "ask 2 of v0", "line 1", "ask 2 of v1", "line 2", "saved step_000002", "ask 2 of v2", "line 3",
             "saved step_000003",
         ]  # fmt: skip
 
@@ -78,7 +76,7 @@ def test_overlapping_order(tmp_path: Path) -> None:
             "ask 2 of v1",
             "line 2",
             "line 3",
-            ("saved step_000003"),
+            "saved step_000003",
         ]
         assert [line["staleness"] for line in run.lines] == [0, 1, 1]
         assert [line["mismatch_fresh"] for line in run.lines] == [True, False, False]

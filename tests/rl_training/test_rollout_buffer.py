@@ -627,7 +627,7 @@ def test_what_is_configured() -> None:
 
     assert made() == PLAIN
     everything = made(
-        overlong_buffer=4, overlong_length=20, mask_truncated=True, algorithm=("reinforce_pp")
+        overlong_buffer=4, overlong_length=20, mask_truncated=True, algorithm="reinforce_pp"
     )
     assert everything == Shaping(20, 4, mask_truncated=True, leave_out_marked=True)
     assert made(kl_beta=0.1, kl_in="reward").leave_out_marked, "it makes another advantage of 0"
@@ -649,7 +649,7 @@ def test_the_length_of_an_episode_is_that_of_all_its_segments() -> None:
 def test_reported_is_the_environments_reward(store: RolloutStore) -> None:
     store.add(
         group_of("g", *(make_rollout((5,) * length, reward=1.0) for length in (4, 4, 8, 8))),
-        source=("http"),
+        source="http",
     )
     batch = buffer_of(store, replace(PLAIN, overlong_length=8, overlong_buffer=4)).collect(
         1, timeout_s=0
@@ -685,7 +685,7 @@ def test_no_token_of_a_cut_answer_is_trained_on_and_it_counts_in_the_means(
 def test_a_group_that_was_cut_throughout_is_dropped(store: RolloutStore) -> None:
     store.add(
         group_of("g", *(make_rollout(reward=r, stop_reason="length") for r in (0.0, 1.0))),
-        source=("http"),
+        source="http",
     )
     assert (
         buffer_of(store, replace(PLAIN, mask_truncated=True), size=2).collect(1, timeout_s=0)

@@ -75,7 +75,7 @@ def test_every_segment_is_checked() -> None:
         ({"scores": {"reward": NAN}}, "the score 'reward' is nan"),
         (
             {"scores": {"reward": 1e200}},
-            ("the score 'reward' is 1e+200, not a number of at most ±1e+09"),
+            "the score 'reward' is 1e+200, not a number of at most ±1e+09",
         ),
         ({"logprobs": (0.0, 0.0, -1e308, -0.1, -0.1)}, "the logprob of token 2 is -1e+308"),
         ({"scores": {"reward": 1.0, "style": INF}}, "the score 'style' is inf"),

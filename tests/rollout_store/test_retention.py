@@ -104,7 +104,7 @@ def test_a_restore_further_back_than_what_is_kept_leaves_the_pruned_and_says_so(
 def test_policy_versions_lie_beside_the_group(store):
     store.add(
         make_group("a", rollouts=(make_rollout(version=3), make_rollout(version=7))),
-        source=("test"),
+        source="test",
     )
     with store.database.reading() as connection:
         assert connection.execute("SELECT first_version, last_version FROM groups").fetchone() == (

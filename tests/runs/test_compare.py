@@ -153,7 +153,7 @@ def test_a_secret_of_a_configuration_is_hidden(
         # rewards in between: the interval of the difference leaves out 0, or holds it
         (
             [0.4] * 8 + [0.9],
-            ("B is better than A: sum (mean reward); no significant difference: sum (at"),
+            "B is better than A: sum (mean reward); no significant difference: sum (at",
         ),
     ],
 )
@@ -250,11 +250,11 @@ def test_a_run_on_rows_is_judged_by_its_loss(
     text = compare(capsys, *runs)
     assert [cell.strip() for cell in cells(text, "loss, began → now")] == [
         "3.000 → 1.000",
-        ("2.000 → 2.500"),
+        "2.000 → 2.500",
     ]
     assert [cell.strip() for cell in cells(text, "loss, best")] == [
         "1.000 (to step 2)",
-        ("2.000 (to step 1)"),
+        "2.000 (to step 1)",
     ]
 
 
@@ -266,7 +266,7 @@ def test_a_small_kl_is_no_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]
     (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "0.0000 → 3.1e-05" in [
-        cell.strip() for cell in cells(compare(capsys, *runs), ("KL, began → now"))
+        cell.strip() for cell in cells(compare(capsys, *runs), "KL, began → now")
     ]
 
 
@@ -275,7 +275,7 @@ def test_loss_and_reward_have_axes_of_their_own(
 ) -> None:
     rewarded, lost = (
         make_run(tmp_path / "rewarded", (0.0, 1.0)),
-        make_run(tmp_path / "lost", rest=("")),
+        make_run(tmp_path / "lost", rest=""),
     )
     lines = [
         {"step": n, "loss": loss, "groups": 0, "sequences": 4}

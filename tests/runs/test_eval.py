@@ -118,7 +118,7 @@ def test_the_page_has_every_answer_and_no_script(server: Any, config: Path, tmp_
         "--problems",
         "2",
         "--samples",
-        ("0"),
+        "0",
     ]
     assert cli.evaluate([*flags, "--output", str(out)]) == 0
     page = (out / "samples.html").read_text()
@@ -135,13 +135,13 @@ def test_the_page_has_every_answer_and_no_script(server: Any, config: Path, tmp_
         (["--url", "http://127.0.0.1:1/v1"], "cannot be reached"),
         (
             ["--url", "{server}/v1", "--model", "nobody"],
-            ("every answer failed: .*The model 'nobody' does not exist"),
+            "every answer failed: .*The model 'nobody' does not exist",
         ),
         (["--url", "not-a-url"], "is not a URL"),
         (["--problems", "0"], "evaluation.problems is 0"),
         (
             ["--set", "evaluation.greedy=false", "--samples", "0"],
-            ("neither greedy answers nor samples"),
+            "neither greedy answers nor samples",
         ),
     ],
 )
@@ -158,7 +158,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(
     [
         [],
         ["--config", "x", "--compare", "a", "b"],
-        ["--config", "x", "--url", "u", "--lora-path", ("a")],
+        ["--config", "x", "--url", "u", "--lora-path", "a"],
     ],
 )
 def test_flags_that_do_not_go_together(flags: list[str]) -> None:
@@ -204,7 +204,7 @@ class Endpoint:
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(
-            (path, {key: value for key, value in body.items() if key != ("return_token_ids")})
+            (path, {key: value for key, value in body.items() if key != "return_token_ids"})
         )
         return self.replies.pop(0)
 

@@ -107,7 +107,7 @@ def test_variants_differ_where_their_settings_do(run: Path) -> None:
     assert [variant.directory.name for variant in found.variants] == [
         "run-replay",
         "run-replay-2",
-        ("run-replay-3"),
+        "run-replay-3",
     ]
     assert [len(lines) for lines in (plain, fast, mean)] == [2, 2, 2]
     # rewards 0, 1, 1, 0: their standard deviation is 1/2, so "std" has advantages twice those of
@@ -141,13 +141,13 @@ def test_the_table_has_the_run_and_its_variants_side_by_side(
             ("model.base_path=/elsewhere",),
             None,
             ConfigError,
-            ("model may not change: the rollouts of"),
+            "model may not change: the rollouts of",
         ),
         (
             ("rl_training.lora.quantize_base=true",),
             None,
             ConfigError,
-            ("quantize_base may not change"),
+            "quantize_base may not change",
         ),
         ((), "step_000002", CheckpointError, "has no such checkpoint. There are: none"),
         (("rl_training.learning_rat=1",), None, ConfigError, "did you mean"),

@@ -67,7 +67,7 @@ def test_counts_by_state_environment_and_version(
     assert found["dropped"] == {"too old": 1, OTHER_MODEL: 1}
     assert {entry["reason"] for entry in found["rejected"]} == {
         "the reward is nan",
-        ("the group has no rollouts"),
+        "the group has no rollouts",
     }
     text = rollouts(capsys, run, "--counts")
     assert text.startswith(

@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Path:
     for name, environment, rollouts in groups:
         store.add(
             RolloutGroup(name, environment, rollouts, metadata={"answer": "3"}),
-            source=("environments"),
+            source="environments",
         )
     store.take(["sums-0"], 1)
     store.drop(["sums-1"], 2, NO_VARIANCE)
@@ -93,12 +93,12 @@ def test_a_row_has_text_parts_advantage_and_reason(
         1.0,
         1,
         3,
-        ("sums"),
+        "sums",
     )
     assert (right["completion"], right["prompt"].endswith("Sum: 1+2"), right["why"]) == (
         "3",
         True,
-        ("used by step 1"),
+        "used by step 1",
     )
     assert found["sums-1#0"]["why"] == f"dropped by step 2: {NO_VARIANCE}"
     assert found["words-2#0"]["advantage"] is None, "it was never computed"
@@ -110,7 +110,7 @@ def test_a_row_has_text_parts_advantage_and_reason(
         "sums-0#1  reward 0 · advantage -0.500",
         "rewards/right 1 · rewards/short 0.25",
         "Seven",
-        ("Sum: 1+2"),
+        "Sum: 1+2",
     ):
         assert words in text
     assert "no variance" in text and "used by step 1" in text
@@ -230,7 +230,7 @@ def test_where_equal_groups_are_kept_none_is_said_to_be_dropped(
     store.add(RolloutGroup("equal", "sums", (answered("Sum", "5"),) * 2), source="environments")
     store.close()
     assert {row["why"] for row in rows(capsys, run)} == {
-        ("waits: the run is stopped; --resume takes it to a step")
+        "waits: the run is stopped; --resume takes it to a step"
     }
 
 

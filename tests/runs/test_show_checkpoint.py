@@ -62,7 +62,7 @@ def test_what_is_in_a_checkpoint(run: Path) -> None:
         "DoRA",
         "rank 4, scale 2.0, layers 21",
         "muon, 24 updates",
-        ("(latest, best)"),
+        "(latest, best)",
     ):
         assert part in text
     assert describe(run / "final")["links"] == ["final"]
@@ -158,7 +158,7 @@ def test_a_header_that_is_json_and_no_safetensors(run: Path, header: Any, tmp_pa
     text = json.dumps(header).encode()
     (copy / "optimizer.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     assert describe(copy)["problems"] == [
-        ("optimizer.safetensors is cut short or no safetensors file")
+        "optimizer.safetensors is cut short or no safetensors file"
     ]
 
 
@@ -175,7 +175,7 @@ def test_an_adapter_in_pefts_files_is_described(tmp_path: Path) -> None:
         "r": 4,
         "lora_alpha": 8,
         "target_modules": modules,
-        "base_model_name_or_path": ("some/base"),
+        "base_model_name_or_path": "some/base",
     }
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     shown = show(str(tmp_path))

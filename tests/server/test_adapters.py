@@ -204,7 +204,7 @@ def test_paths_stay_inside_of_the_roots(served: Served, tmp_path: Path) -> None:
         f"{served.root}/../{served.root.name}_x",
         "/etc/passwd",
         "",
-        ("~"),
+        "~",
     ):
         answer = served.load("p", str(path))
         error = answer.json()["error"]
@@ -247,7 +247,7 @@ def test_what_does_not_fit_names_the_layer_and_leaves_the_old_one(served: Served
         "builtin:tiny",
         "builtin:tiny:base",
         "a@3",
-        ("tinker://a/live/1"),
+        "tinker://a/live/1",
     ],
 )
 def test_names_of_the_server_are_not_given_away(served: Served, name: str) -> None:
@@ -262,7 +262,7 @@ def test_a_name_can_be_shown(served: Served, name: str) -> None:
     body = f'{{"lora_name": "{name}", "lora_path": "{served.save("named", 51)}"}}'
     with served.server.http() as http:
         answer = http.post(
-            "/v1/load_lora_adapter", content=body, headers={"Content-Type": ("application/json")}
+            "/v1/load_lora_adapter", content=body, headers={"Content-Type": "application/json"}
         )
         assert answer.status_code == 400 and "printable" in answer.json()["error"]["message"]
         assert http.get("/v1/models").status_code == 200

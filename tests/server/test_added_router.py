@@ -34,8 +34,9 @@ def test_all_layers_apply_to_it(tiny_tokenizer: Any) -> None:
         assert http.post("/dashboard/notes/a", json={"text": "x"}).json() == {"a": "x"}
         assert http.post("/dashboard/notes/a", json={"text": "x"}, headers=BASIC).status_code == 401
         assert http.post("/dashboard/notes/a", json={"text": "x" * 1000}).status_code == 413
-        assert http.post("/dashboard/notes/a", json=[]).json()["error"]["type"] == (
-            "invalid_request_error"
+        assert (
+            http.post("/dashboard/notes/a", json=[]).json()["error"]["type"]
+            == "invalid_request_error"
         )
         assert 'route="/dashboard/notes/{name}",status="200"' in http.get("/metrics").text
         operation = http.get("/openapi.json").json()["paths"]["/dashboard/notes/{name}"]["post"]

@@ -158,7 +158,7 @@ SPELLED: dict[str, tuple[str, dict[str, Any], str]] = {
     "generate, vLLM's": (
         "/generate",
         {"prompt": "a", "max_tokens": 50, "guided_json": NEVER},
-        ("guided_json"),
+        "guided_json",
     ),
     "generate, SGLang's": (
         "/generate",
@@ -168,7 +168,7 @@ SPELLED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dead end": (
         "/v1/completions",
         {"prompt": "a", "guided_grammar": CUT, "seed": 1, "n": 8},
-        ("guided_grammar"),
+        "guided_grammar",
     ),
 }
 
@@ -197,7 +197,7 @@ def test_one_that_stays_invalid_is_an_error_on_every_route(
     if name != "dead end":  # others of its eight choices end well
         assert not any(
             f'"{reason}"' in at_once.text
-            for reason in ("stop", "end_turn", "tool_calls", ("tool_use"))
+            for reason in ("stop", "end_turn", "tool_calls", "tool_use")
         )
 
 

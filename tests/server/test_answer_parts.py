@@ -163,9 +163,7 @@ IN_EVERY_FORMAT = {
     ' name="city">Köln</atem:parameter>'
     "</atem:invoke></atem:function_calls>",
     "pythonic": '<|tool_call_start|>[sky(city="Köln")]<|tool_call_end|>',
-    "qwen3_coder": (
-        "<tool_call>\n<function=sky>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>"
-    ),
+    "qwen3_coder": "<tool_call>\n<function=sky>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>",
 }
 
 

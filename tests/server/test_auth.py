@@ -55,7 +55,7 @@ def test_the_key_guards_every_route_but_health(guarded):
         paths = {
             *(route.path for route in walk(guarded.app.routes)),
             *guarded.app.openapi()["paths"],
-            ("/nowhere"),
+            "/nowhere",
         }
         admin = {
             "/pause",
@@ -63,7 +63,7 @@ def test_the_key_guards_every_route_but_health(guarded):
             "/abort_requests",
             "/reset_prefix_cache",
             "/server_info",
-            ("/weight_info"),
+            "/weight_info",
         }
         assert {
             "/v1/models",
@@ -123,14 +123,14 @@ def test_basic_auth_opens_atropos_only(guarded):
 
 
 @pytest.mark.parametrize(
-    "host", ["example.org", "localhost.example.org", "127.0.0.1.nip.io", "0.0.0.0", ("192.168.0.2")]
+    "host", ["example.org", "localhost.example.org", "127.0.0.1.nip.io", "0.0.0.0", "192.168.0.2"]
 )
 def test_a_foreign_host_is_403_without_a_key(unguarded, host):
     with unguarded.http() as http:
         for path in ("/v1/models", "/health"):
             refused = http.get(path, headers={"Host": host})
-            assert refused.status_code == 403 and refused.json()["error"]["type"] == (
-                "permission_error"
+            assert (
+                refused.status_code == 403 and refused.json()["error"]["type"] == "permission_error"
             )
 
 
@@ -185,7 +185,7 @@ def test_other_authorities(authority):
 OTHER_PAGE = {
     "Origin": "http://127.0.0.1:18812",
     "Sec-Fetch-Site": "same-site",
-    "Sec-Fetch-Mode": ("no-cors"),
+    "Sec-Fetch-Mode": "no-cors",
 }
 HIDDEN_PAGE = {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"}  # an image, a script
 
@@ -194,7 +194,7 @@ HIDDEN_PAGE = {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"}  # an
     "headers", [OTHER_PAGE, HIDDEN_PAGE, OTHER_PAGE | {"Origin": "null"}], ids=str
 )
 @pytest.mark.parametrize(
-    "kind", [None, "text/plain", "text/plain; a=application/json", ("multipart/form-data")]
+    "kind", [None, "text/plain", "text/plain; a=application/json", "multipart/form-data"]
 )
 def test_a_page_of_another_port_changes_nothing(unguarded, headers, kind):
     """What browsers send without a preflight request: a POST without a body, a form, plain text.
@@ -228,7 +228,7 @@ def test_pages_that_may(unguarded):
         assert http.post("/abort_requests").status_code == 200
         asked = OTHER_PAGE | {
             "Sec-Fetch-Mode": "cors",
-            "Content-Type": ("application/json; charset=utf-8"),
+            "Content-Type": "application/json; charset=utf-8",
         }
         assert http.post("/abort_requests", headers=asked).status_code == 200
         assert (
@@ -249,7 +249,7 @@ def test_a_page_cannot_use_the_key_that_the_browser_adds(guarded):
 
 
 @pytest.mark.parametrize(
-    "origin", ["null", "localhost", "http://localhost/evil.org", "file://", ("http://")]
+    "origin", ["null", "localhost", "http://localhost/evil.org", "file://", "http://"]
 )
 def test_other_origins(origin):
     assert not is_loopback_origin(origin)

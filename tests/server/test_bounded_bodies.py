@@ -49,10 +49,10 @@ def bodies() -> list[type[BaseModel]]:
         "prompt_policy",
         "dashboard",
         "integrations",
-        ("orchestrator"),
+        "orchestrator",
     ):
         for module in pkgutil.walk_packages(
-            [f"{mlx_parallm.__path__[0]}/{package}"], (f"mlx_parallm.{package}.")
+            [f"{mlx_parallm.__path__[0]}/{package}"], f"mlx_parallm.{package}."
         ):
             if ".examples" not in module.name and not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
@@ -79,7 +79,7 @@ def fault(schema: dict[str, Any], texts: bool) -> str | None:
     few = schema.get("max_length") is not None and schema["max_length"] <= FEW
     if kind in ("list", "set", "tuple"):
         return (
-            ("list")
+            "list"
             if is_checked(schema.get("items_schema")) and not (schema.get("fail_fast") or few)
             else None
         )

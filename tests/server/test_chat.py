@@ -81,9 +81,10 @@ def test_the_answer_ends_with_its_eos_in_the_ids_and_not_in_the_text(client, tin
 
 def test_without_a_limit_the_context_is_filled(client, server):
     answer = create(client, ignore_eos=True)
-    assert answer.usage.total_tokens == server.engine.max_model_len and answer.choices[
-        0
-    ].finish_reason == ("length")
+    assert (
+        answer.usage.total_tokens == server.engine.max_model_len
+        and answer.choices[0].finish_reason == "length"
+    )
 
 
 def test_either_name_of_the_limit_counts(client):
@@ -97,7 +98,7 @@ def test_the_prompt_is_the_rendered_chat(client, server, tiny_tokenizer):
     parts = [
         {
             "role": "user",
-            "content": [{"type": "text", "text": "12 + "}, {"type": "text", "text": ("7 =")}],
+            "content": [{"type": "text", "text": "12 + "}, {"type": "text", "text": "7 ="}],
         }
     ]
     assert create(client, parts, max_tokens=1, return_token_ids=True).prompt_token_ids == rendered
@@ -139,7 +140,7 @@ def test_template_arguments_come_from_the_request_and_the_configuration():
     ):
         body = {
             "messages": [{"role": "user", "content": "x"}],
-            "chat_template_kwargs": {"style": ("b")},
+            "chat_template_kwargs": {"style": "b"},
         }
         tokens = http.post("/tokenize", json=body).json()["tokens"]
         assert tokenizer.decode(tokens) == "x|False|b"
@@ -147,13 +148,13 @@ def test_template_arguments_come_from_the_request_and_the_configuration():
 
 def test_an_error_that_quotes_half_a_character_can_be_sent():
     config = ModelConfig(
-        base_path="builtin:tiny", chat_template=("{{ raise_exception(messages[0].role) }}")
+        base_path="builtin:tiny", chat_template="{{ raise_exception(messages[0].role) }}"
     )
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"), config)
     with running_server(FakeEngine(), tokenizer) as server, server.http() as http:
         body = json.dumps({"messages": [{"role": "\ud800", "content": "a"}]})
         answer = http.post(
-            "/v1/chat/completions", content=body, headers={"Content-Type": ("application/json")}
+            "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
         )
         assert answer.status_code == 400 and "\\ud800" in answer.json()["error"]["message"]
 
@@ -178,25 +179,25 @@ REFUSED = {
     "no messages": ({"messages": []}, "messages"),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        ("messages.0.content.0"),
+        "messages.0.content.0",
     ),
     "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
     "top_logprobs": ({"top_logprobs": 2}, "top_logprobs"),
     "logprobs as a count": ({"logprobs": 5}, "logprobs"),
     "both prompts": (
         {"continue_final_message": True, "add_generation_prompt": True},
-        ("add_generation_prompt"),
+        "add_generation_prompt",
     ),
     "nothing to continue": ({"continue_final_message": True}, "continue_final_message"),
     "unknown": ({"max_new_tokens": 5}, "max_new_tokens"),
     "messages of the template": (
         {"chat_template_kwargs": {"messages": []}},
-        ("chat_template_kwargs"),
+        "chat_template_kwargs",
     ),
     "tools of the template": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     "own template": (
         {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
-        ("chat_template_kwargs"),
+        "chat_template_kwargs",
     ),
 }
 
@@ -207,7 +208,7 @@ def test_a_request_that_cannot_be_honoured_is_a_400_naming_the_field(server, fie
         # httpx would refuse to encode half a character
         body = json.dumps({"messages": MESSAGES} | fields)
         answer = http.post(
-            "/v1/chat/completions", content=body, headers={"Content-Type": ("application/json")}
+            "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 

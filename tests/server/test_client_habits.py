@@ -59,7 +59,7 @@ def test_a_role_that_the_template_does_not_name_is_not_left_out(http):
         "the template knows it"
     )
     refused = http.post(
-        "/v1/chat/completions", json={"messages": [{"role": "wolf", "content": ("b")}]}
+        "/v1/chat/completions", json={"messages": [{"role": "wolf", "content": "b"}]}
     )
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages.0.role", (
         "a word is no role"
@@ -120,10 +120,11 @@ def test_names_and_places_of_other_servers(http):
         http.post("/v1/chat/completions", json={**ASKED, "response_format": two}).status_code == 400
     )
     refused = http.post("/v1/chat/completions", json={**ASKED, "repeat_penalty": 1.1}).json()[
-        ("error")
+        "error"
     ]
-    assert refused["message"] == (
-        "'repeat_penalty' is not supported by this server: send repetition_penalty"
+    assert (
+        refused["message"]
+        == "'repeat_penalty' is not supported by this server: send repetition_penalty"
     )
     done = http.post(
         "/v1/completions", json={"prompt": "a", "max_completion_tokens": 2, "ignore_eos": True}
@@ -145,8 +146,8 @@ def test_tokens_and_words_reach_the_engine(server):
                 [choice] = real.post(path, json=prompt | fields | more).json()["choices"]
                 assert set(choice["token_ids"]) <= drawn
         refused = real.post("/v1/completions", json={"prompt": "a", "allowed_token_ids": [99999]})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == (
-            "allowed_token_ids"
+        assert (
+            refused.status_code == 400 and refused.json()["error"]["param"] == "allowed_token_ids"
         )
 
 

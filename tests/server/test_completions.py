@@ -215,7 +215,7 @@ def test_token_ids_go_round_without_retokenising(client, server):
     assert again.prompt_token_ids == first.prompt_token_ids + first.token_ids
     with server.http() as http:
         assert http.post("/detokenize", json={"tokens": first.prompt_token_ids}).json() == {
-            "prompt": ("ab")
+            "prompt": "ab"
         }
 
 
@@ -253,7 +253,7 @@ REFUSED = {
     "stream_options alone": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "unknown stream option": (
         {"stream": True, "stream_options": {"usage": True}},
-        ("stream_options.usage"),
+        "stream_options.usage",
     ),
     "min over max": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
 }
@@ -267,7 +267,7 @@ def test_a_request_that_cannot_be_honoured_is_a_400_naming_the_field(server, fie
         assert (answer.status_code, error["param"], error["type"]) == (
             400,
             param,
-            ("invalid_request_error"),
+            "invalid_request_error",
         )
         assert param.split(".")[0] in error["message"]
 

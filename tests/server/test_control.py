@@ -53,7 +53,7 @@ def streamed(client, seed, begun=None, **fields):
     extra = {
         name: value
         for name, value in (LONG | fields).items()
-        if name in ("ignore_eos", ("return_token_ids"))
+        if name in ("ignore_eos", "return_token_ids")
     }
     known = {name: value for name, value in (BODY | fields).items() if name not in extra}
     chunks = []
@@ -73,7 +73,7 @@ def test_frozen_streams_go_on_as_if_nothing_had_been(server, client, tiny_engine
         running = [pool.submit(streamed, client, seed, begun[seed]) for seed in range(STREAMS)]
         assert all(event.wait(30) for event in begun)
         assert http.post("/pause", params={"mode": "keep", "clear_cache": "false"}).json() == {
-            "status": ("paused")
+            "status": "paused"
         }
         before = steps(server)
         turn = server.engine.stats().last_step_time

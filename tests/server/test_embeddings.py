@@ -31,7 +31,7 @@ def hidden(tiny_tokenizer: Tokenizer) -> list[np.ndarray]:
 def embed(client: OpenAI, texts: Any = TEXTS, **fields: Any) -> np.ndarray:
     extra = {
         key: fields.pop(key)
-        for key in ("pooling", "normalize", ("truncate_prompt_tokens"))
+        for key in ("pooling", "normalize", "truncate_prompt_tokens")
         if key in fields
     }
     answer = client.embeddings.create(model="default", input=texts, extra_body=extra, **fields)

@@ -158,8 +158,9 @@ def test_requests_over_the_cap_are_429_and_a_hangup_frees_its_place(tiny_tokeniz
         with server.http() as http:
             busy = http.post("/v1/completions", json=COMPLETION)
             assert busy.status_code == 429 and "busy" in busy.json()["error"]["message"]
-            assert busy.headers["retry-after"] == "1" and busy.json()["error"]["type"] == (
-                "rate_limit_error"
+            assert (
+                busy.headers["retry-after"] == "1"
+                and busy.json()["error"]["type"] == "rate_limit_error"
             )
             assert http.get("/health").status_code == 200
         server.thread.stop(drain_timeout=0.1)
@@ -230,7 +231,7 @@ def test_while_draining_the_running_end_and_new_ones_are_503(tiny_tokenizer):
         assert "shutting down" in refused.json()["error"]["message"]
         assert (http.get("/health").status_code, http.get("/health").json()["status"]) == (
             503,
-            ("draining"),
+            "draining",
         )
         assert drain.is_alive()
         told.set()
@@ -301,13 +302,13 @@ BAD_BODIES = {
 def test_a_malformed_body_is_a_400(fake, body):
     with fake.http() as http:
         answer = http.post(
-            "/v1/completions", content=body, headers={"Content-Type": ("application/json")}
+            "/v1/completions", content=body, headers={"Content-Type": "application/json"}
         )
         assert answer.status_code == 400 and set(answer.json()["error"]) == {
             "message",
             "type",
             "param",
-            ("code"),
+            "code",
         }
 
 
@@ -316,7 +317,7 @@ def test_a_body_without_json_content_type_is_told_what_to_send(fake):
         answer = http.post(
             "/v1/completions",
             content=json.dumps(COMPLETION),
-            headers={"Content-Type": ("text/plain")},
+            headers={"Content-Type": "text/plain"},
         )
         assert answer.status_code == 400 and "application/json" in answer.json()["error"]["message"]
 
@@ -330,10 +331,10 @@ def test_a_body_over_the_limit_is_413(tiny_tokenizer, announced):
         body = json.dumps({**COMPLETION, "user": "x" * 2000}).encode()
         content = body if announced else iter([body[:900], body[900:]])
         answer = http.post(
-            "/v1/completions", content=content, headers={"Content-Type": ("application/json")}
+            "/v1/completions", content=content, headers={"Content-Type": "application/json"}
         )
-        assert answer.status_code == 413 and answer.json()["error"]["type"] == (
-            "invalid_request_error"
+        assert (
+            answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
         )
         assert answer.json()["error"]["code"] == "request_too_large"
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200
@@ -362,8 +363,8 @@ def test_minus_infinity_becomes_a_number_that_json_has(fake):
 
 def test_request_ids_are_echoed_or_made(fake):
     with fake.http() as http:
-        assert http.get("/health", headers={"X-Request-ID": "mine"}).headers["x-request-id"] == (
-            "mine"
+        assert (
+            http.get("/health", headers={"X-Request-ID": "mine"}).headers["x-request-id"] == "mine"
         )
         made = http.get("/health", headers={"X-Request-ID": "two words"}).headers["x-request-id"]
         assert len(made) == 32

@@ -115,7 +115,7 @@ def test_a_prompt_is_scored(server):
 def test_without_max_tokens_an_answer_is_not_cut_at_vllm_s_16(server):
     longest = [5] * (server.engine.max_model_len - 30)
     [choice] = post(server, token_ids=longest, sampling_params={"ignore_eos": True}).json()[
-        ("choices")
+        "choices"
     ]
     assert len(choice["token_ids"]) == 30 and choice["logprobs"] is None
 
@@ -139,7 +139,7 @@ def test_an_over_long_prompt_is_a_400_that_the_client_recognises(server):
         ({"sampling_params": {"bad_words": [""]}}, "bad_words"),
         (
             {"sampling_params": {"prompt_logprobs": 1}, "stream": True},
-            ("sampling_params.prompt_logprobs"),
+            "sampling_params.prompt_logprobs",
         ),
     ],
 )

@@ -150,8 +150,9 @@ def test_repeated_warnings_are_counted_not_written() -> None:
     assert [passes("Invalid HTTP request received.") for _ in range(1500)] == [None] * 1500
     assert passes("something else") and passes("Invalid HTTP request received.", logging.ERROR)
     clock.now += 61
-    assert passes("Invalid HTTP request received.") == (
-        "Invalid HTTP request received. (1500 more in the minute before)"
+    assert (
+        passes("Invalid HTTP request received.")
+        == "Invalid HTTP request received. (1500 more in the minute before)"
     )
 
 
@@ -166,7 +167,7 @@ def test_a_failed_accept_is_one_line(
         loop,
         {
             "message": "socket.accept() out of system resource",
-            "exception": OSError(24, ("Too many open files")),
+            "exception": OSError(24, "Too many open files"),
         },
     )
     loop.close()
@@ -297,7 +298,7 @@ def test_every_list_is_given_up_at_its_first_fault(body: Any) -> None:
     """A list without `ListOf` makes an error object for each of its items."""
     assert [
         path
-        for path, fails_fast in checked_lists(body.__pydantic_core_schema__, (""))
+        for path, fails_fast in checked_lists(body.__pydantic_core_schema__, "")
         if not fails_fast
     ] == []
 
@@ -310,14 +311,14 @@ def test_every_list_is_given_up_at_its_first_fault(body: Any) -> None:
         (
             "/v1/completions",
             {"prompt": "a", "logit_bias": {f"x{n}": 1 for n in range(MANY)}},
-            ("logit_bias"),
+            "logit_bias",
         ),
         ("/v1/completions", {"prompt": "a", **{f"x{n}": 1 for n in range(MANY)}}, "x0"),
         ("/v1/chat/completions", {"messages": [1] * MANY}, "messages.0"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "tools": [1] * MANY},
-            ("tools.0"),
+            "tools.0",
         ),
         ("/generate", {"input_ids": [-1] * MANY}, "input_ids"),
         ("/v1/detokenize", {"tokens": ["a"] * MANY}, "tokens.0"),
@@ -368,8 +369,8 @@ def test_what_cannot_fit_is_refused_before_the_work(
 ) -> None:
     room = fake.engine.max_model_len
     refused = http.post("/detokenize", json={"tokens": [1] * (room + 1)})
-    assert refused.status_code == 400 and refused.json()["error"]["code"] == (
-        "context_length_exceeded"
+    assert (
+        refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
     )
     assert http.post("/detokenize", json={"tokens": [1] * room}).status_code == 200
     one = {"role": "user", "content": ""}
@@ -388,7 +389,7 @@ def test_messages_and_tools_are_counted_before_they_are_checked(
     )
     valid = {
         "messages": {"role": "user", "content": ""},
-        "tools": {"type": "function", "function": {"name": ("f")}},
+        "tools": {"type": "function", "function": {"name": "f"}},
     }
     answer = http.post("/v1/chat/completions", json=body | {field: [valid[field]] * (most + 1)})
     assert (
@@ -415,7 +416,7 @@ def test_stop_strings_are_bounded(client: Any) -> None:
     client.completions.create(**ask, stop=[f"{n:>256}" for n in range(64)])
     for stop, words in (
         ([str(n) for n in range(65)], "at most 64"),
-        (["x" * 257], ("at most 256 characters")),
+        (["x" * 257], "at most 256 characters"),
     ):
         with pytest.raises(Exception, match=words):
             client.completions.create(**ask, stop=stop)

@@ -150,6 +150,6 @@ def test_every_route_says_the_mode_and_speaks_in_it(processed_server):
         [[[entry]]] = http.post("/generate", json=vllm).json()["logprobs"]
         assert list(entry.values()) == [pytest.approx(expected, abs=1e-5)]
         [[logprob, _, _]] = http.post("/generate", json=sglang).json()["meta_info"][
-            ("output_token_logprobs")
+            "output_token_logprobs"
         ]
         assert logprob == pytest.approx(expected, abs=1e-5)

@@ -25,14 +25,12 @@ from tests.server.test_answer_parts import shape, streamed
 
 PARAMETERS = {
     "type": "object",
-    "properties": {"code": {"type": "string"}, "n": {"type": ("integer")}},
+    "properties": {"code": {"type": "string"}, "n": {"type": "integer"}},
 }
 TOOLS: Any = [{"type": "function", "function": {"name": "sky", "parameters": PARAMETERS}}]
 _IN_JSON = '{"code": JSON, "n": 12}'
 CALLS = {  # TEXT stands for the text, JSON for its JSON, PYTHON for Python's
-    "function_gemma": (
-        "<start_function_call>call:sky{code:<escape>TEXT<escape>,n:12}<end_function_call>"
-    ),
+    "function_gemma": "<start_function_call>call:sky{code:<escape>TEXT<escape>,n:12}<end_function_call>",
     "gemma4": '<|tool_call>call:sky{code:<|"|>TEXT<|"|>,n:12}<tool_call|>',
     "glm47": "<tool_call>sky<arg_key>code</arg_key><arg_value>TEXT</arg_value><arg_key>n</arg_key><arg_value>12"
     "</arg_value></tool_call>",
@@ -64,13 +62,13 @@ ENDS = [
     "<end_function_call>",
     "<tool_call|>",
     "<|tool_calls_section_end|>",
-    ("<|close|>tools<|sep|>"),
+    "<|close|>tools<|sep|>",
 ]
 ENDS += [
     "</longcat_tool_call>",
     "</minimax:tool_call>",
     "</atem:function_calls>",
-    ("<|tool_call_end|>"),
+    "<|tool_call_end|>",
 ]
 NESTED = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 TEXTS = [
@@ -85,12 +83,12 @@ TEXTS = [
         "[TOOL_CALLS]f[ARGS]{}",
         "<parameter=b>1</parameter>",
         "a <parameter=b>1</parameter> c",
-        ("a </parameter> b"),
+        "a </parameter> b",
     ),
     *(
         "use <parameter=x> so",
         "<parameter=b>\n1\n</parameter>\n<parameter=c>\n2\n</parameter>",
-        ("</function>"),
+        "</function>",
     ),
     *(
         "</arg_value> z",
@@ -98,7 +96,7 @@ TEXTS = [
         "<|tool_call_end|> a, b)]",
         "{a: {b}}",
         "}",
-        ("\"quoted\" 'and'"),
+        "\"quoted\" 'and'",
     ),
     *(
         'back\\slash \\" \\n',
@@ -106,7 +104,7 @@ TEXTS = [
         '<parameter name="b">1</parameter>',
         '<param name="b">1</param>',
         "a, b=3)",
-        (""),
+        "",
     ),
     *("<atem:parameter name='b'>1</atem:parameter>", "1 < 2 > 3", "</", "<think>", *ENDS),
 ]

@@ -28,7 +28,7 @@ TOOLS = [
         "name": "weather",
         "description": "Wetter?",
         "input_schema": WEATHER,
-        "cache_control": {"type": ("ephemeral")},
+        "cache_control": {"type": "ephemeral"},
     },
     {"name": "add", "input_schema": {"type": "object"}},
 ]
@@ -94,7 +94,7 @@ def test_thinking_text_and_tools_whole_and_streamed(client, tokenizer):
         events = [
             event
             for event in stream
-            if event.type not in ("text", "thinking", "input_json", ("signature"))
+            if event.type not in ("text", "thinking", "input_json", "signature")
         ]
         final = stream.get_final_message()
     assert plain(final) == plain(whole)
@@ -127,7 +127,7 @@ def test_the_next_turn_has_the_same_words(client, tokenizer):
         {
             "type": "tool_result",
             "tool_use_id": first.content[2].id,
-            "content": [{"type": "text", "text": ("wet")}],
+            "content": [{"type": "text", "text": "wet"}],
         },
         {"type": "tool_result", "tool_use_id": first.content[3].id, "is_error": True},
         {"type": "text", "text": "Hurry.", "cache_control": {"type": "ephemeral"}},
@@ -217,42 +217,42 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
         # Calls and results belong together, as Anthropic's own servers want it.
         (
             {"messages": [resulted("a")]},
-            ("messages.0.content.0.tool_use_id: 'a' answers no tool_use block"),
+            "messages.0.content.0.tool_use_id: 'a' answers no tool_use block",
         ),
         (
             {"messages": [HELLO, called("a"), resulted("a", "b")]},
-            ("messages.2.content.1.tool_use_id: 'b'"),
+            "messages.2.content.1.tool_use_id: 'b'",
         ),
         ({"messages": [HELLO, called("a"), resulted("a", "a")]}, "each is answered once"),
         (
             {"messages": [HELLO, called("a"), resulted("a"), called("b"), resulted("a")]},
-            ("messages.4.content.0"),
+            "messages.4.content.0",
         ),
         (
             {"messages": [HELLO, called("a", "b"), resulted("a")]},
-            ("messages.2: the tool_use blocks before it have no"),
+            "messages.2: the tool_use blocks before it have no",
         ),
         (
             {"messages": [HELLO, called("a"), HELLO, called("b"), resulted("b")]},
-            ("messages.3: the tool_use blocks"),
+            "messages.3: the tool_use blocks",
         ),
         (
             {"messages": [called("a"), {"role": "assistant", "content": resulted("a")["content"]}]},
-            ("'tool_result' here"),
+            "'tool_result' here",
         ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            ("not 'web_search_20250305'"),
+            "not 'web_search_20250305'",
         ),
         ({"tool_choice": {"type": "any"}}, "needs 'tools'"),
         ({"mcp_servers": [{"name": "m"}]}, "'mcp_servers' is not supported"),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-            ("edits no context"),
+            "edits no context",
         ),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
-            ("output_config.format.schema"),
+            "output_config.format.schema",
         ),
         ({"n": 2}, "'n' must be 1"),
         ({"wolf": 2}, "'wolf'"),
@@ -282,7 +282,7 @@ def test_every_layers_errors_raise_the_clients_own_classes(tiny_tokenizer):
             client.messages.create(**asking())
         assert caught.value.body["error"]["type"] == "authentication_error"
         good = client.with_options(
-            api_key="sk-right", default_headers={"anthropic-version": ("2023-06-01")}
+            api_key="sk-right", default_headers={"anthropic-version": "2023-06-01"}
         )
         assert good.messages.create(**asking(max_tokens=3)).stop_reason == "max_tokens"
         with pytest.raises(anthropic.NotFoundError) as missing:

@@ -15,7 +15,7 @@ MOST_USED = {
         "openai_node.mjs",
         "anthropic_python.py",
         "ai_sdk.mjs",
-        ("langchain_python.py"),
+        "langchain_python.py",
     ),
     *("litellm_python.py", "pydantic_ai_agent.py", "llama_index_agent.py", "instructor_python.py"),
     "openai_agents_sdk.py",

@@ -89,7 +89,7 @@ def test_metrics_of_memory_and_of_a_steps_parts():
     wanted += [
         "mlx_parallm_kv_tokens 7.0",
         "mlx_parallm_kv_bytes 1024.0",
-        ("mlx_parallm_kv_bytes_shared 512.0"),
+        "mlx_parallm_kv_bytes_shared 512.0",
     ]
     assert {*wanted, 'mlx_parallm_engine_info{kv_layout="tokens"} 1.0'} <= {*found}
 
@@ -111,7 +111,7 @@ def test_metrics_count_what_was_done(server):
                 "n": 4,
                 "max_tokens": 3,
                 "ignore_eos": True,
-                "cache_salt": ("own"),
+                "cache_salt": "own",
             },
         )
         until(lambda: server.engine.stats().running == 0)
@@ -134,7 +134,7 @@ def test_metrics_count_what_was_done(server):
         "requests_running",
         "requests_waiting",
         "requests_failed_total",
-        ("requests_aborted_total"),
+        "requests_aborted_total",
     ):
         assert f"mlx_parallm_{name}" in after
     assert after["mlx_parallm_policy_version"] == server.engine.stats().policy_version
@@ -184,7 +184,7 @@ def test_generate_speaks_vllm(server, tiny_tokenizer):
             json={"prompt": {"prompt_token_ids": ids}, "ignore_eos": True, "logprobs": 0},
         )
         assert len(short.json()["token_ids"][0]) == 16 and short.json()["finish_reasons"] == [
-            ("length")
+            "length"
         ]
         text = http.post(
             "/generate", json={"prompt": PROMPT, "temperature": 0, "stop": "\x00"}
@@ -282,7 +282,7 @@ def test_tokenize_and_detokenize_are_inverse(server, tiny_tokenizer):
             ).json()[("tokens")]
             assert tokens == tiny_tokenizer.encode("7 < 12 ü")
             assert http.post(f"{prefix}/detokenize", json={"tokens": tokens}).json() == {
-                "prompt": ("7 < 12 ü")
+                "prompt": "7 < 12 ü"
             }
         assert http.post("/tokenize", json={}).status_code == 400
         assert http.post("/tokenize", json={"prompt": "a", "messages": []}).status_code == 400

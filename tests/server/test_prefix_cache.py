@@ -66,7 +66,7 @@ def test_the_second_time_a_prompt_is_found(client, server, stream):
 
 def test_a_conversation_computes_only_what_is_new(client, server):
     messages = [
-        {"role": "user", "content": ("12 + 7 = and then some words that make the first turn long")}
+        {"role": "user", "content": "12 + 7 = and then some words that make the first turn long"}
     ]
     prefilled = []
     for turn in range(3):
@@ -76,7 +76,7 @@ def test_a_conversation_computes_only_what_is_new(client, server):
             messages=messages,
             max_tokens=8,
             seed=turn,
-            extra_body={"cache_salt": ("conversation")},
+            extra_body={"cache_salt": "conversation"},
         )
         prefilled.append(counters(server)["prefill_tokens_total"] - before)
         messages += [
@@ -91,7 +91,7 @@ def test_a_conversation_computes_only_what_is_new(client, server):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("priority", "high"), ("priority", 2**31), ("cache_salt", (""))]
+    ("field", "value"), [("priority", "high"), ("priority", 2**31), ("cache_salt", "")]
 )
 def test_values_that_make_no_sense_are_refused(client, field, value):
     with pytest.raises(BadRequestError) as caught:

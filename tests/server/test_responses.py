@@ -45,7 +45,7 @@ IDS = (
     "completed_at",
     "response",
     "parsed_arguments",
-    ("parsed"),
+    "parsed",
 )
 
 
@@ -104,7 +104,7 @@ def test_reasoning_text_and_calls_whole_and_streamed(client):
     assert (call.name, json.loads(call.arguments)) == (
         "weather",
         {"city": "Köln 🌧"},
-    ) and second.arguments == ("{}")
+    ) and second.arguments == "{}"
     assert whole.status == "completed" and {item.status for item in whole.output} == {"completed"}
     assert b"".join(bytes(e.bytes) for e in message.content[0].logprobs) == "I look. 🌧".encode()
     count = len(client.engine._tokenizer.encode("reason it out</think>", add_special_tokens=False))
@@ -193,8 +193,8 @@ def test_a_conversation_goes_on_by_id_by_items_and_by_reference(client, tokenize
     assert refused(client, previous_response_id=second.id).code == "previous_response_not_found"
     unstored = client.responses.create(model="default", input="a", store=False)
     assert refused(client, previous_response_id=unstored.id).param == "previous_response_id"
-    assert refused(client, input=[{"type": "item_reference", "id": "rs_1"}]).code == (
-        "item_not_found"
+    assert (
+        refused(client, input=[{"type": "item_reference", "id": "rs_1"}]).code == "item_not_found"
     )
 
 
@@ -215,7 +215,7 @@ def test_custom_tools_and_namespaces_keep_their_names(client, tokenizer):
         "type": "custom",
         "name": "patch",
         "description": "Edits.",
-        "format": {"type": ("grammar")},
+        "format": {"type": "grammar"},
     }
     patch["format"] |= {"syntax": "lark", "definition": 'start: "*** Begin"'}
     inside = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}
@@ -252,7 +252,7 @@ def test_a_tool_choice_forces_by_the_chats_grammar(client):
     for choice in (
         {"type": "function", "name": "add"},
         "required",
-        {"type": "allowed_tools", "mode": ("required")},
+        {"type": "allowed_tools", "mode": "required"},
     ):
         choice = choice | {"tools": [TOOLS[1]]} if "mode" in choice else choice
         call = '</think><tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
@@ -293,24 +293,24 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "3"}
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input.0.content.0",
-            ("input_image"),
+            "input_image",
         ),
         (
             {"input": [{"type": "web_search_call", "id": "ws"}]},
             "input.0",
-            ("no item of type 'web_search_call'"),
+            "no item of type 'web_search_call'",
         ),
         (
             {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
             "input.0",
-            ("call_id"),
+            "call_id",
         ),
         ({"input": [OUTPUT]}, "input.0.call_id", "no call before this output has the id 'c'"),
         (
             {
                 "input": [
                     OUTPUT,
-                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": ("{}")},
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
                 ]
             },
             "input.0.call_id",
@@ -329,7 +329,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "3"}
         (
             {"text": {"format": {"type": "json_schema", "name": "n"}}},
             "text.format.schema",
-            ("needs it"),
+            "needs it",
         ),
         ({"extra_body": {"n": 2}}, "n", "must be 1"),
         ({"extra_body": {"wolf": 2}}, "wolf", "unrecognized"),
@@ -419,8 +419,7 @@ def test_the_real_engine_parses_cancels_and_takes_rewards_by_id(tiny_engine, tin
 
 def test_tokens_of_a_text_are_found_among_markers_and_reasoning():
     entries = [
-        {"bytes": list(token.encode())}
-        for token in ("a", "b", "</think>", "a", "b!", ("<|im_end|>"))
+        {"bytes": list(token.encode())} for token in ("a", "b", "</think>", "a", "b!", "<|im_end|>")
     ]
     found = TextLogprobs()
     found.feed(entries)
@@ -444,7 +443,7 @@ def test_tokens_of_a_text_are_found_among_markers_and_reasoning():
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"name": "a", "schema": ("DEEP")},
+                    "json_schema": {"name": "a", "schema": "DEEP"},
                 }
             },
         ),
@@ -457,7 +456,7 @@ def test_odd_bodies_are_refused(client, path, fields):
     answer = httpx.post(
         f"{client.server.url}/v1/{path}",
         content=text,
-        headers={"Content-Type": ("application/json")},
+        headers={"Content-Type": "application/json"},
     )
     assert answer.status_code == 400, answer.text
 
@@ -466,7 +465,7 @@ def test_an_item_is_named_once(client):
     asked = saying(client, "b")
     first = asked.create(
         model="default",
-        input=[{"type": "message", "role": "user", "content": "a", "id": ("msg_x")}],
+        input=[{"type": "message", "role": "user", "content": "a", "id": "msg_x"}],
     )
     assert first.status == "completed"
     reference = {"type": "item_reference", "id": "msg_x"}

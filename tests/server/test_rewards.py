@@ -185,7 +185,7 @@ def test_wrong_requests_say_what_is_wrong_and_use_nothing_up(
     assert "either 'id'" in refused(client, 400, id=answer.id, ids=[answer.id], rewards=[0, 1])
     assert "stands twice" in refused(client, 400, ids=[answer.id] * 2, rewards=[0, 1])
     assert "environment" in refused(
-        client, 400, id=answer.id, rewards=[0, 1, 2, 3], environment=("a b")
+        client, 400, id=answer.id, rewards=[0, 1, 2, 3], environment="a b"
     )
     assert "'rewards'" in refused(client, 400, id=answer.id, reward=[0, 1])
     for number, told in (("NaN", "NaN is not JSON"), ("1e999", "finite number")):
@@ -193,7 +193,7 @@ def test_wrong_requests_say_what_is_wrong_and_use_nothing_up(
         reply = httpx.post(
             f"{client.base_url}rewards",
             content=content,
-            headers={"Content-Type": ("application/json")},
+            headers={"Content-Type": "application/json"},
         )
         assert reply.status_code == 400 and told in reply.text
     assert store.counts().waiting == 0
@@ -297,7 +297,7 @@ def test_a_full_disk_is_503_and_the_reward_can_be_sent_again(
 def keep(kept: KeptCompletions, name: str, tokens: int = 8) -> None:
     request = Request(f"{name}-0", (1, 2), SamplingParams(n=2))
     whole = Completion(
-        0, "", tuple(range(tokens)), (-0.5,) * tokens, None, None, (0,) * tokens, ("stop")
+        0, "", tuple(range(tokens)), (-0.5,) * tokens, None, None, (0,) * tokens, "stop"
     )
     kept.keep(name, [request], [[(whole,), (dataclasses.replace(whole, index=1),)]])
 

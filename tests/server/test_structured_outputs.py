@@ -139,7 +139,7 @@ SPELLINGS: dict[str, tuple[dict[str, Any], Any]] = {
     "guided_grammar, GBNF": ({"guided_grammar": 'root ::= [a-z] [a-z] "-" [0-9] [0-9]'}, is_code),
     "json_object": (
         {"structured_outputs": {"json_object": True}, "stop": ["{"]},
-        lambda text: text == (""),
+        lambda text: text == "",
     ),
 }
 
@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"type": ("nope")}},
+                "json_schema": {"name": "x", "schema": {"type": "nope"}},
             }
         },
         "response_format.json_schema.schema",
@@ -195,27 +195,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {
             "guided_json": {
                 "$ref": "#/$defs/a",
-                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": ("#/$defs/a")}},
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
             }
         },
         "guided_json",
     ),
     "unsatisfiable": (
         {"guided_json": {"type": "integer", "minimum": 5, "maximum": 2}},
-        ("guided_json"),
+        "guided_json",
     ),
     "not JSON": ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     "regex": ({"guided_regex": "(a"}, "guided_regex"),
     "grammar": (
         {"structured_outputs": {"grammar": "start: nowhere"}},
-        ("structured_outputs.grammar"),
+        "structured_outputs.grammar",
     ),
     "no choice": ({"guided_choice": []}, "guided_choice"),
     "none": ({"structured_outputs": {}}, "structured_outputs"),
     "two": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     "two fields": (
         {"guided_regex": "a", "response_format": {"type": "json_object"}},
-        ("guided_regex"),
+        "guided_regex",
     ),
     "unknown": (
         {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
@@ -241,7 +241,7 @@ def test_a_deep_schema_is_refused_and_the_server_lives(
         deep = '{"items":' * 3000 + "{}" + "}" * 3000
         body = '{"prompt": "a", "guided_json": ' + deep + "}"
         answer = http.post(
-            "/v1/completions", content=body, headers={"Content-Type": ("application/json")}
+            "/v1/completions", content=body, headers={"Content-Type": "application/json"}
         )
     assert answer.status_code == 400
     with pytest.raises(BadRequestError, match="nest"):
@@ -261,5 +261,5 @@ def test_small_models_finish_their_objects(client: OpenAI) -> None:
     assert {choice.finish_reason for choice in completion.choices} == {"stop"}
     contents = {choice.message.content for choice in completion.choices}
     assert contents <= {
-        f'{{"ok":{space}{value}}}' for space in ("", " ") for value in ("true", ("false"))
+        f'{{"ok":{space}{value}}}' for space in ("", " ") for value in ("true", "false")
     }

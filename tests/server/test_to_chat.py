@@ -20,7 +20,7 @@ from tests.server.serving import running_server
 from tests.server.test_tools import HERMES
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(
-    ["<think>", "</tool_call>\n", " \n", ("{")]
+    ["<think>", "</tool_call>\n", " \n", "{"]
 )
 SAID = TEXT.filter(bool)
 NAMES = ("weather", "add", "search_files")

@@ -228,7 +228,7 @@ def test_the_other_routes(served: Served) -> None:
     ids = served.tokenizer.encode("Hello")
     params = {"max_tokens": 12, "logprobs": 1, "temperature": 2.0, "seed": 1}
     [choice] = served.post("/inference/v1/generate", token_ids=ids, sampling_params=params)[
-        ("choices")
+        "choices"
     ]
     shown = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
     tokens = choice["token_ids"]

@@ -75,7 +75,7 @@ def create(client, messages=MESSAGES, **fields):
             "chat_template_kwargs",
             "separate_reasoning",
             "add_generation_prompt",
-            ("return_token_ids"),
+            "return_token_ids",
         )
         if key in fields
     }
@@ -147,7 +147,7 @@ def test_reasoning_content_and_calls_whole_and_streamed(hermes):
         "reasoning": LONG,
         "content": "I look.",
         "calls": [RAIN, ("add", {})],
-        "reason": ("tool_calls"),
+        "reason": "tool_calls",
     }
     assert second == {"reasoning": LONG, "content": "It rains.", "calls": [], "reason": "stop"}
     assert assembled(chunks) == [first, second]
@@ -337,7 +337,7 @@ WRONG = {
     "nameless": ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
     "surrogate": (
         {"tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]},
-        ("messages"),
+        "messages",
     ),
     "no call": (_history([7]), "messages.1.tool_calls.0"),
     "arguments": (
@@ -353,7 +353,7 @@ def test_what_is_wrong_with_tools_is_a_400_naming_the_field(hermes):
         for name, (fields, param) in WRONG.items():
             body = json.dumps({"messages": MESSAGES} | fields)
             answer = http.post(
-                "/v1/chat/completions", content=body, headers={"Content-Type": ("application/json")}
+                "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
             )
             assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(
                 param
@@ -405,12 +405,13 @@ def test_a_template_without_tools_is_taught_them_in_words(tmp_path):
 def test_the_parsers_are_configurable(tmp_path):
     marks = dict.fromkeys(("<think>", "</think>"), False)
     chosen = tokenizer_with(
-        tmp_path / "a", marks, tool_parser="qwen3_coder", reasoning_parser=("off")
+        tmp_path / "a", marks, tool_parser="qwen3_coder", reasoning_parser="off"
     )
     assert chosen.tool_markers == ("<tool_call>", "</tool_call>") and chosen.think_markers is None
-    assert chosen.parse_tool_call("<function=f>\n<parameter=a>\nb\n</parameter>\n</function>")[
-        "name"
-    ] == ("f")
+    assert (
+        chosen.parse_tool_call("<function=f>\n<parameter=a>\nb\n</parameter>\n</function>")["name"]
+        == "f"
+    )
     assert tokenizer_with(tmp_path / "b", marks).think_markers == ("<think>", "</think>")
     with pytest.raises(ModelError, match=r"is none of: auto, off, .*mistral"):
         load_tokenizer(TINY_ASSETS, ModelConfig(tool_parser="nope"))
@@ -418,7 +419,7 @@ def test_the_parsers_are_configurable(tmp_path):
 
 def test_a_real_engine_shows_special_tokens_where_a_parser_needs_them(tiny_engine, tmp_path):
     tokenizer = tokenizer_with(
-        tmp_path / "t", {}, chat_template=BRIEF_TEMPLATE, tool_parser=("json_tools")
+        tmp_path / "t", {}, chat_template=BRIEF_TEMPLATE, tool_parser="json_tools"
     )
     [start] = tokenizer.encode("<|im_start|>", add_special_tokens=False)
     fields = {"logit_bias": {str(start): 100}, "max_tokens": 3}
@@ -446,7 +447,7 @@ NAMED = {"type": "function", "function": {"name": "sky"}}
 @pytest.mark.slow
 def test_a_model_that_must_call_does_so(tiny_engine, tmp_path):
     tokenizer = tokenizer_with(
-        tmp_path / "t", {}, chat_template=BRIEF_TEMPLATE, tool_parser=("json_tools")
+        tmp_path / "t", {}, chat_template=BRIEF_TEMPLATE, tool_parser="json_tools"
     )
     with running_server(tiny_engine.client, tokenizer) as server, server.openai() as client:
         fields = {"tools": FORCED, "n": 4, "seed": 5, "temperature": 1.2, "max_tokens": 120}
@@ -461,13 +462,13 @@ def test_a_model_that_must_call_does_so(tiny_engine, tmp_path):
                     assert {arguments.pop("kind"), *arguments.pop("next")} <= {
                         "rain",
                         "snow",
-                        ("hail"),
+                        "hail",
                     }
                 assert arguments == {} and name in ({"sky"} if choice is NAMED else {"sky", "add"})
         cut = {"tools": FORCED, "tool_choice": NAMED, "max_tokens": 5}
         for answer in (told(create(client, **cut)), assembled(create(client, stream=True, **cut))):
             assert answer == [
-                {"reasoning": "", "content": "", "calls": [("sky", "")], "reason": ("length")}
+                {"reasoning": "", "content": "", "calls": [("sky", "")], "reason": "length"}
             ]
         twice = {
             "type": "array",
@@ -532,7 +533,7 @@ def test_a_model_may_call_or_answer_in_the_schema(kind, tmp_path):
         mine = tokenizer()
         begins = "<" if kind == "no tools" else (mine.tool_markers or ("<tool_call>", ""))[0]
         [call], [thought] = (
-            mine.encode(text, add_special_tokens=False) for text in (begins, ("</think>"))
+            mine.encode(text, add_special_tokens=False) for text in (begins, "</think>")
         )
         # a marker that is text may be spelled
         no_call = dict.fromkeys([call, mine.encode("<")[0]], -100)

@@ -81,7 +81,7 @@ def test_a_long_step_is_answered_202_and_a_second_request_409(
     assert (answer.status_code, answer.json()["status"], answer.json()["to"]) == (
         202,
         "waiting",
-        ("version 3"),
+        "version 3",
     )
     second = http.post(PATH, json={"version": 4})
     assert second.status_code == 409
@@ -102,7 +102,7 @@ def test_what_the_trainer_refuses_has_openai_s_error_body(http: Any, desk: Rollb
     told = http.get(PATH).json()
     assert (told["status"], told["error"]["message"]) == (
         "refused",
-        ("version 3 is not kept. Kept: 8, 9"),
+        "version 3 is not kept. Kept: 8, 9",
     )
 
 

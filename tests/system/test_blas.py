@@ -10,7 +10,7 @@ import pytest
 from mlx_parallm.system.blas import THREAD_VARIABLES, blas_status
 
 needs_mkl = pytest.mark.skipif(
-    blas_status().name != "mkl", reason=("MKL is not under MLX on this machine")
+    blas_status().name != "mkl", reason="MKL is not under MLX on this machine"
 )
 
 

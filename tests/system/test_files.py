@@ -43,7 +43,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/fd").exists(), reason=("names of open files come from /proc")
+    not Path("/proc/self/fd").exists(), reason="names of open files come from /proc"
 )
 def test_content_is_flushed_before_its_name_appears_and_the_name_after(
     tmp_path: Path, events: list[tuple[str, str]]

@@ -12,7 +12,7 @@ from mlx_parallm.system.heap import VARIABLES
 
 linux_cpu = pytest.mark.skipif(
     sys.platform != "linux" or has_cuda_backend(),
-    reason=("MLX keeps buffers itself on macOS and CUDA"),
+    reason="MLX keeps buffers itself on macOS and CUDA",
 )
 PAGES = 12_288  # of 8 arrays of 6 MiB
 COMMON = """
@@ -42,7 +42,7 @@ churn(3)
 
 @linux_cpu
 @pytest.mark.parametrize(
-    "work", ["lambda: churn(10)", "in_threads"], ids=["one thread", ("ten threads")]
+    "work", ["lambda: churn(10)", "in_threads"], ids=["one thread", "ten threads"]
 )
 def test_arrays_take_the_memory_of_those_before_them(work: str) -> None:
     code = f"{COMMON}\nprint(faults({work}))"
@@ -80,7 +80,7 @@ def run(code: str, **environment: str) -> int:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in (*VARIABLES, ("GLIBC_TUNABLES"))
+        if name not in (*VARIABLES, "GLIBC_TUNABLES")
     }
     done = subprocess.run(
         [sys.executable, "-c", code],

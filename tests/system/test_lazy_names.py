@@ -22,7 +22,7 @@ LAZY = (
     "mlx_parallm",
     "mlx_parallm.faces.primitives",
     "mlx_parallm.systems.traces",
-    ("mlx_parallm.systems.orchestrator"),
+    "mlx_parallm.systems.orchestrator",
 )
 PROGRAM = f"""
 import importlib, sys

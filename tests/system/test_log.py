@@ -49,7 +49,7 @@ def test_a_traceback_shows_no_local_variables(capsys):
     assert (
         "ValueError: 6" in written
         and "Traceback" in written
-        and "s3cret" not in written.replace('"s3cret"', (""))
+        and "s3cret" not in written.replace('"s3cret"', "")
     )
 
 
@@ -60,7 +60,7 @@ def test_no_value_hands_a_control_character_to_the_terminal(capsys, monkeypatch,
     configure_logging(level="info")
     hostile = "\x1b]0;pwned\x07\x9b2J"
     get_logger("x").info(
-        f"got {hostile}\nforged line", group=hostile, several=[hostile], spaced=(f"a {hostile}")
+        f"got {hostile}\nforged line", group=hostile, several=[hostile], spaced=f"a {hostile}"
     )
     logging.getLogger("some.library").warning("odd %s", hostile)
     try:

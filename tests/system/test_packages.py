@@ -47,11 +47,13 @@ def test_what_an_extra_brings_names_that_extra() -> None:
     for extra, modules in packages.EXTRAS.items():
         for module in modules:
             assert f"pip install 'mlx-parallm[{extra}]'" in packages.needs("x", module)
-    assert packages.needs("x", "mcp.server.mcpserver") == (
-        "x needs the package mcp: pip install 'mlx-parallm[mcp]'"
+    assert (
+        packages.needs("x", "mcp.server.mcpserver")
+        == "x needs the package mcp: pip install 'mlx-parallm[mcp]'"
     )
-    assert packages.needs("x", "never_heard_of") == (
-        "x needs the package never-heard-of: pip install never-heard-of"
+    assert (
+        packages.needs("x", "never_heard_of")
+        == "x needs the package never-heard-of: pip install never-heard-of"
     )
 
 
@@ -108,11 +110,11 @@ def test_a_build_from_source_in_one_piece_is_a_backend(monkeypatch: pytest.Monke
         (ModuleNotFoundError("No module named 'trackio'", name="trackio"), "mlx-parallm[trackio]"),
         (
             ModuleNotFoundError("No module named 'google.protobuf'", name="google.protobuf"),
-            ("protobuf"),
+            "protobuf",
         ),
         (
             ImportError("libcuda.so.1: cannot open shared object file", name="mlx.core"),
-            ("mlx-parallm[cpu]"),
+            "mlx-parallm[cpu]",
         ),
         (ImportError("libmlx.so: cannot open shared object file"), "mlx-parallm[cpu]"),
     ],

@@ -32,7 +32,7 @@ def test_text(text: str, hidden: str) -> None:
         "mail a@b.c",
         "Bearer $MLX_PARALLM_API_KEY",
         "step_000100",
-        ("max_tokens=16"),
+        "max_tokens=16",
     ],
 )
 def test_other_text_stays(text: str) -> None:
@@ -57,7 +57,7 @@ def test_a_configuration_without_secrets_is_saved_as_it_is() -> None:
             "data": {"path": "a.jsonl", "end_token": "tokenizer"},
             "rl_training": {"algorithm": "sft"},
         },
-        ("x"),
+        "x",
     )
     assert REDACTED not in saved.to_toml() and 'end_token = "tokenizer"' in saved.to_toml()
 

@@ -54,7 +54,7 @@ FORMS: dict[str, list[tuple[str, str]]] = {
     "models": [
         *(
             ("(@)", prefix + made(40))
-            for prefix in ("gsk_", "xai-", "r8_", "tml-", "nvapi-", "tvly-", "pplx-", ("csk-"))
+            for prefix in ("gsk_", "xai-", "r8_", "tml-", "nvapi-", "tvly-", "pplx-", "csk-")
         ),
         ("@", "sk-lf-" + made(8, HEX) + "-" + made(12, HEX)),
         (r'{"out": "a\n@"}', "hf_" + made(34)),  # the line break of JSON within JSON
@@ -144,7 +144,7 @@ def test_an_object_that_names_its_value() -> None:
     env = [{"name": "DB_PASSWORD", "value": "short"}, {"name": "PORT", "value": "80"}]
     assert Redactor().value(env) == [
         {"name": "DB_PASSWORD", "value": REDACTED},
-        {"name": "PORT", "value": ("80")},
+        {"name": "PORT", "value": "80"},
     ]
     assert Redactor().value({"key": "Authorization", "value": "x"}) == {
         "key": "Authorization",
@@ -206,7 +206,7 @@ def test_personal_data_by_setting() -> None:
         "DE88 3704 0044 0532 0130 00",
         "1732550400000000",
         "a@b",
-        ("3.14159265358979"),
+        "3.14159265358979",
     ):
         assert personal.text(text) == text
     assert (

@@ -107,7 +107,7 @@ class WireClient:
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
         self.session = self.post("create_session", tags=[], sdk_version="0", type="create_session")[
-            ("session_id")
+            "session_id"
         ]
         self.seq = 0
 
@@ -126,7 +126,7 @@ class WireClient:
 
     def create_model(self, number: int = 0, **lora: Any) -> str:
         base = self.http.get(f"{API}/get_server_capabilities").json()["supported_models"][0][
-            ("model_name")
+            "model_name"
         ]
         body = {"session_id": self.session, "model_seq_id": number, "base_model": base}
         made = self.result(

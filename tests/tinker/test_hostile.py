@@ -101,7 +101,7 @@ def test_a_small_body_that_unpacks_to_millions_of_datums_is_refused_by_their_num
 ) -> None:
     packed = zstandard.compress(b"\x1a\x00" * 15_000_000)
     answer = client.http.post(
-        f"{API}/forward_backward", content=packed, headers={"Content-Encoding": ("zstd")}
+        f"{API}/forward_backward", content=packed, headers={"Content-Encoding": "zstd"}
     )
     assert answer.status_code == 400 and "16384 entries of 'data'" in answer.text
 
@@ -111,7 +111,7 @@ async def test_what_clients_pile_up_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     reads."""
     absent: Any = None
     made = TinkerService(
-        TinkerConfig(), absent, absent, absent, absent, absent, names=("m",), tokenizer_id=("m")
+        TinkerConfig(), absent, absent, absent, absent, absent, names=("m",), tokenizer_id="m"
     )
     for name, most in {"MOST_SESSIONS": 3}.items():
         monkeypatch.setattr(service, name, most)

@@ -293,7 +293,7 @@ def answers(loss: str, prompt: int, count: int) -> list[dict[str, Any]]:
         logprobs = own * RNG.uniform(-7, -5, len(own))
         inputs = (
             {"weights": values}
-            if loss == ("cross_entropy")
+            if loss == "cross_entropy"
             else {"advantages": values, "logprobs": logprobs}
         )
         data.append({"tokens": tokens[:-1], "target_tokens": tokens[1:], **inputs})

@@ -127,7 +127,7 @@ def test_what_is_not_offered_is_named(name: str, config: dict[str, float | str],
 @pytest.mark.slow  # g++ makes the loops
 @pytest.mark.skipif(
     not cpu_kernels.available(),
-    reason=("without MLX on the CPU and a C++ compiler nothing is fused"),
+    reason="without MLX on the CPU and a C++ compiler nothing is fused",
 )
 @pytest.mark.parametrize("name", LOSSES)
 def test_other_numbers_take_the_same_loops(

@@ -107,9 +107,10 @@ def test_samples_wait_and_are_the_groups_of_the_step_that_takes_them(
         and live[0]["completion"] is not None
     )
     assert all((row["reward"], row["advantage"]) == (None, None) for row in live)
-    assert live[0]["why"] == "sampled; no step has trained on it yet" and live[0][
-        "stop_reason"
-    ] == ("length")
+    assert (
+        live[0]["why"] == "sampled; no step has trained on it yet"
+        and live[0]["stop_reason"] == "length"
+    )
     assert RunDirectory.in_use(run)
 
     answered = client.output(client.send(model, 2, data[:3], "importance_sampling")).metrics
@@ -132,7 +133,7 @@ def test_samples_wait_and_are_the_groups_of_the_step_that_takes_them(
         row["advantage"] for row in taken
     ] == [0.75, -0.25, -0.25]
     assert {(row["step"], row["version"], row["why"]) for row in taken} == {
-        (1, 0, ("used by step 1"))
+        (1, 0, "used by step 1")
     }
     assert [row["reward"] for row in rows(run, None, order="best", rewards=(0.5, None))] == [1]
     assert rows(run, None, order="worst")[0]["reward"] == 0
@@ -174,7 +175,7 @@ def test_a_model_without_samples_is_judged_by_its_loss_and_counts_on_after_a_loa
     model = client.create_model(1)
     run = root / model.replace(":", "_")
     state = client.result(client.post("save_weights", model_id=model, path="begin", seq_id=1))[
-        ("path")
+        "path"
     ]
     for seq_id in (2, 4):
         client.output(client.send(model, seq_id, [SFT], "cross_entropy"))

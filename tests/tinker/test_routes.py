@@ -91,7 +91,7 @@ def test_failures_are_promises_that_say_what_would_be_right(client: WireClient) 
     )
     assert np.isfinite(loss_of(client, model, 3))  # the model goes on
     wrong = client.post(
-        "create_model", session_id=client.session, model_seq_id=5, base_model=("gpt-5")
+        "create_model", session_id=client.session, model_seq_id=5, base_model="gpt-5"
     )
     assert "this server has the base model" in client.result(wrong)["error"]
     unknown = client.post(
@@ -186,7 +186,7 @@ def test_text_that_is_no_unicode_and_odd_bodies_break_nothing(client: WireClient
     [listed] = client.http.get(f"{run}/checkpoints").json()["checkpoints"]
     assert listed["user_metadata"] == shown
     session = client.post("create_session", tags=[], display_name="\ud800", **metadata)[
-        ("session_id")
+        "session_id"
     ]
     answer = client.http.get(f"{API}/sessions/{session}").json()
     assert (answer["user_metadata"], answer["display_name"]) == (shown, r"\ud800")
@@ -340,7 +340,7 @@ def test_a_live_sampler_keeps_its_weights_while_training_goes_on(client: WireCli
 
     old, moving = (
         client.live_sampler(model, 2, 0),
-        client.live_sampler(model, 3, 1, kind=("inflight")),
+        client.live_sampler(model, 3, 1, kind="inflight"),
     )
     before = greedily(old, 0)
     for seq_id in (4, 6):
@@ -447,7 +447,7 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers(
 ) -> None:
     """All 14 linear layers of the tiny model: 24 bytes for each number of a LoRA of that rank."""
     base = client.http.get(f"{API}/get_server_capabilities").json()["supported_models"][0][
-        ("model_name")
+        "model_name"
     ]
     body = {"session_id": client.session, "base_model": base, "lora_config": {"rank": 4096}}
     monkeypatch.setattr(
@@ -477,7 +477,7 @@ def test_runs_checkpoints_and_downloads_over_rest(client: WireClient) -> None:
     [listed] = client.http.get(f"{run}/checkpoints").json()["checkpoints"]
     assert (listed["tinker_path"], listed["checkpoint_type"]) == (path, "external")
     urls = client.http.get(f"{run}/checkpoints/external_weights/out/external_weights_urls").json()[
-        ("urls")
+        "urls"
     ]
     assert set(urls) == {"adapter_model.safetensors", "adapter_config.json"}
     assert (
@@ -507,7 +507,7 @@ def test_models_are_limited_and_make_room_when_a_session_ends(server: RunningSer
         other = WireClient(http)
         assert np.isfinite(
             logprobs_of(
-                client.output(client.send(other.create_model(), 1, [DATUM], ("cross_entropy")))
+                client.output(client.send(other.create_model(), 1, [DATUM], "cross_entropy"))
             )
         ).all()
         other.post(f"sessions/{other.session}/finish", reason={"type": "success"})
@@ -558,7 +558,7 @@ async def test_models_that_were_made_long_ago_take_no_place() -> None:
     absent: Any = None
     config = TinkerConfig(max_models=4)
     made = TinkerService(
-        config, absent, absent, absent, absent, absent, names=("m",), tokenizer_id=("m")
+        config, absent, absent, absent, absent, absent, names=("m",), tokenizer_id="m"
     )
     session = made.create_session(CreateSessionBody())
     for number in range(12):

@@ -280,7 +280,7 @@ def test_one_bad_checkpoint_hides_no_other(tmp_path: Path, monkeypatch: pytest.M
     checkpoints.begin(Run("r:train:0", "base", {}, 1.0))
     paths = {
         name: TinkerPath("r:train:0", SAMPLER, name)
-        for name in ("good", "empty", "list", "old", ("bare"))
+        for name in ("good", "empty", "list", "old", "bare")
     }
     for name, path in paths.items():
         checkpoints.save(path, lambda directory: None, ttl_seconds=10 if name == "old" else None)

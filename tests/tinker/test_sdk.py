@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "mlx_parallm" / "models" / "tiny"
 ENVIRONMENTS = {
     "build/tinker": "scripts/setup_tinker",
-    "build/tinker30": ("scripts/setup_tinker 0.30.4 build/tinker30"),
+    "build/tinker30": "scripts/setup_tinker 0.30.4 build/tinker30",
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

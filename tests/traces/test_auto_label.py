@@ -126,7 +126,7 @@ def runs(count: int, seed: int) -> list[tuple[Trace, bool]]:
         good = oks[-1] != (source.random() < 0.05)
         words = " ".join(source.choices(("it", "is", "the", "number", "here", "so"), k=5))
         view = ExecutionTrace.of_events(
-            f"{number}", "Find it", calls, words, timestamp=f"{number}", source=("test")
+            f"{number}", "Find it", calls, words, timestamp=f"{number}", source="test"
         )
         found.append((view.trace, good))
     return found

@@ -171,7 +171,7 @@ def test_kto_preference_grpo_and_prompts(tmp_path: Path, tiny_tokenizer: Any) ->
     assert [row["prompt"][0]["content"] for row in rows(traces, "prompts")] == [
         "q",
         "alone",
-        ("unscored"),
+        "unscored",
     ]
     assert len(rows(traces, "atif")) == 6
     balanced = rows(traces, "kto", balance=1.0)
@@ -197,7 +197,7 @@ def test_the_split_is_by_session_and_opening() -> None:
     one = new_trace(
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
         session_id="s",
-        source=("t"),
+        source="t",
     )
     for fraction in (0.1, 0.5, 0.9):  # after a compaction the same session begins differently
         later = trace("s", f"summary {fraction}", "c")
@@ -274,7 +274,7 @@ def test_the_command_writes_a_card_and_refuses_to_push_a_secret(
     secret = "ghp_" + "a1B2" * 9
     lines = [
         trace("1", "q", f"key {secret}", license="mit"),
-        trace("2", "r", "fine", license=("mit")),
+        trace("2", "r", "fine", license="mit"),
     ]
     source.write_text("".join(json.dumps(each.to_json()) + "\n" for each in lines))
     build = ["traces", "build", str(source), "--kind", "sft", "--test-fraction", "0", "--to"]

@@ -78,7 +78,7 @@ async def test_a_hooked_agent_is_followed_and_restored(tmp_path: Path) -> None:
     failed = views["failed"]
     assert [call.success for call in failed.tool_calls] == [True, False]
     assert failed.tool_calls[1].error == "ValueError: too large" and failed.tasks_failed == [
-        ("ValueError: too large")
+        "ValueError: too large"
     ]
     with pytest.raises(TraceError, match="none of the methods"):
         hook_into_agent(object(), collector)
@@ -105,7 +105,7 @@ def test_labels_and_the_flat_form(tmp_path: Path) -> None:
     assert (labeled.label, labeled.manual_review, labeled.review_notes) == (
         False,
         True,
-        ("looked again"),
+        "looked again",
     )
     assert len(labeled.trace.labels) == 2
     unlabeled = [view.user_query for view in collector.load_traces() if view.label is None]
@@ -148,7 +148,7 @@ def test_a_trace_of_any_source_has_the_view(tmp_path: Path) -> None:
     view = ExecutionTrace(trace)
     assert (view.user_query, view.final_response, view.llm_calls_count) == ("q", "a", 2)
     assert view.tool_calls == [
-        ToolCallTrace("run", {"n": 1}, "Error: no such file", False, 0.0, ("Error: no such file"))
+        ToolCallTrace("run", {"n": 1}, "Error: no such file", False, 0.0, "Error: no such file")
     ]
     assert [step.content for step in view.reasoning_steps] == ["hm"]
 

@@ -70,7 +70,7 @@ def conversations() -> dict[str, Json]:
         },
         "anthropic": {
             "system": [
-                {"type": "text", "text": "Be kind.", "cache_control": {"type": ("ephemeral")}}
+                {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}
             ],
             "messages": [
                 asked,
@@ -98,7 +98,7 @@ def conversations() -> dict[str, Json]:
                 {
                     "role": "user",
                     "parts": [
-                        {"functionResponse": {"name": "look", "response": {"content": ("Sunny.")}}}
+                        {"functionResponse": {"name": "look", "response": {"content": "Sunny."}}}
                     ],
                 },
                 {"role": "model", "parts": [{"text": "It is sunny."}]},
@@ -134,7 +134,7 @@ def test_each_form_of_a_chat_is_the_same_conversation(tmp_path: Path, form: str)
     assert ("id" in call) is ("tool_call_id" in trace.messages[3]) is has_ids
     assert trace.messages[3].get("tool_call_id") == call.get("id")
     assert trace.tools == [
-        {"type": "function", "function": {"name": "look", "parameters": {"type": ("object")}}}
+        {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     ]
     assert report.messages == report.carried == 5
     (tmp_path / "list.json").write_text(json.dumps([row, row], indent=1))
@@ -148,7 +148,7 @@ def test_each_form_of_a_chat_is_the_same_conversation(tmp_path: Path, form: str)
             "anthropic": {"type": "message", "stop_reason": "end_turn", **row[name][-1]},
         }.get(form, {"choices": [{"message": row[name][-1], "finish_reason": "stop"}]})
         [trace], _ = imported(
-            lines(tmp_path / "log.jsonl", {"request": request, "response": answer}), ("openai")
+            lines(tmp_path / "log.jsonl", {"request": request, "response": answer}), "openai"
         )
         row_of_log = [
             (("context") if at == 2 else role, said) for at, (role, said) in enumerate(SUNNY)
@@ -161,26 +161,26 @@ def test_each_form_of_a_chat_is_the_same_conversation(tmp_path: Path, form: str)
     [
         (
             {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-            ("content of type 'image_url'"),
+            "content of type 'image_url'",
         ),
         ({"content": [{"type": "image", "source": {"data": "x"}}]}, "content of type 'image'"),
         (
             {"content": [{"type": "document", "source": {}}, *text("q")]},
-            ("content of type 'document'"),
+            "content of type 'document'",
         ),
         ({"content": [{"type": "not-known-yet", "x": 1}]}, "content of type 'not-known-yet'"),
         ({"content": "a", "audio": {"id": "x"}}, "a message has the field 'audio'"),
         (
             {"role": "assistant", "content": None, "refusal": "No."},
-            ("a message has the field 'refusal'"),
+            "a message has the field 'refusal'",
         ),
         (
             {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
-            ("'redacted_thinking'"),
+            "'redacted_thinking'",
         ),
         (
             {"role": "tool", "tool_call_id": "gone", "content": "r"},
-            ("a tool's result without its call"),
+            "a tool's result without its call",
         ),
         ({"content": {"text": "q"}}, "content that is no text"),
     ],
@@ -213,7 +213,7 @@ def test_notes_stay_in_the_trace_and_are_counted(tmp_path: Path) -> None:
             "content": None,
             "refusal": None,
             "tool_calls": [CALL | {"index": 0}],
-            "id": ("x"),
+            "id": "x",
         },
         {"role": "tool", "tool_call_id": "c1", "content": text("a.py")},
         {"role": "assistant", "content": "One.", "reasoning": "hm", "audio": None},

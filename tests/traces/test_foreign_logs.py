@@ -53,7 +53,7 @@ def why_not(traces: list[Trace], kind: Any = "sft") -> dict[str, int]:
     other = new_trace(
         [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
         session_id="other",
-        source=("test"),
+        source="test",
     )
     made = build_dataset(
         [*traces, other], DatasetOptions(kind, test_fraction=0.0, near_duplicates=1.0)
@@ -82,7 +82,7 @@ def test_a_uuid_counts_once(tmp_path: Path) -> None:
     ]
     ends = [
         claude("u2", "a2", "user", [RESULT]),
-        claude("a3", "u2", "assistant", text("One."), message_id=("m2")),
+        claude("a3", "u2", "assistant", text("One."), message_id="m2"),
     ]
     first = claude("u1", None, "user", "list")
     twice = [first, first, *answer, answer[0], ends[0], answer[1], ends[0], ends[1], ends[1]]
@@ -91,27 +91,27 @@ def test_a_uuid_counts_once(tmp_path: Path) -> None:
     assert (trace.messages[1]["content"], len(trace.messages[1]["tool_calls"])) == ("Looking.", 1)
     assert report.skipped["a line whose uuid stands in the log twice"] == 5
     assert learned([trace]) == [
-        [("user", "list"), ("assistant", "Looking."), ("tool", "a.py"), ("assistant", ("One."))]
+        [("user", "list"), ("assistant", "Looking."), ("tool", "a.py"), ("assistant", "One.")]
     ]
     changed = claude("a1", "u1", "assistant", text("Other."), message_id="m1")
     again = claude("a9", "a1", "assistant", text("Looking."), message_id="m1")
     grown = claude("a1", "u1", "assistant", [*text("Looking."), USE], message_id="m1")
     [trace], report = imported(
-        lines(tmp_path / "C.jsonl", first, answer[0], changed, again, grown), ("claude-code")
+        lines(tmp_path / "C.jsonl", first, answer[0], changed, again, grown), "claude-code"
     )
     assert (trace.messages[1]["content"], len(trace.messages[1]["tool_calls"])) == ("Looking.", 1)
     assert report.skipped["a line whose uuid stands in the log twice, with other content"] == 1
     assert report.details["a block of an answer that stands in the log twice"] >= 1
     fork = [
         claude("f1", None, "user", "other"),
-        claude("f2", "f1", "assistant", text("Looking."), message_id=("m1")),
+        claude("f2", "f1", "assistant", text("Looking."), message_id="m1"),
     ]
     traces, _ = imported(lines(tmp_path / "F.jsonl", first, answer[0], *fork), "claude-code")
     assert [trace.messages[-1]["content"] for trace in traces] == ["Looking.", "Looking."]
 
 
 @pytest.mark.parametrize(
-    "kind", ["system", "progress", "attachment", "file-history-snapshot", ("not-known-yet")]
+    "kind", ["system", "progress", "attachment", "file-history-snapshot", "not-known-yet"]
 )
 def test_rows_that_are_no_messages_are_links(tmp_path: Path, kind: str) -> None:
     """One, or several in a row; before the first message too."""
@@ -178,7 +178,7 @@ def test_a_compaction_begins_a_new_history(tmp_path: Path) -> None:
         ({"u1": None, "a1": "u1", "u2": "a2", "a2": "u2"}, "in a circle"),
         (
             {"u1": "h1", "a1": "u1", "h1": "h2", "h2": "h1"},
-            ("the log does not hold the message before"),
+            "the log does not hold the message before",
         ),
     ],
 )
@@ -214,7 +214,7 @@ def test_a_history_that_is_not_whole_is_not_learned(tmp_path: Path) -> None:
     assert sorted(answer for trace in traces for answer in sampled(trace)) == [
         "Gone on.",
         "Lost.",
-        ("Sub."),
+        "Sub.",
     ]
     reasons = why_not(traces)
     [lost] = [reason for reason in reasons if "does not hold the message before" in reason]
@@ -256,7 +256,7 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
 
     def log(*answer: Any, **more: Any) -> list[Json]:
         line = claude(
-            "a1", "u1", "assistant", text(error if not answer else answer[0]), message_id=("m1")
+            "a1", "u1", "assistant", text(error if not answer else answer[0]), message_id="m1"
         )
         line["message"] |= more.pop("message", {})
         return [claude("u1", None, "user", "q"), line | more]
@@ -304,7 +304,7 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
                         {"role": "user", "content": "q"},
                         {
                             "finish_reason": "content_filter",
-                            "message": {"role": "assistant", "content": ("half")},
+                            "message": {"role": "assistant", "content": "half"},
                         },
                     ]
                 }
@@ -329,17 +329,17 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
             assert report.remarks.total() == 1
     row = {
         "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
-        "error": ("timeout"),
+        "error": "timeout",
     }
     traces, _ = imported(lines(tmp_path / "failed.jsonl", row), "openai")
     assert why_not(traces) == {"the call failed": 1}
     for metrics, words in (
         ({}, error),
-        ({"metrics": {"extra": {"finish_reason": "content_filter"}}}, ("half")),
+        ({"metrics": {"extra": {"finish_reason": "content_filter"}}}, "half"),
     ):
         answer = {"role": "assistant", "content": words, "step": metrics}
         trace = new_trace(
-            [{"role": "user", "content": "q"}, answer], session_id="atif", source=("test")
+            [{"role": "user", "content": "q"}, answer], session_id="atif", source="test"
         )
         [(reason, count)] = why_not([trace]).items()  # another program's traces come in as they are
         assert reason.startswith("none of its answers is learned: an answer that ") and count == 1
@@ -350,7 +350,7 @@ def test_what_a_program_wrote_is_not_learned(tmp_path: Path) -> None:
     ]
     traces, _ = imported(lines(tmp_path / "middle.jsonl", *middle), "claude-code")
     assert learned(traces) == [
-        [("user", "q"), ("context", error), ("user", "again"), ("assistant", ("Yes."))]
+        [("user", "q"), ("context", error), ("user", "again"), ("assistant", "Yes.")]
     ]
 
 
@@ -371,7 +371,7 @@ def test_a_compaction_with_a_history(tmp_path: Path) -> None:
     rest = [said("user", "go on"), said("assistant", "Going on.")]
     history = [said("user", "list")["payload"], said("assistant", "Summary.")["payload"]]
     traces, report = imported(
-        lines(tmp_path / "a.jsonl", *log(message="", replacement_history=history)), ("codex")
+        lines(tmp_path / "a.jsonl", *log(message="", replacement_history=history)), "codex"
     )
     assert [m["content"] for m in traces[1].messages] == ["list", "Summary.", "go on", "Going on."]
     assert sampled(traces[1]) == ["Going on."]
@@ -402,7 +402,7 @@ def test_codex_items(tmp_path: Path) -> None:
             "message",
             role="assistant",
             content=[{"type": "output_text", "text": "One."}],
-            phase=("final"),
+            phase="final",
         ),
         item("message", role="user", content=[{"type": "input_text", "text": "and this?"}, image]),
         said("assistant", "A cat."),
@@ -416,7 +416,7 @@ def test_codex_items(tmp_path: Path) -> None:
     assert trace.messages[4]["content"] == [{"type": "text", "text": "and this?"}, image]
     assert why_not([trace]) == {"content of type 'input_image', which a row of text cannot hold": 1}
     [trace], report = imported(
-        lines(tmp_path / "b.jsonl", said("user", "q"), item("oracle", x=1), rows[-1]), ("codex")
+        lines(tmp_path / "b.jsonl", said("user", "q"), item("oracle", x=1), rows[-1]), "codex"
     )
     assert report.skipped == {"response items of type 'oracle' are not known": 1}
     assert why_not([trace]) == {
@@ -441,7 +441,7 @@ def test_all_parts_of_a_message_are_there(tmp_path: Path) -> None:
         ]
         answers = [
             {"role": "assistant", "parts": [{"type": "text", "content": word}]}
-            for word in ("One.", ("Two."))
+            for word in ("One.", "Two.")
         ]
         return spans(
             span(
@@ -485,7 +485,7 @@ def test_older_forms_of_spans(tmp_path: Path) -> None:
             {},
             [
                 event("gen_ai.user.message", content="q"),
-                event("gen_ai.choice", message=body({"content": ("a")})),
+                event("gen_ai.choice", message=body({"content": "a"})),
             ],
         ),
         span(
@@ -514,7 +514,7 @@ def test_older_forms_of_spans(tmp_path: Path) -> None:
             {
                 "gen_ai.prompt.0.role": "user",
                 "gen_ai.prompt.0.content": "q",
-                "gen_ai.completion.0.content": ("a"),
+                "gen_ai.completion.0.content": "a",
             },
         ),
     ]

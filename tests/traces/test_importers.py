@@ -68,7 +68,7 @@ def test_openai_chat(tmp_path: Path) -> None:
     assert (first.get("license"), first.get("columns")["topic"], second.id) == (
         "mit",
         "files",
-        ("own"),
+        "own",
     )
     assert report.used == 2 and sum(report.skipped.values()) == 4
     assert report.places["not JSON"] == ["rows.jsonl:3"]
@@ -84,12 +84,12 @@ def test_atif_comes_out_as_it_went_in(tmp_path: Path) -> None:
         "agent": {"name": "a", "version": "1"},
         "steps": [
             {"step_id": 1, "source": "user", "message": "q"},
-            {"step_id": 2, "source": "agent", "message": ("a")},
+            {"step_id": 2, "source": "agent", "message": "a"},
         ],
         "final_metrics": {"total_steps": 2},
     }
     traces, report = imported(
-        lines(tmp_path / "t.jsonl", trajectory, trajectory, {"schema_version": "x"}), ("atif")
+        lines(tmp_path / "t.jsonl", trajectory, trajectory, {"schema_version": "x"}), "atif"
     )
     assert [trace.to_json() for trace in traces] == [trajectory, trajectory]
     assert report.used == 2
@@ -128,7 +128,7 @@ def test_claude_code(tmp_path: Path) -> None:
         return {
             "type": "tool_result",
             "tool_use_id": f"u{number}",
-            "content": [{"type": "text", "text": (f"r{number}")}],
+            "content": [{"type": "text", "text": f"r{number}"}],
         }
 
     file = lines(
@@ -187,7 +187,7 @@ def test_codex(tmp_path: Path) -> None:
     """A result that stands in the log twice gives one observation; a compaction begins a new
     trace."""
     output = codex(
-        "response_item", {"type": "function_call_output", "call_id": "c1", "output": ("a.py")}
+        "response_item", {"type": "function_call_output", "call_id": "c1", "output": "a.py"}
     )
     file = lines(
         tmp_path / "rollout-1.jsonl",
@@ -198,7 +198,7 @@ def test_codex(tmp_path: Path) -> None:
         codex("response_item", {"type": "reasoning", "summary": [], "encrypted_content": "…"}),
         codex(
             "response_item",
-            {"type": "reasoning", "summary": [{"type": "summary_text", "text": ("look")}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "look"}]},
         ),
         codex(
             "response_item",
@@ -206,18 +206,18 @@ def test_codex(tmp_path: Path) -> None:
                 "type": "function_call",
                 "name": "shell",
                 "arguments": '{"command":["ls"]}',
-                "call_id": ("c1"),
+                "call_id": "c1",
             },
         ),
         output,
         output,
         codex(
             "response_item",
-            {"type": "custom_tool_call", "name": "apply_patch", "input": "***", "call_id": ("c2")},
+            {"type": "custom_tool_call", "name": "apply_patch", "input": "***", "call_id": "c2"},
         ),
         codex(
             "response_item",
-            {"type": "custom_tool_call_output", "call_id": "c2", "output": ("done")},
+            {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"},
         ),
         said("assistant", "One file."),
         codex("compacted", {"message": "Summary so far."}),
@@ -241,7 +241,7 @@ def test_codex(tmp_path: Path) -> None:
 
 def attribute(key: str, value: Any) -> dict[str, Any]:
     kind = (
-        ("intValue")
+        "intValue"
         if isinstance(value, int)
         else "doubleValue"
         if isinstance(value, float)
@@ -272,16 +272,16 @@ def test_otlp_gen_ai(tmp_path: Path) -> None:
     calls = {
         "role": "assistant",
         "parts": [{"type": "reasoning", "content": "hm"}, call],
-        "finish_reason": ("tool_call"),
+        "finish_reason": "tool_call",
     }
     result = {
         "role": "tool",
-        "parts": [{"type": "tool_call_response", "id": "c1", "response": ("a.py")}],
+        "parts": [{"type": "tool_call_response", "id": "c1", "response": "a.py"}],
     }
     last = {
         "role": "assistant",
         "parts": [{"type": "text", "content": "One."}],
-        "finish_reason": ("stop"),
+        "finish_reason": "stop",
     }
     tools = [{"type": "function", "name": "run", "parameters": {"type": "object"}}]
     common = {
@@ -310,7 +310,7 @@ def test_otlp_gen_ai(tmp_path: Path) -> None:
     )
     tool = span(2, {"gen_ai.operation.name": "execute_tool"})
     [trace], report = imported(
-        lines(tmp_path / "spans.jsonl", spans(second, tool), spans(first)), ("otlp")
+        lines(tmp_path / "spans.jsonl", spans(second, tool), spans(first)), "otlp"
     )
     assert roles(trace) == ["system", "user", "assistant", "tool", "assistant"]
     assert trace.messages[2]["tool_calls"][0]["function"] == {
@@ -319,7 +319,7 @@ def test_otlp_gen_ai(tmp_path: Path) -> None:
     }
     assert trace.messages[2]["reasoning_content"] == "hm"
     assert trace.tools == [
-        {"type": "function", "function": {"name": "run", "parameters": {"type": ("object")}}}
+        {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
     ]
     assert len(sampled(trace)) == 2
     assert [(label.name, label.value) for label in trace.labels] == [("helpful", 0.5)]
@@ -341,7 +341,7 @@ def test_otlp_openinference(tmp_path: Path) -> None:
         f"{at}.tool_calls.0.tool_call.function.name": "run",
         f"{at}.tool_calls.0.tool_call.function.arguments": '{"cmd": "ls"}',
         "llm.tools.0.tool.json_schema": json.dumps(
-            {"type": "function", "function": {"name": ("run")}}
+            {"type": "function", "function": {"name": "run"}}
         ),
         "llm.token_count.prompt": 9,
     }
@@ -405,7 +405,7 @@ def test_verifiers(tmp_path: Path) -> None:
         "example_id": 3,
     }
     (first, second, third), _ = imported(
-        lines(tmp_path / "t.jsonl", {"id": "e", "traces": [record]}, row), ("verifiers")
+        lines(tmp_path / "t.jsonl", {"id": "e", "traces": [record]}, row), "verifiers"
     )
     assert sampled(first) == ["a", ""] and sampled(second) == []
     metrics = first.steps[1].metrics
@@ -419,7 +419,7 @@ def test_verifiers(tmp_path: Path) -> None:
     assert (first.get("group_id"), third.get("group_id"), first.tools[0]["function"]["name"]) == (
         "h",
         "3",
-        ("f"),
+        "f",
     )
 
 
@@ -429,7 +429,7 @@ def test_art(tmp_path: Path) -> None:
         "finish_reason": "stop",
         "index": 0,
         "logprobs": None,
-        "message": {"role": "assistant", "content": ("a")},
+        "message": {"role": "assistant", "content": "a"},
     }
     shown = {"role": "assistant", "content": "shown"}
     one = {
@@ -495,6 +495,6 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
             "codex",
             "otlp",
             "verifiers",
-            ("art"),
+            "art",
         )
     }

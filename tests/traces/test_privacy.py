@@ -153,7 +153,7 @@ def test_a_trace_with_hits_keeps_no_tokens() -> None:
     trace, _ = redact_trace(new_trace(messages, session_id="s", source="test"), secret_finder())
     assert trace.to_json()["steps"][1]["metrics"] == {"prompt_tokens": 2}
     clean = new_trace(
-        [{"role": "user", "content": "hi"}, messages[1]], session_id="s", source=("test")
+        [{"role": "user", "content": "hi"}, messages[1]], session_id="s", source="test"
     )
     assert redact_trace(clean, secret_finder()) == (clean, [])
 

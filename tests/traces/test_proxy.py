@@ -35,7 +35,7 @@ def upstream(tiny_engine: TinyEngine, tiny_tokenizer: Any) -> Iterator[RunningSe
 @pytest.fixture
 def proxy(upstream: RunningServer, tmp_path: Path) -> Iterator[str]:
     app = recording_proxy(
-        SessionRecorder(tmp_path / "traces", secret_finder()), (f"{upstream.url}/v1")
+        SessionRecorder(tmp_path / "traces", secret_finder()), f"{upstream.url}/v1"
     )
     listener = bind_socket("127.0.0.1", 0)
     thread = ServerThread(app, listener, 64)
@@ -58,14 +58,14 @@ def test_whole_and_streamed_turns_join(proxy: str, tmp_path: Path) -> None:
             "logprobs": True,
             "extra_body": {"return_token_ids": True},
             "max_tokens": 6,
-            "model": ("default"),
+            "model": "default",
         }
         answer = client.chat.completions.create(messages=[QUESTION], **exact)
         choice: Any = answer.choices[0]
         messages = [
             QUESTION,
             choice.message.model_dump(exclude_none=True),
-            {"role": "user", "content": ("Sum: 1+1")},
+            {"role": "user", "content": "Sum: 1+1"},
         ]
         text, ids = "", list[int]()
         for chunk in client.chat.completions.create(messages=messages, stream=True, **exact):
@@ -98,7 +98,7 @@ def test_refusals_of_the_upstream_pass_and_are_no_turns(proxy: str, tmp_path: Pa
 
 GOOD_ANSWER: Any = {
     "id": "a",
-    "choices": [{"index": 0, "message": {"role": "assistant", "content": ("x")}}],
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "x"}}],
 }
 REQUESTS: Any = [
     {"temperature": "hot"},
@@ -123,7 +123,7 @@ PARTS: Any = [
         "choices": [
             {
                 "delta": {"tool_calls": [{"function": {"name": "a"}, "id": {}}]},
-                "finish_reason": ("stop"),
+                "finish_reason": "stop",
             }
         ]
     },
@@ -234,7 +234,7 @@ def test_whatever_comes_passes_on_as_it_is(scripted: tuple[str, dict[str, Any]])
             )
             assert state["seen"][2] == body and reply.headers.get_list("set-cookie") == [
                 "a=1",
-                ("b=2"),
+                "b=2",
             ]
 
         for asked in REQUESTS:
@@ -252,7 +252,7 @@ def test_whatever_comes_passes_on_as_it_is(scripted: tuple[str, dict[str, Any]])
             b"x",
             (200, "text/plain", b"y"),
             "/files/a%2Fb?q=1&q=%20",
-            headers={"Content-Encoding": ("br")},
+            headers={"Content-Encoding": "br"},
         )
         assert state["seen"][:2] == (b"/v1/files/a%2Fb", b"q=1&q=%20")
         assert (b"content-encoding", b"br") in state["seen"][3]
@@ -299,7 +299,7 @@ def test_an_upstream_that_is_away(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with (
         agent(url, "x") as client,
-        pytest.raises(openai.InternalServerError, match=("cannot be reached")),
+        pytest.raises(openai.InternalServerError, match="cannot be reached"),
     ):
         client.chat.completions.create(model="m", messages=[QUESTION])
     assert (

@@ -22,7 +22,7 @@ def traces(tmp_path: Path) -> Path:
     file = tmp_path / "traces.jsonl"
     messages = [
         {"role": "user", "content": f"The key is {KEY}"},
-        {"role": "assistant", "content": ("I see")},
+        {"role": "assistant", "content": "I see"},
     ]
     write_lines([new_trace(messages, session_id="1", source="test")], file)
     return file
@@ -39,7 +39,7 @@ def push(traces: Path, url: str, monkeypatch: pytest.MonkeyPatch, *more: str) ->
         "--test-fraction",
         "0",
         "--push",
-        ("me/runs"),
+        "me/runs",
     ]
     return main(["traces", "build", str(traces), *flags, *more])
 

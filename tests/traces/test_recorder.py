@@ -114,7 +114,7 @@ def test_one_conversation_through_three_apis_is_one_session(
     tokens."""
     questions = [
         QUESTION,
-        *({"role": "user", "content": content} for content in ("Sum: 4+4", ("Sort: cab"))),
+        *({"role": "user", "content": content} for content in ("Sum: 4+4", "Sort: cab")),
     ]
     with agent(server, "three") as client, server.http() as http:
         said, *first = ask(client, questions[:1])
@@ -225,7 +225,7 @@ def test_a_bad_request_is_no_turn(server: RunningServer, recorder: SessionRecord
         ask(client, [QUESTION])
     with (
         agent(server, ".hidden") as client,
-        pytest.raises(openai.BadRequestError, match=("cannot name a session")),
+        pytest.raises(openai.BadRequestError, match="cannot name a session"),
     ):
         ask(client, [QUESTION])
     assert list((recorder.directory / "sessions").iterdir()) == []
@@ -250,7 +250,7 @@ def test_secrets_are_gone_before_the_disk(server: RunningServer, recorder: Sessi
     assert [turn.parent for turn in session.turns.values()] == [None, "t1"]
     assert [turn.messages[-1]["content"] for turn in session.turns.values()] == [
         "key <AWS_1>",
-        ("again <AWS_1>"),
+        "again <AWS_1>",
     ]
     assert all(turn.tokens is None for turn in session.turns.values())
     assert session.labels[0].explanation == "it showed <AWS_1>"
@@ -297,7 +297,7 @@ def test_feedback(server: RunningServer, recorder: SessionRecorder) -> None:
     for body, param in (
         ({}, "score"),
         ({"score": 1, "response_id": "x"}, "response_id"),
-        ({"scores": 1}, ("scores")),
+        ({"scores": 1}, "scores"),
     ):
         answer = send("f", **body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -22,7 +22,7 @@ CONVERSATION: list[dict[str, Any]] = [
     {
         "role": "user",
         "name": "bob",
-        "content": [{"type": "image_url", "image_url": {"url": "x"}}, ("Köln?")],
+        "content": [{"type": "image_url", "image_url": {"url": "x"}}, "Köln?"],
     },
     {
         "role": "assistant",
@@ -50,13 +50,13 @@ CONVERSATION: list[dict[str, Any]] = [
         "role": "tool",
         "tool_call_id": "a",
         "content": [{"type": "text", "text": "z"}],
-        "name": ("look"),
+        "name": "look",
     },
     {"role": "tool", "tool_call_id": "unknown", "content": "x"},
     {
         "role": "assistant",
         "tool_calls": [
-            {"id": "a", "type": "function", "function": {"name": "f", "arguments": ("{}")}}
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         ],
     },
     {"role": "user", "content": "and?"},
@@ -144,7 +144,7 @@ def test_what_others_wrote_is_kept() -> None:
         ({"steps": [{"step_id": 2, "source": "user", "message": ""}]}, "ids count from 1"),
         (
             {"steps": [{"step_id": 1, "source": "user", "message": "", "metrics": {}}]},
-            ("'agent' only"),
+            "'agent' only",
         ),
         ({"steps": [{"step_id": 1, "source": "robot", "message": ""}]}, "steps.0.source"),
         (

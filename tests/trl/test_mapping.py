@@ -44,9 +44,8 @@ OTHER_DEFAULTS = {
     "optim": "another name of AdamW",
     "bf16": "the dtype is the model's",
     "project": "mlx_parallm's own",
-    "assistant_only_loss": (
-        "TRL trains on all turns; None here, so that an explicit False can be refused"
-    ),
+    "assistant_only_loss": "TRL trains on all turns; None here, so that an explicit False can be"
+    " refused",
     "loss_type": "DPO's list of one is a name",
 }
 
@@ -54,7 +53,7 @@ OTHER_DEFAULTS = {
 def one(args: TrainerConfig, **options: Any) -> Config:
     rows = read_rows(
         [{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}] * 64,
-        ("rows"),
+        "rows",
     )
     schedule = grpo_schedule(args, 64) if isinstance(args, GRPOConfig) else rows_schedule(args, 64)  # type: ignore[arg-type]
     given = {
@@ -112,7 +111,7 @@ def test_names_of_the_tables_are_trls() -> None:
         "logging_dir",
         "eval_packing",
         "completion_only_loss",
-        ("cast_lm_head_to_fp32"),
+        "cast_lm_head_to_fp32",
     }
     assert (set(SPEED_ONLY) | WITHOUT_EFFECT.keys() | NOT_HERE.keys()) - theirs <= older
 
@@ -230,7 +229,7 @@ def test_ten_updates_of_three_a_step_are_four_steps() -> None:
         ({"per_device_train_batch_size": 4}, "no whole groups of num_generations = 8"),
         (
             {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
-            ("not a multiple of gradient_accumulation"),
+            "not a multiple of gradient_accumulation",
         ),
         ({"generation_batch_size": 12, "num_generations": 4}, "not a multiple of per_device"),
         ({"generation_batch_size": 8, "steps_per_generation": 1}, "say the same"),
@@ -279,12 +278,12 @@ def test_a_grpo_configuration() -> None:
     assert (training.warmup_steps, training.checkpoint_interval, training.lr_schedule) == (
         5,
         20,
-        ("linear"),
+        "linear",
     )
     assert (training.loss, training.loss_aggregation, training.advantage) == (
         "clip",
         "token",
-        ("std_sample"),
+        "std_sample",
     )
     assert (training.clip_ratio, training.clip_ratio_high, training.max_staleness) == (0.2, 0.28, 0)
     assert (training.learning_rate, training.seed, training.adam_beta2) == (2e-5, 7, 0.999)
@@ -426,7 +425,7 @@ def test_configurations_of_rows() -> None:
     [
         (
             GRPOConfig(overrides={"rl_training.lerning_rate": 1}),
-            ("did you mean 'rl_training.learning_rate'"),
+            "did you mean 'rl_training.learning_rate'",
         ),
         (GRPOConfig(overrides={"environments.3.weight": 1}), "no entry of 1"),
         (GRPOConfig(report_to="mlflow"), "mlflow"),
@@ -492,7 +491,7 @@ def test_rows_come_as_lists_and_data_sets() -> None:
     assert read_rows([{"prompt": [{"role": "user", "content": "a"}]}], "x").conversational
     assert read_rows([{"body": "a"}], "x", text_field="body").rows == ({"text": "a"},)
     assert read_rows([{"q": "a"}], "x", formatting=lambda row: row["q"] * 2).rows == (
-        {"text": ("aa")},
+        {"text": "aa"},
     )
     for bad, words in (
         (None, "train_dataset is missing"),
@@ -520,13 +519,13 @@ OTHER_VALUES: dict[str, Any] = {
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
         "save_steps": 3,
-        "report_to": ("all"),
+        "report_to": "all",
     },
     **{
         "eval_steps": 2,
         "project": "mine",
         "model_init_kwargs": {"dtype": "float32"},
-        "chat_template_path": ("{{ x }}"),
+        "chat_template_path": "{{ x }}",
     },
     **{
         "overrides": {"rl_training.seed": 9},
@@ -564,7 +563,7 @@ OTHER_VALUES: dict[str, Any] = {
 }
 ELSEWHERE = {
     **dict.fromkeys(
-        ("overwrite_output_dir", "logging_steps", "logging_first_step"), ("test_trainers")
+        ("overwrite_output_dir", "logging_steps", "logging_first_step"), "test_trainers"
     ),
     **dict.fromkeys(("load_best_model_at_end", "serve", "dataset_text_field"), "test_trainers"),
     "assistant_only_loss": "test_sft_on_all_turns_is_refused",
@@ -574,7 +573,7 @@ ELSEWHERE = {
 NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
     **{
         name: {"sync_ref_model": True, "beta": 0.1}
-        for name in ("ref_model_mixup_alpha", ("ref_model_sync_steps"))
+        for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")
     },
     **{name: {"beta": 0.1} for name in ("sync_ref_model", "use_bias_correction_kl")},
     **{name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
@@ -582,14 +581,14 @@ NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
     "discopop_tau": {"loss_type": "discopop"},
     **{
         name: {"eval_strategy": "steps"}
-        for name in ("eval_steps", "num_generations_eval", ("eval_on_start"))
+        for name in ("eval_steps", "num_generations_eval", "eval_on_start")
     },
 }
 LOSS_TYPES = {
     "GRPOConfig": "grpo",
     "DPOConfig": "hinge",
     "KTOConfig": "apo_zero_unpaired",
-    "SFTConfig": ("dft"),
+    "SFTConfig": "dft",
 }
 
 
@@ -616,7 +615,7 @@ def test_every_argument_is_obeyed_or_refused(name: str) -> None:
     kind = CLASSES[name]
     rows = read_rows(
         [{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}] * 64,
-        ("rows"),
+        "rows",
     )
 
     def made(**options: Any) -> Any:

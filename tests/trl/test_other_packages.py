@@ -24,7 +24,7 @@ def trained(directory: Path, **arguments: Any) -> GRPOTrainer:
 def test_the_lora_config_of_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="pip install peft")
     given = peft.LoraConfig(
-        r=4, lora_alpha=8, lora_dropout=0.1, use_rslora=True, task_type=("CAUSAL_LM")
+        r=4, lora_alpha=8, lora_dropout=0.1, use_rslora=True, task_type="CAUSAL_LM"
     )
     lora = trained(tmp_path, peft_config=given).config.rl_training.lora
     assert (lora.rank, lora.alpha, lora.dropout, lora.use_rslora) == (4, 8.0, 0.1, True)

@@ -101,7 +101,7 @@ def grpo(directory: Path, **options: Any) -> GRPOTrainer:
         "logging_steps": 2,
     } | options
     parts = {
-        name: given.pop(name) for name in ("callbacks", "loss", ("eval_dataset")) if name in given
+        name: given.pop(name) for name in ("callbacks", "loss", "eval_dataset") if name in given
     }
     rewards = given.pop("reward_funcs", [letters, sometimes])
     args = GRPOConfig(str(directory), **QUICK | given)
@@ -228,7 +228,7 @@ def test_evaluations_come_after_their_step(
         "begin",
         *first_two,
         *last_two,
-        ("end"),
+        "end",
     ]
     assert heard.evaluated == [2, 4]
     evaluated = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
@@ -275,7 +275,7 @@ def test_a_callback_ends_the_training_and_one_that_fails_is_heard(tmp_path: Path
         assert trainer.train().global_step == 2
     assert {path.name for path in (tmp_path / "stopped").glob("step_*")} == {
         "step_000001",
-        ("step_000002"),
+        "step_000002",
     }
 
     class Fails:
@@ -448,7 +448,7 @@ def test_sft_and_kto(tmp_path: Path) -> None:
         (lambda: GRPOTrainer(MODEL, train_dataset=PROMPTS), "reward_funcs is missing"),
         (
             lambda: GRPOTrainer(MODEL, "some/reward-model", train_dataset=PROMPTS),
-            ("reward models are not loaded"),
+            "reward models are not loaded",
         ),
         (lambda: GRPOTrainer(MODEL, letters), "train_dataset is missing"),
         (lambda: GRPOTrainer(MODEL, letters, train_dataset=PROMPTS, tools=[letters]), "tools"),
@@ -456,7 +456,7 @@ def test_sft_and_kto(tmp_path: Path) -> None:
         (lambda: GRPOTrainer(object(), letters, train_dataset=PROMPTS), "model is a object"),  # type: ignore[arg-type]
         (
             lambda: DPOTrainer(MODEL, SFTConfig(), train_dataset=PAIRS),
-            ("args is a SFTConfig, not a DPOConfig"),
+            "args is a SFTConfig, not a DPOConfig",
         ),
         (lambda: DPOTrainer(MODEL, ref_model=MODEL, train_dataset=PAIRS), "ref_model"),
         (lambda: DPOTrainer(MODEL, processing_class=3, train_dataset=PAIRS), "no tokenizer"),
@@ -535,12 +535,12 @@ def test_what_scripts_ask_of_a_trainer(tmp_path: Path, capsys: pytest.CaptureFix
         *(
             ("optimizer", "learning_rate"),
             ("ref_model", "without the adapter"),
-            ("get_train_dataloader", ("padding")),
+            ("get_train_dataloader", "padding"),
         ),
         *(
             ("predict", "evaluate"),
             ("push_to_hub", "merge --push-to-hub"),
-            ("no_such_thing", ("this one has not")),
+            ("no_such_thing", "this one has not"),
         ),
     ):
         assert not hasattr(trainer, name)
@@ -549,7 +549,7 @@ def test_what_scripts_ask_of_a_trainer(tmp_path: Path, capsys: pytest.CaptureFix
     for name, words in (
         ("generate", "trainer.url"),
         ("save_pretrained", "save_model"),
-        ("device", ("one memory")),
+        ("device", "one memory"),
     ):
         with pytest.raises(AttributeError, match=words):
             getattr(trainer.model, name)
@@ -567,7 +567,7 @@ def test_sft_on_all_turns_is_refused(tmp_path: Path) -> None:
     for given, kept in (
         (None, rows),
         (True, rows),
-        (False, [{"prompt": "a", "completion": "b"}, {"text": ("c")}]),
+        (False, [{"prompt": "a", "completion": "b"}, {"text": "c"}]),
     ):
         SFTTrainer(MODEL, SFTConfig(str(tmp_path), assistant_only_loss=given), train_dataset=kept)
 

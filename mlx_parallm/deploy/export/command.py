@@ -19,21 +19,21 @@ def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
         help="checkpoints/<run>: its final or newest step; or one of its steps",
     )
     parser.add_argument(
-        "--base-model", metavar="B", help=("in its place: directory, hub id or builtin:tiny")
+        "--base-model", metavar="B", help="in its place: directory, hub id or builtin:tiny"
     )
     parser.add_argument(
         "--lora-path",
         metavar="A",
         type=Path,
-        help=("with --base-model: its adapter, a file or directory"),
+        help="with --base-model: its adapter, a file or directory",
     )
     parser.add_argument(
-        "--format", choices=["gguf"], default="gguf", help=("llama.cpp's, the only one")
+        "--format", choices=["gguf"], default="gguf", help="llama.cpp's, the only one"
     )
     parser.add_argument(
         "--type",
         default="q8_0",
-        help=("f32, f16, bf16, q8_0 (the default), q6_k, q5_k_m, q4_k_m, …"),
+        help="f32, f16, bf16, q8_0 (the default), q6_k, q5_k_m, q4_k_m, …",
     )
     parser.add_argument(
         "--to",
@@ -46,7 +46,7 @@ def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
     )
     parser.add_argument("--name", help="of the file; default: the run's or the base's")
     parser.add_argument(
-        "--adapter-only", action="store_true", help=("the adapter alone, for llama-server")
+        "--adapter-only", action="store_true", help="the adapter alone, for llama-server"
     )
     parser.add_argument(
         "--verify",
@@ -59,15 +59,15 @@ def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
     parser.add_argument(
         "--chat-template",
         metavar="FILE",
-        help=("Jinja, in the tokenizer's place; none: it has none"),
+        help="Jinja, in the tokenizer's place; none: it has none",
     )
     parser.add_argument(
         "--pre",
         metavar="NAME",
-        help=("llama.cpp's name of the pre-tokenizer, where none was found"),
+        help="llama.cpp's name of the pre-tokenizer, where none was found",
     )
     parser.add_argument(
-        "--ollama-url", metavar="URL", help=("of `ollama serve`; default: http://127.0.0.1:11434")
+        "--ollama-url", metavar="URL", help="of `ollama serve`; default: http://127.0.0.1:11434"
     )
 
     def run(args: Namespace) -> int:

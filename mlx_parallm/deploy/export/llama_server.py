@@ -200,7 +200,7 @@ def _command(file: Path, adapter: Path | None, port_file: Path, threads: int) ->
         "-c",
         str(CONTEXT),
         "-np",
-        ("1"),
+        "1",
     ]
     command += [
         "-ctk",

@@ -257,7 +257,7 @@ class ExportPipeline:
             "notes": opened.notes,
         }
         (directory / REPORT_FILE).write_text(
-            json.dumps(document, indent=2) + "\n", encoding=("utf-8")
+            json.dumps(document, indent=2) + "\n", encoding="utf-8"
         )
         final = self.destination.directory / file.name
         return ExportReport(final, size, types, verification, tuple(opened.notes), hosting)

@@ -34,7 +34,7 @@ FURTHER = [
         "deepseek-v3",
         "falcon",
         "glm4",
-        ("bailingmoe"),
+        "bailingmoe",
     ),
     *("seed-coder", "default"),
 ]

@@ -96,7 +96,7 @@ class TokenLayer(RoutedKeys):
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
-    ) -> tuple["TokenLayer", ("TokenLayer")]:
+    ) -> tuple["TokenLayer", "TokenLayer"]:
         """Writes one token per row, [n, H, 1, D] each."""
         pools, arrays = self._cache.step_pools, self._cache.kv_format.pack(keys, values)
         for pool in pools:

@@ -64,7 +64,7 @@ class ConversationEnvironment(BaseEnvironment):
                 " text"
             )
         self._rows = read_tasks(
-            conversations, "turns", seed=seed, what=("conversation: conversations")
+            conversations, "turns", seed=seed, what="conversation: conversations"
         )
         self._user = _make_user(user)
         self.blocking = self._user is not None
@@ -167,7 +167,7 @@ def as_seen_by_the_user(state: State, instructions: str) -> list[dict[str, str]]
     policy's the user's."""
     messages = [
         {"role": "system", "content": instructions},
-        {"role": "user", "content": ("(The conversation begins.)")},
+        {"role": "user", "content": "(The conversation begins.)"},
     ]
     for user_turn, turn in zip(state.metadata["said"], state.history, strict=True):
         messages += [

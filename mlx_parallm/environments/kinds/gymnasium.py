@@ -238,7 +238,7 @@ def _function(
     option: Callable[..., Any] | str | None, arguments: Sequence[str], name: str
 ) -> Callable[..., Any] | None:
     return (
-        load_function_of(arguments, option, (f"gymnasium: {name}"))
+        load_function_of(arguments, option, f"gymnasium: {name}")
         if isinstance(option, str)
         else option
     )

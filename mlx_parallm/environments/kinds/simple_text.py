@@ -51,6 +51,6 @@ class SimpleTextEnvironment(BaseEnvironment):
         for turn in state.history:
             turns += [
                 {"role": "assistant", "content": turn["response"]},
-                {"role": "user", "content": ("Continue.")},
+                {"role": "user", "content": "Continue."},
             ]
         return turns

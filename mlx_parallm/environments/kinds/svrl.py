@@ -112,7 +112,7 @@ class SVRLEnvironment(BaseEnvironment):
         self.tools = {tool.name: tool for tool in _make_tools(tools, facts, costs or {})}
         self.blocking = any(tool.blocking for tool in self.tools.values())
         self._rows = (
-            None if tasks is None else read_tasks(tasks, "prompt", seed=seed, what=("svrl: tasks"))
+            None if tasks is None else read_tasks(tasks, "prompt", seed=seed, what="svrl: tasks")
         )
 
     def use_tools(self, tools: EpisodeTools | None) -> None:
@@ -129,7 +129,7 @@ class SVRLEnvironment(BaseEnvironment):
         else:
             row = dict(self._rows.row(index, split).columns)
         state = State(
-            prompt=row["prompt"], metadata={k: v for k, v in row.items() if k != ("prompt")}
+            prompt=row["prompt"], metadata={k: v for k, v in row.items() if k != "prompt"}
         )
         self._account(state)
         return state
@@ -162,7 +162,7 @@ class SVRLEnvironment(BaseEnvironment):
         account = self._account(state)
         answer = FINAL_ANSWER.search(response)
         calls = parse_tool_calls(
-            response if answer is None else response[: answer.start()], (), ("use_tool")
+            response if answer is None else response[: answer.start()], (), "use_tool"
         )
         for call in calls:
             record = self._call(
@@ -273,7 +273,7 @@ def _made(entry: Any, built_in: Mapping[str, Callable[[], VerificationTool]]) ->
     if isinstance(entry, str) and not is_reference(entry):
         if entry not in built_in:
             why = (
-                (": it needs facts")
+                ": it needs facts"
                 if entry == "check_facts"
                 else did_you_mean(entry, list(built_in))
             )
@@ -339,7 +339,7 @@ def calculator(cost: float = 1.0) -> VerificationTool:
         "verify_calculation",
         calculate,
         cost,
-        ("the value of an expression, or whether an equation holds"),
+        "the value of an expression, or whether an equation holds",
     )
 
 

@@ -71,7 +71,7 @@ def _count(rng: random.Random) -> Problem:
     letters = _letters(rng, 3, 6, "abc")
     wanted = rng.choice(letters)
     return _problem(
-        "count", f"Count {wanted}: {letters}", str(letters.count(wanted)), (f"{wanted}/{letters}")
+        "count", f"Count {wanted}: {letters}", str(letters.count(wanted)), f"{wanted}/{letters}"
     )
 
 

@@ -234,12 +234,12 @@ def _run(
     started = time.monotonic()
     try:
         directory = specification["directory"] = os.path.realpath(
-            tempfile.mkdtemp(prefix=("mlx_parallm_sandbox_"))
+            tempfile.mkdtemp(prefix="mlx_parallm_sandbox_")
         )
         try:
             if way == "seatbelt":
                 specification["closed"] = [
-                    n for n in PROTECTIONS if n != "processes" or language == ("python")
+                    n for n in PROTECTIONS if n != "processes" or language == "python"
                 ]
                 command = [SANDBOX_EXEC, "-p", _profile(directory, prefixes, language), *command]
             cut, returncode, streams = _start(command, specification, limits)

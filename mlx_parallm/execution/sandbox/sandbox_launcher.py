@@ -122,7 +122,7 @@ SYSTEM = (
     "/lib64",
     "/etc/ld.so.cache",
     "/etc/alternatives",
-    ("/nix/store"),
+    "/nix/store",
 )
 # mapped, /dev/zero is uncounted memory
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
@@ -219,7 +219,7 @@ def enter_namespaces() -> None:
         for file, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{uid} {uid} 1"),
-            ("gid_map", (f"{gid} {gid} 1")),
+            ("gid_map", f"{gid} {gid} 1"),
         ):
             with open(f"/proc/self/{file}", "w") as stream:
                 stream.write(text)
@@ -522,7 +522,7 @@ class Processes:
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         self._text(
             f"{os.getpid()}/task/{os.getpid()}/children",
-            ("the kernel does not list children in /proc"),
+            "the kernel does not list children in /proc",
         )
         self._text(f"{os.getpid()}/status", "the kernel does not show a process's memory in /proc")
 
@@ -539,7 +539,7 @@ class Processes:
         if specification["way"] == "namespaces":  # whose file system is as large as `disk`
             return None
         return (
-            ("disk")
+            "disk"
             if self._written(specification["directory"], running) > specification["disk"]
             else None
         )

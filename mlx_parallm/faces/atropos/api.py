@@ -55,7 +55,7 @@ class AtroposClient:
         self.url = api_url.rstrip("/")
         # identity: on a loopback connection gzip makes a large batch three times slower
         self._http = httpx.AsyncClient(
-            timeout=REQUEST_TIMEOUT_S, headers={"Accept-Encoding": ("identity")}
+            timeout=REQUEST_TIMEOUT_S, headers={"Accept-Encoding": "identity"}
         )
 
     async def register(self, registration: TrainerRegistration) -> int:
@@ -84,7 +84,7 @@ class AtroposClient:
             found = self._object(
                 "/status-env",
                 reply,
-                ("self_queue_size", "max_group_size", ("unallocated_fraction")),
+                ("self_queue_size", "max_group_size", "unallocated_fraction"),
             )
             reports.append(
                 EnvironmentReport(

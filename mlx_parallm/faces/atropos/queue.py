@@ -284,7 +284,7 @@ class AtroposQueue:
         """Drops the waiting groups of environments and records why; registrations stay. Returns
         how many groups."""
         return self.store.drop_waiting(
-            SOURCE, self._current_step(), ("dropped by /atropos/reset_data")
+            SOURCE, self._current_step(), "dropped by /atropos/reset_data"
         )
 
     def note_reward(self) -> None:

@@ -48,7 +48,7 @@ _NO_EXAMPLE = (
     "advantages",
     "ref_logprobs",
     "generation_params",
-    ("inference_logprobs"),
+    "inference_logprobs",
 )
 _JSON = Body()
 _DETAIL = {"type": "object", "required": ["detail"], "properties": {"detail": {}}}
@@ -237,7 +237,7 @@ def _add_environment_routes(router: APIRouter, queue: AtroposQueue) -> None:
         status = queue.environment_status(environment.env_id)
         if status is None:
             raise HTTPException(
-                404, (f"no environment {environment.env_id}: call /atropos/register-env first")
+                404, f"no environment {environment.env_id}: call /atropos/register-env first"
             )
         return status
 
@@ -253,7 +253,7 @@ def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
         return (
             JSONResponse({"detail": faults}, 422)
             if faults
-            else JSONResponse({"status": ("received")})
+            else JSONResponse({"status": "received"})
         )
 
     @router.post(
@@ -277,7 +277,7 @@ def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
     def latest_example() -> Response:
         example = queue.latest_example()
         return JSONResponse(
-            example or {field: [] for field in (*_NO_EXAMPLE, "messages", ("images"))}
+            example or {field: [] for field in (*_NO_EXAMPLE, "messages", "images")}
         )
 
 

@@ -239,9 +239,7 @@ def _answers(output: RequestOutput) -> list[Generation]:
 
 def _error(output: RequestOutput) -> str | None:
     errors = (
-        c.error or "the generation failed"
-        for c in output.completions
-        if c.finish_reason == ("error")
+        c.error or "the generation failed" for c in output.completions if c.finish_reason == "error"
     )
     return next(errors, None)
 

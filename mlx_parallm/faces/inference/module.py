@@ -341,7 +341,7 @@ class InferenceModule:
         tools = [tool_definition(tool) for tool in available_tools]
         if not tools:
             raise RequestError(
-                "available_tools is empty: generate() answers without tools", param=("tools")
+                "available_tools is empty: generate() answers without tools", param="tools"
             )
         settings = {**options, "max_new_tokens": max_new_tokens}
         if (episode := self._episode()) is not None:

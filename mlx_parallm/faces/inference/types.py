@@ -41,7 +41,7 @@ _SAMPLING = (
     "top_k",
     "num_return_sequences",
     "stop",
-    ("seed"),
+    "seed",
 )
 
 
@@ -168,7 +168,7 @@ def as_responses(responses: Any, count: int) -> list[Response]:
     if len(entries) != count:
         raise RequestError(
             f"{len(entries)} responses to {count} prompts: each response needs its prompt",
-            param=("response"),
+            param="response",
         )
     return entries
 

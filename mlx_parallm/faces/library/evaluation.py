@@ -66,7 +66,7 @@ def evaluate(
     config, name = rollouts or RolloutConfig(), type(environment).__name__
     entry = config.environment_config(name)
     functions = RewardFunctions(
-        [reference_to(reward, name_of(reward))], (), columns=None, key=("evaluate: reward")
+        [reference_to(reward, name_of(reward))], (), columns=None, key="evaluate: reward"
     )
     source = StateSource(entry, lambda: environment, seed=config.seed, name=name, rewards=functions)
     source.attach(inference)

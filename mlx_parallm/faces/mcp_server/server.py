@@ -35,13 +35,13 @@ INSTRUCTIONS = (
 def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
     """`mlx_parallm mcp`: the server, over stdio or streamable HTTP on this machine."""
     parser.add_argument(
-        "--directory", type=Path, default=Path("trainings"), metavar="DIR", help=("of trainings")
+        "--directory", type=Path, default=Path("trainings"), metavar="DIR", help="of trainings"
     )
     parser.add_argument(
-        "--http", type=int, metavar="PORT", help=("serve http://127.0.0.1:PORT/mcp; default: stdio")
+        "--http", type=int, metavar="PORT", help="serve http://127.0.0.1:PORT/mcp; default: stdio"
     )
     parser.add_argument(
-        "--most-running", type=int, default=1, metavar="N", help=("trainings at a time (1)")
+        "--most-running", type=int, default=1, metavar="N", help="trainings at a time (1)"
     )
 
     def run(args: Namespace) -> int:

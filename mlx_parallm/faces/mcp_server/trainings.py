@@ -48,7 +48,7 @@ SHOWN = (
     "grad_norm",
     "tokens",
     "time_rollout_s",
-    ("time_train_s"),
+    "time_train_s",
 )
 # The shell outlives a SIGTERM to the group, so that it can write the exit code of what it has
 # started.
@@ -108,7 +108,7 @@ class Trainings:
             if home.exists():
                 raise ConfigError(f"there is a training {name!r} already: choose another name")
             running = [
-                each["name"] for each in self.all() if each["state"] in ("starting", ("running"))
+                each["name"] for each in self.all() if each["state"] in ("starting", "running")
             ]
             if len(running) >= self._most_running:
                 raise ConfigError(

@@ -97,7 +97,7 @@ class OptimizerBody(TinkerBody):
         if self.type not in (None, "adamw"):
             raise RequestError(
                 f"optimizer_config: {self.type!r} is not offered, only 'adamw'",
-                param=("optimizer_config"),
+                param="optimizer_config",
             )
         return self
 

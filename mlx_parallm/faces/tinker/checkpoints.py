@@ -215,7 +215,7 @@ class Checkpoints:
         target = self._directory(path)
         if target.exists() and not overwrite and self.find(path) is not None:
             raise RequestError(
-                f"{path} exists: choose another name, or save with overwrite=True", param=("path")
+                f"{path} exists: choose another name, or save with overwrite=True", param="path"
             )
         self._check_room(target)
         now = self._clock()

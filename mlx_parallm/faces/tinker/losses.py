@@ -138,7 +138,7 @@ def find_loss(name: str) -> LossKind:
     if name in REFUSED:
         raise RequestError(f"loss_fn {name!r} is not offered: {REFUSED[name]}", param="loss_fn")
     raise RequestError(
-        f"loss_fn {name!r} is unknown; there are {', '.join(LOSSES)}", param=("loss_fn")
+        f"loss_fn {name!r} is unknown; there are {', '.join(LOSSES)}", param="loss_fn"
     )
 
 

@@ -325,7 +325,7 @@ class RecordedRun:
         groups, claimed = [], set[str]()
         for (loss, prompt), answers in by_prompt.items():
             group_id = next(
-                (homes[name].group_id for name in answers[0].sequences if name in homes), ("")
+                (homes[name].group_id for name in answers[0].sequences if name in homes), ""
             )
             if not group_id or group_id in claimed or group_id in left:
                 group_id = self._live.new_id(prompt)

@@ -66,9 +66,7 @@ def _run_routes(router: APIRouter, service: Service) -> None:
             unembed = lora["train_unembed"] and service().learner.trains_head
             answer = {"base_model": found.base_model, "is_lora": True, "lora_rank": lora["rank"]}
             return (
-                answer
-                | trained
-                | {"train_unembed": unembed, "optimizer_config": {"type": ("adamw")}}
+                answer | trained | {"train_unembed": unembed, "optimizer_config": {"type": "adamw"}}
             )
 
         return await asyncio.to_thread(read)

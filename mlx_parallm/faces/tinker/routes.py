@@ -152,7 +152,7 @@ def _future_routes(
         answer: dict[str, Any] = {
             "type": "try_again",
             "request_id": body.request_id,
-            "queue_state": ("active"),
+            "queue_state": "active",
         }
         if reason := promise.reason():
             answer["queue_state_reason"] = reason

@@ -191,7 +191,7 @@ class TinkerRunLog:
             ratio = np.exp(np.clip(lp[trained] - columns["logprobs"][trained], -80, 80))
             metrics["ratio:mean"] = float(ratio.mean(dtype=np.float64))
             low, high = (
-                batch.loss.settings.get(f"clip_{side}_threshold") for side in ("low", ("high"))
+                batch.loss.settings.get(f"clip_{side}_threshold") for side in ("low", "high")
             )
             if low is not None and high is not None and "sequence_ratio_mask" not in columns:
                 metrics["clip_fraction:mean"] = float(((ratio < low) | (ratio > high)).mean())

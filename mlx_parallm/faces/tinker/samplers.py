@@ -180,11 +180,11 @@ class SamplerShelf:
         if found is None:
             self._samplers.drop(name)
             raise ModelNotFoundError(
-                name, self.names(), ("the checkpoint was deleted, or its time is over")
+                name, self.names(), "the checkpoint was deleted, or its time is over"
             )
         if run is not None and run.base_model not in self._names:
             raise ModelNotFoundError(
-                name, self.names(), (f"it was trained on the base model {run.base_model!r}")
+                name, self.names(), f"it was trained on the base model {run.base_model!r}"
             )
         try:
             self._samplers.load(name, path.run, found.directory)

@@ -152,7 +152,7 @@ class Sampling:
             # a fault of ours: the task's exception is logged, the client must not wait
             if promise.result is None:
                 promises.resolve(
-                    promise, failure("the server failed on this sample", category=("server"))
+                    promise, failure("the server failed on this sample", category="server")
                 )
 
     async def _answer(
@@ -202,7 +202,7 @@ class Sampling:
             tokens, logprobs, stopped = (
                 completion.token_ids,
                 completion.logprobs,
-                completion.finish_reason == ("stop"),
+                completion.finish_reason == "stop",
             )
             record = SampleRecord(run, step, temperature, _array(logprobs), stopped, generation)
             self._service.records.add(name, record)

@@ -203,7 +203,7 @@ class TinkerService:
         model = self.models.pop(model_id, None)
         if model is not None:
             lost = failure(
-                f"model {model_id} was unloaded before this request's turn", category=("user")
+                f"model {model_id} was unloaded before this request's turn", category="user"
             )
             for waiting in model.waiting.values():
                 self._queued_bytes -= waiting.size
@@ -250,7 +250,7 @@ class TinkerService:
             )
 
         return self._create(
-            key, f"creates a LoRA of rank {choice.rank}", create, {"type": ("create_model")}
+            key, f"creates a LoRA of rank {choice.rank}", create, {"type": "create_model"}
         )
 
     def load_model(self, body: LoadWeightsBody) -> Promise:
@@ -333,7 +333,7 @@ class TinkerService:
         if name not in self.names:
             raise RequestError(
                 f"this server has the base model {self.base_model!r}, not {name!r}",
-                param=("base_model"),
+                param="base_model",
             )
 
     def _begin(
@@ -392,7 +392,7 @@ class TinkerService:
         if (known := model.known.get(seq_id)) is not None:
             if known[0] != kind:
                 raise RequestError(
-                    f"request {seq_id} of this model was {known[0]}, not {kind}", param=("seq_id")
+                    f"request {seq_id} of this model was {known[0]}, not {kind}", param="seq_id"
                 )
             if known[1] != content:
                 raise RequestError(

@@ -34,9 +34,8 @@ MODEL_ID_TAG, SEQ_ID_TAG = b"\x0a", b"\x10"  # of a ForwardBackwardRequest: fiel
 MESSAGES: Mapping[str, str] = {
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
     "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
-    "Tensor": (
-        "1 dense bytes |encoding, 2 sparse_csr SparseCsr |encoding, 3 dtype int32, 4 shape int64*"
-    ),
+    "Tensor": "1 dense bytes |encoding, 2 sparse_csr SparseCsr |encoding, 3 dtype int32, 4 shape"
+    " int64*",
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64*",
     "SampledSequence": (
         "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs"
@@ -46,9 +45,8 @@ MESSAGES: Mapping[str, str] = {
     " topk_prompt_logprobs TopkLogprobs,"
     "4 prompt_cache_hit_tokens int32",
     "ArrayRecord": "1 type_tag string, 2 fields BatchedTensor map, 3 num_datums int64",
-    "ForwardBackwardOutput": (
-        "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3 metrics double map"
-    ),
+    "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3"
+    " metrics double map",
     "LossConfigValue": "1 number double |value, 2 text string |value",
     "SpanOfSequence": "1 sequence_id string, 2 offset int64, 3 length int64",
     "ProvenanceSpan": "1 prompt_tokens SpanOfSequence |span, 2 sampled_tokens SpanOfSequence |span",
@@ -77,7 +75,7 @@ _PACKAGE = "mlx_parallm.faces.tinker"  # of the description here; package names 
 
 def _described() -> descriptor_pb2.FileDescriptorProto:
     file = descriptor_pb2.FileDescriptorProto(
-        name="mlx_parallm_tinker.proto", package=_PACKAGE, syntax=("proto3")
+        name="mlx_parallm_tinker.proto", package=_PACKAGE, syntax="proto3"
     )
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -253,7 +251,7 @@ def read_datum(datum: Any, where: str) -> Datum:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             shown = {"image": "an image", "dmel": "audio"}.get(
-                kind or "", ("a chunk of unknown kind")
+                kind or "", "a chunk of unknown kind"
             )
             raise RequestError(
                 f"{where}: the model input holds {shown}; this server trains on token ids only"

@@ -24,7 +24,7 @@ NOT_ATTRIBUTES: Mapping[str, str] = {
     "predict": "trainer.evaluate() measures eval_dataset; serve=True answers at trainer.url",
     **dict.fromkeys(
         ("compute_loss", "training_step", "prediction_step"),
-        ("a loss of your own is GRPOTrainer(loss=…)"),
+        "a loss of your own is GRPOTrainer(loss=…)",
     ),
     "compute_metrics": "trainer.evaluate() returns the loss and its metrics",
     **dict.fromkeys(
@@ -142,5 +142,5 @@ class TrainerAttributes:
 
 def _write(file: Path, values: Mapping[str, Any]) -> None:
     file.write_text(
-        json.dumps(dict(values), indent=2, sort_keys=True, default=str) + "\n", encoding=("utf-8")
+        json.dumps(dict(values), indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8"
     )

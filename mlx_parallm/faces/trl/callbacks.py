@@ -56,12 +56,12 @@ CALLED = (
     "on_log",
     "on_evaluate",
     "on_save",
-    ("on_train_end"),
+    "on_train_end",
 )
 EVALUATED = {
     "sampled_reward": "reward",
     "reward": "greedy_reward",
-    "truncated": ("completions/clipped_ratio"),
+    "truncated": "completions/clipped_ratio",
 }
 """Metric of an environment's evaluation → its name behind "eval_". Others keep theirs: pass@1,
 accuracy, problems."""
@@ -109,7 +109,7 @@ def logged(line: Mapping[str, Any]) -> dict[str, float]:
         for key, value in line.items()
         if key not in KEYS
         and isinstance(value, int | float)
-        and not key.startswith((PREFIX, "eval_before/", ("held")))
+        and not key.startswith((PREFIX, "eval_before/", "held"))
     }
     return {
         name: value for name, value in numbers.items() if not rows or name not in ABOUT_ROLLOUTS

@@ -26,13 +26,13 @@ SPEED_ONLY = (
         "accelerator_config",
         "average_tokens_across_devices",
         "cast_lm_head_to_fp32",
-        ("dataloader_num_workers"),
+        "dataloader_num_workers",
     ),
     *(
         "dataloader_pin_memory",
         "dataloader_persistent_workers",
         "dataloader_prefetch_factor",
-        ("dataset_num_proc"),
+        "dataset_num_proc",
     ),
     *("dataloader_multiprocessing_context", "dataloader_in_order", "do_eval", "do_predict"),
     *(
@@ -40,32 +40,32 @@ SPEED_ONLY = (
         "ds3_gather_for_generation",
         "eval_accumulation_steps",
         "eval_do_concat_batches",
-        ("eval_packing"),
+        "eval_packing",
     ),
     *(
         "eval_use_gather_object",
         "gradient_checkpointing_kwargs",
         "include_num_input_tokens_seen",
-        ("length_column_name"),
+        "length_column_name",
     ),
     *(
         "log_level",
         "log_level_replica",
         "log_multimodal",
         "log_on_each_node",
-        ("logging_nan_inf_filter"),
+        "logging_nan_inf_filter",
     ),
     *(
         "num_completions_to_print",
         "pad_to_multiple_of",
         "padding_free",
-        ("per_device_eval_batch_size"),
+        "per_device_eval_batch_size",
     ),
     *(
         "precompute_ref_batch_size",
         "precompute_ref_log_probs",
         "prediction_loss_only",
-        ("remove_unused_columns"),
+        "remove_unused_columns",
     ),
     *(
         "save_on_each_node",
@@ -73,7 +73,7 @@ SPEED_ONLY = (
         "tf32",
         "torch_empty_cache_steps",
         "use_cache",
-        ("use_cpu"),
+        "use_cpu",
     ),
 )
 """Names that change how fast TRL computes, or what it prints, and no result: accepted, without
@@ -102,9 +102,8 @@ OFF_SAMPLER = (
 WITHOUT_EFFECT: Mapping[str, str] = {
     **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), DTYPE),
     **dict.fromkeys(("torch_compile", "use_liger_kernel"), COMPUTED_BY_MLX),
-    "max_prompt_length": (
-        "prompts are not cut, as in TRL 1.16: shorten them, or leave out the long ones"
-    ),
+    "max_prompt_length": "prompts are not cut, as in TRL 1.16: shorten them, or leave out the long"
+    " ones",
     "run_name": "the last part of output_dir names the run, in its directory and in trackers",
     "logging_dir": "TensorBoard files lie in output_dir",
 }
@@ -155,14 +154,14 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "data_seed": ((), "seed is of everything random"),
     "dataloader_drop_last": (
         (False,),
-        ("every row is trained on: batches of an epoch are of nearly equal size"),
+        "every row is trained on: batches of an epoch are of nearly equal size",
     ),
     "lr_scheduler_kwargs": (
         (),
         ('the final rate of linear and cosine: overrides={"rl_training.lr_final": 1e-6}'),
     ),
     **dict.fromkeys(
-        ("optim_args", "optim_target_modules"), ((), ("optim names an optimizer of MLX"))
+        ("optim_args", "optim_target_modules"), ((), "optim names an optimizer of MLX")
     ),
     "label_smoothing_factor": ((0.0, 0), "DPO has label_smoothing"),
     "neftune_noise_alpha": ((), "no noise is added to embeddings"),
@@ -178,12 +177,12 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "router_aux_loss_coef": ((0.0, 0), "there is no loss of a mixture's router"),
     "top_entropy_quantile": (
         (1.0,),
-        ("every sampled token counts; a loss of your own may weigh them (docs/trl.md)"),
+        "every sampled token counts; a loss of your own may weigh them (docs/trl.md)",
     ),
     "use_adaptive_entropy": ((False,), "entropy_coef is constant"),
     **dict.fromkeys(
         ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
-        ((0.0, 1.0, 0.005), ("as above")),
+        ((0.0, 1.0, 0.005), "as above"),
     ),
     "entropy_target": ((0.2,), "entropy_coef is constant"),
     "off_policy_mask_threshold": ((), "rollouts are from the weights that they train"),
@@ -200,11 +199,11 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "packing": ((False,), "short rows share a computation already, without seeing each other"),
     "packing_strategy": (
         ("bfd",),
-        ("short rows share a computation already, without seeing each other"),
+        "short rows share a computation already, without seeing each other",
     ),
     "completion_only_loss": (
         (True,),
-        ("prompts are never trained on: use rows with `text` for whole texts"),
+        "prompts are never trained on: use rows with `text` for whole texts",
     ),
     **dict.fromkeys(("eos_token", "pad_token"), ((), "the tokenizer's own tokens are used")),
     "ld_alpha": ((), "tokens behind the shorter completion's length weigh as much as the others"),
@@ -341,7 +340,7 @@ class TrainerConfig(Options):
             **{
                 name: value
                 for name, value in kept.items()
-                if name not in unset or name == ("max_length")
+                if name not in unset or name == "max_length"
             }
         )
         if ignored:

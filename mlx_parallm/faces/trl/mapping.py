@@ -64,9 +64,8 @@ SAME: Mapping[str, str] = {
     "reward_weights": "environments.0.reward_weights",
 }
 HOW: Mapping[str, str] = {
-    "output_dir": (
-        "`rl_training.checkpoint_dir` is its parent, `rl_training.run_name` its last part"
-    ),
+    "output_dir": "`rl_training.checkpoint_dir` is its parent, `rl_training.run_name` its last"
+    " part",
     "overwrite_output_dir": "the trainer removes the run before it begins",
     "lr_scheduler_type": "`rl_training.lr_schedule`; `constant` has no warm-up",
     "warmup_steps": "`rl_training.warmup_steps`, in steps",
@@ -97,9 +96,8 @@ HOW: Mapping[str, str] = {
     "num_generations_eval": "`evaluation.samples`",
     "max_token_length": "`rl_training.atropos.max_token_length`",
     "generation_batch_size": "`rl_training.atropos.rollout_batch_size`",
-    "steps_per_generation": (
-        "× `per_device_train_batch_size` = `rl_training.atropos.rollout_batch_size`"
-    ),
+    "steps_per_generation": "× `per_device_train_batch_size` ="
+    " `rl_training.atropos.rollout_batch_size`",
     "shuffle_dataset": "always so",
     "disable_dropout": "`rl_training.lora.dropout = 0` (DPO, KTO)",
     "use_bias_correction_kl": '`rl_training.kl_estimator = "k3_ratio"`, else `"k3"`',
@@ -270,9 +268,7 @@ def configuration(
     training = data["rl_training"]
     if loss is not None:
         training["loss"] = (
-            loss
-            if isinstance(loss, str)
-            else reference_to(loss, getattr(loss, "__name__", ("loss")))
+            loss if isinstance(loss, str) else reference_to(loss, getattr(loss, "__name__", "loss"))
         )
     if isinstance(args, GRPOConfig):
         named = zip(rewards, names, strict=True)
@@ -465,7 +461,7 @@ def _add_rows(
     if isinstance(args, DPOConfig | KTOConfig):
         if args.disable_dropout:
             settings = {
-                name: value for name, value in training["lora"].items() if name != ("lora_dropout")
+                name: value for name, value in training["lora"].items() if name != "lora_dropout"
             }
             training["lora"] = settings | {"dropout": 0.0}
         training["preference"] = {"beta": args.beta}

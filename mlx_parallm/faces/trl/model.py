@@ -18,15 +18,14 @@ from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 
 NOT_HERE: Mapping[str, str] = {
-    "generate": (
-        "answers are sampled by the server: serve=True, then trainer.url; or `mlx_parallm serve`"
-    ),
+    "generate": "answers are sampled by the server: serve=True, then trainer.url; or `mlx_parallm"
+    " serve`",
     "save_pretrained": "trainer.save_model(DIR) writes the adapter or the model",
     "push_to_hub": "train, then `mlx_parallm merge --push-to-hub OWNER/NAME`",
     "merge_and_unload": "`mlx_parallm merge` merges an adapter into its base",
     "get_input_embeddings": "it is an MLX module: trainer.model.named_modules() lists its layers",
     **dict.fromkeys(
-        ("to", "cuda", "cpu", "half", "bfloat16"), ("MLX holds its arrays in one memory")
+        ("to", "cuda", "cpu", "half", "bfloat16"), "MLX holds its arrays in one memory"
     ),
     **dict.fromkeys(("device", "hf_device_map"), "MLX holds its arrays in one memory"),
 }

@@ -80,7 +80,7 @@ OF_A_RUN = (
         CONFIG_FILE,
         "metrics.jsonl",
         "evaluations.jsonl",
-        ("samples.*"),
+        "samples.*",
     ),
     *("rollouts.sqlite*", "run.log*", "reward.png", "trackers.json", "tensorboard", "wandb"),
 )
@@ -93,9 +93,8 @@ NOT_ARGUMENTS: Mapping[str, str] = {
     "quantization_config": "a 4-bit base: peft_config=LoraConfig(quantize_base=True)",
     **dict.fromkeys(("tools", "rollout_func", "environment_factory"), OWN_ENVIRONMENT),
     "data_collator": "batches are made of rows without padding",
-    "compute_metrics": (
-        "trainer.evaluate() returns the loss and its metrics; a callback's on_evaluate gets them"
-    ),
+    "compute_metrics": "trainer.evaluate() returns the loss and its metrics; a callback's"
+    " on_evaluate gets them",
     "preprocess_logits_for_metrics": "trainer.evaluate() returns the loss and its metrics",
     "compute_loss_func": "a loss of your own is GRPOTrainer(loss=…) (docs/trl.md)",
     "ref_model": "the reference is the model as it was before training, without the adapter",
@@ -179,7 +178,7 @@ class TRLTrainer(TrainerAttributes):
 
     def _read(self, train: Any, evaluated: Any) -> tuple[DataRows, DataRows | None]:
         return read_rows(train, "train_dataset"), None if evaluated is None else read_rows(
-            evaluated, ("eval_dataset")
+            evaluated, "eval_dataset"
         )
 
     def _schedule(self) -> UpdateSchedule:

@@ -34,9 +34,8 @@ _NOT_APPLIED: Mapping[str, str] = {
     "modules_to_save": "modules_to_save is not supported, merge the adapter with PEFT",
     "original_module": "it is a copy of the base's weights (modules_to_save)",
     ".bias": "biases are not supported (bias, lora_bias), merge the adapter with PEFT",
-    "lora_embedding_": (
-        "adapters of embeddings are not supported, adapt linear layers or merge it with PEFT"
-    ),
+    "lora_embedding_": "adapters of embeddings are not supported, adapt linear layers or merge it"
+    " with PEFT",
     "trainable_tokens": "trainable_token_indices is not supported, merge the adapter with PEFT",
     "base_layer": "it is a weight of the base, merge the adapter with PEFT",
     ".lora_a": "it is mlx-lm's name in a file of PEFT's",
@@ -61,14 +60,14 @@ def read_peft(
     dora, parts = bool(config.get("use_dora")), _parts_of_layers(tensors, file)
     alphas, ranks = (
         _Pattern(name, config.get(name) or {}, config_file)
-        for name in ("alpha_pattern", ("rank_pattern"))
+        for name in ("alpha_pattern", "rank_pattern")
     )
     layers = {}
     for path, found in parts.items():
         for part, needed in (("lora_A", True), ("lora_B", True), ("lora_magnitude_vector", dora)):
             if needed != (part in found):
                 absent = (
-                    ("no magnitude vector (use_dora is true)")
+                    "no magnitude vector (use_dora is true)"
                     if part == "lora_magnitude_vector"
                     else f"no {part}"
                 )
@@ -112,7 +111,7 @@ def _parts_of_layers(tensors: Mapping[str, mx.array], file: Path) -> dict[str, d
 def _reason(key: str) -> str:
     return next(
         (reason for part, reason in _NOT_APPLIED.items() if part in key),
-        ("its name has another form"),
+        "its name has another form",
     )
 
 

@@ -26,7 +26,7 @@ APPLIED = (
     "rank_pattern",
     "alpha_pattern",
     "use_rslora",
-    ("use_dora"),
+    "use_dora",
 )
 
 _ABOUT_THE_FILE = "it describes the file"
@@ -46,9 +46,8 @@ HARMLESS: Mapping[str, str] = {
     **dict.fromkeys(
         ("loftq_config", "eva_config", "corda_config", "lora_ga_config"), _STARTING_VALUES
     ),
-    "fan_in_fan_out": (
-        "it says how the base of other libraries stores its weight, A and B are the same"
-    ),
+    "fan_in_fan_out": "it says how the base of other libraries stores its weight, A and B are the"
+    " same",
     "qalora_group_size": "it is read with use_qalora only",
     "megatron_core": "it is read with megatron_config only",
     "ensure_weight_tying": "it ties adapters of embeddings, which are refused",
@@ -79,12 +78,12 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     "target_parameters": (
         (),
-        ("adapters of single parameters (stacked experts) are not applied here"),
+        "adapters of single parameters (stacked experts) are not applied here",
     ),
     "layer_replication": ((), "it adapts a base with repeated blocks: build that model first"),
     "megatron_config": (
         (),
-        ("Megatron's parallel layers are not read here: export it with Megatron's own tools"),
+        "Megatron's parallel layers are not read here: export it with Megatron's own tools",
     ),
     "alora_invocation_tokens": (
         (),
@@ -106,7 +105,7 @@ MLX_LM = frozenset(
             "num_layers",
             "lora_layers",
             "use_dora",
-            ("trust_remote_code"),
+            "trust_remote_code",
         ),
         *(
             "train",
@@ -117,21 +116,21 @@ MLX_LM = frozenset(
             "optimizer_config",
             "batch_size",
             "iters",
-            ("val_batches"),
+            "val_batches",
         ),
         *(
             "learning_rate",
             "lr_schedule",
             "steps_per_report",
             "steps_per_eval",
-            ("resume_adapter_file"),
+            "resume_adapter_file",
         ),
         *("adapter_path", "adapter_file", "save_every", "test_batches", "max_seq_length", "config"),
         *(
             "grad_checkpoint",
             "grad_accumulation_steps",
             "gradient_accumulation_steps",
-            ("clear_cache_threshold"),
+            "clear_cache_threshold",
         ),
         *(
             "mask_prompt",
@@ -140,7 +139,7 @@ MLX_LM = frozenset(
             "wandb",
             "prompt_feature",
             "text_feature",
-            ("completion_feature"),
+            "completion_feature",
         ),
         *(
             "chat_feature",
@@ -149,7 +148,7 @@ MLX_LM = frozenset(
             "hf_datasets",
             "prompt",
             "temp",
-            ("max_tokens"),
+            "max_tokens",
         ),
         *(
             "ignore_chat_template",
@@ -157,7 +156,7 @@ MLX_LM = frozenset(
             "colorize",
             "bits",
             "group_size",
-            ("cache_prompt"),
+            "cache_prompt",
         ),
     )
 )
@@ -230,7 +229,7 @@ def check_trained(settings: Mapping[str, Any], known: Collection[str] = ()) -> N
         raise ConfigError(f"peft_config: peft_type={kind!r} is not trained here, only LORA")
     free = {name for name, reason in HARMLESS.items() if reason == _ABOUT_THE_FILE} | {
         "fan_in_fan_out",
-        ("peft_type"),
+        "peft_type",
     }
     switches = {name: (values, "") for name, (values, _) in REFUSED.items()} | _DEFAULTS
     start = settings.get("init_lora_weights", True)
@@ -261,7 +260,7 @@ def _fault(
     """Return the first setting that is refused, "name = value: why", or None."""
     for name, value in settings.items():
         off, why = switches.get(
-            name, ((), ("this setting is not known here, and may change what the adapter computes"))
+            name, ((), "this setting is not known here, and may change what the adapter computes")
         )
         if (
             name not in free

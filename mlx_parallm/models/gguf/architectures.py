@@ -113,7 +113,7 @@ def tensor_name(architecture: Architecture, mlx_name: str, layers: int) -> str:
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
     names = gguf.get_tensor_name_map(kind, layers)
     found = names.get_name(
-        mlx_name.replace(".switch_mlp.", ".experts."), try_suffixes=(".weight", (".bias"))
+        mlx_name.replace(".switch_mlp.", ".experts."), try_suffixes=(".weight", ".bias")
     )
     if found is None:
         raise ModelError(

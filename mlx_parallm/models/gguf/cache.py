@@ -86,7 +86,7 @@ def _make(folder: Path, file: Path, dtype: str, key: dict[str, Any]) -> None:
         for note in report.notes:
             log.warning(note, file=str(file))
         (folder / SIZES_FILE).write_text(
-            json.dumps({"key": key, "sizes": _sizes(folder)}), encoding=("utf-8")
+            json.dumps({"key": key, "sizes": _sizes(folder)}), encoding="utf-8"
         )
         _announce(folder, "the converted copy of the GGUF file is kept for the next start")
 

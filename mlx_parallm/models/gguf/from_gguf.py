@@ -122,7 +122,7 @@ def convert_gguf(
         save_config(config, directory / "config.json")
         facts = {"file": source.name, "left_out": file.left_out()}
         (directory / FACTS_FILE).write_text(
-            json.dumps(facts, indent=2, ensure_ascii=False), encoding=("utf-8")
+            json.dumps(facts, indent=2, ensure_ascii=False), encoding="utf-8"
         )
 
     write_directory(output, fill)
@@ -372,7 +372,7 @@ class _Kept:
 
     def __init__(self, model: nn.Module, dtype: str) -> None:
         self._allowed = {
-            path for path, module in model.named_modules() if hasattr(module, ("to_quantized"))
+            path for path, module in model.named_modules() if hasattr(module, "to_quantized")
         }
         self._dtype = dtype
         self._bits: dict[str, int] = {}
@@ -397,7 +397,7 @@ class _Kept:
                         f"{path}.biases": parts.biases,
                     }
                 reason = f"{self._dtype} would round the scales" + ", float32 does not" * (
-                    self._dtype == ("float16")
+                    self._dtype == "float16"
                 )
         if kind.name not in PLAIN:
             self._unpacked.setdefault((kind.name, reason), []).append(tensor.name)
@@ -445,7 +445,7 @@ def _weight(tensor: gguf.ReaderTensor, place: _Place) -> mx.array:
     weight = mx.array(np.ascontiguousarray(numbers)).astype(place.dtype)
     if not mx.isfinite(weight).all().item():
         wider = (
-            ("")
+            ""
             if not np.isfinite(numbers).all()
             else f" in {place.dtype}: choose --dtype bfloat16 or float32"
         )

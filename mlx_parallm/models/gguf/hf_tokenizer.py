@@ -82,7 +82,7 @@ def write_tokenizer(directory: Path, file: GGUFKeys, config: dict[str, Any]) -> 
         "bos": "bos_token",
         "unknown": "unk_token",
         "padding": "pad_token",
-        "seperator": ("sep_token"),
+        "seperator": "sep_token",
     }
     special = {
         name: tokens[ids[key]]
@@ -199,7 +199,7 @@ def _sentencepiece(
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     first = {"type": "Prepend", "prepend": SPACE}
     parts: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": SPACE}, "content": (" ")}
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     ]
     parts += [{"type": "ByteFallback"}, {"type": "Fuse"}]
     parts += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
@@ -265,7 +265,7 @@ def _piece(name: str) -> dict[str, Any]:
                 "type": "ByteLevel",
                 "add_prefix_space": False,
                 "trim_offsets": True,
-                "use_regex": name == ("words"),
+                "use_regex": name == "words",
             }
         case "digits":
             return {"type": "Digits", "individual_digits": True}

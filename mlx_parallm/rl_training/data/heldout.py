@@ -161,7 +161,7 @@ def describe(numbers: Mapping[str, float]) -> str:
         "eval/loss": "loss",
         f"eval/{ACCURACY}": "accuracy",
         "eval/rewards/margins": "margin",
-        "eval/auc": ("AUC"),
+        "eval/auc": "AUC",
     }
     parts = [f"{name} {numbers[key]:.3f}" for key, name in shown.items() if key in numbers]
     return ", ".join(parts) or "there are none"

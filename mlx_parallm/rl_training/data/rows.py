@@ -26,7 +26,7 @@ FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kto": (
         ("prompt", "completion", "label"),
         ("prompt", "chosen", "rejected"),
-        ("chosen", ("rejected")),
+        ("chosen", "rejected"),
     ),
     "sft": (("messages",), ("prompt", "completion"), ("text",)),
 }
@@ -121,11 +121,11 @@ def _pair(row: Mapping[str, Any], *, chat: bool, where: str) -> tuple[Text, Text
         prompt = _prompt(row["prompt"], chat=chat, where=where)
         chosen, rejected = (
             _completion(row, name, prompt, chat=chat, where=where)
-            for name in ("chosen", ("rejected"))
+            for name in ("chosen", "rejected")
         )
     elif not chat:
         texts = [
-            _completion(row, name, "", chat=False, where=where) for name in ("chosen", ("rejected"))
+            _completion(row, name, "", chat=False, where=where) for name in ("chosen", "rejected")
         ]
         prompt, chosen, rejected = _split_texts(*map(str, texts))
     elif isinstance(row["chosen"], str):
@@ -213,7 +213,7 @@ def _completion(row: Mapping[str, Any], name: str, prompt: Text, *, chat: bool, 
 def _answered(messages: tuple[Mapping[str, Any], ...], name: str, where: str) -> Text:
     if not messages or messages[-1]["role"] != "assistant":
         raise _bad(
-            where, (f"{name} does not end with an assistant's message: there is no answer to learn")
+            where, f"{name} does not end with an assistant's message: there is no answer to learn"
         )
     return messages
 

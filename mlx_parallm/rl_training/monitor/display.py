@@ -274,7 +274,7 @@ class TrainingDisplay:
     def _fall_back(self, error: Exception) -> None:
         log.warning(
             "display failed, continuing with plain lines",
-            error=(f"{type(error).__name__}: {error}"),
+            error=f"{type(error).__name__}: {error}",
         )
         live, self._live, self._interactive = self._live, None, False
         if live is not None and isinstance(again := attempt(live.stop), Exception):
@@ -327,14 +327,14 @@ class TrainingDisplay:
         pace = self._seconds_a_step()
         elapsed = _duration(self._clock() - self._began)
         rows.add_row(
-            "time", (f"{elapsed} so far · {UNKNOWN if pace is None else f'{pace:.3g} s'} a step")
+            "time", f"{elapsed} so far · {UNKNOWN if pace is None else f'{pace:.3g} s'} a step"
         )
         rows.add_row(self._curve_of, _curve_text(self._curve) if self._curve else WAITING)
         evaluation = info.next_evaluation(step)
         if self._heldout or evaluation is not None:
             heldout = _curve_text(self._heldout) if self._heldout else Text("")
             after = (
-                ("")
+                ""
                 if evaluation is None
                 else f"{' · ' if heldout else ''}next after step {evaluation}"
             )
@@ -364,7 +364,7 @@ class TrainingDisplay:
         rows.add_row("checkpoint", Text(newest).append(after, style="dim"))
         rows.add_row("health", Text(health, style="green" if health == HEALTHY else "bold red"))
         title = Rule(
-            Text(f"mlx_parallm · {info.run_name} · {info.model}"), align="left", style=("cyan")
+            Text(f"mlx_parallm · {info.run_name} · {info.model}"), align="left", style="cyan"
         )
         if not info.base_url:  # nobody can ask
             return Group(title, rows)

@@ -136,7 +136,7 @@ def reward_limit(lines: Window, environment: str) -> tuple[float, int, int]:
     """Return the highest reward of an environment's answers, in how many steps one earned it,
     and of how many steps."""
     each = values_of(
-        [(line.get("environments") or {}).get(environment, {}) for line in lines], ("reward_max")
+        [(line.get("environments") or {}).get(environment, {}) for line in lines], "reward_max"
     )
     highest = max(each, default=0.0)
     return highest, sum(highest - best <= SAME_REWARD for best in each), len(each)

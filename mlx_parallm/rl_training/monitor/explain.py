@@ -490,7 +490,7 @@ def as_text(explanation: Explanation) -> str:
 def _lines(explanation: Explanation) -> Iterator[Text]:
     of = f" of {explanation.total_steps}" if explanation.total_steps is not None else ""
     yield Text(
-        f"{explanation.run}: {explanation.steps}{of} steps, {explanation.state}", style=("bold")
+        f"{explanation.run}: {explanation.steps}{of} steps, {explanation.state}", style="bold"
     )
     rewards = explanation.rewards
     if rewards:
@@ -498,7 +498,7 @@ def _lines(explanation: Explanation) -> Iterator[Text]:
         curve = (
             Text("reward ")
             .append(f"{began:.3f} ", style="dim")
-            .append(sparkline(rewards), style=("green"))
+            .append(sparkline(rewards), style="green")
         )
         means = (
             (f"means of the first and the last {steps} steps")
@@ -522,7 +522,7 @@ def _lines(explanation: Explanation) -> Iterator[Text]:
             f"  {'a piece of its prompt' if reading.piece else 'full marks'}  ", style="dim"
         ).append(
             f"{beginning_of(reading.prompt, SHOWN)}  →  {beginning_of(reading.answer, SHOWN)}",
-            style=("not dim"),
+            style="not dim",
         )
     if not explanation.findings and explanation.steps:
         yield Text("healthy: nothing found", style="green")

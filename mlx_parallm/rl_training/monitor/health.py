@@ -283,7 +283,7 @@ def _no_update(evidence: Evidence) -> Sign | None:
 
 @_rule(
     "entropy-collapse",
-    ("lower learning_rate, or raise entropy_weight or kl_beta; go back to an earlier checkpoint"),
+    "lower learning_rate, or raise entropy_weight or kl_beta; go back to an earlier checkpoint",
 )
 def _entropy(evidence: Evidence) -> Sign | None:
     now, then = evidence.mean("rollout_entropy"), evidence.first("rollout_entropy")
@@ -403,7 +403,7 @@ def _solved(evidence: Evidence) -> Sign | None:
     solved = Evidence(evidence.window[-steps:])
     return Sign(
         words,
-        {"steps_solved": steps} | solved.known("reward_mean", "groups_all_right", ("grad_norm")),
+        {"steps_solved": steps} | solved.known("reward_mean", "groups_all_right", "grad_norm"),
     )
 
 
@@ -419,7 +419,7 @@ def _constant(evidence: Evidence) -> Sign | None:
 
 @_rule(
     "no-variance",
-    ("problems of middling difficulty, a larger group_size, temperature = 1, a finer reward"),
+    "problems of middling difficulty, a larger group_size, temperature = 1, a finer reward",
 )
 def _no_variance(evidence: Evidence) -> Sign | None:
     if not (numbers := _uniform(evidence, "no-variance")):
@@ -491,7 +491,7 @@ def _trains_nothing(evidence: Evidence) -> bool:
 
 
 @_rule(
-    "oversampling", ("harder problems; or dynamic_sampling = false, or a smaller max_oversampling")
+    "oversampling", "harder problems; or dynamic_sampling = false, or a smaller max_oversampling"
 )
 def _oversampling(evidence: Evidence) -> Sign | None:
     """Steps that cost much, also in a run that gains."""
@@ -536,7 +536,7 @@ def _constant_part(evidence: Evidence) -> Sign | None:
     for key, name in parts.items():
         scores, spreads = (
             values_of(evidence.lines, key),
-            values_of(evidence.lines, (f"rewards/{name}/std")),
+            values_of(evidence.lines, f"rewards/{name}/std"),
         )
         same = bool(spreads) and max(*spreads, max(scores) - min(scores)) <= SAME_REWARD
         if same and scores[0] < 1 and (scores[0] != 0 or not PENALTY.fullmatch(name)):
@@ -587,7 +587,7 @@ _rule(
 
 @_rule(
     "episodes-never-end",
-    ("set state.done when an episode is over; or raise max_token_length, if it ends later"),
+    "set state.done when an episode is over; or raise max_token_length, if it ends later",
 )
 def _never_done_in_metrics(evidence: Evidence) -> Sign | None:
     if not (share := _never_done(evidence)):
@@ -627,7 +627,7 @@ def _truncation(evidence: Evidence) -> Sign | None:
 
 @_rule(
     "eos-never-sampled",
-    ("raise max_tokens; if they do not end then either, check the chat template and eos_token_id"),
+    "raise max_tokens; if they do not end then either, check the chat template and eos_token_id",
 )
 def _eos_never_sampled(evidence: Evidence) -> Sign | None:
     numbers = _truncated(evidence)
@@ -763,7 +763,7 @@ def _stalled_waiting(arrivals: Arrivals) -> Sign | None:
 
 @_rule(
     "no-log-probabilities",
-    ("collect through atroposlib's managed_server with server_type vllm, which returns them"),
+    "collect through atroposlib's managed_server with server_type vllm, which returns them",
 )
 def _without_logprobs(evidence: Evidence) -> Sign | None:
     count, groups = evidence.total("groups_without_logprobs"), evidence.total("groups")

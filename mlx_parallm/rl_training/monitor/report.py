@@ -79,7 +79,7 @@ def write_curves(
         for name, (steps, values) in shown.items():
             label = f"mean of ±{window} steps" if alone else name
             raw = (
-                {"color": RAW, "label": ("each step")}
+                {"color": RAW, "label": "each step"}
                 if alone
                 else {"color": inks[name], "alpha": 0.25}
             )
@@ -114,7 +114,7 @@ def write_curves(
                 ha="center",
                 va="center",
                 transform=small.transAxes,
-                color=("grey"),
+                color="grey",
             )
     for axes in figure.axes:
         axes.grid(alpha=0.25)
@@ -255,7 +255,7 @@ def answers_table(comparisons: Sequence[Comparison], first: str = BEFORE) -> Tab
     for row in comparisons:
         for before, after in row.examples:
             prompt, expected = (
-                Text(beginning_of(after[key] or "", SHOWN)) for key in ("prompt", ("expected"))
+                Text(beginning_of(after[key] or "", SHOWN)) for key in ("prompt", "expected")
             )
             table.add_row(prompt, expected, _mark(before), _mark(after))
     return table
@@ -299,7 +299,7 @@ def problems_of(lines: Sequence[Line], run: Path) -> list[str]:
         )
     if not has_trained(lines) and lines:
         told.insert(
-            0, (f"nothing was learned: none of the {len(lines)} steps has changed the weights")
+            0, f"nothing was learned: none of the {len(lines)} steps has changed the weights"
         )
     return [*told, f"more: {our_command()} explain {shlex.quote(str(run))}"] if told else []
 

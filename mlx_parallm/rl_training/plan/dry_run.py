@@ -545,7 +545,7 @@ def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer)
     if len(prompt) > LONGEST_PROMPT:
         half, hidden = LONGEST_PROMPT // 2, len(prompt) - LONGEST_PROMPT
         shown = visible(tokenizer, prompt[:half]).append(
-            f" … {hidden} tokens not shown … ", style=("dim")
+            f" … {hidden} tokens not shown … ", style="dim"
         )
         shown.append_text(visible(tokenizer, prompt[-half:]))
     title = f"{result.plan.source.name}: the prompt, {len(prompt)} tokens"
@@ -709,6 +709,6 @@ def shortcomings(
 
 def _parts(scores: Mapping[str, float]) -> str:
     parts = {
-        name.removeprefix("rewards/"): value for name, value in scores.items() if name != ("reward")
+        name.removeprefix("rewards/"): value for name, value in scores.items() if name != "reward"
     }
     return " · ".join(f"{name} {value:.3g}" for name, value in parts.items())

@@ -239,7 +239,7 @@ def predict_memory(
     )
     kept += training.weight_updates.kept_versions(lora=lora) * (FLOAT + state)
     if training.reference == "ema" or (
-        _needs_reference(config) and (not lora or training.reference != ("base"))
+        _needs_reference(config) and (not lora or training.reference != "base")
     ):
         kept += FLOAT if lora or training.reference == "ema" else shape.width
     # new weights beside old ones, clipped gradients

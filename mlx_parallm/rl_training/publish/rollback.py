@@ -196,7 +196,7 @@ class Rollbacks:
         name = target.checkpoint or ""
         if name not in there:
             raise RefusedError(
-                f"no checkpoint {name!r}. There are: {_listed(there)}", 404, ("checkpoint")
+                f"no checkpoint {name!r}. There are: {_listed(there)}", 404, "checkpoint"
             )
         return (self._run / name).resolve()
 

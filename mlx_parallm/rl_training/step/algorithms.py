@@ -130,7 +130,7 @@ def loss_options(config: RLTrainingConfig) -> LossOptions:
         aggregation=config.loss_aggregation or "token",
         kl_estimator=config.kl_estimator,
         entropy_weight=config.entropy_weight,
-        entropy_aggregation=("token")
+        entropy_aggregation="token"
         if config.entropy_aggregation == "token"
         else config.loss_aggregation or "token",
         clip_ratio=number(config.clip_ratio),

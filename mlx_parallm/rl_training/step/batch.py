@@ -212,12 +212,12 @@ class StatisticsCollector:
             (
                 right,
                 "too-easy",
-                ("the policy has learned these problems: harder ones would teach it more"),
+                "the policy has learned these problems: harder ones would teach it more",
             ),
             (
                 wrong,
                 "too-hard",
-                ("the problems are too hard for this policy, or the reward never fires"),
+                "the problems are too hard for this policy, or the reward never fires",
             ),
             (groups - right - wrong, "no-variance", "the reward does not tell answers apart"),
         )

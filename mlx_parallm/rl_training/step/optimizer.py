@@ -43,7 +43,7 @@ KINDS = {
     optimizers.Adam: "adamw",
     optimizers.AdamW: "adamw",
     optimizers.Lion: "lion",
-    optimizers.Muon: ("muon"),
+    optimizers.Muon: "muon",
 }
 
 
@@ -479,7 +479,7 @@ def learning_rate_at(step: int, config: RLTrainingConfig) -> float:
     progress = min((step - first) / max(config.total_steps + 1 - first, 1), 1.0)
     share = (
         1.0 - progress
-        if config.lr_schedule == ("linear")
+        if config.lr_schedule == "linear"
         else 0.5 * (1.0 + math.cos(math.pi * progress))
     )
     return config.lr_final + (config.learning_rate - config.lr_final) * share

@@ -127,7 +127,7 @@ class StepPosition:
 
 def _from_older_version(data: dict[str, Any]) -> dict[str, Any]:
     others = {
-        key: value for key, value in data.items() if key not in ("recomputed", ("logprob_diff"))
+        key: value for key, value in data.items() if key not in ("recomputed", "logprob_diff")
     }
     if data.get("recomputed"):
         raise CheckpointError(

@@ -24,10 +24,10 @@ def dashboard(parser: ArgumentParser) -> Callable[[Namespace], int]:
         metavar="RUN_DIR",
         type=Path,
         nargs="+",
-        help=("checkpoints/<run>; several: compare them"),
+        help="checkpoints/<run>; several: compare them",
     )
     parser.add_argument(
-        "--port", type=int, default=PORT, help=(f"0 takes a free one; default: {PORT}")
+        "--port", type=int, default=PORT, help=f"0 takes a free one; default: {PORT}"
     )
 
     def run(args: Namespace) -> int:

@@ -381,7 +381,7 @@ class RunView:
                 turn | {"text": cut(turn["text"], most)} for turn in rollout[("conversation")]
             ]
             rollout["prompt"], rollout["completion"] = (
-                cut(rollout[key], most) for key in ("prompt", ("completion"))
+                cut(rollout[key], most) for key in ("prompt", "completion")
             )
         rewards = [rollout["reward"] for rollout in rollouts]
         return self._shown(found | _rewards(rewards, inferred=self._rewards_are_inferred()))
@@ -395,12 +395,12 @@ class RunView:
         found = self._group_of(f"{group_id}#{number}")
         if not found["rollouts"]:
             raise RequestError(
-                f"the tokens of group {group_id} are lost: {found['lost']}", param=("id")
+                f"the tokens of group {group_id} are lost: {found['lost']}", param="id"
             )
         segments = found["rollouts"][0]["segments"]
         if segment >= len(segments):
             raise RequestError(
-                f"the answer has segments 0 to {len(segments) - 1}, no {segment}", param=("segment")
+                f"the answer has segments 0 to {len(segments) - 1}, no {segment}", param="segment"
             )
         chosen, window = segments[segment], slice(first, first + MOST_TOKENS)
         texts = chosen["token_texts"] or [f"⟨{token}⟩" for token in chosen["tokens"]]
@@ -499,7 +499,7 @@ def _condition(search: Search) -> Callable[[Mapping[str, Any]], bool]:
             and (not search.reason or search.reason.casefold() in (row["reason"] or "").casefold())
             and (
                 not (text or pattern)
-                or any(found(row[key] or "") for key in ("prompt", ("completion")))
+                or any(found(row[key] or "") for key in ("prompt", "completion"))
             )
         )
 
@@ -546,7 +546,7 @@ OF_AN_ANSWER = (
         "tokens",
         "stop_reason",
         "error",
-        ("completion"),
+        "completion",
     ),
 )
 

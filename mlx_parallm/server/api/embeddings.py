@@ -49,7 +49,7 @@ async def create_embedding(body: EmbeddingBody, request: Request, context: Conte
     ):
         raise RequestError(
             f"'input' has {len(body.input)} entries, and at most {MAX_CHOICES} are taken",
-            param=("input"),
+            param="input",
         )
     try:
         texts = [
@@ -80,7 +80,7 @@ def _shown(vector: tuple[float, ...], body: EmbeddingBody) -> Any:
     if size > len(vector):
         raise RequestError(
             f"'dimensions' is {size}, but the model's vectors have {len(vector)}",
-            param=("dimensions"),
+            param="dimensions",
         )
     numbers = np.array(vector[:size], np.float32)
     length = math.sqrt(float(np.square(numbers, dtype=np.float64).sum()))

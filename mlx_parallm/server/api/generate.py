@@ -116,14 +116,14 @@ class SglangSampling(SamplingFields):
             raise RequestError(
                 f"{param!r} is not supported by this server",
                 param=param,
-                code=("unsupported_parameter"),
+                code="unsupported_parameter",
             )
         schema = self.json_schema
         source = json.dumps(schema) if isinstance(schema, dict) else schema
         given = [
             None
             if source is None
-            else Structure("json_schema", source, ("sampling_params.json_schema")),
+            else Structure("json_schema", source, "sampling_params.json_schema"),
             None if self.regex is None else Structure("regex", self.regex, "sampling_params.regex"),
             None if self.ebnf is None else Structure("grammar", self.ebnf, "sampling_params.ebnf"),
         ]
@@ -170,7 +170,7 @@ class SglangBody(QueueFields, Body):
         source: Any = self.input_ids if self.input_ids is not None else self.text
         if source is None or source == []:
             raise RequestError(
-                "'input_ids' or 'text' must be given and not empty", param=("input_ids")
+                "'input_ids' or 'text' must be given and not empty", param="input_ids"
             )
         if isinstance(source, str) or isinstance(source[0], int):
             return [source], False
@@ -185,7 +185,7 @@ class SglangBody(QueueFields, Body):
         )
         if len(given) != count:
             raise RequestError(
-                "'sampling_params' as a list needs one entry a prompt", param=("sampling_params")
+                "'sampling_params' as a list needs one entry a prompt", param="sampling_params"
             )
         logprobs = self.top_logprobs_num if self.return_logprob else None
         prompt_logprobs = (
@@ -226,7 +226,7 @@ async def _sglang(body: SglangBody, request: Request, context: ServerContext) ->
     if len({params.structure for params in params_of}) > 1:
         raise RequestError(
             "the 'sampling_params' of one request must have one structure",
-            param=("sampling_params"),
+            param="sampling_params",
         )
     # a greedy answer is not sampled again
     warmest = max(params_of, key=lambda params: params.temperature)
@@ -245,7 +245,7 @@ def _parse(body: dict[str, Any]) -> VllmBody | SglangBody:
     """Tells the shapes apart by their prompt key. Raises RequestError."""
     if body.get("stream"):
         raise RequestError(
-            "'stream' is not supported on /generate; use /v1/completions", param=("stream")
+            "'stream' is not supported on /generate; use /v1/completions", param="stream"
         )
     shape = SglangBody if "input_ids" in body or "text" in body else VllmBody
     try:

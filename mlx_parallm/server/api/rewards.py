@@ -35,9 +35,8 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"model": RewardsAnswer},
     404: {"description": "No such completion", "content": ERROR_CONTENT},
     409: {
-        "description": (
-            "The completion already has a reward, still runs, was aborted, or is not the policy's"
-        ),
+        "description": "The completion already has a reward, still runs, was aborted, or is not"
+        " the policy's",
         "content": ERROR_CONTENT,
     },
     410: {"description": "Too late: the completion is kept no longer", "content": ERROR_CONTENT},
@@ -62,7 +61,7 @@ class RewardsBody(Body):
         if (self.id is None) == (self.ids is None):
             raise RequestError(
                 "send either 'id' (one completion) or 'ids' (several of the same prompt)",
-                param=("id"),
+                param="id",
             )
         if len(set(self.all_ids)) < len(self.all_ids):
             raise RequestError("an id stands twice in 'ids'", param="ids")
@@ -79,11 +78,11 @@ async def reward_completions(body: RewardsBody, context: Context) -> Response:
     kept = context.deps.completions
     if kept is None:
         raise RefusedError(
-            "this server trains nothing: rewards are for mlx_parallm train", 409, ("id")
+            "this server trains nothing: rewards are for mlx_parallm train", 409, "id"
         )
     if not kept.enabled:
         raise RefusedError(
-            "completions are not kept: server.kept_completions_bytes is 0", 409, ("id")
+            "completions are not kept: server.kept_completions_bytes is 0", 409, "id"
         )
     try:
         groups = await asyncio.to_thread(kept.reward, body.all_ids, body.rewards, body.environment)

@@ -65,7 +65,7 @@ async def detokenize(body: DetokenizeBody, context: Context) -> Response:
     if max(body.tokens, default=0) >= size:
         raise RequestError(
             f"'tokens' holds {max(body.tokens)}, but the vocabulary has {size} tokens",
-            param=("tokens"),
+            param="tokens",
         )
     return JSONResponse(
         {"prompt": context.tokenizer.decode(body.tokens, skip_special_tokens=False)}

@@ -45,7 +45,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"model": RollbackAnswer},
     202: {
         "model": RollbackAnswer,
-        "description": ("It will be done when the step that is being trained ends: see GET"),
+        "description": "It will be done when the step that is being trained ends: see GET",
     },
     404: {"description": "No such version or checkpoint is kept", "content": ERROR_CONTENT},
     409: _NOT_NOW,

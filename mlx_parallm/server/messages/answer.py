@@ -161,7 +161,7 @@ class MessageForm:
             stopped_by if choice["finish_reason"] == "stop" and stopped_by in self._stops else None
         )
         reason = (
-            ("stop_sequence")
+            "stop_sequence"
             if stop is not None
             else _REASONS.get(choice["finish_reason"], "end_turn")
         )

@@ -28,7 +28,7 @@ _FUNCTION = {
     "name": "name",
     "input_schema": "parameters",
     "description": "description",
-    "strict": ("strict"),
+    "strict": "strict",
 }
 
 
@@ -77,7 +77,7 @@ class CountTokensBody(Body):
             "diagnostics",
             "user_profile_id",
             "workspace_id",
-            ("betas"),
+            "betas",
         }
     )
 
@@ -101,13 +101,13 @@ class CountTokensBody(Body):
             if (
                 not isinstance(kind, str)
                 or not kind.startswith("clear_thinking")
-                or edit.get("keep") != ("all")
+                or edit.get("keep") != "all"
             ):
                 where = "context_management.edits"
                 raise RequestError(
                     f"{where}: this server edits no context (got {kind!r})",
                     param=where,
-                    code=("unsupported_parameter"),
+                    code="unsupported_parameter",
                 )
         return self
 
@@ -127,7 +127,7 @@ class CountTokensBody(Body):
             if (
                 turn.role == "assistant"
                 and position
-                and self.messages[position - 1].role != ("assistant")
+                and self.messages[position - 1].role != "assistant"
             ):
                 _check_answered(unanswered, where)
             chat = _chat_turn(turn, where, unanswered)

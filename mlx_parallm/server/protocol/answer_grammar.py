@@ -97,7 +97,7 @@ def answer_grammar(
         f"body: {' | '.join(bodies)}",
         *writer.rules,
         "ANY: /(.|\\n)*/",
-        ("WS: /[ \\n]{1,4}/"),
+        "WS: /[ \\n]{1,4}/",
     ]
     param = schema.param if schema is not None else "tools"
     return Structure("answer", "\n".join(rules), param, parts=tuple(writer.parts))

@@ -356,7 +356,7 @@ def _first_piece(index: int, call_id: str, name: str) -> dict[str, Any]:
         "index": index,
         "id": call_id,
         "type": "function",
-        "function": {"name": name, "arguments": ("")},
+        "function": {"name": name, "arguments": ""},
     }
 
 

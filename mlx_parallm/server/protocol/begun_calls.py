@@ -167,7 +167,7 @@ _STEPS: Mapping[str, _Steps] = {
     "minicpm5": _Steps(re.compile(r"""^\s*["']?[^"'<>]+["']?\s*>"""), "", verbatim=True),
     "muse_spark": _Steps(re.compile('<atem:invoke[^>]*name="[^"]+">'), "</atem:invoke>"),
     "kimi_k3": _Steps(
-        re.compile(r"<\|open\|>call(?:(?!<\|sep\|>).)*<\|sep\|>"), ("<|close|>call<|sep|>")
+        re.compile(r"<\|open\|>call(?:(?!<\|sep\|>).)*<\|sep\|>"), "<|close|>call<|sep|>"
     ),
     "function_gemma": _Steps(re.compile(r"call:\w+\{"), "}"),
     "gemma4": _Steps(re.compile(r"call:[\w-]+\{"), "}"),

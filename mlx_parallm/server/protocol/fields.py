@@ -338,9 +338,7 @@ class ResponseFormat(Body):
                 "json_schema", json.dumps(self.json_schema.schema_), param, self.json_schema.strict
             )
         return (
-            None
-            if self.type == ("text")
-            else Structure("json_schema", ANY_OBJECT, "response_format")
+            None if self.type == "text" else Structure("json_schema", ANY_OBJECT, "response_format")
         )
 
 
@@ -366,7 +364,7 @@ class StructuredOutputs(Body):
         if len(self.structures("structured_outputs.")) != 1:
             names = "json, regex, choice, grammar, json_object"
             raise RequestError(
-                f"'structured_outputs' needs exactly one of {names}", param=("structured_outputs")
+                f"'structured_outputs' needs exactly one of {names}", param="structured_outputs"
             )
         return self
 
@@ -384,8 +382,8 @@ class StructuredOutputs(Body):
             None if choice is None else Structure("choice", choice, f"{prefix}choice"),
             None
             if self.grammar is None
-            else Structure("grammar", self.grammar, (f"{prefix}grammar")),
-            Structure("json_schema", ANY_OBJECT, (f"{prefix}json_object"))
+            else Structure("grammar", self.grammar, f"{prefix}grammar"),
+            Structure("json_schema", ANY_OBJECT, f"{prefix}json_object")
             if self.json_object
             else None,
         ]

@@ -50,7 +50,7 @@ class GenerationBody(QueueFields, StructureFields, SamplingFields):
             raise RequestError("'stream_options' needs stream = true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError(
-                "'prompt_logprobs' is not available when stream = true", param=("prompt_logprobs")
+                "'prompt_logprobs' is not available when stream = true", param="prompt_logprobs"
             )
         return self
 
@@ -71,13 +71,13 @@ class CompletionBody(GenerationBody):
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise RequestError(
                 "'max_tokens' must be at least 1 (0 is for scoring: echo = true)",
-                param=("max_tokens"),
+                param="max_tokens",
             )
         if self.max_tokens == 0 and self.stream:
             raise RequestError("'stream' has nothing to send with max_tokens = 0", param="stream")
         if self.echo and self.logprobs is not None and self.stream:
             raise RequestError(
-                "'echo' with 'logprobs' is not available when stream = true", param=("echo")
+                "'echo' with 'logprobs' is not available when stream = true", param="echo"
             )
         return self
 
@@ -190,12 +190,12 @@ class Conversation(Body):
         if continued and self.add_generation_prompt:
             raise RequestError(
                 "'continue_final_message' and 'add_generation_prompt' exclude each other",
-                param=("add_generation_prompt"),
+                param="add_generation_prompt",
             )
         if continued and self.messages[-1].role != "assistant":
             raise RequestError(
                 "'continue_final_message' needs a last message of role assistant",
-                param=("continue_final_message"),
+                param="continue_final_message",
             )
         generation_prompt = not continued
         if self.add_generation_prompt is not None:
@@ -324,7 +324,7 @@ class TokenizeBody(Conversation):
             raise RequestError("give either 'prompt' or 'messages'", param="prompt")
         if self.messages and self.add_special_tokens:
             raise RequestError(
-                "'add_special_tokens' is for 'prompt' only", param=("add_special_tokens")
+                "'add_special_tokens' is for 'prompt' only", param="add_special_tokens"
             )
         return self
 
@@ -344,5 +344,5 @@ def check_choice(tools: Sequence[ToolDefinition], choice: ToolChoice | None) -> 
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise RequestError(
             f"'tool_choice' names {choice.function.name!r}; 'tools' has {', '.join(names)}",
-            param=("tool_choice"),
+            param="tool_choice",
         )

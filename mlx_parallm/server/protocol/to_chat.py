@@ -57,7 +57,7 @@ def refuse_choices(body: SamplingFields) -> None:
     """Raises RequestError: what an answer of one choice cannot show."""
     if body.n != 1:
         raise RequestError(
-            "'n' must be 1 here: /v1/chat/completions gives several answers", param=("n")
+            "'n' must be 1 here: /v1/chat/completions gives several answers", param="n"
         )
     if body.prompt_logprobs is not None:
         raise RequestError("'prompt_logprobs' is of /v1/chat/completions", param="prompt_logprobs")

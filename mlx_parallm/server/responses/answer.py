@@ -104,7 +104,7 @@ class ResponseForm:
             "status": self._status,
             "background": False,
             "error": error,
-            "incomplete_details": {"reason": ("max_output_tokens")}
+            "incomplete_details": {"reason": "max_output_tokens"}
             if self._status == INCOMPLETE
             else None,
             "instructions": body.instructions,

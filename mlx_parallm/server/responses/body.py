@@ -164,7 +164,7 @@ class ResponsesBody(QueueFields, SamplingFields):
             "text",
             "user",
             "prompt_cache_key",
-            ("safety_identifier"),
+            "safety_identifier",
         }
         repeated |= {"input"} if self.store else set()
         for name, value in self.model_dump(include=repeated & self.model_fields_set).items():
@@ -214,7 +214,7 @@ class ResponsesBody(QueueFields, SamplingFields):
             "messages": messages,
             "tools": tools,
             "tool_choice": chat_choice(self.tool_choice)
-            if tools or self.tool_choice != ("auto")
+            if tools or self.tool_choice != "auto"
             else None,
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_completion_tokens": self.max_output_tokens,
@@ -271,9 +271,7 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
         if kind == "custom":
             custom.add(flat)
         function = (
-            {"name": name} | _custom_function(tool, where)
-            if kind == ("custom")
-            else _function(tool)
+            {"name": name} | _custom_function(tool, where) if kind == "custom" else _function(tool)
         )
         found.append({"type": "function", "function": function | {"name": flat}})
 
@@ -325,7 +323,7 @@ def chat_choice(choice: str | Item | None) -> Any:
         tools = [_named(tool) if isinstance(tool, dict) else tool for tool in choice["tools"]]
         return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     raise RequestError(
-        f"'tool_choice': this server has no tool of type {kind!r}", param=("tool_choice")
+        f"'tool_choice': this server has no tool of type {kind!r}", param="tool_choice"
     )
 
 

@@ -97,7 +97,7 @@ def _add_message(turns: _Turns, item: Mapping[str, Any], where: str) -> None:
     if role not in _ROLES:
         raise RequestError(
             f"{where}.role: must be one of {', '.join(_ROLES)}, not {role!r}",
-            param=(f"{where}.role"),
+            param=f"{where}.role",
         )
     text = content_text(item.get("content"), f"{where}.content")
     if role == "assistant":
@@ -115,7 +115,7 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
             isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
         ):
             raise RequestError(
-                f"{where}.{name}: must be a list of parts with a 'text'", param=(f"{where}.{name}")
+                f"{where}.{name}: must be a list of parts with a 'text'", param=f"{where}.{name}"
             )
         if parts:
             return "".join(part["text"] for part in parts)

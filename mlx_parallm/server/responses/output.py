@@ -29,7 +29,7 @@ class _OpenItem(ABC):
             "id": new_item_id(kind),
             "type": kind,
             **fields,
-            "status": ("in_progress"),
+            "status": "in_progress",
         }
         self._texts: list[str] = []
 
@@ -122,18 +122,18 @@ class _Reasoning(_OpenItem):
         self._at, self._opening, self._closing = (
             "content_index",
             "content_part.added",
-            ("content_part.done"),
+            "content_part.done",
         )
         if as_summary:
             self._name, self._field, self._kind = (
                 "reasoning_summary_text",
                 "summary",
-                ("summary_text"),
+                "summary_text",
             )
             self._at = "summary_index"
             self._opening, self._closing = (
                 "reasoning_summary_part.added",
-                ("reasoning_summary_part.done"),
+                "reasoning_summary_part.done",
             )
 
     def _part(self) -> dict[str, Any]:

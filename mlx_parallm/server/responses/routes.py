@@ -60,7 +60,7 @@ async def show_response(
     if stream:
         raise RequestError(
             "'stream' is of POST /v1/responses: the events of a response are not kept",
-            param=("stream"),
+            param="stream",
         )
     running = context.responses.running(response_id)
     return AnswerResponse(

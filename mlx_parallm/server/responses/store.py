@@ -152,7 +152,7 @@ class ResponseStore:
             item_id, param = item.get("id"), f"input.{position}.id"
             if not isinstance(item_id, str) or item_id not in known:
                 raise RequestError(
-                    self._missing("item", item_id), param=param, code=("item_not_found")
+                    self._missing("item", item_id), param=param, code="item_not_found"
                 )
             if wanted[item_id] != position:
                 raise RequestError(f"{param}: item {item_id!r} is named twice", param=param)

@@ -39,7 +39,7 @@ from mlx_parallm.systems.experts.tasks import VectorTask
 EXPERT_FILE, OPTIMIZER_FILE, STATE_FILE = (
     "expert.safetensors",
     "optimizer.safetensors",
-    ("state.json"),
+    "state.json",
 )
 STOP_AT_KL = 1.5  # times target_kl
 
@@ -467,7 +467,7 @@ class RecurrentPPO:
             self._order.bit_generator.state = state["order"]
             self.scale = replace(
                 self.scale,
-                **{name: state["scale"][name] for name in ("squares", "ends", ("steps"))},
+                **{name: state["scale"][name] for name in ("squares", "ends", "steps")},
             )
             self._factor = float(state["factor"])
             self._key = mx.array(state["key"], mx.uint32)

@@ -140,7 +140,7 @@ class HybridEnvironment(BaseEnvironment):
         # head.
         self.learner = (
             None
-            if learn == ("planner")
+            if learn == "planner"
             else ExpertLearner(self.acting, schedule, settings_of(ppo or {}), seed=seed)
         )
 

@@ -4,5 +4,5 @@ from mlx_parallm.config.leaves import Leaf
 
 LEAF = Leaf(
     "hybrid",
-    environments={"hybrid": ("mlx_parallm.systems.orchestrator.environment:HybridEnvironment")},
+    environments={"hybrid": "mlx_parallm.systems.orchestrator.environment:HybridEnvironment"},
 )

@@ -79,11 +79,11 @@ def schedule_of(learn: Learning, options: Mapping[str, Any]) -> LearningSchedule
     Raises ConfigError: `learn` is another word, or makes no use of an option that is set.
     """
     used = {"planner": (), "alternate": ("alternate_every", "min_steps", "ppo")}.get(
-        learn, ("min_steps", ("ppo"))
+        learn, ("min_steps", "ppo")
     )
     given = {name: value for name, value in options.items() if value is not None}
     schedule = LearningSchedule(
-        learn, **{name: value for name, value in given.items() if name != ("ppo")}
+        learn, **{name: value for name, value in given.items() if name != "ppo"}
     )
     if unused := [name for name in given if name not in used]:
         needed = (

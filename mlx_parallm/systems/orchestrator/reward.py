@@ -85,7 +85,7 @@ class HybridTask:
             raise ConfigError(f"a task needs a prompt: {data!r}")
         values = {
             name: data[name]
-            for name in ("goal", "constraints", ("type"))
+            for name in ("goal", "constraints", "type")
             if data.get(name) is not None
         }
         return cls(data["prompt"], **values)

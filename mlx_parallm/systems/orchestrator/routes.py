@@ -72,7 +72,7 @@ def hybrid_router(planner: ServedPlanner) -> AddedRouter:
         action."""
         if body.stream:
             raise RequestError(
-                "stream: an answer with tools comes whole; leave stream out", param=("stream")
+                "stream: an answer with tools comes whole; leave stream out", param="stream"
             )
         return await answer(planner, body)
 

@@ -31,7 +31,7 @@ WORDS = (
     "jasper",
     "lagoon",
     "maple",
-    ("river"),
+    "river",
 )
 HIT_TOLERANCE_M = 1.0
 KINDS = ("math", "physics", "general")

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help=("of streamable HTTP (default 127.0.0.1)")
+        "--host", default="127.0.0.1", help="of streamable HTTP (default 127.0.0.1)"
     )
     parser.add_argument("--port", type=int, help="serve streamable HTTP there; without it stdio")
     options = parser.parse_args(arguments)

@@ -25,7 +25,7 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
         ),
     )
     parser.add_argument(
-        "--base-model", metavar="M", required=True, help=("directory, hub id or builtin:tiny")
+        "--base-model", metavar="M", required=True, help="directory, hub id or builtin:tiny"
     )
     parser.add_argument("--method", choices=METHODS, default="grpo", help="default: grpo")
     parser.add_argument(
@@ -47,51 +47,51 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
     )
     parser.add_argument("--deploy", metavar="TARGET", help="ollama:NAME, or a directory")
     parser.add_argument(
-        "--type", help=("of the exported file; default: what the hardware is good for")
+        "--type", help="of the exported file; default: what the hardware is good for"
     )
     parser.add_argument(
-        "--name", default="model", help=("of the work directory and the file (default: model)")
+        "--name", default="model", help="of the work directory and the file (default: model)"
     )
     parser.add_argument(
         "--work",
         metavar="DIR",
         type=Path,
-        help=("default: rl_training/NAME; a second call goes on there"),
+        help="default: rl_training/NAME; a second call goes on there",
     )
     parser.add_argument(
-        "--hardware", choices=PROFILES, default="AUTO_DETECT", help=("default: AUTO_DETECT")
+        "--hardware", choices=PROFILES, default="AUTO_DETECT", help="default: AUTO_DETECT"
     )
     parser.add_argument(
-        "--epochs", type=int, default=3, help=("passes over the rows: kto, dpo, sft (default 3)")
+        "--epochs", type=int, default=3, help="passes over the rows: kto, dpo, sft (default 3)"
     )
     parser.add_argument(
-        "--test-fraction", type=float, default=0.1, help=("share of prompts held out (default 0.1)")
+        "--test-fraction", type=float, default=0.1, help="share of prompts held out (default 0.1)"
     )
     parser.add_argument(
-        "--good-from", type=float, default=0.5, help=("least score of a good trace (default 0.5)")
+        "--good-from", type=float, default=0.5, help="least score of a good trace (default 0.5)"
     )
     parser.add_argument(
-        "--problems", type=int, default=200, help=("most held-out prompts that are answered (200)")
+        "--problems", type=int, default=200, help="most held-out prompts that are answered (200)"
     )
     parser.add_argument(
         "--no-redact",
         action="store_true",
-        help=("keep secrets and user names (default: placeholders)"),
+        help="keep secrets and user names (default: placeholders)",
     )
     parser.add_argument(
         "--even-if-worse",
         action="store_true",
-        help=("deploy also what answers worse than the base"),
+        help="deploy also what answers worse than the base",
     )
     parser.add_argument(
-        "--ollama-url", metavar="URL", help=("of `ollama serve`; default: http://127.0.0.1:11434")
+        "--ollama-url", metavar="URL", help="of `ollama serve`; default: http://127.0.0.1:11434"
     )
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help=("a key of the training's configuration"),
+        help="a key of the training's configuration",
     )
 
     def run(args: Namespace) -> int:

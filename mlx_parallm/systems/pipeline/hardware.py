@@ -161,7 +161,7 @@ class HardwareConfig:
             "rank": f"LoRA rank {self.lora_r}, alpha {self.lora_alpha}",
             "batch": f"{self.recommended_batch_size} sequences in a micro-batch",
             "generations": f"{self.num_generations} answers to a prompt",
-            "quantize_base": ("base in 4 bits while training")
+            "quantize_base": "base in 4 bits while training"
             if self.quantize_base
             else "base not quantised",
             "quantization": f"export as {self.quantization}",
@@ -278,5 +278,5 @@ def _cpuinfo(key: str) -> str:
         return ""
     return next(
         (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key),
-        (""),
+        "",
     )

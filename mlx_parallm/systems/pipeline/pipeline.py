@@ -117,7 +117,7 @@ class TrainingPipeline:
         options = self._options
         if deploy_ollama and options.deploy is None:
             options = PipelineOptions(
-                **{**vars(options), "deploy": (f"{OLLAMA}toolbox-{self.agent_name}")}
+                **{**vars(options), "deploy": f"{OLLAMA}toolbox-{self.agent_name}"}
             )
         options = check_options(options)
         for path in options.traces:
@@ -248,7 +248,7 @@ class _Attempt:
                         bar,
                         completed=step,
                         total=total,
-                        description=(f"train, step {step} of {total}"),
+                        description=f"train, step {step} of {total}",
                     )
 
             for number, stage in enumerate(stages := self._stages.all(watch), 1):

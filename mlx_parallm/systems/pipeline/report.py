@@ -49,7 +49,7 @@ def write_report(
             "characters",
             "left_out",
             "sources",
-            ("licenses"),
+            "licenses",
         )
         card = {name: by_stage["dataset"][name] for name in shown if by_stage["dataset"].get(name)}
         parts.append(

@@ -79,7 +79,7 @@ KINDS: dict[TrainingMethod, Kind] = {
     "grpo": "prompts",
     "kto": "kto",
     "dpo": "preference",
-    "sft": ("sft"),
+    "sft": "sft",
 }
 LEARNED = f"{BUILTIN}learned"
 OLLAMA = "ollama:"
@@ -154,7 +154,7 @@ class Stages:
                 "make the data set",
                 self._about_dataset,
                 self._dataset,
-                ("rows", ("problems")),
+                ("rows", "problems"),
             ),
             PipelineStage("dry_run", "try the training", self._about_training, self._dry_run),
             PipelineStage(
@@ -307,7 +307,7 @@ class Stages:
         plain = self._config_of(self.options.settings)
         longest = (
             plain.rl_training.atropos.max_token_length
-            if method == ("grpo")
+            if method == "grpo"
             else plain.data.max_length
         )
         values: Json = {
@@ -344,7 +344,7 @@ class Stages:
         """The rarer label weighs more, so that both count alike (arXiv:2402.01306, section 4.2:
         λ_D n_D = λ_U n_U)."""
         labels = [
-            json.loads(line)["label"] for line in (rows / "train.jsonl").open(encoding=("utf-8"))
+            json.loads(line)["label"] for line in (rows / "train.jsonl").open(encoding="utf-8")
         ]
         good, bad = sum(labels), len(labels) - sum(labels)
         if not good or not bad:
@@ -427,7 +427,7 @@ class Stages:
         }
         if self._learns_a_reward:
             entry["reward_options"] = {
-                "learned": {"path": str(self._file("dataset", ("rows/reward.json")))}
+                "learned": {"path": str(self._file("dataset", "rows/reward.json"))}
             }
         lines = [f"{key} = {_toml(value)}" for key, value in entry.items()]
         model, count = _toml(self.options.base_model), self.options.most_problems
@@ -586,7 +586,7 @@ class Stages:
         about = json.loads((place / REPORT_FILE).read_text(encoding="utf-8"))
         return {
             "directory": str(place),
-            "command": (f"llama-server -m {place / about['file']} --jinja"),
+            "command": f"llama-server -m {place / about['file']} --jinja",
         }
 
 

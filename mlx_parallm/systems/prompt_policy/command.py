@@ -14,18 +14,18 @@ from mlx_parallm.system.signals import block_shutdown_signals
 def prompt_policy(parser: ArgumentParser) -> Run:
     """Serve the policy, or show it learn."""
     parser.add_argument(
-        "--server", metavar="PORT", type=int, help=("serve on this port, e.g. 8765; 0: a free one")
+        "--server", metavar="PORT", type=int, help="serve on this port, e.g. 8765; 0: a free one"
     )
     parser.add_argument(
         "--host",
-        help=("address to bind; anything but loopback needs an API key (default 127.0.0.1)"),
+        help="address to bind; anything but loopback needs an API key (default 127.0.0.1)",
     )
     parser.add_argument("--checkpoint-dir", metavar="DIR", help="for checkpoints and experiences")
     parser.add_argument(
-        "--api-key-file", metavar="FILE", help=("file with the API key that clients send")
+        "--api-key-file", metavar="FILE", help="file with the API key that clients send"
     )
     parser.add_argument(
-        "--config", metavar="FILE", help=("a TOML file; [server] and [prompt_policy] are read")
+        "--config", metavar="FILE", help="a TOML file; [server] and [prompt_policy] are read"
     )
     parser.add_argument(
         "--until-stdin-ends",

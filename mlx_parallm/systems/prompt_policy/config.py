@@ -128,7 +128,7 @@ class PromptPolicyConfig(Section):
                     f"{key} and the URL of its server go together: set both or neither"
                 )
         if self.embedding not in ("hashed", "served") and not self.embedding.startswith(
-            ("http://", ("https://"))
+            ("http://", "https://")
         ):
             raise ValueError(f'embedding = "{self.embedding}": it is "hashed", "served" or a URL')
         wanted = 6 if self.chat_url else 5

@@ -19,7 +19,7 @@ SUBJECTS = (
         "a class method",
         "an SQL query",
         "the parser",
-        ("a sorting loop"),
+        "a sorting loop",
     ),
     (
         "a poem",
@@ -27,7 +27,7 @@ SUBJECTS = (
         "the dragon's song",
         "a sonnet",
         "the villain's monologue",
-        ("a fairy tale"),
+        "a fairy tale",
     ),
     (
         "the sales table",
@@ -35,7 +35,7 @@ SUBJECTS = (
         "the quarterly revenue",
         "the survey data",
         "an outlier test",
-        ("the csv file"),
+        "the csv file",
     ),
     (
         "a slogan",
@@ -43,7 +43,7 @@ SUBJECTS = (
         "a product headline",
         "the landing page",
         "an advert",
-        ("the discount banner"),
+        "the discount banner",
     ),
     (
         "the causes of rain",
@@ -60,7 +60,7 @@ OPENINGS = (
     "I need",
     "Have a look at",
     "Do something about",
-    ("Take care of"),
+    "Take care of",
 )
 ENDINGS = (
     "today",
@@ -68,7 +68,7 @@ ENDINGS = (
     "for my team",
     "as soon as you can",
     "in plain words",
-    ("for a friend"),
+    "for a friend",
 )
 HELPS, ELSE, NOISE = 0.9, 0.275, 0.1
 """Mean reward of the one mutation that helps a kind, of the four others, and the spread of one

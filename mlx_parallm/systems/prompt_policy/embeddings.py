@@ -93,7 +93,7 @@ class EndpointEmbedder:
                 f"{self._endpoint.base_url}: this is no list of embeddings: {str(reply)[:200]}"
             ) from error
         return checked(
-            rows, len(texts), self.dimensions, (f"{self._model} at {self._endpoint.base_url}")
+            rows, len(texts), self.dimensions, f"{self._model} at {self._endpoint.base_url}"
         )
 
     async def aclose(self) -> None:

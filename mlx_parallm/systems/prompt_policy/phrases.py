@@ -79,7 +79,7 @@ VERBS: dict[str, tuple[str, ...]] = {  # of a prompt's task → its family
         "optimize",
         "optimise",
         "improve",
-        ("correct"),
+        "correct",
     ),
     "make": (
         *(
@@ -93,7 +93,7 @@ VERBS: dict[str, tuple[str, ...]] = {  # of a prompt's task → its family
             "compose",
             "develop",
             "make",
-            ("code"),
+            "code",
         ),
         *("produce", "invent", "plan"),
     ),
@@ -107,7 +107,7 @@ VERBS: dict[str, tuple[str, ...]] = {  # of a prompt's task → its family
             "examine",
             "explain",
             "summarize",
-            ("summarise"),
+            "summarise",
         ),
         *("describe", "explore", "classify", "assess", "research", "audit", "visualize", "plot"),
     ),
@@ -122,7 +122,7 @@ VERBS: dict[str, tuple[str, ...]] = {  # of a prompt's task → its family
             "sort",
             "count",
             "reverse",
-            ("extract"),
+            "extract",
         ),
         *(
             "read",
@@ -149,7 +149,7 @@ VERBS: dict[str, tuple[str, ...]] = {  # of a prompt's task → its family
             "remove",
             "update",
             "publish",
-            ("send"),
+            "send",
         ),
     ),
 }
@@ -332,17 +332,17 @@ CRITERIA: dict[Category, tuple[str, str]] = {  # what a good answer is, for an e
     "CODE_REVIEW": ("every finding can be reproduced", "each one comes with a correction"),
     "CONTENT_WRITING": (
         "a newcomer understands it at the first reading",
-        ("it keeps to one message"),
+        "it keeps to one message",
     ),
     "MARKETING_COPY": (
         "the benefit is clear within five seconds",
-        ("the reader knows what to do next"),
+        "the reader knows what to do next",
     ),
     "DATA_ANALYSIS": ("another analyst can repeat it", "each conclusion points at a number"),
     "GENERAL_QA": ("the question is answered in full", "facts and opinions are kept apart"),
     "CREATIVE_WRITING": (
         "it has a beginning, a turn and an end",
-        ("the voice stays the same throughout"),
+        "the voice stays the same throughout",
     ),
 }
 

@@ -41,7 +41,7 @@ PPOConfig = PromptPPOConfig
 WEIGHTS_FILE, OPTIMIZER_FILE, STATE_FILE = (
     "policy.safetensors",
     "optimizer.safetensors",
-    ("state.json"),
+    "state.json",
 )
 # what the history keeps of an update
 LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl")

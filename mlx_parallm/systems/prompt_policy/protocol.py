@@ -77,7 +77,7 @@ class EmbedBody(Body):
         if (characters := sum(map(len, self.input))) > MOST_CHARACTERS:
             raise RequestError(
                 f"'input' has {characters} characters: send at most {MOST_CHARACTERS} in a request",
-                param=("input"),
+                param="input",
             )
         return self
 
@@ -117,7 +117,7 @@ class PolicyFeedbackBody(Body):
         if self.next_prompt is not None and self.episode_id is None:
             raise RequestError(
                 "'next_prompt' needs the 'episode_id' of the steps that go together",
-                param=("episode_id"),
+                param="episode_id",
             )
         return self
 
@@ -240,5 +240,5 @@ class RolloutAnswer(BaseModel):
 
 
 UNCHANGED = ImpactAnswer(
-    quality="neutral", cost="neutral", latency="neutral", reliability=("neutral")
+    quality="neutral", cost="neutral", latency="neutral", reliability="neutral"
 )

@@ -190,7 +190,7 @@ class RewardModel:
             values: dict[str, Any] = json.loads(Path(path).read_text())
             names = tuple(values["names"])
             mean, scale, weights = (
-                np.array(values[key], np.float64) for key in ("mean", "scale", ("weights"))
+                np.array(values[key], np.float64) for key in ("mean", "scale", "weights")
             )
             model = cls(names, mean, scale, weights, float(values["bias"]), float(values["spread"]))
         except (OSError, ValueError, KeyError, TypeError) as error:

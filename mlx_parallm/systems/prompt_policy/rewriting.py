@@ -55,11 +55,11 @@ async def rewrite(deps: PolicyDeps, body: MutateBody, *, by_model: bool = True) 
     uncertainty = service.uncertainty(state)
     if body.conservative and uncertainty > deps.config.conservative_above:
         return await _answer(
-            body, classified, uncertainty, why=("too little is known about such prompts")
+            body, classified, uncertainty, why="too little is known about such prompts"
         )
     if not names:
         return await _answer(
-            body, classified, uncertainty, why=("no mutation that may be chosen would change it")
+            body, classified, uncertainty, why="no mutation that may be chosen would change it"
         )
     allowed = allowed_actions(service.mutations, names)
     choice = await done(service.choose(state, allowed, deterministic=body.deterministic))
@@ -67,7 +67,7 @@ async def rewrite(deps: PolicyDeps, body: MutateBody, *, by_model: bool = True) 
     mutation = await _by_chat(deps, body.prompt) if name == CHAT_REWRITE else possible[name]
     if mutation is None:
         return await _answer(
-            body, classified, uncertainty, why=("the chat model gave the same text back")
+            body, classified, uncertainty, why="the chat model gave the same text back"
         )
     decision_id = f"mutation-{uuid.uuid4().hex}"
     await done(
@@ -164,7 +164,7 @@ async def _answer(
         prompt=text,
         action=None if choice is None else choice.action,
         mutation_type=None if mutation is None else mutation.mutation_type,
-        change_description=(f"left as it is: {why}")
+        change_description=f"left as it is: {why}"
         if mutation is None
         else mutation.change_description,
         expected_impact=UNCHANGED

@@ -99,11 +99,11 @@ def _add_acting(router: APIRouter, deps: PolicyDeps) -> None:
         if body.action >= len(service.mutations):
             raise RequestError(
                 f"'action' is {body.action}; there are 0 to {len(service.mutations) - 1}",
-                param=("action"),
+                param="action",
             )
         if allowed is not None and not allowed[body.action]:
             raise RequestError(
-                f"'action' is {body.action}, which 'allowed' does not name", param=("action")
+                f"'action' is {body.action}, which 'allowed' does not name", param="action"
             )
         await done(
             service.add(
@@ -139,7 +139,7 @@ def _add_learning(router: APIRouter, deps: PolicyDeps) -> None:
         if result is None:
             least = deps.config.ppo.min_buffer_size
             return MessageAnswer(
-                message=(f"Not enough experiences: {service.buffer_size} of {least}")
+                message=f"Not enough experiences: {service.buffer_size} of {least}"
             )
         return UpdateAnswer.model_validate(result | {"buffer_size": service.buffer_size})
 

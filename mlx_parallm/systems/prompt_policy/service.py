@@ -181,7 +181,7 @@ class PolicyService:
                     f"{directory} is there, and is no checkpoint of a prompt policy: choose"
                     " another name"
                 ),
-                param=("path"),
+                param="path",
             )
         if (
             not directory.exists()
@@ -207,7 +207,7 @@ class PolicyService:
                 raise RefusedError(
                     f"File not found: no checkpoint {name!r}; there are: {', '.join(kept)}",
                     404,
-                    ("path"),
+                    "path",
                 )
             try:
                 self._trainer.load(directory)
@@ -309,7 +309,7 @@ def allowed_actions(
     mutations: tuple[str, ...],
     names: Mapping[str, Any] | list[str] | None,
     *,
-    param: str = ("allowed"),
+    param: str = "allowed",
 ) -> np.ndarray | None:
     """Return [actions] bool for names of mutations; None = all. Raises RequestError: no such
     mutation, or none."""
@@ -321,7 +321,7 @@ def allowed_actions(
         )
     if not names:
         raise RequestError(
-            "'allowed' is empty: name at least one mutation, or leave it out", param=("allowed")
+            "'allowed' is empty: name at least one mutation, or leave it out", param="allowed"
         )
     return np.array([name in names for name in mutations])
 

@@ -25,7 +25,7 @@ def take_answer(call: RecordedCall, answer: Mapping[str, Any], *, temperature: f
             kept.message = {
                 key: value
                 for key, value in message.items()
-                if value is not None or key == ("content")
+                if value is not None or key == "content"
             }
             kept.finish_reason = optional_text(choice, "finish_reason")
             kept.tokens = _tokens_of(answer.get("prompt_token_ids"), choice, temperature)
@@ -55,7 +55,7 @@ class ChunkReader:
         for part in _list(chunk.get("choices")):
             index = _index(part)
             choice = self._call.choices.setdefault(
-                index, RecordedChoice({"role": "assistant", "content": ("")})
+                index, RecordedChoice({"role": "assistant", "content": ""})
             )
             _add(choice.message, _object(part, "delta"))
             sent = self._sent.setdefault(index, {"token_ids": [], "logprobs": {"content": []}})

@@ -586,7 +586,7 @@ def write_dataset(dataset: Dataset, directory: Path, *, license: str | None = No
         for name, content in contents.items():
             (temporary / name).write_bytes(content)
         (temporary / "dataset.json").write_text(
-            json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding=("utf-8")
+            json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
 
     write_directory(directory, fill)

@@ -212,7 +212,7 @@ def _count_unheld(turn: Sequence[Json], left_out: Counter[str]) -> None:
     """Count what a run of a checkpoint cannot hold: the flat form has one answer, and calls that
     have results."""
     results = {
-        str(message.get("tool_call_id")) for message in turn if message.get("role") == ("tool")
+        str(message.get("tool_call_id")) for message in turn if message.get("role") == "tool"
     }
     answers = sum(
         message.get("role") == "assistant" and bool(text_of(message.get("content")))

@@ -46,10 +46,10 @@ def _record(commands: Any) -> Run:
         "record", help="record the clients of another server", description=_record.__doc__
     )
     parser.add_argument(
-        "--upstream", metavar="URL", required=True, help=("the other server, e.g. https://host/v1")
+        "--upstream", metavar="URL", required=True, help="the other server, e.g. https://host/v1"
     )
     parser.add_argument(
-        "--dir", metavar="DIR", type=Path, required=True, help=("where sessions are written")
+        "--dir", metavar="DIR", type=Path, required=True, help="where sessions are written"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind; loopback only")
     parser.add_argument("--port", type=int, default=8100, help="port; 0 takes a free one")
@@ -95,7 +95,7 @@ def _add_redaction(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--no-redact",
         action="store_true",
-        help=("keep secrets and user names (default: placeholders)"),
+        help="keep secrets and user names (default: placeholders)",
     )
     parser.add_argument(
         "--redact-personal",
@@ -121,13 +121,13 @@ def _import(commands: Any) -> Run:
         metavar="PATH",
         type=Path,
         nargs="+",
-        help=("files, a recorder's or a run's directory"),
+        help="files, a recorder's or a run's directory",
     )
     parser.add_argument(
-        "--from", dest="source", choices=FORMATS, default="auto", help=("their format")
+        "--from", dest="source", choices=FORMATS, default="auto", help="their format"
     )
     parser.add_argument(
-        "--to", metavar="FILE", type=Path, required=True, help=("where the traces are written")
+        "--to", metavar="FILE", type=Path, required=True, help="where the traces are written"
     )
     parser.add_argument("--license", metavar="NAME", help="noted in every trace")
     _add_redaction(parser)
@@ -159,7 +159,7 @@ def _show(commands: Any) -> Run:
     """Show traces: how long they are, their tools, rewards and labels."""
     parser = commands.add_parser("show", help="show traces", description=_show.__doc__)
     parser.add_argument(
-        "path", metavar="PATH", type=Path, help=("traces, or anything that can be imported")
+        "path", metavar="PATH", type=Path, help="traces, or anything that can be imported"
     )
     parser.add_argument("--id", help="one trace as a whole")
     parser.add_argument("--limit", type=int, default=SHOWN, help=f"most traces (default {SHOWN})")
@@ -266,7 +266,7 @@ def _build(commands: Any) -> Run:
         metavar="PATH",
         type=Path,
         nargs="+",
-        help=("traces, or anything that can be imported"),
+        help="traces, or anything that can be imported",
     )
     parser.add_argument(
         "--kind", choices=("sft", "preference", "kto", "grpo", "prompts", "atif"), required=True
@@ -276,28 +276,28 @@ def _build(commands: Any) -> Run:
         metavar="DIR",
         type=Path,
         required=True,
-        help=("gets train.jsonl, test.jsonl, dataset.json"),
+        help="gets train.jsonl, test.jsonl, dataset.json",
     )
     parser.add_argument(
-        "--test-fraction", type=float, default=0.1, help=("share that is held out (default 0.1)")
+        "--test-fraction", type=float, default=0.1, help="share that is held out (default 0.1)"
     )
     parser.add_argument(
         "--near-duplicates",
         type=float,
         default=0.9,
-        help=("similarity of rows that count as one; 1 = equal"),
+        help="similarity of rows that count as one; 1 = equal",
     )
     parser.add_argument(
-        "--good-from", type=float, default=0.5, help=("least score of a good trace (default 0.5)")
+        "--good-from", type=float, default=0.5, help="least score of a good trace (default 0.5)"
     )
     parser.add_argument(
-        "--least-gap", type=float, default=0.1, help=("between chosen and rejected (default 0.1)")
+        "--least-gap", type=float, default=0.1, help="between chosen and rejected (default 0.1)"
     )
     parser.add_argument(
         "--balance",
         type=float,
         default=0.0,
-        help=("kto: most times that one side may be the other"),
+        help="kto: most times that one side may be the other",
     )
     parser.add_argument("--sidechains", action="store_true", help="keep the runs of sub-agents")
     parser.add_argument(
@@ -310,7 +310,7 @@ def _build(commands: Any) -> Run:
     parser.add_argument(
         "--push",
         metavar="OWNER/NAME",
-        help=("upload it to the Hugging Face hub, as a private data set"),
+        help="upload it to the Hugging Face hub, as a private data set",
     )
     _add_redaction(parser)
 
@@ -379,35 +379,35 @@ def _label(commands: Any) -> Run:
     parser.add_argument("path", metavar="FILE", type=Path, help="traces, as `import` writes them")
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
-        "--rule", metavar="python:FILE.py:NAME", help=("a function of an ExecutionTrace")
+        "--rule", metavar="python:FILE.py:NAME", help="a function of an ExecutionTrace"
     )
     how.add_argument(
-        "--reward", metavar="FILE.py:F", help=("a reward function, as in training; or builtin:NAME")
+        "--reward", metavar="FILE.py:F", help="a reward function, as in training; or builtin:NAME"
     )
     how.add_argument(
-        "--judge", metavar="URL", help=("a model at an OpenAI-compatible endpoint, with its /v1")
+        "--judge", metavar="URL", help="a model at an OpenAI-compatible endpoint, with its /v1"
     )
     how.add_argument(
         "--auto",
         action="store_true",
-        help=("a classifier proposes labels, learned from those there are"),
+        help="a classifier proposes labels, learned from those there are",
     )
     how.add_argument(
         "--unsure-first",
         action="store_true",
-        help=("by hand: what the classifier is least sure of, first"),
+        help="by hand: what the classifier is least sure of, first",
     )
     parser.add_argument("--name", default="rule", help="what the rule judges (default: rule)")
     parser.add_argument("--judge-model", metavar="M", help="the endpoint's name of the model")
     parser.add_argument(
-        "--relative", action="store_true", help=("the judge compares the runs of one prompt, twice")
+        "--relative", action="store_true", help="the judge compares the runs of one prompt, twice"
     )
     parser.add_argument(
-        "--criteria", metavar="TEXT", help=("for the judge: what makes an answer good")
+        "--criteria", metavar="TEXT", help="for the judge: what makes an answer good"
     )
     parser.add_argument("--api-key-file", metavar="FILE", help="of the judge's endpoint")
     parser.add_argument(
-        "--sure", type=float, default=0.9, help=("least probability of a proposal (default 0.9)")
+        "--sure", type=float, default=0.9, help="least probability of a proposal (default 0.9)"
     )
     _add_redaction(parser)
 

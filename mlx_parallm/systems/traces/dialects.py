@@ -47,14 +47,14 @@ NOT_ENDED = (
         "canceled",
         "failed",
         "safety",
-        ("recitation"),
+        "recitation",
     ),
     *(
         "blocklist",
         "prohibited_content",
         "spii",
         "malformed_function_call",
-        ("model_context_window_exceeded"),
+        "model_context_window_exceeded",
     ),
 )
 """Reasons for the end of an answer that is not the model's own."""
@@ -89,7 +89,7 @@ def linked(messages: Sequence[Json]) -> list[Json]:
             for at, call in enumerate(calls):
                 is_call = isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
                 made_id = (
-                    {"id": (f"call_{number}_{at}")}
+                    {"id": f"call_{number}_{at}"}
                     if is_call and "id" in call and call["id"] is None
                     else {}
                 )
@@ -184,7 +184,7 @@ def _split(fields: Json, parts: Sequence[Any]) -> list[Json]:
     rest = {
         key: value
         for key, value in fields.items()
-        if key not in ("role", "content", "tool_calls", ("step"))
+        if key not in ("role", "content", "tool_calls", "step")
     }
     own = {key: fields[key] for key in ("step",) if key in fields}
     role = fields.get("role")
@@ -343,10 +343,10 @@ def _result(part: Mapping[str, Any]) -> Json:
     rest = (
         {}
         if key is None
-        else {name: value for name, value in part.items() if name not in (key, ("type"))}
+        else {name: value for name, value in part.items() if name not in (key, "type")}
     )
     ids = next(
-        (name for name in ("tool_use_id", "tool_call_id", "call_id", ("id")) if name in inner), "id"
+        (name for name in ("tool_use_id", "tool_call_id", "call_id", "id") if name in inner), "id"
     )
     content = next((name for name in _RESULTS if inner.get(name) is not None), "content")
     call_id = inner.get(ids)
@@ -392,7 +392,7 @@ def joined(parts: Sequence[Any]) -> Any:
         part if isinstance(part, str) else part.get("text", part.get("content"))
         for part in parts
         if isinstance(part, str)
-        or (_kind(part) == "text" and not set(part) - {"type", "text", ("content")})
+        or (_kind(part) == "text" and not set(part) - {"type", "text", "content"})
     ]
     if len(plain) == len(parts) and not any(
         isinstance(p, Mapping) and "text" in p and "content" in p for p in parts
@@ -452,7 +452,7 @@ def tool_definition(tool: Mapping[str, Any]) -> Json:
     if "function" in tool or not isinstance(tool.get("name"), str):
         return dict(tool)
     schema = next(
-        (key for key in ("parameters", "input_schema", ("inputSchema")) if key in tool),
+        (key for key in ("parameters", "input_schema", "inputSchema") if key in tool),
         "parameters",
     )
     own = ("name", "description", "strict", schema)

@@ -289,7 +289,7 @@ _TOTALS = (
         "total_tokens_out",
         "total_cost",
         "execution_duration_ms",
-        ("llm_calls_count"),
+        "llm_calls_count",
     ),
 )
 

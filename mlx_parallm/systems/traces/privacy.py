@@ -42,7 +42,7 @@ _EVERYBODY = (
         "admin",
         "me",
         "you",
-        ("username"),
+        "username",
     ),
     *(
         "vagrant",
@@ -54,7 +54,7 @@ _EVERYBODY = (
         "test",
         "developer",
         "codespace",
-        ("vscode"),
+        "vscode",
     ),
     *(
         "jovyan",
@@ -67,7 +67,7 @@ _EVERYBODY = (
         "your",
         "yourname",
         "example",
-        ("someone"),
+        "someone",
     ),
 )
 """Names of home directories that name nobody."""
@@ -166,7 +166,7 @@ class TraceRedactor:
             return self.value(value)
         whole = not any(map(str.isspace, value)) and PLACEHOLDER.fullmatch(value) is None
         return (
-            self._replaced(value, [FoundSecret(0, len(value), ("secret"))])
+            self._replaced(value, [FoundSecret(0, len(value), "secret")])
             if whole
             else self.text(value)
         )

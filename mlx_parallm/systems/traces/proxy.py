@@ -48,7 +48,7 @@ _HOP_BY_HOP = (
         "proxy-authorization",
         "te",
         "trailer",
-        ("transfer-encoding"),
+        "transfer-encoding",
     ),
     *("upgrade", "host", "content-length", "accept-encoding"),
 )

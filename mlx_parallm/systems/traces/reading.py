@@ -92,7 +92,7 @@ def _format_of(line: dict[str, object]) -> str | None:
     if (
         keys >= {"nodes"}
         or isinstance(line.get("traces"), list)
-        or keys >= {"prompt", "completion", ("reward")}
+        or keys >= {"prompt", "completion", "reward"}
     ):
         return "verifiers"
     if keys >= {"timestamp", "type", "payload"}:

@@ -96,7 +96,7 @@ def session_name(name: str) -> str:
                 f"{name[:80]!r} cannot name a session: 1 to 128 letters, digits and _ . : -, not a"
                 " dot first"
             ),
-            param=("name"),
+            param="name",
         )
     return name
 
@@ -268,7 +268,7 @@ class SessionRecorder:
         if name not in self._live and not (self._folder / f"{name}.jsonl").exists():
             raise RequestError(
                 f"there is no session {name!r}: nothing was recorded under this name",
-                param=("name"),
+                param="name",
             )
         live = self._of(name)
         session = live.session
@@ -277,7 +277,7 @@ class SessionRecorder:
             turn = session.by_response(label.response_id)
             if turn is None:
                 raise RequestError(
-                    f"session {name!r} has no answer {label.response_id!r}", param=("response_id")
+                    f"session {name!r} has no answer {label.response_id!r}", param="response_id"
                 )
             label = label.model_copy(update={"response_id": turn.response_id})
         if turn is not None:
@@ -286,7 +286,7 @@ class SessionRecorder:
         live.redactor.hits.clear()
         redacted: Json = {
             key: live.redactor.text(value)
-            if isinstance(value, str) and key in ("label", ("explanation"))
+            if isinstance(value, str) and key in ("label", "explanation")
             else value
             for key, value in label.model_dump(exclude_none=True).items()
         }

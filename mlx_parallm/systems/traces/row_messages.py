@@ -24,7 +24,7 @@ NOTES = (
         "created",
         "created_at",
         "date",
-        ("finishReason"),
+        "finishReason",
     ),
     *(
         "finish_reason",
@@ -36,7 +36,7 @@ NOTES = (
         "metadata",
         "model",
         "object",
-        ("phase"),
+        "phase",
     ),
     *(
         "provider_specific_fields",
@@ -45,7 +45,7 @@ NOTES = (
         "score",
         "signature",
         "status",
-        ("stop_reason"),
+        "stop_reason",
     ),
     *(
         "stop_sequence",
@@ -55,7 +55,7 @@ NOTES = (
         "timestamp",
         "token_ids",
         "usage",
-        ("uuid"),
+        "uuid",
     ),
     "weight",
 )
@@ -162,7 +162,7 @@ def _text(content: Any, notes: Counter[str]) -> str:
         if (
             isinstance(part, Mapping)
             and isinstance(part.get("text"), str)
-            and part.get("type") in (None, ("text"))
+            and part.get("type") in (None, "text")
         ):
             _judge(
                 {key: value for key, value in part.items() if key not in _PART},

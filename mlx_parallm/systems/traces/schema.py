@@ -106,7 +106,7 @@ class TraceStep(_Record):
                 "reasoning_effort",
                 "reasoning_content",
                 "tool_calls",
-                ("metrics"),
+                "metrics",
             ):
                 if self.__dict__[name] is not None:
                     raise ValueError(

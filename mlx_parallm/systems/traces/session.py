@@ -229,7 +229,7 @@ class Session:
                         ]
                 elif value["type"] == "label":
                     session.labels.append(
-                        Label.model_validate({k: v for k, v in value.items() if k != ("type")})
+                        Label.model_validate({k: v for k, v in value.items() if k != "type"})
                     )
                 else:
                     raise ValueError(f"lines of type {value['type']!r} are no turns and no labels")
@@ -502,7 +502,7 @@ def _step_fields(turn: SessionTurn, session: Session, *, copied: bool) -> Json:
         return step | {"is_copied_context": True}
     usage = turn.usage or {}
     metrics: Json = {
-        key: usage[key] for key in ("prompt_tokens", ("completion_tokens")) if key in usage
+        key: usage[key] for key in ("prompt_tokens", "completion_tokens") if key in usage
     }
     extra: Json = {"finish_reason": turn.finish_reason, "response_id": turn.response_id}
     if (tokens := turn.tokens) is not None:

@@ -92,7 +92,7 @@ class SessionRewards(RolloutSource):
         if place in self._queued:
             return {
                 "state": "trained",
-                "reason": ("an earlier score of this session is in a group already"),
+                "reason": "an earlier score of this session is in a group already",
             }
 
         def read(recorded: Session) -> tuple[Rollout, tuple[int, ...]]:

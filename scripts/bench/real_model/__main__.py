@@ -32,16 +32,16 @@ def main() -> None:
     parser.add_argument(
         "--gguf",
         type=Path,
-        help=("the quantised file, for llama.cpp; without it that peer is left out"),
+        help="the quantised file, for llama.cpp; without it that peer is left out",
     )
     parser.add_argument("--section", choices=["answers", "serving", "training"])
     parser.add_argument("--case", default="", help="only training cases whose name contains this")
     parser.add_argument("--clients", type=int, nargs="+", default=list(serving.CLIENTS))
     parser.add_argument(
-        "--rounds", type=int, default=3, help=("counted ones of serving; one more warms up")
+        "--rounds", type=int, default=3, help="counted ones of serving; one more warms up"
     )
     parser.add_argument(
-        "--steps", type=int, default=4, help=("of a training case; the first is not counted")
+        "--steps", type=int, default=4, help="of a training case; the first is not counted"
     )
     parser.add_argument("--page", action="store_true", help="write the page and measure nothing")
     arguments = parser.parse_args()

@@ -55,7 +55,7 @@ def _answers(rows: dict[str, Any]) -> str:
         return "Not measured yet.\n"
     lines = [
         ANSWERS,
-        ("| file of llama.cpp | chats | tokens | equal answers | near ties | others | machine |"),
+        "| file of llama.cpp | chats | tokens | equal answers | near ties | others | machine |",
     ]
     lines.append("|" + "---|" * 7)
     for name, row in rows.items():

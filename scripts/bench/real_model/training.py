@@ -44,11 +44,11 @@ def measure(model: Path, wanted: str, steps: int) -> Iterator[tuple[str, dict[st
                 *settings.split(),
                 f"rl_training.total_steps={steps}",
                 "evaluation.problems=0",
-                ("server.port=0"),
+                "server.port=0",
             ]
             words += [
                 f"rl_training.checkpoint_dir={directory / 'runs'}",
-                ("rl_training.run_name=run"),
+                "rl_training.run_name=run",
             ]
             start = [command("mlx_parallm_train"), "--config", str(_config(directory, model, kind))]
             start += [part for word in words for part in ("--set", word)]

@@ -21,7 +21,7 @@ WORDS += [
     "--no-check-update",
     "--no-show-model-warnings",
     "--chat-mode",
-    ("ask"),
+    "ask",
 ]
 
 

@@ -19,7 +19,7 @@ def _():
             "--output-tokens-mean",
             "8",
             "--request-count",
-            ("3"),
+            "3",
         ]
         words += [
             "--concurrency",
@@ -29,7 +29,7 @@ def _():
             "--ui-type",
             "none",
             "--workers-max",
-            ("1"),
+            "1",
         ]
         shown = command("aiperf", "profile", *words)
         found = json.loads(next(Path(name).rglob("profile_export_aiperf.json")).read_text())

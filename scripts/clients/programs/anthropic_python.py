@@ -47,7 +47,7 @@ def loop(**fields: object) -> str:
 @cell("chat")
 def _():
     answer = tiny.messages.create(
-        model=MODEL, max_tokens=8, messages=MESSAGES, system=("You are short.")
+        model=MODEL, max_tokens=8, messages=MESSAGES, system="You are short."
     )
     check(answer.usage.output_tokens > 0, answer)
     check(tiny.messages.count_tokens(model=MODEL, messages=MESSAGES).input_tokens > 0, "a count")

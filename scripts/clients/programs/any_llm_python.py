@@ -46,7 +46,7 @@ def _():
     check(
         completion(**FIELDS, api_base=V1, messages=MESSAGES, max_tokens=8).usage.completion_tokens
         > 0,
-        ("tokens"),
+        "tokens",
     )
 
 
@@ -80,7 +80,7 @@ def _():
 def _():
     check(
         responses(**FIELDS, api_base=V1, input_data=QUESTION, max_output_tokens=8).output,
-        ("an output"),
+        "an output",
     )
 
 

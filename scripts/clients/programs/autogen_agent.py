@@ -15,7 +15,7 @@ INFO = {
     "function_calling": True,
     "json_output": True,
     "structured_output": True,
-    "family": ("unknown"),
+    "family": "unknown",
 }
 MESSAGES = [UserMessage(content=QUESTION, source="user")]
 
@@ -44,7 +44,7 @@ async def _():
 async def _():
     check(
         len([chunk async for chunk in client(V1, max_tokens=8).create_stream(MESSAGES)]) > 1,
-        ("chunks"),
+        "chunks",
     )
 
 

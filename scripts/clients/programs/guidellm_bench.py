@@ -22,7 +22,7 @@ def _():
             "--data",
             "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
             "--profile",
-            ("kind=synchronous"),
+            "kind=synchronous",
         ]
         words += [
             "--constraint",

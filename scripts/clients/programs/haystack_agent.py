@@ -79,5 +79,5 @@ def _():
 def _():
     check(
         OpenAITextEmbedder(api_key=KEY, model=MODEL, api_base_url=V1).run("a")["embedding"],
-        ("a vector"),
+        "a vector",
     )

@@ -41,5 +41,5 @@ def _():
 def _():
     client = instructor.from_openai(OpenAI(base_url=V1), mode=instructor.Mode.JSON_SCHEMA)
     check(
-        list(client.create_partial(response_model=Sunny, **FIELDS))[-1].sunny is not None, ("parts")
+        list(client.create_partial(response_model=Sunny, **FIELDS))[-1].sunny is not None, "parts"
     )

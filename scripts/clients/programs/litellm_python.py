@@ -52,7 +52,7 @@ def _():
 def _():
     check(
         len(list(litellm.completion(**PLACE, api_base=V1, max_tokens=8, stream=True))) > 2,
-        ("chunks"),
+        "chunks",
     )
 
 
@@ -99,6 +99,6 @@ def _():
 @cell("embeddings")
 def _():
     found = litellm.embedding(
-        model=f"openai/{MODEL}", api_key="none", api_base=V1, input=["a", ("b")]
+        model=f"openai/{MODEL}", api_key="none", api_base=V1, input=["a", "b"]
     )
     check(len(found.data) == 2, found)

@@ -26,7 +26,7 @@ class Sunny(pydantic.BaseModel):
 def _():
     check(
         tiny.chat([ChatMessage(role="user", content=QUESTION)]).raw.usage.completion_tokens > 0,
-        ("tokens"),
+        "tokens",
     )
 
 

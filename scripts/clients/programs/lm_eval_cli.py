@@ -19,9 +19,8 @@ doc_to_target: "{{{{answer}}}}"
 """
 MORE = {
     "multiple_choice": 'doc_to_choice: ["Paris", "Rome"]',
-    "generate_until": (
-        "generation_kwargs: {max_gen_toks: 8, until: ['.']}\nmetric_list: [{metric: exact_match}]"
-    ),
+    "generate_until": "generation_kwargs: {max_gen_toks: 8, until: ['.']}\nmetric_list: [{metric:"
+    " exact_match}]",
 }
 
 

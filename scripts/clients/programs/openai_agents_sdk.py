@@ -38,7 +38,7 @@ def cells_of(kind: type, api: str) -> None:
     async def _():
         check(
             (await Runner.run(agent(kind, V1, model_settings=SHORT), QUESTION)).raw_responses,
-            ("an answer"),
+            "an answer",
         )
 
     @cell(f"{api}: stream")

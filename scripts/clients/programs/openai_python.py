@@ -49,7 +49,7 @@ def loop(**fields: object) -> str:
 @cell("chat")
 def _():
     answer = tiny.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=8, reasoning_effort=("low")
+        model=MODEL, messages=MESSAGES, max_tokens=8, reasoning_effort="low"
     )
     check(answer.usage.completion_tokens > 0, answer)
 
@@ -96,7 +96,7 @@ def _():
         tiny.responses.parse(
             model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=64
         ).output_parsed,
-        (""),
+        "",
     )
 
 
@@ -105,7 +105,7 @@ def _():
     check(
         len(tiny.embeddings.create(model=MODEL, input=["a", "b"], dimensions=8).data[1].embedding)
         == 8,
-        ("a vector"),
+        "a vector",
     )
 
 

@@ -46,7 +46,7 @@ async def _():
                 (await Agent(tiny, output_type=output).run(QUESTION, model_settings=SHORT)).output,
                 Sunny,
             ),
-            (""),
+            "",
         )
 
 

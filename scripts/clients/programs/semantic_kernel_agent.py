@@ -64,6 +64,6 @@ async def _():
     settings = OpenAIChatPromptExecutionSettings(max_tokens=64, function_choice_behavior=forced)
     check(
         await service(V1).get_chat_message_contents(history(), settings, kernel=kernel),
-        ("an answer"),
+        "an answer",
     )
     check(calls and set(calls) == {"Paris"}, calls)

@@ -162,7 +162,7 @@ def test_the_trainers_log_probabilities_of_what_the_engine_sampled(name):
             "max_tokens": 12,
             "ignore_eos": True,
             "seed": 1,
-            "adapter": ("policy"),
+            "adapter": "policy",
         }
         prompts = [prompt_of(20), prompt_of(33, seed=1), prompt_of(5, seed=2)]
         requests = [

@@ -420,8 +420,9 @@ def test_a_prompt_that_is_computed_counts_in_full():
 def test_a_model_without_a_quantised_path_is_refused_at_the_start(name, width, reason):
     with pytest.raises(ModelError) as error:
         quantised(model_of_width(width) if width else model_of(name), 8, architecture=name)
-    assert str(error.value) == (
-        f"server.kv_bits = 8 does not work for the architecture {name!r}: {reason}; leave it out"
+    assert (
+        str(error.value)
+        == f"server.kv_bits = 8 does not work for the architecture {name!r}: {reason}; leave it out"
     )
 
 

@@ -179,7 +179,7 @@ def test_adapters_salts_and_publishes_never_share():
                     ("policy", None),
                     ("other", None),
                     ("policy", "a"),
-                    ("policy", ("b")),
+                    ("policy", "b"),
                 ]
                 for number, (adapter, salt) in enumerate(users):
                     one = request(

@@ -24,7 +24,7 @@ OTHERS = (
     "mamba",
     "lfm2",
     "nemotron_h",
-    ("plamo2"),
+    "plamo2",
 )
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS[1:]]
 

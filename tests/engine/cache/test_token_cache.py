@@ -212,7 +212,7 @@ def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(small, fewest, m
         "shared",
         "alone",
         "out of order",
-        ("scattered"),
+        "scattered",
     }
     assert twins.seen >= ways | {"some classes", "of different lengths"}
     assert (
@@ -311,7 +311,7 @@ def test_a_group_holds_its_prompt_once_and_a_second_group_takes_it_from_the_pref
     assert served.engine.counters.kv_bytes == served.engine.counters.kv_bytes_shared == 0
     seconds = served.engine.counters.step_seconds
     assert seconds["score"] < min(
-        seconds[part] for part in ("schedule", "build", "compute", ("read"))
+        seconds[part] for part in ("schedule", "build", "compute", "read")
     )
 
 

@@ -26,7 +26,7 @@ def test_a_scripted_user_speaks_its_turns_and_ends_with_a_signal():
         "assistant",
         "user",
         "assistant",
-        ("user"),
+        "user",
     ]
     assert environment.inference.prompts[1] == state.prompt[:3]
     assert state.metadata["ended_by"] == "user"
@@ -79,7 +79,7 @@ def test_a_model_plays_the_user_from_the_other_side():
         ("assistant", "Hi."),
         ("user", "one"),
         ("assistant", "I am the user."),
-        ("user", ("two")),
+        ("user", "two"),
     ]
 
 

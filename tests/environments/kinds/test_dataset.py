@@ -162,19 +162,19 @@ def test_a_file_of_held_out_rows(make, tmp_path):
         (
             {"prompt": "Hi"},
             {"system_prompt": "Be short."},
-            [("system", "Be short."), ("user", ("Hi"))],
+            [("system", "Be short."), ("user", "Hi")],
         ),
         (
             {"prompt": CHAT},
             {"system_prompt": "Be short."},
-            [("system", "Be short."), ("user", ("2+2?"))],
+            [("system", "Be short."), ("user", "2+2?")],
         ),
         ({"messages": CHAT}, {}, [("user", "2+2?")]),
         ({"q": "Hi", "messages": CHAT}, {"prompt_column": "q"}, [("user", "Hi")]),
         (
             {"q": "Hi", "n": 3},
             {"prompt_template": "{q} {{{n}}}\nAnswer:"},
-            [("user", ("Hi {3}\nAnswer:"))],
+            [("user", "Hi {3}\nAnswer:")],
         ),
     ],
 )
@@ -201,24 +201,20 @@ GOOD = '{"prompt": "a"}\n'
         (GOOD + '{"prompt": 5}\n', {}, r":2: column 'prompt' is 5"),
         (GOOD + '{"prompt": [{"role": "user"}]}\n', {}, r":2: message 0 is not .*role"),
         (GOOD + '{"prompt": ["hello"]}\n', {}, r":2: message 0 is not .*'hello'"),
-        ('{"prompt": [{"role": "assistant", "content": "x"}]}\n', {}, (
-            ":1: the last message is the assistant's"
-        )),
+        ('{"prompt": [{"role": "assistant", "content": "x"}]}\n', {}, ":1: the last message is the"
+        " assistant's"),
         ('{"question": "a"}\n', {}, r"no column 'prompt' or 'messages', only question: set prompt_column = "),
         (GOOD, {"prompt_column": "q"}, "no column 'q', only prompt"),
         (GOOD, {"prompt_template": "{promt}"}, r"names {promt}, which is not a column .*did you mean {prompt}\?"),
         (GOOD, {"prompt_template": "{prompt.upper}"}, r"names {prompt.upper}, which is not a column"),
         (GOOD, {"prompt_template": "{prompt"}, "prompt_template '{prompt': expected '}'"),
-        ('{"a": 1}\n{"b": 1}\n', {"prompt_template": "{a}"}, (
-            ":2: column 'a' of prompt_template is missing"
-        )),
+        ('{"a": 1}\n{"b": 1}\n', {"prompt_template": "{a}"}, ":2: column 'a' of prompt_template is"
+        " missing"),
         ('{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}\n',
-         {"system_prompt": "z"}, (
-             ":1: the row has a system message, and system_prompt is set as well"
-         )),
-        (json.dumps({"prompt": CHAT}), {"prompt_format": "text"}, (
-            ":1: the prompt is a list of messages"
-        )),
+         {"system_prompt": "z"}, ":1: the row has a system message, and system_prompt is set as"
+         " well"),
+        (json.dumps({"prompt": CHAT}), {"prompt_format": "text"}, ":1: the prompt is a list of"
+        " messages"),
         ("", {}, "has no rows to train on"),
         (GOOD, {"data": "nowhere.jsonl"}, "there is no file nowhere.jsonl"),
         (GOOD, {"data": "rows.csv"}, "rows.csv is not JSONL"),
@@ -252,11 +248,11 @@ def test_a_data_set_of_the_hub(make, monkeypatch):
     assert [task.messages[-1]["content"] for task in source.heldout(9)] == [
         "test 0",
         "test 1",
-        ("test 2"),
+        "test 2",
     ]
     with pytest.raises(
         ConfigError,
-        match=("'openai/gsm8k', split 'validation', cannot be loaded: Unknown split 'val"),
+        match="'openai/gsm8k', split 'validation', cannot be loaded: Unknown split 'val",
     ):
         make("", data="hf:openai/gsm8k", data_split="validation")
 
@@ -341,6 +337,6 @@ def test_a_reward_needs_its_columns_in_the_held_out_rows_too(make, tmp_path):
     )
     (tmp_path / "heldout.jsonl").write_text('{"prompt": "3+3?"}\n')
     with pytest.raises(
-        ConfigError, match=("'answer' is not a column of the data, held-out rows included")
+        ConfigError, match="'answer' is not a column of the data, held-out rows included"
     ):
         make(numbered(4), heldout_data=str(tmp_path / "heldout.jsonl"))

@@ -22,7 +22,7 @@ gymnasium = pytest.importorskip("gymnasium")
 LAKE = {
     "id": "FrozenLake-v1",
     "make": {"is_slippery": False},
-    "action_names": ["left", "down", "right", ("up")],
+    "action_names": ["left", "down", "right", "up"],
 }
 TO_THE_GOAL = ["go down", "Down!", "right", "right", "down", "I move right."]
 
@@ -90,15 +90,16 @@ for name, kind in (("Echo-v0", Echo), ("Pairs-v0", Pairs), ("Counted-v0", Counte
 def test_an_episode_to_the_goal():
     environment = GymnasiumEnvironment(Says(*TO_THE_GOAL), **LAKE)
     state = play(environment)
-    assert state.prompt[0]["content"] == (
-        "Actions: left, down, right, up. Answer with one of them.\n\n0"
+    assert (
+        state.prompt[0]["content"]
+        == "Actions: left, down, right, up. Answer with one of them.\n\n0"
     )
     assert [m["content"] for m in state.prompt if m["role"] == "user"][1:] == [
         "4",
         "8",
         "9",
         "10",
-        ("14"),
+        "14",
     ]
     assert state.metadata["actions"] == [1, 1, 2, 2, 1, 2]
     assert (
@@ -181,7 +182,7 @@ def test_observation_and_action_may_be_functions_of_the_users(tmp_path):
         "action_of": f"python:{tmp_path}/lake.py:first_letter",
     }
     environment = create_environment(
-        "gymnasium", **LAKE, **options, max_steps=2, instructions=("Reach the goal.")
+        "gymnasium", **LAKE, **options, max_steps=2, instructions="Reach the goal."
     )
     environment.inference = Says("d", "r")
     state = play(environment)

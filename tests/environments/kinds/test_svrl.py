@@ -38,7 +38,7 @@ def trajectory(state):
 
 def test_an_episode_of_a_call_and_an_answer():
     environment = svrl(
-        "I check: USE_TOOL[verify_calculation](6 * 7)", ("so it is.\nFINAL ANSWER: 42\nor so")
+        "I check: USE_TOOL[verify_calculation](6 * 7)", "so it is.\nFINAL ANSWER: 42\nor so"
     )
     state = play(environment)
     first, second = environment.inference.prompts
@@ -73,14 +73,14 @@ def test_tools_may_be_a_table_of_names():
     }
     turns = (
         "USE_TOOL[calculator](6*7) USE_TOOL[check](6*7=42) USE_TOOL[shout](ok)",
-        ("FINAL ANSWER: 42"),
+        "FINAL ANSWER: 42",
     )
     state = play(svrl(*turns, tools=table, costs={"calculator": 0.5}))
     calls = {call["name"]: (call["result"], call["cost"]) for call in state.metadata["tool_calls"]}
     assert calls == {"calculator": ("42", 0.5), "check": ("true", 1.0), "shout": ("OK", 2.0)}
     for wrong, words in (
         ({"calculator": 3}, "expected a name, a function"),
-        ("calculator", ("is a list or a table")),
+        ("calculator", "is a list or a table"),
     ):
         with pytest.raises(ConfigError, match=words):
             svrl(tools=wrong)
@@ -133,7 +133,7 @@ def test_what_goes_wrong_in_a_call_is_told_to_the_policy():
 
     answers = [
         "USE_TOOL[breaks](x) USE_TOOL[guess](x) USE_TOOL[verify_calculation](6 *",
-        ("FINAL ANSWER: 1"),
+        "FINAL ANSWER: 1",
     ]
     environment = svrl(*answers, tools=["verify_calculation", breaks], costs={"breaks": 0.5})
     state = play(environment)
@@ -185,7 +185,7 @@ def test_tasks_are_a_pure_function_of_index_and_split():
     assert environment.reset().prompt == environment.reset(index=0).prompt
     questions = {
         split: {arithmetic_task(n, split)["prompt"] for n in range(300)}
-        for split in ("train", ("heldout"))
+        for split in ("train", "heldout")
     }
     assert not questions["train"] & questions["heldout"]
     for index in range(20):
@@ -212,7 +212,7 @@ class Hinted(BaseEnvironment):
 class OwnTask(BaseEnvironment):
     def reset(self):
         return State(
-            prompt=[{"role": "user", "content": "What is 6 * 7?"}], metadata={"answer": ("42")}
+            prompt=[{"role": "user", "content": "What is 6 * 7?"}], metadata={"answer": "42"}
         )
 
 
@@ -313,7 +313,7 @@ def test_the_calculator_evaluates_and_verifies(text, found):
             "1/0",
             "1 = 1 = 1",
             "True",
-            ("[1]"),
+            "[1]",
         ),
         *(
             "1 if 1 else 2",

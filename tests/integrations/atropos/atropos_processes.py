@@ -33,7 +33,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 needs_atropos = pytest.mark.skipif(
     not (PROGRAMS.parent / ".ready").exists(),
-    reason=("build/atropos is missing: scripts/setup_atropos makes it"),
+    reason="build/atropos is missing: scripts/setup_atropos makes it",
 )
 
 

@@ -31,7 +31,7 @@ REAL_ONE = pytest.param(
     "real",
     marks=[
         pytest.mark.slow,
-        pytest.mark.skipif(not REAL.exists(), reason=("run scripts/setup_atropos first")),
+        pytest.mark.skipif(not REAL.exists(), reason="run scripts/setup_atropos first"),
     ],
 )
 

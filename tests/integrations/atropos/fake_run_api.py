@@ -200,7 +200,7 @@ class RunApi:
             self.accepted_encodings.add(request.headers["accept-encoding"])
             try:
                 return PlainTextResponse(
-                    json.dumps(self._batch(), allow_nan=False), media_type=("application/json")
+                    json.dumps(self._batch(), allow_nan=False), media_type="application/json"
                 )
             finally:
                 self.batch_calls.release()

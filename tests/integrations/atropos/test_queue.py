@@ -272,8 +272,9 @@ class TestHealth:
 
     def test_group_sizes_that_never_make_a_batch(self, queue, store, clock):
         register(queue, group_size=3)
-        assert queue.health() == (
-            "no mix of groups of 3 sequences makes a batch of 8 (rollout_batch_size)"
+        assert (
+            queue.health()
+            == "no mix of groups of 3 sequences makes a batch of 8 (rollout_batch_size)"
         )
         assert make_queue(store, clock, other_group_sizes=(5,)).health() is None
         register(queue, "other", group_size=5)
@@ -287,7 +288,7 @@ class TestHealth:
         ({"generation_params": {"temperature": "x" * 10**6}}, "is not a number"),
         (
             {"generation_params": reduce(lambda inner, _: {"a": inner}, range(5000), {})},
-            ("nested too deep"),
+            "nested too deep",
         ),
         ({"group_id": "x" * 10**6}, "bytes, more than"),
         ({"policy_versions": [[-1, -1, 3, 3, 4]] * 2}, "policy version 4 has not been served yet"),

@@ -42,7 +42,7 @@ def train(tmp_path: Path, api_url: str, *settings: str) -> Daemon:
     place = [
         f"server.port={port}",
         f"rl_training.checkpoint_dir={tmp_path}",
-        ("rl_training.run_name=run"),
+        "rl_training.run_name=run",
     ]
     chosen = [*place, f"rl_training.atropos.api_url={api_url}", *settings]
     flags = [part for setting in chosen for part in ("--set", setting)]
@@ -147,7 +147,7 @@ def test_groups_without_log_probabilities_are_refused_with_the_reason(tmp_path: 
     counts = store.counts()
     assert (counts.waiting, counts.taken) == (0, 0)
     assert {reject.reason.partition(":")[0] for reject in store.rejects()} == {
-        ("no inference_logprobs")
+        "no inference_logprobs"
     }
 
 
@@ -157,7 +157,7 @@ def test_groups_without_log_probabilities_train_where_that_is_asked_for(tmp_path
     small = [
         "rl_training.total_steps=3",
         "rl_training.batch_size=16",
-        ("rl_training.atropos.rollout_batch_size=16"),
+        "rl_training.atropos.rollout_batch_size=16",
     ]
     with (
         RunApi() as api,
@@ -191,7 +191,7 @@ def train_with_gsm8k(tmp_path: Path, path: Path, *settings: str, cwd: Path | Non
     small = [
         "rl_training.total_steps=2",
         "rl_training.batch_size=16",
-        ("rl_training.atropos.rollout_batch_size=16"),
+        "rl_training.atropos.rollout_batch_size=16",
     ]
     with (
         RunApi() as api,
@@ -216,7 +216,7 @@ def test_a_gsm8k_environment_trains_through_the_wrapper(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(
     not (OWN / "gsm8k_server.py").exists(),
-    reason=("`scripts/setup_atropos environments` fetches it"),
+    reason="`scripts/setup_atropos environments` fetches it",
 )
 @pytest.mark.slow
 def test_atropos_own_gsm8k_server_trains_through_the_wrapper(tmp_path: Path) -> None:

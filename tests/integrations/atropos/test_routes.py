@@ -92,13 +92,13 @@ def test_the_calls_of_a_base_env_in_their_order(client, store):
     assert status["queue_size"] == 1
     assert not [
         key
-        for key in ("queue_size", "self_queue_size", ("max_group_size"))
+        for key in ("queue_size", "self_queue_size", "max_group_size")
         if not isinstance(status[key], int)
     ]
     assert client.get("/atropos/status").json() == {"current_step": 5, "queue_size": 1}
     assert [group.environment for group in store.waiting()] == ["sums_0"]
     assert client.post("/atropos/disconnect-env", json={"env_id": 0}).json() == {
-        "status": ("success")
+        "status": "success"
     }
     assert client.post("/atropos/disconnect-env", json={"env_id": 4}).json()["status"] == "failure"
 
@@ -179,16 +179,17 @@ def test_gzip_bodies_as_base_env_sends_them(client, store):
     body = gzip.compress(json.dumps(scored_data()).encode())
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
     assert client.post("/atropos/scored_data", content=body, headers=headers).json() == {
-        "status": ("received")
+        "status": "received"
     }
     listed = gzip.compress(json.dumps([scored_data(first_token=60)]).encode())
     assert (
         client.post("/atropos/scored_data_list", content=listed, headers=headers).status_code == 200
     )
     small = gzip.compress(json.dumps(ENVIRONMENT).encode())
-    assert client.post("/atropos/register-env", content=small, headers=headers).json()[
-        "status"
-    ] == ("success")
+    assert (
+        client.post("/atropos/register-env", content=small, headers=headers).json()["status"]
+        == "success"
+    )
     assert store.counts().waiting == 2
 
 
@@ -203,7 +204,7 @@ def test_lists_of_nothing_are_refused_before_they_are_made(client, store):
     """65 KB that became 3.5 GB."""
     content = gzip.compress(b'{"tokens":[' + b"[]," * MAX_CONTAINERS + b"[]]}")
     reply = client.post(
-        "/atropos/scored_data", content=content, headers=JSON | {"Content-Encoding": ("gzip")}
+        "/atropos/scored_data", content=content, headers=JSON | {"Content-Encoding": "gzip"}
     )
     assert reply.status_code == 413 and store.counts().rejected == 1
 
@@ -226,7 +227,7 @@ async def test_few_bodies_are_unpacked_at_once(app, monkeypatch):
             client.post(
                 "/atropos/scored_data",
                 content=b"packed",
-                headers=JSON | {"Content-Encoding": ("gzip")},
+                headers=JSON | {"Content-Encoding": "gzip"},
             )
             for _ in range(12)
         ]
@@ -249,13 +250,13 @@ async def test_few_bodies_are_unpacked_at_once(app, monkeypatch):
             gzip.compress(b"{}" * 100, mtime=0)[:-10],
             JSON | {"Content-Encoding": "gzip"},
             400,
-            ("Invalid gzip payload"),
+            "Invalid gzip payload",
         ),
         (
             gzip.compress(b"{}", mtime=0) + b"garbage",
             JSON | {"Content-Encoding": "gzip"},
             400,
-            ("Invalid gzip payload"),
+            "Invalid gzip payload",
         ),
     ],
 )

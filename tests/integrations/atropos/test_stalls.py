@@ -45,17 +45,17 @@ STALLS = {
     "too large": (
         [2, 2, 8],
         {},
-        ("from the 3 groups queued there: one has 8, and blocks the rest until run-api is"),
+        "from the 3 groups queued there: one has 8, and blocks the rest until run-api is",
     ),
     "no divisor": (
         [3, 3],
         {},
-        ("no batch of 4 sequences from the 2 groups queued there: the largest has 3, which does"),
+        "no batch of 4 sequences from the 2 groups queued there: the largest has 3, which does",
     ),
     "share": (
         [2, 2],
         {"min_batch_allocation": 0.5},
-        ("50% of it is reserved (min_batch_allocation), and environment 0"),
+        "50% of it is reserved (min_batch_allocation), and environment 0",
     ),
     "too few": ([2], {}, "from the 1 groups queued there: they are too few, and none has come for"),
 }

@@ -16,7 +16,7 @@ PICTURE = {
     "role": "user",
     "content": [
         {"type": "text", "text": "What is it?"},
-        {"type": "image_url", "image_url": {"url": ("data:,")}},
+        {"type": "image_url", "image_url": {"url": "data:,"}},
     ],
 }
 
@@ -122,15 +122,15 @@ def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
     [
         (
             {"inference_logprobs": [[1.0, 1.0, -0.1, -0.1, 1.0], [1.0] * 5]},
-            ("sampled token 4 has no log-probability"),
+            "sampled token 4 has no log-probability",
         ),
         (
             {"inference_logprobs": [[1.0] * 4, [1.0] * 5]},
-            ("sequence 0: 4 inference_logprobs for 5 tokens"),
+            "sequence 0: 4 inference_logprobs for 5 tokens",
         ),
         (
             {"masks": [[0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]},
-            ("masks[0] is 0, neither -100 (given) nor the token's id 20"),
+            "masks[0] is 0, neither -100 (given) nor the token's id 20",
         ),
         ({"masks": [[-100] * 5]}, "1 masks for 2 sequences"),
         ({"scores": [1.0]}, "1 scores for 2 sequences"),

@@ -103,13 +103,13 @@ def test_an_agent_starts_watches_asks_and_stops_a_training(directory: Path) -> N
                 "stop_training",
                 "switch_training",
                 "training_status",
-                ("list_trainings"),
+                "list_trainings",
             ),
             *("training_log", "evaluate", "ask_policy"),
         }
         assert called(tools, "start_training", name="first", config=CONFIG)["state"] in (
             "starting",
-            ("running"),
+            "running",
         )
         until(tools, lambda status: status["state"] == "running" and status["step"] >= 2)
         refused = tools.call("start_training", {"name": "second", "config": CONFIG})
@@ -194,7 +194,7 @@ def test_what_a_hostile_agent_sends(tmp_path: Path) -> None:
         (tmp_path / "a" / "train.log").write_bytes(b"\xff line\n" * 5000)
         assert {each["name"]: each["state"] for each in trainings.all()} == {
             "a": "starting",
-            "b": ("damaged"),
+            "b": "damaged",
         }
         assert (
             len(trainings.log("a", 10**9).splitlines()) == 1000

@@ -304,7 +304,7 @@ def test_a_layer_without_a_form_in_chunks_trains_as_it_is_and_is_named(
     with capture_logs() as logs:
         config = make_config(batch=8)
         policy = TrainedPolicy(
-            model, config, source=Path(__file__).parent, model_config={"model_type": ("mamba")}
+            model, config, source=Path(__file__).parent, model_config={"model_type": "mamba"}
         )
         trainer = Trainer(policy, config, make_algorithm(config))
     [warning] = [log for log in logs if log["event"] == "a layer trains slowly"]
@@ -317,7 +317,7 @@ def test_a_layer_without_a_form_in_chunks_trains_as_it_is_and_is_named(
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3_5", "kimi_linear", "mamba", "jamba", "mamba2", ("recurrent_gemma")]
+    "name", ["qwen3", "qwen3_5", "kimi_linear", "mamba", "jamba", "mamba2", "recurrent_gemma"]
 )
 def test_no_other_layer_is_named(name):
     assert layers_by_token(small_model(name)) == []

@@ -218,7 +218,7 @@ def test_a_checkpoint_without_checksums_is_resumed(sound: Path, tmp_path: Path) 
     path = tmp_path / "run" / "step_000002"
     listed = (path / "SHA256SUMS").read_text().splitlines()
     assert {line.split("  ")[1] for line in listed} == {file.name for file in path.iterdir()} - {
-        ("SHA256SUMS")
+        "SHA256SUMS"
     }
     first = (path / STATE_FILE).read_bytes()
     assert f"{hashlib.sha256(first).hexdigest()}  {STATE_FILE}" in listed
@@ -309,7 +309,7 @@ def test_old_ones_go_and_latest_follows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "then"), [("data", "data"), ("data/x", "data/x"), ("other/latest", ("run/latest"))]
+    ("target", "then"), [("data", "data"), ("data/x", "data/x"), ("other/latest", "run/latest")]
 )
 def test_a_link_of_the_users_beside_the_run_stays(tmp_path: Path, target: str, then: str) -> None:
     (tmp_path / "latest").symlink_to(target)
@@ -570,7 +570,7 @@ def test_a_disk_that_fills_up_is_a_clear_error(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    os.name != "posix" or os.geteuid() != 0, reason=("mounting a small file system needs root")
+    os.name != "posix" or os.geteuid() != 0, reason="mounting a small file system needs root"
 )
 def test_a_small_file_system_that_is_full(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -648,7 +648,7 @@ def test_one_kept_checkpoint_is_always_there(
         (shutil, "rmtree"),
         (Path, "rename"),
         (Path, "replace"),
-        (files, ("_exchanged")),
+        (files, "_exchanged"),
     ):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     checkpointer.save(replace(state_at(step), policy_version=9))

@@ -93,7 +93,7 @@ def test_sft_takes_conversations_completions_and_texts(tmp_path: Path) -> None:
         "sft",
         {"messages": [USER, GOOD]},
         {"prompt": "hi", "completion": "good"},
-        {"text": ("so")},
+        {"text": "so"},
     )
     assert [(row.prompt, row.completions) for row in rows] == [
         ((), ((USER, GOOD),)),
@@ -120,7 +120,7 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
             "dpo",
             {"prompt": "a", "choosen": "b", "rejected": "c"},
             {},
-            ("is missing; did you mean 'choosen'"),
+            "is missing; did you mean 'choosen'",
         ),
         ("dpo", PAIR | {"chosen": 5}, {}, "chosen is 5; expected a string or a list of messages"),
         ("dpo", PAIR | {"chosen": "bad"}, {}, "chosen and rejected are the same"),
@@ -128,13 +128,13 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
             "dpo",
             {"chosen": [USER, GOOD], "rejected": [USER, GOOD]},
             {},
-            ("chosen and rejected are the same"),
+            "chosen and rejected are the same",
         ),
         (
             "dpo",
             {"chosen": [GOOD], "rejected": [BAD]},
             {},
-            ("begin with different messages, and there is no column"),
+            "begin with different messages, and there is no column",
         ),
         ("dpo", PAIR | {"prompt": [USER, GOOD]}, {}, "prompt ends with an assistant's message"),
         ("dpo", PAIR | {"prompt": ""}, {}, "prompt is ''; expected a text that is not empty"),
@@ -142,7 +142,7 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
             "dpo",
             PAIR | {"chosen": [GOOD, USER]},
             {},
-            ("chosen does not end with an assistant's message"),
+            "chosen does not end with an assistant's message",
         ),
         ("dpo", PAIR | {"chosen": [{"role": "assistant"}]}, {}, r"chosen: message 0 is not .*role"),
         (
@@ -155,25 +155,25 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
             "dpo",
             {"chosen": [GOOD], "rejected": [BAD]},
             {"prompt_format": "text"},
-            ("chosen is a list of messages: set"),
+            "chosen is a list of messages: set",
         ),
         (
             "dpo",
             {"chosen": "a b", "rejected": "a c"},
             {},
-            ("chosen is a text, and there is no column 'prompt'"),
+            "chosen is a text, and there is no column 'prompt'",
         ),
         (
             "dpo",
             {"chosen": "a", "rejected": "a"},
             {"prompt_format": "text"},
-            ("the same: there is nothing to prefer"),
+            "the same: there is nothing to prefer",
         ),
         (
             "kto",
             {"prompt": "a", "completion": "b", "label": 1},
             {},
-            ("label is 1; expected true .desirable. or false"),
+            "label is 1; expected true .desirable. or false",
         ),
         (
             "kto",
@@ -185,7 +185,7 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
             "sft",
             {"prompt": "a"},
             {},
-            ("is missing; sft needs messages or prompt, completion or text"),
+            "is missing; sft needs messages or prompt, completion or text",
         ),
         ("sft", {"messages": [USER]}, {}, "messages does not end with an assistant's message"),
         ("sft", {"messages": [GOOD]}, {}, "begin with the assistant's"),
@@ -193,7 +193,7 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
             "sft",
             {"messages": [USER, GOOD]},
             {"prompt_format": "text"},
-            ("messages need the chat template"),
+            "messages need the chat template",
         ),
     ],
 )
@@ -209,7 +209,7 @@ def test_held_out_rows_share_no_prompt_with_the_others(tmp_path: Path) -> None:
     rows = [PAIR | {"prompt": f"p{number % 20}", "chosen": f"c{number}"} for number in range(60)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     train, heldout = read_examples(
-        DataConfig(path=str(tmp_path / "rows.jsonl"), eval_fraction=0.3), ("dpo")
+        DataConfig(path=str(tmp_path / "rows.jsonl"), eval_fraction=0.3), "dpo"
     )
     assert len(train) + len(heldout) == 60
     assert heldout
@@ -263,7 +263,7 @@ def test_conversations_that_begin_alike_are_held_out_together(tmp_path: Path) ->
         (
             {"algorithm": "kto", "batch_size": 1},
             {"data": {"path": "x"}},
-            ("batch_size has to be at least 2"),
+            "batch_size has to be at least 2",
         ),
         (
             {"algorithm": "dpo", "preference": {"loss_type": "robust"}},
@@ -291,20 +291,20 @@ def test_rows_of_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
         asked.append((name, subset, split))
         return [PAIR | {"prompt": f"{split} {number}"} for number in range(3)] + [
             {"prompt": "x"}
-        ] * (split == ("bad"))
+        ] * (split == "bad")
 
     package = ModuleType("datasets")
     package.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", package)
     train, heldout = read_examples(
-        DataConfig(path="hf:o/n", subset="main", eval_split="test"), ("dpo")
+        DataConfig(path="hf:o/n", subset="main", eval_split="test"), "dpo"
     )
     assert asked == [("o/n", "main", "train"), ("o/n", "main", "test")]
     assert [row.prompt[0]["content"] for row in heldout] == ["test 0", "test 1", "test 2"]
     assert train[1].where == "hf:o/n, train row 1" and train[1].completions == ((GOOD,), (BAD,))
     (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR))
     train, heldout = read_examples(
-        DataConfig(path=str(tmp_path / "pairs.jsonl"), eval_path="hf:o/n"), ("dpo")
+        DataConfig(path=str(tmp_path / "pairs.jsonl"), eval_path="hf:o/n"), "dpo"
     )
     assert (len(train), len(heldout)) == (1, 3)
     with pytest.raises(ConfigError, match="data: hf:o/n, bad row 3: column 'chosen' is missing"):

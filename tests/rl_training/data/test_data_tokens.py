@@ -118,7 +118,7 @@ def test_a_rewritten_history_becomes_several_sequences_in_sft_and_an_error_in_a_
     ]
     assert [texts(unit.sequences[0])[1].replace(".", "") for unit in units] == [
         "<think>hm</think>4$",
-        ("six$"),
+        "six$",
     ]
     pair = Example("rows.jsonl:7", (USER,), ((thought, MORE, SECOND), (ANSWER,)), "k")
     with pytest.raises(
@@ -138,7 +138,7 @@ def test_text_gets_the_servers_opening_and_an_end() -> None:
     [unit] = encode(Characters(), Example("x:1", "2+2=", ("4", "5"), "k"))
     assert [texts(sequence) for sequence in unit.sequences] == [
         ("^2+2=4$", ".....4$"),
-        ("^2+2=5$", (".....5$")),
+        ("^2+2=5$", ".....5$"),
     ]
     [unit] = encode(Characters(), Example("x:1", "", ("so$",), "k"), segments=True)
     assert texts(unit.sequences[0]) == ("^so$", "^so$")  # its own end is not doubled
@@ -202,7 +202,7 @@ def test_an_answer_of_weight_0_is_context() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama2", "mistral", "metaspace decoder", "gemma", "phi3", "unigram", "gpt2", ("llama3")],
+    ["llama2", "mistral", "metaspace decoder", "gemma", "phi3", "unigram", "gpt2", "llama3"],
 )
 def test_a_completion_has_the_tokens_of_its_place(tmp_path: Path, family: str) -> None:
     """A SentencePiece tokenizer puts a space before whatever is tokenised alone (transformers

@@ -84,7 +84,7 @@ def open_source(algorithm: str, tmp_path: Path, **values: Any) -> tuple[Config, 
 
 
 every_algorithm = pytest.mark.parametrize(
-    "algorithm", ["dpo", "orpo", "simpo", "cpo", "kto", ("sft")]
+    "algorithm", ["dpo", "orpo", "simpo", "cpo", "kto", "sft"]
 )
 
 

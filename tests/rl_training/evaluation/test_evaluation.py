@@ -253,7 +253,7 @@ def test_weights_that_are_not_kept_are_said_to_be(tmp_path: Path, client: Client
     run = Run(tmp_path, client)
     run.evaluations.begin(state_at(5))
     assert run.log.lines == [
-        {"step": 4, "skipped": ("it was interrupted, and its weights are not kept")}
+        {"step": 4, "skipped": "it was interrupted, and its weights are not kept"}
     ]
 
 
@@ -307,8 +307,9 @@ def test_the_log_is_cut_and_speaks_flat(tmp_path: Path) -> None:
     log.add({"step": 30, "skipped": "…"})
     assert (log.score(10, 10), log.score(10, 9), log.score(30, 30)) == (0.1, None, None)
     assert flat(log.done()[0])["eval/sum/accuracy"] == 0.1
-    assert sentence(log.done()[1]) == (
-        "evaluation of step 20 (version 20): sum: accuracy 0.200 [0.000, 1.000]"
+    assert (
+        sentence(log.done()[1])
+        == "evaluation of step 20 (version 20): sum: accuracy 0.200 [0.000, 1.000]"
     )
     again = EvaluationLog(tmp_path)
     again.cut(10)
@@ -373,7 +374,7 @@ DATASET = {"kind": "dataset", "data": "rows.jsonl", "rewards": ["python:score.py
         ({"evaluation": {"problems": 3, "greedy": False}}, "neither greedy answers nor samples"),
         (
             {"evaluation": {"problems": 3}, "environments": []},
-            ("there is no environment to evaluate"),
+            "there is no environment to evaluate",
         ),
         ({"rl_training": {"keep_best": "eval/score"}}, f"{KEEP} = 'eval/score' needs"),
         (
@@ -394,7 +395,7 @@ DATASET = {"kind": "dataset", "data": "rows.jsonl", "rewards": ["python:score.py
         ),
         (
             {"environments": [DATASET | {"heldout_fraction": 1.0}]},
-            ("heldout_fraction = 1 leaves no rows to train on"),
+            "heldout_fraction = 1 leaves no rows to train on",
         ),
         ({"evaluation": {"problem": 3}}, "did you mean 'evaluation.problems'"),
     ],

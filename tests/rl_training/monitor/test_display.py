@@ -171,7 +171,7 @@ def test_the_curl_line_can_be_pasted_at_any_width(needs_key):
         ["bash", "-uc", script],
         capture_output=True,
         text=True,
-        env={"MLX_PARALLM_API_KEY": ("k e y")},
+        env={"MLX_PARALLM_API_KEY": "k e y"},
     )
     assert not done.stderr
     commands = [words.split("\0")[:-1] for words in done.stdout.split("END\0")[:-1]]
@@ -275,7 +275,7 @@ def test_beside_a_panel_every_line_goes_to_the_run_log_alone(tmp_path, capsys):
         "step",
         "an evaluation",
         "saved step_000001",
-        ("health"),
+        "health",
     ]
     assert [event["event"].partition(": ")[0] for event in events] == names
     assert (events[2]["step"], events[5]["level"]) == (1, "warning")
@@ -313,7 +313,7 @@ def test_without_a_terminal_each_step_is_one_line():
         "training",
         "step",
         "step",
-        ("checkpoint saved"),
+        "checkpoint saved",
     ]
     assert "\n" not in command and shlex.split(command)[0] == "curl"
     assert logs[3] == {
@@ -348,7 +348,7 @@ def test_without_a_terminal_a_stall_is_told_once_while_waiting():
         display.tick()
     assert [(entry["log_level"], entry["health"]) for entry in logs] == [
         ("warning", STALLED),
-        ("info", ("healthy")),
+        ("info", "healthy"),
     ]
 
 

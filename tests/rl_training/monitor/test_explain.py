@@ -38,7 +38,7 @@ def line(step, **changed):
 def directory(tmp_path):
     """A run of 50 steps, ten minutes ago, that is not held by a process."""
     config = Config.model_validate(
-        {"rl_training": {"total_steps": 50, "checkpoint_dir": tmp_path, "run_name": ("run")}}
+        {"rl_training": {"total_steps": 50, "checkpoint_dir": tmp_path, "run_name": "run"}}
     )
     opened = RunDirectory.open(config, None)
     opened.write_config(config)
@@ -82,7 +82,7 @@ def test_a_half_written_line_is_no_harm(directory, capsys):
 
 def test_a_run_that_goes_on_is_left_alone(directory):
     config = Config.model_validate(
-        {"rl_training": {"checkpoint_dir": directory.parent, "run_name": ("run")}}
+        {"rl_training": {"checkpoint_dir": directory.parent, "run_name": "run"}}
     )
     write(directory, line(1))
     held = RunDirectory.open(config, directory / "step_000001")
@@ -104,7 +104,7 @@ def test_a_pause_is_no_stalled_environment(directory):
     age(directory / METRICS_FILE, AGO)
     log = directory / "run.log"
     config = Config.model_validate(
-        {"rl_training": {"checkpoint_dir": directory.parent, "run_name": ("run")}}
+        {"rl_training": {"checkpoint_dir": directory.parent, "run_name": "run"}}
     )
     held = RunDirectory.open(config, directory / "step_000001")
     try:

@@ -101,22 +101,22 @@ def test_nothing_wrong_is_healthy():
         (
             {"ratio_mean": 1.34},
             "ratio-mismatch",
-            ("ratio mismatch: 1.34 on average and 5% of the tokens clipped"),
+            "ratio mismatch: 1.34 on average and 5% of the tokens clipped",
         ),
         (
             {"ratio_mean": 0.7},
             "ratio-mismatch",
-            ("ratio mismatch: 0.70 on average and 5% of the tokens clipped"),
+            "ratio mismatch: 0.70 on average and 5% of the tokens clipped",
         ),
         (
             {"clip_fraction": 0.4},
             "ratio-mismatch",
-            ("ratio mismatch: 1.00 on average and 40% of the tokens clipped"),
+            "ratio mismatch: 1.00 on average and 40% of the tokens clipped",
         ),
         (
             {"truncated_fraction": 0.4},
             "truncation",
-            ("truncation: 40% of the answers hit the length limit (raise"),
+            "truncation: 40% of the answers hit the length limit (raise",
         ),
         (
             {"truncated_fraction": 0.4, "out_of_room_fraction": 0.3},
@@ -179,7 +179,7 @@ def test_nothing_wrong_is_healthy():
         (
             {"kl": 1.3},
             "kl-running-away",
-            ("KL running away: 1.3 nats a token from the reference (lower learning_rate"),
+            "KL running away: 1.3 nats a token from the reference (lower learning_rate",
         ),
         (
             {"update_norm": 1e-9},
@@ -210,11 +210,11 @@ def test_what_lasts_is_told(changed, name, sentence):
     [
         (
             "skipped_steps",
-            ("loss or gradient not finite: 1 updates skipped in 5 steps (lower learning_rate)"),
+            "loss or gradient not finite: 1 updates skipped in 5 steps (lower learning_rate)",
         ),
         (
             "publish_timeouts",
-            ("weights not published 1 times in 5 steps: the lock was busy (raise lock_timeout_ms)"),
+            "weights not published 1 times in 5 steps: the lock was busy (raise lock_timeout_ms)",
         ),
     ],
 )
@@ -276,8 +276,9 @@ def test_answers_that_are_all_the_same_are_named_unless_nothing_better_is_known(
     start = window(groups_same_answer=0.05, rollout_entropy=0.85, reward_max=1.0)
     same = {"groups_same_answer": 0.9, "rollout_entropy": 0.14, "reward_max": 1.0}
     [found] = find(window(**same), start)
-    assert found.sentence == (
-        "same answers: in 90% of the groups all answers are one and the same; at first in 5%"
+    assert (
+        found.sentence
+        == "same answers: in 90% of the groups all answers are one and the same; at first in 5%"
     )
     assert "checkpoint" in found.setting
     assert found.numbers == {
@@ -346,8 +347,9 @@ def test_a_reward_that_stays_below_what_accuracy_counts_is_named():
     """The best answers earned 0.7, so accuracy could not leave 0: it was called healthy."""
     wrong = {"eval/rows/accuracy": 0.0, "eval/rows/reward": 0.3}
     [found] = find(limited(0.7, 0.7, 0.5, 0.7, 0.7), limited(0.7, **wrong))
-    assert found.sentence == (
-        "reward below 1: no answer of rows earned more than 0.7, so its accuracy stays 0"
+    assert (
+        found.sentence
+        == "reward below 1: no answer of rows earned more than 0.7, so its accuracy stays 0"
     )
     assert found.numbers == {"reward_max": 0.7, "eval/accuracy": 0.0, "reward_mean": 0.5}
     assert "reward_weights" in found.setting

@@ -114,7 +114,7 @@ def test_the_same_problems_are_compared(comparisons):
     assert [(then["text"], now["text"]) for then, now in row.examples] == [
         ("3", "3"),
         ("5", "4"),
-        ("8", ("8")),
+        ("8", "8"),
     ]
     [moved] = compare(record(("3", "4", "18"), keys=("x", "y", "c")), record(("3", "4", "18")))
     assert [now["prompt"] for _, now in moved.examples] == ["Add 9 and 9."]
@@ -143,7 +143,7 @@ def test_tables_show_prompt_expected_before_and_after(comparisons):
         "Add 2 and 2.",
         "4",
         "✗ 5",
-        ("✓ 4"),
+        "✓ 4",
     ]
     [line] = [line for line in text.splitlines() if "0.333" in line]
     cells = re.split(r" {2,}", line.strip())
@@ -201,7 +201,7 @@ def test_an_interval_needs_more_problems_than_chance_moves_together():
     """One problem that went from 0.25 to 1 had the 95% interval +0.750 to +0.750."""
     for problems, words in (
         (1, "too few for an interval) on 1 problem\n"),
-        (6, ("95% interval +0.750 to +0.750) on 6")),
+        (6, "95% interval +0.750 to +0.750) on 6"),
     ):
         compared = Comparison("sum", ((0.25, 1.0),) * problems, (), greedy=True)
         assert words in plain_report([compared]) + "\n"

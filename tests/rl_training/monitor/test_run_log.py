@@ -31,7 +31,7 @@ def test_holds_what_was_said_before_the_directory_was_there(
         "early",
         "first",
         1,
-        ("info"),
+        "info",
     )
     assert early["timestamp"].endswith("Z")
     assert (late["event"], late["level"]) == ("odd thing", "warning")

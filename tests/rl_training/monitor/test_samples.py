@@ -192,7 +192,7 @@ GEMMA = """{%- for message in messages %}{% if message.role == 'system' %}{{ rai
 
 
 @pytest.mark.parametrize(
-    ("template", "end"), [(None, "<|im_end|>"), (QWEN3, "<|im_end|>"), (GEMMA, ("<end_of_turn>"))]
+    ("template", "end"), [(None, "<|im_end|>"), (QWEN3, "<|im_end|>"), (GEMMA, "<end_of_turn>")]
 )
 def test_the_table_shows_messages_and_not_the_chat_template(template: str | None, end: str) -> None:
     """A prompt of one message was shown as "<|im_start|>user Sort: cab<|im_end|>
@@ -204,11 +204,12 @@ def test_the_table_shows_messages_and_not_the_chat_template(template: str | None
     talk = [
         question,
         {"role": "assistant", "content": "abc"},
-        {"role": "user", "content": ("Sort: fed")},
+        {"role": "user", "content": "Sort: fed"},
     ]
     assert readable(tokenizer.render_chat_text([question])) == "Sort: cab"
-    assert readable(tokenizer.render_chat_text(talk)) == (
-        "user: Sort: cab assistant: abc user: Sort: fed"
+    assert (
+        readable(tokenizer.render_chat_text(talk))
+        == "user: Sort: cab assistant: abc user: Sort: fed"
     )
     assert readable("assistant: abc") == "assistant: abc", "what the policy writes itself stays"
     asked_again = tokenizer.render_chat_text(talk)[
@@ -216,24 +217,26 @@ def test_the_table_shows_messages_and_not_the_chat_template(template: str | None
     ]
     assert readable(f"abc⟦{asked_again}⟧def<|im_end|>") == "abc⟦user: Sort: fed⟧def"
     if end == "<|im_end|>":  # sampled, and so before the mark
-        assert readable(f"abc{end}⟦{asked_again.removeprefix(end)}⟧def{end}") == (
-            "abc⟦user: Sort: fed⟧def"
+        assert (
+            readable(f"abc{end}⟦{asked_again.removeprefix(end)}⟧def{end}")
+            == "abc⟦user: Sort: fed⟧def"
         )
 
 
 def test_a_system_message_is_told_apart() -> None:
     tokenizer = load_tokenizer(
-        resolve_model_path("builtin:tiny"), ModelConfig(base_path=("builtin:tiny"))
+        resolve_model_path("builtin:tiny"), ModelConfig(base_path="builtin:tiny")
     )
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sum: 1+2"}]
-    assert without_template(tokenizer, {})(tokenizer.render_chat_text(messages)) == (
-        "system: Be brief. user: Sum: 1+2"
+    assert (
+        without_template(tokenizer, {})(tokenizer.render_chat_text(messages))
+        == "system: Be brief. user: Sum: 1+2"
     )
 
 
 def test_without_a_chat_template_the_text_is_left_alone() -> None:
     tokenizer = load_tokenizer(
-        resolve_model_path("builtin:tiny"), ModelConfig(base_path=("builtin:tiny"))
+        resolve_model_path("builtin:tiny"), ModelConfig(base_path="builtin:tiny")
     )
     tokenizer.has_chat_template = False
     assert without_template(tokenizer, {})("assistant: a <|im_end|>") == "assistant: a <|im_end|>"

@@ -80,7 +80,7 @@ def group(*rollouts: tuple[float, str]) -> GroupResult:
         ([(0.0, "length"), (1.0, "length")], ["no completion ended by itself", "max_tokens = 7"]),
         (
             [(0.0, "length"), (1.0, "stop")],
-            ["1 of 2 completions were cut off", ("raise environments.0.max_tokens")],
+            ["1 of 2 completions were cut off", "raise environments.0.max_tokens"],
         ),
         ([(0.0, "length"), *[(1.0, "stop")] * 9], []),
     ],
@@ -97,7 +97,7 @@ def test_remarks_on_a_group(rollouts: list[tuple[float, str]], words: list[str])
         (
             ("builtin:code", "builtin:length"),
             (),
-            ("builtin:code counts 2 in the reward, the others 1: environments.0"),
+            "builtin:code counts 2 in the reward, the others 1: environments.0",
         ),
         (("builtin:code", "builtin:length"), (1.0, 1.0), None),
         (("builtin:code",), (), None),
@@ -182,7 +182,7 @@ def test_stretches_between_special_tokens_keep_their_spaces(tmp_path: Path) -> N
     ids = tokenizer.render_chat([{"role": "user", "content": " world"}])
     assert visible(tokenizer, ids).plain == tokenizer.decode(
         ids, skip_special_tokens=False
-    ).replace("\n", ("⏎\n"))
+    ).replace("\n", "⏎\n")
 
 
 def steps(seconds: list[float], **line: Any) -> Probe:
@@ -308,7 +308,7 @@ def test_a_broken_reward_function_is_one_line(tmp_path: Path, body: str, words: 
 def test_equal_scores_and_no_end_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "PROBE_S", 0.0)
     config = own_data(
-        tmp_path, ("def score(completions, **columns):\n    return [0.25] * len(completions)\n")
+        tmp_path, "def score(completions, **columns):\n    return [0.25] * len(completions)\n"
     )
     cut = config.environments[0].model_copy(update={"max_tokens": 1})
     text = dry(config.model_copy(update={"environments": (cut,)}), tmp_path / "scratch")
@@ -326,12 +326,12 @@ def test_checkpoints_of_rows_are_counted_by_the_passes_over_them(
         *(
             "model.base_path=builtin:tiny",
             f"data.path={tmp_path}/rows.jsonl",
-            ("data.eval_fraction=0.0"),
+            "data.eval_fraction=0.0",
         ),
         *(
             "rl_training.algorithm=sft",
             "rl_training.batch_size=2",
-            ("rl_training.checkpoint_interval=1"),
+            "rl_training.checkpoint_interval=1",
         ),
         f"rl_training.checkpoint_dir={tmp_path}/runs",
     ]
@@ -344,7 +344,7 @@ def test_too_large_for_the_machine_is_refused_before_loading(
 ) -> None:
     monkeypatch.setattr(memory_watch, "memory_present", lambda: (2**27, 2**27))
     config = own_data(
-        tmp_path, ("def score(completions, **columns):\n    return [0.25] * len(completions)\n")
+        tmp_path, "def score(completions, **columns):\n    return [0.25] * len(completions)\n"
     )
     with pytest.raises(
         ConfigError,
@@ -413,7 +413,7 @@ def test_at_most_has_room_for_what_a_formula_does_not_know() -> None:
         (55.1, "55 s"),
         (89.4, "89 s"),
         (150, "2 min"),
-        (10_332, ("2 h 52 min")),
+        (10_332, "2 h 52 min"),
     ],
 )
 def test_times_are_said_as_people_say_them(seconds: float, words: str) -> None:

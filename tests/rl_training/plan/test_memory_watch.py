@@ -86,8 +86,7 @@ def test_what_changes_the_learning_is_named_last(memory: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         MemoryWatch.checked(asked, QWEN3_06B)
     order = [
-        str(caught.value).find(key)
-        for key in ("rl_training.token_budget", ("quantize_base = true"))
+        str(caught.value).find(key) for key in ("rl_training.token_budget", "quantize_base = true")
     ]
     assert 0 < order[0] < order[1]
     memory(0.01 * needed(asked))

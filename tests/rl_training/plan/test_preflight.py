@@ -90,7 +90,7 @@ def test_shipped_files_fit_and_their_comments_say_so(
     memory = 8 * GIB if name == "qwen3_0.6b_dataset" else 16 * GIB  # that MLX may use
     config = load_config(
         ROOT / "train_configs" / f"{name}.toml",
-        [*overrides, (f"server.prefix_cache_bytes={memory // 20}")],
+        [*overrides, f"server.prefix_cache_bytes={memory // 20}"],
     )
     parts = predict_memory(config, ModelShape.of(model_config, config)).parts
     micro_batch = sum(size for key, size in parts.items() if key.startswith("training"))
@@ -148,10 +148,10 @@ def test_a_pair_computes_its_prompt_once() -> None:
     """A prompt of 163 tokens and answers of 130 (as in docs/benchmarks/dry_run.md): 163 + 2 ·
     129 of 2 · 292 tokens."""
     config = parse_config(
-        {"rl_training": {"algorithm": "dpo", "batch_size": 8}, "data": {"path": ("pairs.jsonl")}}
+        {"rl_training": {"algorithm": "dpo", "batch_size": 8}, "data": {"path": "pairs.jsonl"}}
     )
     alone = parse_config(
-        {"rl_training": {"algorithm": "kto", "batch_size": 16}, "data": {"path": ("rows.jsonl")}}
+        {"rl_training": {"algorithm": "kto", "batch_size": 16}, "data": {"path": "rows.jsonl"}}
     )
     shape = ModelShape.of(QWEN3_06B, config)
     ours, plain = (

@@ -142,7 +142,7 @@ def test_with_nothing_kept_weights_that_are_not_finite_end_the_run(tmp_path: Pat
     with running(tmp_path / "run", total_steps=4, weight_updates={"rollback_versions": 0}) as run:
         poison(run, step=3)
         with pytest.raises(
-            CheckpointError, match=("step 3 is not published: the weights are not finite")
+            CheckpointError, match="step 3 is not published: the weights are not finite"
         ):
             run.loop.run()
         assert run.shared.version == 2

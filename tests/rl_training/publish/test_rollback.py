@@ -190,7 +190,7 @@ def test_until_the_new_checkpoint_is_there_the_old_one_can_be_resumed(tmp_path: 
         (
             RollbackTarget(checkpoint="step_000001"),
             404,
-            ("no checkpoint 'step_000001'. There are: none"),
+            "no checkpoint 'step_000001'. There are: none",
         ),
         (RollbackTarget(checkpoint="../run"), 404, "no checkpoint '../run'"),
     ],

@@ -61,7 +61,7 @@ def test_the_registries_and_the_configuration_name_the_same() -> None:
                 "clip_ratio": 3e-4,
                 "clip_ratio_high": 4e-4,
                 "aggregation": "sequence",
-                "ratio_level": ("sequence"),
+                "ratio_level": "sequence",
             },
         ),
         ("cispo", "cispo", {"clip_ratio": 1.0, "clip_ratio_high": 4.0}),
@@ -99,7 +99,7 @@ def test_a_preset_is_its_advantage(name: str, first: list[float]) -> None:
 def test_groups_without_variance_say_something_to_a_baseline_that_is_not_the_group() -> None:
     found = {
         name: make_algorithm(configured(algorithm=name).rl_training)
-        for name in ("grpo", "reinforce", ("ppo"))
+        for name in ("grpo", "reinforce", "ppo")
     }
     found["reinforce_pp"] = make_algorithm(configured(algorithm="reinforce_pp").rl_training)
     assert {name: made.advantages([0.5, 0.5]) for name, made in found.items()} == {
@@ -132,33 +132,33 @@ def test_options_stand_beside_the_preset() -> None:
     [
         (
             {"algorithm": "reinforce", "clip_ratio": 0.2},
-            ("clip_ratio is set, but algorithm = 'reinforce' does not read"),
+            "clip_ratio is set, but algorithm = 'reinforce' does not read",
         ),
         (
             {"algorithm": "reinforce", "ratio_level": "token"},
-            ("ratio_level is set, but algorithm = 'reinforce'"),
+            "ratio_level is set, but algorithm = 'reinforce'",
         ),
         ({"algorithm": "dppo", "ratio_level": "sequence"}, "it reads advantage, .*dppo_low"),
         ({"algorithm": "grpo", "dual_clip": 3.0}, "dual_clip is set, but algorithm = 'grpo'"),
         (
             {"loss": "sapo", "clip_ratio": 0.1},
-            ("clip_ratio is set, but loss = 'sapo' does not read it"),
+            "clip_ratio is set, but loss = 'sapo' does not read it",
         ),
         (
             {"algorithm": "ppo", "advantage": "mean"},
-            ("advantage is set, but algorithm = 'ppo' does not read it"),
+            "advantage is set, but algorithm = 'ppo' does not read it",
         ),
         (
             {"algorithm": "dpo", "clip_ratio": 0.2},
-            ("algorithm = 'dpo' does not read it .it reads none of these keys"),
+            "algorithm = 'dpo' does not read it .it reads none of these keys",
         ),
         (
             {"loss": "python:mine.py:f", "clip_ratio": 0.3},
-            ("clip_ratio is set, but loss = 'python:mine.py:f'"),
+            "clip_ratio is set, but loss = 'python:mine.py:f'",
         ),
         (
             {"loss": "two_sided", "ratio_delta": 1.1},
-            ("ratio_delta .1.1. has to be above 1 . clip_ratio_high .1.2."),
+            "ratio_delta .1.1. has to be above 1 . clip_ratio_high .1.2.",
         ),
         ({"loss": "clipp"}, "'clipp' is not one of 'clip', 'dual_clip', .*python:file.py:function"),
         ({"advantage": "median"}, "'median' is not one of 'std', .*'none', or \"python:"),
@@ -195,7 +195,7 @@ def test_a_run_of_an_earlier_version_with_a_loss_of_its_own_is_read(tmp_path: Pa
         "clip_ratio": 0.2,
         "clip_ratio_high": 0.28,
         "loss_aggregation": "sequence",
-        "advantage": ("mean"),
+        "advantage": "mean",
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in ignored.items()]
     (tmp_path / "config.toml").write_text(
@@ -208,7 +208,7 @@ def test_a_run_of_an_earlier_version_with_a_loss_of_its_own_is_read(tmp_path: Pa
     assert (training.clip_ratio_high, training.loss_aggregation, training.advantage) == (
         None,
         None,
-        ("mean"),
+        "mean",
     )
     again = load_config(tmp_path / "config.toml", ["rl_training.loss=clip"], saved=True).rl_training
     assert (again.clip_ratio, again.clip_ratio_high, again.advantage) == (0.2, None, "mean")

@@ -201,7 +201,7 @@ EACH_ONCE_AND_ALL = [
 @pytest.mark.slow  # g++ makes the loops
 @pytest.mark.skipif(
     not cpu_kernels.available(),
-    reason=("without MLX on the CPU and a C++ compiler nothing is fused"),
+    reason="without MLX on the CPU and a C++ compiler nothing is fused",
 )
 @pytest.mark.parametrize(("blocks", "pieces", "prepare"), EACH_ONCE_AND_ALL)
 def test_fused_gradients_are_those_of_the_operations_one_by_one(

@@ -29,7 +29,7 @@ def algorithm(tmp_path: Path, text: str, key: str) -> Algorithm:
 
 def test_an_advantage_of_ones_own(tmp_path: Path) -> None:
     made = algorithm(
-        tmp_path, "def f(rewards):\n    return [r - max(rewards) for r in rewards]", ("advantage")
+        tmp_path, "def f(rewards):\n    return [r - max(rewards) for r in rewards]", "advantage"
     )
     assert made.advantages([1.0, 3.0]) == (-2.0, 0.0)
 
@@ -83,7 +83,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
         ("return LossOutputs(inputs.logprobs.sum(), {'m': 'x'})", "ValueError"),
         (
             "return LossOutputs(inputs.logprobs.sum(), {'step': inputs.logprobs.sum()})",
-            ("the metric 'step'"),
+            "the metric 'step'",
         ),
         (
             "return LossOutputs(inputs.logprobs.sum(), {'m': inputs.logprobs})",

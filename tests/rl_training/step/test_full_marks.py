@@ -122,13 +122,13 @@ def lines(count, pieces=0, full=16, prompts=8, alike=1, length=20.0, name="tasks
         (
             lines(5, 1),
             lines(5, 5),
-            ("25 of 80 answers with full marks are nothing but a piece of their prompt"),
+            "25 of 80 answers with full marks are nothing but a piece of their prompt",
         ),
         (lines(5, 0), lines(5, 5, length=12.0), "; answers went from 20.0 to 12.0 tokens"),
         (
             lines(5, 0, alike=2),
             lines(5, 0, alike=7),
-            ("one text earned the full marks of 35 of 40 prompts"),
+            "one text earned the full marks of 35 of 40 prompts",
         ),
         (lines(5, 4), lines(5, 5), None),  # so from the start: the task is to quote
         (lines(5, 0), lines(5, 1), None),  # 5 of 80
@@ -150,7 +150,7 @@ def lines(count, pieces=0, full=16, prompts=8, alike=1, length=20.0, name="tasks
         "one answer",
         "no start",
         "older",
-        ("no marks"),
+        "no marks",
     ],
 )
 def test_what_grew_is_a_sign(then, now, words):

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,  # g++ makes the loops
     pytest.mark.skipif(
         not cpu_kernels.available(),
-        reason=("without MLX on the CPU and a C++ compiler nothing is fused"),
+        reason="without MLX on the CPU and a C++ compiler nothing is fused",
     ),
 ]
 
@@ -62,7 +62,7 @@ def counted(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "values", [{"algorithm": "grpo", "kl_beta": 0.1}, {"algorithm": "ppo"}, {"algorithm": ("kto")}]
+    "values", [{"algorithm": "grpo", "kl_beta": 0.1}, {"algorithm": "ppo"}, {"algorithm": "kto"}]
 )
 def test_steps_with_other_numbers_take_the_same_loops(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -245,8 +245,8 @@ def test_muon_takes_matrices_of_the_blocks_only() -> None:
         *("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm"),
     }
     assert len(names) == 3 * 7
-    assert optimizer_of("model.layers.0.mlp.switch_mlp.up_proj.weight", (4, 8, 8), config) == (
-        "adamw"
+    assert (
+        optimizer_of("model.layers.0.mlp.switch_mlp.up_proj.weight", (4, 8, 8), config) == "adamw"
     )
 
 

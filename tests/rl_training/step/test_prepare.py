@@ -325,11 +325,11 @@ def test_bounds(given: dict[str, Any], bounds: tuple[float, float]) -> None:
     [
         (
             {"sampler_correction": "mis", "sampler_correction_floor": 2.0},
-            ("has to be below sampler_correction_cap"),
+            "has to be below sampler_correction_cap",
         ),
         (
             {"sampler_correction": "mis", "sampler_correction_cap": 0.5},
-            ("has to be below sampler_correction_cap"),
+            "has to be below sampler_correction_cap",
         ),
         ({"sampler_correction": "tis", "sampler_correction_floor": 0.2}, 'with "mis" only'),
         (

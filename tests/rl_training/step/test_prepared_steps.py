@@ -99,7 +99,7 @@ def with_noise(trainer: Trainer, batch: TrainBatch, size: float) -> TrainBatch:
 
 @pytest.mark.parametrize(
     ("kind", "level"),
-    [("tis", "token"), ("tis", "sequence"), ("mis", "token"), ("mis", ("sequence"))],
+    [("tis", "token"), ("tis", "sequence"), ("mis", "token"), ("mis", "sequence")],
 )
 def test_the_ratio_is_against_the_trainers_own_and_the_weight_is_the_samplers(
     kind: str, level: str
@@ -259,7 +259,7 @@ CONFIGS = {
         "algorithm": "reinforce_pp",
         "kl_beta": 0.1,
         "kl_in": "reward",
-        "sampler_correction": ("tis"),
+        "sampler_correction": "tis",
     },
     "ppo": {"algorithm": "ppo", "kl_beta": 0.05, "kl_in": "reward", "sampler_correction": "tis"},
 }

@@ -188,7 +188,7 @@ def test_a_stop_of_one_stops_all_at_the_same_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"kl_beta": 0.1, "reference": "initial"}, {"optimizer": ("lion")}]
+    "values", [{}, {"kl_beta": 0.1, "reference": "initial"}, {"optimizer": "lion"}]
 )
 def test_rank_0s_state_is_copied_where_it_differs(values: dict[str, Any]) -> None:
     config, batch = make_config(batch_size=16, **values), make_batch(random_groups(4))

@@ -255,7 +255,7 @@ def test_nothing_is_learnt_from_tokens_that_were_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "reference"), [(True, "base"), (True, "initial"), (False, ("base"))]
+    ("lora", "reference"), [(True, "base"), (True, "initial"), (False, "base")]
 )
 def test_the_reference_does_not_move(lora: bool, reference: str) -> None:
     config = make_config(lora=lora, reference=reference, kl_beta=0.1, batch_size=16)

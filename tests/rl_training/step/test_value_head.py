@@ -214,7 +214,7 @@ class Streams(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "why"), [(Layerless(), "no list of layers"), (Streams(), ("not one vector a token"))]
+    ("model", "why"), [(Layerless(), "no list of layers"), (Streams(), "not one vector a token")]
 )
 def test_models_without_a_hidden_state_are_refused(model: nn.Module, why: str) -> None:
     with pytest.raises(ConfigError, match=why):

@@ -175,7 +175,8 @@ export interface paths {
         put?: never;
         /**
          * Mutate Prompt
-         * @description Choose a mutation for a prompt and apply it. Mutations that would change nothing are not chosen.
+         * @description Choose a mutation for a prompt and apply it. Mutations that would change nothing are
+         *     not chosen.
          */
         post: operations["mutate_prompt_mutate_post"];
         delete?: never;
@@ -235,7 +236,8 @@ export interface paths {
         put?: never;
         /**
          * Roll Out Prompt
-         * @description Rewrite a prompt, let a model answer it, score the answers, and keep the mean as the reward.
+         * @description Rewrite a prompt, let a model answer it, score the answers, and keep the mean as the
+         *     reward.
          */
         post: operations["roll_out_prompt_rollout_post"];
         delete?: never;
@@ -288,8 +290,8 @@ export interface components {
             };
         };
         /**
-         * @description `log_prob` and `value` as /select_action gave them, `allowed` as it was sent there. Steps of one episode have the
-         *     same `episode_id`; without one the step is an episode.
+         * @description `log_prob` and `value` as /select_action gave them, `allowed` as it was sent there. Steps
+         *     of one episode have the same `episode_id`; without one the step is an episode.
          */
         ExperienceBody: {
             state: number[];
@@ -333,7 +335,10 @@ export interface components {
         MessageAnswer: {
             message: string;
         };
-        /** @description `id` is what /feedback takes; without one the prompt was left as it is, and nothing is to be rewarded. */
+        /**
+         * @description `id` is what /feedback takes; without one the prompt was left as it is, and nothing is to
+         *     be rewarded.
+         */
         MutateAnswer: {
             id: string | null;
             prompt: string;
@@ -351,7 +356,10 @@ export interface components {
             /** @description what the fitted reward model says of the new prompt, 0 to 1 */
             score: number;
         };
-        /** @description `mutation`: take this one. `conservative`: leave the prompt as it is where little is known about such prompts. */
+        /**
+         * @description `mutation`: take this one. `conservative`: leave the prompt as it is where little is known
+         *     about such prompts.
+         */
         MutateBody: {
             prompt: string;
             /** @default false */
@@ -362,8 +370,9 @@ export interface components {
             mutation?: string | null;
         };
         /**
-         * @description `reward`, or `score` from 1 to 5, which is the reward (score - 1) / 4. Steps that depend on each other have the
-         *     same `episode_id`; `next_prompt` is the prompt that the mutation led to, and without it the episode has ended.
+         * @description `reward`, or `score` from 1 to 5, which is the reward (score - 1) / 4. Steps that depend
+         *     on each other have the same `episode_id`; `next_prompt` is the prompt that the mutation led
+         *     to, and without it the episode has ended.
          */
         PolicyFeedbackBody: {
             id: string;
@@ -372,7 +381,10 @@ export interface components {
             episode_id?: string | null;
             next_prompt?: string | null;
         };
-        /** @description `stored`: the mean reward was stored as an experience; not where the prompt was left as it is. */
+        /**
+         * @description `stored`: the mean reward was stored as an experience; not where the prompt was left as it
+         *     is.
+         */
         RolloutAnswer: {
             mutation: components["schemas"]["MutateAnswer"];
             answers: string[];

@@ -13,7 +13,8 @@ export interface paths {
         };
         /**
          * Health
-         * @description 200 only when a request sent now would be worked on: loaded, engine thread alive, and stepping.
+         * @description 200 only when a request sent now would be worked on: loaded, engine thread alive, and
+         *     stepping.
          */
         get: operations["health_health_get"];
         put?: never;
@@ -147,7 +148,8 @@ export interface paths {
         put?: never;
         /**
          * Roll Back
-         * @description Answers when it is done, or 202 when the step that is being trained takes longer than that.
+         * @description Answers when it is done, or 202 when the step that is being trained takes longer than
+         *     that.
          */
         post: operations["roll_back_v1_training_rollback_post"];
         delete?: never;
@@ -167,8 +169,9 @@ export interface paths {
         put?: never;
         /**
          * Pause
-         * @description New requests are accepted and wait until /resume. Running ones end with finish_reason "abort" ("abort"), end by
-         *     themselves ("wait"), or stand still until /resume ("keep"). Answered once that is so.
+         * @description New requests are accepted and wait until /resume. Running ones end with finish_reason
+         *     "abort" ("abort"), end by themselves ("wait"), or stand still until /resume ("keep").
+         *     Answered once that is so.
          */
         post: operations["pause_pause_post"];
         delete?: never;
@@ -257,8 +260,8 @@ export interface paths {
         };
         /**
          * Runs
-         * @description The runs that this page shows. `live`: this process trains it, and can be talked to; `rewards`: its answers
-         *     may be rewarded.
+         * @description The runs that this page shows. `live`: this process trains it, and can be talked to;
+         *     `rewards`: its answers may be rewarded.
          */
         get: operations["runs_dashboard_api_runs_get"];
         put?: never;
@@ -338,8 +341,8 @@ export interface paths {
         };
         /**
          * Events
-         * @description A stream of server-sent events: a word for each kind of data of each run, again whenever one changes. With
-         *     `once`, one such object as JSON.
+         * @description A stream of server-sent events: a word for each kind of data of each run, again
+         *     whenever one changes. With `once`, one such object as JSON.
          */
         get: operations["events_dashboard_api_events_get"];
         put?: never;
@@ -359,13 +362,15 @@ export interface paths {
         };
         /**
          * State
-         * @description What can be ordered now: whether clients have paused the engine, settings, checkpoints to go back to.
+         * @description What can be ordered now: whether clients have paused the engine, settings, checkpoints
+         *     to go back to.
          */
         get: operations["state_dashboard_api_control_get"];
         put?: never;
         /**
          * Control
-         * @description Pause or resume the engine, save a checkpoint, stop with one, note something, change settings.
+         * @description Pause or resume the engine, save a checkpoint, stop with one, note something, change
+         *     settings.
          */
         post: operations["control_dashboard_api_control_post"];
         delete?: never;
@@ -457,7 +462,10 @@ export interface components {
         Changes: {
             runs: components["schemas"]["RunVersions"][];
         };
-        /** @description `result`: the checkpoint's name, or {setting: [before, now]} of a change. "waiting": when the step ends. */
+        /**
+         * @description `result`: the checkpoint's name, or {setting: [before, now]} of a change. "waiting": when
+         *     the step ends.
+         */
         ControlAnswer: {
             /** @enum {string} */
             status: "done" | "waiting";
@@ -474,7 +482,10 @@ export interface components {
                 [key: string]: number;
             };
         };
-        /** @description `paused`: a client has paused the engine. `fixed`: why settings cannot change. `checkpoints`: newest first. */
+        /**
+         * @description `paused`: a client has paused the engine. `fixed`: why settings cannot change.
+         *     `checkpoints`: newest first.
+         */
         ControlState: {
             paused: boolean;
             settings: components["schemas"]["Settings"];
@@ -517,7 +528,10 @@ export interface components {
             label: components["schemas"]["Label"];
             training?: components["schemas"]["TrainingOutcome"];
         };
-        /** @description One of `score`, `label` and `comment` at least. Without `response_id` the whole session is meant. */
+        /**
+         * @description One of `score`, `label` and `comment` at least. Without `response_id` the whole session is
+         *     meant.
+         */
         FeedbackBody: {
             score?: number | null;
             label?: string | null;
@@ -581,7 +595,10 @@ export interface components {
         } & {
             [key: string]: unknown;
         };
-        /** @description `version`: the newest policy version that sampled it. `tokens`: how many it sampled. `why`: what became of it. */
+        /**
+         * @description `version`: the newest policy version that sampled it. `tokens`: how many it sampled.
+         *     `why`: what became of it.
+         */
         ListedAnswer: {
             number: number;
             reward: number | null;
@@ -620,8 +637,8 @@ export interface components {
             time: number | null;
         };
         /**
-         * @description Columns of metrics.jsonl: one number for each of `steps`, None where a step has none. `reset`: forget what came
-         *     before. `keys`: all that there are.
+         * @description Columns of metrics.jsonl: one number for each of `steps`, None where a step has none.
+         *     `reset`: forget what came before. `keys`: all that there are.
          */
         MetricsAnswer: {
             cursor: string;
@@ -664,7 +681,10 @@ export interface components {
             environment: string;
             groups: components["schemas"]["RewardedGroup"][];
         };
-        /** @description One of `id` and `ids`; a reward for each choice, in the order of the ids, then of the choices' indices. */
+        /**
+         * @description One of `id` and `ids`; a reward for each choice, in the order of the ids, then of the
+         *     choices' indices.
+         */
         RewardsBody: {
             id?: string | null;
             ids?: string[] | null;
@@ -672,7 +692,10 @@ export interface components {
             /** @default rewards */
             environment?: string;
         };
-        /** @description `to` and what follows: of a request that waits or is done; `error`: of one that was refused. */
+        /**
+         * @description `to` and what follows: of a request that waits or is done; `error`: of one that was
+         *     refused.
+         */
         RollbackAnswer: {
             /** @constant */
             object: "rollback";
@@ -688,7 +711,10 @@ export interface components {
             version?: number | null;
             checkpoint?: string | null;
         };
-        /** @description A finding that is `good` says that the run has reached its end. `to_read`: only beside a reward hole. */
+        /**
+         * @description A finding that is `good` says that the run has reached its end. `to_read`: only beside a
+         *     reward hole.
+         */
         RunHealth: {
             state: string;
             gained: boolean;
@@ -697,9 +723,10 @@ export interface components {
             to_read: components["schemas"]["AnswerToRead"][];
         };
         /**
-         * @description `id`: by which routes are asked about the run. `inferred_rewards`: rewards are known from advantages alone
-         *     (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards takes its answers'
-         *     rewards. What follows `steps` is None where the run's configuration cannot be read.
+         * @description `id`: by which routes are asked about the run. `inferred_rewards`: rewards are known from
+         *     advantages alone (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards
+         *     takes its answers' rewards. What follows `steps` is None where the run's configuration cannot
+         *     be read.
          */
         RunSummary: {
             id: number;
@@ -717,7 +744,10 @@ export interface components {
             inferred_rewards: boolean;
             environments: string[];
         };
-        /** @description A word for each kind of data of run `id`, another one after each change; `state` is the run's state. */
+        /**
+         * @description A word for each kind of data of run `id`, another one after each change; `state` is the
+         *     run's state.
+         */
         RunVersions: {
             id: number;
             metrics: string;
@@ -802,8 +832,9 @@ export interface components {
             success: true;
         };
         /**
-         * @description A window of `total` tokens of one answer, from `first` on; each list has one entry a token. `mask`: 1 = sampled
-         *     by the policy. `values`: log-probabilities and, where the trainer kept them, its own numbers.
+         * @description A window of `total` tokens of one answer, from `first` on; each list has one entry a
+         *     token. `mask`: 1 = sampled by the policy. `values`: log-probabilities and, where the trainer
+         *     kept them, its own numbers.
          */
         Tokens: {
             group_id: string;
@@ -820,7 +851,10 @@ export interface components {
                 [key: string]: (number | null)[] | null;
             };
         };
-        /** @description `sessions`: how many of `group_size` wait for their group, or the names of those that are queued in `group`. */
+        /**
+         * @description `sessions`: how many of `group_size` wait for their group, or the names of those that are
+         *     queued in `group`.
+         */
         TrainingOutcome: {
             /** @enum {string} */
             state: "waiting" | "queued" | "refused" | "trained";

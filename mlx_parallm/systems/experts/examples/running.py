@@ -26,10 +26,10 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--timesteps", type=int, default=timesteps, help=(f"steps in all (default {timesteps:,})")
+        "--timesteps", type=int, default=timesteps, help=f"steps in all (default {timesteps:,})"
     )
     parser.add_argument(
-        "--lr", type=float, default=learning_rate, help=(f"learning rate (default {learning_rate})")
+        "--lr", type=float, default=learning_rate, help=f"learning rate (default {learning_rate})"
     )
     parser.add_argument("--kind", choices=("gru", "lstm"), default="gru")
     parser.add_argument("--seed", type=int, default=0)

@@ -43,10 +43,10 @@ def main() -> None:
         __doc__ or "",
         timesteps=100_000,
         learning_rate=usual.learning_rate,
-        name=("gymnasium_expert"),
+        name="gymnasium_expert",
     )
     parser.add_argument(
-        "--env", required=True, help=("the environment's id, for example CartPole-v1")
+        "--env", required=True, help="the environment's id, for example CartPole-v1"
     )
     parser.add_argument("--envs", type=int, default=16, help="episodes side by side (default 16)")
     parser.add_argument("--hidden-dim", type=int, default=64)
@@ -56,14 +56,14 @@ def main() -> None:
     }
     del numbers["learning_rate"]  # --lr
     parser.add_argument(
-        "--reward-scale", type=float, help=("of what is learned from (default: measured)")
+        "--reward-scale", type=float, help="of what is learned from (default: measured)"
     )
     for name, value in numbers.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=type(value),
             default=value,
-            help=(f"(default {value})"),
+            help=f"(default {value})",
         )
     arguments = parser.parse_args()
     task = GymnasiumTask(arguments.env, arguments.envs)

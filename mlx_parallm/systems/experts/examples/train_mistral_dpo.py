@@ -133,7 +133,7 @@ def training_command(arguments: argparse.Namespace) -> list[str]:
         "--data",
         str(arguments.data),
         "--algorithm",
-        ("dpo"),
+        "dpo",
     ]
     return words + [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
@@ -145,32 +145,32 @@ def main() -> None:
         "--data",
         type=Path,
         default=Path("data/tool_preferences.jsonl"),
-        help=("(default %(default)s)"),
+        help="(default %(default)s)",
     )
     parser.add_argument("--create-sample-data", action="store_true", help="write DATA first")
     parser.add_argument(
-        "--pairs", type=int, default=100, help=("of --create-sample-data (default %(default)s)")
+        "--pairs", type=int, default=100, help="of --create-sample-data (default %(default)s)"
     )
     parser.add_argument(
-        "--epochs", type=int, default=3, help=("passes over the pairs (default %(default)s)")
+        "--epochs", type=int, default=3, help="passes over the pairs (default %(default)s)"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=2, help=("pairs of one update (default %(default)s)")
+        "--batch-size", type=int, default=2, help="pairs of one update (default %(default)s)"
     )
     parser.add_argument(
         "--lr",
         type=float,
-        help=("learning rate of the adapter (default: by the size of the model)"),
+        help="learning rate of the adapter (default: by the size of the model)",
     )
     parser.add_argument(
         "--beta",
         type=float,
         default=0.1,
-        help=("smaller: further from the model (default %(default)s)"),
+        help="smaller: further from the model (default %(default)s)",
     )
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints/mistral_dpo"))
     parser.add_argument(
-        "--seed", type=int, default=0, help=("of the sample data and of the training")
+        "--seed", type=int, default=0, help="of the sample data and of the training"
     )
     arguments = parser.parse_args()
     if arguments.create_sample_data:

@@ -47,7 +47,7 @@ def main() -> None:
         __doc__ or "",
         timesteps=100_000,
         learning_rate=PHYSICS_PPO.learning_rate,
-        name=("physics_expert"),
+        name="physics_expert",
     )
     parser.add_argument("--no-memory", action="store_true", help="forget between shots, to compare")
     arguments = parser.parse_args()

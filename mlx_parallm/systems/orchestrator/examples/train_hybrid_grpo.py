@@ -83,42 +83,42 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="directory, hub id or builtin:tiny")
     parser.add_argument(
-        "--physics-expert", type=Path, required=True, help=("what train_physics_expert wrote")
+        "--physics-expert", type=Path, required=True, help="what train_physics_expert wrote"
     )
     parser.add_argument(
-        "--iterations", type=int, default=500, help=("steps of GRPO (default %(default)s)")
+        "--iterations", type=int, default=500, help="steps of GRPO (default %(default)s)"
     )
     parser.add_argument(
-        "--group-size", type=int, default=4, help=("episodes of one task (default %(default)s)")
+        "--group-size", type=int, default=4, help="episodes of one task (default %(default)s)"
     )
     parser.add_argument(
-        "--prompts", type=int, default=16, help=("tasks of a step (default %(default)s)")
+        "--prompts", type=int, default=16, help="tasks of a step (default %(default)s)"
     )
     parser.add_argument(
-        "--lr", type=float, default=1e-6, help=("of the planner's adapter (default %(default)s)")
+        "--lr", type=float, default=1e-6, help="of the planner's adapter (default %(default)s)"
     )
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints/hybrid_grpo"))
     parser.add_argument(
-        "--learn", choices=get_args(Learning), default="both", help=("(default %(default)s)")
+        "--learn", choices=get_args(Learning), default="both", help="(default %(default)s)"
     )
     parser.add_argument(
         "--tasks",
         default="builtin:routing",
-        help=("JSONL or python:file.py:name (default %(default)s)"),
+        help="JSONL or python:file.py:name (default %(default)s)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=128, help=("of one turn (default %(default)s)")
+        "--max-tokens", type=int, default=128, help="of one turn (default %(default)s)"
     )
     parser.add_argument(
-        "--max-token-length", type=int, default=2048, help=("of an episode (default %(default)s)")
+        "--max-token-length", type=int, default=2048, help="of an episode (default %(default)s)"
     )
     parser.add_argument("--no-instructions", action="store_true", help="show the task alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--resume", action="store_true", help=("go on from CHECKPOINT_DIR/run/latest")
+        "--resume", action="store_true", help="go on from CHECKPOINT_DIR/run/latest"
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help=("as in mlx_parallm train")
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as in mlx_parallm train"
     )
     return parser.parse_args(arguments)
 

@@ -123,7 +123,7 @@ def _answers(
     if (
         listed
         and isinstance(listed[-1], Mapping)
-        and listed[-1].get("role") in ("assistant", ("model"))
+        and listed[-1].get("role") in ("assistant", "model")
     ):
         return []
     response = columns.get("response")
@@ -253,7 +253,7 @@ def _art_trace(
         else:
             trainable = item.get("trainable")
             for message in converted(
-                {key: value for key, value in item.items() if key != ("trainable")}
+                {key: value for key, value in item.items() if key != "trainable"}
             ):
                 copied = message.get("role") == "assistant" and not trainable
                 messages.append(
@@ -291,7 +291,7 @@ def verifiers(path: Path, report: ImportReport) -> Iterator[Trace]:
             listed = row.get("traces")
             entries = listed if isinstance(listed, list) else [row]
             rest = (
-                {key: value for key, value in row.items() if key != ("traces")}
+                {key: value for key, value in row.items() if key != "traces"}
                 if isinstance(listed, list)
                 else {}
             )
@@ -326,9 +326,7 @@ def _evaluated(entry: Mapping[str, Any], place: str, report: ImportReport) -> Tr
     answered = [_weighed(message, report, place) for message in chat_messages(completion)]
     reward, info = entry.get("reward"), entry.get("info")
     rest = {
-        key: value
-        for key, value in entry.items()
-        if key not in ("prompt", "completion", ("reward"))
+        key: value for key, value in entry.items() if key not in ("prompt", "completion", "reward")
     }
     return new_trace(
         linked([*messages, *answered]),
@@ -362,7 +360,7 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
         not value
         or (
             name in scores
-            and (not isinstance(value, Mapping) or not set(value) - {"score", ("weight")})
+            and (not isinstance(value, Mapping) or not set(value) - {"score", "weight"})
         )
         for name, value in rewards.items()
     )
@@ -467,9 +465,7 @@ def _function_call(call: Any) -> Any:
     if not isinstance(call, Mapping) or "function" in call or "name" not in call:
         return call
     rest = {
-        key: value
-        for key, value in call.items()
-        if key not in ("id", "name", "arguments", ("type"))
+        key: value for key, value in call.items() if key not in ("id", "name", "arguments", "type")
     }
     function = {"name": call["name"], "arguments": call.get("arguments", "{}")}
     return {"id": call.get("id"), "type": "function", "function": function, **rest}

@@ -219,7 +219,7 @@ def _result_ids(blocks: Sequence[Any]) -> set[str]:
     return {
         str(b.get("tool_use_id"))
         for b in blocks
-        if isinstance(b, Mapping) and b.get("type") == ("tool_result")
+        if isinstance(b, Mapping) and b.get("type") == "tool_result"
     }
 
 
@@ -332,7 +332,7 @@ def _claude_messages(
         node.role == "user"
         and len(made) > 1
         and not made[-1].get("content")
-        and made[-1]["role"] == ("user")
+        and made[-1]["role"] == "user"
     ):
         del made[-1]
     made[0] = add_step(made[0], extra={"lines": kept})
@@ -483,7 +483,7 @@ def _take_item(log: _CodexLog, item: Any, place: str, report: ImportReport, rest
 
 def _take_message(log: _CodexLog, item: Json, rest: Json) -> None:
     kept = rest | {
-        key: value for key, value in item.items() if key not in ("type", "role", ("content"))
+        key: value for key, value in item.items() if key not in ("type", "role", "content")
     }
     if not isinstance(item.get("content"), str | list | None):
         raise TraceError("a message whose content is neither text nor a list")

@@ -39,7 +39,7 @@ REPEATED = (
 _ROLE_EVENTS = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
 _CONTENT_EVENTS = {
     "gen_ai.content.prompt": "gen_ai.prompt",
-    "gen_ai.content.completion": ("gen_ai.completion"),
+    "gen_ai.content.completion": "gen_ai.completion",
 }
 _FLAT = re.compile(
     r"^(?:llm\.(input|output)_messages\.(\d+)\.message|gen_ai\.(prompt|completion)\.(\d+))\.(.+)$"
@@ -51,12 +51,12 @@ _USAGE = {
     "prompt_tokens": (
         "gen_ai.usage.input_tokens",
         "gen_ai.usage.prompt_tokens",
-        ("llm.token_count.prompt"),
+        "llm.token_count.prompt",
     ),
     "completion_tokens": (
         "gen_ai.usage.output_tokens",
         "gen_ai.usage.completion_tokens",
-        ("llm.token_count.completion"),
+        "llm.token_count.completion",
     ),
 }
 
@@ -164,7 +164,7 @@ def _attributes(listed: Any) -> Json:
         if (
             not isinstance(entry, dict)
             or not isinstance(entry.get("key"), str)
-            or set(entry) - {"key", ("value")}
+            or set(entry) - {"key", "value"}
         ):
             raise TraceError("an attribute that is not {key, value}")
         if entry["key"] in values:
@@ -347,9 +347,7 @@ def _event_message(fields: Json, role: str) -> Json:
     """A message that was an event: its fields are attributes, or in a body; a choice's are in
     `message`."""
     made = {
-        key: value
-        for key, value in fields.items()
-        if key not in ("body", "event_body", ("message"))
+        key: value for key, value in fields.items() if key not in ("body", "event_body", "message")
     }
     for key in ("body", "event_body", "message"):
         inner = fields.get(key)
@@ -468,7 +466,7 @@ def _flat_call(call: Any) -> Any:
     rest = {
         key: value
         for key, value in inner.items()
-        if key not in ("id", "function", "name", "arguments", ("type"))
+        if key not in ("id", "function", "name", "arguments", "type")
     }
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

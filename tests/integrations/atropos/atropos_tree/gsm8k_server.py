@@ -37,7 +37,7 @@ class GSM8kEnv(BaseEnv):
         self.train = [
             {
                 "question": f"Sum: {a}+{b}",
-                "answer": (f"{a} and {b} are <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b:,}"),
+                "answer": f"{a} and {b} are <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b:,}",
             }
             for a, b in sums
         ]
