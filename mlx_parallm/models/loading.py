@@ -6,6 +6,7 @@ not be handed to another thread (docs/design.md).
 
 import copy
 import dataclasses
+import json
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from transformers import PreTrainedConfig
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
@@ -42,6 +44,10 @@ from mlx_parallm.system.heap import give_back_freed_memory
 
 # Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
 # of a file that model.chat_template names
+GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that mean: as tokenizer.json says. transformers puts the family's own class in their place
+where the hub's checkpoints of that family name a wrong one (qwen2, qwen3_5, phi3 and others), and
+that class splits words in its own way."""
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")
 _MOST: dict[str, float] = {
     **{"vocab_size": 1 << 24, "hidden_size": 1 << 20, "rope_theta": 1e30},
@@ -193,6 +199,8 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
             )
         extra["tool_parser_type"] = config.tool_parser
     eos = read_config(path).get("eos_token_id")
+    if _tokenizer_class(path) in GENERIC_TOKENIZERS:
+        extra["config"] = PreTrainedConfig()  # of no family, so that transformers keeps the class
     try:
         return Tokenizer(
             load_hf_tokenizer(path, extra, eos_token_ids=eos),
@@ -201,6 +209,16 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         )
     except Exception as error:
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+
+
+def _tokenizer_class(path: Path) -> str | None:
+    """Return `tokenizer_class` of tokenizer_config.json; None: no file, or it cannot be read."""
+    try:
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # whoever loads the tokenizer says what is wrong
+    name = settings.get("tokenizer_class") if isinstance(settings, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _chat_template(given: str) -> str:

@@ -1,10 +1,17 @@
 """Text and ids. That text streamed is text whole: tests/engine/test_streaming_boundary.py."""
 
+import json
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
 
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer, _rust_decoder
+from tests.tiny_models import TINY_ASSETS
 
 
 def test_half_a_character_is_held_back_and_shown_at_the_end(tiny_tokenizer: Tokenizer) -> None:
@@ -63,3 +70,16 @@ def test_a_text_beyond_the_context_is_tokenised_without_a_warning(
     assert not caplog.records, caplog.text
     hf.encode("Sort: hgfa and some more")
     assert "longer than the specified maximum" in caplog.text  # the trap does catch it
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5", "phi3"])
+def test_a_generic_class_means_what_tokenizer_json_says(family: str, tmp_path: Path) -> None:
+    """transformers takes the family's own class there, and its words are others: the instruction
+    of this model was one token and became seven."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_ASSETS / name, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    tokenizer = load_tokenizer(tmp_path, ModelConfig(base_path=str(tmp_path)))
+    text = "<|im_start|>user\nReverse: hfkdo<|im_end|>\n"
+    written = RustTokenizer.from_file(str(TINY_ASSETS / "tokenizer.json"))
+    assert list(tokenizer.encode(text)) == written.encode(text, add_special_tokens=False).ids
