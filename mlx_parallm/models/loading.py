@@ -42,13 +42,13 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.files import is_directory, is_file, local_path
 from mlx_parallm.system.heap import give_back_freed_memory
 
-# Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
-# of a file that model.chat_template names
 GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes that mean: as tokenizer.json says. transformers puts the family's own class in their place
-where the hub's checkpoints of that family name a wrong one (qwen2, qwen3_5, phi3 and others), and
+"""Classes that mean: as tokenizer.json says. transformers puts the family's own class in their
+place where the checkpoints of that family on the hub name a wrong one (qwen2, qwen3_5 and others), and
 that class splits words in its own way."""
+# of a file that model.chat_template names
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")
+# Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
 _MOST: dict[str, float] = {
     **{"vocab_size": 1 << 24, "hidden_size": 1 << 20, "rope_theta": 1e30},
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4096),
