@@ -44,7 +44,7 @@ from mlx_parallm.system.heap import give_back_freed_memory
 
 GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that mean: as tokenizer.json says. transformers puts the family's own class in their
-place where the checkpoints of that family on the hub name a wrong one (qwen2, qwen3_5 and others), and
+place where the hub's checkpoints of a family name a wrong one (qwen2, qwen3_5 and others), and
 that class splits words in its own way."""
 # of a file that model.chat_template names
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")
