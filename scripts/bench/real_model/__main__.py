@@ -4,9 +4,10 @@ docs/benchmarks/real_model.md.
     scripts/bench/setup_peers                                                 # once: mlx_lm.server
     python -m scripts.bench.real_model MODEL --gguf MODEL.Q4_1.gguf           # all sections
     python -m scripts.bench.real_model MODEL --section training --case DPO    # a part, merged into what was measured
-    python -m scripts.bench.real_model --page                                 # the page alone, from the JSON file
+    python -m scripts.bench.real_model --learning RESULTS    # finished runs of real_model_learning
+    python -m scripts.bench.real_model --page                # the page alone, from the JSON file
 
-`serving.py`: tokens a second of streamed chats, in alternating rounds. `training.py`: seconds a
+`learning.py`: held-out scores before and after GRPO. `serving.py`: tokens a second of streamed chats, in alternating rounds. `training.py`: seconds a
 step and peak memory, predicted by the dry run and measured. `answers.py`: greedy answers beside
 llama.cpp's. Each row keeps its date and the load of the machine before its section began.
 """
@@ -18,10 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.real_model import answers, page, serving, training
+from scripts.bench import real_model_learning
+from scripts.bench.real_model import answers, learning, page, serving, training
 
 RESULTS = Path("docs/benchmarks/real_model.json")
 PAGE = Path("docs/benchmarks/real_model.md")
+CURVES = PAGE.with_name("real_model_learning.png")
 
 
 def main() -> None:
@@ -44,9 +47,16 @@ def main() -> None:
         "--steps", type=int, default=4, help="of a training case; the first is not counted"
     )
     parser.add_argument("--page", action="store_true", help="write the page and measure nothing")
+    parser.add_argument(
+        "--learning",
+        type=Path,
+        help="results of scripts.bench.real_model_learning: merge its finished runs, measure nothing",
+    )
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if not arguments.page:
+    if arguments.learning:
+        _merge_learning(results, arguments.learning)
+    elif not arguments.page:
         if arguments.model is None or not (arguments.model / "config.json").exists():
             parser.error(f"{arguments.model} is not a Hugging Face folder: it has no config.json")
         model = arguments.model.resolve()
@@ -62,6 +72,16 @@ def main() -> None:
             for name, row in training.measure(model, arguments.case, arguments.steps):
                 _keep(results, "training", name, row)
     _write(PAGE, page.render(results))
+
+
+def _merge_learning(results: dict[str, Any], directory: Path) -> None:
+    """Merge the finished runs of a directory. Raises SystemExit: it has none."""
+    runs = real_model_learning.finished(directory)
+    if not runs:
+        raise SystemExit(f"{directory} has no finished run")
+    for run in runs:
+        _keep(results, "learning", learning.name_of(run), learning.row_of(run))
+    learning.draw(list(results["learning"].values()), CURVES)
 
 
 def _keep(results: dict[str, Any], section: str, name: str, row: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ file beside it."""
 import json
 from typing import Any
 
+from scripts.bench.real_model import learning
+
 BUSY = 0.5
 WANTED = {
     ("1 client", "mlx_lm.server"): 1.0,
@@ -23,6 +25,16 @@ something.
 """
 
 
+LEARNING = """GRPO with the defaults of `train --model --data --reward` on rows that are not the held-out ones. Scores are those of
+greedy answers; intervals are 95 %, bootstrap over the held-out problems. Seconds are of a shared machine.
+
+```bash check
+python -m scripts.bench.real_model_learning --model build/smollm2/float32 --out RESULTS --problems 60
+python -m scripts.bench.real_model --learning RESULTS
+```
+
+![mean reward of the sampled answers](real_model_learning.png)
+"""
 ANSWERS = """Chats through the chat template, at most 48 tokens each, ours in float32. There are 100; the
 table says how many were compared so far:
 
@@ -40,6 +52,8 @@ def render(results: dict[str, Any]) -> str:
     """Return the page; a section that was not measured is named as such."""
     parts = [
         HEAD,
+        "## Learning\n",
+        _learning(results.get("learning", {})),
         "## Greedy answers\n",
         _answers(results.get("answers", {})),
         "## Serving\n",
@@ -48,6 +62,10 @@ def render(results: dict[str, Any]) -> str:
     ]
     parts += [_training(results.get("training", {}))]
     return "\n".join(parts)
+
+
+def _learning(rows: dict[str, Any]) -> str:
+    return "\n".join([LEARNING, *learning.table(rows), ""]) if rows else "Not measured yet.\n"
 
 
 def _answers(rows: dict[str, Any]) -> str:
