@@ -3,14 +3,12 @@ trying it.
 
 Each architecture is built with small sizes and random weights, in a process of its own:
 
-    serves      the engine's check at load (engine/cache/batch.py): batched decoding = plain
-                forward, or row by row
+    serves      the engine's check at load (engine/cache/batch.py): batched decoding = plain forward, or row by row
     gradient    LoRA on all linear layers, our block-wise gradients: finite, and not zero
-    kernels     a second process, in which MLX claims to have Metal and `mx.fast.metal_kernel` hands
-                out stand-ins that raise: which kernel a training forward would call there. Such
-                kernels have no gradient.
-    scan        the size of the training graph of 64 and of 256 tokens: four times as large for an
-                architecture that visits token after token, the same for the others
+    kernels     a second process, in which MLX claims to have Metal and `mx.fast.metal_kernel` hands out stand-ins that
+                raise: which kernel a training forward would call there. Such kernels have no gradient.
+    scan        the size of the training graph of 64 and of 256 tokens: four times as large for an architecture that
+                visits token after token, the same for the others
 
     .venv/bin/python scripts/generate_model_table.py            all of them, about ten minutes
     .venv/bin/python scripts/generate_model_table.py --one T    the raw finding for one

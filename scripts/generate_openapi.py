@@ -1,8 +1,7 @@
 """The OpenAPI documents that clients/typescript is typed from: the training daemon's and the prompt
 policy's.
 
-    .venv/bin/python -m scripts.generate_openapi      # then: npm run generate, in
-                                                      clients/typescript
+    .venv/bin/python -m scripts.generate_openapi      # then: npm run generate, in clients/typescript
 
 Only the routes that it calls. Chat, Responses, Messages and the like are left out: the packages
 `openai` and `@anthropic-ai/sdk` have their types.

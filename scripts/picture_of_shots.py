@@ -1,7 +1,6 @@
 """Draw the shots of a physics expert, and of one that has not learned: docs/experts.png.
 
-    .venv/bin/python -m scripts.picture_of_shots [--expert
-    checkpoints/physics_expert/best.safetensors]
+    .venv/bin/python -m scripts.picture_of_shots [--expert checkpoints/physics_expert/best.safetensors]
 
 Each panel is one unseen task. The first shots are pale, the last one is dark; an episode ends with
 a hit.

@@ -2,12 +2,9 @@
 idle machine.
 
     python scripts/bench/dashboard.py            # all
-    python scripts/bench/dashboard.py first      # a run of 10,000 steps: seconds to the first
-                                                 chart, the largest answer
-    python scripts/bench/dashboard.py cost       # the quickstart with three tabs open and with
-                                                 none, in turns
-    python scripts/bench/dashboard.py processor  # processor-seconds that three tabs cost a minute
-                                                 (Linux)
+    python scripts/bench/dashboard.py first      # a run of 10,000 steps: seconds to the first chart, the largest answer
+    python scripts/bench/dashboard.py cost       # the quickstart with three tabs open and with none, in turns
+    python scripts/bench/dashboard.py processor  # processor-seconds that three tabs cost a minute (Linux)
 
 `cost` is one run: pages are opened and closed in turns of 20 steps, and the same process is
 compared with itself. `processor` adds a line to metrics.jsonl every 0.6 s, as the quickstart does,

@@ -1,11 +1,9 @@
 """What `mlx_parallm_train --dry-run` predicts against the run that follows: peak memory, seconds a
 step, disk.
 
-    python -m scripts.bench.dry_run                the shipped model; 29 M random parameters with a
-                                                   data set
+    python -m scripts.bench.dry_run                the shipped model; 29 M random parameters with a data set
     python -m scripts.bench.dry_run --case bench   (quickstart, bench, memory) one of them
-    python -m scripts.bench.dry_run --case memory  the preflight's formula against short runs of
-                                                   many kinds
+    python -m scripts.bench.dry_run --case memory  the preflight's formula against short runs of many kinds
 
 The formula's figures are those that each run prints at its end: what the preflight says for the
 longest sequences that the run saw. Of the 14 B shape: scripts/bench/step_14b.py. Memory is the peak

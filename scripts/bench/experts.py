@@ -1,8 +1,7 @@
 """What 4-bit experts cost on this CPU, and what unpacking their weights would bring
 (docs/models.md).
 
-    .venv/bin/python -m scripts.bench.experts [--tokens 512] [--experts 32] [--chosen 4] [--hidden
-    512] [--inner 256]
+    .venv/bin/python -m scripts.bench.experts [--tokens 512] [--experts 32] [--chosen 4] [--hidden 512] [--inner 256]
 
 One mixture of mlx-lm's (`SwitchGLU`), a forward and a backward pass by its input, milliseconds, the
 best of three:

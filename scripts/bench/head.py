@@ -1,8 +1,7 @@
 """The head in pieces against the naive one, and shared prompts against plain rows: memory, time,
 gradient.
 
-    python scripts/bench/head.py             1,024 tokens × 32,768 vocabulary; a group of 8 with a
-                                             prompt of 200 tokens
+    python scripts/bench/head.py             1,024 tokens × 32,768 vocabulary; a group of 8 with a prompt of 200 tokens
     python scripts/bench/head.py --small     the same, quickly
 
 Memory is `mx.get_peak_memory` above what was active before; the whole gradient is compared,

@@ -1,11 +1,10 @@
 """The hybrid system, measured: routing over a real MCP server, and joint training against each part
 alone.
 
-    python examples/hybrid/make_planner.py --output P/planner_0 --seed 0 python
-    examples/hybrid/make_planner.py --output P/half_planner_0 --seed 0 --knows 0.4 --steps 300
-    python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0 --checkpoint-dir
-    P/expert_0 python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0
-    --timesteps 5000 \\
+    python examples/hybrid/make_planner.py --output P/planner_0 --seed 0
+    python examples/hybrid/make_planner.py --output P/half_planner_0 --seed 0 --knows 0.4 --steps 300
+    python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0 --checkpoint-dir P/expert_0
+    python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0 --timesteps 5000 \\
         --checkpoint-dir P/half_expert_0
     (and the same of seeds 1 and 2)
     python scripts/bench/hybrid.py routing P --seeds 0 1 2
@@ -14,8 +13,7 @@ alone.
 
 A run is `mlx_parallm train` as a process. What it leaves is measured on held-out tasks, greedy:
 
-    route    the share of tasks whose first action is the right one with the right arguments: the
-             planner alone
+    route    the share of tasks whose first action is the right one with the right arguments: the planner alone
     hits     the share of 500 unseen targets that the expert hits: the expert alone
     solved   what both reach together
 

@@ -1,15 +1,10 @@
 """What long and shared texts cost beside short ones: the tables of docs/benchmarks/kv.md.
 
-    .venv/bin/python -m scripts.bench.kv engine      # step times and bytes of the engine alone,
-                                                     about 3 minutes
-    .venv/bin/python -m scripts.bench.kv layouts     # short prompts by tokens and in the rectangle,
-                                                     in turns
-    .venv/bin/python -m scripts.bench.kv mixed       # the same as engine with 32 rows of 50 to
-                                                     8,000 tokens
-    .venv/bin/python -m scripts.bench.kv servers     # against mlx_lm.server (setup_peers), about 10
-                                                     minutes
-    .venv/bin/python -m scripts.bench.kv bits        # server.kv_bits: step times and bytes, about 3
-                                                     minutes
+    .venv/bin/python -m scripts.bench.kv engine      # step times and bytes of the engine alone, about 3 minutes
+    .venv/bin/python -m scripts.bench.kv layouts     # short prompts by tokens and in the rectangle, in turns
+    .venv/bin/python -m scripts.bench.kv mixed       # the same as engine with 32 rows of 50 to 8,000 tokens
+    .venv/bin/python -m scripts.bench.kv servers     # against mlx_lm.server (setup_peers), about 10 minutes
+    .venv/bin/python -m scripts.bench.kv bits        # server.kv_bits: step times and bytes, about 3 minutes
     .venv/bin/python -m scripts.bench.kv distance --model DIRECTORY    # server.kv_bits: KL, any model, 1 to 3 minutes
 
 The 29 M parameter benchmark model with a context of 16,384. `engine`: the median time of a decode

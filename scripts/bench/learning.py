@@ -1,7 +1,6 @@
 """Does a shipped configuration learn, how fast, and does the server answer all the while?
 
-    python scripts/bench/learning.py --config train_configs/quickstart.toml --seeds 0 1 2 --problems
-    500
+    python scripts/bench/learning.py --config train_configs/quickstart.toml --seeds 0 1 2 --problems 500
 
 For each seed: runs the real `mlx_parallm_train` with a client that asks /v1/chat/completions (every
 second request streamed) from the first answer to the last step; then serves base and adapter with

@@ -1,7 +1,6 @@
 """How far are a run's rollouts from its own later weights, and how far is a foreign vocabulary?
 
-    mlx_parallm_train --config train_configs/quickstart.toml --set
-    rl_training.checkpoint_interval=16 \
+    mlx_parallm_train --config train_configs/quickstart.toml --set rl_training.checkpoint_interval=16 \
         --set rl_training.keep_checkpoints=100
     python scripts/bench/misfit.py checkpoints/quickstart-…
 

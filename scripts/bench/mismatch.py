@@ -1,7 +1,6 @@
 """How far apart are the engine's log-probabilities and the trainer's, on the same weights?
 
-    .venv/bin/python -m scripts.bench.mismatch [--models tiny,29M,132M] [--formats "float32;
-    bfloat16, 4-bit"]
+    .venv/bin/python -m scripts.bench.mismatch [--models tiny,29M,132M] [--formats "float32; bfloat16, 4-bit"]
 
 A real engine decodes 16 ragged prompts together under a random adapter, at temperature 0.8; the
 trainer scores what was sampled, block by block and packed, as in a training step. Nats a token.

@@ -1,8 +1,7 @@
 """A user's first ten minutes: a model directory, 200 rows of JSONL, a five-line reward function,
 one command.
 
-    .venv/bin/python scripts/bench/own_data.py [--task sort] [--command path/to/mlx_parallm_train]
-    [--set key=value …]
+    .venv/bin/python scripts/bench/own_data.py [--task sort] [--command path/to/mlx_parallm_train] [--set key=value …]
 
 Prints the seconds from the command to the first training step, and greedy accuracy on the held-out
 rows before and after. No file is written by hand but the rows and the function.

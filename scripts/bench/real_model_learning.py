@@ -1,8 +1,7 @@
 """Does a pretrained model learn here with the defaults of `train --model --data --reward`, and with
 what variants?
 
-    .venv/bin/python -m scripts.bench.real_model_learning --model DIR --out RESULTS [--task
-    instruction_following]
+    .venv/bin/python -m scripts.bench.real_model_learning --model DIR --out RESULTS [--task instruction_following]
         [--variants float32 bf16 …] [--seeds 0 1 2] [--problems 60] [--set key=value …]
     .venv/bin/python -m scripts.bench.real_model_learning --out RESULTS --table     # of the finished runs, runs nothing
 

@@ -2,8 +2,7 @@
 settings, in turns.
 
     scripts/bench/setup_peers trl                                          # once: build/peers-trl
-    .venv/bin/python -m scripts.bench.real_model_trl --model DIR --out RESULTS --steps 40 --every 5
-    --seeds 0 1 2
+    .venv/bin/python -m scripts.bench.real_model_trl --model DIR --out RESULTS --steps 40 --every 5 --seeds 0 1 2
 
 For each seed that trains here and then with TRL; each run is one process. Its result,
 RESULTS/<task>-<variant>-<seed>.json, has the curve, held-out scores by answers and minutes, memory

@@ -1,16 +1,11 @@
 """Recurrent layers in chunks (models/recurrent/chunks.py) against mlx-lm's loops over tokens, in
 turns in one process.
 
-    .venv/bin/python -m scripts.bench.recurrent layers   # forward and gradient of one layer: time
-                                                         and memory
-    .venv/bin/python -m scripts.bench.recurrent steps    # a training step of tiny models against a
-                                                         qwen3 of their size
-    .venv/bin/python -m scripts.bench.recurrent group    # 16 answers on one prompt: computed once,
-                                                         and in each row
-    .venv/bin/python -m scripts.bench.recurrent prefilled    # tokens computed by turns, a group, 64
-                                                             requests
-    .venv/bin/python -m scripts.bench.recurrent mixed    # 16 short rows beside one of 3,700 tokens,
-                                                         and without it
+    .venv/bin/python -m scripts.bench.recurrent layers   # forward and gradient of one layer: time and memory
+    .venv/bin/python -m scripts.bench.recurrent steps    # a training step of tiny models against a qwen3 of their size
+    .venv/bin/python -m scripts.bench.recurrent group    # 16 answers on one prompt: computed once, and in each row
+    .venv/bin/python -m scripts.bench.recurrent prefilled    # tokens computed by turns, a group, 64 requests
+    .venv/bin/python -m scripts.bench.recurrent mixed    # 16 short rows beside one of 3,700 tokens, and without it
 
 Prints the tables of docs/benchmarks/recurrent.md. An idle machine, please: times are the least of
 several.

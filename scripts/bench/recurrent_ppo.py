@@ -1,19 +1,15 @@
 """Recurrent PPO of this package beside Stable-Baselines3's RecurrentPPO: same environment, same
 steps.
 
-    .venv/bin/pip install sb3-contrib torch      # for the rows sb3 …; without them those are left
-                                                 out
-    .venv/bin/python -m scripts.bench.recurrent_ppo [--timesteps 100000] [--seeds 0 1 2] [--rows gru
-    lstm …]
+    .venv/bin/pip install sb3-contrib torch      # for the rows sb3 …; without them those are left out
+    .venv/bin/python -m scripts.bench.recurrent_ppo [--timesteps 100000] [--seeds 0 1 2] [--rows gru lstm …]
 
     random           no expert: actions uniform in the bounds
     gru, lstm        the settings of examples/train_physics_expert.py
     no memory        the GRU learns, and is judged, with an empty memory at every shot
     … dropped        the row above it, whose memory is emptied at every shot when it is judged
-    wind hidden …    the same task, but the observation shows neither wind nor attempts: misses have
-                     to tell
-    sb3 same         MlpLstmPolicy with our sizes and settings; one LSTM for policy and value, as
-                     ours
+    wind hidden …    the same task, but the observation shows neither wind nor attempts: misses have to tell
+    sb3 same         MlpLstmPolicy with our sizes and settings; one LSTM for policy and value, as ours
     sb3 critic       the same with a second LSTM for the value, which is its default
     sb3 defaults     its own sizes and settings, with our number of environments
 

@@ -4,8 +4,7 @@ and TRL on torch.
     scripts/bench/setup_peers trl                                   # build/peers, build/peers-trl
     .venv/bin/python -m scripts.bench.rl_step [--rounds 3] [--steps 12] [--only ours --only TRL]
     .venv/bin/python -m scripts.bench.rl_step --only "ours, 2 ranks" --only ours --only TRL
-    .venv/bin/python -m scripts.bench.rl_step --only "ours, 2 ranks, on-policy" --only "ours,
-    on-policy"
+    .venv/bin/python -m scripts.bench.rl_step --only "ours, 2 ranks, on-policy" --only "ours, on-policy"
 
 The same random Qwen3 (256 wide, 4 layers, 3.2 M parameters, one token a character), the same
 prompts, 8 prompts × 8 samples of 32 tokens a step, all weights trained in float32, AdamW 1e-4, no

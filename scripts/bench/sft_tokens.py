@@ -1,8 +1,8 @@
 """Training tokens a second on texts: the real daemon with `algorithm = "sft"` against
 `mlx_lm.lora`, equal settings.
 
-    scripts/bench/setup_peers .venv/bin/python -m scripts.bench.sft_tokens [--rounds 3] [--steps 40]
-    [--length 128] [--batch 8] [--mixed]
+    scripts/bench/setup_peers
+    .venv/bin/python -m scripts.bench.sft_tokens [--rounds 3] [--steps 40] [--length 128] [--batch 8] [--mixed]
 
 The 29 M parameter benchmark model, LoRA of rank 16 on all linear layers of all blocks, AdamW, rows
 of one length whose every token is trained on, the same file. mlx_lm.lora gets the same MKL with all

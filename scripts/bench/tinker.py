@@ -1,12 +1,9 @@
 """Eight models at once against one, 2,000 samples in flight, and an RL loop against the trainer, on
 `builtin:tiny`.
 
-    .venv/bin/python -m scripts.bench.tinker models     tokens/s of 8 models together / of one; each
-                                                        equals itself alone
-    .venv/bin/python -m scripts.bench.tinker samples    none lost; how long GET /api/v1/healthz
-                                                        takes meanwhile
-    .venv/bin/python -m scripts.bench.tinker loop       scripts/tinker/rl_loop.py /
-                                                        mlx_parallm_train: reward, seconds
+    .venv/bin/python -m scripts.bench.tinker models     tokens/s of 8 models together / of one; each equals itself alone
+    .venv/bin/python -m scripts.bench.tinker samples    none lost; how long GET /api/v1/healthz takes meanwhile
+    .venv/bin/python -m scripts.bench.tinker loop       scripts/tinker/rl_loop.py / mlx_parallm_train: reward, seconds
 
 The server is a process of its own. Both sides of a ratio are measured in turns. `loop` needs
 scripts/setup_tinker.

@@ -1,8 +1,7 @@
 """The same script text under TRL and here: only its import line and its model path differ. Prints
 both curves.
 
-    .venv/bin/python scripts/bench/trl_scripts.py --theirs PYTHON [--only grpo sft dpo] [--seeds 3]
-    [--same-rows]
+    .venv/bin/python scripts/bench/trl_scripts.py --theirs PYTHON [--only grpo sft dpo] [--seeds 3] [--same-rows]
 
 `--theirs`: a Python that has TRL (`setup_peers trl` makes build/peers-trl). All weights of the tiny
 model are trained in float32, on the same rows; TRL's random numbers differ from ours, so curves are

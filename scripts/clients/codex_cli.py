@@ -1,7 +1,6 @@
 """Codex CLI solves a coding task of three steps against this server, by the Responses API.
 
-    .venv/bin/python -m scripts.clients.codex_cli        # needs Node.js; installs Codex into
-                                                         .clients once
+    .venv/bin/python -m scripts.clients.codex_cli        # needs Node.js; installs Codex into .clients once
 
 The sandbox of Codex is off: the script is known, and it works in an empty directory.
 """

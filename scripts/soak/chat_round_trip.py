@@ -12,8 +12,7 @@ unknown fields) under nine chat templates and three families of tokenizers go th
     trl         rows handed to a TRL trainer
     traces      a trace of the conversation → a row of its data set → prompt
     sharegpt    the same conversation as a ShareGPT row
-    tinker      transformers' own template on the client's side, as Tinker's renderers do it, whose
-                ids pass unchanged
+    tinker      transformers' own template on the client's side, as Tinker's renderers do it, whose ids pass unchanged
 
 The chat body's ids are the ones that all others must have. A face that cannot express a
 conversation is counted with its reason, which it names itself (`refused`), or which this script

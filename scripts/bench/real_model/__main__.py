@@ -4,8 +4,7 @@ docs/benchmarks/real_model.md.
     scripts/bench/setup_peers                                                 # once: mlx_lm.server
     python -m scripts.bench.real_model MODEL --gguf MODEL.Q4_1.gguf           # all sections
     python -m scripts.bench.real_model MODEL --section training --case DPO    # a part, merged into what was measured
-    python -m scripts.bench.real_model --learning RESULTS    # finished runs of real_model_learning
-    python -m scripts.bench.real_model --page                # the page alone, from the JSON file
+    python -m scripts.bench.real_model --page                                 # the page alone, from the JSON file
 
 `learning.py`: held-out scores before and after GRPO. `serving.py`: tokens a second of streamed chats, in alternating rounds. `training.py`: seconds a
 step and peak memory, predicted by the dry run and measured. `answers.py`: greedy answers beside

@@ -1,8 +1,8 @@
 """Prints what atroposlib's own ManagedServer makes of several turns: the contents of
 tests/data/managed_server.json.
 
-    mlx_parallm_serve --model-path builtin:tiny --port 8000 build/atropos/bin/python
-    tests/integrations/atropos/record_managed_server.py http://127.0.0.1:8000/v1
+    mlx_parallm_serve --model-path builtin:tiny --port 8000
+    build/atropos/bin/python tests/integrations/atropos/record_managed_server.py http://127.0.0.1:8000/v1
 
 Needs `scripts/setup_atropos`. Again when the tiny model's weights change: the log-probabilities are
 of this model.
