@@ -34,7 +34,7 @@ from mlx_parallm.losses.preference import PAIR_LOSSES
 from mlx_parallm.rewards.parts import BUILT_IN, PARTS, WEIGHTS
 from mlx_parallm.rl_training.step.algorithms import DATA_LOSSES
 from tests.docs.docs_blocks import COMMANDS, flags_of
-from tests.losses import oracle, test_preference
+from tests.losses import oracle, test_preference, test_reward_model
 from tests.test_architecture import ROOT, Source, functions, sources
 
 ALGORITHMS_PAGE = "docs/algorithms.md"
@@ -187,6 +187,7 @@ def test_losses_on_rows() -> None:
         for name, make in DATA_LOSSES.items()
     }
     made["sft"] = DATA_LOSSES["sft"](PreferenceConfig(), 0.1)
+    tested.append((test_reward_model.LOSS, None))
     where = "with a float64 twin to CASES of tests/losses/test_preference.py"
     report(
         f"loss {name!r}: add it {where}"

@@ -32,6 +32,7 @@ AlgorithmName = Literal[
     "simpo",
     "cpo",
     "sft",
+    "reward_model",
 ]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k3_ratio"]

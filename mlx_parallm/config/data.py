@@ -7,7 +7,14 @@ from pydantic import Field, model_validator
 from mlx_parallm.config.algorithm import PrepareConfig
 from mlx_parallm.config.environment import HUB_PREFIX, Section
 
-PAIRED = ("dpo", "orpo", "simpo", "cpo")  # a row is a chosen and a rejected completion
+REWARD_MODEL = "reward_model"
+PAIRED = (
+    "dpo",
+    "orpo",
+    "simpo",
+    "cpo",
+    REWARD_MODEL,
+)  # a row is a chosen and a rejected completion
 DATA_ALGORITHMS = (*PAIRED, "kto", "sft")
 """Algorithms that learn from `[data]`: nothing is sampled, and there is no environment."""
 USES_REFERENCE = ("dpo", "kto")
@@ -20,6 +27,7 @@ OPTIONS = {
     "simpo": {"beta", "gamma"},
     "cpo": {"beta", "nll_weight"},
     "sft": {"sft_loss"},
+    REWARD_MODEL: {"center_rewards_coefficient", "head_learning_rate"},
 }
 """Keys of [rl_training.preference] that each algorithm reads; a key set for another one is an
 error."""
@@ -46,8 +54,8 @@ ROLLOUT_KEYS = (
 
 class DataConfig(Section):
     path: str | None = None
-    """JSONL file of rows, or "hf:owner/name", needed by dpo, orpo, simpo, cpo, kto, sft
-    (docs/training_on_data.md)."""
+    """JSONL file of rows, or "hf:owner/name", needed by dpo, orpo, simpo, cpo, kto, sft,
+    reward_model (docs/training_on_data.md)."""
     subset: str | None = None
     """The hub data set's subset, where it has several."""
     split: str = "train"
@@ -139,6 +147,12 @@ class PreferenceConfig(Section):
     sft_loss: Literal["nll", "dft"] = "nll"
     """sft: the negative log-likelihood, or DFT's, in which each token's is multiplied by its
     probability."""
+    center_rewards_coefficient: float = Field(0.0, ge=0)
+    """reward_model: weight of (score of the chosen + score of the rejected)², which keeps scores
+    around 0; TRL suggests 0.01."""
+    head_learning_rate: float = Field(0.03, gt=0)
+    """reward_model: peak learning rate of the scalar head, on the schedule of learning_rate: about
+    how far an update moves a score."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "PreferenceConfig":

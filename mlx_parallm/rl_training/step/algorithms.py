@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.algorithm import PRESETS
-from mlx_parallm.config.data import BETAS, PAIRED, USES_REFERENCE, PreferenceConfig
+from mlx_parallm.config.data import BETAS, PAIRED, REWARD_MODEL, USES_REFERENCE, PreferenceConfig
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
@@ -40,6 +40,7 @@ from mlx_parallm.losses.preference import (
     kto_loss,
     nll_loss,
     orpo_loss,
+    reward_model_loss,
     simpo_loss,
 )
 from mlx_parallm.losses.types import LossInputs, LossOutputs
@@ -238,6 +239,9 @@ DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
     "simpo": lambda own, beta: partial(simpo_loss, beta=beta, gamma=own.gamma),
     "cpo": lambda own, beta: partial(cpo_loss, beta=beta, nll_weight=own.nll_weight),
     "sft": lambda own, beta: dft_loss if own.sft_loss == "dft" else nll_loss,
+    REWARD_MODEL: lambda own, beta: partial(
+        reward_model_loss, centering=own.center_rewards_coefficient
+    ),
 }
 """One more is a function in `losses.preference`, a line here, and its name (with its options) in
 `config.data`."""
@@ -252,6 +256,7 @@ def on_rows(config: RLTrainingConfig) -> Algorithm:
         loss=DATA_LOSSES[name](own, beta),
         advantages=lambda rewards: None,  # there are no groups of rewards
         needs_reference=name in USES_REFERENCE,
+        needs_values=name == REWARD_MODEL,
         on_data=True,
         rows_per_example=2 if name in PAIRED else 1,
         entropy_slope=False,
