@@ -33,6 +33,7 @@ AlgorithmName = Literal[
     "cpo",
     "sft",
     "reward_model",
+    "online_dpo",
 ]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k3_ratio"]

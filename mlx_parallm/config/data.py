@@ -15,13 +15,17 @@ PAIRED = (
     "cpo",
     REWARD_MODEL,
 )  # a row is a chosen and a rejected completion
+ONLINE_DPO = "online_dpo"  # pairs of answers that the policy itself has sampled
+IN_PAIRS = (*PAIRED, ONLINE_DPO)
 DATA_ALGORITHMS = (*PAIRED, "kto", "sft")
 """Algorithms that learn from `[data]`: nothing is sampled, and there is no environment."""
-USES_REFERENCE = ("dpo", "kto")
+USES_REFERENCE = ("dpo", "kto", ONLINE_DPO)
 
-BETAS = {"dpo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0, "cpo": 0.1}
+BETAS = {"dpo": 0.1, ONLINE_DPO: 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0, "cpo": 0.1}
+DPO_OPTIONS = {"beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau"}
 OPTIONS = {
-    "dpo": {"beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau"},
+    "dpo": DPO_OPTIONS,
+    ONLINE_DPO: DPO_OPTIONS,
     "kto": {"beta", "desirable_weight", "undesirable_weight", "kto_loss"},
     "orpo": {"beta"},
     "simpo": {"beta", "gamma"},
@@ -50,6 +54,11 @@ ROLLOUT_KEYS = (
     ),
 )
 """Keys of [rl_training] about rollouts and their rewards, besides `algorithm.PRESET_KEYS`."""
+NOT_OF_PAIRS = (
+    *(name for name in PrepareConfig.model_fields if name != "mask_truncated"),
+    *("kl_beta", "kl_estimator", "entropy_weight", "entropy_aggregation", "constant_length"),
+)
+"""Keys about rollouts that ONLINE_DPO's loss, which is DPO's, does not read."""
 
 
 class DataConfig(Section):

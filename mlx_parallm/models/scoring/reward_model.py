@@ -14,6 +14,7 @@ import atexit
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,8 @@ class TrainedRewardModel:
 class RewardScorer:
     """A reward model on a thread of its own, which loads it. Any thread may ask; `close` ends it.
 
-    `score` reads conversations in the order of the calls. Its answer holds the scores and the
-    number of tokens that were read; it fails with what `TrainedRewardModel` raises.
+    Conversations are read in the order of the calls. Where the model could not be loaded, every
+    answer fails with the reason.
     """
 
     def __init__(self, load: Callable[[], TrainedRewardModel]) -> None:
@@ -150,24 +151,61 @@ class RewardScorer:
         """Wait until the model is loaded. Raises what loading it raises."""
         self._model.result()
 
+    def score_each(
+        self,
+        conversations: Sequence[Conversation],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> "Future[list[float | RequestError]]":
+        """Return a future of the score of each conversation, or why it cannot be read."""
+
+        def run() -> list[float | RequestError]:
+            readable, problems = self._tokens(conversations, tools)
+            scores = iter(self._model.result().score([tokens for tokens in readable if tokens]))
+            return [problems.get(i) or next(scores) for i in range(len(conversations))]
+
+        return self._thread.submit(run)
+
     def score(
         self,
         conversations: Sequence[Conversation],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> "Future[tuple[list[float], int]]":
-        """Return a future of the scores of conversations, and the tokens of all of them."""
+        """Return a future of the scores of conversations, and of the number of their tokens. It
+        raises the first problem, as RequestError."""
 
         def run() -> tuple[list[float], int]:
-            model = self._model.result()
-            sequences = [model.tokens(conversation, tools) for conversation in conversations]
-            return model.score(sequences), sum(map(len, sequences))
+            readable, problems = self._tokens(conversations, tools)
+            if problems:
+                raise problems[min(problems)]
+            return self._model.result().score(readable), sum(map(len, readable))
 
         return self._thread.submit(run)
+
+    def _tokens(
+        self, conversations: Sequence[Conversation], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[list[int]], dict[int, RequestError]]:
+        """The tokens of each conversation, empty where it cannot be read, and why, by place."""
+        model = self._model.result()
+        readable: list[list[int]] = []
+        problems: dict[int, RequestError] = {}
+        for place, conversation in enumerate(conversations):
+            try:
+                readable.append(model.tokens(conversation, tools))
+            except RequestError as error:
+                readable.append([])
+                problems[place] = error
+        return readable, problems
 
     def close(self) -> None:
         """End the thread. May be called again."""
         atexit.unregister(self.close)
         self._thread.close()
+
+
+@cache
+def shared_scorer(path: str) -> RewardScorer:
+    """Return this process's scorer of a reward model; the first call begins to load it."""
+    return RewardScorer(lambda: TrainedRewardModel.load(path))
 
 
 def _batches(lengths: Sequence[int]) -> list[list[int]]:

@@ -140,7 +140,11 @@ class Trainer:
         self.gradients: list[mx.array] | None = None
         self._budget = MicroBatchBudget(config)
         self._kl_coefficient = config.kl_beta
-        self._correction = None if algorithm.on_data else sampler_correction(config, policy.model)
+        self._correction = (
+            None
+            if algorithm.on_data or algorithm.pairs
+            else sampler_correction(config, policy.model)
+        )
         if self._correction is not None:
             fields = asdict(self._correction)
             # a log line has a level already
