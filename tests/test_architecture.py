@@ -53,6 +53,7 @@ WITHIN_A_LAYER = {
     ("weights", "models"): "the adapter table holds models.lora's AdapterWeights",
     ("environments", "engine.client"): "environments generate through the engine's mlx-free face",
     ("losses", "models.logprobs"): "the one token-logprob function",
+    ("rewards", "models.scoring"): "a trained reward model, loaded when a reward is made of it",
 }
 CORE_UNITS = {unit for layer in LAYERS[: LAYERS.index(("cli",)) + 1] for unit in layer}
 BASE_UNITS = set(LAYERS[0])  # they may import each other

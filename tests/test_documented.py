@@ -32,9 +32,9 @@ from mlx_parallm.losses.kl import KL_ESTIMATORS
 from mlx_parallm.losses.policy_gradient import LOSSES
 from mlx_parallm.losses.preference import PAIR_LOSSES
 from mlx_parallm.rewards.parts import BUILT_IN, PARTS, WEIGHTS
-from mlx_parallm.rl_training.step.algorithms import DATA_LOSSES
+from mlx_parallm.rl_training.step.algorithms import ALGORITHMS, DATA_LOSSES
 from tests.docs.docs_blocks import COMMANDS, flags_of
-from tests.losses import oracle, test_preference
+from tests.losses import oracle, test_preference, test_reward_model
 from tests.test_architecture import ROOT, Source, functions, sources
 
 ALGORITHMS_PAGE = "docs/algorithms.md"
@@ -187,6 +187,7 @@ def test_losses_on_rows() -> None:
         for name, make in DATA_LOSSES.items()
     }
     made["sft"] = DATA_LOSSES["sft"](PreferenceConfig(), 0.1)
+    tested.append((test_reward_model.LOSS, None))
     where = "with a float64 twin to CASES of tests/losses/test_preference.py"
     report(
         f"loss {name!r}: add it {where}"
@@ -211,8 +212,8 @@ def missing_of_algorithms() -> Iterator[str]:
                 yield f"algorithm {name!r}: add a row to the table under 'Which one' of {ALGORITHMS_PAGE}"
             if f"`{name}`" not in advice:
                 yield f"algorithm {name!r}: say when to use it, under 'When to use which' of {ALGORITHMS_PAGE}"
-        elif name not in DATA_LOSSES:
-            yield f"algorithm {name!r}: add it to PRESETS of config/algorithm.py or DATA_LOSSES of step/algorithms.py"
+        elif name not in ALGORITHMS:
+            yield f"algorithm {name!r}: add it to PRESETS of config/algorithm.py or ALGORITHMS of step/algorithms.py"
         elif not re.search(rf"^\|.*\b{name}\b", text("docs/training_on_data.md"), re.MULTILINE):
             yield f"algorithm {name!r}: add a row to the tables of docs/training_on_data.md"
 

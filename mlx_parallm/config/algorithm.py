@@ -32,6 +32,8 @@ AlgorithmName = Literal[
     "simpo",
     "cpo",
     "sft",
+    "reward_model",
+    "online_dpo",
 ]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k3_ratio"]

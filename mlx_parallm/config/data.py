@@ -7,19 +7,31 @@ from pydantic import Field, model_validator
 from mlx_parallm.config.algorithm import PrepareConfig
 from mlx_parallm.config.environment import HUB_PREFIX, Section
 
-PAIRED = ("dpo", "orpo", "simpo", "cpo")  # a row is a chosen and a rejected completion
+REWARD_MODEL = "reward_model"
+PAIRED = (
+    "dpo",
+    "orpo",
+    "simpo",
+    "cpo",
+    REWARD_MODEL,
+)  # a row is a chosen and a rejected completion
+ONLINE_DPO = "online_dpo"  # pairs of answers that the policy itself has sampled
+IN_PAIRS = (*PAIRED, ONLINE_DPO)
 DATA_ALGORITHMS = (*PAIRED, "kto", "sft")
 """Algorithms that learn from `[data]`: nothing is sampled, and there is no environment."""
-USES_REFERENCE = ("dpo", "kto")
+USES_REFERENCE = ("dpo", "kto", ONLINE_DPO)
 
-BETAS = {"dpo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0, "cpo": 0.1}
+BETAS = {"dpo": 0.1, ONLINE_DPO: 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0, "cpo": 0.1}
+DPO_OPTIONS = {"beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau"}
 OPTIONS = {
-    "dpo": {"beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau"},
+    "dpo": DPO_OPTIONS,
+    ONLINE_DPO: DPO_OPTIONS,
     "kto": {"beta", "desirable_weight", "undesirable_weight", "kto_loss"},
     "orpo": {"beta"},
     "simpo": {"beta", "gamma"},
     "cpo": {"beta", "nll_weight"},
     "sft": {"sft_loss"},
+    REWARD_MODEL: {"center_rewards_coefficient", "head_learning_rate"},
 }
 """Keys of [rl_training.preference] that each algorithm reads; a key set for another one is an
 error."""
@@ -42,12 +54,17 @@ ROLLOUT_KEYS = (
     ),
 )
 """Keys of [rl_training] about rollouts and their rewards, besides `algorithm.PRESET_KEYS`."""
+NOT_OF_PAIRS = (
+    *(name for name in PrepareConfig.model_fields if name != "mask_truncated"),
+    *("kl_beta", "kl_estimator", "entropy_weight", "entropy_aggregation", "constant_length"),
+)
+"""Keys about rollouts that ONLINE_DPO's loss, which is DPO's, does not read."""
 
 
 class DataConfig(Section):
     path: str | None = None
-    """JSONL file of rows, or "hf:owner/name", needed by dpo, orpo, simpo, cpo, kto, sft
-    (docs/training_on_data.md)."""
+    """JSONL file of rows, or "hf:owner/name", needed by dpo, orpo, simpo, cpo, kto, sft,
+    reward_model (docs/training_on_data.md)."""
     subset: str | None = None
     """The hub data set's subset, where it has several."""
     split: str = "train"
@@ -139,6 +156,12 @@ class PreferenceConfig(Section):
     sft_loss: Literal["nll", "dft"] = "nll"
     """sft: the negative log-likelihood, or DFT's, in which each token's is multiplied by its
     probability."""
+    center_rewards_coefficient: float = Field(0.0, ge=0)
+    """reward_model: weight of (score of the chosen + score of the rejected)², which keeps scores
+    around 0; TRL suggests 0.01."""
+    head_learning_rate: float = Field(0.03, gt=0)
+    """reward_model: peak learning rate of the scalar head, on the schedule of learning_rate: about
+    how far an update moves a score."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "PreferenceConfig":

@@ -21,7 +21,13 @@ import tomli_w
 from pydantic import ValidationError, create_model, model_validator
 
 from mlx_parallm.config.algorithm import without_unread
-from mlx_parallm.config.data import DATA_ALGORITHMS, OPTIONS, ROLLOUT_KEYS, DataConfig
+from mlx_parallm.config.data import (
+    DATA_ALGORITHMS,
+    ONLINE_DPO,
+    OPTIONS,
+    ROLLOUT_KEYS,
+    DataConfig,
+)
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section
 from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation, moved_keys
 from mlx_parallm.config.leaves import imported, leaves
@@ -157,6 +163,18 @@ def _check_data(data: DataConfig, training: RLTrainingConfig, environments: int)
         )
     elif algorithm == "kto" and training.preference.kto_loss == "kto" and training.batch_size < 2:
         raise ValueError("kto estimates a KL over a mini-batch: batch_size has to be at least 2")
+    _check_options(training)
+
+
+def _check_options(training: RLTrainingConfig) -> None:
+    """Raises ValueError: a key of [rl_training.preference] that the algorithm does not read."""
+    algorithm = training.algorithm
+    kinds = training.preference.loss_type
+    if algorithm == ONLINE_DPO and "sft" in ((kinds,) if isinstance(kinds, str) else kinds):
+        raise ValueError(
+            f'rl_training.preference.loss_type = "sft" learns from rows of a file: {ONLINE_DPO}'
+            " does not use it"
+        )
     if wrong := [
         name for name in training.preference.changed() if name not in OPTIONS.get(algorithm, ())
     ]:

@@ -12,7 +12,12 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from mlx_parallm.config.algorithm import AlgorithmSection, PrepareConfig, check_prepared
-from mlx_parallm.config.data import DATA_ALGORITHMS, PreferenceConfig
+from mlx_parallm.config.data import (
+    DATA_ALGORITHMS,
+    NOT_OF_PAIRS,
+    ONLINE_DPO,
+    PreferenceConfig,
+)
 from mlx_parallm.config.environment import Section
 
 PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
@@ -318,6 +323,8 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
             "dynamic_sampling = true": (self.dynamic_sampling, ("max_oversampling",)),
         }
         changed = self.changed()
+        if self.algorithm == ONLINE_DPO and (unread := [k for k in NOT_OF_PAIRS if k in changed]):
+            raise ValueError(f"{unread[0]} is set, but the loss of {ONLINE_DPO} does not read it")
         for reader, (chosen, keys) in readers.items():
             if unread := [key for key in keys if key in changed and not chosen]:
                 raise ValueError(f"{unread[0]} is set, but only read with {reader}")

@@ -102,6 +102,19 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
     return min(max((length - (max_length - buffer)) / buffer, 0.0), 1.0)
 
 
+def best_and_worst(rewards: Sequence[float]) -> tuple[float, ...] | None:
+    """Return 1 for the best of a group, -1 for the worst, 0 for the others; of equal ones the
+    first counts. None: all are equal up to rounding.
+
+    Worked: [0.2, 0.9, 0.9, 0.1] → [0, 1, 0, -1].
+    """
+    high, low = max(rewards), min(rewards)
+    if high - low <= EQUAL_TOLERANCE * max(1.0, abs(high), abs(low)):
+        return None
+    places = {rewards.index(low): -1.0, rewards.index(high): 1.0}
+    return tuple(places.get(place, 0.0) for place in range(len(rewards)))
+
+
 @dataclass(frozen=True)
 class Shaping:
     """Changes to a group before its advantages are computed. `step.algorithms.make_shaping` builds
@@ -166,4 +179,38 @@ def token_advantages(
         rows
         if group.advantages is None or any(value != 0 for row in rows for value in row)
         else None
+    )
+
+
+def pair_advantages(
+    group: RolloutGroup, estimate: Estimator, shaping: Shaping = PLAIN
+) -> tuple[tuple[float, ...], ...] | None:
+    """Advantages [G][T] of a group of which a pair is made: 1 at each token of the answer that
+    `estimate` (`best_and_worst`) calls the best, -1 of the worst, 0 elsewhere.
+
+    An answer is in no pair where it is marked `zero_advantage` or left out, or is several
+    sequences. Where the environment brings advantages, that of an answer's last token is its
+    reward.
+
+    None: no pair, because the answers are tied or fewer than two are left.
+    """
+    places = [
+        place
+        for place, rollout in enumerate(group.rollouts)
+        if not (rollout.zero_advantage or shaping.leaves_out(rollout) or rollout.earlier)
+    ]
+    if len(places) < 2:
+        return None
+    own = group.advantages
+    if own is None:
+        rewards = [shaping.reward(group.rollouts[place]) for place in places]
+    else:
+        values = [own[place] for place in places]
+        rewards = [value[-1] if isinstance(value, Sequence) else value for value in values]
+    if (sides := estimate(rewards)) is None:
+        return None
+    side_of = dict(zip(places, sides, strict=True))
+    return tuple(
+        (side_of.get(place, 0.0),) * len(rollout.tokens)
+        for place, rollout in enumerate(group.rollouts)
     )

@@ -1,6 +1,6 @@
-"""PPO's value head: V(s) from the hidden state that leaves the last block. It hangs in the
-trainer's tree as `value_head` and nowhere else: it is not served, and neither adapter files nor
-saved weights have it.
+"""The value head: V(s) from the hidden state that leaves the last block. PPO has one, and the score
+of a reward model (scoring/) is its value at the last token. It hangs in the trainer's tree
+as `value_head`: the served policy has none, and neither adapter files nor saved weights have it.
 
 V = mean(weight · h / rms(h)) + bias in float32. The norm takes the place of the model's own final
 norm, so that it is the same for every architecture; what that norm scales, `weight` can scale too.
@@ -45,11 +45,11 @@ def attach_value_head(model: nn.Module) -> None:
         hidden = LayerStack(model).forward(mx.zeros((1, 2), mx.int32))[1]
     except (ValueError, TypeError, IndexError) as error:
         raise ConfigError(
-            f'rl_training.algorithm = "ppo" needs the hidden state of the last block: {error}'
+            f"a value head needs the hidden state of the last block: {error}"
         ) from error
     if not isinstance(hidden, mx.array) or hidden.ndim != 3 or hidden.shape[:2] != (1, 2):
         raise ConfigError(
-            'rl_training.algorithm = "ppo": what leaves the last block is not one vector a token'
+            "a value head: what leaves the last block of this model is not one vector a token"
         )
     head = ValueHead(hidden.shape[-1])
     mx.eval(head.parameters())

@@ -22,6 +22,7 @@ from mlx_parallm.rewards.learned import learned
 from mlx_parallm.rewards.math_check import math
 from mlx_parallm.rewards.methods import Objective, Parts, RewardComputer
 from mlx_parallm.rewards.part_tools import Completions, Scores, by_column, texts_of, to_binary
+from mlx_parallm.rewards.reward_model import reward_model
 from mlx_parallm.rewards.tool_check import tool
 from mlx_parallm.system.packages import require
 from mlx_parallm.types import Trajectory
@@ -330,6 +331,7 @@ PARTS: Mapping[str, Callable[..., Part]] = MappingProxyType(
         "efficiency": efficiency,
         "judge": judge,
         "learned": learned,
+        "reward_model": reward_model,
     }
 )
 WEIGHTS: Mapping[str, float] = MappingProxyType(

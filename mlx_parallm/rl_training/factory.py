@@ -93,4 +93,5 @@ def build_buffer(
         minimums=minimums,
         misfit=misfit,
         shaping=make_shaping(training, trainer.algorithm),
+        pairs=trainer.algorithm.pairs,
     )

@@ -33,7 +33,13 @@ import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advantages
+from mlx_parallm.losses.advantages import (
+    PLAIN,
+    Estimator,
+    Shaping,
+    pair_advantages,
+    token_advantages,
+)
 from mlx_parallm.rl_training.monitor.evidence import Arrivals
 from mlx_parallm.rl_training.monitor.health import find_waiting
 from mlx_parallm.rl_training.publish.versions import VersionSteps
@@ -47,6 +53,10 @@ log = get_logger("train")
 UNTRAINABLE = "refill after refill brought no group of it that can be trained on"
 NO_VARIANCE = (
     "no variance: all rewards of the group are equal, or none of its answers is trained on"
+)
+NO_PAIR = (
+    "no pair: the rewards of the group are equal, or fewer than two of its answers are one sequence"
+    " each that may be trained on"
 )
 TOO_OLD = "too old: sampled more than max_staleness steps ago"
 
@@ -92,6 +102,7 @@ class RolloutBuffer:
         minimums: of the environments that deliver now, by name.
         misfit: whether a group from outside is of another model; asked before it enters a batch.
         shaping: changes of rewards and rollouts before the advantages.
+        pairs: the sequences of a batch are the best and the worst answer of each group.
 
     Raises ConfigError: no mix of these group sizes makes `rollout_batch_size` sequences.
     """
@@ -108,6 +119,7 @@ class RolloutBuffer:
         minimums: Callable[[], Mapping[str, Minimum]] = dict,
         misfit: Callable[[RolloutGroup], bool] | None = None,
         shaping: Shaping = PLAIN,
+        pairs: bool = False,
     ) -> None:
         self._target = config.atropos.rollout_batch_size
         if group_sizes and not fillable_up_to(self._target, set(group_sizes))[-1]:
@@ -129,6 +141,7 @@ class RolloutBuffer:
             config.max_oversampling or math.inf,
         )
         self._seed, self._misfit, self._shaping = config.seed, misfit, shaping
+        self._pairs = pairs
         # waiting in the store, read already; in the store's order
         self._held: dict[str, RolloutGroup] = {}
         # of held groups, which each new arrival looks at again
@@ -356,13 +369,14 @@ class RolloutBuffer:
                 self._take(group, advantages, age)
                 room -= len(group.rollouts)
         self._discard(stale, step, TOO_OLD)
-        self._discard(constant, step, NO_VARIANCE)
+        self._discard(constant, step, NO_PAIR if self._pairs else NO_VARIANCE)
         if sequences and sequences >= room:  # else it waits until there is enough to choose from
             self._choose_among(trainable, room, fillable, step)
 
     def _advantages(self, group: RolloutGroup) -> Advantages | None:
         if group.group_id not in self._computed:
-            self._computed[group.group_id] = token_advantages(group, self._estimate, self._shaping)
+            advantages = pair_advantages if self._pairs else token_advantages
+            self._computed[group.group_id] = advantages(group, self._estimate, self._shaping)
         return self._computed[group.group_id]
 
     def _choose_among(
@@ -450,6 +464,12 @@ class RolloutBuffer:
         sequences = []
         for group, advantages in chosen:
             known = group.group_id not in self._restored or self._deterministic
+            if self._pairs:
+                sequences += [
+                    TrainSequence(rollout, row, known and self._is_fresh(rollout, step))
+                    for rollout, row in _pair(group, advantages)
+                ]
+                continue
             for rollout, row in zip(group.rollouts, advantages or _zeros(group), strict=True):
                 left_out = self._shaping.leaves_out(rollout)
                 for segment in rollout.segments:
@@ -468,6 +488,14 @@ class RolloutBuffer:
         versions = set(rollout.policy_versions)  # a few, of thousands of tokens
         steps_known = all(v >= 0 and self._versions.steps(v) == step - 1 for v in versions)
         return steps_known and rollout.logprobs is not None
+
+
+def _pair(
+    group: RolloutGroup, advantages: Advantages | None
+) -> list[tuple[Rollout, tuple[float, ...]]]:
+    """The best and the worst answer with their advantages; none where there is no pair."""
+    rows = list(zip(group.rollouts, advantages or (), strict=bool(advantages)))
+    return sorted((row for row in rows if row[1][0]), key=lambda row: -row[1][0])
 
 
 def fillable_up_to(total: int, sizes: set[int]) -> list[bool]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_parallm.config.data import DATA_ALGORITHMS
+from mlx_parallm.config.data import DATA_ALGORITHMS, REWARD_MODEL
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.environments.base import EnvironmentSource
@@ -23,6 +23,7 @@ from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, check_model
+from mlx_parallm.models.scoring.card import CARD_FILE, RewardModelCard
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.checkpoint import Checkpointer, CheckpointVersions
@@ -356,6 +357,7 @@ class TrainingRun:
             ranks=self._ranks,
         )
         policy = trainer.policy
+        policy.described = self._described()
         learners = {
             source.name: source.learner
             for source in self.environments
@@ -425,6 +427,20 @@ class TrainingRun:
             trainer, batches, versions, updater, checkpointer, metrics, states, rollbacks, learners
         )
         return parts, state
+
+    def _described(self) -> dict[str, str]:
+        """Return the texts that lie beside the weights in each checkpoint, by file name."""
+        config = self.config
+        if config.rl_training.algorithm != REWARD_MODEL:
+            return {}
+        card = RewardModelCard.of_run(
+            config.model,
+            config.data,
+            self.serving.tokenizer(),
+            lora=config.rl_training.lora.enabled,
+            quantized=config.rl_training.lora.enabled and config.rl_training.lora.quantize_base,
+        )
+        return {CARD_FILE: card.to_text()}
 
     def _batches(
         self, trainer: Trainer, store: RolloutStore, versions: VersionSteps, sources: Sources

@@ -64,7 +64,7 @@ class DataBatches:
         if self._log_ratios is not None:
             constants = kto_constants(units, self._mismatched(rows, step), self._log_ratios)
         sequences = [
-            train_sequence(sequence, self._weights[0] if unit.label else -self._weights[1])
+            train_sequence(sequence, advantage_of(unit, self._weights))
             for unit in units
             for sequence in unit.sequences
         ]
@@ -98,6 +98,14 @@ class DataBatches:
 
 def steps_per_epoch(units: int, batch_size: int) -> int:
     return math.ceil(units / batch_size)
+
+
+def advantage_of(unit: Unit, weights: tuple[float, float]) -> float:
+    """Return what the advantages of a unit's sequences say: the margin of a reward model's pair,
+    else KTO's label and weight."""
+    if unit.margin is not None:
+        return unit.margin
+    return weights[0] if unit.label else -weights[1]
 
 
 def train_sequence(sequence: Encoded, advantage: float) -> TrainSequence:

@@ -15,7 +15,12 @@ import numpy as np
 from mlx_parallm.config.load import Config
 from mlx_parallm.losses.types import LossInputs
 from mlx_parallm.models.parameters import scalar
-from mlx_parallm.rl_training.data.batches import kto_constants, mismatched, pair_constants
+from mlx_parallm.rl_training.data.batches import (
+    advantage_of,
+    kto_constants,
+    mismatched,
+    pair_constants,
+)
 from mlx_parallm.rl_training.data.tokens import Unit
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Rollout
@@ -70,9 +75,11 @@ class HeldOut:
         if not self._units:
             return {}
         algorithm = self._trainer.algorithm
-        rows = self._trainer.logprobs(self._rollouts)
+        scores = self._trainer.token_scores(self._rollouts)
+        rows = [of_row[0] for of_row in scores]
+        values = [of_row[2] for of_row in scores] if algorithm.needs_values else None
         reference = self._reference_logprobs() if algorithm.needs_reference else None
-        outputs = algorithm.loss(self._inputs(rows, reference))
+        outputs = algorithm.loss(self._inputs(rows, reference, values))
         numbers = {"eval/loss": scalar(outputs.loss)}
         numbers |= {f"eval/{name}": scalar(value) for name, value in outputs.metrics.items()}
         if algorithm.name == "kto" and reference is not None:
@@ -83,19 +90,19 @@ class HeldOut:
         return numbers | {SCORE: score}
 
     def _inputs(
-        self, rows: Sequence[np.ndarray], reference: Sequence[np.ndarray] | None
+        self,
+        rows: Sequence[np.ndarray],
+        reference: Sequence[np.ndarray] | None,
+        values: Sequence[np.ndarray] | None,
     ) -> LossInputs:
         """All held-out rows at once: only their scored tokens, so this is small."""
-        sides = [
-            self._weights[0] if unit.label else -self._weights[1]
-            for unit in self._units
-            for _ in unit.sequences
-        ]
+        sides = [advantage_of(unit, self._weights) for unit in self._units for _ in unit.sequences]
         shape = (len(rows), max(len(row) for row in rows))
         return LossInputs(
             logprobs=_padded(rows, shape),
             rollout_logprobs=mx.zeros(shape),
             ref_logprobs=None if reference is None else _padded(reference, shape),
+            values=None if values is None else _padded(values, shape),
             advantages=mx.broadcast_to(mx.array(sides)[:, None], shape),
             mask=mx.arange(shape[1])[None] < mx.array([len(row) for row in rows])[:, None],
             token_normalizer=float(sum(len(row) for row in rows)),

@@ -5,17 +5,18 @@ prompt; KTO: `prompt, completion, label`, or pairs, which are split up; SFT: `me
 completion` or `text`. Prompts and completions are strings or lists of messages. ShareGPT's and
 Alpaca's rows come as these (`environments/row_forms.py`). Each form may have `tools` (a list of
 definitions, or JSON text of one). An assistant's message of `weight` 0 is context that is not
-learned.
+learned. A reward model's pairs may have a `margin`.
 """
 
 import difflib
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.config.data import PAIRED, DataConfig
+from mlx_parallm.config.data import PAIRED, REWARD_MODEL, DataConfig
 from mlx_parallm.environments.rows import prompt_key, read_splits, rows_of
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import read_messages, read_tools
@@ -41,7 +42,7 @@ SAME = "chosen and rejected are the same: there is nothing to prefer"
 @dataclass(frozen=True, slots=True)
 class Example:
     """`completions`: (chosen, rejected) of a pair, else one. `label`: KTO's. `key`: the prompt's
-    `prompt_key`."""
+    `prompt_key`. `margin`: of a reward model's pair."""
 
     where: str
     prompt: Text
@@ -49,6 +50,7 @@ class Example:
     key: str
     label: bool = True
     tools: tuple[Mapping[str, Any], ...] = ()
+    margin: float | None = None
 
 
 def read_examples(config: DataConfig, algorithm: str) -> tuple[list[Example], list[Example]]:
@@ -75,7 +77,9 @@ def _read(config: DataConfig, algorithm: str, file: str, split: str) -> list[Exa
             prompt, chosen, rejected = _pair(row, chat=chat, where=where)
             key = prompt_key(prompt or chosen)
             if algorithm in PAIRED:
-                examples.append(Example(where, prompt, (chosen, rejected), key, tools=tools))
+                margin = _margin(row.get("margin"), where) if algorithm == REWARD_MODEL else None
+                pair = chosen, rejected
+                examples.append(Example(where, prompt, pair, key, tools=tools, margin=margin))
             else:
                 sides = ((chosen, True), (rejected, False))
                 examples += [
@@ -239,6 +243,16 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
         return tuple(read_tools(value))
     except RequestError as error:
         raise _bad(where, str(error)) from error
+
+
+def _margin(value: Any, where: str) -> float:
+    """Return by how much the chosen score is to be the higher one; 0 where the row has none."""
+    if value is None:
+        return 0.0
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise _bad(where, f"margin is {value!r}; expected a finite number")
+    return float(value)
 
 
 def _string(value: Any, name: str, where: str) -> str:

@@ -6,6 +6,7 @@ metrics lines
 """
 
 import hashlib
+import struct
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch
 from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios, no_ratios
 from mlx_parallm.rl_training.data.rows import read_examples
-from mlx_parallm.rl_training.data.tokens import Unit, encode_all
+from mlx_parallm.rl_training.data.tokens import Unit, encode_all, form_of
 from mlx_parallm.rl_training.sources import RolloutSource, Served
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.log import get_logger
@@ -38,9 +39,9 @@ class DataSource(RolloutSource):
     def __init__(self, config: Config, tokenizer: ChatTokenizer) -> None:
         self._config, self._algorithm = config, config.rl_training.algorithm
         train, heldout = read_examples(config.data, self._algorithm)
-        kwargs, segments = config.model.chat_template_kwargs, self._algorithm == "sft"
+        kwargs, form = config.model.chat_template_kwargs, form_of(self._algorithm)
         self._train, self._heldout = (
-            encode_all(examples, tokenizer, config.data, kwargs, segments=segments)
+            encode_all(examples, tokenizer, config.data, kwargs, form=form)
             for examples in (train, heldout)
         )
         for examples, units in ((train, self._train), (heldout, self._heldout)):
@@ -133,6 +134,8 @@ def _fingerprint(units: list[Unit]) -> str:
     digest = hashlib.sha256()
     for unit in units:
         digest.update(b"1" if unit.label else b"0")
+        if unit.margin:
+            digest.update(struct.pack("<d", unit.margin))
         for sequence in unit.sequences:
             digest.update(len(sequence.tokens).to_bytes(4, "little"))
             digest.update(sequence.tokens.tobytes())

@@ -15,17 +15,20 @@ is between two sequences: there it is an error that names the row.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from mlx_parallm.config.data import DataConfig
+from mlx_parallm.config.data import REWARD_MODEL, DataConfig
 from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.models.scoring.conversation import conversation_tokens, without_tail
 from mlx_parallm.rl_training.data.rows import SECTION, Example, Text
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import ChatTokenizer, Rollout
 
 UNKNOWN_VERSION = -1
+
+Form = Literal["segments", "whole", "scored"]
 
 log = get_logger("train")
 
@@ -63,6 +66,7 @@ class Unit:
 
     sequences: tuple[Encoded, ...]
     label: bool
+    margin: float | None = None  # of a reward model's pair
 
 
 def encode_all(
@@ -71,13 +75,14 @@ def encode_all(
     config: DataConfig,
     template_kwargs: Mapping[str, Any],
     *,
-    segments: bool,
+    form: Form,
 ) -> list[Unit]:
     """In the order of the rows.
 
     Args:
-        segments: an example may become several units, one a stretch that the template leaves as it
-            is (SFT).
+        form: "segments": an example may become several units, one a stretch that the template
+            leaves as it is (SFT). "whole": each completion is one sequence. "scored": prompt and
+            completion are one text, whose last token is scored (reward models).
 
     Raises ConfigError: a row that the template refuses or rewrites, or that is too long (see
     `data.too_long`).
@@ -87,10 +92,17 @@ def encode_all(
     for example in examples:
         own = config.end_token == "tokenizer"
         render = partial(plain, tools=list(example.tools)) if example.tools else plain
-        sides = [
-            _encode(example, text, tokenizer, render, own_end=own) for text in example.completions
-        ]
-        if not segments and any(len(side) > 1 for side in sides):
+        if form == "scored":
+            sides = [
+                [_scored(example, text, tokenizer, config, template_kwargs)]
+                for text in example.completions
+            ]
+        else:
+            sides = [
+                _encode(example, text, tokenizer, render, own_end=own)
+                for text in example.completions
+            ]
+        if form != "segments" and any(len(side) > 1 for side in sides):
             raise ConfigError(
                 f"{SECTION}: {example.where}: the chat template rewrites earlier turns of a"
                 " completion, so it is no one"
@@ -98,12 +110,14 @@ def encode_all(
                 " the others in the prompt"
             )
         candidates = (
-            [(part,) for part in sides[0]] if segments else [tuple(side[0] for side in sides)]
+            [(part,) for part in sides[0]]
+            if form == "segments"
+            else [tuple(side[0] for side in sides)]
         )
         for sequences in candidates:
             longest = max(len(sequence.tokens) for sequence in sequences)
             if longest <= config.max_length:
-                units.append(Unit(sequences, example.label))
+                units.append(Unit(sequences, example.label, example.margin))
                 continue
             if config.too_long == "error":
                 raise ConfigError(
@@ -120,6 +134,40 @@ def encode_all(
             first=first,
         )
     return units
+
+
+def form_of(algorithm: str) -> Form:
+    """Return the form in which an algorithm reads its rows."""
+    if algorithm == REWARD_MODEL:
+        return "scored"
+    return "segments" if algorithm == "sft" else "whole"
+
+
+def _scored(
+    example: Example,
+    completion: Text,
+    tokenizer: ChatTokenizer,
+    config: DataConfig,
+    template_kwargs: Mapping[str, Any],
+) -> Encoded:
+    """The conversation as a reward model reads it, and one token behind it: the trainer scores the
+    places where a next token is predicted."""
+    if isinstance(completion, str):
+        whole: Any = f"{example.prompt}{completion}"
+    else:
+        whole = [*example.prompt, *completion]
+    try:
+        tokens = conversation_tokens(
+            tokenizer,
+            whole,
+            tools=example.tools,
+            template_kwargs=template_kwargs,
+            end_token=config.end_token,
+        )
+    except RequestError as error:
+        raise ConfigError(f"{SECTION}: {example.where}: {error}") from error
+    places = np.arange(len(tokens) + 1)
+    return Encoded(np.array([*tokens, tokens[-1]], np.int32), places == len(tokens))
 
 
 def _encode(
@@ -174,7 +222,7 @@ def _turns(
                 " Another"
                 " model.chat_template, or model.chat_template_kwargs, may"
             )
-        answer, closed = _without_tail(after[len(before) :], tokenizer)
+        answer, closed = without_tail(after[len(before) :], tokenizer)
         closing = [] if closed else _end_token(tokenizer, example, own=own_end)
         if shown is not None and before.startswith(shown):
             sequences[-1].append((encode(shown, before[len(shown) :]), False))
@@ -187,18 +235,6 @@ def _turns(
         shown = before + answer if closed else None
     learned = [spans for spans in sequences if any(trained for _, trained in spans)]
     return [_joined(spans, example) for spans in learned or sequences]
-
-
-def _without_tail(answer: str, tokenizer: ChatTokenizer) -> tuple[str, bool]:
-    """Up to the end token that closes the turn, as generation stops there; false: the template
-    has none there."""
-    ends = [
-        cut + len(text)
-        for text in map(tokenizer.token_text, tokenizer.eos_token_ids)
-        if text and (cut := answer.rfind(text)) >= 0
-    ]
-    end = max(ends, default=0)
-    return (answer[:end], True) if end and not answer[end:].strip() else (answer, False)
 
 
 def _end_token(tokenizer: ChatTokenizer, example: Example, *, own: bool) -> list[int]:

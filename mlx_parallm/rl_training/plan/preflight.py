@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.data import DATA_ALGORITHMS, PAIRED, USES_REFERENCE
+from mlx_parallm.config.data import DATA_ALGORITHMS, IN_PAIRS, USES_REFERENCE
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.cache.batch import can_lie_by_tokens
 from mlx_parallm.engine.cache.kv_format import KVFormat
@@ -357,7 +357,7 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
     if config.data.path is None:
         length = min(length, training.atropos.max_token_length)
     span = padded_length(max(length - 1, 1))
-    together = 2 if training.algorithm in PAIRED else 1
+    together = 2 if training.algorithm in IN_PAIRS else 1
     rows = training.batch_size * together
     computed, shared = _computed(config, lengths, rows, span)
     tokens = max(
@@ -399,7 +399,7 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
 def _computed(config: Config, lengths: Lengths, rows: int, span: int) -> tuple[int, bool]:
     """Tokens of a mini-batch of the longest rows, and whether a prompt is computed once for its
     group or its pair: where that pays, as rl_training/step/collate.py has it."""
-    if config.rl_training.algorithm in PAIRED:
+    if config.rl_training.algorithm in IN_PAIRS:
         group = 2
     elif config.data.path is not None:
         group = 1

@@ -18,7 +18,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.algorithm import PRESETS
-from mlx_parallm.config.data import BETAS, PAIRED, USES_REFERENCE, PreferenceConfig
+from mlx_parallm.config.data import (
+    BETAS,
+    ONLINE_DPO,
+    PAIRED,
+    REWARD_MODEL,
+    USES_REFERENCE,
+    PreferenceConfig,
+)
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
@@ -26,6 +33,7 @@ from mlx_parallm.losses.advantages import (
     AdvantageKind,
     Estimator,
     Shaping,
+    best_and_worst,
     group_advantages,
     raw_rewards,
     to_go,
@@ -40,6 +48,7 @@ from mlx_parallm.losses.preference import (
     kto_loss,
     nll_loss,
     orpo_loss,
+    reward_model_loss,
     simpo_loss,
 )
 from mlx_parallm.losses.types import LossInputs, LossOutputs
@@ -61,8 +70,9 @@ class Algorithm:
     over the whole batch (whitening, GAE). `needs_…`: what is scored before the step's first update.
     `on_data`: it learns from rows of a file, which no policy sampled. `rows_per_example`:
     consecutive sequences that only make sense together (2: a pair).
-    `stop_kl`: a mini-batch whose metric approx_kl is above it is not applied, and ends the updates
-    of the step.
+    `pairs`: an example is the best and the worst rollout of a group, in this order
+    (`losses.advantages.pair_advantages`). `stop_kl`: a mini-batch whose metric approx_kl is above
+    it is not applied, and ends the updates of the step.
     `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once.
     `fuse`: the loss takes arrays for numbers, and looks at none (`losses.types.LossInputs`), so it
     may be compiled with the step.
@@ -71,6 +81,7 @@ class Algorithm:
     name: str
     loss: Loss
     advantages: Estimator
+    pairs: bool = False
     needs_reference: bool = False
     needs_values: bool = False
     finish: Finish | None = None
@@ -238,6 +249,9 @@ DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
     "simpo": lambda own, beta: partial(simpo_loss, beta=beta, gamma=own.gamma),
     "cpo": lambda own, beta: partial(cpo_loss, beta=beta, nll_weight=own.nll_weight),
     "sft": lambda own, beta: dft_loss if own.sft_loss == "dft" else nll_loss,
+    REWARD_MODEL: lambda own, beta: partial(
+        reward_model_loss, centering=own.center_rewards_coefficient
+    ),
 }
 """One more is a function in `losses.preference`, a line here, and its name (with its options) in
 `config.data`."""
@@ -252,8 +266,25 @@ def on_rows(config: RLTrainingConfig) -> Algorithm:
         loss=DATA_LOSSES[name](own, beta),
         advantages=lambda rewards: None,  # there are no groups of rewards
         needs_reference=name in USES_REFERENCE,
+        needs_values=name == REWARD_MODEL,
         on_data=True,
         rows_per_example=2 if name in PAIRED else 1,
+        entropy_slope=False,
+        fuse=True,
+    )
+
+
+def online_dpo(config: RLTrainingConfig) -> Algorithm:
+    """DPO's loss on pairs of answers that the policy has sampled (arXiv:2402.04792)."""
+    own = config.preference
+    beta = BETAS[ONLINE_DPO] if own.beta is None else own.beta
+    return Algorithm(
+        name=ONLINE_DPO,
+        loss=DATA_LOSSES["dpo"](own, beta),
+        advantages=best_and_worst,
+        pairs=True,
+        needs_reference=True,
+        rows_per_example=2,
         entropy_slope=False,
         fuse=True,
     )
@@ -263,6 +294,7 @@ ALGORITHMS: dict[str, Callable[[RLTrainingConfig], Algorithm]] = {
     **dict.fromkeys(PRESETS, policy_gradient),
     "ppo": ppo,
     **dict.fromkeys(DATA_LOSSES, on_rows),
+    ONLINE_DPO: online_dpo,
 }
 
 

@@ -23,6 +23,7 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_map
 
+from mlx_parallm.config.data import REWARD_MODEL
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
@@ -377,9 +378,12 @@ def optimizer_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> s
 
 def rate_of(name: str, config: RLTrainingConfig) -> float:
     """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns `loraplus_ratio` times as fast as A.
-    A value head has `ppo.value_learning_rate`, on the same schedule."""
+    A value head has `ppo.value_learning_rate`, that of a reward model
+    `preference.head_learning_rate`, on the same schedule."""
     if is_value_head(name):
-        return config.ppo.value_learning_rate / config.learning_rate
+        of_rewards = config.algorithm == REWARD_MODEL
+        rates = config.preference.head_learning_rate, config.ppo.value_learning_rate
+        return rates[0 if of_rewards else 1] / config.learning_rate
     return config.lora.loraplus_ratio if name.endswith(".lora_b") else 1.0
 
 

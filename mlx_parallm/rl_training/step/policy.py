@@ -119,6 +119,8 @@ class TrainedPolicy:
         self.reference_arrays: list[mx.array] | None = None  # float32 where it is an average
         self._reference_base: dict[str, mx.array] | None = None  # another model's arrays, by path
         self._reference_replaced = False  # by `use_reference` or `blend_reference`
+        # texts that are saved with the weights, by file name
+        self.described: Mapping[str, str] = {}
         self._ema = config.reference == "ema"
         if needs_reference is None:
             needs_reference = config.kl_beta > 0
@@ -284,6 +286,8 @@ class TrainedPolicy:
             head = zip(self._value_slots, self.slots.read(self._value_slots), strict=True)
             arrays = {self.slots.names[slot]: array for slot, array in head}
             mx.save_safetensors(str(directory / VALUE_HEAD_FILE), arrays)
+        for name, text in self.described.items():
+            (directory / name).write_text(text, encoding="utf-8")
         if saved := self._saved_reference:
             mx.save_safetensors(
                 str(directory / REFERENCE_FILE), dict(zip(self.slots.names, saved, strict=True))
@@ -293,7 +297,8 @@ class TrainedPolicy:
         """Load what `save` wrote. Raises AdapterError, CheckpointError."""
         if self._value_slots and not (directory / VALUE_HEAD_FILE).is_file():
             raise CheckpointError(
-                f"{directory} has no value head ({VALUE_HEAD_FILE}): it is not of a PPO run"
+                f"{directory} has no value head ({VALUE_HEAD_FILE}): it is neither of PPO"
+                " nor of a reward model"
             )
         tensors = read_tensors(directory / VALUE_HEAD_FILE) if self._value_slots else {}
         slots: Sequence[int] = range(len(self.slots))

@@ -140,7 +140,11 @@ class Trainer:
         self.gradients: list[mx.array] | None = None
         self._budget = MicroBatchBudget(config)
         self._kl_coefficient = config.kl_beta
-        self._correction = None if algorithm.on_data else sampler_correction(config, policy.model)
+        self._correction = (
+            None
+            if algorithm.on_data or algorithm.pairs
+            else sampler_correction(config, policy.model)
+        )
         if self._correction is not None:
             fields = asdict(self._correction)
             # a log line has a level already
@@ -495,7 +499,9 @@ class Trainer:
         An interrupted step has them already, except those that a changed configuration needs.
         """
         scores, rows = dict(at.scores), set(range(len(batch.sequences)))
-        needs_values, needs_reference = self.algorithm.needs_values, self.algorithm.needs_reference
+        needs_reference = self.algorithm.needs_reference
+        # a reward model's loss reads no earlier values
+        needs_values = self.algorithm.needs_values and not self.algorithm.on_data
         everything = needs_values or self._correction is not None
         silent = {row for row in rows if batch.sequences[row].rollout.logprobs is None}
         scored, name = (rows, "old_logprobs") if everything else (silent, "stand_ins")

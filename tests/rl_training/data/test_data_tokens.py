@@ -63,7 +63,9 @@ class Characters:
 
 
 def encode(tokenizer: Any, *examples: Example, segments: bool = False, **config: Any) -> list[Unit]:
-    return encode_all(examples, tokenizer, DataConfig(**config), {}, segments=segments)
+    return encode_all(
+        examples, tokenizer, DataConfig(**config), {}, form="segments" if segments else "whole"
+    )
 
 
 def texts(sequence: Encoded) -> tuple[str, str]:

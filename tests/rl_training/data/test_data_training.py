@@ -72,9 +72,8 @@ def write_rows(directory: Path, algorithm: str, count: int = 20) -> None:
 
 def make_trainer(config: Config) -> Trainer:
     training, algorithm = config.rl_training, make_algorithm(config.rl_training)
-    return Trainer(
-        make_policy(training, needs_reference=algorithm.needs_reference), training, algorithm
-    )
+    needs = {"needs_reference": algorithm.needs_reference, "needs_values": algorithm.needs_values}
+    return Trainer(make_policy(training, **needs), training, algorithm)
 
 
 def open_source(algorithm: str, tmp_path: Path, **values: Any) -> tuple[Config, DataSource]:
@@ -84,7 +83,7 @@ def open_source(algorithm: str, tmp_path: Path, **values: Any) -> tuple[Config, 
 
 
 every_algorithm = pytest.mark.parametrize(
-    "algorithm", ["dpo", "orpo", "simpo", "cpo", "kto", "sft"]
+    "algorithm", ["dpo", "orpo", "simpo", "cpo", "kto", "sft", "reward_model"]
 )
 
 
@@ -177,8 +176,10 @@ def test_it_learns_what_it_is_shown(algorithm: str, tmp_path: Path) -> None:
     after = heldout.measure(14)
     assert after["eval/loss"] < before["eval/loss"] - 0.01
     assert after["heldout_score"] > before["heldout_score"] + (0.3 if algorithm != "sft" else 0.1)
-    if algorithm in ("dpo", "kto"):
-        assert before["heldout_score"] == 0.5  # the policy is the reference: all tied
+    if algorithm in ("dpo", "kto", "reward_model"):
+        assert (
+            before["heldout_score"] == 0.5
+        )  # the policy is the reference, a new head is 0: all tied
 
 
 def test_kl_of_kto_is_the_mean_log_ratio_of_what_was_not_asked(tmp_path: Path) -> None:
@@ -248,7 +249,9 @@ def run(
     ]
 
 
-@pytest.mark.parametrize(("algorithm", "stop_at"), [("dpo", 3), ("kto", 2), ("sft", 0)])
+@pytest.mark.parametrize(
+    ("algorithm", "stop_at"), [("dpo", 3), ("kto", 2), ("sft", 0), ("reward_model", 3)]
+)
 def test_a_run_that_was_stopped_goes_on_exactly(
     algorithm: str, stop_at: int, tmp_path: Path
 ) -> None:
@@ -260,7 +263,9 @@ def test_a_run_that_was_stopped_goes_on_exactly(
     assert again == whole
     assert [line["step"] for line in again if line.get("heldout_score") is not None] == [2, 4, 5]
     assert "eval_before/loss" in again[0]
-    assert [line["policy_version"] for line in again] == list(range(1, 6))
+    # a reward model's first update moves its head alone, which is not served
+    first = 0 if algorithm == "reward_model" else 1
+    assert [line["policy_version"] for line in again] == list(range(first, first + 5))
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
