@@ -96,6 +96,16 @@ CORE = (
         "Nothing is generated. Shows the metrics side by side.",
     ),
     Command(
+        "distill-data",
+        "data",
+        "Let a teacher answer prompts, filter by a reward, and write rows for SFT or DPO.",
+        "mlx_parallm.cli.distill:distill_data",
+        details=(
+            "The teacher is a model on this machine, or any OpenAI-compatible endpoint. A call that"
+            " was ended goes on where it was."
+        ),
+    ),
+    Command(
         "merge",
         "deploy",
         "Add an adapter to its base model and save the result as a model.",

@@ -211,6 +211,10 @@ class RewardFunctions:
     def weights(self) -> dict[str, float]:
         return {function.name: function.weight for function in self._functions}
 
+    def reading(self, argument: str) -> list[str]:
+        """Return the names of the functions that cannot be called without this argument."""
+        return [function.name for function in self._functions if argument in function.required]
+
     def attach(self, inference: Any) -> None:
         """Hand the policy's engine to the functions that ask a model (`judge = "base"`)."""
         for function in self._functions:

@@ -277,14 +277,14 @@ def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight
             await backend.aclose()
 
     with _problems(config) as problems:
-        name = asyncio.run(_model(OpenAIEndpoint(url, key), model))
+        name = asyncio.run(endpoint_model(OpenAIEndpoint(url, key), model))
         started = time.monotonic()
         with InferenceModule(name, backend="openai", base_url=url, api_key=key) as inference:
             evaluations, tokens = asyncio.run(answer(inference, problems))
     return Result(name, config, evaluations, time.monotonic() - started, url, tokens or None)
 
 
-async def _model(endpoint: OpenAIEndpoint, model: str | None) -> str:
+async def endpoint_model(endpoint: OpenAIEndpoint, model: str | None) -> str:
     """Return the name of the model to ask. This one request also finds a wrong address or key."""
     try:
         models = await endpoint.models()
