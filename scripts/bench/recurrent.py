@@ -180,24 +180,39 @@ def model_of(name: str) -> Any:
 
 def steps(console: Console, rounds: int) -> None:
     """Forward and gradient of all weights over 4 × 1,024 tokens; seconds a parameter, beside a
-    qwen3's."""
-    tokens = mx.random.randint(0, 1000, (ROWS, TOKENS))
-    base = 0.0
+    qwen3's: eagerly at once, and as the trainer does it, block by block in compiled loops."""
+    numbers = np.random.default_rng(0).integers(0, 1000, (ROWS, TOKENS)).astype(np.int32)
+    tokens = mx.array(numbers)
+    scored = np.zeros(numbers.shape, bool)
+    scored[:, :-1] = True
+    positions = np.flatnonzero(scored).astype(np.int32)
+    targets = mx.array(np.roll(numbers, -1, axis=1).reshape(-1)[positions])
+    batch = TokenBatch(tokens, mx.array(positions), targets, entropy_slope=False)
+
+    def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+        return -logprobs.mean() + 0 * entropy.mean(), ()
+
+    def loss(model: nn.Module) -> mx.array:
+        logits = model(tokens[:, :-1]).astype(mx.float32)
+        return nn.losses.cross_entropy(logits, tokens[:, 1:]).mean()
+
+    base: dict[str, float] = {}
     for name in LARGER:
         model = model_of(name)
-
-        def loss(model: nn.Module) -> mx.array:
-            logits = model(tokens[:, :-1]).astype(mx.float32)
-            return nn.losses.cross_entropy(logits, tokens[:, 1:]).mean()
-
         function = nn.value_and_grad(model, loss)
-        seconds, peak = measured(lambda f=function, m=model: f(m), rounds)
+        parts = BlockwiseModel(model_of(name), blocks_per_eval=1)
         million = parameter_count(model) / 1e6
-        base = base or seconds / million
-        console.print(
-            f"{name}: {million:.1f} M parameters, {seconds:.2f} s, {peak:.0f} MB;"
-            f" {seconds / million / base:.2f} times a qwen3 of its size"
-        )
+        ways: dict[str, Callable[[], Any]] = {
+            "eager": partial(function, model),
+            "trainer": partial(parts.loss_and_gradients, batch, objective, fuse=True),
+        }
+        for way, work in ways.items():
+            seconds, peak = measured(work, rounds)
+            base.setdefault(way, seconds / million)
+            console.print(
+                f"{name}, {way}: {million:.1f} M parameters, {seconds:.2f} s, {peak:.0f} MB;"
+                f" {seconds / million / base[way]:.2f} times a qwen3 of its size"
+            )
 
 
 def group(console: Console, rounds: int) -> None:
