@@ -92,6 +92,8 @@ class RolloutBuffer:
         minimums: of the environments that deliver now, by name.
         misfit: whether a group from outside is of another model; asked before it enters a batch.
         shaping: changes of rewards and rollouts before the advantages.
+        taught: whether a group has another signal than its rewards: it is kept where they are
+            equal, unless none of its answers is trained on.
 
     Raises ConfigError: no mix of these group sizes makes `rollout_batch_size` sequences.
     """
@@ -108,6 +110,7 @@ class RolloutBuffer:
         minimums: Callable[[], Mapping[str, Minimum]] = dict,
         misfit: Callable[[RolloutGroup], bool] | None = None,
         shaping: Shaping = PLAIN,
+        taught: Callable[[RolloutGroup], bool] = lambda group: False,
     ) -> None:
         self._target = config.atropos.rollout_batch_size
         if group_sizes and not fillable_up_to(self._target, set(group_sizes))[-1]:
@@ -129,6 +132,7 @@ class RolloutBuffer:
             config.max_oversampling or math.inf,
         )
         self._seed, self._misfit, self._shaping = config.seed, misfit, shaping
+        self._taught = taught
         # waiting in the store, read already; in the store's order
         self._held: dict[str, RolloutGroup] = {}
         # of held groups, which each new arrival looks at again
@@ -343,7 +347,11 @@ class RolloutBuffer:
             if age > self._max_staleness:
                 stale.append(group.group_id)
                 self._statistics.add_stale(group)
-            elif (advantages := self._advantages(group)) is None and self._dynamic:
+            elif (
+                (advantages := self._advantages(group)) is None
+                and self._dynamic
+                and not self._is_taught(group)
+            ):
                 constant.append(group.group_id)
                 self._statistics.add_without_variance(group)
                 self._dropped += len(group.rollouts) if group.index is not None else 0
@@ -364,6 +372,9 @@ class RolloutBuffer:
         if group.group_id not in self._computed:
             self._computed[group.group_id] = token_advantages(group, self._estimate, self._shaping)
         return self._computed[group.group_id]
+
+    def _is_taught(self, group: RolloutGroup) -> bool:
+        return not all(map(self._shaping.leaves_out, group.rollouts)) and self._taught(group)
 
     def _choose_among(
         self, trainable: list[Chosen], room: int, fillable: Sequence[bool], step: int

@@ -31,6 +31,7 @@ from mlx_parallm.losses.advantages import (
     to_go,
     whiten,
 )
+from mlx_parallm.losses.distillation import with_divergence
 from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
 from mlx_parallm.losses.ppo import gae, with_value_loss
 from mlx_parallm.losses.preference import (
@@ -45,6 +46,7 @@ from mlx_parallm.losses.preference import (
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.metrics import KEYS
 from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch
+from mlx_parallm.rl_training.step.teaching import Teaching
 
 STOP_FACTOR = 1.5  # of the target KL, as in Spinning Up and Stable-Baselines3
 # columns of metrics.jsonl that a loss may fill
@@ -66,6 +68,7 @@ class Algorithm:
     `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once.
     `fuse`: the loss takes arrays for numbers, and looks at none (`losses.types.LossInputs`), so it
     may be compiled with the step.
+    `teaching`: how a step learns from the scores of teachers.
     """
 
     name: str
@@ -79,22 +82,37 @@ class Algorithm:
     rows_per_example: int = 1
     entropy_slope: bool = True
     fuse: bool = False
+    teaching: Teaching | None = None
 
 
 def make_algorithm(config: RLTrainingConfig) -> Algorithm:
     """The configured algorithm, with the user's own advantage and loss where they are set.
     Raises ConfigError."""
-    return ALGORITHMS[config.algorithm](config)
+    return taught(ALGORITHMS[config.algorithm](config), config)
+
+
+def taught(algorithm: Algorithm, config: RLTrainingConfig) -> Algorithm:
+    """The same algorithm with the signal of the configured teachers, if there are any."""
+    teaching = Teaching.of(config)
+    if teaching is None:
+        return algorithm
+    loss = algorithm.loss
+    if teaching.mode == "loss":
+        aggregation = config.loss_aggregation or "token"
+        loss = with_divergence(loss, weight=teaching.weight, aggregation=aggregation)
+    return replace(algorithm, loss=loss, teaching=teaching)
 
 
 def make_shaping(config: RLTrainingConfig, algorithm: Algorithm) -> Shaping:
     """The configured changes to groups. A rollout marked `zero_advantage` is left out where the
-    algorithm, or a KL in the reward, would give it an advantage all the same."""
+    algorithm, a KL in the reward, or a teacher would give it an advantage all the same."""
     return Shaping(
         overlong_length=config.overlong_length or 0,
         overlong_buffer=config.overlong_buffer,
         mask_truncated=config.mask_truncated,
-        leave_out_marked=algorithm.finish is not None or config.kl_in == "reward",
+        leave_out_marked=algorithm.finish is not None
+        or config.kl_in == "reward"
+        or algorithm.teaching is not None,
     )
 
 
