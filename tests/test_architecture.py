@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runs", "deploy"),
     ("cli",),
     # The leaves: no core module imports or names one of them.
-    ("faces.atropos", "faces.mcp_server", "faces.tinker"),
+    ("faces.atropos", "faces.mcp_server", "faces.tinker", "rl_training.distillation"),
     ("systems.experts", "systems.traces", "systems.prompt_policy"),
     ("systems.orchestrator", "runs.dashboard", "deploy.export", "faces.trl"),
     ("systems.pipeline",),
@@ -54,6 +54,7 @@ WITHIN_A_LAYER = {
     ("environments", "engine.client"): "environments generate through the engine's mlx-free face",
     ("losses", "models.logprobs"): "the one token-logprob function",
     ("rewards", "models.scoring"): "a trained reward model, loaded when a reward is made of it",
+    ("losses", "models.sums"): "sums over a vocabulary that are exact on a CPU",
 }
 CORE_UNITS = {unit for layer in LAYERS[: LAYERS.index(("cli",)) + 1] for unit in layer}
 BASE_UNITS = set(LAYERS[0])  # they may import each other

@@ -22,6 +22,7 @@ TINY_MODULE_LINES = 80
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
     "environments.kinds.dataset": "a kind of environment is a file",
+    "rl_training.monitor.teacher_signs": "the rules of one subject, for the list in health",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "server.api.adapters": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
@@ -68,6 +69,7 @@ NEUTRAL = {
     "seed",
     "temperature",
     "timeout_s",
+    "top_k",  # a sampler's is another number than a teacher's
     "top_p",
 }
 TRLS = "faces.trl.config"  # its fields are TRL's arguments, not keys

@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, get_origin
 
 import tomli
 import tomli_w
@@ -346,6 +346,9 @@ def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
                 section[key] = _absolute_files(section[key], directories)
     if "tools" in data:
         data["tools"] = _absolute_files(data["tools"], directories)
+    training = data.get("rl_training")
+    if isinstance(training, dict) and "distillation" in training:
+        training["distillation"] = _absolute_files(training["distillation"], directories)
 
 
 def _absolute_files(value: Any, directories: list[Path], key: str = "") -> Any:
@@ -400,9 +403,9 @@ def _keys_of(location: list[str]) -> list[str]:
     for part in location:
         if part.isdigit():
             continue
-        section = (
-            EnvironmentConfig if part == ("environments") else section.model_fields[part].annotation
-        )
+        section = section.model_fields[part].annotation
+        if get_origin(section) is tuple:  # one entry for each
+            section = get_args(section)[0]
     return list(section.model_fields)
 
 

@@ -18,6 +18,7 @@ from mlx_parallm.config.data import (
     ONLINE_DPO,
     PreferenceConfig,
 )
+from mlx_parallm.config.distillation import DistillationConfig
 from mlx_parallm.config.environment import Section
 
 PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
@@ -282,6 +283,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     atropos: AtroposConfig = AtroposConfig()
     ppo: PPOConfig = PPOConfig()
     weight_updates: WeightUpdateConfig = WeightUpdateConfig()
+    distillation: DistillationConfig = DistillationConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> "RLTrainingConfig":
@@ -297,6 +299,11 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         check_prepared(self, self.kl_beta)
         self.ppo.check(self.algorithm)
         self.weight_updates.check(max_staleness=self.max_staleness, lora=self.lora.enabled)
+        self.distillation.check(
+            learns_from_rows=self.algorithm in DATA_ALGORITHMS,
+            algorithm=self.algorithm,
+            reference=self.reference,
+        )
         if (
             self.algorithm not in DATA_ALGORITHMS
             and self.batch_size > self.atropos.rollout_batch_size

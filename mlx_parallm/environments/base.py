@@ -156,6 +156,9 @@ class EnvironmentSource(ABC):
     """Whether every episode of a group begins with `task.opening`: then one request opens all of
     them."""
 
+    keeps_rows = False
+    """Whether the store keeps each group's row and messages, which teachers are asked with."""
+
     learner: Learner | None = None
     """What learns beside the policy from this environment's groups."""
 

@@ -14,6 +14,7 @@ a `GroupResult` with the reason, and with the rollouts as far as they came.
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -395,6 +396,32 @@ async def _deadline(job: _Job, why: Callable[[], str | None] = lambda: None) -> 
         raise
 
 
+def task_in_words(task: Task, source: EnvironmentSource) -> dict[str, Any]:
+    """A task's messages and its row as JSON, for a group's metadata: what a teacher is asked with.
+
+    `columns_left_out`: columns that JSON does not know. `taught_tools`: the policy's prompt has
+    tools, which a prompt made of these messages would lack.
+    """
+    row = {"answer": task.answer} if task.state is None else task.state.metadata
+    plain, left_out = {}, []
+    for name, value in row.items():
+        try:
+            plain[str(name)] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError):
+            left_out.append(str(name))
+    asked = task.opening if task.plain else [dict(message) for message in task.messages]
+    words: dict[str, Any] = {
+        "asked": asked,
+        "row": plain,
+        "template_kwargs": dict(source.config.chat_template_kwargs),
+    }
+    if left_out:
+        words["columns_left_out"] = left_out
+    if task.tools or source.tools_of(task) is not None:
+        words["taught_tools"] = True
+    return words
+
+
 def _failed(plan: GroupPlan, outcome: Outcome, task: Task | None = None) -> GroupResult:
     return GroupResult(plan, _group(plan, (), task), (), task, outcome.failure, outcome.may_pass)
 
@@ -408,6 +435,8 @@ def _group(
     metadata: dict[str, Any] = {**known, "task_index": plan.task_index}
     if task is not None:
         metadata |= {"key": task.key, "answer": task.answer}
+        if plan.source.keeps_rows:
+            metadata |= task_in_words(task, plan.source)
     return RolloutGroup(
         plan.group_id, plan.source.name, rollouts, index=plan.index, metadata=metadata
     )

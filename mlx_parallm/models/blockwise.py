@@ -68,7 +68,8 @@ TRAINED_HEAD = 4  # … and where each adds to their gradient
 Head = Callable[[mx.array], mx.array]
 """Rows [n, D] → logits [n, V]."""
 Scores = tuple[mx.array, ...]
-"""(logprobs [N], entropy [N], with a value head values [N]) float32."""
+"""(logprobs [N], entropy [N], what `TokenBatch.measure` adds, with a value head values [N])
+float32."""
 Objective = Callable[..., tuple[mx.array, tuple[mx.array, ...]]]
 """Scores → (scalar loss, further arrays to be evaluated with it). All of these are different
 arrays."""
@@ -234,7 +235,7 @@ class BlockwiseModel:
     def _known_slopes(self, batch: TokenBatch) -> bool:
         """True when a loss reaches a row through its token's log-probability only, and trains
         nothing of the head."""
-        return not (self._outer_slots or batch.entropy_slope)
+        return not (self._outer_slots or batch.entropy_slope or batch.measure)
 
     def _backward_at_once(
         self,
@@ -657,9 +658,10 @@ def token_scores(logits: mx.array, batch: TokenBatch, chunk: slice) -> Scores:
     temperature = (
         batch.temperature if isinstance(batch.temperature, float) else batch.temperature[chunk]
     )
-    return token_logprobs_and_entropy(
+    scores = token_logprobs_and_entropy(
         logits, batch.targets[chunk], temperature, entropy_slope=batch.entropy_slope
     )
+    return scores if batch.measure is None else (*scores, *batch.measure(logits, batch, chunk))
 
 
 def scores_and_directions(head: Head, rows: mx.array, batch: TokenBatch, chunk: slice) -> mx.array:

@@ -91,6 +91,17 @@ class TokenBatch:
     temperature: float | mx.array = 1.0  # or [N] float32
     compact: CompactRows | None = None  # the same tokens with less padding, or each prompt once
     entropy_slope: bool = True  # False: the loss does not depend on the entropy
+    # further scores [n, …] of the scored tokens, made of their logits [n, V] and differentiated:
+    # (logits, this batch, which of the scored tokens they are for)
+    measure: "Callable[[mx.array, TokenBatch, slice], tuple[mx.array, ...]] | None" = None
+
+
+def scaled(logits: mx.array, batch: TokenBatch, chunk: slice) -> mx.array:
+    """Logits [n, V] over the temperature, float32; `chunk`: which of the scored tokens."""
+    wide = logits.astype(mx.float32)
+    if isinstance(batch.temperature, mx.array):
+        return wide / batch.temperature[chunk][:, None]
+    return wide if batch.temperature == 1.0 else wide / batch.temperature
 
 
 def padded_length(length: int) -> int:

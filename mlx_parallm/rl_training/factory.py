@@ -8,15 +8,21 @@ and the other ranks all use this.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.models.loading import LoadedModel, load_tokenizer
+from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import GroupStore, Minimum, RolloutBuffer
 from mlx_parallm.rl_training.step.algorithms import Algorithm, make_algorithm, make_shaping
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
+from mlx_parallm.rl_training.step.teaching import TeacherSignal
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import RolloutGroup
 
@@ -45,7 +51,7 @@ def build_policy(
         base=loaded.name,
         initial_adapter=initial_adapter,
         needs_reference=keeps_reference or algorithm.needs_reference,
-        needs_values=keeps_values or algorithm.needs_values,
+        needs_values=keeps_values or algorithm.has_values,
     )
 
 
@@ -68,6 +74,49 @@ def build_trainer(
     algorithm = algorithm or make_algorithm(training)
     policy = build_policy(loaded, training, algorithm, initial_adapter=initial_adapter)
     return Trainer(policy, training, algorithm, between_blocks=between_blocks, ranks=ranks)
+
+
+@dataclass(frozen=True)
+class TeacherContext:
+    """What a run's teachers are built from: its trainer, before a checkpoint is resumed.
+
+    `tokenizer` makes one for the trainer's thread. `between_blocks`: as in `Trainer`.
+    """
+
+    training: RLTrainingConfig
+    model: ModelConfig
+    trainer: Trainer
+    vocab_size: int
+    tokenizer: Callable[[], Tokenizer]
+    between_blocks: Callable[[], None] = lambda: None
+
+
+def build_teachers(
+    trainer: Trainer,
+    training: RLTrainingConfig,
+    model: ModelConfig,
+    loaded: LoadedModel,
+    *,
+    between_blocks: Callable[[], None] = lambda: None,
+) -> TeacherSignal | None:
+    """Give the trainer its teachers, if the configuration names some, before a checkpoint is
+    resumed. Raises ConfigError: nothing here can build them, or one does not fit the policy;
+    ModelError."""
+    if not training.distillation.active:
+        return None
+    makers = [imported(leaf.teachers) for leaf in leaves() if leaf.teachers is not None]
+    if not makers:
+        raise ConfigError("rl_training.distillation names teachers, and this package has none")
+    context = TeacherContext(
+        training,
+        model,
+        trainer,
+        loaded.vocab_size,
+        lambda: load_tokenizer(loaded.path, model),
+        between_blocks,
+    )
+    trainer.teachers = makers[0](context)
+    return trainer.teachers
 
 
 def build_buffer(
@@ -94,4 +143,5 @@ def build_buffer(
         misfit=misfit,
         shaping=make_shaping(training, trainer.algorithm),
         pairs=trainer.algorithm.pairs,
+        taught=lambda group: trainer.teachers is not None and trainer.teachers.teaches(group),
     )

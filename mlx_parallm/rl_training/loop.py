@@ -251,9 +251,13 @@ class TrainingLoop:
         if not all(learner.trains_policy(batch.step) for learner in self._parts.learners.values()):
             batch = replace(batch, sequences=())
         with self._control.training():
-            self._parts.trainer.lead(batch, position)
+            # before the other ranks begin: they get the scores
+            asked = self._parts.trainer.ask_teachers(batch, position, self._control.should_stop)
+            if asked is None:
+                return StepResult(False, position or StepPosition(), {}, 0.0)
+            self._parts.trainer.lead(batch, asked)
             return self._parts.trainer.train_step(
-                batch, position=position, should_stop=self._control.should_stop
+                batch, position=asked, should_stop=self._control.should_stop
             )
 
     def _finish_step(self, batch: TrainBatch, result: StepResult, time_rollout_s: float) -> None:

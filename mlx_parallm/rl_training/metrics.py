@@ -96,6 +96,13 @@ process.
 `never_done_turns`: their mean number.
 `rollout_entropy`: mean of -logprobs of the sampled tokens that have one, also in steps with nothing
 to train on.
+With teachers (docs/distillation.md): `teacher_kl`, `teacher_spread`: mean and deviation of log π -
+log π_teacher over the tokens that a teacher scored; `teacher_agreement`: share of the sampled
+tokens that are the teacher's best; `teacher_reward_r`: `step.teaching.teacher_numbers`;
+`teacher_share`: share of the trained tokens that were scored; `teacher_sequences`,
+`teacher_unscored`: sequences that teachers were asked about, and those without a score;
+`teacher_seconds`: how long that took, a part of time_train_s; `distill_loss`: the divergence, with
+mode = "loss".
 `time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by
 the guard.
 `publish_kl`: `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`:
@@ -109,6 +116,7 @@ TIMES = (
     "serve_tok_s",
     "memory_gb",
     "eval/seconds",
+    "teacher_seconds",
 )
 """Keys that differ between two otherwise equal runs."""
 

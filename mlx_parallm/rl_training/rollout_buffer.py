@@ -103,6 +103,8 @@ class RolloutBuffer:
         misfit: whether a group from outside is of another model; asked before it enters a batch.
         shaping: changes of rewards and rollouts before the advantages.
         pairs: the sequences of a batch are the best and the worst answer of each group.
+        taught: whether a group has another signal than its rewards: it is kept where they are
+            equal, unless none of its answers is trained on.
 
     Raises ConfigError: no mix of these group sizes makes `rollout_batch_size` sequences.
     """
@@ -120,6 +122,7 @@ class RolloutBuffer:
         misfit: Callable[[RolloutGroup], bool] | None = None,
         shaping: Shaping = PLAIN,
         pairs: bool = False,
+        taught: Callable[[RolloutGroup], bool] = lambda group: False,
     ) -> None:
         self._target = config.atropos.rollout_batch_size
         if group_sizes and not fillable_up_to(self._target, set(group_sizes))[-1]:
@@ -142,6 +145,7 @@ class RolloutBuffer:
         )
         self._seed, self._misfit, self._shaping = config.seed, misfit, shaping
         self._pairs = pairs
+        self._taught = taught
         # waiting in the store, read already; in the store's order
         self._held: dict[str, RolloutGroup] = {}
         # of held groups, which each new arrival looks at again
@@ -356,7 +360,11 @@ class RolloutBuffer:
             if age > self._max_staleness:
                 stale.append(group.group_id)
                 self._statistics.add_stale(group)
-            elif (advantages := self._advantages(group)) is None and self._dynamic:
+            elif (
+                (advantages := self._advantages(group)) is None
+                and self._dynamic
+                and not self._is_taught(group)
+            ):
                 constant.append(group.group_id)
                 self._statistics.add_without_variance(group)
                 self._dropped += len(group.rollouts) if group.index is not None else 0
@@ -378,6 +386,9 @@ class RolloutBuffer:
             advantages = pair_advantages if self._pairs else token_advantages
             self._computed[group.group_id] = advantages(group, self._estimate, self._shaping)
         return self._computed[group.group_id]
+
+    def _is_taught(self, group: RolloutGroup) -> bool:
+        return not all(map(self._shaping.leaves_out, group.rollouts)) and self._taught(group)
 
     def _choose_among(
         self, trainable: list[Chosen], room: int, fillable: Sequence[bool], step: int

@@ -52,7 +52,7 @@ from mlx_parallm.rl_training.events import (
     StepFinished,
     WeightsPublished,
 )
-from mlx_parallm.rl_training.factory import build_buffer, build_trainer
+from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_trainer
 from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
 from mlx_parallm.rl_training.loop import Batches, Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
@@ -192,6 +192,8 @@ class TrainingRun:
             self._evaluated = evaluation_sources(
                 config, self.environments, self._progress, self.tools
             )
+            for source in self.environments:
+                source.keeps_rows = training.distillation.reads_rows
             # the user's code is checked before a model is loaded
             self._algorithm = make_algorithm(training)
             self.serving = serve(config)
@@ -358,6 +360,15 @@ class TrainingRun:
         )
         policy = trainer.policy
         policy.described = self._described()
+        teachers = build_teachers(
+            trainer,
+            training,
+            self.config.model,
+            loaded,
+            between_blocks=self.serving.turns.after_evaluation,
+        )
+        if teachers is not None:
+            self._closing.callback(teachers.close)
         learners = {
             source.name: source.learner
             for source in self.environments
@@ -559,7 +570,13 @@ class TrainingRun:
                     "paused by a client: POST /resume, or Resume on the dashboard, goes on",
                     self._memory.health(),
                 ]
-            return [*started.sources.health(), started.parts.buffer.health(), self._memory.health()]
+            teachers = started.parts.trainer.teachers
+            return [
+                *started.sources.health(),
+                started.parts.buffer.health(),
+                teachers.health() if teachers is not None else None,
+                self._memory.health(),
+            ]
 
         readable = without_template(tokenizer, self.config.model.chat_template_kwargs)
         # a file's readers are not known

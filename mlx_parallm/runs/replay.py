@@ -28,7 +28,7 @@ from mlx_parallm.models.loading import LoadedModel, check_model, load_model
 from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, find_checkpoint, restore_random_state
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.factory import build_buffer, build_trainer
+from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_trainer
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.run_directory import (
@@ -149,6 +149,7 @@ class _Player:
         self._config, training = config, config.rl_training
         initial = None if checkpoint else initial_adapter(config)
         self._trainer = build_trainer(loaded, training, initial_adapter=initial)
+        build_teachers(self._trainer, training, config.model, loaded)
         self._policy = self._trainer.policy
         versions = VersionSteps()
         if checkpoint is not None:

@@ -555,7 +555,7 @@ class Trip:
         file.write_text("".join(json.dumps(row | {"completion": "ok"}) + "\n" for row in rows))
         config = DataConfig(path=str(file), eval_fraction=0, max_length=ROOM)
         examples, _ = read_examples(config, "sft")
-        units = encode_all(examples, self.tokenizer, config, {}, segments=True)
+        units = encode_all(examples, self.tokenizer, config, {}, form="segments")
         for unit, (chat, ids) in zip(units, kept, strict=True):
             [sequence] = unit.sequences
             self._compare(

@@ -137,6 +137,12 @@ def unbounded(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(aggregate(inputs.logprobs, inputs) * math.inf, {})
 
 
+def taught(kind: str) -> dict[str, Any]:
+    """A section with one teacher: the policy behind its own prompt, or its base."""
+    prompt = {"prompt": "{prompt}"} if kind == "policy" else {}
+    return {"weight": 0.01, "teachers": [{"name": "teacher", "kind": kind, **prompt}]}
+
+
 HTTP = {"total_steps": 12}
 RECOMPUTE = {"atropos": BASE["rl_training"]["atropos"] | {"missing_logprobs": "recompute"}}
 # the sender does not wait for the trainer: its groups age where steps are slow
@@ -199,6 +205,12 @@ PROVOCATIONS: dict[str, Provocation] = {
     "tight target KL": Provocation(
         "no-update",
         training={"algorithm": "ppo", "learning_rate": 1e-2, "ppo": {"target_kl": 1e-3}},
+    ),
+    "teacher is the policy": Provocation(
+        "teacher-constant", training={"max_staleness": 0, "distillation": taught("policy")}
+    ),
+    "teacher knows no more": Provocation(
+        "teacher-no-better", training={"learning_rate": 1e-2, "distillation": taught("base")}
     ),
     "lock held": Provocation(
         "weights-not-published",

@@ -55,7 +55,7 @@ def make_trainer(
 ) -> Trainer:
     algorithm = algorithm or make_algorithm(config)
     return Trainer(
-        make_policy(config, needs_values=algorithm.needs_values, **policy), config, algorithm
+        make_policy(config, needs_values=algorithm.has_values, **policy), config, algorithm
     )
 
 

@@ -11,7 +11,7 @@ from mlx_parallm.cli.table import main
 from mlx_parallm.config.data import DataConfig
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.rl_training.data.rows import read_examples
-from mlx_parallm.rl_training.data.tokens import encode_all
+from mlx_parallm.rl_training.data.tokens import encode_all, form_of
 from mlx_parallm.systems.traces.builders import (
     DatasetOptions,
     build_dataset,
@@ -67,7 +67,7 @@ def learned(
     config = DataConfig(path=str(path), eval_fraction=0)
     examples, _ = read_examples(config, algorithm)
     found = []
-    for unit in encode_all(examples, tokenizer, config, template, segments=algorithm == "sft"):
+    for unit in encode_all(examples, tokenizer, config, template, form=form_of(algorithm)):
         texts, run = [], list[int]()
         for token, trained in zip(
             [*unit.sequences[0].tokens, 0], [*unit.sequences[0].mask, False], strict=True
@@ -118,7 +118,7 @@ def test_calls_and_tools_are_rendered_as_the_server_renders_them(tmp_path: Path)
     assert texts[0] == after.removeprefix(before).rstrip("\n")
     config = DataConfig(path=str(tmp_path / "a.jsonl"), eval_fraction=0)
     examples = read_examples(config, "sft")[0]
-    [unit] = encode_all(examples, tokenizer, config, {"enable_thinking": False}, segments=True)
+    [unit] = encode_all(examples, tokenizer, config, {"enable_thinking": False}, form="segments")
     assert tokenizer.decode(
         [int(t) for t in unit.sequences[0].tokens], skip_special_tokens=False
     ).startswith(before)

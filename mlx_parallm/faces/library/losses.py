@@ -105,8 +105,14 @@ class Loss:
         def with_returns(prepared: PreparedBatch) -> PreparedBatch:
             return replace(prepared, returns=self.returns)
 
-        values, reference = "values" in self.needs, "reference" in self.needs
-        return Algorithm("loss", loss, raw_rewards, reference, values, finish=with_returns)
+        return Algorithm(
+            "loss",
+            loss,
+            raw_rewards,
+            needs_reference="reference" in self.needs,
+            needs_values="values" in self.needs,
+            finish=with_returns,
+        )
 
 
 def segments_of(played: Played) -> tuple[Rollout, ...]:

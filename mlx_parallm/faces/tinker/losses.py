@@ -192,6 +192,9 @@ class DatumLoss:
     def fuse(self) -> bool:
         return True
 
+    def measure(self, micro_batch: MicroBatch) -> None:
+        """No further scores."""
+
     def objective(self, micro_batch: MicroBatch) -> Objective:
         """(logprobs, entropy; each [N]) → (loss, (no metrics, no mismatch, logprobs, entropy))."""
         own = micro_batch.columns

@@ -151,6 +151,7 @@ MAY_CHANGE = (
                 "max_empty_rounds",
             ),
             "weight_updates.*",
+            *("distillation.*", "distillation.teachers.*.*"),
             *("total_steps", "checkpoint_interval", "keep_checkpoints", "keep_best"),
             *("checkpoint_dir", "run_name", "resume"),
             *(

@@ -77,7 +77,7 @@ class HeldOut:
         algorithm = self._trainer.algorithm
         scores = self._trainer.token_scores(self._rollouts)
         rows = [of_row[0] for of_row in scores]
-        values = [of_row[2] for of_row in scores] if algorithm.needs_values else None
+        values = [of_row[2] for of_row in scores] if algorithm.scores_values else None
         reference = self._reference_logprobs() if algorithm.needs_reference else None
         outputs = algorithm.loss(self._inputs(rows, reference, values))
         numbers = {"eval/loss": scalar(outputs.loss)}

@@ -33,6 +33,7 @@ from mlx_parallm.rl_training.monitor.evidence import (
     values_of,
 )
 from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
+from mlx_parallm.rl_training.monitor.teacher_signs import TEACHER_RULES
 
 HEALTHY = "healthy"
 PAGE = "docs/troubleshooting.md"
@@ -72,10 +73,8 @@ CLIPPED = 0.3
 """Share of tokens whose gradient is clipped away; PPO runs show 0.05 to 0.2, quickstart up to
 0.11."""
 LOGPROB_MISMATCH, LOGPROB_MISMATCH_MEAN = 0.5, 0.06
-"""|trainer - engine| on the same weights, one token and the mean. float32 keeps 1e-4 at most;
-bfloat16 on 4-bit weights has a mean of 0.033 (`step.prepare.MEASURED_MISMATCH`), which a correction
-takes care of; a mistake shows more.
-"""
+"""|trainer - engine| on the same weights, one token and the mean. float32 keeps 1e-4 at most; 4-bit
+weights in bfloat16 a mean of 0.033 (`MEASURED_MISMATCH`), corrected for; a mistake shows more."""
 STALE_MISMATCH_MEAN = 1.0
 """The same mean where the weights have learned since: one step at the largest learning rate that
 works moves 0.9 nats a token (`group_fit.MISMATCH_NATS`), usual ones a hundredth of it."""
@@ -792,6 +791,9 @@ def _refused(arrivals: Arrivals) -> Sign | None:
             "with_this_reason": arrivals.times,
         },
     )
+
+
+RULES += [Rule(*rule) for rule in TEACHER_RULES]
 
 
 def _share(value: float) -> str:

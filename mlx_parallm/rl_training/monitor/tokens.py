@@ -25,7 +25,14 @@ if TYPE_CHECKING:  # it imports MLX
     from mlx_parallm.rl_training.step.prepare import StepTokens
 
 TOKENS_FILE = "tokens.sqlite"
-COLUMNS = ("logprobs", "trainer_logprobs", "reference_logprobs", "entropies", "advantages")
+COLUMNS = (
+    "logprobs",
+    "trainer_logprobs",
+    "reference_logprobs",
+    "entropies",
+    "advantages",
+    "teacher_logprobs",
+)
 _TABLE = f"""
 CREATE TABLE IF NOT EXISTS tokens (
     group_id TEXT, number INTEGER, segment INTEGER, step INTEGER, mask BLOB, {" BLOB, ".join(COLUMNS)} BLOB,
@@ -96,6 +103,9 @@ class TokenLog:
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         try:
             connection.executescript(_OPEN + _TABLE)
+            for name in COLUMNS:  # of a file that an older version began
+                if name not in _columns_of(connection):
+                    connection.execute(f"ALTER TABLE tokens ADD COLUMN {name} BLOB")
             connection.execute("DELETE FROM tokens WHERE step > ?", (self._step,))
             # had a larger bound
             if pragma(connection, "page_count") * pragma(connection, "page_size") > self._most:
@@ -119,6 +129,12 @@ class TokenLog:
             if oldest is None:
                 return
             connection.execute("DELETE FROM tokens WHERE step = ?", (oldest,))
+
+
+def _columns_of(connection: sqlite3.Connection) -> list[str]:
+    """The columns of numbers that a file has, in the order of COLUMNS."""
+    there = {row[1] for row in connection.execute("PRAGMA table_info(tokens)")}
+    return [name for name in COLUMNS if name in there]
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:
@@ -169,9 +185,10 @@ def read_tokens(run: Path, group_id: str, number: int, segment: int) -> Mapping[
         return {}
     with closing(sqlite3.connect(reading_uri(path), uri=True)) as connection:
         try:
+            names = _columns_of(connection)
             row = connection.execute(
                 (
-                    f"SELECT {', '.join(COLUMNS)} FROM tokens WHERE group_id = ? AND number = ?"
+                    f"SELECT {', '.join(names)} FROM tokens WHERE group_id = ? AND number = ?"
                     " AND segment = ?"
                 ),
                 (group_id, number, segment),
@@ -181,5 +198,9 @@ def read_tokens(run: Path, group_id: str, number: int, segment: int) -> Mapping[
     return (
         {}
         if row is None
-        else {name: np.frombuffer(part, "<f4") for name, part in zip(COLUMNS, row, strict=True)}
+        else {
+            name: np.frombuffer(part, "<f4")
+            for name, part in zip(names, row, strict=True)
+            if part is not None  # written by an older version
+        }
     )

@@ -14,7 +14,7 @@ see docs/benchmarks/dry_run.md.
 
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.data import DATA_ALGORITHMS, IN_PAIRS, USES_REFERENCE
+from mlx_parallm.config.distillation import TeacherConfig
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
 from mlx_parallm.engine.cache.batch import can_lie_by_tokens
 from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
@@ -32,6 +34,7 @@ from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
+from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.models.support import blueprint
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
@@ -83,6 +86,7 @@ class ModelShape:
     loading: int = 0  # bytes besides the weights: the largest array, while it is quantised
     by_tokens: bool = False  # keys and values can lie by tokens
     widened: str = ""  # the checkpoint's dtype, where the weights take more than they would in it
+    teachers: int = 0  # bytes of other models in this process that score its tokens
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
@@ -136,6 +140,7 @@ class ModelShape:
             loading=largest,
             by_tokens=can_lie_by_tokens(model),
             widened=own if dtype.size > DTYPES[own].size else "",
+            teachers=sum(map(_teacher_weights(config), training.distillation.teachers)),
         )
 
     @property
@@ -257,8 +262,10 @@ def predict_memory(
             "keys and values": _kv_bytes(config, shape, lengths),
             "generating": int(prefill + decoding),
         }
+    teachers = _teacher_bytes(config, shape, lengths)
     parts = {
         "weights": shape.weights,
+        **({"teachers": teachers} if teachers else {}),
         "optimizer and gradients": shape.trained * kept,
         **engine,
         "training: activations": int(activations),
@@ -267,6 +274,43 @@ def predict_memory(
     }
     loading = max(0, shape.weights + shape.loading - sum(parts.values()))
     return MemoryEstimate(parts | {"loading": loading, "process": PROCESS_BYTES})
+
+
+def _teacher_weights(config: Config) -> Callable[[TeacherConfig], int]:
+    """Bytes of a teacher's own weights: 0 where it has none here. Raises ModelError: no such
+    model; ConfigError: quantised already."""
+
+    def weights(teacher: TeacherConfig) -> int:
+        if teacher.kind != "model":
+            return 0
+        own = config.model.model_copy(
+            update={"base_path": teacher.path, "revision": teacher.revision}
+        )
+        lora = LoraConfig(quantize_base=teacher.quantize)
+        training = RLTrainingConfig(lora=lora)
+        alone = config.model_copy(update={"model": own, "rl_training": training})
+        return ModelShape.of(
+            check_model(own, train=False, quantize=teacher.quantize), alone
+        ).weights
+
+    return weights
+
+
+def _teacher_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
+    """Weights of teachers, older ones of the policy, and what a step keeps of their scores. A
+    teacher's forward pass needs less than the training step that comes after it."""
+    training, own = config.rl_training, config.rl_training.distillation
+    if not own.active:
+        return 0
+    width = shape.width if not training.lora.enabled else FLOAT
+    kinds = [teacher.kind for teacher in own.teachers]
+    older = kinds.count("checkpoint") + (not training.lora.enabled) * ("base" in kinds)
+    tokens = training.atropos.rollout_batch_size * lengths.completion
+    kept = 2
+    if own.mode == "loss":
+        kept += 2 * min(own.top_k, shape.vocab) + 1 if own.top_k else shape.vocab
+    # as they come from the teacher, and as columns
+    return shape.teachers + older * shape.trained * width + 2 * tokens * kept * FLOAT
 
 
 def what_fits(

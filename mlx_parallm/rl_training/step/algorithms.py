@@ -39,6 +39,7 @@ from mlx_parallm.losses.advantages import (
     to_go,
     whiten,
 )
+from mlx_parallm.losses.distillation import with_divergence
 from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
 from mlx_parallm.losses.ppo import gae, with_value_loss
 from mlx_parallm.losses.preference import (
@@ -54,6 +55,7 @@ from mlx_parallm.losses.preference import (
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.metrics import KEYS
 from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch
+from mlx_parallm.rl_training.step.teaching import Teaching
 
 STOP_FACTOR = 1.5  # of the target KL, as in Spinning Up and Stable-Baselines3
 # columns of metrics.jsonl that a loss may fill
@@ -68,7 +70,8 @@ class Algorithm:
 
     `advantages`: rewards of one group → one number each, None = nothing to learn. `finish`: a step
     over the whole batch (whitening, GAE). `needs_…`: what is scored before the step's first update.
-    `on_data`: it learns from rows of a file, which no policy sampled. `rows_per_example`:
+    `scores_values`: its loss reads the value head, and no earlier values. `on_data`: it learns from
+    rows of a file, which no policy sampled. `rows_per_example`:
     consecutive sequences that only make sense together (2: a pair).
     `pairs`: an example is the best and the worst rollout of a group, in this order
     (`losses.advantages.pair_advantages`). `stop_kl`: a mini-batch whose metric approx_kl is above
@@ -76,6 +79,7 @@ class Algorithm:
     `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once.
     `fuse`: the loss takes arrays for numbers, and looks at none (`losses.types.LossInputs`), so it
     may be compiled with the step.
+    `teaching`: how a step learns from the scores of teachers.
     """
 
     name: str
@@ -84,28 +88,49 @@ class Algorithm:
     pairs: bool = False
     needs_reference: bool = False
     needs_values: bool = False
+    scores_values: bool = False
     finish: Finish | None = None
     stop_kl: float | None = None
     on_data: bool = False
     rows_per_example: int = 1
     entropy_slope: bool = True
     fuse: bool = False
+    teaching: Teaching | None = None
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the policy has a value head."""
+        return self.needs_values or self.scores_values
 
 
 def make_algorithm(config: RLTrainingConfig) -> Algorithm:
     """The configured algorithm, with the user's own advantage and loss where they are set.
     Raises ConfigError."""
-    return ALGORITHMS[config.algorithm](config)
+    return taught(ALGORITHMS[config.algorithm](config), config)
+
+
+def taught(algorithm: Algorithm, config: RLTrainingConfig) -> Algorithm:
+    """The same algorithm with the signal of the configured teachers, if there are any."""
+    teaching = Teaching.of(config)
+    if teaching is None:
+        return algorithm
+    loss = algorithm.loss
+    if teaching.mode == "loss":
+        aggregation = config.loss_aggregation or "token"
+        loss = with_divergence(loss, weight=teaching.weight, aggregation=aggregation)
+    return replace(algorithm, loss=loss, teaching=teaching)
 
 
 def make_shaping(config: RLTrainingConfig, algorithm: Algorithm) -> Shaping:
     """The configured changes to groups. A rollout marked `zero_advantage` is left out where the
-    algorithm, or a KL in the reward, would give it an advantage all the same."""
+    algorithm, a KL in the reward, or a teacher would give it an advantage all the same."""
     return Shaping(
         overlong_length=config.overlong_length or 0,
         overlong_buffer=config.overlong_buffer,
         mask_truncated=config.mask_truncated,
-        leave_out_marked=algorithm.finish is not None or config.kl_in == "reward",
+        leave_out_marked=algorithm.finish is not None
+        or config.kl_in == "reward"
+        or algorithm.teaching is not None,
     )
 
 
@@ -266,7 +291,7 @@ def on_rows(config: RLTrainingConfig) -> Algorithm:
         loss=DATA_LOSSES[name](own, beta),
         advantages=lambda rewards: None,  # there are no groups of rewards
         needs_reference=name in USES_REFERENCE,
-        needs_values=name == REWARD_MODEL,
+        scores_values=name == REWARD_MODEL,
         on_data=True,
         rows_per_example=2 if name in PAIRED else 1,
         entropy_slope=False,

@@ -42,6 +42,8 @@ FIRST_TOKENS = 512
 AIM = 0.8
 """Of the time limit, when the budget is lowered."""
 
+Measure = Callable[[mx.array, TokenBatch, slice], tuple[mx.array, ...]]
+"""See `TokenBatch.measure`."""
 Arrange = Callable[[np.ndarray, np.ndarray], CompactRows]
 Cut = list[tuple[list[int], Arrange | None]]
 """The sequences of each micro-batch, and how its rows are rearranged."""
@@ -72,9 +74,11 @@ class MicroBatch:
         """How many are computed, padding included."""
         return self.inputs.size if self.compact is None else self.compact.tokens
 
-    def token_batch(self, *, entropy_slope: bool = True) -> TokenBatch:
+    def token_batch(
+        self, *, entropy_slope: bool = True, measure: Measure | None = None
+    ) -> TokenBatch:
         """The part that the model reads. `entropy_slope` False: the loss does not depend on the
-        entropy."""
+        entropy. `measure`: further scores of the tokens."""
         temperatures = self.temperatures
         same = (
             float(temperatures[0])
@@ -88,6 +92,7 @@ class MicroBatch:
             temperature=mx.array(temperatures) if same is None else same,
             compact=self.compact,
             entropy_slope=entropy_slope,
+            measure=measure,
         )
 
 

@@ -146,6 +146,33 @@ class TrainedPolicy:
             yield
 
     @contextmanager
+    def base(self, first: Sequence[mx.array]) -> Iterator[None]:
+        """The tree is the base for the length of the block: without the adapter; where all weights
+        train, with `first`, those that the run began with."""
+        with self._without_adapter() if self.lora else self.slots.bound(list(first)):
+            yield
+
+    def saved(self, directory: Path) -> list[mx.array]:
+        """The trained arrays of a checkpoint of this policy, for `slots.bound`. Raises
+        AdapterError, CheckpointError: it does not fit."""
+        own = self.slots.read()
+        try:
+            if self.lora:
+                load_into_trainer(self.model, load_adapter(directory).layers)
+                arrays = self.slots.read()
+                mx.eval(arrays)
+                return arrays
+        finally:
+            self.slots.write(own)
+        tensors = {
+            name: array
+            for file in sorted(directory.glob("model*.safetensors"))
+            for name, array in read_tensors(file).items()
+        }
+        whole = dict(zip(self.slots.names, own, strict=True)) | tensors if tensors else {}
+        return self._arranged(whole, directory, range(len(self.slots)))
+
+    @contextmanager
     def serving(self, served: Mapping[str, mx.array], where: Path) -> Iterator[None]:
         """The tree has these weights, of the names of `full_parameters`, for the length of the
         block.

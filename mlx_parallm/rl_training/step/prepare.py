@@ -47,7 +47,8 @@ from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.models.cpu_kernels import as_data
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
-from mlx_parallm.rl_training.step.collate import MicroBatch
+from mlx_parallm.rl_training.step.collate import Measure, MicroBatch
+from mlx_parallm.rl_training.step.teaching import LOGPROBS, Lesson, Teaching, teacher_numbers
 from mlx_parallm.system.log import get_logger
 
 log = get_logger(__name__)
@@ -55,7 +56,8 @@ log = get_logger(__name__)
 Scores = Mapping[str, np.ndarray]
 """Columns of the trainer's own forward passes, [N] float32 over the trained tokens of the batch:
 "old_logprobs" (under the weights that the step starts from) or only "stand_ins" (the same, of
-the sequences that came without log-probabilities; 0 elsewhere), "ref_logprobs", "old_values"."""
+the sequences that came without log-probabilities; 0 elsewhere), "ref_logprobs", "old_values", and
+those of teachers (teaching.py)."""
 
 Mismatch = tuple[float, float, float, bool]
 """Largest and mean |trainer - engine| and KL(engine || trainer) in nats a token, and whether the
@@ -146,7 +148,7 @@ class StepTokens:
 
     `trainer_logprobs`, `entropies`: when the token's gradient was first taken. `logprobs`: the
     sampler's. `advantages`: as the loss read them. `reference_logprobs`: only where a reference was
-    scored.
+    scored. `teacher_logprobs`: only with teachers.
     """
 
     columns: Mapping[str, np.ndarray]
@@ -182,7 +184,9 @@ class PreparedBatch:
     kl_penalty: np.ndarray | None = None
     kl: float | None = None
     weights_cut: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of `finish`
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of `finish`, and of teachers
+    teacher_logprobs: np.ndarray | None = None  # NaN where no teacher scored the token
+    lesson: Lesson | None = None  # the teacher's distributions, where the loss compares them
 
     def loss_columns(self) -> dict[str, np.ndarray]:
         """The columns that a loss reads, by their names in LossInputs."""
@@ -206,11 +210,11 @@ class PreparedBatch:
             "trainer_logprobs": unknown,
             "entropies": unknown.copy(),
         }
-        return StepTokens(
-            columns
-            if self.ref_logprobs is None
-            else columns | {"reference_logprobs": self.ref_logprobs}
-        )
+        if self.ref_logprobs is not None:
+            columns["reference_logprobs"] = self.ref_logprobs
+        if self.teacher_logprobs is not None:
+            columns["teacher_logprobs"] = self.teacher_logprobs
+        return StepTokens(columns)
 
 
 Finish = Callable[[PreparedBatch], PreparedBatch]
@@ -263,6 +267,7 @@ def prepare(
     correction: SamplerCorrection | None = None,
     kl_penalty: float | None = None,
     finish: Finish | None = None,
+    teaching: Teaching | None = None,
 ) -> PreparedBatch:
     """The columns of a batch.
 
@@ -270,6 +275,8 @@ def prepare(
         scores: with "old_logprobs" where there is a correction, else with "stand_ins" where
             sequences came without log-probabilities.
         kl_penalty: coefficient of the KL in the reward; None = it is not there.
+        teaching: how the scores of teachers are learned from; they come last, whatever the
+            advantages are.
 
     A sequence that came without log-probabilities counts as sampled by the policy that the step
     starts from: its ratio starts at 1 and its weight is 1.
@@ -302,21 +309,40 @@ def prepare(
     if prepared.ref_logprobs is not None:
         prepared = _with_kl(prepared, kl_penalty)
     if finish is not None and counts.any():
-        return finish(prepared)
-    if prepared.kl_penalty is not None and prepared.kl is not None:
-        return replace(
+        prepared = finish(prepared)
+    elif prepared.kl_penalty is not None and prepared.kl is not None:
+        prepared = replace(
             prepared,
             advantages=prepared.advantages + (prepared.kl_penalty.mean() - prepared.kl_penalty),
         )
-    return prepared
+    return prepared if teaching is None else _taught(prepared, batch, scores, teaching)
+
+
+def _taught(
+    prepared: PreparedBatch, batch: TrainBatch, scores: Scores, teaching: Teaching
+) -> PreparedBatch:
+    """The same with what the teachers say; against the policy that the step starts from, as the KL
+    is."""
+    teacher, policy = scores[LOGPROBS], _policy_logprobs(prepared)
+    return replace(
+        prepared,
+        advantages=teaching.advantages(prepared.advantages, policy, teacher),
+        teacher_logprobs=teacher,
+        lesson=Lesson.of(scores, len(teacher), teaching.beta) if teaching.mode == "loss" else None,
+        metrics={**prepared.metrics, **teacher_numbers(batch, policy, scores)},
+    )
+
+
+def _policy_logprobs(prepared: PreparedBatch) -> np.ndarray:
+    """The policy's that the step starts from; the sampler's, where that one was not scored."""
+    return prepared.rollout_logprobs if prepared.old_logprobs is None else prepared.old_logprobs
 
 
 def _with_kl(prepared: PreparedBatch, coefficient: float | None) -> PreparedBatch:
     """k1 of the policy that the step starts from (the sampler, where that one was not scored)
     against the reference."""
     assert prepared.ref_logprobs is not None
-    policy = prepared.rollout_logprobs if prepared.old_logprobs is None else prepared.old_logprobs
-    k1 = policy - prepared.ref_logprobs
+    k1 = _policy_logprobs(prepared) - prepared.ref_logprobs
     return replace(
         prepared,
         kl=_mean(k1),
@@ -369,6 +395,10 @@ class MiniBatchLoss(Protocol):
         """See `BlockwiseModel.loss_and_gradients`."""
         ...
 
+    def measure(self, micro_batch: MicroBatch) -> Measure | None:
+        """Further scores of its tokens, which the objective gets behind the entropy."""
+        ...
+
     def objective(self, micro_batch: MicroBatch) -> Objective: ...
 
 
@@ -395,9 +425,14 @@ class BatchLoss:
     # of the loss's metrics, once it was called
     metric_names: list[str] = field(default_factory=list)
 
+    def measure(self, micro_batch: MicroBatch) -> Measure | None:
+        """The divergence of its tokens from their teacher, where the loss has it."""
+        lesson = self.prepared.lesson
+        return None if lesson is None else lesson.measure(micro_batch.columns)
+
     def objective(self, micro_batch: MicroBatch) -> Objective:
-        """(logprobs, entropy, perhaps values; each [N]) → (loss, (metrics [K], parts of the
-        mismatch [8], and the logprobs and the entropy as they came))."""
+        """(logprobs, entropy, perhaps a divergence, perhaps values; each [N]) → (loss, (metrics
+        [K], parts of the mismatch [8], and the logprobs and the entropy as they came))."""
         scatter, mask = mx.array(micro_batch.scatter), mx.array(micro_batch.mask)
 
         def spread(column: mx.array) -> mx.array:
@@ -413,9 +448,11 @@ class BatchLoss:
         )
 
         def objective(
-            logprobs: mx.array, entropy: mx.array, *values: mx.array
+            logprobs: mx.array, entropy: mx.array, *others: mx.array
         ) -> tuple[mx.array, tuple[mx.array, ...]]:
             rows = spread(logprobs)
+            taught = self.prepared.lesson is not None
+            values = others[taught:]
             number = as_data if self.fuse else float
             inputs = LossInputs(
                 logprobs=rows,
@@ -424,6 +461,7 @@ class BatchLoss:
                 sequence_normalizer=number(self.sequence_normalizer),
                 entropy=spread(entropy),
                 values=spread(values[0]) if values else None,
+                divergence=spread(others[0]) if taught else None,
                 max_length=number(self.max_length),
                 kl_beta=number(self.kl_beta) if self.kl_beta else 0.0,
                 constants={name: number(constant) for name, constant in self.constants.items()},

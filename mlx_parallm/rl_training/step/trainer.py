@@ -41,6 +41,7 @@ import numpy as np
 import structlog
 
 from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.support import layers_by_token
@@ -69,6 +70,7 @@ from mlx_parallm.rl_training.step.prepare import (
     sampler_correction,
 )
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks, RankTask
+from mlx_parallm.rl_training.step.teaching import LOGPROBS, TeacherSignal
 from mlx_parallm.types import Rollout
 
 MEASURED = (
@@ -136,6 +138,8 @@ class Trainer:
         self.optimizer = PolicyOptimizer(policy.slots, config)
         # of the newest step; an interrupted one knows its last part
         self.step_tokens: StepTokens | None = None
+        # of the run's teachers, where the algorithm learns from some and this rank asks them
+        self.teachers: TeacherSignal | None = None
         # accumulated since the last update, in the order of the slots
         self.gradients: list[mx.array] | None = None
         self._budget = MicroBatchBudget(config)
@@ -251,7 +255,7 @@ class Trainer:
             if not len(micro_batch.positions):
                 continue
             value, (numbers, *_) = loss.objective(micro_batch)(
-                *self.model.score(micro_batch.token_batch())
+                *self.model.score(micro_batch.token_batch(measure=loss.measure(micro_batch)))
             )
             total += scalar(value)
             named = zip(loss.metric_names, np.array(numbers).tolist(), strict=True)
@@ -259,6 +263,26 @@ class Trainer:
         return total, metrics, complete
 
     # ------------------------------------------------------------------ a step
+
+    def ask_teachers(
+        self,
+        batch: TrainBatch,
+        position: StepPosition | None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> StepPosition | None:
+        """Return the position with the teachers' scores of the step, where the algorithm learns
+        from some; those that it has are kept. None after a stop request. Raises ConfigError: there
+        are no teachers here."""
+        at = position or StepPosition()
+        if self.algorithm.teaching is None or LOGPROBS in at.scores:
+            return at
+        if self.teachers is None:
+            raise ConfigError(
+                "rl_training.distillation names teachers, and none was built here: this needs"
+                " mlx_parallm.rl_training.distillation, or leave them out"
+            )
+        scores = self.teachers.score(batch, should_stop)
+        return None if scores is None else replace(at, scores={**at.scores, **scores})
 
     def lead(self, batch: TrainBatch, position: StepPosition | None = None) -> None:
         """Before `train_step`: the other ranks begin the same step from the same arrays. Raises
@@ -281,8 +305,9 @@ class Trainer:
             return should_stop() or bool(self.ranks.lost)
 
         learning_rate = learning_rate_at(batch.step, self.config)
-        scores = self._score(batch, at, stopping)
-        if scores is None:
+        asked = self.ask_teachers(batch, at, stopping)
+        scores = None if asked is None else self._score(batch, asked, stopping)
+        if asked is None or scores is None:
             return self._result(at, None, learning_rate, started, finished=False)
         at, prepared = replace(at, scores=scores), self._prepare(batch, scores)
         self.step_tokens = None if self.algorithm.on_data else prepared.step_tokens()
@@ -369,7 +394,9 @@ class Trainer:
             if len(micro_batch.positions) == 0:
                 continue
             self.model.longest_eval_ms = 0.0
-            tokens = micro_batch.token_batch(entropy_slope=self.algorithm.entropy_slope)
+            tokens = micro_batch.token_batch(
+                entropy_slope=self.algorithm.entropy_slope, measure=loss.measure(micro_batch)
+            )
             with self._dropout(micro_batch):
                 value, (*extras, logprobs, entropy), self.gradients = self.model.loss_and_gradients(
                     tokens, loss.objective(micro_batch), self.gradients, fuse=loss.fuse
@@ -500,8 +527,7 @@ class Trainer:
         """
         scores, rows = dict(at.scores), set(range(len(batch.sequences)))
         needs_reference = self.algorithm.needs_reference
-        # a reward model's loss reads no earlier values
-        needs_values = self.algorithm.needs_values and not self.algorithm.on_data
+        needs_values = self.algorithm.needs_values
         everything = needs_values or self._correction is not None
         silent = {row for row in rows if batch.sequences[row].rollout.logprobs is None}
         scored, name = (rows, "old_logprobs") if everything else (silent, "stand_ins")
@@ -532,7 +558,7 @@ class Trainer:
         that learns.
         """
         tokens = sum(sequence.trained for sequence in batch.sequences)
-        columns = np.zeros((3 if self.algorithm.needs_values else 2, tokens), np.float32)
+        columns = np.zeros((3 if self.algorithm.has_values else 2, tokens), np.float32)
         order, stopped = self._order(batch, 0), False
         numbers = range(math.ceil(len(order) / self.config.batch_size))
         parts = [
@@ -556,6 +582,7 @@ class Trainer:
             correction=self._correction,
             kl_penalty=self._kl_coefficient if self.config.kl_in == "reward" else None,
             finish=self.algorithm.finish,
+            teaching=self.algorithm.teaching,
         )
 
     def _loss(self, batch: TrainBatch, prepared: PreparedBatch, mini_batch: MiniBatch) -> BatchLoss:
@@ -592,6 +619,7 @@ class Trainer:
             "mismatch_kl": mismatch_kl,
             "mismatch_fresh": fresh,
             **(prepared.metrics if prepared else {}),
+            **(self.teachers.measured() if self.teachers and prepared else {}),
             "sampler_weights_cut": prepared.weights_cut if prepared else None,
             "kl_coefficient": self._kl_coefficient if self.config.kl_beta > 0 else None,
             "tokens": at.tokens,

@@ -577,12 +577,15 @@ def _rewards(rewards: Sequence[float | None], *, inferred: bool) -> dict[str, An
 
 def _token_values(kept: Mapping[str, np.ndarray], window: slice) -> dict[str, list[float]]:
     """Return the trainer's numbers of the tokens in the window, without columns in which nothing
-    is known; with the importance ratio exp(trainer - sampler), and k3 of KL(trainer ||
-    reference), exp(d) - d - 1 with d = reference - trainer (joschu.net/blog/kl-approx.html)."""
+    is known; with the importance ratio exp(trainer - sampler), k3 of KL(trainer || reference),
+    exp(d) - d - 1 with d = reference - trainer (joschu.net/blog/kl-approx.html), and the gap
+    teacher - trainer."""
     columns = {name: column[window].astype(np.float64) for name, column in kept.items()}
     if columns:
         trainer, reference = columns["trainer_logprobs"], columns["reference_logprobs"]
         with np.errstate(over="ignore"):
             columns["ratio"] = np.exp(trainer - columns.pop("logprobs"))
             columns["kl"] = np.expm1(reference - trainer) - (reference - trainer)
+        if "teacher_logprobs" in columns:  # an older version's file has none
+            columns["teacher_gap"] = columns["teacher_logprobs"] - trainer
     return {name: column.tolist() for name, column in columns.items() if np.isfinite(column).any()}

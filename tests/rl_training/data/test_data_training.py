@@ -72,7 +72,7 @@ def write_rows(directory: Path, algorithm: str, count: int = 20) -> None:
 
 def make_trainer(config: Config) -> Trainer:
     training, algorithm = config.rl_training, make_algorithm(config.rl_training)
-    needs = {"needs_reference": algorithm.needs_reference, "needs_values": algorithm.needs_values}
+    needs = {"needs_reference": algorithm.needs_reference, "needs_values": algorithm.has_values}
     return Trainer(make_policy(training, **needs), training, algorithm)
 
 

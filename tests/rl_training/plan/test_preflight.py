@@ -314,7 +314,7 @@ def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[s
         source=loaded.path,
         model_config=loaded.config,
         needs_reference=algorithm.needs_reference,
-        needs_values=algorithm.needs_values,
+        needs_values=algorithm.has_values,
     )
     shape = ModelShape.of(loaded.config, config)
     assert shape.trained == policy.parameters

@@ -76,7 +76,7 @@ class Watched:
 def train(ranks: Ranks, config: RLTrainingConfig, batch: TrainBatch, **step: Any) -> Watched:
     algorithm = make_algorithm(config)
     trainer = Trainer(
-        make_policy(config, needs_values=algorithm.needs_values), config, algorithm, ranks=ranks
+        make_policy(config, needs_values=algorithm.has_values), config, algorithm, ranks=ranks
     )
     perturb_adapter(trainer.policy)
     trainer.optimizer.reload()

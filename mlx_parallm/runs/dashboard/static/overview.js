@@ -8,6 +8,7 @@ export const KEYS = [
   "ratio_mean", "grad_norm", "learning_rate", "completion_tokens_mean", "truncated_fraction", "eos_fraction",
   "groups_all_right", "groups_all_wrong", "groups_same_answer", "staleness", "staleness_max", "serve_tok_s", "trained_tok_s",
   "time_rollout_s", "time_train_s", "time_publish_s", "logprob_diff_mean", "heldout_score", "loss", "tokens", "trained_tokens",
+  "teacher_kl", "teacher_agreement", "teacher_seconds", "distill_loss",
 ];
 
 // A chart is hidden while none of its numbers is there.
@@ -15,6 +16,8 @@ const CHARTS = [
   { section: "Policy" },
   { title: "Loss", note: "as the optimizer minimised it", keys: { loss: "loss" } },
   { title: "KL to the reference", note: "nats a token", keys: { kl: "KL" } },
+  { title: "KL to the teacher", note: "nats a token", keys: { teacher_kl: "sampled tokens", distill_loss: "divergence in the loss" } },
+  { title: "Teacher agrees", note: "share of tokens that are its best", keys: { teacher_agreement: "share" }, percent: true },
   { title: "Entropy", note: "nats a token", keys: { rollout_entropy: "of the rollouts", entropy: "in training" } },
   { title: "Clipped tokens", keys: { clip_fraction: "share" }, percent: true },
   { title: "Gradient norm", keys: { grad_norm: "norm" } },
@@ -27,7 +30,7 @@ const CHARTS = [
   { section: "Machine" },
   { title: "Tokens per second", keys: { serve_tok_s: "served", trained_tok_s: "trained" } },
   { title: "Tokens of a step", keys: { tokens: "all", trained_tokens: "trained on" } },
-  { title: "Seconds of a step", keys: { time_rollout_s: "waiting for rollouts", time_train_s: "training", time_publish_s: "publishing" } },
+  { title: "Seconds of a step", keys: { time_rollout_s: "waiting for rollouts", time_train_s: "training", time_publish_s: "publishing", teacher_seconds: "asking teachers" } },
   { title: "Staleness", note: "policy versions", keys: { staleness: "mean", staleness_max: "most" } },
   { title: "Learning rate", keys: { learning_rate: "rate" } },
 ];

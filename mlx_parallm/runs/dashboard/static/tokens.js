@@ -11,6 +11,8 @@ export const SCALES = {
   entropies: { label: "entropy (nats)", from: 0, to: 2.5 },
   kl: { label: "KL to the reference (k3, nats)", from: 0, to: 1 },
   reference_logprobs: { label: "reference log-probability (nats)", from: 0, to: -5 },
+  teacher_logprobs: { label: "teacher log-probability (nats)", from: 0, to: -5 },
+  teacher_gap: { label: "teacher − trainer (nats)", middle: 0, reach: 2 },
   advantages: { label: "advantage", middle: 0, reach: 2 },
 };
 

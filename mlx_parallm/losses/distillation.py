@@ -1,0 +1,109 @@
+"""What a student learns from a teacher's log-probabilities. Pure functions.
+
+    of the sampled token     teacher_advantages: -weight · (log π - log π_T), beside or in place of
+                             the reward's advantage; its expectation is the gradient of the reverse
+                             KL of each token (on-policy distillation)
+    of the distribution      divergence: the generalised JSD(β) of a student's and a teacher's
+                             log-probabilities, over the whole vocabulary or over the teacher's best
+                             tokens and one bucket with the rest (`with_tail`); `with_divergence`
+                             adds it to a policy loss
+
+β has TRL's meaning (GKD, arXiv:2306.13649): 0 is the forward KL(π_T ‖ π), 1 the reverse KL(π ‖
+π_T). The KL over buckets is a lower bound of the whole one, and equal where there are as many
+buckets as tokens.
+
+Worked: p = (1/2, 1/4, 1/4), p_T = (1/4, 1/4, 1/2). Reverse KL: ½ ln 2 - ¼ ln 2 = 0.173287; the
+forward KL is the same by symmetry. With k = 1, the teacher's best is the third token: p has the
+buckets (1/4, 3/4), p_T (1/2, 1/2), reverse KL ¼ ln ½ + ¾ ln 3/2 = 0.130812. JSD(½): m = (3/8, 1/4,
+3/8), ½ (½ ln 4/3 + ¼ ln 2/3) twice = 0.042474.
+"""
+
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.losses.types import Aggregation, LossInputs, LossOutputs, aggregate
+from mlx_parallm.models.sums import logsumexp, row_sums
+
+LEAST_LOGPROB = -80.0
+"""A teacher's smaller log-probabilities count as this one: a token that it rules out has a large
+loss, and not an infinite one. exp of it is still a float32."""
+OUT = -1e30
+
+Loss = Callable[[LossInputs], LossOutputs]
+
+
+def teacher_advantages(logprobs: np.ndarray, teacher: np.ndarray, *, weight: float) -> np.ndarray:
+    """-weight · (log π - log π_T) of each sampled token; 0 where the teacher has no score (NaN).
+    [N] each → [N] float32.
+
+    Worked: log π = -1, log π_T = -0.5, weight 2 → 1: the teacher likes the token better.
+    """
+    gap = logprobs.astype(np.float64) - np.maximum(teacher.astype(np.float64), LEAST_LOGPROB)
+    return np.where(np.isnan(gap), 0.0, -weight * gap).astype(np.float32)
+
+
+def with_tail(logits: mx.array, ids: mx.array | None) -> mx.array:
+    """log-softmax of logits, over all tokens or of these and the rest as one. [n, V], [n, k] → [n,
+    V] or [n, k + 1] float32.
+
+    The rest's mass is a sum over its own logits: 1 minus the others would lose it to rounding.
+    """
+    scaled = logits.astype(mx.float32)
+    normalizer = logsumexp(scaled)[:, None]
+    if ids is None:
+        return scaled - normalizer
+    rest = logsumexp(mx.put_along_axis(scaled, ids, mx.array(OUT), axis=-1))[:, None]
+    rest = mx.maximum(rest, normalizer + LEAST_LOGPROB)  # of no token at all: no mass
+    chosen = mx.take_along_axis(scaled, ids, axis=-1)
+    return mx.concatenate([chosen, rest], axis=-1) - normalizer
+
+
+def divergence(student: mx.array, teacher: mx.array, *, beta: float) -> mx.array:
+    """JSD(β) = β KL(p_T ‖ m) + (1 - β) KL(p ‖ m), m = β p_T + (1 - β) p; at 0 KL(p_T ‖ p), at 1
+    KL(p ‖ p_T). Log-probabilities [n, K] → [n] float32, in nats.
+
+    The teacher's is not differentiated. A row that begins with NaN has no teacher: 0, without a
+    slope.
+    """
+    known = mx.logical_not(mx.isnan(teacher[:, :1]))
+    teacher = mx.stop_gradient(mx.where(known, mx.maximum(teacher, LEAST_LOGPROB), 0.0))
+    if beta == 0.0:
+        values = _kl(teacher, student)
+    elif beta == 1.0:
+        values = _kl(student, teacher)
+    else:
+        mixture = mx.logaddexp(student + math.log(1.0 - beta), teacher + math.log(beta))
+        values = beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student, mixture)
+    return mx.where(known[:, 0], values, 0.0)
+
+
+def _kl(of: mx.array, to: mx.array) -> mx.array:
+    """KL of log-probabilities [n, K] → [n]. A mass of 0 adds 0: its logarithm is finite here.
+
+    Σ p (log p - log q) + Σ q - Σ p: the masses' sums are equal, and with them the slope has no part
+    that only cancels, so it keeps its digits.
+    """
+    p, q = mx.exp(of), mx.exp(to)
+    return row_sums(p * (of - to) + (q - p))
+
+
+def with_divergence(policy_loss: Loss, *, weight: float, aggregation: Aggregation) -> Loss:
+    """policy_loss + weight · aggregate(divergence). Metrics: the policy loss's, and distill_loss,
+    the token mean of the divergence.
+
+    Raises ValueError: the inputs have no `divergence`.
+    """
+
+    def loss(inputs: LossInputs) -> LossOutputs:
+        if inputs.divergence is None:
+            raise ValueError("distillation as a loss needs the divergence of each token")
+        policy = policy_loss(inputs)
+        return LossOutputs(
+            policy.loss + weight * aggregate(inputs.divergence, inputs, aggregation),
+            policy.metrics | {"distill_loss": aggregate(inputs.divergence, inputs)},
+        )
+
+    return loss

@@ -1,0 +1,90 @@
+"""A teacher whose log-probabilities came with the group: Atropos' `distill_token_ids` and
+`distill_logprobs`, [G][T][K] each, at each position the best K tokens that may stand there.
+
+They are in the group's metadata under DISTILL. The token at position t is looked for among the
+entries of position t; one that is not there has no score, and is counted.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlx_parallm.rl_training.distillation.remote import rest_of
+from mlx_parallm.rl_training.distillation.scoring import Answer, Scored
+from mlx_parallm.rl_training.step.batch import TrainSequence
+from mlx_parallm.types import RolloutGroup
+
+DISTILL = "distill"
+
+
+@dataclass(frozen=True)
+class GivenAnswer(TrainSequence):
+    """A sequence with what the sender's teacher said of its positions."""
+
+    ids: tuple[Sequence[int], ...] = ()
+    logprobs: tuple[Sequence[float], ...] = ()
+
+
+class GroupTeacher:
+    """See the module."""
+
+    def __init__(self, name: str, vocab_size: int) -> None:
+        self.name, self._vocab_size = name, vocab_size
+        self.missing = 0  # tokens that were not among the teacher's
+
+    def has(self, group: RolloutGroup) -> bool:
+        return DISTILL in group.metadata
+
+    def answer(
+        self, group: RolloutGroup, number: int, segment: int, sequence: TrainSequence
+    ) -> Answer | None:
+        """None: the fields are of other sequences."""
+        given = group.metadata[DISTILL]
+        flat = sum(len(rollout.segments) for rollout in group.rollouts[:number]) + segment
+        if flat >= len(given["token_ids"]):
+            return None
+        ids, logprobs = given["token_ids"][flat], given["logprobs"][flat]
+        if len(ids) != len(sequence.rollout.tokens):
+            return None
+        return GivenAnswer(
+            sequence.rollout, sequence.advantages, sequence.fresh, None, tuple(ids), tuple(logprobs)
+        )
+
+    def score(
+        self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]
+    ) -> list[Scored | None] | None:
+        return [self._one(answer, keep) for answer in answers if isinstance(answer, GivenAnswer)]
+
+    def _one(self, answer: "GivenAnswer", keep: int | None) -> Scored:
+        places = [place for place, own in enumerate(answer.rollout.mask) if own and place]
+        logprobs = np.full(len(places), np.nan, np.float32)
+        agrees = np.full(len(places), np.nan, np.float32)
+        ids = np.zeros((len(places), keep or 0), np.int32)
+        targets = np.full((len(places), (keep or 0) + 1), np.nan, np.float32)
+        for row, place in enumerate(places):
+            best = sorted(
+                zip(answer.ids[place], answer.logprobs[place], strict=True),
+                key=lambda entry: -entry[1],
+            )
+            by_id = dict(best)
+            token = answer.rollout.tokens[place]
+            if token in by_id:
+                logprobs[row] = by_id[token]
+            else:
+                self.missing += 1
+            if best:
+                agrees[row] = float(best[0][0] == token)
+            if keep is not None and best:
+                # fewer than are wanted: places without mass, on tokens that are not among them
+                chosen = best[:keep]
+                others = (other for other in range(self._vocab_size) if other not in by_id)
+                padding = [(next(others), -math.inf) for _ in range(keep - len(chosen))]
+                rest = rest_of([number for _, number in chosen])
+                ids[row] = [entry for entry, _ in (*chosen, *padding)]
+                targets[row] = [*(number for _, number in (*chosen, *padding)), rest]
+        return Scored(logprobs, agrees, ids if keep else None, None if keep is None else targets)
+
+    def close(self) -> None:
+        """Nothing is open."""

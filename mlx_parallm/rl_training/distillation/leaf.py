@@ -1,0 +1,5 @@
+"""Teachers, plugged in: [rl_training.distillation] is the core's, who scores is this folder's."""
+
+from mlx_parallm.config.leaves import Leaf
+
+LEAF = Leaf("distillation", teachers="mlx_parallm.rl_training.distillation.signal:teachers_of")

@@ -1,0 +1,142 @@
+"""The prompt that a teacher is asked with in place of the student's: a text or messages with the
+row's columns, or a function of the user's from (row, group) to messages."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_parallm.config.distillation import TeacherConfig
+from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.types import Rollout, RolloutGroup
+
+_FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+SOLVED, PROMPT = "solved", "prompt"
+ASKED, ROW, KWARGS, TOOLS = "asked", "row", "template_kwargs", "taught_tools"
+
+
+class NoPromptError(Exception):
+    """A group for which the teacher has nothing to say; the reason."""
+
+
+class TeacherPrompt:
+    """The prompts of one teacher, in tokens. `tokens` keeps those of the newest groups.
+
+    Raises ConfigError: a function that is not there, or a text that names nothing.
+    """
+
+    def __init__(
+        self, config: TeacherConfig, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]
+    ) -> None:
+        self._kwargs = dict(template_kwargs)
+        self._config, self._tokenizer = config, tokenizer
+        self._what = f"distillation: teacher {config.name!r}: prompt"
+        text = config.prompt
+        self._function = (
+            load_function_of(("row", "group"), text, self._what)
+            if isinstance(text, str) and is_reference(text)
+            else None
+        )
+        self._known: dict[str, tuple[int, ...] | NoPromptError] = {}
+
+    def tokens(self, group: RolloutGroup) -> tuple[int, ...]:
+        """Raises NoPromptError: no sibling has solved it, a column is missing, the function
+        returned None. ConfigError: the function failed."""
+        if group.group_id not in self._known:
+            while len(self._known) >= 4096:
+                del self._known[next(iter(self._known))]
+            try:
+                self._known[group.group_id] = tuple(self._made(group))
+            except NoPromptError as error:
+                self._known[group.group_id] = error
+        found = self._known[group.group_id]
+        if isinstance(found, NoPromptError):
+            raise found
+        return found
+
+    def _made(self, group: RolloutGroup) -> Sequence[int]:
+        if ASKED not in group.metadata:
+            raise NoPromptError(
+                "the group came without its messages and its row (it is not of an environment of"
+                " this process)"
+            )
+        if group.metadata.get(TOOLS):
+            raise NoPromptError("its prompt has tools, and a teacher's own prompt has none")
+        asked, row = group.metadata[ASKED], dict(group.metadata.get(ROW, {}))
+        messages = (
+            self._by_function(row, group) if self._function else self._filled(asked, row, group)
+        )
+        if isinstance(messages, str):
+            return self._tokenizer.encode(messages)
+        try:
+            kwargs = {**self._kwargs, **group.metadata.get(KWARGS, {})}
+            return self._tokenizer.render_chat(messages, template_kwargs=kwargs)
+        except RequestError as error:
+            raise NoPromptError(f"the chat template refuses its messages: {error}") from error
+
+    def _by_function(self, row: dict[str, Any], group: RolloutGroup) -> Any:
+        assert self._function is not None
+        with user_code(f"{self._what}: {self._config.prompt}"):
+            messages = self._function(row, self._seen(group))
+        if messages is None:
+            raise NoPromptError("its function returned None")
+        good = isinstance(messages, str) or (
+            isinstance(messages, list | tuple)
+            and all(isinstance(message, Mapping) for message in messages)
+        )
+        if not good:
+            raise ConfigError(
+                f"{self._what}: {self._config.prompt} returned {messages!r:.80}: expected a list of"
+                " messages, a text, or None"
+            )
+        return messages
+
+    def _seen(self, group: RolloutGroup) -> dict[str, Any]:
+        """The group as a function of the user's sees it."""
+        return {
+            "environment": group.environment,
+            "asked": group.metadata[ASKED],
+            "answers": [self._text(rollout) for rollout in group.rollouts],
+            "rewards": [rollout.reward for rollout in group.rollouts],
+            "metadata": dict(group.metadata),
+        }
+
+    def _filled(self, asked: Any, row: Mapping[str, Any], group: RolloutGroup) -> Any:
+        last = asked if isinstance(asked, str) else asked[-1]["content"]
+        template = self._config.prompt
+
+        def fill(text: str) -> str:
+            return _FIELD.sub(lambda match: self._value(match, last, row, group), text)
+
+        if not isinstance(template, str):
+            return [{key: fill(value) for key, value in message.items()} for message in template]
+        if isinstance(asked, str):
+            return fill(template)
+        return [*asked[:-1], {**asked[-1], "content": fill(template)}]
+
+    def _value(
+        self, match: re.Match[str], last: str, row: Mapping[str, Any], group: RolloutGroup
+    ) -> str:
+        name = match[1]
+        if name is None:
+            return match[0][0]  # a brace
+        if name == SOLVED:
+            best = max(group.rollouts, key=lambda rollout: rollout.reward)
+            if best.reward < self._config.solved_from:
+                raise NoPromptError(
+                    f"no answer of the group has a reward of {self._config.solved_from:g}"
+                )
+            return self._text(best)
+        if name == PROMPT:
+            return last
+        if row.get(name) is None:
+            raise NoPromptError(f"its row has no column {name!r}")
+        value = row[name]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    def _text(self, rollout: Rollout) -> str:
+        """What was sampled, without special tokens."""
+        sampled = [token for token, own in zip(rollout.tokens, rollout.mask, strict=True) if own]
+        return self._tokenizer.decode(sampled)

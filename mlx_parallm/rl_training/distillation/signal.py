@@ -1,0 +1,296 @@
+"""The teachers of a run, as a step sees them: each sequence goes to its teacher, behind that one's
+prompt, and what comes back becomes columns of the step.
+
+    row's column → environment → the first teacher without environments        who teaches a group
+    a teacher that has nothing to say of a sequence is counted, with the reason, and its tokens have
+    no signal (NaN in the columns)
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mlx_parallm.config.distillation import OWN_KINDS, DistillationConfig, TeacherConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rl_training.distillation.from_group import GroupTeacher
+from mlx_parallm.rl_training.distillation.model import OtherModel
+from mlx_parallm.rl_training.distillation.own import own_teacher
+from mlx_parallm.rl_training.distillation.prompts import ROW, NoPromptError, TeacherPrompt
+from mlx_parallm.rl_training.distillation.remote import LostError, RemoteTeacher
+from mlx_parallm.rl_training.distillation.scoring import Answer, Scored, Teacher, behind
+from mlx_parallm.rl_training.factory import TeacherContext
+from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.teaching import (
+    AGREES,
+    IDS,
+    LOGPROBS,
+    TARGETS,
+    sequence_groups,
+)
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import RolloutGroup
+
+PAUSE_S = 2.0
+"""Between two tries of a server that steps wait for."""
+
+log = get_logger("distillation")
+
+
+def teachers_of(context: TeacherContext) -> "Teachers":
+    """The configured teachers, loaded and compared with the policy's tokenizer. Raises ConfigError,
+    ModelError."""
+    return Teachers(context)
+
+
+class Teachers:
+    """See `step.teaching.TeacherSignal`."""
+
+    def __init__(self, context: TeacherContext) -> None:
+        self._config: DistillationConfig = context.training.distillation
+        self._tokenizer: Tokenizer | None = None
+        self._context = context
+        width = context.vocab_size
+        # the best of all tokens but one, and that one as the rest, are all of them
+        self.keep = None if self._config.mode == "advantage" else min(self._config.top_k, width - 1)
+        self._by_name: dict[str, tuple[TeacherConfig, Teacher, TeacherPrompt | None]] = {}
+        for config in self._config.teachers:
+            teacher = self._made(config)
+            prompt = (
+                TeacherPrompt(config, self.tokenizer, context.model.chat_template_kwargs or {})
+                if config.prompt
+                else None
+            )
+            self._by_name[config.name] = config, teacher, prompt
+        self._seconds: float | None = None
+        self._asked = self._unscored = 0
+        self._reasons = Counter[str]()
+        self._lost = ""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """One of the trainer's thread, loaded when it is first needed."""
+        if self._tokenizer is None:
+            self._tokenizer = self._context.tokenizer()
+        return self._tokenizer
+
+    def _made(self, config: TeacherConfig) -> Teacher:
+        context = self._context
+        if config.kind in OWN_KINDS:
+            return own_teacher(config, context.trainer)
+        if config.kind == "group":
+            return GroupTeacher(config.name, context.vocab_size)
+        if config.kind == "http":
+            return RemoteTeacher(config, context, self.tokenizer, self.keep)
+        return OtherModel(config, context, self.tokenizer, self.keep)
+
+    # ------------------------------------------------------------------ who teaches what
+
+    def teaches(self, group: RolloutGroup) -> bool:
+        """Raises ConfigError: its row names a teacher that there is not."""
+        return self._prompt_of(group)[0] is not None
+
+    def _teacher_of(self, group: RolloutGroup) -> str | None:
+        column = self._config.column
+        named = group.metadata.get(ROW, {}).get(column) if column is not None else None
+        if named is not None:
+            if named not in self._by_name:
+                raise ConfigError(
+                    f"distillation: a row's column {column!r} names the teacher {named!r}; there"
+                    f" are {', '.join(self._by_name)}"
+                )
+            return str(named)
+        rest = None
+        for name, (config, _, _) in self._by_name.items():
+            if group.environment in config.environments:
+                return name
+            if not config.environments and rest is None:
+                rest = name
+        return rest
+
+    def _prompt_of(self, group: RolloutGroup) -> tuple[str | None, Sequence[int] | None]:
+        """(teacher, the tokens of its own prompt); None: there is none, which is counted."""
+        name = self._teacher_of(group)
+        if name is None:
+            return None, None
+        _, teacher, prompt = self._by_name[name]
+        if isinstance(teacher, GroupTeacher) and not teacher.has(group):
+            self._note(f"{name}: the group came without a teacher's log-probabilities")
+            return None, None
+        try:
+            return name, None if prompt is None else prompt.tokens(group)
+        except NoPromptError as error:
+            self._note(f"{name}: {error}")
+            return None, None
+
+    def _note(self, reason: str) -> None:
+        if not self._reasons[reason]:
+            log.info("no signal from a teacher", reason=reason)
+        self._reasons[reason] += 1
+
+    # ------------------------------------------------------------------ a step
+
+    def score(
+        self, batch: TrainBatch, should_stop: Callable[[], bool]
+    ) -> dict[str, np.ndarray] | None:
+        started = time.perf_counter()
+        self._asked = self._unscored = 0
+        self._lost = ""
+        places = sequence_groups(batch)
+        rows: dict[str, list[tuple[int, Answer]]] = {name: [] for name in self._by_name}
+        prompts = [self._prompt_of(group) for group in batch.groups] if places else []
+        for number, (place, sequence) in enumerate(zip(places, batch.sequences, strict=True)):
+            name, prompt = prompts[place[0]]
+            if not sequence.trained:
+                continue
+            answer = None if name is None else self._answer(batch, place, sequence, name, prompt)
+            if name is None or answer is None:
+                self._unscored += 1
+            else:
+                rows[name].append((number, answer))
+        scored: dict[int, Scored] = {}
+        for name, own in rows.items():
+            if own and not self._ask(name, own, scored, should_stop):
+                return None
+        self._seconds = time.perf_counter() - started
+        return self._columns(batch.sequences, scored)
+
+    def _answer(
+        self,
+        batch: TrainBatch,
+        place: tuple[int, int, int],
+        sequence: TrainSequence,
+        name: str,
+        prompt: Sequence[int] | None,
+    ) -> Answer | None:
+        """A sequence for a teacher; None: it cannot be asked about this one, which is counted."""
+        _, teacher, _ = self._by_name[name]
+        group, number, segment = place
+        if isinstance(teacher, GroupTeacher):
+            return teacher.answer(batch.groups[group], number, segment, sequence)
+        if isinstance(teacher, RemoteTeacher) and sequence.rollout.temperature not in (0.0, 1.0):
+            self._note(
+                f"{name}: its log-probabilities are at temperature 1, the answer was sampled at"
+                f" {sequence.rollout.temperature:g}"
+            )
+            return None
+        if prompt is None:
+            return sequence
+        first = batch.groups[group].rollouts[number].segments[0]
+        opening = first.tokens[: first.mask.index(1)] if 1 in first.mask else ()
+        if not opening or sequence.rollout.tokens[: len(opening)] != opening:
+            self._note(f"{name}: a later stretch of an episode does not begin with its opening")
+            return None
+        return behind(sequence, prompt, len(opening))
+
+    def _ask(
+        self,
+        name: str,
+        own: list[tuple[int, Answer]],
+        scored: dict[int, Scored],
+        should_stop: Callable[[], bool],
+    ) -> bool:
+        """Ask a teacher about its answers; False: a stop was requested."""
+        found = self._answers(name, own, should_stop)
+        if found is None:
+            return False
+        if self._config.on_teacher_lost == "wait":
+            self._lost = ""
+        self._asked += len(own)
+        for number, answer in own:
+            if (one := found.get(number)) is None:
+                self._unscored += 1
+            elif len(one.logprobs) != answer.trained:
+                raise ConfigError(
+                    f"distillation: teacher {name!r} returned {len(one.logprobs)} scores for"
+                    f" {answer.trained} tokens"
+                )
+            else:
+                scored[number] = one
+        return True
+
+    def _answers(
+        self, name: str, own: list[tuple[int, Answer]], should_stop: Callable[[], bool]
+    ) -> dict[int, Scored] | None:
+        """What a teacher says, by the number of the sequence, without those that it is lost for.
+        None after a stop request."""
+        _, teacher, _ = self._by_name[name]
+        found: dict[int, Scored] = {}
+        pending = list(own)
+        while pending:
+            try:
+                replies = teacher.score([answer for _, answer in pending], self.keep, should_stop)
+                return None if replies is None else found | _numbered(pending, replies)
+            except LostError as error:
+                found |= _numbered(pending, error.scored)
+                pending = [entry for entry in pending if entry[0] not in found]
+                waits = self._config.on_teacher_lost == "wait"
+                if not self._lost:
+                    then = "steps wait for it" if waits else "this step goes on without it"
+                    reason = str(error)
+                    log.warning("a teacher does not answer", teacher=name, then=then, reason=reason)
+                self._lost = f"teacher {name} does not answer: {error}"
+                if not waits:
+                    break
+                if stopped_during(PAUSE_S, should_stop):
+                    return None
+        return found
+
+    def _columns(
+        self, sequences: Sequence[TrainSequence], scored: dict[int, Scored]
+    ) -> dict[str, np.ndarray]:
+        """The columns of all trained tokens; NaN where there is no score."""
+        ends = np.cumsum([sequence.trained for sequence in sequences]).astype(int)
+        total = int(ends[-1]) if len(ends) else 0
+        logprobs, agrees = (np.full(total, np.nan, np.float32) for _ in range(2))
+        keep = self.keep
+        width = 0 if keep is None else keep + 1 if keep else self._context.vocab_size
+        targets = np.full((total, width), np.nan, np.float32)
+        ids = np.zeros((total, keep or 0), np.float32)
+        for number, one in scored.items():
+            place = slice(ends[number] - sequences[number].trained, ends[number])
+            logprobs[place] = one.logprobs
+            if one.agrees is not None:
+                agrees[place] = one.agrees
+            if one.targets is not None and keep is not None:
+                targets[place] = one.targets
+            if one.ids is not None and keep:
+                ids[place] = one.ids
+        columns = {LOGPROBS: logprobs, AGREES: agrees}
+        if keep is not None:
+            columns[TARGETS] = targets.reshape(-1)
+        if keep:
+            columns[IDS] = ids.reshape(-1)
+        return columns
+
+    def measured(self) -> dict[str, float | None]:
+        return {
+            "teacher_seconds": self._seconds,
+            "teacher_sequences": float(self._asked),
+            "teacher_unscored": float(self._unscored),
+        }
+
+    def health(self) -> str | None:
+        return self._lost or None
+
+    def close(self) -> None:
+        for _, teacher, _ in self._by_name.values():
+            teacher.close()
+
+
+def _numbered(
+    asked: Sequence[tuple[int, Answer]], replies: Sequence[Scored | None]
+) -> dict[int, Scored]:
+    return {number: one for (number, _), one in zip(asked, replies, strict=True) if one is not None}
+
+
+def stopped_during(seconds: float, should_stop: Callable[[], bool]) -> bool:
+    """Wait; True: a stop was requested meanwhile."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if should_stop():
+            return True
+        time.sleep(0.05)
+    return False

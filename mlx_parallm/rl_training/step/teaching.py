@@ -1,0 +1,179 @@
+"""The seam of distillation: what a step takes from teachers, and how it learns from it.
+
+    TeacherSignal     scores a step's sequences before its first update (a leaf has the teachers)
+    Scores            "teacher_logprobs" [N] of the sampled tokens, NaN where there is none;
+                      "teacher_agrees" [N]: 1 where the token is the teacher's best, NaN = unknown;
+                      with mode = "loss" "teacher_ids" [N · K] and "teacher_targets" [N · (K + 1)],
+                      or "teacher_targets" [N · V] of the whole vocabulary
+    Teaching          the settings, in the algorithm: from these columns to advantages, or to the
+                      divergence of each token (`Lesson`)
+
+The scores are columns of the step like its other scores: an interrupted step goes on with them, and
+other ranks get them from rank 0.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.losses.distillation import divergence, teacher_advantages, with_tail
+from mlx_parallm.models.layout import TokenBatch, scaled
+from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rl_training.step.collate import Measure
+from mlx_parallm.types import RolloutGroup
+
+LOGPROBS, AGREES, IDS, TARGETS = (
+    "teacher_logprobs",
+    "teacher_agrees",
+    "teacher_ids",
+    "teacher_targets",
+)
+# of metrics.jsonl
+TEACHER_KL = "teacher_kl"
+MEASURED = (TEACHER_KL, "teacher_agreement", "teacher_spread", "teacher_reward_r", "teacher_share")
+
+
+class TeacherSignal(Protocol):
+    """The teachers of a run. One thread's, the trainer's."""
+
+    def teaches(self, group: RolloutGroup) -> bool:
+        """Whether a teacher has a signal for this group, whatever its rewards are."""
+        ...
+
+    def score(
+        self, batch: TrainBatch, should_stop: Callable[[], bool]
+    ) -> dict[str, np.ndarray] | None:
+        """The columns of a batch; None after a stop request."""
+        ...
+
+    def measured(self) -> dict[str, float | None]:
+        """Numbers of the newest step for its metrics line."""
+        ...
+
+    def health(self) -> str | None:
+        """What is wrong, in words."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """The settings of [rl_training.distillation] that a step reads."""
+
+    mode: Literal["advantage", "loss"]
+    weight: float
+    reward: bool
+    beta: float
+
+    @classmethod
+    def of(cls, config: RLTrainingConfig) -> "Teaching | None":
+        """None: there is no teacher."""
+        own = config.distillation
+        return cls(own.mode, own.weight, own.reward, own.beta) if own.active else None
+
+    def advantages(
+        self, advantages: np.ndarray, policy: np.ndarray, teacher: np.ndarray
+    ) -> np.ndarray:
+        """The advantages that are trained on. [N] each → [N] float32."""
+        advantages = advantages if self.reward else np.zeros_like(advantages)
+        if self.mode == "loss":
+            return advantages
+        return advantages + teacher_advantages(policy, teacher, weight=self.weight)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The teacher's distribution at the trained tokens of a step. `ids`: None = all tokens."""
+
+    ids: np.ndarray | None  # [N, K] int32
+    targets: np.ndarray  # [N, K + 1] float32, the last one of the rest; or [N, V]
+    beta: float
+
+    @classmethod
+    def of(cls, scores: Mapping[str, np.ndarray], tokens: int, beta: float) -> "Lesson | None":
+        """None: the scores have no distribution."""
+        if TARGETS not in scores or not tokens:
+            return None
+        ids = scores[IDS].reshape(tokens, -1).astype(np.int32) if IDS in scores else None
+        return cls(ids, scores[TARGETS].reshape(tokens, -1), beta)
+
+    def measure(self, columns: np.ndarray) -> Measure:
+        """The divergence [n] of the tokens at these columns, from a model's logits."""
+        ids = None if self.ids is None else mx.array(self.ids[columns])
+        targets = mx.array(self.targets[columns])
+
+        def measured(logits: mx.array, batch: TokenBatch, chunk: slice) -> tuple[mx.array, ...]:
+            student = with_tail(scaled(logits, batch, chunk), None if ids is None else ids[chunk])
+            return (divergence(student, targets[chunk], beta=self.beta),)
+
+        return measured
+
+
+def teacher_numbers(
+    batch: TrainBatch, policy: np.ndarray, scores: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    """What a step's line says of the teachers: `MEASURED`, as far as it is known.
+
+    teacher_kl: mean of log π - log π_T over the scored tokens, an estimate of KL(π ‖ π_T).
+    teacher_spread: the deviation of that number. teacher_agreement: share of the tokens that are
+    the teacher's best. teacher_reward_r: correlation of reward and mean log π_T - log π of an
+    answer, each against its group's mean: 0 or less where the teacher does not prefer what is
+    rewarded. teacher_share: share of the trained tokens that were scored.
+    """
+    teacher, agrees = scores[LOGPROBS], scores.get(AGREES)
+    gap = policy.astype(np.float64) - teacher
+    known = ~np.isnan(gap)
+    numbers = {"teacher_share": float(known.mean())} if len(known) else {}
+    if not known.any():
+        return numbers
+    numbers |= {TEACHER_KL: float(gap[known].mean()), "teacher_spread": float(gap[known].std())}
+    if agrees is not None and (seen := ~np.isnan(agrees)).any():
+        numbers["teacher_agreement"] = float(agrees[seen].mean(dtype=np.float64))
+    if (correlation := _reward_correlation(batch, -gap)) is not None:
+        numbers["teacher_reward_r"] = correlation
+    return numbers
+
+
+def _reward_correlation(batch: TrainBatch, prefers: np.ndarray) -> float | None:
+    """Of rewards and means of `prefers` [N] over each answer; None: no group has both."""
+    ends = np.cumsum([sequence.trained for sequence in batch.sequences])
+    means = {
+        id(sequence.rollout): prefers[end - sequence.trained : end].mean()
+        for sequence, end in zip(batch.sequences, ends, strict=True)
+        if sequence.trained
+    }
+    pairs: list[np.ndarray] = []
+    for group in batch.groups:
+        rows = [
+            (rollout.reward, means[id(rollout)])
+            for rollout in group.rollouts
+            if not np.isnan(means.get(id(rollout), np.nan))
+        ]
+        if len(rows) > 1:
+            pairs.append(np.array(rows) - np.mean(rows, axis=0))
+    if not pairs:
+        return None
+    rewards, preferred = np.concatenate(pairs).T
+    spread = float(np.sqrt(np.square(rewards).sum() * np.square(preferred).sum()))
+    return float((rewards * preferred).sum() / spread) if spread > 1e-9 else None
+
+
+def sequence_groups(batch: TrainBatch) -> list[tuple[int, int, int]]:
+    """The group, the rollout in it and the segment of each sequence of a batch, as numbers.
+
+    Raises ValueError: the sequences are not those of the groups.
+    """
+    places = [
+        (number, answer, segment)
+        for number, group in enumerate(batch.groups)
+        for answer, rollout in enumerate(group.rollouts)
+        for segment in range(len(rollout.segments))
+    ]
+    if batch.sequences and len(places) != len(batch.sequences):
+        raise ValueError(f"{len(batch.sequences)} sequences of groups that have {len(places)}")
+    return places if batch.sequences else []

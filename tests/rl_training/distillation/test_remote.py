@@ -1,0 +1,267 @@
+"""Teachers over HTTP: each API's form against the same numbers, a server that goes and comes back."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
+from mlx_parallm.rl_training.distillation import signal
+from mlx_parallm.rl_training.distillation.remote import rest_of
+from mlx_parallm.rl_training.step.teaching import AGREES, IDS, LOGPROBS, TARGETS
+from tests.rl_training.distillation.test_teachers import (
+    TINY,
+    batch_of,
+    mlx_tiny,
+    question,
+    tiny_trainer,
+)
+from tests.scripted_http import Reply, scripted_http
+
+VOCAB = 320
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model(TINY)
+
+
+def table(tokens: list[int]) -> np.ndarray:
+    """log-probabilities of what follows each prefix, [T, V], a function of the tokens alone."""
+    rows = []
+    for end in range(1, len(tokens) + 1):
+        seed = zlib.crc32(np.array(tokens[:end], np.int64).tobytes())
+        logits = 2 * np.random.default_rng(seed).normal(size=VOCAB)
+        rows.append(logits - np.log(np.exp(logits).sum()))
+    return np.array(rows)
+
+
+def best(row: np.ndarray, count: int) -> list[int]:
+    return np.argsort(-row)[:count].tolist()
+
+
+def as_vllm(body: dict[str, Any]) -> dict[str, Any]:
+    tokens, rows = body["prompt"], table(body["prompt"])
+    entries: list[Any] = [None]
+    for token, row in zip(tokens[1:], rows, strict=False):
+        ids = dict.fromkeys([token, *best(row, body["prompt_logprobs"])])
+        entries.append({str(key): {"logprob": float(row[key]), "rank": 1} for key in ids})
+    return {"choices": [{"text": "", "prompt_logprobs": entries}]}
+
+
+def as_echo(body: dict[str, Any]) -> dict[str, Any]:
+    tokens, rows = body["prompt"], table(body["prompt"])
+    own = [None, *(float(row[t]) for t, row in zip(tokens[1:], rows, strict=False)), -1.0]
+    top = [None, *({"x": float(row.max())} for row in rows)]
+    return {"choices": [{"logprobs": {"token_logprobs": own, "top_logprobs": top}}]}
+
+
+def as_sglang(body: dict[str, Any]) -> dict[str, Any]:
+    tokens, rows = body["input_ids"], table(body["input_ids"])
+    own: list[Any] = [[None, tokens[0], None]]
+    own += [[float(row[t]), t, None] for t, row in zip(tokens[1:], rows, strict=False)]
+    meta: dict[str, Any] = {"input_token_logprobs": own}
+    if body["top_logprobs_num"]:
+        tops = [
+            [[float(row[key]), key, None] for key in best(row, body["top_logprobs_num"])]
+            for row in rows[:-1]
+        ]
+        meta["input_top_logprobs"] = [None, *tops]
+    return {"text": "", "meta_info": meta}
+
+
+def server(*, refuse: Callable[[str], Reply | None] | None = None) -> Callable[[str, Any], Any]:
+    """A server of all three APIs with the tiny model's tokenizer. `refuse`: another reply."""
+    tokenizer = load_tokenizer(mlx_tiny(), TINY)
+
+    def answer(path: str, body: Any) -> Reply | None:
+        if refuse is not None and (reply := refuse(path)) is not None:
+            return None if reply[0] == 0 else reply
+        if path == "/v1/models":
+            return 200, {}, {"data": [{"id": "big"}]}
+        if path == "/tokenize":
+            ids = tokenizer.encode(body["prompt"], add_special_tokens=False)
+            return 200, {}, {"tokens": ids}
+        if path == "/generate":
+            return 200, {}, as_sglang(body)
+        assert body["model"] == "big"
+        return 200, {}, (as_echo if body.get("echo") else as_vllm)(body)
+
+    return answer
+
+
+def teacher(url: str, **more: Any) -> dict[str, Any]:
+    return {"name": "big", "kind": "http", "url": url, "tries": 1, **more}
+
+
+def expected(groups: list[Any]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """log π_T and agreement of each token, and the rows that predict them."""
+    logprobs, agrees, rows = [], [], []
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        numbers = table(list(rollout.tokens))
+        for place, own in enumerate(rollout.mask):
+            if own:
+                row = numbers[place - 1]
+                rows.append(row)
+                logprobs.append(row[rollout.tokens[place]])
+                agrees.append(row.argmax() == rollout.tokens[place])
+    return np.array(logprobs), np.array(agrees, float), rows
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang", "completions"])
+def test_log_probabilities_of_sampled_tokens(tiny: LoadedModel, api: str) -> None:
+    groups = [question(number) for number in range(3)]
+    with scripted_http(server()) as (url, received):
+        trainer = tiny_trainer(tiny, teacher(url, api=api))
+        scores = trainer.teachers.score(batch_of(*groups), lambda: False)
+        trainer.teachers.close()
+    logprobs, agrees, _ = expected(groups)
+    assert scores[LOGPROBS] == pytest.approx(logprobs, abs=1e-6)
+    if api != "sglang":  # there the best tokens are asked for with mode = "loss" alone
+        assert (scores[AGREES] == agrees).all()
+    assert sum(one.path in ("/generate", "/v1/completions") for one in received) == 6
+    assert sum(one.path == "/tokenize" for one in received) >= 200
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_the_best_tokens_and_the_rest(tiny: LoadedModel, api: str) -> None:
+    groups = [question(number) for number in range(2)]
+    with scripted_http(server()) as (url, _):
+        trainer = tiny_trainer(tiny, teacher(url, api=api), mode="loss", top_k=5)
+        scores = trainer.teachers.score(batch_of(*groups), lambda: False)
+        trainer.teachers.close()
+    _, _, rows = expected(groups)
+    ids, targets = scores[IDS].reshape(-1, 5), scores[TARGETS].reshape(-1, 6)
+    for row, own, numbers in zip(rows, ids.astype(int), targets, strict=True):
+        assert own.tolist() == best(row, 5)
+        assert numbers[:5] == pytest.approx(row[own], abs=1e-5)
+        assert numbers[5] == pytest.approx(np.log(1 - np.exp(row[own]).sum()), abs=1e-5)
+    assert rest_of([np.log(0.5), np.log(0.25)]) == pytest.approx(-1.386294, abs=1e-6)
+    assert rest_of([0.0]) == -80
+
+
+def test_a_step_goes_on_without_a_lost_teacher(tiny: LoadedModel) -> None:
+    """What came counts; the rest has no signal, and nothing is NaN."""
+    calls = 0
+
+    def lose(path: str) -> Reply | None:
+        nonlocal calls
+        calls += path == "/v1/completions"
+        return (0, {}, None) if calls > 2 else None
+
+    groups = [question(number) for number in range(3)]
+    with scripted_http(server(refuse=lose)) as (url, _):
+        trainer = tiny_trainer(
+            tiny, teacher(url, requests_at_once=1), on_teacher_lost="skip", reward=False
+        )
+        metrics = trainer.train_step(batch_of(*groups)).metrics
+        assert "does not answer" in trainer.teachers.health()
+        trainer.teachers.close()
+    assert metrics["teacher_unscored"] == 4
+    assert 0 < metrics["teacher_share"] < 1
+    assert np.isfinite(metrics["loss"])
+    assert np.isfinite(metrics["teacher_kl"])
+    assert metrics["skipped_steps"] == 0
+
+
+def test_a_step_waits_for_a_lost_teacher(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "PAUSE_S", 0.01)
+    calls = 0
+
+    def lose(path: str) -> Reply | None:
+        nonlocal calls
+        calls += path == "/v1/completions"
+        return (503, {}, {"error": {"message": "busy"}}) if 2 < calls < 12 else None
+
+    groups = [question(number) for number in range(3)]
+    with scripted_http(server(refuse=lose)) as (url, received):
+        trainer = tiny_trainer(tiny, teacher(url))
+        scores = trainer.teachers.score(batch_of(*groups), lambda: False)
+        assert trainer.teachers.health() is None
+        trainer.teachers.close()
+    assert scores[LOGPROBS] == pytest.approx(expected(groups)[0], abs=1e-6)
+    assert sum(one.path == "/v1/completions" for one in received) > 6
+
+
+def test_a_stop_request_ends_the_waiting(tiny: LoadedModel) -> None:
+    trainer = tiny_trainer(tiny, teacher("http://127.0.0.1:9"))
+    assert trainer.teachers.score(batch_of(question(1)), lambda: True) is None
+    result = trainer.train_step(batch_of(question(1)), should_stop=lambda: True)
+    trainer.teachers.close()
+    assert not result.finished
+    assert not result.position.updates
+
+
+def other_ids(path: str) -> Reply | None:
+    return (200, {}, {"tokens": [1, 2, 3]}) if path == "/tokenize" else None
+
+
+def no_tokenize(path: str) -> Reply | None:
+    return (404, {}, {"error": {"message": "no such route"}}) if path == "/tokenize" else None
+
+
+def bad_request(path: str) -> Reply | None:
+    told = {"error": {"message": "prompt_logprobs: at most 20"}}
+    return (400, {}, told) if path == "/v1/completions" else None
+
+
+def no_numbers(path: str) -> Reply | None:
+    return (200, {}, {"choices": [{"text": ""}]}) if path == "/v1/completions" else None
+
+
+@pytest.mark.parametrize(
+    ("refuse", "words"),
+    [
+        (other_ids, "has another tokenizer than the policy"),
+        (no_tokenize, "set path to the directory of its tokenizer"),
+        (bad_request, "refuses what it is asked: .*at most 20"),
+        (no_numbers, r"prompt_logprobs has None for .* tokens: does it speak this api \(vllm\)"),
+    ],
+)
+def test_what_it_answers_wrongly_ends_the_run(tiny: LoadedModel, refuse: Any, words: str) -> None:
+    with scripted_http(server(refuse=refuse)) as (url, _):
+        trainer = tiny_trainer(tiny, teacher(url))
+        with pytest.raises(ConfigError, match=words):
+            trainer.teachers.score(batch_of(question(1)), lambda: False)
+        trainer.teachers.close()
+
+
+def test_the_files_of_its_tokenizer_will_do(tiny: LoadedModel) -> None:
+    with scripted_http(server(refuse=no_tokenize)) as (url, received):
+        trainer = tiny_trainer(tiny, teacher(url, path=str(mlx_tiny())))
+        trainer.teachers.score(batch_of(question(1)), lambda: False)
+        trainer.teachers.close()
+    assert not any(one.path == "/tokenize" for one in received)
+
+
+@pytest.mark.parametrize(
+    ("section", "training", "words"),
+    [
+        ({"mode": "loss", "top_k": 0}, {}, "does not send its whole vocabulary"),
+        ({"mode": "loss", "api": "completions"}, {}, "by their texts, not by ids"),
+        ({}, {"temperature": 0.9}, "at temperature 1, and rl_training.temperature is 0.9"),
+    ],
+)
+def test_what_no_server_can_do_is_refused_at_the_start(
+    tiny: LoadedModel, section: dict[str, Any], training: dict[str, Any], words: str
+) -> None:
+    api = {"api": section.pop("api")} if "api" in section else {}
+    with pytest.raises(ConfigError, match=words):
+        tiny_trainer(tiny, teacher("http://127.0.0.1:9", **api), training=training, **section)
+
+
+def test_an_answer_of_another_temperature_has_no_signal(tiny: LoadedModel) -> None:
+    group = question(1)
+    with scripted_http(server()) as (url, _):
+        trainer = tiny_trainer(tiny, teacher(url))
+        batch = batch_of(group)
+        object.__setattr__(batch.sequences[0].rollout, "temperature", 0.7)
+        scores = trainer.teachers.score(batch, lambda: False)
+        trainer.teachers.close()
+    assert np.isnan(scores[LOGPROBS]).sum() == sum(group.rollouts[0].mask)
+    assert trainer.teachers.measured()["teacher_unscored"] == 1

@@ -1,0 +1,377 @@
+"""Teachers that are other models, older weights, or the policy that knows more; and who teaches what."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_parallm
+from mlx_parallm.config.load import load_config
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.losses.advantages import group_advantages
+from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
+from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.rl_training.distillation.prompts import NoPromptError, TeacherPrompt
+from mlx_parallm.rl_training.distillation.signal import Teachers
+from mlx_parallm.rl_training.distillation.tokenizers import MANY, TextIds, compare, texts
+from mlx_parallm.rl_training.factory import TeacherContext, build_buffer, build_trainer
+from mlx_parallm.rl_training.publish.versions import VersionSteps
+from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.teaching import IDS, LOGPROBS, TARGETS
+from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.types import RolloutGroup
+from tests.rl_training.distillation.making import BASE, base_logprobs, taught_trainer
+from tests.rl_training.making import perturb_adapter
+from tests.rl_training.rollouts import make_batch, make_group, make_rollout, random_groups
+from tests.tiny_models import save_checkpoint
+
+TINY = ModelConfig()
+SELF = {"name": "self", "kind": "policy"}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model(TINY)
+
+
+def settings(
+    *teachers: dict[str, Any], training: dict[str, Any] | None = None, **distillation: Any
+) -> RLTrainingConfig:
+    return RLTrainingConfig.model_validate(
+        {
+            "batch_size": 8,
+            "lora": {"rank": 2, "alpha": 4},
+            "atropos": {"rollout_batch_size": 8},
+            "distillation": {"teachers": list(teachers), **distillation},
+            **(training or {}),
+        }
+    )
+
+
+def tiny_trainer(
+    tiny: LoadedModel,
+    *teachers: dict[str, Any],
+    training: dict[str, Any] | None = None,
+    **distillation: Any,
+) -> Trainer:
+    """`training`: keys of [rl_training]."""
+    config = settings(*teachers, training=training, **distillation)
+    trainer = build_trainer(tiny, config)
+    perturb_adapter(trainer.policy)
+    trainer.teachers = Teachers(
+        TeacherContext(
+            config, TINY, trainer, tiny.vocab_size, lambda: load_tokenizer(tiny.path, TINY)
+        )
+    )
+    return trainer
+
+
+def question(number: int, *, answers: tuple[str, ...] = ("5", "6"), **row: Any) -> RolloutGroup:
+    """A group as an environment of this process makes it, with the tokens of the tiny model."""
+    tokenizer = load_tokenizer(mlx_tiny(), TINY)
+    asked = [{"role": "user", "content": f"Sum: {number}+3"}]
+    prompt = tokenizer.render_chat(asked)
+    rollouts = tuple(
+        make_rollout(
+            [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id],
+            prompt=prompt,
+            reward=float(place == 0),
+        )
+        for place, text in enumerate(answers)
+    )
+    metadata = {"asked": asked, "row": row, "template_kwargs": {}}
+    return RolloutGroup(f"q{number}", "sums", rollouts, index=number, metadata=metadata)
+
+
+def mlx_tiny() -> Path:
+    return Path(mlx_parallm.__file__).parent / "models" / "tiny"
+
+
+def batch_of(*groups: RolloutGroup) -> TrainBatch:
+    sequences = [
+        TrainSequence(segment, (0.0,) * len(segment.tokens), True)
+        for group in groups
+        for rollout in group.rollouts
+        for segment in rollout.segments
+    ]
+    return TrainBatch(1, groups, tuple(sequences), BatchStatistics())
+
+
+def plain(model: Any, tokens: list[int], start: int) -> np.ndarray:
+    """log-probabilities of the tokens from `start` on, by the plain forward."""
+    array = mx.array(tokens)
+    return np.array(token_logprobs(model(array[None, :-1])[0], array[1:]))[start - 1 :]
+
+
+# ---------------------------------------------------------------------- the policy that knows more
+
+
+def test_the_completion_is_scored_behind_the_teachers_prompt(tiny: LoadedModel) -> None:
+    trainer = tiny_trainer(tiny, SELF | {"prompt": "Hint: {answer}. {prompt}"})
+    group = question(2, answer="5")
+    scores = trainer.teachers.score(batch_of(group), lambda: False)
+    tokenizer = load_tokenizer(tiny.path, TINY)
+    asked = tokenizer.render_chat([{"role": "user", "content": "Hint: 5. Sum: 2+3"}])
+    expected = []
+    for rollout in group.rollouts:
+        completion = [t for t, own in zip(rollout.tokens, rollout.mask, strict=True) if own]
+        expected.append(plain(trainer.policy.model, [*asked, *completion], len(asked)))
+    assert scores[LOGPROBS] == pytest.approx(np.concatenate(expected), abs=2e-5)
+
+
+def test_the_same_prompt_is_the_student(tiny: LoadedModel) -> None:
+    trainer = tiny_trainer(tiny, SELF | {"prompt": "{prompt}"})
+    group = question(2)
+    scores = trainer.teachers.score(batch_of(group), lambda: False)
+    own = np.concatenate(trainer.logprobs(group.rollouts))
+    assert scores[LOGPROBS] == pytest.approx(own, abs=2e-5)
+
+
+def test_what_a_prompt_may_hold(tiny: LoadedModel, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny.path, TINY)
+
+    def text(prompt: Any, group: RolloutGroup, **more: Any) -> str:
+        [config] = settings(SELF | {"prompt": prompt, **more}).distillation.teachers
+        return tokenizer.decode(TeacherPrompt(config, tokenizer, {}).tokens(group))
+
+    group = question(2, answer="5", steps=[1, 2])
+    assert "{x} Sum: 2+3 [1, 2] 5" in text("{{x}} {prompt} {steps} {solved}", group)
+    messages = ({"role": "user", "content": "Just say {answer}"},)
+    assert "Just say 5" in text(messages, group)
+    with pytest.raises(NoPromptError, match="no column 'hint'"):
+        text("{hint}", group)
+    with pytest.raises(NoPromptError, match="reward of 2"):
+        text("{solved}", group, solved_from=2.0)
+    with pytest.raises(NoPromptError, match="without its messages"):
+        text("{prompt}", make_group("http", [0.0, 1.0]))
+    with pytest.raises(NoPromptError, match="tools"):
+        text("{prompt}", replace(group, metadata={**group.metadata, "taught_tools": True}))
+    file = tmp_path / "feedback.py"
+    file.write_text(
+        "def feedback(row, group):\n"
+        "    if max(group['rewards']) < 1:\n        return None\n"
+        "    return [{'role': 'user', 'content': row['answer'] + group['answers'][1]}]\n"
+        "def bad(row, group):\n    return 5\n"
+    )
+    assert "56" in text(f"python:{file}:feedback", group)
+    poor = replace(group, rollouts=group.rollouts[1:])
+    with pytest.raises(NoPromptError, match="returned None"):
+        text(f"python:{file}:feedback", poor)
+    with pytest.raises(ConfigError, match="returned 5: expected a list of messages"):
+        text(f"python:{file}:bad", group)
+
+
+def test_a_later_stretch_of_an_episode_has_its_own_opening_replaced(tiny: LoadedModel) -> None:
+    """Two segments that begin with the task's opening are scored behind the other one; a stretch
+    that does not begin with it has no signal."""
+    trainer = tiny_trainer(tiny, SELF | {"prompt": "Think! {prompt}"})
+    group = question(2, answers=("5",))
+    [rollout] = group.rollouts
+    longer = replace(
+        rollout,
+        tokens=(*rollout.tokens, 7, 8, 9),
+        mask=(*rollout.mask, 0, 1, 1),
+        logprobs=(*rollout.logprobs, 0.0, -1.0, -1.0),
+        policy_versions=(*rollout.policy_versions, 0, 0, 0),
+    )
+    other = replace(longer, tokens=(8, *longer.tokens[1:]), scores={})
+    first = replace(rollout, scores={})
+    whole = replace(group, rollouts=(replace(longer, earlier=(first, other)),))
+    scores = trainer.teachers.score(batch_of(whole), lambda: False)[LOGPROBS]
+    count = sum(rollout.mask)
+    assert np.isfinite(scores[:count]).all()
+    assert np.isnan(scores[count : 2 * count + 2]).all()
+    assert np.isfinite(scores[2 * count + 2 :]).all()
+    assert trainer.teachers.measured()["teacher_unscored"] == 1
+
+
+# ---------------------------------------------------------------------- other weights
+
+
+def test_another_model_scores_by_its_plain_forward(tiny: LoadedModel, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "other", seed=5)
+    teacher = {"name": "other", "kind": "model", "path": str(tmp_path / "other")}
+    trainer = tiny_trainer(tiny, teacher, mode="loss", top_k=6)
+    groups = [question(number) for number in range(3)]
+    scores = trainer.teachers.score(batch_of(*groups), lambda: False)
+    other = load_model(ModelConfig(base_path=str(tmp_path / "other"))).model
+    expected = [
+        plain(other, list(rollout.tokens), rollout.mask.index(1))
+        for group in groups
+        for rollout in group.rollouts
+    ]
+    total = sum(map(len, expected))
+    assert scores[LOGPROBS] == pytest.approx(np.concatenate(expected), abs=2e-5)
+    targets = scores[TARGETS].reshape(total, 7).astype(np.float64)
+    assert np.exp(targets).sum(-1) == pytest.approx(np.ones(total), abs=1e-5)
+    assert (scores[IDS].reshape(total, 6) == scores[IDS].reshape(total, 6).astype(int)).all()
+
+
+def test_another_tokenizer_is_refused_with_the_reason(tiny: LoadedModel, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "other", seed=5)
+    file = tmp_path / "other" / "tokenizer.json"
+    text = file.read_text()
+    assert '"a"' in text
+    file.write_text(
+        text.replace('"a"', '"§§"', 1).replace('"b"', '"a"', 1).replace('"§§"', '"b"', 1)
+    )
+    teacher = {"name": "other", "kind": "model", "path": str(tmp_path / "other")}
+    with pytest.raises(ConfigError, match=r"teacher 'other' .* has another tokenizer .* the ids"):
+        tiny_trainer(tiny, teacher)
+    assert len(set(texts())) == MANY
+    [config] = settings(BASE).distillation.teachers
+    with pytest.raises(ConfigError, match=r"place 1 on are \[3\] there and \[2\] here"):
+        compare(TextIds(config, "ab", [1, 2]), [1, 3])
+
+
+def test_an_older_version_of_the_policy(tmp_path: Path) -> None:
+    first = taught_trainer()
+    batch = make_batch(random_groups(3))
+    expected = np.concatenate(first.logprobs([s.rollout for s in batch.sequences]))
+    first.policy.save(tmp_path)
+    teacher = {"name": "old", "kind": "checkpoint", "path": str(tmp_path)}
+    later = taught_trainer(teacher)
+    later.train_step(batch)
+    moved = np.concatenate(later.logprobs([s.rollout for s in batch.sequences]))
+    found = later.teachers.score(batch, lambda: False)[LOGPROBS]
+    assert found == pytest.approx(expected, abs=2e-5)
+    assert np.abs(moved - expected).max() > 1e-3
+    assert np.concatenate(later.logprobs([s.rollout for s in batch.sequences])) == pytest.approx(
+        moved, abs=1e-6
+    ), "the policy has its own weights again"
+    with pytest.raises(ConfigError, match="no checkpoint of policy version 3; it has: none"):
+        taught_trainer(teacher | {"policy_version": 3})
+    with pytest.raises(ConfigError, match="teacher 'old'"):
+        taught_trainer(teacher | {"path": str(tmp_path / "nothing")})
+
+
+def test_the_moving_average() -> None:
+    trainer = taught_trainer(
+        {"name": "mean", "kind": "ema"}, config={"reference": "ema", "reference_decay": 0.5}
+    )
+    batch = make_batch(random_groups(3))
+    trainer.train_step(batch)
+    with trainer.policy.reference():
+        expected = np.concatenate(trainer.logprobs([s.rollout for s in batch.sequences]))
+    found = trainer.teachers.score(batch, lambda: False)[LOGPROBS]
+    assert found == pytest.approx(expected, abs=2e-5)
+    own = np.concatenate(trainer.logprobs([s.rollout for s in batch.sequences]))
+    assert np.abs(found - own).max() > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["advantage", "loss"])
+def test_the_base_of_full_weights_is_where_the_run_began(mode: str) -> None:
+    trainer = taught_trainer(mode=mode, config={"lora": False})
+    batch = make_batch(random_groups(3))
+    before = np.concatenate(trainer.logprobs([s.rollout for s in batch.sequences]))
+    trainer.train_step(batch)
+    trainer.train_step(replace(batch, step=2))
+    found = trainer.teachers.score(batch, lambda: False)[LOGPROBS]
+    assert found == pytest.approx(before, abs=2e-5)
+
+
+# ---------------------------------------------------------------------- several, and groups
+
+
+def test_teachers_by_row_by_environment_and_for_the_rest(tiny: LoadedModel) -> None:
+    trainer = tiny_trainer(
+        tiny,
+        BASE | {"name": "rest"},
+        BASE | {"name": "of_sums", "environments": ["sums"]},
+        SELF | {"prompt": "{hint}", "environments": ["nowhere"]},
+        column="teacher",
+    )
+    route = trainer.teachers._teacher_of
+    assert route(question(1)) == "of_sums"
+    assert route(question(1, teacher="self")) == "self"
+    assert route(replace(question(1), environment="other")) == "rest"
+    assert trainer.teachers.teaches(question(1))
+    assert not trainer.teachers.teaches(question(1, teacher="self")), "its row has no hint"
+    assert trainer.teachers.teaches(question(2, teacher="self", hint="x"))
+    with pytest.raises(ConfigError, match="names the teacher 'me'; there are rest, of_sums, self"):
+        trainer.teachers.teaches(question(1, teacher="me"))
+
+
+@pytest.mark.parametrize("taught", [True, False])
+def test_a_group_without_variance_stays_while_a_teacher_scores_it(
+    tmp_path: Path, taught: bool
+) -> None:
+    trainer = taught_trainer(BASE | {"environments": ["test"] if taught else ["elsewhere"]})
+    store = RolloutStore(tmp_path / "rollouts.sqlite")
+    buffer = build_buffer(store, VersionSteps(), trainer, trainer.config)
+    for number in range(12):
+        store.add(make_group(f"g{number}", [1.0, 1.0] if number < 4 else [0.0, 1.0]), source="test")
+    batch = buffer.collect(1, timeout_s=0.0)
+    names = {f"g{number}" for number in (range(8) if taught else range(4, 12))}
+    assert set(batch.group_ids) == names
+    statistics = batch.statistics
+    assert statistics.dropped_without_variance == (0 if taught else 4)
+    assert statistics.groups_without_variance == pytest.approx(4 / (8 if taught else 12))
+    metrics = trainer.train_step(batch).metrics
+    assert metrics["teacher_share"] == (1.0 if taught else 0.0)
+    assert metrics["teacher_sequences"] == (16 if taught else 0)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_group_of_which_nothing_is_trained_on_is_dropped(tmp_path: Path) -> None:
+    trainer = taught_trainer(config={"batch": 2})
+    store = RolloutStore(tmp_path / "rollouts.sqlite")
+    silent = make_group("silent", [1.0, 0.0], zero_advantage=True)
+    store.add(silent, source="test")
+    store.add(make_group("g", [1.0, 1.0]), source="test")
+    buffer = build_buffer(store, VersionSteps(), trainer, trainer.config)
+    assert buffer.collect(1, timeout_s=0.0).group_ids == ("g",)
+    assert store.counts().dropped == 1
+    assert NO_VARIANCE
+    assert group_advantages([1.0, 1.0]) is None
+
+
+def test_tokens_of_the_second_step_keep_their_teacher(tmp_path: Path) -> None:
+    trainer = taught_trainer()
+    batch = make_batch(random_groups(2))
+    assert base_logprobs(trainer, batch) == pytest.approx(
+        trainer.teachers.score(batch, lambda: False)[LOGPROBS], abs=2e-5
+    )
+    assert trainer.teachers.score(batch, lambda: True) is None, "a stop request"
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"weight": 2}, "there is no"),
+        ({"teachers": [BASE, BASE]}, "two teachers are named 'base'"),
+        ({"teachers": [BASE | {"path": "x"}]}, "path is a key of model, checkpoint, http"),
+        ({"teachers": [{"name": "a", "kind": "model"}]}, "needs path"),
+        ({"teachers": [SELF]}, "without a `prompt`"),
+        ({"teachers": [{"name": "a", "kind": "http", "url": "x"}]}, "does not begin with http"),
+        ({"teachers": [BASE], "top_k": 3}, 'only read with mode = "loss"'),
+        ({"teachers": [{"name": "a", "kind": "ema"}]}, 'rl_training.reference = "ema"'),
+        ({"teachers": [{"name": "a", "kind": "group", "prompt": "x"}]}, "is scored already"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RLTrainingConfig.model_validate({"distillation": section})
+
+
+def test_pairs_have_no_teacher() -> None:
+    section = {"algorithm": "online_dpo", "distillation": {"teachers": [BASE]}}
+    with pytest.raises(ValueError, match="online_dpo learns from two answers"):
+        RLTrainingConfig.model_validate(section)
+
+
+def test_rows_of_a_file_have_no_teacher(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(
+        'rl_training.algorithm = "sft"\ndata.path = "rows.jsonl"\n'
+        '[[rl_training.distillation.teachers]]\nname = "a"\nkind = "base"\n'
+    )
+    with pytest.raises(ConfigError, match="sft learns from rows of a file"):
+        load_config(file)
