@@ -14,8 +14,20 @@ from mlx_parallm.system.moved_names import keep_moved_names
 
 if TYPE_CHECKING:
     from mlx_parallm.config.training import LoraConfig
-    from mlx_parallm.faces.trl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
-    from mlx_parallm.faces.trl.trainers import DPOTrainer, GRPOTrainer, KTOTrainer, SFTTrainer
+    from mlx_parallm.faces.trl.config import (
+        DPOConfig,
+        GRPOConfig,
+        KTOConfig,
+        RewardConfig,
+        SFTConfig,
+    )
+    from mlx_parallm.faces.trl.trainers import (
+        DPOTrainer,
+        GRPOTrainer,
+        KTOTrainer,
+        RewardTrainer,
+        SFTTrainer,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +38,8 @@ __all__ = [
     "KTOConfig",
     "KTOTrainer",
     "LoraConfig",
+    "RewardConfig",
+    "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
 ]
@@ -34,8 +48,8 @@ __getattr__, __dir__ = lazy_names(  # TRL's names (docs/trl.md); importing the p
     __name__,
     {
         "config.training": "LoraConfig",
-        "faces.trl.config": "GRPOConfig SFTConfig DPOConfig KTOConfig",
-        "faces.trl.trainers": "GRPOTrainer SFTTrainer DPOTrainer KTOTrainer",
+        "faces.trl.config": "GRPOConfig SFTConfig DPOConfig KTOConfig RewardConfig",
+        "faces.trl.trainers": "GRPOTrainer SFTTrainer DPOTrainer KTOTrainer RewardTrainer",
     },
 )
 

@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +54,7 @@ from mlx_parallm.models.loading import (
     vocabulary_size,
 )
 from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, load_adapter
+from mlx_parallm.models.scoring.reward_model import RewardScorer
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.commands import RunCommands
@@ -339,6 +341,11 @@ class Serving:
         self._http: ServerThread | None = None
         self._engine: EngineThread | None = None
         self._path: Path | None = None
+        # the base, once it is loaded, for a reward model that has the same one
+        self._base: Future[LoadedModel | None] = Future()
+        self._scorer: RewardScorer | None = None
+        if http and config.server.reward_model is not None:
+            self._scorer = RewardScorer(config.server.reward_model, self._base.result)
 
     @property
     def url(self) -> str:
@@ -422,6 +429,7 @@ class Serving:
             chat_template_kwargs=self.config.model.chat_template_kwargs,
             completions=completions,
             rollbacks=rollbacks,
+            scorer=self._scorer,
         )
         connections = connection_limit(
             self.config.server.max_concurrent_requests, raise_file_limit()
@@ -460,6 +468,7 @@ class Serving:
             main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
             adapter_roots: beside server.adapter_roots.
         """
+        self._load_scorer(loaded)
         engine = start_engine(
             self.config,
             loaded,
@@ -478,6 +487,16 @@ class Serving:
         )
         clients_engine = self._clients_engine(self.client) if self._clients_engine else self.client
         self.state.ready(clients_engine, self.tokenizer(), loader)
+
+    def _load_scorer(self, loaded: LoadedModel) -> None:
+        """Wait for the reward model, which shares the base's arrays where both are loaded alike.
+        Raises ConfigError, ModelError, AdapterError: it does not fit its base."""
+        if self._scorer is None:
+            return
+        model, lora = self.config.model, self.config.rl_training.lora
+        plain = model.revision is None and model.dtype == "auto" and not lora.quantize_base
+        self._base.set_result(loaded if plain else None)
+        self._scorer.wait()
 
     def observe_publish(self, report: PublishReport) -> None:
         """Count a publish of weights in /metrics."""
@@ -507,6 +526,9 @@ class Serving:
             with contextlib.ExitStack() as stack:
                 if self._engine is not None:
                     stack.callback(self._engine.stop)
+                if self._scorer is not None:
+                    self._base.cancel()
+                    stack.callback(self._scorer.close)
                 for added in self._added:
                     if added.close is not None:
                         stack.callback(added.close)

@@ -10,6 +10,7 @@ from mlx_parallm.faces.trl.config import (
     DPOConfig,
     GRPOConfig,
     KTOConfig,
+    RewardConfig,
     RowsConfig,
     SFTConfig,
     TrainerConfig,
@@ -22,12 +23,13 @@ MARK = (
     " faces/trl/{config,mapping}.py instead -->\n"
 )
 TITLES: dict[str, type[TrainerConfig]] = {
-    "All four": TrainerConfig,
+    "All of them": TrainerConfig,
     "`GRPOConfig`": GRPOConfig,
-    "`SFTConfig`, `DPOConfig` and `KTOConfig`": RowsConfig,
+    "`SFTConfig`, `DPOConfig`, `KTOConfig` and `RewardConfig`": RowsConfig,
     "`SFTConfig`": SFTConfig,
     "`DPOConfig`": DPOConfig,
     "`KTOConfig`": KTOConfig,
+    "`RewardConfig`": RewardConfig,
 }
 
 

@@ -127,6 +127,11 @@ def serve(parser: ArgumentParser) -> Run:
             " it under NAME"
         ),
     )
+    parser.add_argument(
+        "--reward-model",
+        metavar="R",
+        help="run or checkpoint of a reward model, for /v1/score",
+    )
     parser.add_argument("--host", help="address to bind; anything but loopback needs an API key")
     parser.add_argument("--port", type=int, help="0 takes a free one and prints it")
     parser.add_argument("--api-key-file", metavar="FILE", help="file that holds the API key")
@@ -143,6 +148,7 @@ def serve(parser: ArgumentParser) -> Run:
         given = {
             "model.base_path": args.model_path,
             "model.lora_path": own,
+            "server.reward_model": args.reward_model,
             "server.host": args.host,
             "server.port": args.port,
             "server.api_key_file": args.api_key_file,

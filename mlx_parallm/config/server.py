@@ -99,6 +99,10 @@ class ServerConfig(Section):
     stored_responses_bytes: int = Field(64 << 20, ge=0)
     """Memory for responses of /v1/responses that later requests may name, as JSON; the oldest go
     first, 0 = none are kept."""
+    reward_model: str | None = None
+    """Reward model that /v1/score asks: the run that trained it, or a checkpoint
+    (docs/reward_models.md). It takes the memory of its base once more, unless that is the served
+    one."""
     drain_timeout_s: float = Field(5.0, ge=0)
     """How long shutdown waits for running requests before it aborts them."""
 

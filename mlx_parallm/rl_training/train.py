@@ -660,8 +660,9 @@ class TrainingRun:
         if finished and not report.has_trained(lines):
             commands = []  # the result is the base model: there is nothing new to serve
         elif finished:
-            lora = self.config.rl_training.lora.enabled
-            commands = report.next_commands(directory.path, self.config.model.base_path, lora=lora)
+            training, base = self.config.rl_training, self.config.model.base_path
+            lora, scores = training.lora.enabled, training.algorithm == REWARD_MODEL
+            commands = report.next_commands(directory.path, base, lora=lora, scores=scores)
         else:
             commands = [f"{report.our_command()} train --resume {directory.path}"]
         found = (

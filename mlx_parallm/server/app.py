@@ -26,6 +26,7 @@ from mlx_parallm.server.api import (
     generate,
     inference,
     rewards,
+    score,
     status,
     tokenize,
     training,
@@ -63,6 +64,7 @@ ROUTERS = (
     control.router,
     adapters.router,
     rewards.router,
+    score.router,
     training.router,
 )
 GENERATING = {"openai", "tokens"}  # tags of routes that take a place in the queue

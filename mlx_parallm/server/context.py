@@ -136,6 +136,25 @@ class RollbackAPI(Protocol):
         """The last request; None = there was none."""
 
 
+class ConversationScorer(Protocol):
+    """The reward model: `models.scoring.reward_model.RewardScorer`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def prompt_format(self) -> str:
+        """ "chat" or "text": whether it reads messages or texts."""
+        ...
+
+    def score(
+        self,
+        conversations: Sequence[str | Sequence[Mapping[str, Any]]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Future[tuple[list[float], int]]:
+        """Return a future of the scores, and of the number of tokens that were read."""
+        ...
+
+
 @dataclass(frozen=True)
 class ServerDeps:
     """Everything an app is made of."""
@@ -148,6 +167,7 @@ class ServerDeps:
     # for /v1/rewards; None = this server trains nothing
     completions: "KeptCompletions | None" = None
     rollbacks: RollbackAPI | None = None  # for /v1/training/rollback; None = the same
+    scorer: ConversationScorer | None = None  # for /v1/score; None = there is no reward model
 
 
 class RunningRequests:

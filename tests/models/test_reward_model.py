@@ -169,7 +169,7 @@ def test_texts_and_messages_are_told_apart(tmp_path: Path, tiny_tokenizer: Token
 def test_a_scorer_answers_from_its_own_thread(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     save(tmp_path / "final", tiny_tokenizer, make_config(tmp_path))
     chats = [[{"role": "user", "content": text}] for text in ("Sum: 1+2", "Sort: cab")]
-    scorer = RewardScorer(lambda: TrainedRewardModel.load(tmp_path))
+    scorer = RewardScorer(tmp_path)
     try:
         scorer.wait()
         scores, tokens = scorer.score(chats).result()
@@ -181,9 +181,6 @@ def test_a_scorer_answers_from_its_own_thread(tmp_path: Path, tiny_tokenizer: To
         assert scorer.score(chats).result()[0] == pytest.approx(scores, abs=1e-6)
     finally:
         scorer.close()
-    absent = RewardScorer(lambda: TrainedRewardModel.load(tmp_path / "nowhere"))
-    try:
-        with pytest.raises(ConfigError, match="is no reward model"):
-            absent.wait()
-    finally:
-        absent.close()
+    assert (scorer.name, scorer.prompt_format) == (tmp_path.name, "chat")
+    with pytest.raises(ConfigError, match="is no reward model"):
+        RewardScorer(tmp_path / "nowhere")

@@ -18,6 +18,7 @@ from mlx_parallm.faces.trl.config import (
     DPOConfig,
     GRPOConfig,
     KTOConfig,
+    RewardConfig,
     SFTConfig,
     TrainerConfig,
 )
@@ -36,7 +37,7 @@ THEIRS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "trl_1_16.json").read_text()
 )
 CLASSES: dict[str, type[TrainerConfig]] = {
-    kind.__name__: kind for kind in (GRPOConfig, SFTConfig, DPOConfig, KTOConfig)
+    kind.__name__: kind for kind in (GRPOConfig, SFTConfig, DPOConfig, KTOConfig, RewardConfig)
 }
 OTHER_DEFAULTS = {
     "output_dir": "there is always a run directory",
@@ -72,7 +73,7 @@ def one(args: TrainerConfig, **options: Any) -> Config:
 
 def test_dpo_and_kto_have_no_dropout_unless_it_is_asked_for() -> None:
     lora = lora_settings({"r": 4, "lora_dropout": 0.1})
-    for kind in (DPOConfig, KTOConfig):
+    for kind in (DPOConfig, KTOConfig, RewardConfig):
         assert one(kind(), lora=lora).rl_training.lora.dropout == 0.0
         assert one(kind(disable_dropout=False), lora=lora).rl_training.lora.dropout == 0.1
     assert one(SFTConfig(), lora=lora).rl_training.lora.dropout == 0.1
@@ -556,6 +557,7 @@ OTHER_VALUES: dict[str, Any] = {
     **{
         "disable_tqdm": True,
         "dataset_text_field": "body",
+        "center_rewards_coefficient": 0.01,
         "label_smoothing": 0.1,
         "save_total_limit": 5,
         "temperature": 0.7,

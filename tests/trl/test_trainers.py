@@ -1,4 +1,4 @@
-"""The four trainers on the tiny model: real runs of a few steps, their directories, callbacks
+"""The trainers on the tiny model: real runs of a few steps, their directories, callbacks
 and answers."""
 
 import _thread
@@ -22,6 +22,8 @@ from mlx_parallm import (
     KTOConfig,
     KTOTrainer,
     LoraConfig,
+    RewardConfig,
+    RewardTrainer,
     SFTConfig,
     SFTTrainer,
 )
@@ -31,6 +33,7 @@ from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
 from mlx_parallm.models.lora import load_adapter
+from mlx_parallm.models.scoring.reward_model import TrainedRewardModel
 from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.rl_training.train import END_S
 from mlx_parallm.system.signals import EndLimit
@@ -44,6 +47,7 @@ QUICK: dict[str, Any] = {
 }
 PROMPTS = [{"prompt": [{"role": "user", "content": f"Reverse: {word}"}], "answer": word[::-1]} for word in
            ("abc", "dog", "cat", "xyz", "sun", "map", "red", "bit")]  # fmt: skip
+SIDES = ("chosen", "rejected")
 PAIRS = [
     {"prompt": f"Say {letter}", "chosen": letter, "rejected": f"z{letter}"}
     for letter in ("abcdefgh")
@@ -440,6 +444,43 @@ def test_sft_and_kto(tmp_path: Path) -> None:
         MODEL, KTOConfig(str(tmp_path / "kto"), **QUICK, max_steps=2), train_dataset=labelled
     ) as kto:
         assert kto.train().global_step == 2
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4, "lora_alpha": 8}])
+def test_what_a_reward_trainer_saves_is_a_reward_model(
+    lora: dict[str, int] | None, tmp_path: Path
+) -> None:
+    pairs = [
+        {"prompt": [{"role": "user", "content": f"Say {a}"}]}
+        | {
+            side: [{"role": "assistant", "content": text}]
+            for side, text in (("chosen", a), ("rejected", "z" + a))
+        }
+        | {"margin": 0.1}
+        for a in "abcdefgh"
+    ]
+    args = RewardConfig(
+        str(tmp_path / "run"),
+        **QUICK | {"learning_rate": 1e-3},
+        max_steps=6,
+        center_rewards_coefficient=0.01,
+    )
+    with RewardTrainer(
+        MODEL, args, train_dataset=pairs, eval_dataset=pairs[:4], peft_config=lora
+    ) as trainer:
+        before = trainer.evaluate()
+        assert before["eval_rewards/accuracies"] == 0.5
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] < before["eval_loss"]
+        trainer.save_model(tmp_path / "saved")
+    scores = []
+    for place in ("run", "saved"):
+        model = TrainedRewardModel.load(tmp_path / place)
+        chats = [[*pair["prompt"], *pair[side]] for pair in pairs for side in SIDES]
+        scores.append(model.score([model.tokens(chat) for chat in chats]))
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    margins = [good - bad for good, bad in zip(scores[1][0::2], scores[1][1::2], strict=True)]
+    assert sum(margin > 0 for margin in margins) >= 6
 
 
 @pytest.mark.parametrize(

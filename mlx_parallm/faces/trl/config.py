@@ -1,5 +1,5 @@
-"""GRPOConfig, SFTConfig, DPOConfig, KTOConfig: the arguments of TRL 1.16's trainers, by TRL's names
-and defaults.
+"""GRPOConfig, SFTConfig, DPOConfig, KTOConfig, RewardConfig: the arguments of TRL 1.16's trainers,
+by TRL's names and defaults.
 
 A field's docstring says what it does here. `mapping.py` turns them into the daemon's configuration.
 Names of TRL and transformers that mean nothing here are in three tables: `SPEED_ONLY` changes no
@@ -217,7 +217,7 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 class TrainerConfig(Options):
-    """What the four have in common. None leaves an argument at its default, but for max_length.
+    """What all have in common. None leaves an argument at its default, but for max_length.
 
     Raises ConfigError: a name that there is not, or that means nothing here.
     """
@@ -452,7 +452,7 @@ class GRPOConfig(TrainerConfig):
 
 
 class RowsConfig(TrainerConfig):
-    """What SFT, DPO and KTO have in common."""
+    """What SFT, DPO, KTO and reward models have in common."""
 
     max_length: int | None = Field(1024, ge=2)
     """Longest prompt and completion together, in tokens; longer rows are left out, TRL cuts
@@ -523,3 +523,18 @@ class KTOConfig(RowsConfig):
     """Share of the policy in the new reference."""
     ref_model_sync_steps: int = Field(512, ge=1)
     """Optimizer updates between two updates of the reference."""
+
+
+class RewardConfig(RowsConfig):
+    disable_dropout: bool = True
+    """The adapter's dropout is off."""
+    learning_rate: float = Field(1e-4, gt=0)
+    """Peak learning rate of the adapter, or of all weights."""
+    chat_template_path: str | None = None
+    """A file with a chat template."""
+    center_rewards_coefficient: float | None = Field(None, ge=0)
+    """Weight of (score of the chosen + score of the rejected)², which keeps scores around 0;
+    0.01 is usual."""
+    head_learning_rate: float = Field(PreferenceConfig().head_learning_rate, gt=0)
+    """Not TRL's, which trains the head at learning_rate: peak learning rate of the scalar head,
+    about how far an update moves a score."""

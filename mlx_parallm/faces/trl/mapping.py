@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.config.data import REWARD_MODEL
 from mlx_parallm.config.evaluation import ABOUT_TRAINING
 from mlx_parallm.config.load import Config, hardware_defaults, parse_config
 from mlx_parallm.config.training import LoraConfig
@@ -22,6 +23,7 @@ from mlx_parallm.faces.trl.config import (
     DPOConfig,
     GRPOConfig,
     KTOConfig,
+    RewardConfig,
     RowsConfig,
     SFTConfig,
     TrainerConfig,
@@ -58,6 +60,8 @@ SAME: Mapping[str, str] = {
     "discopop_tau": "rl_training.preference.discopop_tau",
     "desirable_weight": "rl_training.preference.desirable_weight",
     "undesirable_weight": "rl_training.preference.undesirable_weight",
+    "center_rewards_coefficient": "rl_training.preference.center_rewards_coefficient",
+    "head_learning_rate": "rl_training.preference.head_learning_rate",
     "chat_template_path": "model.chat_template",
     "num_generations": "environments.0.group_size",
     "max_completion_length": "environments.0.max_tokens",
@@ -99,7 +103,7 @@ HOW: Mapping[str, str] = {
     "steps_per_generation": "× `per_device_train_batch_size` ="
     " `rl_training.atropos.rollout_batch_size`",
     "shuffle_dataset": "always so",
-    "disable_dropout": "`rl_training.lora.dropout = 0` (DPO, KTO)",
+    "disable_dropout": "`rl_training.lora.dropout = 0` (DPO, KTO, reward models)",
     "use_bias_correction_kl": '`rl_training.kl_estimator = "k3_ratio"`, else `"k3"`',
     "epsilon": "`rl_training.clip_ratio`",
     "epsilon_high": "`rl_training.clip_ratio_high`; cispo: less 1",
@@ -128,7 +132,12 @@ AGGREGATION = {
     **{"dr_grpo": "constant", "luspo": "sequence_sum"},
 }
 TRACKERS = ("wandb", "tensorboard", "trackio")
-KINDS: Mapping[type[TrainerConfig], str] = {SFTConfig: "sft", DPOConfig: "dpo", KTOConfig: "kto"}
+KINDS: Mapping[type[TrainerConfig], str] = {
+    SFTConfig: "sft",
+    DPOConfig: "dpo",
+    KTOConfig: "kto",
+    RewardConfig: REWARD_MODEL,
+}
 
 
 @dataclass(frozen=True)
@@ -458,12 +467,12 @@ def _add_rows(
         rows["eval_every"] = _evaluated_every(args, schedule)
         rows["eval_rows"] = NO_BOUND
     data["data"] = rows
+    if isinstance(args, DPOConfig | KTOConfig | RewardConfig) and args.disable_dropout:
+        settings = {
+            name: value for name, value in training["lora"].items() if name != "lora_dropout"
+        }
+        training["lora"] = settings | {"dropout": 0.0}
     if isinstance(args, DPOConfig | KTOConfig):
-        if args.disable_dropout:
-            settings = {
-                name: value for name, value in training["lora"].items() if name != "lora_dropout"
-            }
-            training["lora"] = settings | {"dropout": 0.0}
         training["preference"] = {"beta": args.beta}
         training |= _reference(
             args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule

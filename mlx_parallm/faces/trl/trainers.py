@@ -1,4 +1,5 @@
-"""GRPOTrainer, SFTTrainer, DPOTrainer, KTOTrainer: TRL's trainers, on the daemon's own run.
+"""GRPOTrainer, SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer: TRL's trainers, on the daemon's
+own run.
 
     arguments, data, reward functions → `mapping.configuration` → `daemon.training_run` → its
     `RunEvents` → callbacks
@@ -30,6 +31,7 @@ from mlx_parallm.faces.trl.config import (
     DPOConfig,
     GRPOConfig,
     KTOConfig,
+    RewardConfig,
     RowsConfig,
     SFTConfig,
     TrainerConfig,
@@ -46,7 +48,9 @@ from mlx_parallm.faces.trl.rows import DataRows, read_rows
 from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.lora import load_adapter
+from mlx_parallm.models.scoring.card import CARD_FILE
 from mlx_parallm.models.threads import MLXThread, in_mlx_thread
+from mlx_parallm.models.value_head import VALUE_HEAD_FILE
 from mlx_parallm.rewards.functions import is_reward_reference
 from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
 from mlx_parallm.rl_training.checkpoints.resume import placed
@@ -110,7 +114,7 @@ class TrainOutput(NamedTuple):
 
 
 class TRLTrainer(TrainerAttributes):
-    """What the four have in common. Arguments are checked here, before a model is loaded.
+    """What all have in common. Arguments are checked here, before a model is loaded.
 
     Args:
         model: a directory, a hub id or "builtin:tiny".
@@ -409,6 +413,14 @@ class KTOTrainer(TRLTrainer):
         return rows_schedule(self.args, sum(2 if "chosen" in row else 1 for row in self._rows.rows))
 
 
+class RewardTrainer(TRLTrainer):
+    """A Bradley–Terry reward model (docs/reward_models.md). Rows: `chosen`, `rejected`, perhaps
+    `prompt` and `margin`. What `save_model` writes is one too: `TrainedRewardModel.load` and
+    `builtin:reward_model` read it."""
+
+    config_class = RewardConfig
+
+
 class GRPOTrainer(TRLTrainer):
     """Group relative policy optimisation. Rows: `prompt`, and columns for the reward functions.
 
@@ -462,9 +474,8 @@ def _check_reward(function: Any) -> None:
     if isinstance(function, str):
         if not is_reward_reference(function):
             raise ConfigError(
-                f"reward_funcs: {function!r}: reward models are not loaded: write a function that"
-                " asks one, or name"
-                ' "builtin:…" or "python:file.py:function"'
+                f"reward_funcs: {function!r}: other programs' reward models are not loaded: write a"
+                ' function that asks one, or name "builtin:…" or "python:file.py:function"'
             )
     elif not callable(function) or hasattr(function, "named_parameters"):
         raise ConfigError(
@@ -496,9 +507,14 @@ def _chat_template(tokenizer: Any, model: str) -> str | None:
 def _save(checkpoint: Path, target: Path, *, lora: LoraConfig, base: str) -> None:
     if lora.enabled:
         layers = load_adapter(checkpoint).layers
-        write_into(
-            target, lambda directory: save_peft(directory, layers, dropout=lora.dropout, base=base)
-        )
+
+        def write(directory: Path) -> None:
+            save_peft(directory, layers, dropout=lora.dropout, base=base)
+            if (checkpoint / CARD_FILE).is_file():  # a reward model is more than its adapter
+                for name in (CARD_FILE, VALUE_HEAD_FILE):
+                    shutil.copyfile(checkpoint / name, directory / name)
+
+        write_into(target, write)
         return
     skipped = ("trainer_state", "optimizer", "served", CHECKSUMS_FILE)
 

@@ -30,7 +30,12 @@ from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.layout import TokenBatch, padded_length
 from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
 from mlx_parallm.models.lora import check_adapter, linear_layers, linear_shapes, load_adapter
-from mlx_parallm.models.scoring.card import RewardModelCard, check_tokenizer, find_reward_model
+from mlx_parallm.models.scoring.card import (
+    PLACES,
+    RewardModelCard,
+    check_tokenizer,
+    find_reward_model,
+)
 from mlx_parallm.models.scoring.conversation import Conversation, conversation_tokens
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -40,6 +45,7 @@ from mlx_parallm.models.value_head import (
     attach_value_head,
     value_head_of,
 )
+from mlx_parallm.system.files import is_directory, local_path
 
 TOKEN_BUDGET = 8192  # tokens computed together, padding included
 
@@ -68,7 +74,8 @@ class TrainedRewardModel:
         """Load a reward model.
 
         Args:
-            loaded: a base that is loaded already; where it is the card's, its arrays are shared.
+            loaded: a model as its checkpoint has it, of the dtype and revision of the card; where
+                it is the card's base, its arrays are shared.
             between_blocks: as in `BlockwiseModel`.
 
         Raises ConfigError: `path` holds none, or the tokenizer is another one. ModelError,
@@ -77,7 +84,7 @@ class TrainedRewardModel:
         directory = find_reward_model(path)
         card = RewardModelCard.read(directory)
         config = card.model_config(directory)
-        if loaded is None or not card.adapter or card.quantized or loaded.name != config.base_path:
+        if loaded is None or not card.adapter or not _is_base(loaded, card):
             loaded, model = _own(config, quantize=card.quantized and card.adapter)
         else:
             model = copy.deepcopy(loaded.model)
@@ -142,9 +149,23 @@ class RewardScorer:
     answer fails with the reason.
     """
 
-    def __init__(self, load: Callable[[], TrainedRewardModel]) -> None:
+    def __init__(
+        self, path: str | Path, base: Callable[[], LoadedModel | None] = lambda: None
+    ) -> None:
+        """Begin to load the reward model at `path`.
+
+        Args:
+            base: called on the scorer's thread: a model that is loaded already, or None.
+
+        Raises ConfigError: there is no reward model.
+        """
+        directory = find_reward_model(path)
+        self.name = _name_of(directory)
+        self.prompt_format = RewardModelCard.read(directory).prompt_format
         self._thread = MLXThread("reward model")
-        self._model: Future[TrainedRewardModel] = self._thread.submit(load)
+        self._model: Future[TrainedRewardModel] = self._thread.submit(
+            lambda: TrainedRewardModel.load(directory, loaded=base())
+        )
         atexit.register(self.close)
 
     def wait(self) -> None:
@@ -205,7 +226,14 @@ class RewardScorer:
 @cache
 def shared_scorer(path: str) -> RewardScorer:
     """Return this process's scorer of a reward model; the first call begins to load it."""
-    return RewardScorer(lambda: TrainedRewardModel.load(path))
+    return RewardScorer(path)
+
+
+def _name_of(directory: Path) -> str:
+    """The name of the run, where the directory is one of its checkpoints; else its own."""
+    here = directory.absolute()
+    in_run = here.name in (*PLACES, "best") or here.name.startswith("step_")
+    return here.parent.name if in_run else here.name
 
 
 def _batches(lengths: Sequence[int]) -> list[list[int]]:
@@ -218,6 +246,13 @@ def _batches(lengths: Sequence[int]) -> list[list[int]]:
         else:
             batches.append([row])
     return batches
+
+
+def _is_base(loaded: LoadedModel, card: RewardModelCard) -> bool:
+    """Whether a loaded model is the card's base, as far as its name says."""
+    name = str(local_path(loaded.name).absolute()) if is_directory(loaded.name) else loaded.name
+    as_it_is = card.revision is None and card.dtype == "auto" and not card.quantized
+    return as_it_is and name == card.base
 
 
 def _own(config: ModelConfig, *, quantize: bool) -> tuple[LoadedModel, nn.Module]:

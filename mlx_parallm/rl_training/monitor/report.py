@@ -324,9 +324,13 @@ def our_command() -> str:
     )
 
 
-def next_commands(run_dir: Path, base_path: str, *, lora: bool) -> list[str]:
-    """Return shell commands that serve or merge the result of a run."""
+def next_commands(run_dir: Path, base_path: str, *, lora: bool, scores: bool = False) -> list[str]:
+    """Return shell commands that serve or merge the result of a run. `scores`: it is a reward
+    model, which a server has beside the model that it answers with."""
     final, base = shlex.quote(str(run_dir / "final")), shlex.quote(base_path)
+    if scores:
+        run = shlex.quote(str(run_dir))
+        return [f"{our_command()} serve --model-path {base} --reward-model {run}"]
     if not lora:
         return [f"{our_command()} serve --model-path {final}"]
     merged = shlex.quote(str(run_dir / "merged"))
