@@ -369,3 +369,38 @@ def test_rows_of_a_file_have_no_teacher(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="sft learns from rows of a file"):
         load_config(file)
+
+
+# ---------------------------------------------------------------------- the sender's teacher
+
+
+def with_numbers(group: RolloutGroup) -> RolloutGroup:
+    """A group with a teacher's two best tokens at each position; of the last one's the sampled
+    token is not among them."""
+    ids, logprobs = [], []
+    for rollout in group.rollouts:
+        own = [[token, 1 + (token == 1)] for token in rollout.tokens]
+        own[-1] = [other for other in range(40) if other != rollout.tokens[-1]][:2]
+        ids.append(own)
+        logprobs.append([[-1.5, -0.5] for _ in own])
+    return replace(group, metadata={"distill": {"token_ids": ids, "logprobs": logprobs}})
+
+
+@pytest.mark.parametrize("mode", ["advantage", "loss"])
+def test_a_sender_brings_its_teachers_numbers(mode: str) -> None:
+    trainer = taught_trainer({"name": "sender", "kind": "group"}, mode=mode)
+    with_them, without = with_numbers(make_group("a", [0.0, 1.0])), make_group("b", [0.0, 1.0])
+    batch = make_batch([with_them, without])
+    scores = trainer.teachers.score(batch, lambda: False)
+    expected = [-1.5, np.nan] * 2 + [np.nan] * 4
+    assert scores[LOGPROBS] == pytest.approx(expected, nan_ok=True)
+    if mode == "loss":
+        targets = scores[TARGETS].reshape(8, -1)
+        assert np.exp(targets[:4].astype(np.float64)).sum(-1) == pytest.approx(np.ones(4))
+        assert scores[IDS].reshape(8, -1)[0, 0] == 1 + (with_them.rollouts[0].tokens[3] == 1)
+        assert len(set(scores[IDS].reshape(8, -1)[0])) == 39
+    assert trainer.teachers.teaches(with_them)
+    assert not trainer.teachers.teaches(without)
+    metrics = trainer.train_step(batch).metrics
+    assert np.isfinite(metrics["loss"])
+    assert metrics["teacher_unscored"] == 2
