@@ -143,4 +143,5 @@ def build_buffer(
         misfit=misfit,
         shaping=make_shaping(training, trainer.algorithm),
         taught=lambda group: trainer.teachers is not None and trainer.teachers.teaches(group),
+        given=lambda group: trainer.teachers.given(group) if trainer.teachers else None,
     )

@@ -404,3 +404,54 @@ def test_a_sender_brings_its_teachers_numbers(mode: str) -> None:
     metrics = trainer.train_step(batch).metrics
     assert np.isfinite(metrics["loss"])
     assert metrics["teacher_unscored"] == 2
+
+
+# ---------------------------------------------------------------------- given completions
+
+
+def collected(trainer: Trainer, directory: Path, groups: list[RolloutGroup]) -> TrainBatch:
+    store = RolloutStore(directory / "rollouts.sqlite")
+    for group in groups:
+        store.add(group, source="test")
+    buffer = build_buffer(store, VersionSteps(), trainer, trainer.config)
+    batch = buffer.collect(1, timeout_s=0.0)
+    again = buffer.resume(1, batch.group_ids)
+    assert [s.rollout for s in again.sequences] == [s.rollout for s in batch.sequences]
+    return batch
+
+
+def test_given_completions_in_the_place_of_groups(tiny: LoadedModel, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tiny, BASE, mode="loss", top_k=5, lmbda=0.5, training={"seed": 1})
+    groups = [question(number, completion="is 7") for number in range(4)]
+    batch = collected(trainer, tmp_path, groups)
+    given = [sequence for sequence in batch.sequences if sequence.given]
+    assert 0 < len(given) < 4
+    assert len(batch.sequences) == len(given) + 2 * (4 - len(given))
+    tokenizer = load_tokenizer(tiny.path, TINY)
+    for sequence in given:
+        rollout = sequence.rollout
+        start = rollout.mask.index(1)
+        assert tokenizer.decode(rollout.tokens[start:]) == "is 7"
+        assert rollout.tokens[-1] == tokenizer.eos_token_id
+        assert rollout.tokens[:start] in {g.rollouts[0].tokens[:start] for g in groups}
+    assert batch.statistics.sequences == 8, "statistics are of what was sampled"
+    scores = trainer.teachers.score(batch, lambda: False)
+    assert np.isfinite(scores[LOGPROBS]).all()
+    with trainer.policy.base([]):
+        place = sum(s.trained for s in batch.sequences[: batch.sequences.index(given[0])])
+        own = plain(
+            trainer.policy.model, list(given[0].rollout.tokens), given[0].rollout.mask.index(1)
+        )
+    assert scores[LOGPROBS][place : place + len(own)] == pytest.approx(own, abs=2e-5)
+    metrics = trainer.train_step(batch).metrics
+    assert metrics["given_sequences"] == len(given)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_row_without_a_completion_is_trained_on_as_it_was_sampled(
+    tiny: LoadedModel, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(tiny, BASE, mode="loss", lmbda=0.0)
+    groups = [question(0, completion="7"), *(question(number) for number in range(1, 4))]
+    batch = collected(trainer, tmp_path, groups)
+    assert [sequence.given for sequence in batch.sequences] == [True, *[False] * 6]
