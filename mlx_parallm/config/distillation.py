@@ -102,6 +102,11 @@ class DistillationConfig(Section):
     top_k: int = Field(64, ge=0)
     """loss: the teacher's best tokens that are compared, with the rest as one; 0 = the whole
     vocabulary."""
+    lmbda: float = Field(1.0, ge=0, le=1)
+    """loss: share of the groups that are trained on as they were sampled; in the place of the
+    others comes the answer in `completion_column` (GKD)."""
+    completion_column: str = "completion"
+    """Column of the rows that holds the given answer, a text."""
     column: str | None = None
     """Column of the rows that names the teacher; a row without it goes by its environment."""
     on_teacher_lost: Literal["wait", "skip"] = "wait"
@@ -116,7 +121,8 @@ class DistillationConfig(Section):
     @property
     def reads_rows(self) -> bool:
         """Whether teachers need the row of a group, and not its tokens alone."""
-        return self.column is not None or any(bool(teacher.prompt) for teacher in self.teachers)
+        asked = any(bool(teacher.prompt) for teacher in self.teachers)
+        return asked or self.column is not None or self.lmbda < 1
 
     @field_validator("teachers")
     @classmethod
@@ -134,9 +140,11 @@ class DistillationConfig(Section):
                 f"{changed[0]} is set, but there is no [[rl_training.distillation.teachers]]"
             )
         if self.mode == "advantage" and (
-            unread := [key for key in ("beta", "top_k") if key in changed]
+            unread := [key for key in ("beta", "top_k", "lmbda") if key in changed]
         ):
             raise ValueError(f'{unread[0]} is only read with mode = "loss"')
+        if self.lmbda == 1 and "completion_column" in changed:
+            raise ValueError("completion_column is only read with lmbda < 1")
         return self
 
     def check(self, *, learns_from_rows: bool, algorithm: str, reference: str) -> None:

@@ -144,4 +144,5 @@ def build_buffer(
         shaping=make_shaping(training, trainer.algorithm),
         pairs=trainer.algorithm.pairs,
         taught=lambda group: trainer.teachers is not None and trainer.teachers.teaches(group),
+        given=lambda group: trainer.teachers.given(group) if trainer.teachers else None,
     )

@@ -101,6 +101,7 @@ log π_teacher over the tokens that a teacher scored; `teacher_agreement`: share
 tokens that are the teacher's best; `teacher_reward_r`: `step.teaching.teacher_numbers`;
 `teacher_share`: share of the trained tokens that were scored; `teacher_sequences`,
 `teacher_unscored`: sequences that teachers were asked about, and those without a score;
+`given_sequences`: answers in the place of groups (lmbda);
 `teacher_seconds`: how long that took, a part of time_train_s; `distill_loss`: the divergence, with
 mode = "loss".
 `time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by

@@ -105,6 +105,7 @@ class RolloutBuffer:
         pairs: the sequences of a batch are the best and the worst answer of each group.
         taught: whether a group has another signal than its rewards: it is kept where they are
             equal, unless none of its answers is trained on.
+        given: the answer that is learned from in a group's place; None: the group's own.
 
     Raises ConfigError: no mix of these group sizes makes `rollout_batch_size` sequences.
     """
@@ -123,6 +124,7 @@ class RolloutBuffer:
         shaping: Shaping = PLAIN,
         pairs: bool = False,
         taught: Callable[[RolloutGroup], bool] = lambda group: False,
+        given: Callable[[RolloutGroup], Rollout | None] = lambda group: None,
     ) -> None:
         self._target = config.atropos.rollout_batch_size
         if group_sizes and not fillable_up_to(self._target, set(group_sizes))[-1]:
@@ -145,7 +147,7 @@ class RolloutBuffer:
         )
         self._seed, self._misfit, self._shaping = config.seed, misfit, shaping
         self._pairs = pairs
-        self._taught = taught
+        self._taught, self._given = taught, given
         # waiting in the store, read already; in the store's order
         self._held: dict[str, RolloutGroup] = {}
         # of held groups, which each new arrival looks at again
@@ -474,6 +476,10 @@ class RolloutBuffer:
     ) -> tuple[TrainSequence, ...]:
         sequences = []
         for group, advantages in chosen:
+            if (answer := self._given(group)) is not None:
+                none = (0.0,) * len(answer.tokens)
+                sequences.append(TrainSequence(answer, none, fresh=False, given=True))
+                continue
             known = group.group_id not in self._restored or self._deterministic
             if self._pairs:
                 sequences += [

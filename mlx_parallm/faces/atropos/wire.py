@@ -16,11 +16,13 @@ Four optional fields are ours: `group_id`, `environment`, `policy_versions` [G][
 episode's score, which then counts once in the group (`Rollout.earlier`). Fields that would change
 the training and have no counterpart here are refused (`sft`, images, messages with parts that are
 not text). Fields without which the group keeps its meaning are listed in
-`metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference; distill_*:
-teacher data). `checks.check_group` checks the ranges.
+`metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference). The teacher's
+`distill_token_ids` and `distill_logprobs` are in `metadata["distill"]`, where a teacher of kind
+"group" reads them (docs/distillation.md). `checks.check_group` checks the ranges.
 """
 
 import hashlib
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +41,7 @@ _DUMMY_TOKENS = list(range(128))
 _DUMMY_LOGPROB = -0.5
 MAX_TEMPERATURE = 1e6  # also against integers that no float holds
 _KEPT_AS_METADATA = ("messages", "generation_params", "env_id")
-_IGNORED = ("ref_logprobs", "distill_token_ids", "distill_logprobs")
+_IGNORED = ("ref_logprobs",)
 
 
 Integers = ListOf[ListOf[int]]
@@ -135,6 +137,8 @@ def from_scored_data(
     }
     if ignored := [key for key, value in wire if key in _IGNORED and value is not None]:
         metadata["ignored_fields"] = ignored
+    if wire.distill_token_ids is not None or wire.distill_logprobs is not None:
+        metadata["distill"] = _teachers_numbers(wire)
     return RolloutGroup(
         group_id=wire.group_id or f"sha256:{_content_hash(wire)}",
         environment=wire.environment or environment,
@@ -144,6 +148,37 @@ def from_scored_data(
         else tuple(tuple(row) for row in wire.advantages),
         metadata=metadata,
     )
+
+
+def _teachers_numbers(wire: ScoredData) -> dict[str, Any]:
+    """The teacher's best tokens at each position and their log-probabilities, [sequences][T][K], in
+    the order of the group's segments."""
+    ids, logprobs, size = wire.distill_token_ids, wire.distill_logprobs, len(wire.tokens)
+    if ids is None or logprobs is None:
+        raise RolloutRejectedError("distill_token_ids and distill_logprobs belong together")
+    for name, table in (("distill_token_ids", ids), ("distill_logprobs", logprobs)):
+        if len(table) != size:
+            raise RolloutRejectedError(f"{len(table)} {name} for {size} sequences")
+        for number, row in enumerate(table):
+            if len(row) != (length := len(wire.tokens[number])):
+                raise RolloutRejectedError(
+                    f"sequence {number}: {len(row)} {name} for {length} tokens"
+                )
+    for number, rows in enumerate(zip(ids, logprobs, strict=True)):
+        for position, (tokens, values) in enumerate(zip(*rows, strict=True)):
+            good = all(math.isfinite(value) and value <= LOGPROB_TOLERANCE for value in values)
+            if len(tokens) != len(values) or not good:
+                raise RolloutRejectedError(
+                    f"sequence {number}: distill_logprobs[{position}] is not a log-probability for"
+                    f" each of its {len(tokens)} tokens: {str(values)[:80]}"
+                )
+    episodes = list(range(size)) if wire.episodes is None else wire.episodes
+    firsts = {episode: number for number, episode in reversed(list(enumerate(episodes)))}
+    order = sorted(range(size), key=lambda number: (firsts[episodes[number]], number))
+    return {
+        "token_ids": [ids[number] for number in order],
+        "logprobs": [logprobs[number] for number in order],
+    }
 
 
 def _joined(sequences: tuple[Rollout, ...], episodes: list[int]) -> tuple[Rollout, ...]:

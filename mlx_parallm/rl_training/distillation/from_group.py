@@ -20,7 +20,7 @@ DISTILL = "distill"
 
 
 @dataclass(frozen=True)
-class GivenAnswer(TrainSequence):
+class ScoredAnswer(TrainSequence):
     """A sequence with what the sender's teacher said of its positions."""
 
     ids: tuple[Sequence[int], ...] = ()
@@ -48,16 +48,20 @@ class GroupTeacher:
         ids, logprobs = given["token_ids"][flat], given["logprobs"][flat]
         if len(ids) != len(sequence.rollout.tokens):
             return None
-        return GivenAnswer(
-            sequence.rollout, sequence.advantages, sequence.fresh, None, tuple(ids), tuple(logprobs)
+        return ScoredAnswer(
+            sequence.rollout,
+            sequence.advantages,
+            sequence.fresh,
+            ids=tuple(ids),
+            logprobs=tuple(logprobs),
         )
 
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]
     ) -> list[Scored | None] | None:
-        return [self._one(answer, keep) for answer in answers if isinstance(answer, GivenAnswer)]
+        return [self._one(answer, keep) for answer in answers if isinstance(answer, ScoredAnswer)]
 
-    def _one(self, answer: "GivenAnswer", keep: int | None) -> Scored:
+    def _one(self, answer: "ScoredAnswer", keep: int | None) -> Scored:
         places = [place for place, own in enumerate(answer.rollout.mask) if own and place]
         logprobs = np.full(len(places), np.nan, np.float32)
         agrees = np.full(len(places), np.nan, np.float32)

@@ -16,6 +16,7 @@ from mlx_parallm.config.distillation import OWN_KINDS, DistillationConfig, Teach
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.distillation.from_group import GroupTeacher
+from mlx_parallm.rl_training.distillation.given import GivenCompletions
 from mlx_parallm.rl_training.distillation.model import OtherModel
 from mlx_parallm.rl_training.distillation.own import own_teacher
 from mlx_parallm.rl_training.distillation.prompts import ROW, NoPromptError, TeacherPrompt
@@ -31,7 +32,7 @@ from mlx_parallm.rl_training.step.teaching import (
     sequence_groups,
 )
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import RolloutGroup
+from mlx_parallm.types import Rollout, RolloutGroup
 
 PAUSE_S = 2.0
 """Between two tries of a server that steps wait for."""
@@ -64,8 +65,11 @@ class Teachers:
                 else None
             )
             self._by_name[config.name] = config, teacher, prompt
+        self._given: GivenCompletions | None = None
+        if self._config.lmbda < 1:
+            self._given = GivenCompletions(context.training, self.tokenizer, self._note)
         self._seconds: float | None = None
-        self._asked = self._unscored = 0
+        self._asked = self._unscored = self._taken = 0
         self._reasons = Counter[str]()
         self._lost = ""
 
@@ -91,6 +95,9 @@ class Teachers:
     def teaches(self, group: RolloutGroup) -> bool:
         """Raises ConfigError: its row names a teacher that there is not."""
         return self._prompt_of(group)[0] is not None
+
+    def given(self, group: RolloutGroup) -> Rollout | None:
+        return None if self._given is None else self._given.of(group)
 
     def _teacher_of(self, group: RolloutGroup) -> str | None:
         column = self._config.column
@@ -137,6 +144,7 @@ class Teachers:
     ) -> dict[str, np.ndarray] | None:
         started = time.perf_counter()
         self._asked = self._unscored = 0
+        self._taken = sum(sequence.given for sequence in batch.sequences)
         self._lost = ""
         places = sequence_groups(batch)
         rows: dict[str, list[tuple[int, Answer]]] = {name: [] for name in self._by_name}
@@ -270,6 +278,7 @@ class Teachers:
             "teacher_seconds": self._seconds,
             "teacher_sequences": float(self._asked),
             "teacher_unscored": float(self._unscored),
+            **({} if self._given is None else {"given_sequences": float(self._taken)}),
         }
 
     def health(self) -> str | None:

@@ -28,6 +28,7 @@ class TrainSequence:
     """One rollout with what the trainer adds. `fresh`: read and sampled wholly by the weights the
     step starts from.
 
+    `given`: nobody sampled it, and it stands in the place of its whole group.
     `targets`: the tokens that are scored at each position, [T - 1] or several at each [T - 1, K],
     where these are not the tokens that follow.
     """
@@ -36,6 +37,7 @@ class TrainSequence:
     advantages: tuple[float, ...]  # [T]
     fresh: bool
     targets: "np.ndarray | None" = None
+    given: bool = False
 
     @cached_property
     def trained(self) -> int:

@@ -24,7 +24,7 @@ from mlx_parallm.losses.distillation import divergence, teacher_advantages, with
 from mlx_parallm.models.layout import TokenBatch, scaled
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import Measure
-from mlx_parallm.types import RolloutGroup
+from mlx_parallm.types import Rollout, RolloutGroup
 
 LOGPROBS, AGREES, IDS, TARGETS = (
     "teacher_logprobs",
@@ -42,6 +42,10 @@ class TeacherSignal(Protocol):
 
     def teaches(self, group: RolloutGroup) -> bool:
         """Whether a teacher has a signal for this group, whatever its rewards are."""
+        ...
+
+    def given(self, group: RolloutGroup) -> Rollout | None:
+        """The given answer that is learned from in a group's place; None: there is none."""
         ...
 
     def score(
@@ -164,16 +168,23 @@ def _reward_correlation(batch: TrainBatch, prefers: np.ndarray) -> float | None:
 
 
 def sequence_groups(batch: TrainBatch) -> list[tuple[int, int, int]]:
-    """The group, the rollout in it and the segment of each sequence of a batch, as numbers.
+    """The group, the rollout in it and the segment of each sequence of a batch, as numbers; of a
+    given one the first rollout and segment.
 
     Raises ValueError: the sequences are not those of the groups.
     """
-    places = [
-        (number, answer, segment)
-        for number, group in enumerate(batch.groups)
-        for answer, rollout in enumerate(group.rollouts)
-        for segment in range(len(rollout.segments))
-    ]
-    if batch.sequences and len(places) != len(batch.sequences):
+    places: list[tuple[int, int, int]] = []
+    if not batch.sequences:
+        return places
+    for number, group in enumerate(batch.groups):
+        if len(places) < len(batch.sequences) and batch.sequences[len(places)].given:
+            places.append((number, 0, 0))
+            continue
+        places += [
+            (number, answer, segment)
+            for answer, rollout in enumerate(group.rollouts)
+            for segment in range(len(rollout.segments))
+        ]
+    if len(places) != len(batch.sequences):
         raise ValueError(f"{len(batch.sequences)} sequences of groups that have {len(places)}")
-    return places if batch.sequences else []
+    return places

@@ -252,3 +252,45 @@ def test_of_a_million_faults_each_list_tells_one() -> None:
         *(("tokens", 0, 0), ("masks", 0, 0), ("scores", 0)),
         *(("messages", 0, 0), ("inference_logprobs", 0, 0), ("overrides", 0)),
     ]
+
+
+def distill(data: dict[str, Any], width: int = 2) -> dict[str, Any]:
+    """The same group with a teacher's numbers at each position."""
+    ids = [[[token, 1][:width] for token in row] for row in data["tokens"]]
+    logprobs = [[[-0.5, -2.0][:width] for _ in row] for row in data["tokens"]]
+    return data | {"distill_token_ids": ids, "distill_logprobs": logprobs}
+
+
+def test_a_teachers_numbers_come_along() -> None:
+    data = distill(scored_data())
+    group = parse(data)
+    assert group.metadata["distill"] == {
+        "token_ids": data["distill_token_ids"],
+        "logprobs": data["distill_logprobs"],
+    }
+    assert "ignored_fields" not in group.metadata
+
+
+def test_a_teachers_numbers_follow_the_segments_of_their_episodes() -> None:
+    data = distill(scored_data(size=4, scores=[1.0, 0.0, 1.0, 0.0]))
+    group = parse(data | {"episodes": [7, 5, 7, 5]})
+    segments = [segment.tokens for rollout in group.rollouts for segment in rollout.segments]
+    own = [tuple(ids for ids, _ in row) for row in group.metadata["distill"]["token_ids"]]
+    assert own == segments
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"distill_logprobs": None}, "belong together"),
+        ({"distill_token_ids": [[[1]]]}, "1 distill_token_ids for 2 sequences"),
+        ({"distill_logprobs": [[[-1.0, -1.0]]] * 2}, "1 distill_logprobs for 5 tokens"),
+        ({"distill_logprobs": [[[-1.0]] * 5] * 2}, r"distill_logprobs\[0\] is not"),
+        ({"distill_logprobs": [[[0.5, -1.0]] * 5] * 2}, r"distill_logprobs\[0\] is not"),
+    ],
+)
+def test_a_teachers_numbers_of_another_shape_are_refused(
+    change: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RolloutRejectedError, match=reason):
+        parse(distill(scored_data()) | change)

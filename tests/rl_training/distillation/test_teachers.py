@@ -375,3 +375,89 @@ def test_rows_of_a_file_have_no_teacher(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="sft learns from rows of a file"):
         load_config(file)
+
+
+# ---------------------------------------------------------------------- the sender's teacher
+
+
+def with_numbers(group: RolloutGroup) -> RolloutGroup:
+    """A group with a teacher's two best tokens at each position; of the last one's the sampled
+    token is not among them."""
+    ids, logprobs = [], []
+    for rollout in group.rollouts:
+        own = [[token, 1 + (token == 1)] for token in rollout.tokens]
+        own[-1] = [other for other in range(40) if other != rollout.tokens[-1]][:2]
+        ids.append(own)
+        logprobs.append([[-1.5, -0.5] for _ in own])
+    return replace(group, metadata={"distill": {"token_ids": ids, "logprobs": logprobs}})
+
+
+@pytest.mark.parametrize("mode", ["advantage", "loss"])
+def test_a_sender_brings_its_teachers_numbers(mode: str) -> None:
+    trainer = taught_trainer({"name": "sender", "kind": "group"}, mode=mode)
+    with_them, without = with_numbers(make_group("a", [0.0, 1.0])), make_group("b", [0.0, 1.0])
+    batch = make_batch([with_them, without])
+    scores = trainer.teachers.score(batch, lambda: False)
+    expected = [-1.5, np.nan] * 2 + [np.nan] * 4
+    assert scores[LOGPROBS] == pytest.approx(expected, nan_ok=True)
+    if mode == "loss":
+        targets = scores[TARGETS].reshape(8, -1)
+        assert np.exp(targets[:4].astype(np.float64)).sum(-1) == pytest.approx(np.ones(4))
+        assert scores[IDS].reshape(8, -1)[0, 0] == 1 + (with_them.rollouts[0].tokens[3] == 1)
+        assert len(set(scores[IDS].reshape(8, -1)[0])) == 39
+    assert trainer.teachers.teaches(with_them)
+    assert not trainer.teachers.teaches(without)
+    metrics = trainer.train_step(batch).metrics
+    assert np.isfinite(metrics["loss"])
+    assert metrics["teacher_unscored"] == 2
+
+
+# ---------------------------------------------------------------------- given completions
+
+
+def collected(trainer: Trainer, directory: Path, groups: list[RolloutGroup]) -> TrainBatch:
+    store = RolloutStore(directory / "rollouts.sqlite")
+    for group in groups:
+        store.add(group, source="test")
+    buffer = build_buffer(store, VersionSteps(), trainer, trainer.config)
+    batch = buffer.collect(1, timeout_s=0.0)
+    again = buffer.resume(1, batch.group_ids)
+    assert [s.rollout for s in again.sequences] == [s.rollout for s in batch.sequences]
+    return batch
+
+
+def test_given_completions_in_the_place_of_groups(tiny: LoadedModel, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tiny, BASE, mode="loss", top_k=5, lmbda=0.5, training={"seed": 1})
+    groups = [question(number, completion="is 7") for number in range(4)]
+    batch = collected(trainer, tmp_path, groups)
+    given = [sequence for sequence in batch.sequences if sequence.given]
+    assert 0 < len(given) < 4
+    assert len(batch.sequences) == len(given) + 2 * (4 - len(given))
+    tokenizer = load_tokenizer(tiny.path, TINY)
+    for sequence in given:
+        rollout = sequence.rollout
+        start = rollout.mask.index(1)
+        assert tokenizer.decode(rollout.tokens[start:]) == "is 7"
+        assert rollout.tokens[-1] == tokenizer.eos_token_id
+        assert rollout.tokens[:start] in {g.rollouts[0].tokens[:start] for g in groups}
+    assert batch.statistics.sequences == 8, "statistics are of what was sampled"
+    scores = trainer.teachers.score(batch, lambda: False)
+    assert np.isfinite(scores[LOGPROBS]).all()
+    with trainer.policy.base([]):
+        place = sum(s.trained for s in batch.sequences[: batch.sequences.index(given[0])])
+        own = plain(
+            trainer.policy.model, list(given[0].rollout.tokens), given[0].rollout.mask.index(1)
+        )
+    assert scores[LOGPROBS][place : place + len(own)] == pytest.approx(own, abs=2e-5)
+    metrics = trainer.train_step(batch).metrics
+    assert metrics["given_sequences"] == len(given)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_row_without_a_completion_is_trained_on_as_it_was_sampled(
+    tiny: LoadedModel, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(tiny, BASE, mode="loss", lmbda=0.0)
+    groups = [question(0, completion="7"), *(question(number) for number in range(1, 4))]
+    batch = collected(trainer, tmp_path, groups)
+    assert [sequence.given for sequence in batch.sequences] == [True, *[False] * 6]
