@@ -101,6 +101,8 @@ class Follower:
             self._sources = build_sources(
                 self._config.environments, seed=training.seed, progress=self._progress, tools=tools
             )
+            for source in self._sources:
+                source.keeps_rows = training.distillation.reads_rows
         self._serving = serve(self._config)
         closing.callback(self._serving.close)
         self._weights: SharedWeights | None = None

@@ -252,13 +252,16 @@ class TrainingLoop:
             batch = replace(batch, sequences=())
         with self._control.training():
             # before the other ranks begin: they get the scores
+            started = time.perf_counter()
             asked = self._parts.trainer.ask_teachers(batch, position, self._control.should_stop)
             if asked is None:
                 return StepResult(False, position or StepPosition(), {}, 0.0)
+            asking_s = time.perf_counter() - started
             self._parts.trainer.lead(batch, asked)
-            return self._parts.trainer.train_step(
+            result = self._parts.trainer.train_step(
                 batch, position=asked, should_stop=self._control.should_stop
             )
+            return replace(result, seconds=asking_s + result.seconds)
 
     def _finish_step(self, batch: TrainBatch, result: StepResult, time_rollout_s: float) -> None:
         self._step = batch.step

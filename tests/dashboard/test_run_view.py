@@ -193,7 +193,8 @@ def test_tokens_are_those_of_the_store(view: RunView) -> None:
 
 
 def test_the_trainers_numbers_of_tokens(tmp_path: Path) -> None:
-    """Sampler -0.5, trainer -0.25, reference -0.75: ratio e^0.25, k3 e^-0.5 + 0.5 - 1."""
+    """Sampler -0.5, trainer -0.25, reference -0.75: ratio e^0.25, k3 e^-0.5 + 0.5 - 1; teacher -1:
+    the gap is -0.75."""
     view = RunView(make_run(tmp_path, steps=1), Redactor())
     assert set(view.tokens("sums-1", 0, 0, 0)["values"]) == {"logprobs"}, "nothing was kept"
     store = RolloutStore(view.path / "rollouts.sqlite", read_only=True)
@@ -208,6 +209,7 @@ def test_the_trainers_numbers_of_tokens(tmp_path: Path) -> None:
         "logprobs": -0.5,
         "trainer_logprobs": -0.25,
         "reference_logprobs": -0.75,
+        "teacher_logprobs": -1.0,
         "advantages": 2.0,
     }
     tokens = StepTokens(
@@ -226,6 +228,7 @@ def test_the_trainers_numbers_of_tokens(tmp_path: Path) -> None:
         }
         kl = pytest.approx(math.exp(-0.5) + 0.5 - 1)
         known = {"ratio": pytest.approx(math.exp(0.25)), "kl": kl, "advantages": 2.0}
+        known |= {"teacher_logprobs": -1.0, "teacher_gap": -0.75}
         known |= {name: numbers[name] for name in ("trainer_logprobs", "reference_logprobs")}
         assert row == (known if own else dict.fromkeys(known))
     assert "entropies" not in found["values"], "no column in which nothing is known"

@@ -7,11 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_parallm.config.load import Config, load_config, parse_config
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
-from mlx_parallm.models.loading import load_model
+from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
 from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.rl_training.plan import preflight
 from mlx_parallm.rl_training.plan.preflight import (
@@ -25,7 +27,8 @@ from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.system.hardware import GIB
-from tests.tiny_models import lora_config
+from tests.tiny_models import QWEN3 as TINY_QWEN3
+from tests.tiny_models import VOCAB_SIZE, lora_config, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 QWEN3 = {
@@ -322,3 +325,40 @@ def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[s
     state = PolicyOptimizer(policy.slots, config.rl_training).state()
     held += [array for name, array in state.items() if name != "step"]
     assert checkpoint_bytes(config, shape) == sum(array.size * 4 for array in held)
+
+
+def test_the_memory_of_teachers_is_counted(tmp_path: Path) -> None:
+    """A teacher's weights as it is loaded, an older version of what is trained, and a step's
+    scores: 16 answers of 8 tokens, logprobs and agreement twice."""
+    save_checkpoint(tmp_path / "large", TINY_QWEN3 | {"hidden_size": 128, "intermediate_size": 256})
+    large = {"name": "large", "kind": "model", "path": str(tmp_path / "large")}
+
+    def parts(*teachers: dict[str, Any], **section: Any) -> dict[str, int]:
+        data: dict[str, Any] = {
+            "environments": [{"kind": "tasks", "name": "sort", "max_tokens": 8}],
+            "rl_training": {
+                "batch_size": 16,
+                "atropos": {"rollout_batch_size": 16},
+                "distillation": {"teachers": list(teachers), **section} if teachers else {},
+            },
+        }
+        config = parse_config(data)
+        shape = ModelShape.of(read_config(resolve_model_path("builtin:tiny")), config)
+        trained.append(shape.trained)
+        return dict(predict_memory(config, shape).parts)
+
+    trained: list[int] = []
+    assert "teachers" not in parts()
+    loaded = load_model(ModelConfig(base_path=str(tmp_path / "large")))
+    arrays = [array.nbytes for _, array in tree_flatten(loaded.model.parameters())]
+    scores = 16 * 8 * 2 * 4 * 2
+    assert parts(large)["teachers"] == sum(arrays) + scores
+    old = {"name": "old", "kind": "checkpoint", "path": "somewhere"}
+    assert parts(old)["teachers"] == 4 * trained[-1] + scores
+    assert parts(old, mode="loss", top_k=10)["teachers"] == parts(old)["teachers"] + (
+        16 * 8 * (2 * 10 + 1) * 4 * 2
+    )
+    whole = parts(old, mode="loss", top_k=0)["teachers"]
+    assert whole == parts(old)["teachers"] + 16 * 8 * VOCAB_SIZE * 4 * 2
+    smaller = parts(large | {"quantize": True})["teachers"]
+    assert scores < smaller < sum(arrays) / 2 + scores
