@@ -1,6 +1,7 @@
 """Tokens until a student is as good as its teacher, against GRPO; and what a teacher costs a step.
 
     .venv/bin/python -m scripts.bench.distillation --out RESULTS [--seeds 0 1 2] [--problems 100]
+    .venv/bin/python -m scripts.bench.distillation --out RESULTS --readers # self-distillation
     .venv/bin/python -m scripts.bench.distillation --out RESULTS --table   # of finished runs
     .venv/bin/python -m scripts.bench.distillation --step                  # a teacher of 4 × the size
 
@@ -10,6 +11,10 @@ Each is one process of the real command in RESULTS/<case>-<seed>; a finished one
 Tokens are all sampled ones, those of dropped groups too. A case has arrived at the first evaluation
 on held-out problems (sampled answers, --problems of each of five tasks) whose score is at least the
 mark: for GRPO its own best - 0.03, for a student its teacher's last - 0.03.
+
+The tiny model cannot read an answer that stands in its prompt, so its hinted self is no teacher.
+--readers teaches it that first (150 steps of SFT on questions with their answers behind them), and
+then compares from there: GRPO, and distillation from that frozen self with the answer in its prompt.
 """
 
 import argparse
@@ -19,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +32,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlx_parallm.config.load import load_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.models.loading import LoadedModel, load_model
 from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.factory import build_teachers, build_trainer
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -38,6 +46,22 @@ from mlx_parallm.types import Rollout, RolloutGroup
 from tests.tiny_models import QWEN3, save_checkpoint
 
 ROOT = Path(__file__).parents[2]
+HINTS = """
+[model]
+base_path = "builtin:tiny"
+[rl_training]
+algorithm = "sft"
+learning_rate = 3e-3
+lr_schedule = "linear"
+batch_size = 64
+total_steps = 150
+blocks_per_eval = 0
+[rl_training.lora]
+rank = 16
+alpha = 32.0
+[data]
+path = "{rows}"
+"""
 NEAR = 0.03
 CASES = ("grpo", "distill", "self")
 PROMPT, ANSWER, ANSWERS, REPEATS = 16, 8, 128, 7
@@ -80,8 +104,9 @@ class Curve:
 
 
 def train(
-    out: Path, name: str, config: str, seed: int, problems: int, settings: Sequence[str]
+    out: Path, name: str, config: str, seed: int, problems: int | None, settings: Sequence[str]
 ) -> Path:
+    """Make a run, unless it is there. `problems` None: it has no evaluation."""
     run = out / name
     if not (run / "final").is_dir():
         values = [
@@ -89,7 +114,7 @@ def train(
             f"rl_training.checkpoint_dir={out}",
             f"rl_training.run_name={name}",
             "server.port=0",
-            f"evaluation.problems={problems}",
+            *([] if problems is None else [f"evaluation.problems={problems}"]),
             *settings,
         ]
         command = [sys.executable, "-m", "mlx_parallm", "train", "--config", config]
@@ -114,6 +139,70 @@ def run_seed(out: Path, seed: int, problems: int) -> None:
         "rl_training.distillation.weight=0.05",
     ]
     train(out, f"self-{seed}", f"{configs}/quickstart.toml", seed, problems, settings)
+
+
+def run_reader(out: Path, seed: int, problems: int) -> None:
+    """From a policy that can read an answer in its prompt: GRPO, and its frozen hinted self."""
+    rows, config = out / f"hints-{seed}.jsonl", out / f"hints-{seed}.toml"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in _hinted_rows(seed)))
+    config.write_text(HINTS.format(rows=rows))
+    reader = train(out, f"reader-{seed}", str(config), seed, None, [])
+    start = [
+        f'model.lora_path="{reader}/final"',
+        "rl_training.total_steps=60",
+        'rl_training.lr_schedule="constant"',
+        "evaluation.every=6",
+    ]
+    quickstart = f"{ROOT}/train_configs/quickstart.toml"
+    train(out, f"reader-grpo-{seed}", quickstart, seed, problems, start)
+    hinted = {"name": "self", "kind": "checkpoint", "path": f"{reader}/final"}
+    keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in hinted.items())
+    teacher = f'[{{{keys}, prompt = "{{prompt}}\\n{{answer}}"}}]'
+    settings = [
+        *start,
+        f"rl_training.distillation.teachers={teacher}",
+        "rl_training.distillation.reward=false",
+        "rl_training.distillation.mode=loss",
+        "rl_training.distillation.beta=0.5",
+        "rl_training.max_staleness=0",
+        "rl_training.update_epochs=2",
+    ]
+    train(out, f"reader-self-{seed}", quickstart, seed, problems, settings)
+
+
+def _hinted_rows(seed: int) -> Iterator[dict[str, Any]]:
+    """Questions of quickstart's tasks, each with its answer behind it."""
+    config = load_config(ROOT / "train_configs" / "quickstart.toml")
+    sources = build_sources(
+        config.environments, seed=1000 + seed, progress=lambda: TrainingProgress(0, 1), tools=None
+    )
+    for number in range(600):
+        for source in sources:
+            task = source.task(number)
+            question = f"{task.messages[-1]['content']}\n{task.answer}"
+            yield {
+                "prompt": [{"role": "user", "content": question}],
+                "completion": [{"role": "assistant", "content": task.answer}],
+            }
+
+
+def readers_table(out: Path, seeds: Sequence[int]) -> str:
+    lines = [
+        "| seed | start | tokens of self-distillation | its score | GRPO's at equal tokens |"
+        " GRPO's tokens to the same score |",
+        "|---|---|---|---|---|---|",
+    ]
+    for seed in seeds:
+        runs = [out / f"reader-{case}-{seed}" for case in ("grpo", "self")]
+        if not all((run / "final").is_dir() for run in runs):
+            continue
+        grpo, own = map(Curve.of, runs)
+        tokens, score = own.points[-1]
+        lines.append(
+            f"| {seed} | {own.points[0][1]:.3f} | {tokens} | {own.last:.3f} |"
+            f" {grpo.at(tokens):.3f} | {grpo.until(score) or f'not in {grpo.tokens}'} |"
+        )
+    return "\n".join(lines)
 
 
 def table(out: Path, seeds: Sequence[int]) -> str:
@@ -235,6 +324,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--readers", action="store_true")
     parser.add_argument("--step", action="store_true")
     args = parser.parse_args()
     if args.step:
@@ -246,8 +336,9 @@ def main() -> None:
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     for seed in [] if args.table else args.seeds:
-        run_seed(out, seed, args.problems)
+        (run_reader if args.readers else run_seed)(out, seed, args.problems)
     print(table(out, args.seeds))
+    print(readers_table(out, args.seeds))
 
 
 if __name__ == "__main__":

@@ -156,11 +156,11 @@ def _teachers_numbers(wire: ScoredData) -> dict[str, Any]:
     ids, logprobs, size = wire.distill_token_ids, wire.distill_logprobs, len(wire.tokens)
     if ids is None or logprobs is None:
         raise RolloutRejectedError("distill_token_ids and distill_logprobs belong together")
-    tables: tuple[tuple[str, Sequence[Sequence[Any]]], ...] = (
-        ("distill_token_ids", ids),
-        ("distill_logprobs", logprobs),
-    )
-    for name, table in tables:
+    tables: dict[str, Sequence[Sequence[Any]]] = {
+        "distill_token_ids": ids,
+        "distill_logprobs": logprobs,
+    }
+    for name, table in tables.items():
         if len(table) != size:
             raise RolloutRejectedError(f"{len(table)} {name} for {size} sequences")
         for number, row in enumerate(table):

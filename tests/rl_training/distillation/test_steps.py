@@ -10,7 +10,7 @@ import pytest
 from mlx_parallm.config.algorithm import PRESETS
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.teaching import AGREES, LOGPROBS
-from tests.losses.test_distillation import oracle
+from tests.losses.test_distillation import log_softmax, oracle
 from tests.rl_training.distillation.making import (
     BASE,
     base_logits,
@@ -44,6 +44,29 @@ def test_the_teachers_column_is_its_plain_forward(layout: dict[str, Any], turns:
         for z, tokens in zip(base_logits(trainer, batch), sampled(batch), strict=True)
     ]
     assert (scores[AGREES] == np.concatenate(best)).all()
+
+
+def test_the_teachers_logits_are_at_the_rollouts_temperature() -> None:
+    trainer = taught_trainer(mode="loss", top_k=0, reward=False)
+    groups = random_groups(2)
+    warm = [
+        replace(group, rollouts=tuple(replace(r, temperature=0.7) for r in group.rollouts))
+        for group in groups
+    ]
+    batch = on_policy(trainer, make_batch(warm), temperature=0.7)
+    students, teachers = plain_logits(trainer, batch), base_logits(trainer, batch)
+    values = [
+        oracle(student / 0.7, teacher / 0.7, None, 1.0)
+        for student, teacher in zip(students, teachers, strict=True)
+    ]
+    metrics = trainer.train_step(batch).metrics
+    assert metrics["distill_loss"] == pytest.approx(np.concatenate(values).mean(), abs=2e-5)
+    chosen = [
+        np.take_along_axis(log_softmax(teacher / 0.7), tokens[:, None], -1)[:, 0]
+        for teacher, tokens in zip(teachers, sampled(batch), strict=True)
+    ]
+    found = trainer.step_tokens.columns["teacher_logprobs"]
+    assert found == pytest.approx(np.concatenate(chosen), abs=2e-5)
 
 
 def test_the_same_prompt_of_a_group_changes_nothing() -> None:
