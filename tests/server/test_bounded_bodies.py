@@ -29,7 +29,10 @@ from mlx_parallm.systems.orchestrator.routes import HybridRequest
 FEW = 1024  # items of a list that may all be wrong
 USED_AND_FORGOTTEN = (  # texts of one request, which the context's length or the body's bounds
     *(f"mlx_parallm.server.{name}" for name in ("protocol", "responses", "messages")),
-    *(f"mlx_parallm.server.api.{name}" for name in ("generate", "inference", "embeddings")),
+    *(
+        f"mlx_parallm.server.api.{name}"
+        for name in ("generate", "inference", "embeddings", "score")
+    ),
     "mlx_parallm.systems.orchestrator.routes",
     "mlx_parallm.faces.atropos.wire",
 )
