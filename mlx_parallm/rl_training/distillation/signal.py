@@ -14,6 +14,7 @@ import numpy as np
 
 from mlx_parallm.config.distillation import OWN_KINDS, DistillationConfig, TeacherConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.losses.distillation import LEAST_LOGPROB
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.distillation.from_group import GroupTeacher
 from mlx_parallm.rl_training.distillation.given import GivenCompletions
@@ -259,11 +260,12 @@ class Teachers:
         ids = np.zeros((total, keep or 0), np.float32)
         for number, one in scored.items():
             place = slice(ends[number] - sequences[number].trained, ends[number])
-            logprobs[place] = one.logprobs
+            logprobs[place] = np.maximum(one.logprobs, LEAST_LOGPROB)
             if one.agrees is not None:
                 agrees[place] = one.agrees
             if one.targets is not None and keep is not None:
-                targets[place] = one.targets
+                broken = np.isnan(one.targets).any(axis=1, keepdims=True)
+                targets[place] = np.where(broken, np.float32(np.nan), one.targets)
             if one.ids is not None and keep:
                 ids[place] = one.ids
         columns = {LOGPROBS: logprobs, AGREES: agrees}

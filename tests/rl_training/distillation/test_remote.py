@@ -12,6 +12,7 @@ from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
 from mlx_parallm.rl_training.distillation import signal
 from mlx_parallm.rl_training.distillation.remote import rest_of
 from mlx_parallm.rl_training.step.teaching import AGREES, IDS, LOGPROBS, TARGETS
+from tests.rl_training.distillation.making import BASE
 from tests.rl_training.distillation.test_teachers import (
     TINY,
     batch_of,
@@ -20,6 +21,7 @@ from tests.rl_training.distillation.test_teachers import (
     tiny_trainer,
 )
 from tests.scripted_http import Reply, scripted_http
+from tests.server.serving import RunningServer
 
 VOCAB = 320
 
@@ -73,7 +75,7 @@ def as_sglang(body: dict[str, Any]) -> dict[str, Any]:
     return {"text": "", "meta_info": meta}
 
 
-def server(*, refuse: Callable[[str], Reply | None] | None = None) -> Callable[[str, Any], Any]:
+def scripted(*, refuse: Callable[[str], Reply | None] | None = None) -> Callable[[str, Any], Any]:
     """A server of all three APIs with the tiny model's tokenizer. `refuse`: another reply."""
     tokenizer = load_tokenizer(mlx_tiny(), TINY)
 
@@ -114,7 +116,7 @@ def expected(groups: list[Any]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray
 @pytest.mark.parametrize("api", ["vllm", "sglang", "completions"])
 def test_log_probabilities_of_sampled_tokens(tiny: LoadedModel, api: str) -> None:
     groups = [question(number) for number in range(3)]
-    with scripted_http(server()) as (url, received):
+    with scripted_http(scripted()) as (url, received):
         trainer = tiny_trainer(tiny, teacher(url, api=api))
         scores = trainer.teachers.score(batch_of(*groups), lambda: False)
         trainer.teachers.close()
@@ -129,7 +131,7 @@ def test_log_probabilities_of_sampled_tokens(tiny: LoadedModel, api: str) -> Non
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
 def test_the_best_tokens_and_the_rest(tiny: LoadedModel, api: str) -> None:
     groups = [question(number) for number in range(2)]
-    with scripted_http(server()) as (url, _):
+    with scripted_http(scripted()) as (url, _):
         trainer = tiny_trainer(tiny, teacher(url, api=api), mode="loss", top_k=5)
         scores = trainer.teachers.score(batch_of(*groups), lambda: False)
         trainer.teachers.close()
@@ -153,7 +155,7 @@ def test_a_step_goes_on_without_a_lost_teacher(tiny: LoadedModel) -> None:
         return (0, {}, None) if calls > 2 else None
 
     groups = [question(number) for number in range(3)]
-    with scripted_http(server(refuse=lose)) as (url, _):
+    with scripted_http(scripted(refuse=lose)) as (url, _):
         trainer = tiny_trainer(
             tiny, teacher(url, requests_at_once=1), on_teacher_lost="skip", reward=False
         )
@@ -179,7 +181,7 @@ def test_a_step_waits_for_a_lost_teacher(
         return (503, {}, {"error": {"message": "busy"}}) if 2 < calls < 12 else None
 
     groups = [question(number) for number in range(3)]
-    with scripted_http(server(refuse=lose)) as (url, received):
+    with scripted_http(scripted(refuse=lose)) as (url, received):
         trainer = tiny_trainer(tiny, teacher(url))
         scores = trainer.teachers.score(batch_of(*groups), lambda: False)
         assert trainer.teachers.health() is None
@@ -224,7 +226,7 @@ def no_numbers(path: str) -> Reply | None:
     ],
 )
 def test_what_it_answers_wrongly_ends_the_run(tiny: LoadedModel, refuse: Any, words: str) -> None:
-    with scripted_http(server(refuse=refuse)) as (url, _):
+    with scripted_http(scripted(refuse=refuse)) as (url, _):
         trainer = tiny_trainer(tiny, teacher(url))
         with pytest.raises(ConfigError, match=words):
             trainer.teachers.score(batch_of(question(1)), lambda: False)
@@ -232,7 +234,7 @@ def test_what_it_answers_wrongly_ends_the_run(tiny: LoadedModel, refuse: Any, wo
 
 
 def test_the_files_of_its_tokenizer_will_do(tiny: LoadedModel) -> None:
-    with scripted_http(server(refuse=no_tokenize)) as (url, received):
+    with scripted_http(scripted(refuse=no_tokenize)) as (url, received):
         trainer = tiny_trainer(tiny, teacher(url, path=str(mlx_tiny())))
         trainer.teachers.score(batch_of(question(1)), lambda: False)
         trainer.teachers.close()
@@ -257,7 +259,7 @@ def test_what_no_server_can_do_is_refused_at_the_start(
 
 def test_an_answer_of_another_temperature_has_no_signal(tiny: LoadedModel) -> None:
     group = question(1)
-    with scripted_http(server()) as (url, _):
+    with scripted_http(scripted()) as (url, _):
         trainer = tiny_trainer(tiny, teacher(url))
         batch = batch_of(group)
         object.__setattr__(batch.sequences[0].rollout, "temperature", 0.7)
@@ -265,3 +267,23 @@ def test_an_answer_of_another_temperature_has_no_signal(tiny: LoadedModel) -> No
         trainer.teachers.close()
     assert np.isnan(scores[LOGPROBS]).sum() == sum(group.rollouts[0].mask)
     assert trainer.teachers.measured()["teacher_unscored"] == 1
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang", "completions"])
+def test_our_own_server_says_what_the_same_weights_say_here(
+    tiny: LoadedModel, server: RunningServer, api: str
+) -> None:
+    """The base, served over HTTP and in this process."""
+    batch = batch_of(*(question(number) for number in range(3)))
+    section = {"mode": "loss", "top_k": 8} if api == "vllm" else {}
+    here = tiny_trainer(tiny, BASE, **section)
+    there = tiny_trainer(tiny, teacher(server.url, api=api), **section)
+    own, served = (t.teachers.score(batch, lambda: False) for t in (here, there))
+    there.teachers.close()
+    assert served[LOGPROBS] == pytest.approx(own[LOGPROBS], abs=1e-4)
+    if section:
+        for name, width in ((TARGETS, 9), (IDS, 8)):
+            pair = [np.sort(scores[name].reshape(-1, width)[:, :8]) for scores in (own, served)]
+            assert pair[1] == pytest.approx(pair[0], abs=1e-3)
+        rest = [np.exp(scores[TARGETS].reshape(-1, 9)[:, 8]) for scores in (own, served)]
+        assert rest[1] == pytest.approx(rest[0], abs=2e-5), "1 minus the others, in float32"

@@ -17,6 +17,7 @@ from mlx_parallm.losses.advantages import group_advantages
 from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.rl_training.distillation.prompts import NoPromptError, TeacherPrompt
+from mlx_parallm.rl_training.distillation.scoring import Scored
 from mlx_parallm.rl_training.distillation.signal import Teachers
 from mlx_parallm.rl_training.distillation.tokenizers import MANY, TextIds, compare, texts
 from mlx_parallm.rl_training.factory import TeacherContext, build_buffer, build_trainer
@@ -461,3 +462,32 @@ def test_a_row_without_a_completion_is_trained_on_as_it_was_sampled(
     groups = [question(0, completion="7"), *(question(number) for number in range(1, 4))]
     batch = collected(trainer, tmp_path, groups)
     assert [sequence.given for sequence in batch.sequences] == [True, *[False] * 6]
+
+
+class BrokenTeacher:
+    """Numbers that are none in one place, and infinite in another."""
+
+    name = "base"
+
+    def score(self, answers: Any, keep: Any, should_stop: Any) -> list[Scored]:
+        found = []
+        for answer in answers:
+            count = answer.trained
+            logprobs = np.full(count, -1.0, np.float32)
+            targets = np.full((count, keep + 1), np.log(1 / (keep + 1)), np.float32)
+            logprobs[0], targets[0, 1] = -np.inf, np.nan
+            ids = np.tile(np.arange(keep, dtype=np.int32), (count, 1))
+            found.append(Scored(logprobs, None, ids, targets))
+        return found
+
+    def close(self) -> None: ...
+
+
+def test_a_broken_teacher_makes_no_loss_that_is_not_finite() -> None:
+    trainer = taught_trainer(mode="loss", top_k=4)
+    config, _, prompt = trainer.teachers._by_name["base"]
+    trainer.teachers._by_name["base"] = config, BrokenTeacher(), prompt
+    metrics = trainer.train_step(make_batch(random_groups(2))).metrics
+    assert metrics["skipped_steps"] == 0
+    assert np.isfinite(metrics["loss"])
+    assert np.isfinite(metrics["teacher_kl"])
