@@ -44,6 +44,20 @@ def route_attention(model: nn.Module) -> bool:
     return bool(calling)
 
 
+def attend_with_mask(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    cache: Any = None,
+) -> mx.array:
+    """Attention over arrays, by whichever is faster: `cpu_attention` or mlx-lm's."""
+    if takes(queries, keys, values, mask):
+        return attention(queries, keys, values, scale, mask)
+    return mlx_lm_attention(queries, keys, values, cache, scale, mask, None)
+
+
 def _attention(
     queries: mx.array,
     keys: Any,
@@ -56,8 +70,8 @@ def _attention(
     """Raises NotImplementedError: a `RoutedKeys` with a mask or sinks; the check at load then
     names the layer."""
     if not isinstance(keys, RoutedKeys):
-        if sinks is None and isinstance(keys, mx.array) and takes(queries, keys, values, mask):
-            return attention(queries, keys, values, scale, mask)
+        if sinks is None and isinstance(keys, mx.array):
+            return attend_with_mask(queries, keys, values, scale, mask, cache)
         return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
     if mask is not None or sinks is not None or values is not keys:
         raise NotImplementedError("its attention has a mask or sinks of its own")

@@ -48,9 +48,11 @@ from mlx_parallm.models.layer_stack import (
 )
 from mlx_parallm.models.layout import (
     Layout,
+    PackedRows,
     PlainRows,
     SharedRows,
     TokenBatch,
+    TreeRows,
     compare_layouts,
     layout_of,
 )
@@ -81,9 +83,9 @@ class BlockwiseModel:
 
     `between_blocks` is called after each evaluation: the place to give the serving thread a turn.
     `longest_eval_ms`: of all evaluations since it was last set to 0.
-    `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`: why prompts
-    are not shared, and sequences not packed; else "". Gradients are lists in the order of
-    `slots.names`. Every array that leaves a method is evaluated.
+    `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`, `unmerged`:
+    why prompts are not shared, sequences not packed, and rows no tree; else "". Gradients are lists
+    in the order of `slots.names`. Every array that leaves a method is evaluated.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class BlockwiseModel:
         self.longest_eval_ms = 0.0
         self._blocks_per_eval = blocks_per_eval
         self._stack: LayerStack | None = None
-        self.fallback = self.unshared = self.unpacked = ""
+        self.fallback = self.unshared = self.unpacked = self.unmerged = ""
         # blocks read what earlier ones returned, or embeddings that are trained
         self._carries = False
         try:
@@ -108,13 +110,16 @@ class BlockwiseModel:
         except (ValueError, TypeError, AttributeError, IndexError) as error:
             self._stack = None
             self.fallback = f"{error}: training evaluates the whole graph at once"
-        if self._stack is None:
-            self.unshared = self.unpacked = self.fallback
-        elif self._carries:
-            self.unshared = self.unpacked = "its blocks read more than one hidden state"
-        else:
-            with self._stack.only(self._stack.samples()):
-                self.unshared, self.unpacked = compare_layouts(model, self._stack, self.score)
+        why = self.fallback
+        if self._carries:
+            why = why or "its blocks read more than one hidden state"
+        if why or self._stack is None:
+            self.unshared = self.unpacked = self.unmerged = why
+            return
+        with self._stack.only(self._stack.samples()):
+            self.unshared, self.unpacked, self.unmerged = compare_layouts(
+                model, self._stack, self.score
+            )
 
     @property
     def shares_prompts(self) -> bool:
@@ -125,6 +130,11 @@ class BlockwiseModel:
     def packs_rows(self) -> bool:
         """True when `PackedRows` are used."""
         return not self.unpacked
+
+    @property
+    def merges_rows(self) -> bool:
+        """True when `TreeRows` are used."""
+        return not self.unmerged
 
     def _use(self, stack: LayerStack) -> None:
         count = len(stack.blocks)
@@ -451,8 +461,12 @@ class BlockwiseModel:
     # ------------------------------------------------------------------ parts
 
     def _layout(self, batch: TokenBatch) -> Layout:
-        used = self.shares_prompts if isinstance(batch.compact, SharedRows) else self.packs_rows
-        if batch.compact is not None and used:
+        used = {
+            SharedRows: self.shares_prompts,
+            PackedRows: self.packs_rows,
+            TreeRows: self.merges_rows,
+        }
+        if batch.compact is not None and used[type(batch.compact)]:
             return layout_of(batch.compact)
         return PlainRows(batch.inputs, batch.positions)
 

@@ -8,6 +8,7 @@ computed once.
                       times
     PackedSequences   unrelated sequences end to end in few rows, [R, W], under a block-diagonal
                       causal mask
+    TreeOfRows        (tree_rows.py) whatever rows have in common from their beginning once
 
 A block sees the prompts as a forward into an empty cache and the rest as one into a cache that
 holds the prompt, so its positions, masks and projections stay the architecture's own code.
@@ -33,6 +34,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.models.layer_stack import (
     EXACT,
@@ -43,6 +45,7 @@ from mlx_parallm.models.layer_stack import (
     distance,
 )
 from mlx_parallm.models.mlx_lm_api import ArraysCache, KVCache, make_prompt_cache
+from mlx_parallm.models.tree_rows import TreeOfRows, TreeRows, merge_rows
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class PackedRows:
         return int(self.inputs.size)
 
 
-CompactRows = SharedRows | PackedRows
+CompactRows = SharedRows | PackedRows | TreeRows
 """The tokens of [B, T] rows, fewer of them computed."""
 
 
@@ -299,6 +302,8 @@ class PackedSequences:
 
 
 def layout_of(compact: CompactRows) -> Layout:
+    if isinstance(compact, TreeRows):
+        return TreeOfRows(compact)
     return SharedPrompts(compact) if isinstance(compact, SharedRows) else PackedSequences(compact)
 
 
@@ -400,7 +405,8 @@ def shareable(model: nn.Module) -> str:
 
 
 def packable(model: nn.Module) -> str:
-    """ "" where blocks keep keys and values only; else what stands in the way of `PackedRows`."""
+    """ "" where blocks keep keys and values only; else what stands in the way of `PackedRows` and
+    `TreeRows`."""
     return _keeps_others(model, {KVCache})
 
 
@@ -438,12 +444,12 @@ def _refuse_window(size: int | None) -> None:
 
 def compare_layouts(
     model: nn.Module, stack: LayerStack, score: Callable[[TokenBatch], tuple[mx.array, ...]]
-) -> tuple[str, str]:
-    """Return why prompts are not shared, and why sequences are not packed ("": they are).
-    Compares three rows, two of them with one prompt, in each layout. Gradients follow from the
-    same operations."""
+) -> tuple[str, str, str]:
+    """Return why prompts are not shared, why sequences are not packed, and why rows do not become a
+    tree ("": they do). Compares three rows, two of them with one prompt, in each layout. Gradients
+    follow from the same operations."""
     if reason := shareable(model):
-        return reason, packable(model)
+        return reason, packable(model), packable(model)
     tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)
     positions = np.array([2, 4, 5, 8, 9, 13, 15, 17], np.int32)
     batch = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7)
@@ -454,14 +460,20 @@ def compare_layouts(
     def why_not(compact: CompactRows) -> str:
         try:
             scores = score(replace(batch, compact=compact))
-        except (ValueError, TypeError, IndexError, AttributeError) as error:
+        except (ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
             return f"its blocks do not take such keys, values and masks: {error}"
         off = max(distance(a, b) for a, b in zip(scores, rows, strict=True))
         return f"scores are off by {off:.2g} (relative)" if off > bound else ""
 
     unshared = why_not(share_prompts(tokens, positions))
     if reason := packable(model):
-        return unshared, reason
+        return unshared, reason, reason
     if not mx.array_equal(hidden[:, 1:], hidden[:, :-1]).item():
-        return unshared, "what enters its blocks depends on the position"
-    return unshared, why_not(pack_rows(tokens, positions, [1, 2]))
+        reason = "what enters its blocks depends on the position"
+        return unshared, reason, reason
+    route_attention(model)
+    return (
+        unshared,
+        why_not(pack_rows(tokens, positions, [1, 2])),
+        why_not(merge_rows(tokens, positions)),
+    )

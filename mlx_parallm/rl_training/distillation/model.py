@@ -77,6 +77,7 @@ class OtherModel:
                 range(len(rows)),
                 token_budget=self._budget.tokens,
                 share_prompts=self._model.shares_prompts,
+                merging=self._model.merges_rows,
                 packing=self._training.packing and self._model.packs_rows,
             ),
             keep,

@@ -8,6 +8,7 @@ token of a sequence has nothing before it and is never trained on.
     by length   rows of nearly equal length, right-padded
     by prompt   the rows that share a prompt together, so that the model computes the prompt once
     packed      several sequences end to end in one row
+    merged      one token for all rows that have the same tokens up to it: a tree
 
 The budget counts the tokens that are computed, padding included. `MicroBatchBudget` lowers it where
 one evaluation would take too long.
@@ -24,12 +25,16 @@ import numpy as np
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.models.layout import CompactRows, TokenBatch, pack_rows, padded_length
 from mlx_parallm.models.layout import share_prompts as shared_rows
+from mlx_parallm.models.tree_rows import merge_rows, shared_length
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.system.log import get_logger
 
 PAYS_BELOW = 0.9
 """Share of the tokens that is left to compute. Above it, sharing prompts or packing rows costs
 what it saves: the one splits products in two, the other needs masks."""
+MERGING_PAYS_BELOW = 0.8
+"""The same of merged rows, against whatever else computes the fewest: their attention goes in
+blocks of its own."""
 ATTENTION_WIDTH = 1024
 """Row length at which attention costs a token as much as all else: 512 with a 0.6B model on a
 CPU, where exp is most of it, some thousands on a GPU. Packing must not put many short sequences
@@ -119,6 +124,7 @@ def collate(
     together: int = 1,
     share_prompts: bool = False,
     packing: bool = False,
+    merging: bool = False,
 ) -> MiniBatch:
     """The mini-batch of these rows. A sequence longer than the budget is a micro-batch of its own;
     one without a trained token is in none, and counts among the sequences.
@@ -129,9 +135,11 @@ def collate(
         share_prompts: the model can compute a prompt once for all rows of a micro-batch that have
             it.
         packing: the model can compute several sequences in one row. Pairs are not packed.
+        merging: the model can compute rows as a tree. Pairs are not merged.
 
     Prompts are shared, or rows packed, where that computes less than rows sorted by length
-    (PAYS_BELOW); of the two, the one with fewer tokens.
+    (PAYS_BELOW); of the two, the one with fewer tokens. Rows are merged where that computes less
+    than all others (MERGING_PAYS_BELOW).
     """
     count = len(rows)
     examples = [tuple(rows[i : i + together]) for i in range(0, count, together)]
@@ -152,7 +160,12 @@ def collate(
             packed = parts_packed(sequences, rows, token_budget=token_budget)
             wide = [(len(part.rows), part.width) for part in packed]
             if _tokens(wide) <= fewest and _cost(wide) <= PAYS_BELOW * _cost(shapes):
+                fewest = _tokens(wide)
                 cut = [(part.sequences, partial(pack_rows, counts=part.counts)) for part in packed]
+        if merging and together == 1:
+            merged, computed = _by_beginning(sequences, rows, token_budget)
+            if computed <= MERGING_PAYS_BELOW * fewest:
+                cut = [(part, merge_rows) for part in merged]
     starts = np.concatenate([[0], np.cumsum([sequence.trained for sequence in sequences])]).astype(
         np.int64
     )
@@ -298,6 +311,36 @@ def _by_prompt(
         else:
             parts.append([*example])
     return parts, sum(map(computed, parts))
+
+
+# ---------------------------------------------------------------------- merged
+
+
+def _by_beginning(
+    sequences: Sequence[TrainSequence], rows: Sequence[int], token_budget: int
+) -> tuple[list[list[int]], int]:
+    """Return the rows of the parts, those with a common beginning next to each other, and the
+    tokens that are computed for all of them."""
+    tokens = {
+        row: np.array(sequences[row].rollout.tokens[: used(sequences[row])], np.int32)
+        for row in rows
+    }
+    order = sorted(rows, key=lambda row: (tokens[row].astype(">i4").tobytes(), row))
+    parts: list[list[int]] = []
+    size = total = 0
+    for number, row in enumerate(order):
+        new = len(tokens[row])
+        if number:
+            new -= shared_length(tokens[order[number - 1]], tokens[row])
+        if parts and size + new <= token_budget:
+            parts[-1].append(row)
+            size += new
+            total += new
+        else:
+            parts.append([row])
+            size = len(tokens[row])
+            total += size
+    return parts, total
 
 
 # ---------------------------------------------------------------------- packed

@@ -515,6 +515,7 @@ class Trainer:
             token_budget=budget or self._budget.tokens,
             together=together or self.algorithm.rows_per_example,
             share_prompts=self.model.shares_prompts,
+            merging=self.model.merges_rows,
             packing=self.config.packing and self.model.packs_rows,
         )
 

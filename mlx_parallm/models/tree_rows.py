@@ -1,0 +1,198 @@
+"""Rows of a micro-batch as a forest of tokens: what any of them have in common from their beginning
+is computed, and differentiated, once.
+
+    merge_rows   [B, T] rows → `TreeRows`, the distinct tokens in preorder
+    TreeOfRows   `TreeRows` through the blocks as [W, 1, D]
+
+The turns of an episode whose template rewrites its history, the rollouts of a group, and their
+common instruction are one tree: "prefix tree" or "tree training" elsewhere (verl #4368, TRL #7328).
+There is no padding either, so unrelated rows are a forest that costs their tokens.
+
+Every token is a row of its own with a cache whose `offset` is the token's depth, so rotary
+positions, projections and experts stay the architecture's own code. Attention is the one thing that
+looks at other tokens: the cache returns a `RoutedKeys`, whose `attend` lets each token see its
+ancestors. In preorder the ancestors of the tokens a … b are those of a, and some of a … b itself.
+So blocks of BLOCK tokens attend to the path above their first token and to themselves, under a mask
+made of two numbers a token: it and the end of its subtree. Blocks with paths of nearly one length
+go together. Scores are BLOCK · (path + BLOCK) a block, whatever the size of the forest.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.models.attention import RoutedKeys, attend_with_mask
+from mlx_parallm.models.layer_stack import BlockCall, LayerStack
+from mlx_parallm.models.mlx_lm_api import make_prompt_cache
+
+BLOCK = 128
+"""Queries of a block. More make fewer products, and more scores that the mask hides."""
+PATH_STEP = 128
+"""Paths are padded to multiples of it, so that few groups of blocks are left."""
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """The distinct tokens of a micro-batch's rows, W in all, each behind its parent.
+
+    Example: rows [7 8 1 2] and [7 8 3] are tokens [7 8 1 2 3] with depths [0 1 2 3 2] and ends [5 5
+    4 4 5].
+    """
+
+    inputs: np.ndarray  # [W] int32
+    depths: np.ndarray  # [W] int32: tokens above it
+    ends: np.ndarray  # [W] int32: the first token behind its subtree
+    positions: np.ndarray  # [N] int32: the scored positions, one index for each; some are equal
+
+    @property
+    def tokens(self) -> int:
+        return len(self.inputs)
+
+
+def merge_rows(inputs: np.ndarray, positions: np.ndarray) -> TreeRows:
+    """Make one token of those that have the same tokens before them.
+
+    Args:
+        inputs: [B, T] int32, right-padded.
+        positions: [N] int32, indices into the flattened [B · T], ascending; at least one in each
+            row. What is behind a row's last one is left out.
+    """
+    rows, columns = np.divmod(positions, inputs.shape[1])
+    lasts = np.append(np.searchsorted(rows, np.arange(1, len(inputs))), len(rows)) - 1
+    lengths = columns[lasts] + 1
+    used = [inputs[row, :length] for row, length in enumerate(lengths)]
+    order = sorted(range(len(used)), key=lambda row: used[row].astype(">i4").tobytes())
+    common = [0, *(shared_length(used[a], used[b]) for a, b in pairwise(order))]
+    total = sum(len(used[row]) - depth for row, depth in zip(order, common, strict=True))
+    tokens, depths = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    ends = np.full(total, total, np.int32)
+    paths: dict[int, np.ndarray] = {}
+    path, count = np.zeros(0, np.int32), 0
+    for row, depth in zip(order, common, strict=True):
+        ends[path[depth:]] = count  # the branch that is left here
+        new = len(used[row]) - depth
+        tokens[count : count + new] = used[row][depth:]
+        depths[count : count + new] = np.arange(depth, depth + new)
+        path = np.append(path[:depth], np.arange(count, count + new, dtype=np.int32))
+        paths[row] = path
+        count += new
+    places = [paths[row][column] for row, column in zip(rows.tolist(), columns, strict=True)]
+    return TreeRows(tokens, depths, ends, np.array(places, np.int32))
+
+
+def shared_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Return how many tokens two rows have in common from their beginning."""
+    shorter = min(len(a), len(b))
+    different = np.flatnonzero(a[:shorter] != b[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
+class TreeOfRows:
+    """See `layout.Layout`."""
+
+    def __init__(self, tree: TreeRows) -> None:
+        self.positions = mx.array(tree.positions)
+        self._inputs = mx.array(tree.inputs)[:, None]
+        self._offsets = mx.array(tree.depths)
+        self._attention = TreeAttention(tree.ends)
+
+    def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
+        count = len(make_prompt_cache(stack.model))  # of some architectures fewer than blocks
+        caches = [TreeCache(self._attention, self._offsets) for _ in range(count)]
+        return stack.embed(self._inputs, caches)
+
+    def run(self, block: nn.Module, hidden: mx.array, call: BlockCall) -> mx.array:
+        out: mx.array = block(hidden, *call.args, **call.kwargs)
+        return out
+
+
+@dataclass(frozen=True)
+class _Group:
+    """G blocks whose paths have nearly one length."""
+
+    blocks: mx.array  # [G] int32: their numbers
+    keys: mx.array  # [G, K] int32: the tokens that they look at; their own are the last BLOCK
+    seen: mx.array  # [G, 1, BLOCK, K] bool
+
+
+class TreeAttention:
+    """Which tokens of a forest see which, and attention over them. `ends` [W]: see `TreeRows`."""
+
+    def __init__(self, ends: np.ndarray) -> None:
+        self._size = len(ends)
+        self._blocks = -(-self._size // BLOCK)
+        starts = np.arange(self._blocks) * BLOCK
+        above = [np.flatnonzero(ends[:start] > start) for start in starts]
+        widths = [-(-len(path) // PATH_STEP) * PATH_STEP for path in above]
+        order = sorted(range(self._blocks), key=lambda block: (widths[block], block))
+        self._groups = []
+        for width in sorted(set(widths)):
+            chosen = [block for block in order if widths[block] == width]
+            keys = np.zeros((len(chosen), width + BLOCK), np.int32)
+            real = np.zeros(keys.shape, bool)
+            for row, block in enumerate(chosen):
+                own = np.arange(starts[block], min(starts[block] + BLOCK, self._size))
+                both = np.append(above[block], own)
+                # the path directly in front of the block's own tokens
+                first = width - len(above[block])
+                keys[row, first : first + len(both)] = both
+                real[row, first : first + len(both)] = True
+            queries = starts[chosen][:, None] + np.arange(BLOCK)
+            ancestor = (keys[:, None] <= queries[..., None]) & (
+                queries[..., None] < np.where(real, ends[keys], 0)[:, None]
+            )
+            self._groups.append(
+                _Group(*map(mx.array, (np.array(chosen, np.int32), keys, ancestor[:, None])))
+            )
+        self._back = mx.array(np.argsort(order).astype(np.int32))
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        """Attention of each token over its ancestors and itself.
+
+        Args:
+            queries: [W, heads, 1, D].
+            keys, values: [W, H, 1, D] and [W, H, 1, Dv].
+
+        Returns: [W, heads, 1, Dv].
+        """
+        missing = self._blocks * BLOCK - self._size
+        by_head = mx.pad(queries[:, :, 0].swapaxes(0, 1), [(0, 0), (0, missing), (0, 0)])
+        blocks = by_head.reshape(len(by_head), self._blocks, BLOCK, -1).swapaxes(0, 1)
+        parts = []
+        for group in self._groups:
+            near_keys, near_values = (
+                array[:, :, 0][group.keys].swapaxes(1, 2) for array in (keys, values)
+            )
+            parts.append(
+                attend_with_mask(blocks[group.blocks], near_keys, near_values, scale, group.seen)
+            )
+        out = mx.concatenate(parts)[self._back]  # [blocks, heads, BLOCK, Dv]
+        out = out.swapaxes(1, 2).reshape(-1, *out.shape[1::2])
+        return out[: self._size, :, None]
+
+
+class _TreeKeys(RoutedKeys):
+    def __init__(self, attention: TreeAttention, keys: mx.array, values: mx.array) -> None:
+        self._attention, self._keys, self._values = attention, keys, values
+
+    def attend(self, queries: mx.array, scale: float) -> mx.array:
+        return self._attention.attend(queries, self._keys, self._values, scale)
+
+
+class TreeCache:
+    """A block's cache in the forward of a forest. `offset` [W] int32: the tokens' depths."""
+
+    def __init__(self, attention: TreeAttention, offset: mx.array) -> None:
+        self._attention, self.offset = attention, offset
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+        if window_size is not None:
+            raise ValueError("its attention sees a window")
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        routed = _TreeKeys(self._attention, keys, values)
+        return routed, routed
