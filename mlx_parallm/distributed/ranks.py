@@ -5,11 +5,11 @@ run.
     the rest     a TCP connection of every rank to rank 0: batches, numbers, stop requests, and
                  which ranks are left
 
-Rank 0 leads a training step (`JoinedRanks.lead`), the other ranks follow it (`follower.py`): the
-same `train_step` on the same batch and state. When rank 0 publishes, every rank publishes the
-weights that it has itself. Nothing is assumed about the state of a follower: at the start of every
-step, and for a publish, the ranks compare fingerprints of the arrays, or of a part of each, and
-where they differ (a resume, a rollback, other hardware) rank 0's are copied.
+Rank 0 announces a training step (`JoinedRanks.announce_step`), the other ranks follow it
+(`follower.py`): the same `train_step` on the same batch and state. When rank 0 publishes, every
+rank publishes its own weights. The state of a follower is never assumed: at the start of every
+step, and for a publish, the ranks compare fingerprints of the arrays, or of a part of each. Where
+they differ (a resume, a rollback, other hardware), rank 0's arrays are copied.
 
 A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's
 ring raises when a neighbour's process has died, but not when its machine has vanished. So
@@ -215,11 +215,11 @@ class JoinedRanks(Ranks):
 
         return make
 
-    def clients_engine(self, own: EngineClient) -> EngineClient:
+    def clients_engine(self, engine: EngineClient) -> EngineClient:
         if self.rank or not self._samples:
-            return own
+            return engine
         if self._clients is None:
-            self._clients = BalancedClient(own, self.requests, keeps_prompts=self._keeps_prompts)
+            self._clients = BalancedClient(engine, self.requests, keeps_prompts=self._keeps_prompts)
         return self._clients
 
     def served_tokens(self) -> int:
@@ -237,7 +237,7 @@ class JoinedRanks(Ranks):
         self._comparisons += 1
         return None if self._comparisons <= WHOLE else self._comparisons % PARTS
 
-    def lead(self, task: RankTask, trainer: HasArrays) -> None:
+    def announce_step(self, task: RankTask, trainer: HasArrays) -> None:
         if self.rank == 0:
             self.tell(task)
             agree(self, trainer, part=self.next_part())

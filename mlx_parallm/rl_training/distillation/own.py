@@ -64,10 +64,10 @@ def _saved(config: TeacherConfig, trainer: Trainer) -> list[mx.array]:
         versions = CheckpointVersions(path)
         step = versions.path(config.policy_version)
         if step is None:
-            known = ", ".join(map(str, versions.versions())) or "none"
+            saved = ", ".join(map(str, versions.versions())) or "none"
             raise ConfigError(
                 f"{where}: {path} has no checkpoint of policy version {config.policy_version};"
-                f" it has: {known}"
+                f" it has: {saved}"
             )
         path = step
     for newest in (FINAL, LATEST):

@@ -1,5 +1,5 @@
-"""What a person sees of a run: a live panel on a terminal (docs/panel.md), one log line for each
-step elsewhere.
+"""The display of a run: a live panel on a terminal (docs/panel.md), else one log line for each
+step.
 
 Beside a panel the same lines go to run.log alone. It subscribes to the run's events. A display
 never ends a run: an error inside it turns it into the plain one. It installs no signal handler and

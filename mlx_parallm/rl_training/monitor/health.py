@@ -156,10 +156,10 @@ def find_waiting(arrivals: Arrivals) -> list[Diagnosis]:
 
 
 def _diagnoses(facts: Evidence | Arrivals, *, waiting: bool) -> list[Diagnosis]:
-    found = [(rule, rule.judge(facts)) for rule in RULES if rule.waiting == waiting]
+    signs = [(rule, rule.judge(facts)) for rule in RULES if rule.waiting == waiting]
     return [
         Diagnosis(rule.name, s.words, s.setting or rule.setting, s.numbers, rule.good)
-        for rule, s in found
+        for rule, s in signs
         if s
     ]
 
@@ -187,7 +187,7 @@ def _not_finite(evidence: Evidence) -> Sign | None:
     return Sign(words, {"skipped_steps": count}) if count else None
 
 
-def _misfits(count: int, when: str) -> Sign | None:
+def _mismatches(count: int, when: str) -> Sign | None:
     words = (
         f"another model's groups: {count} dropped {when}; their log-probabilities are far from"
         " this model's"
@@ -202,13 +202,13 @@ def _misfits(count: int, when: str) -> Sign | None:
         " unchanged"
     ),
 )
-def _misfits_in_metrics(evidence: Evidence) -> Sign | None:
-    return _misfits(evidence.total("dropped_misfit"), f"in {evidence.steps}")
+def _mismatches_in_metrics(evidence: Evidence) -> Sign | None:
+    return _mismatches(evidence.total("dropped_misfit"), f"in {evidence.steps}")
 
 
 @_waiting_rule("another-model")
-def _misfits_waiting(arrivals: Arrivals) -> Sign | None:
-    return _misfits(arrivals.misfit, f"while step {arrivals.step} waited for its batch")
+def _mismatches_waiting(arrivals: Arrivals) -> Sign | None:
+    return _mismatches(arrivals.mismatched, f"while step {arrivals.step} waited for its batch")
 
 
 @_rule(
@@ -247,7 +247,7 @@ def _kl(evidence: Evidence) -> Sign | None:
     kl = evidence.mean("kl")
     if kl is None or kl <= (KL_FAR if evidence.gained else KL_HIGH):
         return None
-    numbers = {"kl": kl, "kl_first": evidence.first("kl") or 0.0} | evidence.known("learning_rate")
+    numbers = {"kl": kl, "kl_first": evidence.first("kl") or 0.0} | evidence.means("learning_rate")
     return Sign(f"KL running away: {kl:.2g} nats a token from the reference", numbers)
 
 
@@ -260,7 +260,7 @@ def _ratio(evidence: Evidence) -> Sign | None:
         f"ratio mismatch: {mean:.2f} on average and {clipped:.0%} of the tokens clipped, so the"
         " policy is far from the"
         " one that sampled",
-        {"ratio_mean": mean, "clip_fraction": clipped} | evidence.known("optimizer_updates"),
+        {"ratio_mean": mean, "clip_fraction": clipped} | evidence.means("optimizer_updates"),
     )
 
 
@@ -295,7 +295,7 @@ def _entropy(evidence: Evidence) -> Sign | None:
         f"entropy collapse: from {then:.2g} to {now:.2g} nats a token, and the reward has not"
         " gained by it"
     )
-    return Sign(words, {"entropy_first": then, "entropy": now} | evidence.known("reward_mean"))
+    return Sign(words, {"entropy_first": then, "entropy": now} | evidence.means("reward_mean"))
 
 
 @_rule(
@@ -323,7 +323,7 @@ def _same_answers(evidence: Evidence) -> Sign | None:
         f"same answers: in {_share(same)} of the groups all answers are one and the same; at first"
         f" in {began:.0%}"
     )
-    return Sign(words, numbers | evidence.known("rollout_entropy", "reward_mean"))
+    return Sign(words, numbers | evidence.means("rollout_entropy", "reward_mean"))
 
 
 def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
@@ -354,7 +354,7 @@ def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
         "groups_all_wrong": wrong,
         "groups_all_right": right,
     }
-    return numbers | evidence.known("reward_mean", "reward_std")
+    return numbers | evidence.means("reward_mean", "reward_std")
 
 
 @_rule("too-hard", "easier problems, a reward that gives part of a point, or a larger group_size")
@@ -391,7 +391,7 @@ def _is_solved(evidence: Evidence) -> bool:
 
 @_rule("solved", "stop here, or use harder problems", good=True)
 def _solved(evidence: Evidence) -> Sign | None:
-    """What a run ends in that learns well; one that begins so is too easy."""
+    """Return a sign that the task is solved: a good end for a run; one that begins so is easy."""
     if not _is_solved(evidence):
         return None
     steps = _solved_steps(evidence)
@@ -402,7 +402,7 @@ def _solved(evidence: Evidence) -> Sign | None:
     solved = Evidence(evidence.window[-steps:])
     return Sign(
         words,
-        {"steps_solved": steps} | solved.known("reward_mean", "groups_all_right", "grad_norm"),
+        {"steps_solved": steps} | solved.means("reward_mean", "groups_all_right", "grad_norm"),
     )
 
 
@@ -508,7 +508,7 @@ def _oversampling(evidence: Evidence) -> Sign | None:
         "steps_cut_short": short,
         "groups_all_right": right,
     }
-    numbers |= {"groups_all_wrong": wrong} | evidence.known("time_rollout_s", "time_train_s")
+    numbers |= {"groups_all_wrong": wrong} | evidence.means("time_rollout_s", "time_train_s")
     words = (
         f"oversampling: {groups} groups sampled, {trained} trained on; {right:.0%} all right,"
         f" {wrong:.0%} all wrong"
@@ -524,8 +524,8 @@ def _oversampling(evidence: Evidence) -> Sign | None:
     ),
 )
 def _constant_part(evidence: Evidence) -> Sign | None:
-    """Of several parts, one that was the same for every answer of the first steps and of the
-    last ones, below 1."""
+    """Return a sign that one of several reward parts is constant: the same value below 1 for every
+    answer, in the first steps and in the last ones."""
     parts = {
         key: match[1] for line in evidence.lines for key in line if (match := PART.fullmatch(key))
     }
@@ -570,7 +570,7 @@ def _reward_below_one(evidence: Evidence) -> Sign | None:
                 " accuracy stays 0"
             )
             return Sign(
-                words, {"reward_max": limit, "eval/accuracy": 0.0} | evidence.known("reward_mean")
+                words, {"reward_max": limit, "eval/accuracy": 0.0} | evidence.means("reward_mean")
             )
     return None
 
@@ -599,7 +599,7 @@ def _never_done_in_metrics(evidence: Evidence) -> Sign | None:
     return Sign(
         words,
         {"never_done_fraction": share, "never_done_turns": turns}
-        | evidence.known("time_rollout_s"),
+        | evidence.means("time_rollout_s"),
     )
 
 
@@ -645,7 +645,7 @@ def _truncated(evidence: Evidence) -> dict[str, float]:
         evidence.mean("truncated_fraction") or 0.0
     ) >= TRUNCATED and evidence.has_enough_groups
     enough = enough and not _never_done(evidence)  # which is why they are cut
-    return evidence.known(*keys) if enough else {}
+    return evidence.means(*keys) if enough else {}
 
 
 def _out_of_room(numbers: Mapping[str, float]) -> bool:
@@ -688,7 +688,7 @@ def _publishes_refused(evidence: Evidence) -> Sign | None:
     )
     if not count:
         return None
-    numbers = {"publishes_refused": count} | evidence.known("learning_rate")
+    numbers = {"publishes_refused": count} | evidence.means("learning_rate")
     words = f"update refused: {count} in {evidence.steps} were taken back and not published"
     if kl is None:
         return Sign(f"{words}, the weights were not finite", numbers)
@@ -709,7 +709,7 @@ def _stale_in_metrics(evidence: Evidence) -> Sign | None:
     dropped, groups = evidence.total("dropped_stale"), evidence.total("groups")
     if not dropped or dropped < STALE * (dropped + groups):
         return None
-    numbers = {"dropped_stale": dropped, "groups": groups} | evidence.known("staleness")
+    numbers = {"dropped_stale": dropped, "groups": groups} | evidence.means("staleness")
     return Sign(f"stale rollouts: {dropped} groups dropped as too old in {evidence.steps}", numbers)
 
 

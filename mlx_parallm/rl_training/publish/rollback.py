@@ -169,7 +169,8 @@ class Rollbacks:
             raise
 
     def _load(self, path: Path) -> TrainingState:
-        """As `Checkpointer.resume`, but for what goes on: data, random states, metrics."""
+        """Load a checkpoint as `Checkpointer.resume` does, except data, random states and metrics:
+        those go on."""
         state = TrainerState.read(path)
         check_files(path)
         self._trainer.policy.load(path)

@@ -58,11 +58,11 @@ class VersionSteps:
         if version < 0:
             return self._entries[-1][1]
         position = bisect.bisect_left(self._entries, (version, -(1 << 62)))
-        known = position < len(self._entries) and self._entries[position][0] == version
-        return self._entries[position][1] if known else LEFT
+        listed = position < len(self._entries) and self._entries[position][0] == version
+        return self._entries[position][1] if listed else LEFT
 
     def staleness(self, versions: tuple[int, ...], step: int) -> int:
-        """Of a group with tokens of these versions, trained on in `step`; no tokens = 0."""
+        """Return the staleness of a group with tokens of these versions in `step`; 0: no tokens."""
         return max((step - 1 - self.steps(version) for version in set(versions)), default=0)
 
     def state(self) -> list[list[int]]:

@@ -280,13 +280,13 @@ class ParameterGroup:
 
         numbers = 0 if self._new_settings else sum(array.size for array in self.masters.values())
         # MLX writes into the dictionaries that it is given
-        own = tree_map(lambda array: array, state)
+        previous = tree_map(lambda array: array, state)
         try:
-            found = fused(updated, numbers)(
-                gradients, self.masters, own, None if factor is None else mx.array(factor)
+            results = fused(updated, numbers)(
+                gradients, self.masters, previous, None if factor is None else mx.array(factor)
             )
-            mx.eval(found)
-            self.masters, state = found
+            mx.eval(results)
+            self.masters, state = results
         finally:
             optimizer.state = state
 
@@ -298,8 +298,8 @@ class ParameterGroup:
     # ------------------------------------------------------------------ checkpoint
 
     def state(self) -> dict[str, list[mx.array]]:
-        """What the optimizer keeps beside the step, by kind ("m", "v", …): an array a slot,
-        empty where it has none."""
+        """Return the optimizer's state besides the step, by kind ("m", "v", …): an array for each
+        slot, empty where it has none."""
         kept = [self._optimizer.state[name] for name in self.masters]
         kinds = sorted({kind for entry in kept for kind in entry})
         if self._flat:
@@ -441,7 +441,7 @@ def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
     lost."""
     kind = KINDS.get(type(optimizer))
     if kind is None:
-        names = ", ".join(known.__name__ for known in KINDS)
+        names = ", ".join(each.__name__ for each in KINDS)
         raise ConfigError(
             f"optimizer = {type(optimizer).__name__}: expected one of mlx.optimizers' {names}"
         )
