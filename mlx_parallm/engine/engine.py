@@ -237,9 +237,9 @@ class Engine:
         )
 
     def _read(self, launched: LaunchedStep) -> None:
-        found = self._runner.collect(launched)
+        tokens = self._runner.collect(launched)
         self._lap("compute")
-        for sampled in found:
+        for sampled in tokens:
             self._take_token(sampled, launched.version)
         self.counters.prefill_tokens += launched.prefilled_tokens
         self._lap("read")

@@ -535,15 +535,15 @@ class Scheduler:
         return chunks
 
     def _prompt_rows(self, index: int, row: PrefillRow) -> PromptRows:
-        """What the new rows of a computed prompt read in segments; what comes after known ones
-        may become a new one."""
+        """Return which segments the new rows of a computed prompt read. The rest behind stored
+        segments may become a new one."""
         chunks, length = row.chunks, len(row.tokens)
         start = end_of(chunks)
         if self.by_tokens and worth_a_segment(length - start, len(row.sequences)):
             # its prefill kept it
-            known = self.prefix_cache.held(row.key, row.tokens) if self.takes_snapshots else ()
-            if end_of(known) == length >= SHARED_FROM * len(known):
-                chunks = known
+            kept = self.prefix_cache.held(row.key, row.tokens) if self.takes_snapshots else ()
+            if end_of(kept) == length >= SHARED_FROM * len(kept):
+                chunks = kept
             else:
                 chunks = (*chunks, PrefixChunk(Segment(None, start, row.tokens[start:]), length))
         return PromptRows(index, len(row.sequences), length, chunks)
@@ -579,8 +579,8 @@ class Scheduler:
 
 
 def _positions_of(prompt: int, sequences: list[Sequence]) -> int:
-    """What the rows of sequences with one prompt can come to take; `prompt` positions of it are
-    not known yet."""
+    """Return how many positions the rows of sequences with one prompt take at most; `prompt`
+    positions of it are not computed yet."""
     if worth_a_segment(prompt, len(sequences)):
         return prompt + sum(size_class(1 + s.max_tokens) for s in sequences)
     return sum(size_class(prompt + 1 + s.max_tokens) for s in sequences)

@@ -58,8 +58,8 @@ class AdapterUses:
                 self.note(name)
 
     def least_recent(self, adapters: Iterable[str]) -> str | None:
-        """Of those that no request runs under, the one that was not asked for the longest; None:
-        there is none."""
+        """Return the idle adapter whose last request is the oldest; None: requests run under all
+        of them."""
         with self._lock:
             idle = [name for name in adapters if not self._running[name]]
             return min(idle, key=lambda name: self._last.get(name, 0), default=None)
@@ -145,10 +145,10 @@ class ServedModels:
         return ServedModel(name, name, self.base_id, self.base_id, self._version())
 
     def taken_by_server(self, name: str) -> bool:
-        """Names that no adapter can be given: they mean the base, the policy, a version, or what
-        lies on a shelf."""
-        own = (*self._aliases, self.base_id + BASE_SUFFIX, self._policy_adapter)
-        return name in own or "@" in name or "://" in name
+        """Whether no adapter can have this name: it means the base, the policy, a version, or an
+        adapter on a shelf."""
+        reserved = (*self._aliases, self.base_id + BASE_SUFFIX, self._policy_adapter)
+        return name in reserved or "@" in name or "://" in name
 
     def _pinned(self, name: str, models: tuple[ServedModel, ...]) -> ServedModel:
         requested, _, version = name.rpartition("@")

@@ -44,7 +44,7 @@ DRAWS_PER_HELDOUT_TASK = 20
 
 
 class PolicyInference(Inference, Protocol):
-    """What a run gives its environments: `InferenceModule.over` the run's engine."""
+    """The inference that a run gives its environments: `InferenceModule.over` the run's engine."""
 
     @property
     def client(self) -> PolicyClient | None: ...

@@ -409,8 +409,8 @@ class RolloutManager(RolloutScheduler):
         *,
         group_size: int | None = None,
     ) -> Iterator[Trajectory]:
-        """As `collect_rollouts`, each as soon as it and all before it have finished; the others
-        play on meanwhile."""
+        """Yield what `collect_rollouts` returns, each trajectory as soon as it and all before it
+        have finished; the other episodes go on meanwhile."""
         if self._collector is None:
             raise RuntimeError("this manager hands its groups to a sink")
         if self._stopping and self._failure is None:  # stopped, and wanted again

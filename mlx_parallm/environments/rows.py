@@ -174,15 +174,15 @@ def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:
             f"environments: pass_rates = {results!r}: these are no results of `mlx_parallm"
             f" eval` ({error})"
         ) from error
-    found = [rates.get(row.key) for row in rows]
-    for row, rate in zip(rows, found, strict=True):
+    row_rates = [rates.get(row.key) for row in rows]
+    for row, rate in zip(rows, row_rates, strict=True):
         if rate is not None and not 0 <= rate <= 1:
             raise ConfigError(
                 f"environments: pass_rates = {results!r}: the rewards of a prompt have the mean"
                 f" {rate:g}; a pass rate"
                 f" is from 0 to 1, so evaluate with a reward that is ({str(row.prompt)[:80]!r})"
             )
-    return found
+    return row_rates
 
 
 def common_columns(rows: SplitRows[DataRow]) -> tuple[str, ...]:

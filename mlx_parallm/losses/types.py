@@ -1,4 +1,4 @@
-"""What a loss reads and what it returns. Losses are pure functions `LossInputs → LossOutputs`; a
+"""Inputs and outputs of a loss. Losses are pure functions `LossInputs → LossOutputs`; a
 trainer builds the inputs of one micro-batch, adds up the outputs of a mini-batch, and knows nothing
 else about the algorithm.
 

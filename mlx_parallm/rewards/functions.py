@@ -77,7 +77,7 @@ Score = float | str | None
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """What reward functions may know of the training: attributes of the same names as in TRL's
+    """The progress of the training, for reward functions: attributes named as in TRL's
     `trainer_state`."""
 
     global_step: int = 0
@@ -225,7 +225,7 @@ class RewardFunctions:
         """Hand the tools of [tools], if there are any, to the functions that call some. Raises
         ConfigError: they are missing."""
         self._tool_client = client
-        known = (
+        tools = (
             [] if client is None else [definition["name"] for definition in client.definitions()]
         )
         for function in self._functions:
@@ -234,11 +234,11 @@ class RewardFunctions:
                 raise ConfigError(
                     f"reward {function.name} calls a tool: set [[tools.mcp]] or tools.functions"
                 )
-            if needed is not None and needed not in known:
+            if needed is not None and needed not in tools:
                 raise ConfigError(
                     f"reward {function.name}: there is no tool"
-                    f" {needed!r}{did_you_mean(needed, known)};"
-                    f" [tools] has: {', '.join(known)}"
+                    f" {needed!r}{did_you_mean(needed, tools)};"
+                    f" [tools] has: {', '.join(tools)}"
                 )
 
     def for_row(

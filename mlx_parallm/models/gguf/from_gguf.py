@@ -206,11 +206,11 @@ class GGUFFile:
 
     def left_out(self) -> dict[str, Any]:
         """Return what the folder's other files do not hold."""
-        own = ("GGUF.",)
+        header = ("GGUF.",)
         return {
             key: value
             for key, value in self._fields.items()
-            if key not in self._asked and not key.startswith(own)
+            if key not in self._asked and not key.startswith(header)
         }
 
 
