@@ -134,9 +134,9 @@ def join() -> Ranks:
 
 @contextlib.contextmanager
 def _nothing_else_runs() -> Iterator[None]:
-    """Around MLX's own connecting, which holds Python's lock until all ranks are there: no
-    signal handler would run, and no other thread could end the wait for a rank that never comes.
-    Main thread only."""
+    """Let signals, and a limit of JOIN_S, end the process while MLX connects. MLX holds Python's
+    lock until all ranks are there, so no signal handler would run, and no other thread could end
+    the wait for a rank that never comes. Main thread only."""
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
     with Path(os.devnull).open("w") as nowhere:
@@ -602,7 +602,7 @@ def _reach(offer: dict[str, Any], rank: int) -> list[Connection]:
 
 
 def _own_addresses() -> list[str]:
-    """This machine's IPv4 addresses, the loopback last."""
+    """Return this machine's IPv4 addresses, the loopback last."""
     addresses = {
         a.address
         for entries in psutil.net_if_addrs().values()

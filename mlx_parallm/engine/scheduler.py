@@ -125,7 +125,7 @@ class PrefillChunk:
 
     @property
     def sources(self) -> list[int]:
-        """For each new row, its prompt's place in `prefill.rows`."""
+        """The place in `prefill.rows` of each new row's prompt."""
         return rows_of(self.prompts)
 
 
@@ -465,9 +465,8 @@ class Scheduler:
         return row
 
     def _begin(self, prefill: Prefill) -> None:
-        """Before the first chunk of a recurrent model's prompt: looks again for what is known of
-        it, as prompts before it may have been computed meanwhile, and picks the places of its
-        snapshots."""
+        """Begin the prefill of a recurrent model's prompt: look again for a stored prefix, since
+        earlier prompts may have been computed meanwhile, and pick the places of the snapshots."""
         [row] = prefill.rows
         row.prefix = self.prefix_cache.find(row.key, row.owner.prompt)
         row.reused = prefill.done = row.prefix[-1].stop if row.prefix else 0

@@ -30,14 +30,14 @@ class AdapterUses:
         self._clock = 0
 
     def note(self, adapter: str | None) -> None:
-        """A request has asked for it."""
+        """Note that a request has used an adapter."""
         if adapter is not None:
             with self._lock:
                 self._clock += 1
                 self._last[adapter] = self._clock
 
     def forget(self, adapter: str) -> None:
-        """It was taken away."""
+        """Forget an adapter that is no longer served."""
         with self._lock:
             self._last.pop(adapter, None)
             if not self._running[adapter]:
@@ -45,7 +45,7 @@ class AdapterUses:
 
     @contextmanager
     def holding(self, adapters: Iterable[str | None]) -> Iterator[None]:
-        """Around the generation of requests under these adapters."""
+        """Count requests under these adapters as running for the length of the block."""
         names = [adapter for adapter in adapters if adapter is not None]
         with self._lock:
             self._running.update(names)

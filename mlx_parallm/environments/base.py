@@ -109,7 +109,7 @@ class Task:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For the chat template, in every turn."""
+        """Return the options for the chat template, in every turn."""
         return {"tools": list(self.tools)} if self.tools else {}
 
 

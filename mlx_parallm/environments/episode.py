@@ -99,7 +99,7 @@ class TurnPolicy(Protocol):
 
     @property
     def since(self) -> float:
-        """When `adapter` was chosen, by time.monotonic()."""
+        """The time at which `adapter` was chosen, by time.monotonic()."""
 
     @property
     def longest(self) -> int:
@@ -402,7 +402,8 @@ class Episode:
 
     @property
     def since(self) -> float:
-        """When `adapter` was chosen, by time.monotonic(): not later than the episode began."""
+        """The time at which `adapter` was chosen, by time.monotonic(): at the latest when the
+        episode began."""
         return self._policy.since
 
     def generate(self, prompt: Prompt, params: Mapping[str, Any]) -> Completion:

@@ -1,5 +1,5 @@
-"""Before a run: whether the prompts of its environments leave room for an answer, and what their
-tools take.
+"""A check before a run whether the prompts of its environments leave room for an answer, and how
+many tokens their tools take.
 
 A prompt that does not fit is dropped with its group. Where none fits, a run would drop group after
 group, so it is refused, with the tokens of each part.

@@ -303,7 +303,7 @@ def _as_they_are(
     data: str, subset: str | None, split: str, key: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     if is_reference(data):
-        return _own(data, key)
+        return _user_rows(data, key)
     return (
         _hub(data, subset, split, key)
         if data.startswith(HUB_PREFIX)
@@ -311,7 +311,7 @@ def _as_they_are(
     )
 
 
-def _own(reference: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _user_rows(reference: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a list, or those that a function returns."""
     value, name = load(reference, key), reference.rpartition(":")[2]
     with user_code(f"{key}: {shown(reference)}"):

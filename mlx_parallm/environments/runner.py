@@ -53,7 +53,7 @@ from mlx_parallm.types import (
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Everything that decides a group, except the weights that sample it."""
+    """All facts that decide a group, except the weights that sample it."""
 
     group_id: str
     source: EnvironmentSource

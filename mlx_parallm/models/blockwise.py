@@ -629,7 +629,7 @@ def _apart(values: Any) -> list[mx.array]:
 def _refilled(
     outputs: list[BlockOutput], carried: dict[BlockOutput, Any], arrays: list[mx.array]
 ) -> dict[BlockOutput, Any]:
-    """These outputs with other arrays in the places of their floating ones."""
+    """Return these outputs with `arrays` in the places of their floating ones."""
     left = iter(arrays)
 
     def filled(value: Any) -> Any:

@@ -165,8 +165,8 @@ def _forward(
 def _backward(
     primals: Triple, slope: mx.array, outputs: tuple[mx.array, mx.array], scale: float, mask: Mask
 ) -> Triple:
-    """With weights P, the slope dO of the output O and δ = Σ dO · O of each query: dV = Pᵀ · dO,
-    dS = P · (dO · Vᵀ - δ), dQ = scale · dS · K, dK = scale · dSᵀ · Q."""
+    """Return dQ, dK and dV. With weights P, the slope dO of the output O and δ = Σ dO · O of each
+    query: dV = Pᵀ · dO, dS = P · (dO · Vᵀ - δ), dQ = scale · dS · K, dK = scale · dSᵀ · Q."""
     queries, keys, values = primals
     pieces = _Pieces(queries, keys, mask)
     grouped = [pieces.grouped(x) for x in (queries * (scale * LOG2_E), slope, outputs[1])]

@@ -33,8 +33,8 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """In a block's arguments: what block number `block` returned in place `place`, behind the
-    hidden state."""
+    """A placeholder in a block's arguments: the value that block number `block` returned in place
+    `place`, behind the hidden state."""
 
     block: int
     place: int

@@ -259,7 +259,7 @@ def _arrays(values: Any) -> Iterator[mx.array]:
 
 
 def _make_ready(model: nn.Module, dtype_name: str) -> None:
-    """In place: dtype, frozen, in evaluation mode, every array evaluated."""
+    """Make the model ready in place: dtype, frozen, in evaluation mode, every array evaluated."""
     dtype = _dtype(dtype_name)
     if dtype is not None:
         model.set_dtype(dtype)

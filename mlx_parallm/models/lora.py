@@ -381,7 +381,7 @@ def _target_paths(model: nn.Module, targets: tuple[str, ...] | str) -> list[str]
 
 
 def _in_range(model: nn.Module, paths: list[str], layers: tuple[int, int] | str) -> list[str]:
-    """Without those in blocks outside of the range; what is in no block stays."""
+    """Return the paths without those in blocks outside the range; paths in no block stay."""
     if layers == "all":
         return paths
     try:

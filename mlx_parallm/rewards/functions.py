@@ -181,8 +181,8 @@ class RewardFunctions:
         columns: Collection[str] | None,
         default: Sequence[str] = (),
     ) -> "RewardFunctions":
-        """Those of an [[environments]] entry; `default`: references where it names none. Raises
-        ConfigError."""
+        """Load the functions of an [[environments]] entry; `default`: references where it names
+        none. Raises ConfigError."""
         references = config.rewards or tuple(default)
         if not references:
             raise ConfigError(
@@ -279,7 +279,7 @@ class RewardFunctions:
         trajectories: Sequence[Trajectory],
         state: Callable[[], TrainingProgress],
     ) -> tuple[list[Parts | None], dict[str, float]]:
-        """For each trajectory the score of every function (None: one of them returned UNSCORED),
+        """Return each trajectory's score by every function (None: one of them returned UNSCORED),
         and the metrics.
 
         Raises RolloutRejectedError: a function that raised, or did not return a number for each.

@@ -445,7 +445,7 @@ class CheckpointVersions:
         self._run = run
         # A checkpoint is complete from the start and never changes; a rollback may put another in
         # its place.
-        self._known: dict[tuple[Path, int], int | None] = {}
+        self._version_of: dict[tuple[Path, int], int | None] = {}
 
     def versions(self) -> list[int]:
         return sorted(self._paths())
@@ -462,10 +462,13 @@ class CheckpointVersions:
 
     def _paths(self) -> dict[int, Path]:
         present = {(file.parent, _changed(file)) for file in self._run.glob(f"step_*/{STATE_FILE}")}
-        self._known = {
-            key: self._known[key] if key in self._known else _version(key[0]) for key in present
+        self._version_of = {
+            key: self._version_of[key] if key in self._version_of else _version(key[0])
+            for key in present
         }
-        return {version: path for (path, _), version in self._known.items() if version is not None}
+        return {
+            version: path for (path, _), version in self._version_of.items() if version is not None
+        }
 
 
 def _changed(file: Path) -> int:

@@ -1,5 +1,5 @@
-"""Does a group that came from outside belong to this model? `RolloutBuffer` asks before a batch
-takes it."""
+"""A check whether a group from outside belongs to this model. `RolloutBuffer` calls it before the
+group enters a batch."""
 
 from collections.abc import Sequence
 

@@ -308,8 +308,8 @@ class RolloutBuffer:
         return sum(len(group.rollouts) for group in self._held.values())
 
     def choose_again(self) -> None:
-        """After a rollback: looks anew at the groups that were chosen for the step, which has
-        not begun."""
+        """Put the groups that were chosen for the step, which has not begun, back among the held
+        ones; called after a rollback."""
         self._held = {entry[0].group_id: entry[0] for entry in self._chosen} | self._held
         self._chosen, self._taken = [], Counter()
 

@@ -109,8 +109,8 @@ class RunDirectory:
 
     @classmethod
     def hold(cls, path: Path) -> "RunDirectory":
-        """This directory; made when it is not there. Raises CheckpointError: in use, or not
-        writable."""
+        """Lock this directory; make it when it does not exist. Raises CheckpointError: in use, or
+        not writable."""
         made_here = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ class RunDirectory:
         log.info(CONFIGURED, file=str(self.path / CONFIG_FILE))
 
     def discard(self) -> None:
-        """After a start that failed, and after `close`: removes the directory if `open` made it."""
+        """Remove the directory if `hold` made it; called after a failed start and after `close`."""
         if self._made_here:
             shutil.rmtree(self.path, ignore_errors=True)
 

@@ -367,7 +367,7 @@ class RolloutStore:
             return {group_id for (group_id,) in rows}
 
     def groups(self, group_ids: Iterable[str]) -> list[RolloutGroup]:
-        """These groups whatever their state, in the order asked for. Raises StoreError: one is
+        """Return these groups in this order, whatever their state. Raises StoreError: one is
         unknown or pruned."""
         payloads = []
         with self._reading() as connection:

@@ -130,6 +130,6 @@ AS_COMPUTED = KVFormat()
 
 
 def _halves(arrays: Sequence[mx.array]) -> tuple[Parts, Parts]:
-    """Those of the keys and those of the values."""
+    """Split a layer's arrays into those of the keys and those of the values."""
     words, scales, biases, *values = arrays
     return (words, scales, biases), (values[0], values[1], values[2])

@@ -136,7 +136,7 @@ def _restore_prefixes(
 
 
 def _stored(rows: SequenceOf[tuple[PrefixChunk, ...]], kinds: Iterable[int]) -> list[mx.array]:
-    """Those arrays of the rows' chunks, [rows, H, P, ·] each."""
+    """Return the arrays `kinds` of the rows' chunks, [rows, H, P, ·] each."""
     return [
         mx.concatenate(
             [

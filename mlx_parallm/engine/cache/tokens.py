@@ -129,12 +129,12 @@ class TokenLayer(RoutedKeys):
         count, heads, _, width = queries.shape
         grouped = queries.reshape(count, pool.heads(self._layer), -1, 1, width)
         return (
-            finish(self._own(pool, grouped, scale * LOG2_E))
+            finish(self._over_pool(pool, grouped, scale * LOG2_E))
             .astype(queries.dtype)
             .reshape(count, heads, 1, -1)
         )
 
-    def _own(self, pool: Pool, grouped: mx.array, factor: float) -> Partial:
+    def _over_pool(self, pool: Pool, grouped: mx.array, factor: float) -> Partial:
         """Queries [n, H, repeats, 1, D] over what the pool's rows hold themselves."""
         arrays, mask = pool.read_step(self._layer), pool.mask
         if self._cache.kv_format.bits is None:
@@ -157,7 +157,7 @@ class TokenLayer(RoutedKeys):
                 if not states:
                     grouped = queries.reshape(count, pool.heads(self._layer), -1, 1, width)
                 states.append(
-                    self._own(pool, grouped[pool.start - first : pool.stop - first], factor)
+                    self._over_pool(pool, grouped[pool.start - first : pool.stop - first], factor)
                 )
         state = join(states)
         for level in self._cache.levels:
@@ -615,7 +615,7 @@ def _part_of(array: mx.array, row: int, start: int, stop: int) -> mx.array:
 
 
 def _level(rows: SequenceOf[Row], level: int, kv_format: KVFormat) -> Level:
-    """Who reads which segment as its first, second, …"""
+    """Group the rows by the segment that they read at this level (0 is their first)."""
     readers: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         if len(row.chunks) > level:

@@ -84,10 +84,10 @@ class DataBatches:
         return self.collect(step)
 
     def choose_again(self) -> None:
-        """After a rollback the same rows come next."""
+        """Do nothing after a rollback: the same rows come next."""
 
     def health(self) -> str | None:
-        """Rows are always there."""
+        """Return None: rows are always available."""
         return None
 
     def _mismatched(self, rows: Sequence[int], step: int) -> list[Encoded]:

@@ -77,7 +77,7 @@ def encode_all(
     *,
     form: Form,
 ) -> list[Unit]:
-    """In the order of the rows.
+    """Encode examples as units, in the order of the rows.
 
     Args:
         form: "segments": an example may become several units, one a stretch that the template

@@ -21,7 +21,7 @@ class DatasetCompletions:
     def __init__(
         self, config: RLTrainingConfig, tokenizer: Tokenizer, note: Callable[[str], None]
     ) -> None:
-        self._own, self._seed = config.distillation, config.seed & 0xFFFFFFFF
+        self._config, self._seed = config.distillation, config.seed & 0xFFFFFFFF
         self._longest = config.atropos.max_token_length
         self._tokenizer, self._note = tokenizer, note
 
@@ -29,14 +29,14 @@ class DatasetCompletions:
         """Return the dataset's answer in a group's place; None: the group itself is trained on.
         Every call returns the same for a group."""
         draw = np.random.default_rng([self._seed, zlib.crc32(group.group_id.encode())]).random()
-        if draw < self._own.lmbda:
+        if draw < self._config.lmbda:
             return None
-        text = group.metadata.get(ROW, {}).get(self._own.completion_column)
+        text = group.metadata.get(ROW, {}).get(self._config.completion_column)
         first = group.rollouts[0].segments[0]
         if not isinstance(text, str) or 1 not in first.mask:
             self._note(
-                f"lmbda: no text in the column {self._own.completion_column!r} of a group's row: it"
-                " is trained on as it was sampled"
+                f"lmbda: no text in the column {self._config.completion_column!r} of a group's row:"
+                " it is trained on as it was sampled"
             )
             return None
         prompt = first.tokens[: first.mask.index(1)]

@@ -91,4 +91,4 @@ class GroupTeacher:
         return Scored(logprobs, agrees, ids if keep else None, None if keep is None else targets)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is nothing to close."""

@@ -106,4 +106,4 @@ class OtherModel:
         return scored
 
     def close(self) -> None:
-        """Its arrays go with it."""
+        """Do nothing: its arrays are freed with the object."""

@@ -38,7 +38,7 @@ class OwnWeights:
             )
 
     def close(self) -> None:
-        """Nothing is its own."""
+        """Do nothing: the weights belong to the trainer."""
 
 
 def own_teacher(config: TeacherConfig, trainer: Trainer) -> OwnWeights:

@@ -39,19 +39,19 @@ class TeacherPrompt:
             if isinstance(text, str) and is_reference(text)
             else None
         )
-        self._known: dict[str, tuple[int, ...] | NoPromptError] = {}
+        self._kept: dict[str, tuple[int, ...] | NoPromptError] = {}
 
     def tokens(self, group: RolloutGroup) -> tuple[int, ...]:
         """Raises NoPromptError: no sibling has solved it, a column is missing, the function
         returned None. ConfigError: the function failed."""
-        if group.group_id not in self._known:
-            while len(self._known) >= 4096:
-                del self._known[next(iter(self._known))]
+        if group.group_id not in self._kept:
+            while len(self._kept) >= 4096:
+                del self._kept[next(iter(self._kept))]
             try:
-                self._known[group.group_id] = tuple(self._made(group))
+                self._kept[group.group_id] = tuple(self._made(group))
             except NoPromptError as error:
-                self._known[group.group_id] = error
-        prompt = self._known[group.group_id]
+                self._kept[group.group_id] = error
+        prompt = self._kept[group.group_id]
         if isinstance(prompt, NoPromptError):
             raise prompt
         return prompt

@@ -150,7 +150,7 @@ class RemoteTeacher:
         return ConfigError(f"{self._what} refuses what it is asked: {error}")
 
     async def _begin(self) -> None:
-        """At the first contact: its model's name, and its tokenizer."""
+        """Read the model's name and compare the tokenizer, at the first contact."""
         if not self._model and self._config.api != "sglang":
             names = await self._models.models()
             if not names:

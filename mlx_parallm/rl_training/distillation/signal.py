@@ -72,7 +72,7 @@ class Teachers:
                 context.training, self.tokenizer, self._note
             )
         self._seconds: float | None = None
-        self._asked = self._unscored = self._taken = 0
+        self._requested = self._unscored = self._taken = 0
         self._reasons = Counter[str]()
         self._lost = ""
 
@@ -146,7 +146,7 @@ class Teachers:
         self, batch: TrainBatch, should_stop: Callable[[], bool]
     ) -> dict[str, np.ndarray] | None:
         started = time.perf_counter()
-        self._asked = self._unscored = 0
+        self._requested = self._unscored = 0
         self._taken = sum(sequence.from_dataset for sequence in batch.sequences)
         self._lost = ""
         places = sequence_groups(batch)
@@ -209,7 +209,7 @@ class Teachers:
             return False
         if self._config.on_teacher_lost == "wait":
             self._lost = ""
-        self._asked += len(answers)
+        self._requested += len(answers)
         for number, answer in answers:
             if (one := scores.get(number)) is None:
                 self._unscored += 1
@@ -280,7 +280,7 @@ class Teachers:
     def measured(self) -> dict[str, float | None]:
         return {
             "teacher_seconds": self._seconds,
-            "teacher_sequences": float(self._asked),
+            "teacher_sequences": float(self._requested),
             "teacher_unscored": float(self._unscored),
             **(
                 {} if self._dataset_completions is None else {"given_sequences": float(self._taken)}

@@ -112,7 +112,7 @@ def attempt(action: Callable[[], T]) -> T | Exception:
 def _guarded(
     method: Callable[Concatenate["TrainingDisplay", P], None],
 ) -> Callable[Concatenate["TrainingDisplay", P], None]:
-    """When the terminal fails, training continues with the plain display."""
+    """Make a method of the display that switches to the plain display when the terminal fails."""
 
     @functools.wraps(method)
     def guarded(self: "TrainingDisplay", *args: P.args, **kwargs: P.kwargs) -> None:

@@ -138,7 +138,7 @@ def _rule(
 def _waiting_rule(
     name: str, setting: str = ""
 ) -> Callable[[Callable[[Arrivals], Sign | None]], None]:
-    """Without a setting: that of the rule of this name before."""
+    """Register a rule about a waiting step. `setting` empty: that of the earlier rule `name`."""
     setting = setting or next(rule.setting for rule in RULES if rule.name == name)
     return lambda judge: RULES.append(Rule(name, setting, judge, waiting=True))
 

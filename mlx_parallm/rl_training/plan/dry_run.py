@@ -148,7 +148,7 @@ class DryRun:
         console: Console,
     ) -> None:
         self._run = open_run(probe_config(config, scratch), resume=None, stop=stop, console=console)
-        self._asked, self._stop, self._console = config, stop, console
+        self._user_config, self._stop, self._console = config, stop, console
         self._config = self._run.config
         self._environments, self._serving = self._run.environments, self._run.serving
         self._probe = Probe()
@@ -161,11 +161,15 @@ class DryRun:
     def execute(self) -> None:
         """Show what the run needs by formula, start it, show samples, run the probe, and show
         the forecast."""
-        shape = ModelShape.of(read_config(self._serving.model_path), self._asked)
-        self._console.print(Rule(Text(f"dry run · {self._asked.model.base_path}"), align="left"))
+        shape = ModelShape.of(read_config(self._serving.model_path), self._user_config)
+        self._console.print(
+            Rule(Text(f"dry run · {self._user_config.model.base_path}"), align="left")
+        )
         self._console.print(
             show_memory(
-                predict_memory(self._asked, shape), memory_present()[0], longest(self._asked)
+                predict_memory(self._user_config, shape),
+                memory_present()[0],
+                longest(self._user_config),
             )
         )
         self._say([widened] if (widened := float32_note(shape)) else [])
@@ -324,7 +328,7 @@ class DryRun:
             loop.run()
 
     def _conclude(self, started: StartedRun, shape: ModelShape, empty_bytes: int) -> None:
-        probe, config, (free, whole) = self._probe, self._asked, memory_present()
+        probe, config, (free, whole) = self._probe, self._user_config, memory_present()
         seen = replace(
             probe.seen, prompt=max(probe.seen.prompt, 1), completion=max(probe.seen.completion, 1)
         )
@@ -400,7 +404,7 @@ class DryRun:
 
     def _companions(self) -> int:
         """The tokenizer's files, which travel with full weights."""
-        if self._asked.rl_training.lora.enabled:
+        if self._user_config.rl_training.lora.enabled:
             return 0
         return sum(
             file.stat().st_size

@@ -202,7 +202,7 @@ class MemoryEstimate:
 
     @property
     def of_mlx(self) -> int:
-        """Without the process itself: what `mx.get_peak_memory` counts."""
+        """The bytes that `mx.get_peak_memory` counts: all but the process itself."""
         return self.total - self.parts["process"]
 
 

@@ -44,11 +44,11 @@ class VersionSteps:
         self._entries = [*self._entries[:-1], (self._entries[-1][0], steps)]
 
     def go_back(self, table: Iterable[Sequence[int]], at: int, *, version: int, steps: int) -> None:
-        """After `steps` steps `version` serves what `at` steps had made, when `table` was the
-        `state()`.
+        """Record a rollback: after `steps` steps, `version` serves the weights of step `at`, when
+        `table` was the `state()`.
 
-        What lies on the way to it keeps its distance, so rollouts of the very weights that are back
-        are fresh again.
+        Versions before that step keep their distance to it, so rollouts of the restored weights are
+        fresh again.
         """
         shift = steps - at
         kept = [(int(entry[0]), int(entry[1]) + shift) for entry in table if entry[1] <= at]

@@ -106,8 +106,8 @@ class BatchStatistics:
         return asdict(self)
 
     def to_metrics(self) -> dict[str, Any]:
-        """For a metrics line: `parts` become keys of their own, e.g. rewards/correct/mean and
-        rewards/correct/std."""
+        """Return the numbers for a metrics line. Each of `parts` becomes two keys, for example
+        rewards/correct/mean and rewards/correct/std."""
         values = self.to_json()
         means, deviations = values.pop("parts"), values.pop("parts_std")
         part_means = {f"{name}/mean": mean for name, mean in means.items()}

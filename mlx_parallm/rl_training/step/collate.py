@@ -386,8 +386,8 @@ class MicroBatchBudget:
         self._warned = False
 
     def observe(self, longest_ms: float, *, tokens: int, rows: int) -> None:
-        """After a micro-batch of `rows` sequences and `tokens` tokens, whose longest evaluation
-        took `longest_ms`."""
+        """Adapt the budget after a micro-batch of `rows` sequences and `tokens` tokens, whose
+        longest evaluation took `longest_ms`."""
         if self._limit_ms is None:
             return
         if longest_ms > self._limit_ms:

@@ -154,7 +154,7 @@ class PolicyOptimizer:
         )
 
     def _masters(self) -> list[mx.array]:
-        """In slot order."""
+        """Return the masters in slot order."""
         masters: dict[int, mx.array] = {}
         for group in self._groups:
             masters |= dict(zip(group.slots, group.arrays, strict=True))
@@ -174,8 +174,9 @@ class PolicyOptimizer:
     # ------------------------------------------------------------------ checkpoint
 
     def state(self) -> dict[str, mx.array]:
-        """For `optimizer.safetensors`: `step`, and `<parameter>.<kind>` of what the optimizer
-        keeps (AdamW: m, v), and `<parameter>.master` where the tree is narrower than float32."""
+        """Return the tensors for `optimizer.safetensors`: `step`, `<parameter>.<kind>` for each
+        kind of state (AdamW: m, v), and `<parameter>.master` where the tree is narrower than
+        float32."""
         tensors: dict[str, mx.array] = {"step": mx.array(self.updates, mx.uint64)}
         for group in self._groups:
             for kind, arrays in group.state().items():

@@ -359,7 +359,8 @@ class TrainedPolicy:
         slots: Sequence[int],
         dtype: mx.Dtype | None = None,
     ) -> list[mx.array]:
-        """These slots' arrays from a file, in `dtype` or their own. Raises CheckpointError."""
+        """Return these slots' arrays from a file, in `dtype` or in the slot's dtype. Raises
+        CheckpointError."""
         arranged = []
         for slot, array in zip(slots, self.slots.read(slots), strict=True):
             name = self.slots.names[slot]

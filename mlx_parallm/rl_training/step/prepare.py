@@ -236,8 +236,8 @@ class SamplerCorrection:
     def weights(
         self, old_logprobs: np.ndarray, rollout_logprobs: np.ndarray, lengths: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Both [N] → weights [N] float32, and which were cut or dropped [N] bool. `lengths`: tokens
-        of each row.
+        """Return the weights [N] float32, and which were cut or dropped [N] bool. Both inputs are
+        [N]; `lengths`: tokens of each row.
 
         With w = exp(old - rollout) of a token, or of a sequence's sum: TIS is min(w, cap) (Yao et
         al. 2025, fengyao.notion.site/off-policy-rl); MIS is w where floor ≤ w ≤ cap and 0 elsewhere

@@ -56,11 +56,10 @@ class Ranks:
         gone."""
 
     def publish(self, version: int, trainer: HasArrays) -> None:
-        """After a publish on rank 0: when this returns, every rank serves the weights of
-        `trainer` as `version`."""
+        """Make every rank serve the weights of `trainer` as `version`; rank 0 has published it."""
 
     def players(self) -> Sequence[MakePlayer]:
-        """Return what plays groups on the other ranks, once they serve."""
+        """Return the players of the other ranks, once they serve."""
         return ()
 
     def clients_engine(self, engine: EngineClient) -> EngineClient:
@@ -73,13 +72,12 @@ class Ranks:
         return 0
 
     def announce_step(self, task: RankTask, trainer: HasArrays) -> None:
-        """At the start of a step, on rank 0: the other ranks begin the same step, from the same
-        arrays. Raises
+        """Make the other ranks begin the same step from the same arrays; called on rank 0. Raises
         RankLostError: they train another model."""
 
     def share(self, parts: Sequence[T], cost: Callable[[T], float]) -> list[T]:
-        """This rank's of all parts, in their order: longest first, each to the least loaded
-        rank."""
+        """Return this rank's share of all parts, in their order. The longest part goes first, each
+        to the least loaded rank."""
         loads, numbers = [0.0] * self.size, []
         for number in sorted(range(len(parts)), key=lambda number: -cost(parts[number])):
             least = loads.index(min(loads))
@@ -103,8 +101,8 @@ class Ranks:
         return arrays
 
     def check(self, stop: threading.Event | None = None) -> None:
-        """Between two steps. On rank 0: sets `stop` where another rank was asked to end the run.
-        Raises RankLostError: a rank is gone."""
+        """Check the other ranks between two steps. On rank 0, set `stop` where another rank was
+        requested to end the run. Raises RankLostError: a rank is gone."""
 
     def close(self) -> None:
         """End the run for the others too."""

@@ -285,8 +285,8 @@ class Trainer:
         return None if scores is None else replace(at, scores={**at.scores, **scores})
 
     def announce_step(self, batch: TrainBatch, position: StepPosition | None = None) -> None:
-        """Before `train_step`: the other ranks begin the same step from the same arrays. Raises
-        RankLostError."""
+        """Make the other ranks begin the same step from the same arrays, before `train_step`.
+        Raises RankLostError."""
         self.ranks.announce_step(RankTask(self.config, batch, position, self.state()), self)
 
     def train_step(
@@ -482,7 +482,7 @@ class Trainer:
         )
 
     def _micro_batches(self, mini_batch: MiniBatch) -> Iterator[MicroBatch]:
-        """This rank's of a mini-batch, cut again where the budget has been lowered in the
+        """Yield this rank's micro-batches, cut again where the budget has become smaller in the
         meantime."""
         each = self.algorithm.rows_per_example
         waiting = list(
