@@ -477,7 +477,7 @@ async def test_a_rank_that_is_silent_is_given_up(
         assert not await asyncio.to_thread(other.balanced.wait_idle, 5.0), "it does not answer"
         paused = other.balanced.pause_admission(CLIENTS)
         for looks, is_chosen in ((protocol.QUIET_LOOKS - 1, True), (protocol.QUIET_LOOKS, False)):
-            there._ear.silent = looks
+            there._heartbeat.silent = looks
             assert (other.rank_of(asked()) == 1) is is_chosen
             assert other.balanced.engines == 1 + is_chosen
         monkeypatch.setattr(heartbeat, "LOOK_S", 0.0)
