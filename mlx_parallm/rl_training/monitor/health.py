@@ -98,8 +98,7 @@ STALLED_AFTER_S, STALLED_TIMES = 60.0, 10.0
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`name`: section of docs/troubleshooting.md. `numbers`: what shows it. `setting`: what to
-    change."""
+    """`name`: section of docs/troubleshooting.md. `numbers`: evidence. `setting`: to change."""
 
     name: str
     sentence: str
@@ -144,8 +143,7 @@ def _waiting_rule(
 
 
 def find(window: Window, start: Window = ()) -> list[Diagnosis]:
-    """Return what is wrong in the last `WINDOW` lines of `window` (newest last), the gravest
-    first."""
+    """Return what is wrong in the last `WINDOW` lines of `window` (newest last), gravest first."""
     evidence = Evidence(list(window)[-WINDOW:], list(start)[:WINDOW])
     return _diagnoses(evidence, waiting=False) if evidence.window else []
 
@@ -306,8 +304,7 @@ def _entropy(evidence: Evidence) -> Sign | None:
     ),
 )
 def _same_answers(evidence: Evidence) -> Sign | None:
-    """One answer to each problem is what learning ends in, too: then no answer earns visibly
-    more than the others."""
+    """Learning ends in one answer to each problem, too; then no answer earns visibly more."""
     same, reward = evidence.mean("groups_same_answer"), evidence.mean("reward_mean")
     if same is None or reward is None or same < SAME_ANSWERS or not evidence.has_enough_groups:
         return None
@@ -327,8 +324,7 @@ def _same_answers(evidence: Evidence) -> Sign | None:
 
 
 def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
-    """The numbers of rewards that teach nothing in the way of this rule; empty: they do not, or
-    in another way."""
+    """Return the numbers of rewards that teach nothing as rule `name` describes; else empty."""
     share, means = evidence.mean("groups_without_variance"), evidence.values("reward_mean")
     if share is None or share < MOST_GROUPS or not evidence.has_enough_groups or evidence.gained:
         return {}
