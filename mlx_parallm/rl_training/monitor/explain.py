@@ -307,7 +307,7 @@ def outside_of_steps(record: Record) -> Iterator[Diagnosis]:
         usable=counts.waiting,
         stale=contents.too_old
         - round(sum(line.get("dropped_stale") or 0 for line in record.lines)),
-        misfit=contents.misfits
+        mismatched=contents.misfits
         - round(sum(line.get("dropped_misfit") or 0 for line in record.lines)),
         received=groups,
         silent_s=_silent_s(record, groups),

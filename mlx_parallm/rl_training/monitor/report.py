@@ -218,10 +218,10 @@ def accuracy_table(
     for name in ("problems", *columns, "95% interval", "p"):
         table.add_column(name, justify="right")
     for name, before, after in (measure for row in comparisons for measure in row.measured):
-        found = difference(before, after)
-        change = Text(f"{found.mean:+.3f}", style="green" if found.mean >= 0 else "red")
-        interval = f"{found.low:+.3f} to {found.high:+.3f}" if found.enough else "too few"
-        p = "–" if found.p is None else "<0.001" if found.p < 0.001 else f"{found.p:.3g}"
+        gain = difference(before, after)
+        change = Text(f"{gain.mean:+.3f}", style="green" if gain.mean >= 0 else "red")
+        interval = f"{gain.low:+.3f} to {gain.high:+.3f}" if gain.enough else "too few"
+        p = "–" if gain.p is None else "<0.001" if gain.p < 0.001 else f"{gain.p:.3g}"
         means = (f"{_mean(values):.3f}" for values in (before, after))
         table.add_row(Text(name), str(len(before)), *means, change, interval, p)
     return table
@@ -234,15 +234,15 @@ def verdict(comparisons: Sequence[Comparison], a: str, b: str) -> str:
     worse: list[str] = []
     unclear: list[str] = []
     for name, before, after in (measure for row in comparisons for measure in row.measured):
-        found = difference(before, after)
-        (unclear if not found.significant else better if found.mean > 0 else worse).append(name)
+        gain = difference(before, after)
+        (unclear if not gain.significant else better if gain.mean > 0 else worse).append(name)
     parts = [
         (better, f"{b} is better than {a}"),
         (worse, f"{b} is worse than {a}"),
         (unclear, "no significant difference"),
     ]
-    told = "; ".join(f"{words}: {', '.join(names)}" for names, words in parts if names)
-    return f"{told} (at the 5% level each: of twenty such lines one differs by chance)"
+    sentence = "; ".join(f"{words}: {', '.join(names)}" for names, words in parts if names)
+    return f"{sentence} (at the 5% level each: of twenty such lines one differs by chance)"
 
 
 def answers_table(comparisons: Sequence[Comparison], first: str = BEFORE) -> Table:
@@ -266,12 +266,12 @@ def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
     lines = [] if first == BEFORE else [f"the same prompts, {first} -> at the end:"]
     for row in comparisons:
         for name, before, after in row.measured:
-            found = difference(before, after)
+            gain = difference(before, after)
             interval = "too few for an interval"
-            if found.enough:
-                interval = f"95% interval {found.low:+.3f} to {found.high:+.3f}"
+            if gain.enough:
+                interval = f"95% interval {gain.low:+.3f} to {gain.high:+.3f}"
             problems = "1 problem" if len(before) == 1 else f"{len(before)} problems"
-            change = f"({found.mean:+.3f}, {interval}) on {problems}"
+            change = f"({gain.mean:+.3f}, {interval}) on {problems}"
             lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} {change}")
         for then, now in row.examples:
             prompt = (
@@ -285,23 +285,25 @@ def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
 def problems_of(lines: Sequence[Line], run: Path) -> list[str]:
     """Return what is wrong with a run that ends here, in its last steps or in how its steps were
     filled."""
-    told = [
+    problems = [
         f"{diagnosis}; see {diagnosis.page}"
         for diagnosis in find(lines, lines)
         if not diagnosis.good
     ]
-    given = {words_of(line["gave_up"]): line["gave_up"] for line in lines if line.get("gave_up")}
+    full_reasons = {
+        words_of(line["gave_up"]): line["gave_up"] for line in lines if line.get("gave_up")
+    }
     reasons = Counter(words_of(line["gave_up"]) for line in lines if line.get("gave_up"))
     for reason, count in reasons.most_common(1) if reasons.total() > FEWER * len(lines) else ():
-        told.append(
+        problems.append(
             f"{reasons.total()} of {len(lines)} steps had fewer rollouts, {count} because of:"
-            f" {given[reason]}"
+            f" {full_reasons[reason]}"
         )
     if not has_trained(lines) and lines:
-        told.insert(
+        problems.insert(
             0, f"nothing was learned: none of the {len(lines)} steps has changed the weights"
         )
-    return [*told, f"more: {our_command()} explain {shlex.quote(str(run))}"] if told else []
+    return [*problems, f"more: {our_command()} explain {shlex.quote(str(run))}"] if problems else []
 
 
 def has_trained(lines: Sequence[Line]) -> bool:
@@ -400,8 +402,8 @@ def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
 
 
 def _mean(values: Sequence[float]) -> float:
-    """As `estimates.estimate` rounds it: a plain sum may be 0.9694999 where the other tables
-    show 0.970."""
+    """Return the mean, rounded as `estimates.estimate` rounds it: a plain sum may be 0.9694999
+    where the other tables show 0.970."""
     return math.fsum(values) / len(values)
 
 
