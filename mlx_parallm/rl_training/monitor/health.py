@@ -33,7 +33,7 @@ from mlx_parallm.rl_training.monitor.evidence import (
     values_of,
 )
 from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
-from mlx_parallm.rl_training.monitor.teacher_signs import TEACHER_RULES
+from mlx_parallm.rl_training.monitor.teacher_signs import TEACHER_RULES, is_taught
 
 HEALTHY = "healthy"
 PAGE = "docs/troubleshooting.md"
@@ -328,7 +328,7 @@ def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
     share, means = evidence.mean("groups_without_variance"), evidence.values("reward_mean")
     if share is None or share < MOST_GROUPS or not evidence.has_enough_groups or evidence.gained:
         return {}
-    if evidence.mean("teacher_share"):  # groups of one reward still learn from the teacher
+    if is_taught(evidence):
         return {}
     wrong, right = (
         evidence.mean("groups_all_wrong") or 0.0,

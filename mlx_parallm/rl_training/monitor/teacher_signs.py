@@ -12,6 +12,11 @@ run with its student it is 0.3 to 0.8 in each step (docs/distillation.md)."""
 FEWEST_SCORED = 5
 
 
+def is_taught(evidence: Evidence) -> bool:
+    """Return whether a teacher scores: groups whose answers earn the same still learn from it."""
+    return bool(evidence.mean("teacher_share"))
+
+
 def teacher_constant(evidence: Evidence) -> Sign | None:
     """The teacher and the student say the same of every token."""
     spread, numbers = evidence.mean("teacher_spread"), evidence.means("teacher_kl")

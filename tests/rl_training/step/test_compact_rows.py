@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.models.layout import PackedRows, SharedRows, padded_length
+from mlx_parallm.models.tree_rows import TreeRows
 from mlx_parallm.rl_training.step import trainer as trainer_base
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import SHORT_ROW, MiniBatch, collate, parts_packed, used
@@ -143,6 +144,53 @@ def long_prompts(
     return found
 
 
+def rewritten_episodes(count: int, *, size: int = 3, turns: int = 4) -> list[RolloutGroup]:
+    """Groups of episodes whose template drops the thoughts of earlier turns: a row a turn."""
+    rng = np.random.default_rng(4)
+
+    def words(length: int) -> list[int]:
+        return rng.integers(3, 40, length).tolist()
+
+    groups = []
+    for number in range(count):
+        instruction, rollouts = words(20), []
+        for episode in range(size):
+            history = [*instruction]
+            for _ in range(turns):
+                thought, answer = words(5), words(4)
+                rollouts.append(
+                    make_rollout(
+                        (*thought, *answer), prompt=history, reward=float(episode % 2), logprob=-3.0
+                    )
+                )
+                history += [*answer, *words(6)]
+        groups.append(RolloutGroup(f"e{number}", "turns", tuple(rollouts)))
+    return groups
+
+
+def test_turns_of_rewritten_episodes_are_a_tree() -> None:
+    """3 episodes of 4 turns: 20 tokens of instruction, and a turn's 5 + 4 sampled ones; the answer
+    and 6 of the tool stand in the history of the next. The last sampled token goes nowhere, and
+    the last turn has no next one: 20 + 3 · (4 · 8 + 3 · 10) = 206. Parts repeat what they need."""
+    batch = make_batch(rewritten_episodes(1))
+
+    def merged(budget: int, **options: Any) -> MiniBatch:
+        return collate(batch.sequences, range(12), token_budget=budget, merging=True, **options)
+
+    [part] = merged(400).micro_batches
+    assert isinstance(part.compact, TreeRows) and part.tokens == 206
+    assert sorted(part.rows) == list(range(12))
+    parts = merged(100).micro_batches
+    assert len(parts) > 2 and all(part.tokens <= 100 for part in parts)
+    assert sorted(row for part in parts for row in part.rows) == list(range(12))
+    assert merged(400).tokens == collate(batch.sequences, range(12), token_budget=400).tokens
+    pairs = merged(400, together=2)
+    assert not any(isinstance(part.compact, TreeRows) for part in pairs.micro_batches)
+    single = make_batch(long_prompts(3))  # a prompt in common is no reason
+    mini = collate(single.sequences, range(12), token_budget=400, merging=True, share_prompts=True)
+    assert {type(part.compact) for part in mini.micro_batches} == {SharedRows}
+
+
 def cut_shared(batch: TrainBatch, rows: Sequence[int] | None = None, **options: int) -> MiniBatch:
     chosen = range(len(batch.sequences)) if rows is None else rows
     return collate(batch.sequences, chosen, share_prompts=True, **{"token_budget": 256, **options})
@@ -222,6 +270,13 @@ def test_pairs_stay_together_in_their_order() -> None:
         ),
         (random_groups(4), PackedRows, {"algorithm": "ppo", "sampler_correction": "tis"}, 1e-6),
         (random_groups(4), PackedRows, {"lora": False}, 1e-6),
+        (rewritten_episodes(2), TreeRows, {"batch_size": 24, "token_budget": 300}, 1e-5),
+        (
+            rewritten_episodes(2),
+            TreeRows,
+            {"batch_size": 24, "token_budget": 300, "kl_beta": 0.2, "lora": False},
+            1e-5,
+        ),
         (long_prompts(3), SharedRows, {"batch_size": 12, "token_budget": 300}, 1e-5),
         (
             long_prompts(3),
@@ -245,7 +300,7 @@ def test_a_step_is_the_same_step(
     def gradient(*, compact: bool) -> tuple[np.ndarray, dict[str, float | None], int]:
         trainer = make_trainer(make_config(**{"batch_size": 16, "packing": compact} | values))
         if not compact:
-            trainer.model.unshared = "for comparison"
+            trainer.model.unshared = trainer.model.unmerged = "for comparison"
         perturb_adapter(trainer.policy)
         trainer.optimizer.reload()
         seen: list[np.ndarray] = []
