@@ -574,7 +574,8 @@ export interface components {
             is_paused: boolean;
         };
         /**
-         * @description Who judged what, and when. Field names are OpenTelemetry's `gen_ai.evaluation.*`.
+         * @description A judgement of an answer or a session: by whom, and when. Field names are OpenTelemetry's
+         *     `gen_ai.evaluation.*`.
          *
          *     Attributes:
          *         value: a number; `label`: a word ("good", "bad"). One of them, or an explanation, is there.
