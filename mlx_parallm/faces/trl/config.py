@@ -217,7 +217,8 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 class TrainerConfig(Options):
-    """What all have in common. None leaves an argument at its default, but for max_length.
+    """The arguments that all trainers have in common. None leaves an argument at its default, but
+    for max_length.
 
     Raises ConfigError: a name that there is not, or that means nothing here.
     """
@@ -452,7 +453,7 @@ class GRPOConfig(TrainerConfig):
 
 
 class RowsConfig(TrainerConfig):
-    """What SFT, DPO, KTO and reward models have in common."""
+    """The arguments that SFT, DPO, KTO and reward models have in common."""
 
     max_length: int | None = Field(1024, ge=2)
     """Longest prompt and completion together, in tokens; longer rows are left out, TRL cuts

@@ -114,7 +114,7 @@ class TrainOutput(NamedTuple):
 
 
 class TRLTrainer(TrainerAttributes):
-    """What all have in common. Arguments are checked here, before a model is loaded.
+    """The base class of all trainers. It checks the arguments before a model is loaded.
 
     Args:
         model: a directory, a hub id or "builtin:tiny".
@@ -234,7 +234,7 @@ class TRLTrainer(TrainerAttributes):
             )
         if self._evaluated is None:
             raise ConfigError(f"{type(self).__name__}: there is no eval_dataset")
-        self._callbacks.asked = True
+        self._callbacks.evaluation_requested = True
         try:
             with ExitStack() as closing:
                 run = self._open
@@ -246,7 +246,7 @@ class TRLTrainer(TrainerAttributes):
                     closing.callback(run.close)
                 return self._callbacks.evaluated(evaluation_numbers(run.do(run.evaluate)))
         finally:
-            self._callbacks.asked = False
+            self._callbacks.evaluation_requested = False
 
     def save_model(self, output_dir: str | Path | None = None, *, of: str | None = None) -> None:
         """Write the trained model into a directory (default: output_dir): a LoRA adapter in PEFT's
@@ -442,9 +442,11 @@ class GRPOTrainer(TRLTrainer):
         loss: Callable[..., Any] | str | None = None,
         **others: Any,
     ) -> None:
-        given = [] if reward_funcs is None else reward_funcs
+        functions = [] if reward_funcs is None else reward_funcs
         self.reward_funcs = (
-            list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+            list(functions)
+            if isinstance(functions, Sequence) and not isinstance(functions, str)
+            else [functions]
         )
         if not self.reward_funcs:
             raise ConfigError("GRPOTrainer: reward_funcs is missing: a function, or a list of them")
