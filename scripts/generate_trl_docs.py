@@ -40,10 +40,10 @@ def render(page: str) -> str:
     for title, kind in TITLES.items():
         inherited = {name for base in kind.__mro__[1:] for name in seen.get(base, ())}
         skipped = inherited | ({"learning_rate"} if kind in abstract else set())
-        own = [name for name in kind.model_fields if name not in skipped]
-        seen[kind] = set(own)
+        arguments = [name for name in kind.model_fields if name not in skipped]
+        seen[kind] = set(arguments)
         parts.append(f"\n### {title}\n\n| argument | default | here | |\n|---|---|---|---|\n")
-        parts += [_row(name, kind) for name in own]
+        parts += [_row(name, kind) for name in arguments]
     return "".join(parts)
 
 
