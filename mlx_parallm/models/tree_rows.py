@@ -135,8 +135,8 @@ class TreeAttention:
             keys = np.zeros((len(chosen), width + BLOCK), np.int32)
             real = np.zeros(keys.shape, bool)
             for row, block in enumerate(chosen):
-                own = np.arange(starts[block], min(starts[block] + BLOCK, self._size))
-                both = np.append(above[block], own)
+                inside = np.arange(starts[block], min(starts[block] + BLOCK, self._size))
+                both = np.append(above[block], inside)
                 # the path directly in front of the block's own tokens
                 first = width - len(above[block])
                 keys[row, first : first + len(both)] = both

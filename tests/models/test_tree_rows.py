@@ -87,7 +87,8 @@ def test_every_distinct_token_is_there_once_behind_what_was_before_it(seed: int)
     positions = np.array([row * 9 + c for row, n in enumerate(lengths) for c in range(n)], np.int32)
     tree = merge_rows(inputs, positions)
     beginnings = {
-        tuple(inputs[row, : column + 1].tolist()) for row, column in zip(*np.divmod(positions, 9))
+        tuple(inputs[row, : column + 1].tolist())
+        for row, column in (divmod(position, 9) for position in positions.tolist())
     }
     assert tree.tokens == len(beginnings)
     for place, position in zip(tree.positions, positions, strict=True):

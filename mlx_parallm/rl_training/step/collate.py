@@ -33,8 +33,9 @@ PAYS_BELOW = 0.9
 """Share of the tokens that is left to compute. Above it, sharing prompts or packing rows costs
 what it saves: the one splits products in two, the other needs masks."""
 MERGING_PAYS_BELOW = 0.8
-"""The same of merged rows, against whatever else computes the fewest: their attention goes in
-blocks of its own."""
+"""The same of merged rows, against whatever else computes the fewest, and against the rows' tokens
+with each prompt once and no padding: what they have in common behind their prompts has to pay for
+attention in blocks of its own."""
 ATTENTION_WIDTH = 1024
 """Row length at which attention costs a token as much as all else: 512 with a 0.6B model on a
 CPU, where exp is most of it, some thousands on a GPU. Packing must not put many short sequences
@@ -164,7 +165,7 @@ def collate(
                 cut = [(part.sequences, partial(pack_rows, counts=part.counts)) for part in packed]
         if merging and together == 1:
             merged, computed = _by_beginning(sequences, rows, token_budget)
-            if computed <= MERGING_PAYS_BELOW * fewest:
+            if computed <= MERGING_PAYS_BELOW * min(fewest, _with_shared_prompts(sequences, rows)):
                 cut = [(part, merge_rows) for part in merged]
     starts = np.concatenate([[0], np.cumsum([sequence.trained for sequence in sequences])]).astype(
         np.int64
@@ -314,6 +315,17 @@ def _by_prompt(
 
 
 # ---------------------------------------------------------------------- merged
+
+
+def _with_shared_prompts(sequences: Sequence[TrainSequence], rows: Sequence[int]) -> int:
+    """Return the tokens of the rows, each prompt counted once, without padding."""
+    prompts, rest = set(), 0
+    for row in rows:
+        rollout = sequences[row].rollout
+        start = rollout.mask.index(1, 1)
+        prompts.add(rollout.tokens[:start])
+        rest += used(sequences[row]) - start
+    return sum(map(len, prompts)) + rest
 
 
 def _by_beginning(

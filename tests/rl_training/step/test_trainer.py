@@ -86,7 +86,9 @@ def test_scores_are_cut_row_by_row_also_where_the_algorithm_learns_from_pairs(
     monkeypatch.setattr(
         trainer.model, "score", lambda batch: cut.append(len(batch.inputs)) or score(batch)
     )
-    rollouts = [make_rollout(range(1, length)) for length in (12, 13, 14)]
+    rollouts = [
+        make_rollout(range(20, 19 + length), prompt=(length,) * 3) for length in (12, 13, 14)
+    ]
     assert [len(row) for row in trainer.logprobs(rollouts)] == [11, 12, 13]
     assert cut == [1, 1, 1]
 
