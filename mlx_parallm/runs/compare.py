@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.evaluation import comparison
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.display import headline
 from mlx_parallm.rl_training.monitor.drawing import BLOCKS, began_and_now, scale_of
@@ -390,7 +391,7 @@ def _differences(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
     evaluated = [run for run in runs if run.evaluations]
     for run in evaluated[1:]:
         first = evaluated[0]
-        comparisons = report.compare(first.evaluations[-1], run.evaluations[-1])
+        comparisons = comparison.compare(first.evaluations[-1], run.evaluations[-1])
         yield Text("")
         if not comparisons:
             yield Text(
@@ -402,7 +403,7 @@ def _differences(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
             f"{one.letter} after step {one.evaluations[-1]['step']}" for one in (first, run)
         )
         letters = (first.letter, run.letter, f"{run.letter} - {first.letter}")
-        yield report.accuracy_table(
+        yield comparison.accuracy_table(
             comparisons, f"held-out problems that both answered ({steps})", letters
         )
-        yield Text(report.verdict(comparisons, first.letter, run.letter))
+        yield Text(comparison.verdict(comparisons, first.letter, run.letter))

@@ -21,11 +21,12 @@ from typing import Any
 from rich.text import Text
 
 from mlx_parallm.environments.base import NEVER_DONE
-from mlx_parallm.environments.estimates import difference
 from mlx_parallm.errors import StoreError
 from mlx_parallm.losses.advantages import group_advantages, token_advantages
+from mlx_parallm.rl_training.evaluation.comparison import compare
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import difference
 from mlx_parallm.rl_training.metrics import of_rows
-from mlx_parallm.rl_training.monitor import health, report
+from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.drawing import began_and_now, sparkline
 from mlx_parallm.rl_training.monitor.evidence import WINDOW, Arrivals, Evidence, reward_limit
 from mlx_parallm.rl_training.monitor.health import Diagnosis
@@ -176,7 +177,7 @@ def held_out(evaluations: Sequence[Metrics]) -> tuple[HeldOutChange, ...]:
         return ()
     first, last = evaluations[0], evaluations[-1]
     changes = []
-    for row in report.compare(first, last):
+    for row in compare(first, last):
         before, after = ([pair[side] for pair in row.rewards] for side in (0, 1))
         change = difference(before, after)
         values = (sum(before) / len(before), sum(after) / len(after))

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.rl_training.monitor.report import reward_of
+from mlx_parallm.rl_training.evaluation.comparison import reward_of
 from mlx_parallm.runs.dashboard.bounded import cut, sendable
 from mlx_parallm.runs.run import Run
 from mlx_parallm.system.redaction import Redactor
