@@ -23,6 +23,11 @@ GREEDY = EvaluationConfig(problems=8)
 
 
 @pytest.fixture
+def tokenizer(tiny_tokenizer):
+    return tiny_tokenizer
+
+
+@pytest.fixture
 def sources():
     return build_sources(
         [EnvironmentConfig(kind="tasks", name=name) for name in ("sum", "reverse")], seed=0
