@@ -15,14 +15,18 @@ from mlx_parallm.system.moved_names import keep_moved_names
 if TYPE_CHECKING:
     from mlx_parallm.config.training import LoraConfig
     from mlx_parallm.faces.trl.config import (
+        DistillationConfig,
         DPOConfig,
+        GKDConfig,
         GRPOConfig,
         KTOConfig,
         RewardConfig,
         SFTConfig,
     )
     from mlx_parallm.faces.trl.trainers import (
+        DistillationTrainer,
         DPOTrainer,
+        GKDTrainer,
         GRPOTrainer,
         KTOTrainer,
         RewardTrainer,
@@ -33,6 +37,10 @@ __version__ = "0.1.0"
 __all__ = [
     "DPOConfig",
     "DPOTrainer",
+    "DistillationConfig",
+    "DistillationTrainer",
+    "GKDConfig",
+    "GKDTrainer",
     "GRPOConfig",
     "GRPOTrainer",
     "KTOConfig",
@@ -48,8 +56,10 @@ __getattr__, __dir__ = lazy_names(  # TRL's names (docs/trl.md); importing the p
     __name__,
     {
         "config.training": "LoraConfig",
-        "faces.trl.config": "GRPOConfig SFTConfig DPOConfig KTOConfig RewardConfig",
-        "faces.trl.trainers": "GRPOTrainer SFTTrainer DPOTrainer KTOTrainer RewardTrainer",
+        "faces.trl.config": "GRPOConfig DistillationConfig GKDConfig SFTConfig DPOConfig KTOConfig"
+        " RewardConfig",
+        "faces.trl.trainers": "GRPOTrainer DistillationTrainer GKDTrainer SFTTrainer DPOTrainer"
+        " KTOTrainer RewardTrainer",
     },
 )
 

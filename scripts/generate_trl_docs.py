@@ -7,12 +7,16 @@ tests/trl/test_docs.py fails while the page differs from what this makes of it.
 from pathlib import Path
 
 from mlx_parallm.faces.trl.config import (
+    DistillationConfig,
     DPOConfig,
+    GKDConfig,
     GRPOConfig,
     KTOConfig,
     RewardConfig,
     RowsConfig,
+    SampledConfig,
     SFTConfig,
+    TaughtConfig,
     TrainerConfig,
 )
 from mlx_parallm.faces.trl.mapping import HOW, SAME
@@ -24,7 +28,11 @@ MARK = (
 )
 TITLES: dict[str, type[TrainerConfig]] = {
     "All of them": TrainerConfig,
+    "`GRPOConfig`, `DistillationConfig` and `GKDConfig`": SampledConfig,
     "`GRPOConfig`": GRPOConfig,
+    "`DistillationConfig` and `GKDConfig`": TaughtConfig,
+    "`DistillationConfig`": DistillationConfig,
+    "`GKDConfig`": GKDConfig,
     "`SFTConfig`, `DPOConfig`, `KTOConfig` and `RewardConfig`": RowsConfig,
     "`SFTConfig`": SFTConfig,
     "`DPOConfig`": DPOConfig,
@@ -35,10 +43,16 @@ TITLES: dict[str, type[TrainerConfig]] = {
 
 def render(page: str) -> str:
     """Return the page with its tables made anew."""
-    abstract = (TrainerConfig, RowsConfig)  # each of the four has a learning rate of its own
+    # each of the others has a learning rate of its own
+    abstract = (TrainerConfig, SampledConfig, RowsConfig)
     parts, seen = [page.partition(MARK)[0], MARK], dict[type[TrainerConfig], set[str]]()
     for title, kind in TITLES.items():
-        inherited = {name for base in kind.__mro__[1:] for name in seen.get(base, ())}
+        inherited = {
+            name
+            for base in kind.__mro__[1:]
+            for name in seen.get(base, ())
+            if base.model_fields[name].default == kind.model_fields[name].default
+        }
         skipped = inherited | ({"learning_rate"} if kind in abstract else set())
         own = [name for name in kind.model_fields if name not in skipped]
         seen[kind] = set(own)
@@ -50,7 +64,10 @@ def render(page: str) -> str:
 def _row(name: str, kind: type[TrainerConfig]) -> str:
     field = kind.model_fields[name]
     value = field.get_default(call_default_factory=True)
-    here = "`rl_training.preference.beta`" if name == "beta" and kind is not GRPOConfig else ""
+    here = ""
+    if name == "beta" and kind is not GRPOConfig:
+        section = "distillation" if issubclass(kind, TaughtConfig) else "preference"
+        here = f"`rl_training.{section}.beta`"
     here = here or (f"`{SAME[name]}`" if name in SAME else HOW[name])
     cells = (f"`{name}`", f"`{value!r}`", here, " ".join((field.description or "").split()))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

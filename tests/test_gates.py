@@ -76,9 +76,6 @@ NEUTRAL = {
 TRLS = "faces.trl.config"  # its fields are TRL's arguments, not keys
 # "module.function.parameter" or "module.Class.field": why it has a default beside the
 # configuration's
-NAMED_BY_OTHERS = {  # classes of one name in two places, neither of which may choose it
-    "RewardConfig": "the hybrid specification's rewards, and the arguments of TRL's RewardTrainer",
-}
 SECOND_DEFAULTS: dict[str, str] = {
     "engine.sequence.Sequence.rank": "its place among n completions; LoRA's rank is another",
     "environments.kinds.conversation.__init__.max_tokens": "of the simulated user, not of the"
@@ -152,15 +149,13 @@ def test_a_tiny_module_with_one_importer_has_a_reason() -> None:
     assert set(TINY_MODULES) <= tiny, "TINY_MODULES names modules that need no reason: remove them"
 
 
-def test_no_public_class_name_twice() -> None:
+def test_no_public_class_name_twice_in_a_folder() -> None:
     where = defaultdict(list)
     for source in sources("mlx_parallm"):
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                where[node.name].append(source.path)
-    twice = {name: paths for name, paths in where.items() if len(paths) > 1}
-    assert {name: paths for name, paths in twice.items() if name not in NAMED_BY_OTHERS} == {}
-    assert set(NAMED_BY_OTHERS) <= set(twice), "NAMED_BY_OTHERS names classes that are gone"
+                where[Path(source.path).parent, node.name].append(source.path)
+    assert {name: paths for (_, name), paths in where.items() if len(paths) > 1} == {}
 
 
 def test_no_circle_between_files() -> None:

@@ -54,7 +54,8 @@ LOSS_SETTINGS: dict[str, dict[str, float | None]] = {
 
 # dppo compares probabilities of tokens, reinforce has no ratio
 WITHOUT_LEVEL = ("dppo", "reinforce")
-ADVANTAGES = ("std", "std_sample", "mean", "rloo", "none")
+COMPARING = ("std", "std_sample", "mean", "rloo")  # with the other answers to the prompt
+ADVANTAGES = (*COMPARING, "none")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss": "clip", "loss_aggregation": "token", "advantage": "std"},

@@ -43,8 +43,9 @@ class EnvironmentConfig(Section):
     """The task's or data set's name; default for "dataset" the file's, for a class its own."""
     weight: float = Field(1.0, gt=0)
     """Share of the groups, relative to the other environments."""
-    group_size: int = Field(8, ge=2)
-    """Rollouts of one prompt."""
+    group_size: int = Field(8, ge=1)
+    """Rollouts of one prompt. 1: nothing to compare them with, for algorithms with another baseline
+    (ppo, reinforce, reinforce_pp) and for teachers."""
     max_tokens: int = Field(256, ge=1)
     """Longest completion of one turn."""
     stop: tuple[str, ...] = ()
@@ -141,8 +142,6 @@ class EnvironmentConfig(Section):
     def _check_dataset(self) -> None:
         if self.data is None:
             raise ValueError('kind = "dataset" needs data = "rows.jsonl" (or "hf:owner/name")')
-        if not self.rewards:
-            raise ValueError('kind = "dataset" needs rewards = ["python:file.py:function"]')
         if self.prompt_column is not None and self.prompt_template is not None:
             raise ValueError(
                 "prompt_column and prompt_template contradict each other: set one of them"

@@ -20,7 +20,7 @@ import tomli
 import tomli_w
 from pydantic import ValidationError, create_model, model_validator
 
-from mlx_parallm.config.algorithm import without_unread
+from mlx_parallm.config.algorithm import COMPARING, without_unread
 from mlx_parallm.config.data import (
     DATA_ALGORITHMS,
     ONLINE_DPO,
@@ -70,6 +70,7 @@ class CoreConfig(Section):
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         _check_data(self.data, self.rl_training, len(self.environments))
+        _check_signal(self.environments, self.evaluation, self.rl_training)
         check_evaluation(self.evaluation, self.environments, self.rl_training.keep_best)
         if self.server.async_scheduling and self.rl_training.deterministic:
             raise ValueError(
@@ -164,6 +165,42 @@ def _check_data(data: DataConfig, training: RLTrainingConfig, environments: int)
     elif algorithm == "kto" and training.preference.kto_loss == "kto" and training.batch_size < 2:
         raise ValueError("kto estimates a KL over a mini-batch: batch_size has to be at least 2")
     _check_options(training)
+
+
+def _check_signal(
+    environments: Sequence[EnvironmentConfig],
+    evaluation: EvaluationConfig,
+    training: RLTrainingConfig,
+) -> None:
+    """Raises ValueError: an environment with nothing to learn from: no rewards, or one answer to a
+    prompt where answers are compared."""
+    teachers = training.distillation
+    for entry in environments:
+        compares = training.algorithm == ONLINE_DPO or training.advantage in COMPARING
+        if entry.group_size == 1 and compares and not teachers.active:
+            raise ValueError(
+                f"environments: {entry.name}: group_size = 1, but {training.algorithm} compares the"
+                " answers to one prompt: set at least 2"
+            )
+        if entry.kind != "dataset" or entry.rewards:
+            continue
+        if not teachers.active or teachers.reward:
+            raise ValueError(
+                f'environments: {entry.name}: kind = "dataset" needs rewards ='
+                ' ["python:file.py:function"] (only with distillation.reward = false it may have'
+                " none)"
+            )
+        if evaluation.problems and not evaluation.environments:
+            raise ValueError(
+                f"environments: {entry.name} has no rewards, so evaluation.problems cannot be"
+                " scored: set rewards, or evaluation.problems = 0"
+            )
+    for entry in evaluation.environments:
+        if entry.kind == "dataset" and not entry.rewards:
+            raise ValueError(
+                f'evaluation.environments: {entry.name}: kind = "dataset" needs rewards ='
+                ' ["python:file.py:function"]'
+            )
 
 
 def _check_options(training: RLTrainingConfig) -> None:

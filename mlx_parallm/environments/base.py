@@ -14,7 +14,7 @@ log-probabilities are recorded by the episode.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -98,6 +98,8 @@ class Task:
     # the last message's text goes to the model as it is, without the chat template
     plain: bool = False
     state: State | None = None  # a BaseEnvironment's: each episode begins with a copy of it
+    # of the data set's row, for teachers
+    columns: Mapping[str, Any] = field(default_factory=dict)
     # definitions that the chat template shows; nobody makes their calls
     tools: tuple[Mapping[str, Any], ...] = ()
     # of the environment's tools, those that it shows; None: all

@@ -402,7 +402,7 @@ def task_in_words(task: Task, source: EnvironmentSource) -> dict[str, Any]:
     `columns_left_out`: columns that JSON does not know. `taught_tools`: the policy's prompt has
     tools, which a prompt made of these messages would lack.
     """
-    row = {"answer": task.answer} if task.state is None else task.state.metadata
+    row = {"answer": task.answer, **task.columns} if task.state is None else task.state.metadata
     plain, left_out = {}, []
     for name, value in row.items():
         try:

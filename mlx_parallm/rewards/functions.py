@@ -203,6 +203,11 @@ class RewardFunctions:
             options=config.reward_options,
         )
 
+    @classmethod
+    def none(cls) -> "RewardFunctions":
+        """Return no functions: every reward is 0, and nothing is learned from it."""
+        return cls((), (), columns=None, key="environments: rewards")
+
     @property
     def names(self) -> list[str]:
         return [function.name for function in self._functions]
@@ -248,6 +253,8 @@ class RewardFunctions:
         weights = self.weights
 
         async def reward(trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
+            if not self._functions:
+                return [{"reward": 0.0} for _ in trajectories]
             parts_G, metrics = await self.parts(prompt, row, trajectories, state)
             rewards = combine(self._method, [parts or {} for parts in parts_G], weights)
             scored = [value for value in rewards if value is not None]

@@ -15,11 +15,15 @@ from mlx_parallm.faces.trl.config import (
     NOT_HERE,
     SPEED_ONLY,
     WITHOUT_EFFECT,
+    DistillationConfig,
     DPOConfig,
+    GKDConfig,
     GRPOConfig,
     KTOConfig,
     RewardConfig,
+    SampledConfig,
     SFTConfig,
+    TaughtConfig,
     TrainerConfig,
 )
 from mlx_parallm.faces.trl.mapping import (
@@ -30,14 +34,19 @@ from mlx_parallm.faces.trl.mapping import (
     grpo_schedule,
     lora_settings,
     rows_schedule,
+    taught_schedule,
 )
-from mlx_parallm.faces.trl.rows import read_rows
+from mlx_parallm.faces.trl.rows import read_rows, with_completions
 
 THEIRS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "trl_1_16.json").read_text()
 )
 CLASSES: dict[str, type[TrainerConfig]] = {
-    kind.__name__: kind for kind in (GRPOConfig, SFTConfig, DPOConfig, KTOConfig, RewardConfig)
+    kind.__name__: kind
+    for kind in (
+        *(GRPOConfig, DistillationConfig, GKDConfig),
+        *(SFTConfig, DPOConfig, KTOConfig, RewardConfig),
+    )
 }
 OTHER_DEFAULTS = {
     "output_dir": "there is always a run directory",
@@ -51,20 +60,31 @@ OTHER_DEFAULTS = {
 }
 
 
+def schedule_of(args: TrainerConfig) -> UpdateSchedule:
+    """Return the updates of 64 rows."""
+    if isinstance(args, GRPOConfig):
+        return grpo_schedule(args, 64)
+    if isinstance(args, TaughtConfig):
+        return taught_schedule(args, 64)
+    return rows_schedule(args, 64)  # type: ignore[arg-type]
+
+
 def one(args: TrainerConfig, **options: Any) -> Config:
     rows = read_rows(
         [{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}] * 64,
         "rows",
     )
-    schedule = grpo_schedule(args, 64) if isinstance(args, GRPOConfig) else rows_schedule(args, 64)  # type: ignore[arg-type]
+    schedule = schedule_of(args)
     given = {
         "model": "builtin:tiny",
         "train": rows,
         "evaluated": None,
         "lora": {"enabled": False},
     } | options
-    if isinstance(args, GRPOConfig):
+    if isinstance(args, SampledConfig):
         given = {"rewards": [len], "names": ["len"]} | given
+    if isinstance(args, TaughtConfig):
+        given = {"teacher": args.teacher_model_name_or_path} | given
     return configuration(args, schedule, **given)
 
 
@@ -555,6 +575,11 @@ OTHER_VALUES: dict[str, Any] = {
         "max_steps": 5,
     },
     **{
+        "teacher_model_name_or_path": "builtin:tiny",
+        "teacher_model_init_kwargs": {"revision": "v1"},
+        "teacher_model_revision": "v1",
+    },
+    **{
         "disable_tqdm": True,
         "dataset_text_field": "body",
         "center_rewards_coefficient": 0.01,
@@ -579,6 +604,10 @@ NEEDED: dict[str, dict[str, Any]] = {  # what an argument is read with
     },
     **{name: {"beta": 0.1} for name in ("sync_ref_model", "use_bias_correction_kl")},
     **{name: {"loss_type": "sapo"} for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
+    **{
+        name: {"teacher_model_name_or_path": "/teacher"}
+        for name in ("teacher_model_init_kwargs", "teacher_model_revision")
+    },
     "log_completions": {"logging_steps": 3},
     "discopop_tau": {"loss_type": "discopop"},
     **{
@@ -622,7 +651,7 @@ def test_every_argument_is_obeyed_or_refused(name: str) -> None:
 
     def made(**options: Any) -> Any:
         args = kind(**options)
-        count = grpo_schedule(args, 64) if isinstance(args, GRPOConfig) else rows_schedule(args, 64)  # type: ignore[arg-type]
+        count = schedule_of(args)
         lora = {"enabled": True, "lora_dropout": 0.1}
         config = one(args, evaluated=rows if "eval_strategy" in options else None, lora=lora)
         return config.model_dump(exclude={"environments": {"__all__": {"data"}}}), count
@@ -635,7 +664,9 @@ def test_every_argument_is_obeyed_or_refused(name: str) -> None:
             if key in kind.model_fields
         }
         # rows always are
-        if argument in ELSEWHERE or (argument == "eval_on_start" and kind is not GRPOConfig):
+        if argument in ELSEWHERE or (
+            argument == "eval_on_start" and not issubclass(kind, SampledConfig)
+        ):
             continue
         if (value := another(argument, kind)) is None:
             continue
@@ -652,6 +683,58 @@ def test_every_argument_is_obeyed_or_refused(name: str) -> None:
 def test_lions_betas_are_not_read() -> None:
     with pytest.raises(ConfigError, match=r"adam_beta2 is not read with optim='lion_32bit'"):
         SFTConfig(optim="lion_32bit", adam_beta2=0.95)
+
+
+def test_a_distillation_configuration() -> None:
+    """One completion a prompt, one update a step, the divergence from the whole distribution and
+    no reward: 64 prompts in batches of 4 × 2 are 8 steps an epoch."""
+    args = DistillationConfig(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        max_completion_length=40,
+        beta=0.25,
+        teacher_model_revision="v2",
+    )
+    config = one(args, teacher="/teacher", rewards=(), names=())
+    training, [environment] = config.rl_training, config.environments
+    assert (training.total_steps, training.batch_size) == (16, 8)
+    assert training.atropos.rollout_batch_size == 8
+    assert (environment.group_size, environment.max_tokens, environment.rewards) == (1, 40, ())
+    assert (training.temperature, training.kl_beta, training.max_staleness) == (1.0, 0.0, 0)
+    learned = training.distillation
+    assert (learned.mode, learned.reward, learned.beta, learned.top_k) == ("loss", False, 0.25, 0)
+    assert (learned.weight, learned.lmbda, training.loss_aggregation) == (1.0, 1.0, "token")
+    [teacher] = learned.teachers
+    assert (teacher.kind, teacher.path, teacher.revision) == ("model", "/teacher", "v2")
+
+
+def test_a_gkd_configuration() -> None:
+    config = one(GKDConfig(max_new_tokens=30, max_length=200), rewards=(), names=())
+    training = config.rl_training
+    learned, [teacher] = training.distillation, training.distillation.teachers
+    assert (learned.lmbda, learned.beta, training.temperature) == (0.5, 0.5, 0.9)
+    assert teacher.kind == "base"  # TRL: without a teacher the model itself
+    assert training.atropos.max_token_length == 200
+    assert config.environments[0].max_tokens == 30
+    with pytest.raises(ConfigError, match="seq_kd=True: let the teacher write"):
+        GKDConfig(seq_kd=True)
+    with pytest.raises(ConfigError, match="'output_attentions' means nothing here"):
+        one(GKDConfig(teacher_model_init_kwargs={"output_attentions": True}))
+
+
+def test_the_last_message_is_the_completion() -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    both = read_rows([{"messages": chat}, {"prompt": chat[:1], "completion": chat[1:]}], "rows")
+    for row in with_completions(both, "rows", needed=True).rows:
+        assert row["prompt"] == chat[:1] and row["completion"] == "b"
+    for wrong, words in (
+        ({"messages": chat[:1]}, "row 0: the completion is not one message of the assistant"),
+        ({"prompt": "a"}, "row 0: there is no completion"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            with_completions(read_rows([wrong], "rows"), "rows", needed=True)
+    assert with_completions(read_rows([{"prompt": "a"}], "rows"), "rows", needed=False).rows
 
 
 def test_rows_in_their_order() -> None:

@@ -15,8 +15,12 @@ import pytest
 
 import mlx_parallm
 from mlx_parallm import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
+    GKDConfig,
+    GKDTrainer,
     GRPOConfig,
     GRPOTrainer,
     KTOConfig,
@@ -483,9 +487,75 @@ def test_what_a_reward_trainer_saves_is_a_reward_model(
     assert sum(margin > 0 for margin in margins) >= 6
 
 
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model after a few steps of SFT on the right answers: another model of its
+    tokenizer."""
+    place = tmp_path_factory.mktemp("teacher")
+    rows = [
+        {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row["answer"]}]}
+        for row in PROMPTS
+    ]
+    args = SFTConfig(str(place / "run"), **QUICK, max_steps=12)
+    with SFTTrainer(MODEL, args, train_dataset=rows) as trainer:
+        trainer.train()
+        trainer.save_model(place / "model")
+    return place / "model"
+
+
+def test_distillation_brings_the_student_nearer(teacher: Path, tmp_path: Path) -> None:
+    """No reward: what falls is the divergence from the teacher. With a reward function its score
+    is measured, and eval_dataset is scored by it."""
+    args = DistillationConfig(
+        str(tmp_path / "run"), **QUICK, max_steps=12, max_completion_length=6, logging_steps=1
+    )
+    with DistillationTrainer(
+        MODEL, teacher, args, train_dataset=PROMPTS, peft_config={"r": 8, "lora_alpha": 16}
+    ) as trainer:
+        trainer.train()
+    kept = lines(tmp_path / "run")
+    assert {line["teacher_share"] for line in kept} == {1.0}
+    assert {line["sequences"] for line in kept} == {8}  # one a prompt
+    first, last = (sum(line["distill_loss"] for line in part) for part in (kept[:3], kept[-3:]))
+    assert last < 0.5 * first
+    measured = DistillationTrainer(
+        MODEL,
+        teacher,
+        DistillationConfig(str(tmp_path / "measured"), **QUICK, max_completion_length=6),
+        reward_funcs=letters,
+        train_dataset=PROMPTS,
+        eval_dataset=PROMPTS[:2],
+    )
+    assert set(measured.evaluate()) >= {"eval_reward", "eval_pass@1"}
+
+
+def test_gkd_trains_on_a_share_of_the_rows_own_completions(teacher: Path, tmp_path: Path) -> None:
+    rows = [
+        {"messages": [*row["prompt"], {"role": "assistant", "content": row["answer"]}]}
+        for row in PROMPTS
+    ]
+    args = GKDConfig(str(tmp_path / "run"), **QUICK, max_steps=6, max_new_tokens=6, lmbda=0.5)
+    with GKDTrainer(MODEL, teacher, args, train_dataset=rows) as trainer:
+        trainer.train()
+    shares = [line["given_sequences"] / line["sequences"] for line in lines(tmp_path / "run")]
+    assert 0.2 < sum(shares) / len(shares) < 0.8
+    assert all(line["distill_loss"] > 0 for line in lines(tmp_path / "run"))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: DistillationTrainer(MODEL, train_dataset=PROMPTS), "teacher_model is missing"),
+        (
+            lambda: DistillationTrainer(MODEL, object(), train_dataset=PROMPTS),  # type: ignore[arg-type]
+            "teacher_model is a object",
+        ),
+        (
+            lambda: GKDTrainer(MODEL, MODEL, train_dataset=PROMPTS, eval_dataset=PROMPTS),
+            "eval_dataset needs reward_funcs",
+        ),
+        (lambda: GKDTrainer(MODEL, MODEL, train_dataset=PROMPTS), "there is no completion"),
+        (lambda: GKDTrainer(MODEL, formatting_func=str, train_dataset=PROMPTS), "formatting_func"),
         (lambda: GRPOTrainer(MODEL, train_dataset=PROMPTS), "reward_funcs is missing"),
         (
             lambda: GRPOTrainer(MODEL, "some/reward-model", train_dataset=PROMPTS),

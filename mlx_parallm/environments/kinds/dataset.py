@@ -21,7 +21,11 @@ class DatasetSource(EnvironmentSource):
         """Raises ConfigError: a bad row, a reward function that cannot be loaded or called."""
         super().__init__(config, seed=seed, name=name)
         self.rows = read_prompts(config, seed=seed)
-        self.rewards = RewardFunctions.from_config(config, columns=common_columns(self.rows))
+        self.rewards = (
+            RewardFunctions.from_config(config, columns=common_columns(self.rows))
+            if config.rewards
+            else RewardFunctions.none()  # a teacher scores (config.load checks it)
+        )
 
     def task(self, index: int, split: Split = "train") -> Task:
         """Return row `index` of the split as a task. Raises ConfigError: no held-out rows."""
@@ -41,6 +45,7 @@ class DatasetSource(EnvironmentSource):
             reward=self.rewards.for_row(seen, copy.deepcopy(row.columns), self.progress),
             answer=None if answer is None else str(answer),
             plain=plain,
+            columns=row.columns,
             tools=tuple(row.tools),
             tool_names=self.named_tools(row.columns),
         )

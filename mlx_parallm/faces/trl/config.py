@@ -1,5 +1,5 @@
-"""GRPOConfig, SFTConfig, DPOConfig, KTOConfig, RewardConfig: the arguments of TRL 1.16's trainers,
-by TRL's names and defaults.
+"""GRPOConfig, DistillationConfig, GKDConfig, SFTConfig, DPOConfig, KTOConfig, RewardConfig: the
+arguments of TRL 1.16's trainers, by TRL's names and defaults.
 
 A field's docstring says what it does here. `mapping.py` turns them into the daemon's configuration.
 Names of TRL and transformers that mean nothing here are in three tables: `SPEED_ONLY` changes no
@@ -366,7 +366,40 @@ class TrainerConfig(Options):
         return self
 
 
-class GRPOConfig(TrainerConfig):
+class SampledConfig(TrainerConfig):
+    """What GRPO, distillation and GKD have in common: the model samples completions."""
+
+    max_token_length: int | None = Field(None, ge=2)
+    """Not TRL's: longest prompt and completion together; default: what the longest prompt can
+    need."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; training divides the logits by it too."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, e.g. {"enable_thinking": False}."""
+    shuffle_dataset: bool = True
+    """Prompts come in a new order each epoch; False is refused."""
+    log_completions: bool = False
+    """Show sampled completions every logging_steps; otherwise every tenth step."""
+    disable_dropout: bool = False
+    """Without effect: the adapter's dropout is always off in RL."""
+
+    @property
+    def longest_completion(self) -> int:
+        """Return the longest completion in tokens."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _samples(self) -> "SampledConfig":
+        if not self.shuffle_dataset and "shuffle_dataset" in self.changed():
+            raise ValueError("shuffle_dataset=False: prompts come in a new order each epoch")
+        if self.train_sampling_strategy != "random":
+            raise ValueError(
+                "train_sampling_strategy='sequential': prompts come in a new order each epoch"
+            )
+        return self
+
+
+class GRPOConfig(SampledConfig):
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate. For a LoRA adapter 1e-5 to 1e-4 is usual."""
     num_generations: int = Field(8, ge=2)
@@ -375,11 +408,6 @@ class GRPOConfig(TrainerConfig):
     """Completions of each prompt in an evaluation; default: num_generations."""
     max_completion_length: int = Field(512, ge=1)
     """Longest completion in tokens."""
-    disable_dropout: bool = False
-    """Without effect: the adapter's dropout is always off in RL."""
-    max_token_length: int | None = Field(None, ge=2)
-    """Not TRL's: longest prompt and completion together; default: what the longest prompt can
-    need."""
     generation_batch_size: int | None = Field(None, ge=1)
     """Completions sampled together; default: per_device_train_batch_size x steps_per_generation."""
     steps_per_generation: int | None = Field(None, ge=1)
@@ -387,12 +415,6 @@ class GRPOConfig(TrainerConfig):
     gradient_accumulation_steps."""
     num_iterations: int = Field(1, ge=1)
     """Passes over the completions that were sampled together."""
-    shuffle_dataset: bool = True
-    """Prompts come in a new order each epoch; False is refused."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; training divides the logits by it too."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, e.g. {"enable_thinking": False}."""
     beta: float = Field(0.0, ge=0)
     """Weight of the KL to the reference; 0 = not computed."""
     use_bias_correction_kl: bool = True
@@ -427,17 +449,13 @@ class GRPOConfig(TrainerConfig):
     """Share of the policy in the new reference."""
     ref_model_sync_steps: int = Field(512, ge=1)
     """Optimizer updates between two updates of the reference."""
-    log_completions: bool = False
-    """Show sampled completions every logging_steps; otherwise every tenth step."""
+
+    @property
+    def longest_completion(self) -> int:
+        return self.max_completion_length
 
     @model_validator(mode="after")
     def _of_grpo(self) -> "GRPOConfig":
-        if not self.shuffle_dataset:
-            raise ValueError("shuffle_dataset=False: prompts come in a new order each epoch")
-        if self.train_sampling_strategy != "random":
-            raise ValueError(
-                "train_sampling_strategy='sequential': prompts come in a new order each epoch"
-            )
         if self.loss_type == "cispo" and (self.epsilon_high or 0.0) < 1:
             raise ValueError(
                 "loss_type='cispo' clips the ratio at epsilon_high itself: 5.0 is usual"
@@ -448,6 +466,82 @@ class GRPOConfig(TrainerConfig):
                 " read"
                 " it"
             )
+        return self
+
+
+class TaughtConfig(SampledConfig):
+    """What distillation and GKD have in common: a teacher scores what the model samples."""
+
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate. For a LoRA adapter 1e-4 to 1e-3 is usual."""
+    teacher_model_name_or_path: str | None = None
+    """The teacher, where the trainer's `teacher_model` does not name it: a directory, a hub id or
+    a GGUF file."""
+    teacher_model_init_kwargs: dict[str, Any] | None = None
+    """"revision"; "dtype" (the student's), "trust_remote_code", "attn_implementation" and
+    "device_map" (without effect)."""
+    beta: float = Field(1.0, ge=0, le=1)
+    """Between the forward KL (0) and the reverse KL (1): the generalised Jensen-Shannon
+    divergence over the whole vocabulary."""
+
+
+class DistillationConfig(TaughtConfig):
+    max_completion_length: int = Field(512, ge=1)
+    """Longest completion in tokens."""
+    teacher_model_revision: str | None = None
+    """Hub revision of the teacher."""
+
+    @property
+    def longest_completion(self) -> int:
+        return self.max_completion_length
+
+
+class GKDConfig(TaughtConfig):
+    learning_rate: float = Field(2e-5, gt=0)
+    """Peak learning rate. For a LoRA adapter 1e-4 to 1e-3 is usual."""
+    temperature: float = Field(0.9, gt=0)
+    """Sampling temperature; both models' logits are divided by it."""
+    lmbda: float = Field(0.5, ge=0, le=1)
+    """Share of the prompts whose sampled completion is trained on; of the others the row's own
+    completion is."""
+    beta: float = Field(0.5, ge=0, le=1)
+    """Between the forward KL (0) and the reverse KL (1): the generalised Jensen-Shannon
+    divergence over the whole vocabulary."""
+    max_new_tokens: int = Field(128, ge=1)
+    """Longest completion in tokens."""
+    seq_kd: bool = False
+    """True is refused: let the teacher write the completions first, with `mlx_parallm
+    distill-data` (docs/distillation.md), and train on those with SFTTrainer."""
+    max_length: int | None = Field(1024, ge=2)
+    """Longest prompt and completion together, in tokens. None: what the longest prompt can
+    need."""
+    chat_template_path: str | None = None
+    """A file with a chat template."""
+    disable_dropout: bool = True
+    """Without effect: the adapter's dropout is always off where the model samples."""
+    shuffle_dataset: bool = False
+    """Without effect: prompts come in a new order each epoch, as train_sampling_strategy =
+    "random" is in TRL."""
+    assistant_only_loss: bool = False
+    """Without effect: what the assistant says last is compared, as in TRL."""
+    dataset_text_field: Literal["text"] = "text"
+    """Without effect: rows are `messages`, or `prompt` and `completion`."""
+    loss_type: Literal["nll"] = "nll"
+    """Without effect: the loss is the divergence."""
+
+    @property
+    def longest_completion(self) -> int:
+        return self.max_new_tokens
+
+    @model_validator(mode="after")
+    def _of_gkd(self) -> "GKDConfig":
+        if self.seq_kd:
+            raise ValueError(
+                "seq_kd=True: let the teacher write the completions with `mlx_parallm"
+                " distill-data`, and train on those with SFTTrainer"
+            )
+        if self.max_token_length is not None and "max_length" in self.changed():
+            raise ValueError("max_length and max_token_length say the same: set one of them")
         return self
 
 

@@ -20,12 +20,16 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import reference_to
 from mlx_parallm.faces.trl.config import (
+    DistillationConfig,
     DPOConfig,
+    GKDConfig,
     GRPOConfig,
     KTOConfig,
     RewardConfig,
     RowsConfig,
+    SampledConfig,
     SFTConfig,
+    TaughtConfig,
     TrainerConfig,
 )
 from mlx_parallm.faces.trl.rows import DataRows
@@ -65,6 +69,8 @@ SAME: Mapping[str, str] = {
     "chat_template_path": "model.chat_template",
     "num_generations": "environments.0.group_size",
     "max_completion_length": "environments.0.max_tokens",
+    "max_new_tokens": "environments.0.max_tokens",
+    "lmbda": "rl_training.distillation.lmbda",
     "reward_weights": "environments.0.reward_weights",
 }
 HOW: Mapping[str, str] = {
@@ -103,7 +109,7 @@ HOW: Mapping[str, str] = {
     "steps_per_generation": "× `per_device_train_batch_size` ="
     " `rl_training.atropos.rollout_batch_size`",
     "shuffle_dataset": "always so",
-    "disable_dropout": "`rl_training.lora.dropout = 0` (DPO, KTO, reward models)",
+    "disable_dropout": "`rl_training.lora.dropout = 0`",
     "use_bias_correction_kl": '`rl_training.kl_estimator = "k3_ratio"`, else `"k3"`',
     "epsilon": "`rl_training.clip_ratio`",
     "epsilon_high": "`rl_training.clip_ratio_high`; cispo: less 1",
@@ -121,9 +127,15 @@ HOW: Mapping[str, str] = {
     "ref_model_mixup_alpha": "`rl_training.reference_decay` = 1 - this",
     "ref_model_sync_steps": "`rl_training.reference_update_every`, in steps",
     "log_completions": "`logging.sample_every` = logging_steps",
-    "max_length": '`data.max_length`, with `data.too_long = "skip"`',
+    "max_length": '`data.max_length`, with `data.too_long = "skip"`; GKD:'
+    " `rl_training.atropos.max_token_length`",
     "assistant_only_loss": "always so",
-    "dataset_text_field": "the column is renamed to `text`",
+    "dataset_text_field": "the column is renamed to `text` (SFT)",
+    "teacher_model_name_or_path": "`rl_training.distillation.teachers`, a `path` of `kind ="
+    ' "model"`; GKD without one: `kind = "base"`',
+    "teacher_model_init_kwargs": "the teacher's `revision`",
+    "teacher_model_revision": "the teacher's `revision`",
+    "seq_kd": "always off",
 }
 
 AGGREGATION = {
@@ -203,6 +215,13 @@ def grpo_schedule(args: GRPOConfig, prompts: int) -> UpdateSchedule:
     return UpdateSchedule(rollouts, device * accumulated, updates, steps_per_epoch, max_steps)
 
 
+def taught_schedule(args: TaughtConfig, prompts: int) -> UpdateSchedule:
+    """Count one update a step, of one completion for each of its prompts."""
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    steps_per_epoch = max(1, prompts // batch)
+    return UpdateSchedule(batch, batch, 1, steps_per_epoch, _max_steps(args, steps_per_epoch))
+
+
 def rows_schedule(args: RowsConfig, rows: int) -> UpdateSchedule:
     """One update a step; the last batch of an epoch is not smaller, all are nearly equal."""
     batch = min(args.per_device_train_batch_size * args.gradient_accumulation_steps, rows)
@@ -262,6 +281,7 @@ def configuration(
     rewards: Sequence[Any] = (),
     names: Iterable[str] = (),
     loss: Any = None,
+    teacher: str | None = None,
     lora: Mapping[str, Any],
     chat_template: str | None = None,
 ) -> Config:
@@ -270,6 +290,7 @@ def configuration(
 
     Args:
         rewards: functions or references; `names`: of the functions.
+        teacher: directory, hub id or file of the teacher; None: the base.
 
     Raises ConfigError: values that do not go together.
     """
@@ -279,12 +300,17 @@ def configuration(
         training["loss"] = (
             loss if isinstance(loss, str) else reference_to(loss, getattr(loss, "__name__", "loss"))
         )
-    if isinstance(args, GRPOConfig):
+    if isinstance(args, SampledConfig):
         named = zip(rewards, names, strict=True)
         references = [
             value if isinstance(value, str) else reference_to(value, name) for value, name in named
         ]
-        _add_grpo(data, args, schedule, train, evaluated, references)
+        if isinstance(args, GRPOConfig):
+            training |= _grpo_keys(args, schedule, own_loss=loss is not None)
+        else:
+            assert isinstance(args, TaughtConfig)
+            training |= _taught_keys(args, teacher)
+        _add_rollouts(data, args, schedule, train, evaluated, references)
     else:
         assert isinstance(args, RowsConfig)
         _add_rows(data, args, schedule, train, evaluated)
@@ -301,7 +327,7 @@ def configuration(
         data[section].setdefault(leaf, value)
     for key, value in args.overrides.items():
         _put(data, key, value)
-    if isinstance(args, GRPOConfig) and evaluated is not None:
+    if isinstance(args, SampledConfig) and evaluated is not None:
         data["evaluation"].setdefault(
             "environments", [_evaluation_environment(data["environments"][0], evaluated)]
         )
@@ -356,19 +382,17 @@ def _shared(
     }
 
 
-def _add_grpo(
+def _add_rollouts(
     data: dict[str, Any],
-    args: GRPOConfig,
+    args: SampledConfig,
     schedule: UpdateSchedule,
     train: DataRows,
     evaluated: DataRows | None,
     rewards: Sequence[str],
 ) -> None:
-    data["rl_training"] |= _grpo_keys(args, schedule, own_loss="loss" in data["rl_training"]) | {
-        "atropos": {
-            "rollout_batch_size": schedule.rollouts,
-            "max_token_length": _longest(args, train, evaluated),
-        }
+    data["rl_training"]["atropos"] = {
+        "rollout_batch_size": schedule.rollouts,
+        "max_token_length": _longest(args, train, evaluated),
     }
     chat = train.conversational
     data["environments"] = [
@@ -381,6 +405,7 @@ def _add_grpo(
             "prompt_format": "chat" if chat else "text",
             "rewards": list(rewards),
         }
+        | ({"group_size": 1} if isinstance(args, TaughtConfig) else {})
     ]
     if evaluated is not None:
         if evaluated.conversational != chat:
@@ -395,7 +420,9 @@ def _add_grpo(
             "at_start": args.eval_on_start,
             "at_end": every > 0,
             "greedy": False,
-            "samples": args.num_generations_eval or args.num_generations,
+            "samples": (args.num_generations_eval or args.num_generations)
+            if isinstance(args, GRPOConfig)
+            else 1,
             "temperature": args.temperature,
         }
     if args.log_completions:
@@ -442,6 +469,35 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
             args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule
         )
     return keys
+
+
+def _taught_keys(args: TaughtConfig, teacher: str | None) -> dict[str, Any]:
+    """Return the keys of [rl_training] for a divergence from a teacher, and nothing else."""
+    options = dict(args.teacher_model_init_kwargs or {})
+    revision = options.pop("revision", None)
+    if isinstance(args, DistillationConfig):
+        revision = args.teacher_model_revision or revision
+    harmless = ("dtype", "torch_dtype", "trust_remote_code", "attn_implementation", "device_map")
+    if wrong := [name for name in options if name not in harmless]:
+        raise ConfigError(
+            f"teacher_model_init_kwargs: {wrong[0]!r} means nothing here: revision does; the"
+            " teacher has the student's dtype"
+        )
+    scorer: dict[str, Any] = {"name": "teacher", "kind": "base"}
+    if teacher is not None:
+        scorer = {"name": "teacher", "kind": "model", "path": teacher, "revision": revision}
+    return {
+        "algorithm": "importance_sampling",  # its advantage is 0: only the divergence is learned
+        "loss_aggregation": "token",
+        "max_staleness": 0,
+        "distillation": {
+            "mode": "loss",
+            "reward": False,
+            "beta": args.beta,
+            "top_k": 0,
+            "teachers": [scorer],
+        },
+    }
 
 
 def _add_rows(
@@ -503,15 +559,17 @@ def _evaluated_every(args: TrainerConfig, schedule: UpdateSchedule) -> int:
     ]
 
 
-def _longest(args: GRPOConfig, *splits: DataRows | None) -> int:
+def _longest(args: SampledConfig, *splits: DataRows | None) -> int:
     """Return an upper bound of prompt and completion: a token is a byte at least."""
     if args.max_token_length is not None:
         return args.max_token_length
+    if isinstance(args, GKDConfig) and args.max_length is not None:
+        return args.max_length
     prompts = (
         str(row.get("prompt", "")) for split in splits if split is not None for row in split.rows
     )
     longest = max((len(prompt.encode(errors="replace")) for prompt in prompts), default=0)
-    return args.max_completion_length + longest + SPARE_TOKENS
+    return args.longest_completion + longest + SPARE_TOKENS
 
 
 def _optimizer(name: str) -> str:

@@ -70,6 +70,34 @@ def read_rows(
     return DataRows(tuple(rows), _conversational(rows[0]))
 
 
+def with_completions(rows: DataRows, what: str, *, needed: bool) -> DataRows:
+    """Split each row into `prompt` and `completion`, a text: the last message is the completion.
+
+    Raises ConfigError, which begins with `what`: a row without a completion where it is `needed`,
+    or a completion that is no text and no single message of the assistant.
+    """
+    split = []
+    for number, original in enumerate(rows.rows):
+        row, where = dict(original), f"{what}, row {number}"
+        if row.get("prompt") is None and row.get("messages"):
+            *row["prompt"], row["completion"] = row.pop("messages")
+        if isinstance(completion := row.get("completion"), Mapping):
+            completion = [completion]
+        if isinstance(completion, Sequence) and not isinstance(completion, str):
+            if len(completion) != 1 or completion[0].get("role") != "assistant":
+                raise ConfigError(f"{where}: the completion is not one message of the assistant")
+            completion = completion[0].get("content")
+        if needed and not isinstance(completion, str):
+            raise ConfigError(
+                f"{where}: there is no completion in the text of the last message, which lmbda < 1"
+                " trains on: lmbda=1 needs none"
+            )
+        if completion is not None:
+            row["completion"] = completion
+        split.append(row)
+    return DataRows(tuple(split), rows.conversational)
+
+
 def _conversational(row: Mapping[str, Any]) -> bool:
     values = [row[name] for name in TEXT_COLUMNS if row.get(name) is not None]
     return any(isinstance(value, Sequence) and not isinstance(value, str) for value in values)

@@ -1,5 +1,5 @@
-"""GRPOTrainer, SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer: TRL's trainers, on the daemon's
-own run.
+"""GRPOTrainer, DistillationTrainer, GKDTrainer, SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer:
+TRL's trainers, on the daemon's own run.
 
     arguments, data, reward functions → `mapping.configuration` → `daemon.training_run` → its
     `RunEvents` → callbacks
@@ -28,12 +28,15 @@ from mlx_parallm.faces.trl.attributes import TrainerAttributes
 from mlx_parallm.faces.trl.callbacks import Callbacks, TRLState, evaluation_numbers
 from mlx_parallm.faces.trl.config import (
     OWN_ENVIRONMENT,
+    DistillationConfig,
     DPOConfig,
+    GKDConfig,
     GRPOConfig,
     KTOConfig,
     RewardConfig,
     RowsConfig,
     SFTConfig,
+    TaughtConfig,
     TrainerConfig,
 )
 from mlx_parallm.faces.trl.mapping import (
@@ -42,9 +45,10 @@ from mlx_parallm.faces.trl.mapping import (
     grpo_schedule,
     lora_settings,
     rows_schedule,
+    taught_schedule,
 )
 from mlx_parallm.faces.trl.model import module_before_training, with_methods
-from mlx_parallm.faces.trl.rows import DataRows, read_rows
+from mlx_parallm.faces.trl.rows import DataRows, read_rows, with_completions
 from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.lora import load_adapter
@@ -442,14 +446,9 @@ class GRPOTrainer(TRLTrainer):
         loss: Callable[..., Any] | str | None = None,
         **others: Any,
     ) -> None:
-        given = [] if reward_funcs is None else reward_funcs
-        self.reward_funcs = (
-            list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-        )
+        self.reward_funcs = _reward_functions(reward_funcs)
         if not self.reward_funcs:
             raise ConfigError("GRPOTrainer: reward_funcs is missing: a function, or a list of them")
-        for function in self.reward_funcs:
-            _check_reward(function)
         self.loss = loss
         if loss is not None and not callable(loss) and not is_reference(str(loss)):
             raise ConfigError(
@@ -462,12 +461,115 @@ class GRPOTrainer(TRLTrainer):
         return grpo_schedule(self.args, len(self._rows.rows))
 
     def _objects(self) -> dict[str, Any]:
-        names = [name_of(function) for function in self.reward_funcs]
-        unique = [
-            name if (n := names[:i].count(name)) == 0 else f"{name}_{n + 1}"
-            for i, name in enumerate(names)
-        ]
-        return {"rewards": self.reward_funcs, "names": unique, "loss": self.loss}
+        names = _unique_names(self.reward_funcs)
+        return {"rewards": self.reward_funcs, "names": names, "loss": self.loss}
+
+
+class TaughtTrainer(TRLTrainer):
+    """What distillation and GKD have in common.
+
+    Args:
+        teacher_model: a directory, a hub id or a GGUF file, with the student's tokenizer; default:
+            args.teacher_model_name_or_path.
+        reward_funcs: not TRL's: scores that are measured and not learned from; eval_dataset needs
+            some.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        teacher_model: str | Path | None = None,
+        args: TaughtConfig | None = None,
+        *,
+        reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None = None,
+        **others: Any,
+    ) -> None:
+        name = type(self).__name__
+        if teacher_model is not None and not isinstance(teacher_model, str | Path):
+            raise ConfigError(
+                f"{name}: teacher_model is a {type(teacher_model).__name__}: pass the path or hub"
+                " id that it came from"
+            )
+        self.reward_funcs = _reward_functions(reward_funcs)
+        if others.get("eval_dataset") is not None and not self.reward_funcs:
+            raise ConfigError(
+                f"{name}: eval_dataset needs reward_funcs, which score the sampled answers: there"
+                " is no evaluation of the divergence alone"
+            )
+        self._teacher = None if teacher_model is None else str(teacher_model)
+        super().__init__(model, args, **others)
+
+    def _schedule(self) -> UpdateSchedule:
+        assert isinstance(self.args, TaughtConfig)
+        return taught_schedule(self.args, len(self._rows.rows))
+
+    def _objects(self) -> dict[str, Any]:
+        assert isinstance(self.args, TaughtConfig)
+        teacher = self._teacher or self.args.teacher_model_name_or_path
+        names = _unique_names(self.reward_funcs)
+        return {"rewards": self.reward_funcs, "names": names, "teacher": teacher}
+
+
+class DistillationTrainer(TaughtTrainer):
+    """On-policy distillation: the model samples one completion for each prompt, and learns the
+    teacher's distribution at each of its tokens. Rows: `prompt`."""
+
+    config_class = DistillationConfig
+
+    def _objects(self) -> dict[str, Any]:
+        objects = super()._objects()
+        if objects["teacher"] is None:
+            raise ConfigError(
+                "DistillationTrainer: teacher_model is missing: a directory, a hub id or a GGUF"
+                " file"
+            )
+        return objects
+
+
+class GKDTrainer(TaughtTrainer):
+    """Generalised knowledge distillation (arXiv:2306.13649): of a share `lmbda` of the prompts
+    the model's own completion, of the others the row's. Rows: `messages`, the last of which is the
+    completion; or `prompt` and `completion`. Without a teacher the model itself, as it was before
+    training, is the teacher, as in TRL."""
+
+    config_class = GKDConfig
+
+    def __init__(
+        self,
+        model: str | Path,
+        teacher_model: str | Path | None = None,
+        args: GKDConfig | None = None,
+        **others: Any,
+    ) -> None:
+        if others.pop("formatting_func", None) is not None:
+            raise ConfigError(
+                "GKDTrainer(formatting_func=…) means nothing here: rows are `messages`, or"
+                " `prompt` and `completion`"
+            )
+        super().__init__(model, teacher_model, args, **others)
+
+    def _read(self, train: Any, evaluated: Any) -> tuple[DataRows, DataRows | None]:
+        assert isinstance(self.args, GKDConfig)
+        rows, held_out = super()._read(train, evaluated)
+        rows = with_completions(rows, "train_dataset", needed=self.args.lmbda < 1)
+        return rows, held_out and with_completions(held_out, "eval_dataset", needed=False)
+
+
+def _reward_functions(functions: Any) -> list[Any]:
+    """Return the reward functions as a list. Raises ConfigError: one is none."""
+    one = isinstance(functions, str) or not isinstance(functions, Sequence)
+    listed = [] if functions is None else [functions] if one else list(functions)
+    for function in listed:
+        _check_reward(function)
+    return listed
+
+
+def _unique_names(functions: Sequence[Any]) -> list[str]:
+    names = [name_of(function) for function in functions]
+    return [
+        name if (n := names[:i].count(name)) == 0 else f"{name}_{n + 1}"
+        for i, name in enumerate(names)
+    ]
 
 
 def _check_reward(function: Any) -> None:

@@ -135,7 +135,7 @@ class Teachers:
 
     def _note(self, reason: str) -> None:
         if not self._reasons[reason]:
-            log.info("no signal from a teacher", reason=reason)
+            log.warning("no signal from a teacher", reason=reason)
         self._reasons[reason] += 1
 
     # ------------------------------------------------------------------ a step

@@ -332,6 +332,8 @@ def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
     share, means = evidence.mean("groups_without_variance"), evidence.values("reward_mean")
     if share is None or share < MOST_GROUPS or not evidence.has_enough_groups or evidence.gained:
         return {}
+    if evidence.mean("teacher_share"):  # groups of one reward still learn from the teacher
+        return {}
     wrong, right = (
         evidence.mean("groups_all_wrong") or 0.0,
         evidence.mean("groups_all_right") or 0.0,

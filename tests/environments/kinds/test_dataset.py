@@ -11,7 +11,7 @@ from mlx_parallm.config.load import parse_config
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.rows import prompt_key
-from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
+from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, task_in_words
 from mlx_parallm.errors import ConfigError
 from tests.environments.scripted_client import ScriptedClient
 
@@ -68,6 +68,43 @@ def test_every_epoch_has_every_training_row_once_in_an_order_of_its_own(make):
     assert contents(make(rows, seed=1), size) != first
     # whatever was asked for before
     assert source.task(3 * size + 1).key == make(rows).task(3 * size + 1).key
+
+
+def test_a_teacher_gets_every_column_of_a_row(make):
+    """What its prompt may name, and the completion that lmbda takes."""
+    row = {"prompt": "Say 1", "answer": "1", "hint": "one", "completion": "1", "teacher": "big"}
+    source = make([row], heldout_fraction=0.0)
+    assert task_in_words(source.task(0), source)["row"] == row
+
+
+def test_rows_without_rewards_are_for_teachers_alone(make):
+    """With distillation.reward = false a data set needs none, and one answer a prompt is enough;
+    its reward is 0. Anything else is refused with the reason."""
+    entry = {"kind": "dataset", "name": "rows", "data": "rows.jsonl", "group_size": 1}
+    teachers = {"teachers": [{"name": "base", "kind": "base"}]}
+
+    def parsed(reward, rewards=(), **sections):
+        training = {"distillation": teachers | {"reward": reward}}
+        entries = [entry | {"rewards": list(rewards)}]
+        return parse_config({"environments": entries, "rl_training": training} | sections)
+
+    assert parsed(False).environments[0].rewards == ()
+    with pytest.raises(ConfigError, match=r"needs rewards .*distillation.reward = false"):
+        parsed(True)
+    with pytest.raises(ConfigError, match=r"evaluation.problems cannot be scored"):
+        parsed(False, evaluation={"problems": 3})
+    with pytest.raises(ConfigError, match=r"evaluation.environments: rows: .* needs rewards"):
+        bare = {name: value for name, value in entry.items() if name != "group_size"}
+        parsed(False, evaluation={"problems": 3, "environments": [bare]})
+    with pytest.raises(ConfigError, match="group_size = 1, but grpo compares"):
+        parse_config({"environments": [entry | {"rewards": ["builtin:length"]}]})
+    for algorithm in ("ppo", "reinforce", "reinforce_pp"):
+        parse_config(
+            {
+                "environments": [entry | {"rewards": ["builtin:length"]}],
+                "rl_training": {"algorithm": algorithm},
+            }
+        )
 
 
 def rated(rates):
