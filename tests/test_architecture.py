@@ -142,11 +142,11 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/models/loading.py:load_tokenizer": "the tokenizers library raises plain Exception",
     "mlx_parallm/distributed/players.py:RankPlayer._read": "a rank whose groups do not come must"
     " end the run",
-    "mlx_parallm/distributed/players.py:PlayedHere._read": "the same: rank 0 would wait for its"
+    "mlx_parallm/distributed/players.py:RankRolloutWorker._read": "the same: rank 0 would wait for its"
     " groups",
     "mlx_parallm/distributed/requests.py:RankEngine._write": "a message that cannot be sent must"
     " not be waited for",
-    "mlx_parallm/distributed/requests.py:ServedHere._run": "rank 0's client would wait for an"
+    "mlx_parallm/distributed/requests.py:RankRequestWorker._run": "rank 0's client would wait for an"
     " answer for ever",
     "mlx_parallm/rl_training/events.py:RunEvents.emit": "a subscriber that fails must not stop the"
     " training",

@@ -22,7 +22,7 @@ TINY_MODULE_LINES = 80
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
     "environments.kinds.dataset": "a kind of environment is a file",
-    "rl_training.distillation.given": "answers that nobody sampled are no matter of teachers",
+    "rl_training.distillation.dataset_completions": "answers that nobody sampled are no matter of teachers",
     "rl_training.monitor.teacher_signs": "the rules of one subject, for the list in health",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "server.api.adapters": "a family of routes is a file",

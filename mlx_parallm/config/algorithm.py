@@ -339,11 +339,11 @@ def without_unread(
     algorithm = named.get("rl_training.algorithm", before)
     if algorithm != before:
         return {key: value for key, value in training.items() if key not in PRESET_KEYS}
-    own = str(training.get("loss") or PRESETS.get(before, {}).get("loss"))
-    loss = named.get("rl_training.loss", own)
-    if loss == own and not saved:
+    previous_loss = str(training.get("loss") or PRESETS.get(before, {}).get("loss"))
+    loss = named.get("rl_training.loss", previous_loss)
+    if loss == previous_loss and not saved:
         return dict(training)
-    then, now = defaults_of(before, own), defaults_of(before, loss)
+    then, now = defaults_of(before, previous_loss), defaults_of(before, loss)
     means_the_same = {
         key
         for key, value in now.items()

@@ -121,8 +121,8 @@ class DistillationConfig(Section):
     @property
     def reads_rows(self) -> bool:
         """Whether teachers need the row of a group, and not its tokens alone."""
-        asked = any(bool(teacher.prompt) for teacher in self.teachers)
-        return asked or self.column is not None or self.lmbda < 1
+        has_prompt = any(bool(teacher.prompt) for teacher in self.teachers)
+        return has_prompt or self.column is not None or self.lmbda < 1
 
     @field_validator("teachers")
     @classmethod

@@ -357,9 +357,9 @@ def _environments(data: dict[str, Any]) -> list[dict[str, Any]]:
     ]
     return [
         entry
-        for found in lists
-        if isinstance(found, list)
-        for entry in found
+        for entries in lists
+        if isinstance(entries, list)
+        for entry in entries
         if isinstance(entry, dict)
     ]
 

@@ -59,9 +59,9 @@ class LoraConfig(Section):
     def _by_pefts_names(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        for name, own in PEFT_NAMES.items():
-            if name in data and own in data:
-                raise ValueError(f"{name} is PEFT's name of {own}: set one of them")
+        for name, key in PEFT_NAMES.items():
+            if name in data and key in data:
+                raise ValueError(f"{name} is PEFT's name of {key}: set one of them")
         return {PEFT_NAMES.get(name, name): value for name, value in data.items()}
 
     @property

@@ -2,8 +2,8 @@
 it has.
 
 BeginRun    prepare: the same model, the environments of rank 0's configuration
-Publish     serve the weights, the first time with a new engine; from then on `PlayedHere` takes
-            groups, and `ServedHere` requests
+Publish     serve the weights, the first time with a new engine; from then on `RankRolloutWorker`
+            takes groups, and `RankRequestWorker` requests
 RankTask    a training step
 """
 
@@ -13,9 +13,9 @@ from contextlib import ExitStack
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.fingerprint import model_fingerprint
-from mlx_parallm.distributed.players import PlayedHere
+from mlx_parallm.distributed.players import RankRolloutWorker
 from mlx_parallm.distributed.ranks import EXIT_LOST, BeginRun, JoinedRanks, Publish, agree, samples
-from mlx_parallm.distributed.requests import ServedHere
+from mlx_parallm.distributed.requests import RankRequestWorker
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import open_tools
@@ -58,8 +58,8 @@ def follow(
         try:
             ranks.follow_settings(task.config)
             rank = Follower(task, config, ranks, stop, serve, closing)
-        except ParallmError as found:
-            error = str(found)
+        except ParallmError as fault:
+            error = str(fault)
         if not any(ranks.exchange(error) or [True]) and rank is not None:
             code = EXIT_LOST
             try:
@@ -158,7 +158,9 @@ class Follower:
             self._weights = open_serving(
                 self._serving, self._loaded, self._trainer.policy, version=version, keep_versions=1
             )
-            self._closing.callback(ServedHere(self._ranks.requests[0], self._serving.client).close)
+            self._closing.callback(
+                RankRequestWorker(self._ranks.requests[0], self._serving.client).close
+            )
             self._play()
         else:
             publish(self._weights, self._trainer.policy, version, None)
@@ -181,7 +183,7 @@ class Follower:
             adapter=POLICY if training.lora.enabled else None,
             template_kwargs=self._config.model.chat_template_kwargs,
         )
-        played = PlayedHere(
+        played = RankRolloutWorker(
             self._ranks.rollouts[0],
             self._sources,
             EpisodeRunner(policy),
@@ -203,5 +205,5 @@ class Follower:
 
 def _here(leader: Config, config: Config) -> Config:
     """Return rank 0's configuration with this machine's model."""
-    own = {"base_path": config.model.base_path, "revision": config.model.revision}
-    return leader.model_copy(update={"model": leader.model.model_copy(update=own)})
+    model = {"base_path": config.model.base_path, "revision": config.model.revision}
+    return leader.model_copy(update={"model": leader.model.model_copy(update=model)})

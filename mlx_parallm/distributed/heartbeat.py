@@ -1,13 +1,12 @@
-"""Notices a rank that no longer runs though its process is there (SIGSTOP, a debugger, a hung
+"""Detect a rank that no longer runs although its process exists (SIGSTOP, a debugger, a hung
 machine).
 
-The kernel of such a machine keeps its connections open and answers for it, so only what the process
-itself sends shows that it runs. What sends needs neither the engine nor the main thread: a rank
-that computes for long is not silent.
+The kernel of such a machine keeps its connections open and answers for it, so only messages of the
+process itself show that it runs. The sending thread needs neither the engine nor the main thread: a
+rank that computes for long is not silent.
 
-What is done about a lost one: `JoinedRanks` (ranks.py) ends the training, `RankEngine`
-(requests.py) gives its requests to others, and the parent (cli/rank_launcher.py) stops the others
-or starts them again.
+After a loss, `JoinedRanks` (ranks.py) ends the training, `RankEngine` (requests.py) gives the
+requests to others, and the parent (cli/rank_launcher.py) stops the others or starts them again.
 """
 
 import threading
@@ -23,9 +22,9 @@ LOOK_S = 1.0
 SILENT_LOOKS = 60
 
 
-class Ear:
-    """Reads a connection on which something comes more often than every LOOK_S. `silent`: looks
-    since the last message that found nothing."""
+class HeartbeatReader:
+    """Reads a connection on which a message comes more often than every LOOK_S. `silent`: how many
+    LOOK_S have passed without one."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -36,7 +35,7 @@ class Ear:
         return self.silent >= SILENT_LOOKS
 
     def next(self) -> Any:
-        """The next message; None: the other end is gone, or `gives_up`."""
+        """Return the next message; None: the other end is gone, or `gives_up`."""
         try:
             while not self._connection.poll(LOOK_S):
                 self.silent += 1
@@ -48,15 +47,15 @@ class Ear:
         return received(self._connection)
 
 
-class Pulse:
-    """Tells the other end every LOOK_S that this process runs, and calls `on_silent` when the
-    other no longer does."""
+class Heartbeat:
+    """Tells the other end every LOOK_S that this process runs, and calls `on_silent` when the other
+    process no longer runs."""
 
     def __init__(self, connection: Connection, on_silent: Callable[[], None]) -> None:
         self._connection, self._on_silent = connection, on_silent
         self._ended = threading.Event()
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
-        threading.Thread(target=self._listen, name="pulse of a rank", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._listen, name="heartbeat of a rank", daemon=True).start()
 
     def close(self) -> None:
         self._ended.set()
@@ -68,9 +67,9 @@ class Pulse:
                 self._connection.send(True)
 
     def _listen(self) -> None:
-        ear = Ear(self._connection)
+        reader = HeartbeatReader(self._connection)
         with self._connection:
-            while ear.next() is not None:
+            while reader.next() is not None:
                 pass
-        if ear.gives_up and not self._ended.is_set():
+        if reader.gives_up and not self._ended.is_set():
             self._on_silent()

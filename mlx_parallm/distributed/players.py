@@ -1,12 +1,12 @@
 """Groups that rank 0 starts and another rank plays, over a TCP connection of their own.
 
     rank 0       RolloutScheduler → RankPlayer → connection
-    rank 1, …    connection → PlayedHere → LocalPlayer → this rank's engine; results go back as they
-                 finish
+    rank 1, …    connection → RankRolloutWorker → LocalPlayer → this rank's engine; results go back
+                 as they finish
 
-Rank 0 alone decides which groups there are: tasks are disjoint, each group has the seed that its
-number gives, and order, resume, refused groups and the store are those of a run with one process.
-What a rank had not finished when it was lost is not settled, so a resume starts it again.
+Rank 0 alone decides which groups there are: tasks are disjoint, the number of a group sets its
+seed, and order, resume, refused groups and the store are those of a run with one process. Groups
+that a lost rank has not finished are not settled, so a resume starts them again.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class PlayedGroup:
 
 @dataclass(frozen=True)
 class Broken:
-    """That rank can play no more: its engine has died, or a bug in this package."""
+    """A rank that can play no more: its engine has died, or there is a bug in this package."""
 
     error: str
 
@@ -107,7 +107,7 @@ def hang_up(connection: Connection) -> None:
 
 
 def received(connection: Connection) -> Any:
-    """The next message; None: the other end is gone."""
+    """Return the next message; None: the other end is gone."""
     try:
         return connection.recv()
     except (EOFError, OSError):
@@ -115,9 +115,9 @@ def received(connection: Connection) -> Any:
 
 
 class RankPlayer:
-    """On rank 0: the player that another rank is. Single use. Until `stop`, whatever keeps that
-    rank from playing is an error of the run: groups are delivered in order, so the others would
-    wait for its groups for ever."""
+    """The `GroupPlayer` of another rank, as rank 0 sees it. Single use. Until `stop`, a rank that
+    cannot play is an error of the run: groups are delivered in order, so the others would wait for
+    its groups for ever."""
 
     def __init__(
         self, connection: Connection, rank: int, on_results: OnResults, on_error: OnError
@@ -138,7 +138,7 @@ class RankPlayer:
         self._send(UseTemperature(temperature))
 
     def stop(self, timeout_s: float = 0.0) -> Sequence[str]:
-        """Does not wait: the end of the run ends that rank too."""
+        """Stop without waiting: the end of the run ends that rank too."""
         self._stopped = True
         self._send(StopPlaying())
         return ()
@@ -173,12 +173,12 @@ class RankPlayer:
             self._on_error(EnvironmentFailedError(f"rank {self._rank}: {why}"))
 
 
-class PlayedHere:
-    """On the other ranks: plays what rank 0 sends, until it says stop or the connection ends.
+class RankRolloutWorker:
+    """Plays rank 0's groups on another rank, until rank 0 stops it or the connection ends.
 
     Args:
-        check: called before results are sent. What it raises, as when the engine has died, ends the
-            run: groups that failed for that reason say nothing about their tasks.
+        check: called before results are sent. An exception, for example because the engine has
+            died, ends the run: groups that failed for that reason say nothing about their tasks.
     """
 
     def __init__(

@@ -5,17 +5,17 @@ run.
     the rest     a TCP connection of every rank to rank 0: batches, numbers, stop requests, and
                  which ranks are left
 
-Rank 0 leads a training step (`JoinedRanks.lead`), the other ranks follow it (`follower.py`): the
-same `train_step` on the same batch and state. When rank 0 publishes, every rank publishes the
-weights that it has itself. Nothing is assumed about the state of a follower: at the start of every
-step, and for a publish, the ranks compare fingerprints of the arrays, or of a part of each, and
-where they differ (a resume, a rollback, other hardware) rank 0's are copied.
+Rank 0 announces a training step (`JoinedRanks.announce_step`), the other ranks follow it
+(`follower.py`): the same `train_step` on the same batch and state. When rank 0 publishes, every
+rank publishes its own weights. The state of a follower is never assumed: at the start of every
+step, and for a publish, the ranks compare fingerprints of the arrays, or of a part of each. Where
+they differ (a resume, a rollback, other hardware), rank 0's arrays are copied.
 
 A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's
 ring raises when a neighbour's process has died, but not when its machine has vanished. So
 collectives run in a thread of their own, and the thread that waits for one watches the connections.
 These are authenticated with a key that rank 0 hands out by the first collective. A process that is
-stopped keeps its connections; its pulse shows it (heartbeat.py), and then the others end them.
+stopped keeps its connections; its heartbeat shows it (heartbeat.py), and then the others end them.
 """
 
 import atexit
@@ -50,7 +50,7 @@ from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.balance import BalancedClient
 from mlx_parallm.distributed.fingerprint import model_fingerprint
-from mlx_parallm.distributed.heartbeat import LOOK_S, SILENT_LOOKS, Pulse
+from mlx_parallm.distributed.heartbeat import LOOK_S, SILENT_LOOKS, Heartbeat
 from mlx_parallm.distributed.players import RankPlayer, hang_up
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.runner import MakePlayer, OnError, OnResults
@@ -89,7 +89,7 @@ log = get_logger("ranks")
 
 @dataclass(frozen=True)
 class BeginRun:
-    """What every rank is to run. `config`: rank 0's; `fingerprint`: of its model."""
+    """The run that every rank begins. `config`: rank 0's; `fingerprint`: of its model."""
 
     config: Config
     fingerprint: str
@@ -134,9 +134,9 @@ def join() -> Ranks:
 
 @contextlib.contextmanager
 def _nothing_else_runs() -> Iterator[None]:
-    """Around MLX's own connecting, which holds Python's lock until all ranks are there: no
-    signal handler would run, and no other thread could end the wait for a rank that never comes.
-    Main thread only."""
+    """Let signals, and a limit of JOIN_S, end the process while MLX connects. MLX holds Python's
+    lock until all ranks are there, so no signal handler would run, and no other thread could end
+    the wait for a rank that never comes. Main thread only."""
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
     with Path(os.devnull).open("w") as nowhere:
@@ -163,12 +163,12 @@ class JoinedRanks(Ranks):
         self._then = "then start all ranks again with --resume auto"
         # Rank 0: to ranks 1, 2, …; others: to rank 0. For steps, for groups (players.py), for
         # requests (requests.py).
-        self._connections, self.rollouts, self.requests, pulses = self._connect()
+        self._connections, self.rollouts, self.requests, heartbeats = self._connect()
         self._watched = [_watched(connection) for connection in self._connections]
         self._silent: list[int] = []
-        self._pulses = [
-            Pulse(connection, partial(self._give_up, place))
-            for place, connection in enumerate(pulses)
+        self._heartbeats = [
+            Heartbeat(connection, partial(self._give_up, place))
+            for place, connection in enumerate(heartbeats)
         ]
         log.info("ranks joined", rank=self.rank, size=self.size)
 
@@ -215,11 +215,11 @@ class JoinedRanks(Ranks):
 
         return make
 
-    def clients_engine(self, own: EngineClient) -> EngineClient:
+    def clients_engine(self, engine: EngineClient) -> EngineClient:
         if self.rank or not self._samples:
-            return own
+            return engine
         if self._clients is None:
-            self._clients = BalancedClient(own, self.requests, keeps_prompts=self._keeps_prompts)
+            self._clients = BalancedClient(engine, self.requests, keeps_prompts=self._keeps_prompts)
         return self._clients
 
     def served_tokens(self) -> int:
@@ -232,12 +232,12 @@ class JoinedRanks(Ranks):
     # ------------------------------------------------------------------ a step
 
     def next_part(self) -> int | None:
-        """Of the arrays, for the next comparison; the same on every rank, since all take part in
-        each."""
+        """Return which part of the arrays the next comparison reads; the same on every rank, since
+        all take part in each comparison."""
         self._comparisons += 1
         return None if self._comparisons <= WHOLE else self._comparisons % PARTS
 
-    def lead(self, task: RankTask, trainer: HasArrays) -> None:
+    def announce_step(self, task: RankTask, trainer: HasArrays) -> None:
         if self.rank == 0:
             self.tell(task)
             agree(self, trainer, part=self.next_part())
@@ -291,7 +291,7 @@ class JoinedRanks(Ranks):
                 return None
 
     def tell(self, message: Any) -> None:
-        """From rank 0 to all others."""
+        """Send a message from rank 0 to all others."""
         if self.lost:
             return
         try:
@@ -302,9 +302,10 @@ class JoinedRanks(Ranks):
     def next_task(
         self, stop: threading.Event | None = None, check: Callable[[], None] = lambda: None
     ) -> Any:
-        """On the other ranks: the next message of rank 0; None when it has ended the run. Once
-        `stop` is set, rank 0 is asked to end it. Raises RankLostError: rank 0 is gone; and what
-        `check` raises, which is called every WATCH_S.
+        """Return rank 0's next message, on another rank; None when rank 0 has ended the run.
+
+        Once `stop` is set, this rank requests the end from rank 0. `check` is called every WATCH_S;
+        its exceptions pass. Raises RankLostError: rank 0 is gone.
         """
         [connection], requested = self._connections, False
         try:
@@ -334,8 +335,8 @@ class JoinedRanks(Ranks):
         for watched, connection in zip(self._watched, self._connections, strict=True):
             watched.close()
             connection.close()
-        for pulse in self._pulses:
-            pulse.close()
+        for heartbeat in self._heartbeats:
+            heartbeat.close()
         for connection in (*self.rollouts, *self.requests):
             hang_up(connection)
         self._collectives.close(GRACE_S)
@@ -393,8 +394,8 @@ class JoinedRanks(Ranks):
     # ------------------------------------------------------------------ connecting
 
     def _connect(self) -> list[list[Connection]]:
-        own = {"machine": f"{socket.gethostname()} {uuid.getnode()}", "versions": VERSIONS}
-        everyone = [json.loads(text) for text in self._all_texts(json.dumps(own))]
+        here = {"machine": f"{socket.gethostname()} {uuid.getnode()}", "versions": VERSIONS}
+        everyone = [json.loads(text) for text in self._all_texts(json.dumps(here))]
         for rank, other in enumerate(everyone):
             if other["versions"] != everyone[0]["versions"]:
                 if self.rank:
@@ -403,7 +404,7 @@ class JoinedRanks(Ranks):
                     f"rank {rank} has {other['versions']}, rank 0 {everyone[0]['versions']}:"
                     " install the same on all"
                 )
-        self.here = sum(other["machine"] == own["machine"] for other in everyone)
+        self.here = sum(other["machine"] == here["machine"] for other in everyone)
         one_machine = self.here == self.size
         if self.rank:
             offer = json.loads(self._all_texts("")[0])
@@ -449,7 +450,7 @@ def agree(ranks: Ranks, trainer: HasArrays, *, compared: str = "", part: int | N
     shapes = [(name, tuple(array.shape), str(array.dtype)) for name, array in arrays.items()]
     digest = _digest([a for name, a in arrays.items() if name.startswith(compared)], part)
     everyone = ranks.exchange((shapes, digest))
-    if everyone is None or all(own == everyone[0] for own in everyone):
+    if everyone is None or all(other == everyone[0] for other in everyone):
         return
     if any(shapes != everyone[0][0] for shapes, _ in everyone):
         raise RankLostError(
@@ -460,12 +461,12 @@ def agree(ranks: Ranks, trainer: HasArrays, *, compared: str = "", part: int | N
         if ranks.rank
         else "training state given to the other ranks"
     )
-    own = [
+    sent = [
         _bits(array) if ranks.rank == 0 else mx.zeros_like(_bits(array))
         for array in arrays.values()
     ]
-    mx.eval(own)
-    summed = ranks.sum(own)
+    mx.eval(sent)
+    summed = ranks.sum(sent)
     if summed is None or ranks.rank == 0:
         return
     copied = [
@@ -546,7 +547,7 @@ def _sums(arrays: Sequence[mx.array], group: Any) -> list[mx.array]:
 def _accept(listener: socket.socket, key: bytes, count: int) -> list[list[Connection]]:
     """The connections of each rank, one for each purpose. A stranger that says nothing keeps
     nobody waiting."""
-    found: dict[tuple[int, int], Connection] = {}
+    connections: dict[tuple[int, int], Connection] = {}
 
     def greet(end: socket.socket) -> None:
         connection = Connection(end.detach())
@@ -561,15 +562,17 @@ def _accept(listener: socket.socket, key: bytes, count: int) -> list[list[Connec
             connection.close()
         else:
             _limit_reading(connection, 0.0)
-            found[place] = connection
+            connections[place] = connection
 
     with listener:
         listener.settimeout(ACCEPT_S)
-        while len(found) < PURPOSES * count:
+        while len(connections) < PURPOSES * count:
             with contextlib.suppress(OSError):  # nobody has come since
                 end, _ = listener.accept()
                 threading.Thread(target=greet, args=(end,), name="handshake", daemon=True).start()
-    return [[found[rank, purpose] for purpose in range(PURPOSES)] for rank in range(1, count + 1)]
+    return [
+        [connections[rank, purpose] for purpose in range(PURPOSES)] for rank in range(1, count + 1)
+    ]
 
 
 def _limit_reading(connection: Connection, seconds: float) -> None:
@@ -583,14 +586,14 @@ def _reach(offer: dict[str, Any], rank: int) -> list[Connection]:
         place = (address, offer["port"])
         try:
             socket.create_connection(place, timeout=CONNECT_S).close()
-            found = []
+            connections = []
             for purpose in range(PURPOSES):
-                found.append(Client(place, authkey=bytes.fromhex(offer["key"])))
-                found[-1].send((rank, purpose))
+                connections.append(Client(place, authkey=bytes.fromhex(offer["key"])))
+                connections[-1].send((rank, purpose))
         except (AuthenticationError, EOFError, OSError) as error:
             log.debug("rank 0 is not there", address=address, error=repr(error))
         else:
-            return found
+            return connections
     tried = ", ".join(offer["addresses"])
     raise RankLostError(
         f"rank {rank} cannot reach rank 0 at port {offer['port']} of {tried}: is a firewall"
@@ -599,7 +602,7 @@ def _reach(offer: dict[str, Any], rank: int) -> list[Connection]:
 
 
 def _own_addresses() -> list[str]:
-    """This machine's IPv4 addresses, the loopback last."""
+    """Return this machine's IPv4 addresses, the loopback last."""
     addresses = {
         a.address
         for entries in psutil.net_if_addrs().values()

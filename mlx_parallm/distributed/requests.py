@@ -2,8 +2,8 @@
 connection of their own.
 
     rank 0       BalancedClient → RankEngine → connection
-    rank 1, …    connection → ServedHere → EngineClient → this rank's engine; events go back once a
-                 step
+    rank 1, …    connection → RankRequestWorker → EngineClient → this rank's engine; events go back
+                 once a step
 
 The messages are those of an engine thread: requests in, `StreamDelta` and `Finished` back. A rank
 that cannot run a request, or that is lost, gives it back: rank 0's own engine runs it, unless the
@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
-from mlx_parallm.distributed.heartbeat import LOOK_S, Ear
+from mlx_parallm.distributed.heartbeat import LOOK_S, HeartbeatReader
 from mlx_parallm.distributed.players import STOP_S, hang_up, received
 from mlx_parallm.engine.client import Abort, EngineClient, Letters, Mailbox, post
 from mlx_parallm.engine.live_requests import Event, Failed, Finished, StreamDelta
@@ -33,7 +33,7 @@ from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import EngineStats, Request
 
 REPORT_S = 0.2  # between two reports of a rank's counters
-# that found no report (heartbeat.py): the rank gets no more requests until one comes
+# without a report (heartbeat.py): the rank gets no more requests until one comes
 QUIET_LOOKS = 3
 IDLE_WAIT_S = 0.5
 
@@ -88,8 +88,8 @@ class Done:
 
 
 @dataclass(frozen=True)
-class RankServes:
-    """The rank answers from now on, under these adapters; None is the base."""
+class RankReady:
+    """The rank is ready for requests under these adapters; None is the base."""
 
     adapters: frozenset[str | None]
 
@@ -106,7 +106,7 @@ class RankLoad:
 
 @dataclass(frozen=True)
 class Events:
-    """What one step of the engine has for rank 0's clients."""
+    """The events of one step of the engine for rank 0's clients."""
 
     events: tuple[Event, ...]
 
@@ -120,12 +120,12 @@ class Refused:
 
 
 class RankEngine:
-    """On rank 0: the engine of another rank. Any thread; `hand_in` in the mailboxes' loop.
+    """The engine of another rank, as rank 0 sees it. Any thread; `hand_in` in the mailboxes' loop.
 
     Args:
-        give_back: takes this engine, and requests of which the client has seen nothing, when the
-            rank refuses them or is lost. Asks `released` for each, in its mailbox's loop. Called on
-            another thread.
+        give_back: called with this engine and requests of which the client has seen nothing, when
+            the rank refuses them or is lost; on another thread. It calls `released` for each, in
+            the loop of its mailbox.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RankEngine:
         self.rank = rank
         self.stats: EngineStats | None = None
         self._connection, self._give_back = connection, give_back
-        self._ear = Ear(connection)
+        self._heartbeat = HeartbeatReader(connection)
         self._others = 0
         self._adapters: frozenset[str | None] = frozenset()
         self._lock = threading.Lock()  # guards what follows
@@ -152,7 +152,7 @@ class RankEngine:
         threading.Thread(target=self._read, name=f"answers of rank {rank}", daemon=True).start()
 
     def serves(self, adapter: str | None) -> bool:
-        return adapter in self._adapters and not self._lost and self._ear.silent < QUIET_LOOKS
+        return adapter in self._adapters and not self._lost and self._heartbeat.silent < QUIET_LOOKS
 
     @property
     def unfinished(self) -> int:
@@ -221,13 +221,13 @@ class RankEngine:
                 message = received(self._connection)  # as long as it loads the model it is silent
                 while message is not None:
                     self._take(message)
-                    message = self._ear.next()
+                    message = self._heartbeat.next()
         finally:
             self._lose()
 
-    def _take(self, message: RankServes | RankLoad | Events | Refused | Done) -> None:
+    def _take(self, message: RankReady | RankLoad | Events | Refused | Done) -> None:
         match message:
-            case RankServes(adapters):
+            case RankReady(adapters):
                 self._adapters = adapters
             case RankLoad(stats, others, idle_s):
                 self.stats, self._others = (
@@ -294,14 +294,16 @@ class RankEngine:
             request_ids, orders = list(self._letters), list(self._orders.values())
             self._orders.clear()
         self._outgoing.put(None)
-        silent = f"it has been silent for {self._ear.silent * LOOK_S:.0f} s"
-        self._return(request_ids, silent if self._ear.gives_up else "its connection is closed")
+        silent = f"it has been silent for {self._heartbeat.silent * LOOK_S:.0f} s"
+        self._return(
+            request_ids, silent if self._heartbeat.gives_up else "its connection is closed"
+        )
         for future in orders:
             _settle(future, True)
 
 
 def _ended(stats: EngineStats | None) -> EngineStats | None:
-    """Return what is left of a lost rank's: its totals, which may not fall."""
+    """Return the last statistics of a lost rank: its totals, which may not fall."""
     return stats and replace(
         stats, running=0, waiting=0, kv_tokens=0, kv_bytes=0, kv_bytes_shared=0
     )
@@ -325,9 +327,8 @@ class ForwardedMailbox(Mailbox):
             self.result.cancel()  # nobody waits for it here: it counts as ended
 
 
-class ServedHere:
-    """On the other ranks: runs rank 0's requests on this rank's engine until the connection
-    ends."""
+class RankRequestWorker:
+    """Run rank 0's requests on this rank's engine until the connection ends; on the other ranks."""
 
     def __init__(self, connection: Connection, client: EngineClient) -> None:
         self._connection, self._client = connection, client
@@ -349,7 +350,7 @@ class ServedHere:
             self._loop.submit(self._abandon())
 
     async def _abandon(self) -> None:
-        """Rank 0 is gone: nobody waits for its requests."""
+        """Abort rank 0's requests after its end: no client waits for them."""
         self._aborted |= self._preparing
         for request_id in self._running:
             self._client.abort(request_id)
@@ -416,7 +417,7 @@ class ServedHere:
         return True
 
     async def _report(self) -> None:
-        self._send(RankServes(frozenset(model.adapter for model in self._client.models())))
+        self._send(RankReady(frozenset(model.adapter for model in self._client.models())))
         while True:
             others = max(0, self._client.queue.unfinished - sum(self._running.values()))
             stats = self._client.stats()

@@ -49,7 +49,7 @@ class Mailbox:
         self.deltas: asyncio.Queue[CompletionDelta | None] = asyncio.Queue()
 
     def deliver(self, event: Event) -> None:
-        """In the loop's thread."""
+        """Take an event, in the loop's thread."""
         if isinstance(event, StreamDelta):
             self.deltas.put_nowait(event.delta)
             return

@@ -237,9 +237,9 @@ class Engine:
         )
 
     def _read(self, launched: LaunchedStep) -> None:
-        found = self._runner.collect(launched)
+        tokens = self._runner.collect(launched)
         self._lap("compute")
-        for sampled in found:
+        for sampled in tokens:
             self._take_token(sampled, launched.version)
         self.counters.prefill_tokens += launched.prefilled_tokens
         self._lap("read")
@@ -291,8 +291,8 @@ class Engine:
         self.scheduler.paused = bool(self.holders)
 
     def fail_active(self, error: str) -> list[Event]:
-        """After `step` raised: fails every sequence that took part, drops keys and values, keeps
-        the queue."""
+        """Fail every sequence that took part in a step that raised; drop keys and values, keep the
+        queue."""
         lost = self._forget_rows()
         for sequence in lost:
             sequence.finish("error", error=error)
@@ -300,7 +300,7 @@ class Engine:
         return self._live.drain_events()
 
     def recover(self) -> bool:
-        """After `step` raised: computes every row again, alone (`ModelRunner.rebuild`); fails those
+        """Compute every row of a step that raised again, alone (`ModelRunner.rebuild`); fail those
         that raise alone.
 
         Returns whether the cause was found. Raises what the model raises when it cannot compute
@@ -350,7 +350,7 @@ class Engine:
         return self._live.drain_events()
 
     def release_memory(self) -> None:
-        """When idle: gives the KV cache and MLX's buffer cache back."""
+        """Give the KV cache and MLX's buffer cache back if the engine is idle."""
         if not self.scheduler.has_work:
             self._runner.reset()
             self._note_memory()
@@ -426,7 +426,7 @@ class Engine:
         ]
 
     def _note_weights(self, view: WeightsView) -> None:
-        """After a change of weights: drops prefixes that old weights computed."""
+        """Drop prefixes that old weights computed, after a change of weights."""
         if view.revision == self._revision:
             return
         self._version, self._revision, self._base_serial = (

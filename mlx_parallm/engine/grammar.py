@@ -392,19 +392,19 @@ def _names(lost: Iterable[Iterable[str]]) -> tuple[str, ...]:
 
 def _left_out(warnings: Iterable[str]) -> list[str]:
     """The keywords that the library's warnings name."""
-    found: list[str] = []
+    keywords: list[str] = []
     for warning in warnings:
         if (keys := _UNKNOWN_KEYS.search(warning)) is not None:
-            found += json.loads(keys[1])
+            keywords += json.loads(keys[1])
         elif warning.startswith(_UNKNOWN_FORMAT):
-            found.append(f"format:{warning.removeprefix(_UNKNOWN_FORMAT)}")
+            keywords.append(f"format:{warning.removeprefix(_UNKNOWN_FORMAT)}")
         elif "oneOf" in warning:
-            found.append("oneOf")
+            keywords.append("oneOf")
         elif _COUNTS in warning:
-            found += ["minProperties", "maxProperties"]
+            keywords += ["minProperties", "maxProperties"]
         else:
-            found.append("other")
-    return found
+            keywords.append("other")
+    return keywords
 
 
 def _check_size(structure: Structure) -> None:

@@ -415,7 +415,7 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """What a reference within the schema points to; None where it points to nothing."""
+    """Return the part of the schema that a reference points to; None where there is none."""
     for step in reference.removeprefix("#").split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
         root = root.get(step) if isinstance(root, dict) else None

@@ -77,7 +77,8 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """By request id, with the events that are not delivered yet. Owned by the engine thread."""
+    """Unfinished requests by id, with the events that are not delivered yet. Owned by the engine
+    thread."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -188,8 +189,8 @@ class LiveRequests:
 
 @contextmanager
 def own_failure(sequence: Sequence) -> Iterator[None]:
-    """Whatever a sequence's text raises (a tokenizer may raise anything) ends that sequence and
-    no other."""
+    """Make an exception of a sequence's text (a tokenizer may raise anything) end that sequence
+    and no other."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - boundary: one request's text must not end the engine

@@ -166,5 +166,5 @@ def spellings(word: str, encode: Callable[[str], list[int]]) -> list[tuple[int, 
         encode: to the tokens that a text has inside another.
     """
     alone, behind = (tuple(encode(space + word.lstrip())) for space in ("", " "))
-    found = [alone] if alone else []
-    return [*found, behind] if behind and behind[:1] != alone[:1] else found
+    ways = [alone] if alone else []
+    return [*ways, behind] if behind and behind[:1] != alone[:1] else ways

@@ -191,8 +191,7 @@ class ModelRunner:
         ]
 
     def reset(self) -> None:
-        """After a failed step, or when idle: drops rows, adapter stacks and what the last batch
-        held."""
+        """Drop rows, adapter stacks and the last batch, after a failed step or when idle."""
         self._cache.clear()
         self._rows, self._batch = (), None
         self._lora.release()

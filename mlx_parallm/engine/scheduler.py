@@ -125,7 +125,7 @@ class PrefillChunk:
 
     @property
     def sources(self) -> list[int]:
-        """For each new row, its prompt's place in `prefill.rows`."""
+        """The place in `prefill.rows` of each new row's prompt."""
         return rows_of(self.prompts)
 
 
@@ -465,9 +465,8 @@ class Scheduler:
         return row
 
     def _begin(self, prefill: Prefill) -> None:
-        """Before the first chunk of a recurrent model's prompt: looks again for what is known of
-        it, as prompts before it may have been computed meanwhile, and picks the places of its
-        snapshots."""
+        """Begin the prefill of a recurrent model's prompt: look again for a stored prefix, since
+        earlier prompts may have been computed meanwhile, and pick the places of the snapshots."""
         [row] = prefill.rows
         row.prefix = self.prefix_cache.find(row.key, row.owner.prompt)
         row.reused = prefill.done = row.prefix[-1].stop if row.prefix else 0
@@ -535,15 +534,15 @@ class Scheduler:
         return chunks
 
     def _prompt_rows(self, index: int, row: PrefillRow) -> PromptRows:
-        """What the new rows of a computed prompt read in segments; what comes after known ones
-        may become a new one."""
+        """Return which segments the new rows of a computed prompt read. The rest behind stored
+        segments may become a new one."""
         chunks, length = row.chunks, len(row.tokens)
         start = end_of(chunks)
         if self.by_tokens and worth_a_segment(length - start, len(row.sequences)):
             # its prefill kept it
-            known = self.prefix_cache.held(row.key, row.tokens) if self.takes_snapshots else ()
-            if end_of(known) == length >= SHARED_FROM * len(known):
-                chunks = known
+            kept = self.prefix_cache.held(row.key, row.tokens) if self.takes_snapshots else ()
+            if end_of(kept) == length >= SHARED_FROM * len(kept):
+                chunks = kept
             else:
                 chunks = (*chunks, PrefixChunk(Segment(None, start, row.tokens[start:]), length))
         return PromptRows(index, len(row.sequences), length, chunks)
@@ -579,8 +578,8 @@ class Scheduler:
 
 
 def _positions_of(prompt: int, sequences: list[Sequence]) -> int:
-    """What the rows of sequences with one prompt can come to take; `prompt` positions of it are
-    not known yet."""
+    """Return how many positions the rows of sequences with one prompt take at most; `prompt`
+    positions of it are not computed yet."""
     if worth_a_segment(prompt, len(sequences)):
         return prompt + sum(size_class(1 + s.max_tokens) for s in sequences)
     return sum(size_class(prompt + 1 + s.max_tokens) for s in sequences)

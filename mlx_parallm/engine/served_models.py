@@ -30,14 +30,14 @@ class AdapterUses:
         self._clock = 0
 
     def note(self, adapter: str | None) -> None:
-        """A request has asked for it."""
+        """Note that a request has used an adapter."""
         if adapter is not None:
             with self._lock:
                 self._clock += 1
                 self._last[adapter] = self._clock
 
     def forget(self, adapter: str) -> None:
-        """It was taken away."""
+        """Forget an adapter that is no longer served."""
         with self._lock:
             self._last.pop(adapter, None)
             if not self._running[adapter]:
@@ -45,7 +45,7 @@ class AdapterUses:
 
     @contextmanager
     def holding(self, adapters: Iterable[str | None]) -> Iterator[None]:
-        """Around the generation of requests under these adapters."""
+        """Count requests under these adapters as running for the length of the block."""
         names = [adapter for adapter in adapters if adapter is not None]
         with self._lock:
             self._running.update(names)
@@ -58,8 +58,8 @@ class AdapterUses:
                 self.note(name)
 
     def least_recent(self, adapters: Iterable[str]) -> str | None:
-        """Of those that no request runs under, the one that was not asked for the longest; None:
-        there is none."""
+        """Return the idle adapter whose last request is the oldest; None: requests run under all
+        of them."""
         with self._lock:
             idle = [name for name in adapters if not self._running[name]]
             return min(idle, key=lambda name: self._last.get(name, 0), default=None)
@@ -145,10 +145,10 @@ class ServedModels:
         return ServedModel(name, name, self.base_id, self.base_id, self._version())
 
     def taken_by_server(self, name: str) -> bool:
-        """Names that no adapter can be given: they mean the base, the policy, a version, or what
-        lies on a shelf."""
-        own = (*self._aliases, self.base_id + BASE_SUFFIX, self._policy_adapter)
-        return name in own or "@" in name or "://" in name
+        """Whether no adapter can have this name: it means the base, the policy, a version, or an
+        adapter on a shelf."""
+        reserved = (*self._aliases, self.base_id + BASE_SUFFIX, self._policy_adapter)
+        return name in reserved or "@" in name or "://" in name
 
     def _pinned(self, name: str, models: tuple[ServedModel, ...]) -> ServedModel:
         requested, _, version = name.rpartition("@")

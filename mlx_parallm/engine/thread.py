@@ -166,7 +166,7 @@ class EngineThread:
         self._deliver(events)
 
     def _take_commands(self, engine: Engine) -> None:
-        """Everything in the queue; when there is nothing to do, blocks until there is."""
+        """Take every command of the queue; when there is nothing to do, wait for one."""
         idle_turns = 0
         while not self._stopping:
             # also when commands alone keep it awake: paused is not stalled

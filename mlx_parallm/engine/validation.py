@@ -54,13 +54,17 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         ends, "ignore_eos", "excludes structured output, whose grammar says where the text ends"
     )
     if bias := params.logit_bias:
-        known = min(bias) >= 0 and max(bias) < limits.vocab_size
-        _require(known, "logit_bias", f"expected token ids from 0 to {limits.vocab_size - 1}")
+        in_vocabulary = min(bias) >= 0 and max(bias) < limits.vocab_size
+        _require(
+            in_vocabulary, "logit_bias", f"expected token ids from 0 to {limits.vocab_size - 1}"
+        )
         _require(all(map(math.isfinite, bias.values())), "logit_bias", "values must be finite")
     if ids := params.allowed_token_ids:
-        known = min(ids) >= 0 and max(ids) < limits.vocab_size
+        in_vocabulary = min(ids) >= 0 and max(ids) < limits.vocab_size
         _require(
-            known, "allowed_token_ids", f"expected token ids from 0 to {limits.vocab_size - 1}"
+            in_vocabulary,
+            "allowed_token_ids",
+            f"expected token ids from 0 to {limits.vocab_size - 1}",
         )
     _require(len(params.bad_words) <= MAX_STOPS, "bad_words", f"at most {MAX_STOPS} words")
     fits = all(len(word.strip()) > 0 and len(word) <= LONGEST_STOP for word in params.bad_words)

@@ -44,7 +44,7 @@ DRAWS_PER_HELDOUT_TASK = 20
 
 
 class PolicyInference(Inference, Protocol):
-    """What a run gives its environments: `InferenceModule.over` the run's engine."""
+    """The inference that a run gives its environments: `InferenceModule.over` the run's engine."""
 
     @property
     def client(self) -> PolicyClient | None: ...
@@ -111,7 +111,7 @@ class Task:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For the chat template, in every turn."""
+        """Return the options for the chat template, in every turn."""
         return {"tools": list(self.tools)} if self.tools else {}
 
 

@@ -92,14 +92,14 @@ class TurnPolicy(Protocol):
 
     @property
     def client(self) -> object:
-        """What an `InferenceModule` of the same policy recognises it by."""
+        """The client by which an `InferenceModule` of the same policy recognises it."""
 
     @property
     def adapter(self) -> str | None: ...
 
     @property
     def since(self) -> float:
-        """When `adapter` was chosen, by time.monotonic()."""
+        """The time at which `adapter` was chosen, by time.monotonic()."""
 
     @property
     def longest(self) -> int:
@@ -195,16 +195,18 @@ class EpisodePolicy:
     ) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
         if isinstance(prompt, str):  # no chat template: they are part of the text
             return with_instructions(prompt, tools.definitions, tools.how_to_call), {}, {}
-        asked, template_tools = prompt_with_tools(
+        chat, template_tools = prompt_with_tools(
             prompt, tools.definitions, self.tokenizer, tools.formats
         )
         options = {} if template_tools is None else {"tools": template_tools, "teach_tools": False}
         # the markers of a call may be special tokens
-        return _snapshot(asked), {"skip_special_tokens": False}, options
+        return _snapshot(chat), {"skip_special_tokens": False}, options
 
     def tool_calls(self, completion: Completion, tools: EpisodeTools) -> ParsedCalls:
-        own = own_format(self.tokenizer)
-        return parse_tool_calls(completion.text, tools.definitions, tools.formats, own=own)
+        model_format = own_format(self.tokenizer)
+        return parse_tool_calls(
+            completion.text, tools.definitions, tools.formats, model_format=model_format
+        )
 
     def after_calls(
         self,
@@ -400,11 +402,12 @@ class Episode:
 
     @property
     def since(self) -> float:
-        """When `adapter` was chosen, by time.monotonic(): not later than the episode began."""
+        """The time at which `adapter` was chosen, by time.monotonic(): at the latest when the
+        episode began."""
         return self._policy.since
 
     def generate(self, prompt: Prompt, params: Mapping[str, Any]) -> Completion:
-        """As `agenerate`, and blocks: for a step that runs on a thread.
+        """Do as `agenerate` does, but block: for a step that runs on a thread.
 
         Raises RuntimeError: on the thread of the environment's loop, where it would wait for
         itself.
@@ -484,12 +487,12 @@ class Episode:
     async def _with_calls(
         self,
         tools: EpisodeTools,
-        asked: Prompt,
+        requested: Prompt,
         overrides: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> Completion:
         """Sample a turn, make its calls, go on with their results until an answer has no call."""
-        prompt = self._as_it_went(asked)
+        prompt = self._as_it_went(requested)
         self._note_calls(None)
         for _ in range(tools.max_rounds):
             shown, tool_overrides, tool_options = self._policy.with_tools(prompt, tools)
@@ -505,7 +508,7 @@ class Episode:
             self._note_calls(None)
             prompt = self._policy.after_calls(prompt, completion, notes, tools)
         went = prompt if self._answer_text is None else _followed(prompt, completion.text)
-        self._seen = _followed(asked, completion.text), went
+        self._seen = _followed(requested, completion.text), went
         return completion
 
     def _as_it_went(self, prompt: Prompt) -> Prompt:

@@ -57,12 +57,12 @@ class EpisodeTools:
 
     def only(self, names: Sequence[str], what: str) -> "EpisodeTools":
         """Return these tools alone. Raises ConfigError: there is no such tool."""
-        known = [definition["name"] for definition in self.definitions]
+        available = [definition["name"] for definition in self.definitions]
         for name in names:
-            if name not in known:
+            if name not in available:
                 raise ConfigError(
-                    f"{what}: there is no tool {name!r}{did_you_mean(name, known)}:"
-                    f" {', '.join(known)}"
+                    f"{what}: there is no tool {name!r}{did_you_mean(name, available)}:"
+                    f" {', '.join(available)}"
                 )
         return replace(
             self, definitions=tuple(each for each in self.definitions if each["name"] in names)

@@ -292,8 +292,8 @@ class Collector:
 
 
 class RolloutManager(RolloutScheduler):
-    """With a `sink`, finished groups go there; without one, `collect_rollouts` returns them.
-    Callbacks are called on the scheduler's thread."""
+    """A scheduler of rollouts that delivers finished groups: to `sink`, or by `collect_rollouts`
+    where there is none. Callbacks are called on the scheduler's thread."""
 
     def __init__(
         self,
@@ -319,12 +319,12 @@ class RolloutManager(RolloutScheduler):
         """
         Args:
             num_parallel: replaces the configuration's.
-            inference: the engine that plays; default: the first environment's. Others without one
-                get it too.
+            inference: the engine that samples; default: the first environment's. Other
+                environments without one get it too.
             client, tokenizer, adapter: replace those of `inference`. The tokenizer is used on other
                 threads.
-            sink: takes a finished group for good. False = it was there already (another one is
-                played instead); RolloutRejectedError = it may not be trained on; any other
+            sink: takes a finished group for good. False = the store has it already (another group
+                is played instead); RolloutRejectedError = it may not be trained on; any other
                 exception stops the manager.
             on_failure: takes a group that may not be trained on, and why.
             on_times: takes the times in which a group was sampled (rl.sample) and scored
@@ -409,8 +409,8 @@ class RolloutManager(RolloutScheduler):
         *,
         group_size: int | None = None,
     ) -> Iterator[Trajectory]:
-        """As `collect_rollouts`, each as soon as it and all before it have finished; the others
-        play on meanwhile."""
+        """Yield what `collect_rollouts` returns, each trajectory as soon as it and all before it
+        have finished; the other episodes go on meanwhile."""
         if self._collector is None:
             raise RuntimeError("this manager hands its groups to a sink")
         if self._stopping and self._failure is None:  # stopped, and wanted again

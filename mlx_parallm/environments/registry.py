@@ -100,7 +100,7 @@ def _environment(kind: str) -> type[BaseEnvironment]:
     return environment
 
 
-def _unknown(kind: str, known: Sequence[str]) -> ConfigError:
+def _unknown(kind: str, kinds: Sequence[str]) -> ConfigError:
     if ":" in kind:
         return ConfigError(
             f'environments: unknown kind {kind!r}; a class of yours is "python:{kind}"'
@@ -111,10 +111,10 @@ def _unknown(kind: str, known: Sequence[str]) -> ConfigError:
             " and comes over HTTP"
             " (docs/verifiers.md)"
         )
-    near = difflib.get_close_matches(kind, known, n=1, cutoff=0.0)[0]
+    near = difflib.get_close_matches(kind, kinds, n=1, cutoff=0.0)[0]
     return ConfigError(
         f"environments: unknown kind {kind!r}; did you mean {near!r}? There are:"
-        f" {', '.join(known)},"
+        f" {', '.join(kinds)},"
         ' and "python:file.py:Class"'
     )
 

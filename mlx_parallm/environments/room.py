@@ -1,5 +1,5 @@
-"""Before a run: whether the prompts of its environments leave room for an answer, and what their
-tools take.
+"""A check before a run whether the prompts of its environments leave room for an answer, and how
+many tokens their tools take.
 
 A prompt that does not fit is dropped with its group. Where none fits, a run would drop group after
 group, so it is refused, with the tokens of each part.
@@ -129,11 +129,11 @@ def _no_room(
     ids: Sequence[list[int] | None],
     limit: str,
 ) -> str:
-    known = list({tuple(each) for each in ids if each is not None})
-    has = f"{min(map(len, known)):,} tokens" if known else "too many characters to be tokenised"
+    prompts = list({tuple(each) for each in ids if each is not None})
+    has = f"{min(map(len, prompts)):,} tokens" if prompts else "too many characters to be tokenised"
     parts, advice = [], f"Shorten the prompts, or raise {limit}"
-    if len(known) > 1:
-        parts.append(f"{_in_all(known):,} are the same in every prompt")
+    if len(prompts) > 1:
+        parts.append(f"{_in_all(prompts):,} are the same in every prompt")
     if system := source.config.system_prompt:
         parts.append(f"system_prompt {len(policy.tokenizer.encode(system)):,}")
     if tools is not None:

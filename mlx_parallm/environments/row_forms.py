@@ -35,12 +35,12 @@ def known_row(row: dict[str, Any], where: str) -> tuple[dict[str, Any], str | No
         row.get(name) is not None for name in OWN_COLUMNS
     ):
         return row | _of_instruction(row), ALPACA
-    said = {
+    conversations = {
         name: _messages(row[name], f"{where}: {name}")
         for name in MESSAGE_COLUMNS
         if _has_sayers(row.get(name))
     }
-    return (row | said, SHAREGPT) if said else (row, None)
+    return (row | conversations, SHAREGPT) if conversations else (row, None)
 
 
 def _of_conversation(row: dict[str, Any], column: str, where: str) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def _message(entry: Any, where: str) -> dict[str, Any]:
         return {"role": "assistant", **_called(value), **rest}
     role = ROLE_OF.get(sayer) if isinstance(sayer, str) else None
     if role is None:
-        known = ", ".join((*ROLE_OF, *CALLERS))
-        raise ConfigError(f"{where}: 'from' is {sayer!r}; known are {known}")
+        senders = ", ".join((*ROLE_OF, *CALLERS))
+        raise ConfigError(f"{where}: 'from' is {sayer!r}; known are {senders}")
     return {"role": role, "content": value, **rest}
 
 

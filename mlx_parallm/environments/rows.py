@@ -174,15 +174,15 @@ def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:
             f"environments: pass_rates = {results!r}: these are no results of `mlx_parallm"
             f" eval` ({error})"
         ) from error
-    found = [rates.get(row.key) for row in rows]
-    for row, rate in zip(rows, found, strict=True):
+    row_rates = [rates.get(row.key) for row in rows]
+    for row, rate in zip(rows, row_rates, strict=True):
         if rate is not None and not 0 <= rate <= 1:
             raise ConfigError(
                 f"environments: pass_rates = {results!r}: the rewards of a prompt have the mean"
                 f" {rate:g}; a pass rate"
                 f" is from 0 to 1, so evaluate with a reward that is ({str(row.prompt)[:80]!r})"
             )
-    return found
+    return row_rates
 
 
 def common_columns(rows: SplitRows[DataRow]) -> tuple[str, ...]:
@@ -303,7 +303,7 @@ def _as_they_are(
     data: str, subset: str | None, split: str, key: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     if is_reference(data):
-        return _own(data, key)
+        return _user_rows(data, key)
     return (
         _hub(data, subset, split, key)
         if data.startswith(HUB_PREFIX)
@@ -311,7 +311,7 @@ def _as_they_are(
     )
 
 
-def _own(reference: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _user_rows(reference: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a list, or those that a function returns."""
     value, name = load(reference, key), reference.rpartition(":")[2]
     with user_code(f"{key}: {shown(reference)}"):

@@ -53,7 +53,7 @@ from mlx_parallm.types import (
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Everything that decides a group, except the weights that sample it."""
+    """All facts that decide a group, except the weights that sample it."""
 
     group_id: str
     source: EnvironmentSource
@@ -409,9 +409,9 @@ def task_in_words(task: Task, source: EnvironmentSource) -> dict[str, Any]:
             plain[str(name)] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError):
             left_out.append(str(name))
-    asked = task.opening if task.plain else [dict(message) for message in task.messages]
+    prompt = task.opening if task.plain else [dict(message) for message in task.messages]
     words: dict[str, Any] = {
-        "asked": asked,
+        "asked": prompt,
         "row": plain,
         "template_kwargs": dict(source.config.chat_template_kwargs),
     }
@@ -430,9 +430,9 @@ def _group(
     plan: GroupPlan,
     rollouts: tuple[Rollout, ...],
     task: Task | None,
-    known: Mapping[str, Any] = MappingProxyType({"out_of_room": 0}),
+    counts: Mapping[str, Any] = MappingProxyType({"out_of_room": 0}),
 ) -> RolloutGroup:
-    metadata: dict[str, Any] = {**known, "task_index": plan.task_index}
+    metadata: dict[str, Any] = {**counts, "task_index": plan.task_index}
     if task is not None:
         metadata |= {"key": task.key, "answer": task.answer}
         if plan.source.keeps_rows:

@@ -35,7 +35,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class Inference(Protocol):
-    """What an environment needs of `mlx_parallm.faces.inference.module.InferenceModule`."""
+    """The part of `mlx_parallm.faces.inference.module.InferenceModule` that an environment uses."""
 
     def generate(self, prompts: Sequence[Prompt]) -> Sequence[str]: ...
 
@@ -109,8 +109,7 @@ class BaseEnvironment(ABC):
         """
 
     def _index_or_next(self, index: int | None) -> int:
-        """For a `reset`: return `index`, and where it is None the number of the next task, from
-        0."""
+        """Return `index` for a `reset`; where it is None, the number of the next task, from 0."""
         if index is None:
             index, self._next_index = self._next_index, self._next_index + 1
         return index

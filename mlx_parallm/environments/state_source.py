@@ -87,20 +87,18 @@ class StateSource(EnvironmentSource):
         else the next one (`in_order`)."""
         state = self._reset(index, split)
         prompt = self.template.build_prompt(state.copy())
-        asked = self.format_prompt(prompt)
+        chat = self.format_prompt(prompt)
         answer = state.metadata.get(self.config.answer_column)
         reward = None
         if self.rewards is not None:
-            seen = prompt if isinstance(prompt, str) or isinstance(asked, str) else list(asked)
+            seen = prompt if isinstance(prompt, str) or isinstance(chat, str) else list(chat)
             reward = self.rewards.for_row(seen, state.copy().metadata, self.progress)
         return Task(
-            key=f"{self.config.name}:{_digest(text_of(asked), state.metadata)}",
-            messages=({"role": "user", "content": asked},)
-            if isinstance(asked, str)
-            else tuple(asked),
+            key=f"{self.config.name}:{_digest(text_of(chat), state.metadata)}",
+            messages=({"role": "user", "content": chat},) if isinstance(chat, str) else tuple(chat),
             reward=reward,
             answer=None if answer is None else str(answer),
-            plain=isinstance(asked, str),
+            plain=isinstance(chat, str),
             state=state,
             tool_names=self.named_tools(state.metadata),
         )

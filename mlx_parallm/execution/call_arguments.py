@@ -85,9 +85,11 @@ def _natural_arguments(source: str, parameters: Sequence[str]) -> list[tuple[str
     pieces: list[tuple[str | None, str]] = []
     for piece in _pieces(source):
         key = _KEY.match(piece)
-        known = key is not None and (not parameters or key[1] in parameters or piece[:1].isspace())
+        is_parameter = key is not None and (
+            not parameters or key[1] in parameters or piece[:1].isspace()
+        )
         # a comma of the value (also of a URL: ?a=1,b=2)
-        if pieces and pieces[-1][0] is not None and not known:
+        if pieces and pieces[-1][0] is not None and not is_parameter:
             pieces[-1] = (pieces[-1][0], f"{pieces[-1][1]},{piece}")
         else:
             pieces.append((None, piece) if key is None else (key[1], piece[key.end() :]))

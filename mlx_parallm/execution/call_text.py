@@ -122,9 +122,9 @@ def _ends_in_quotes(text: str, quotes: str) -> bool:
     at, opening = 0, re.compile(f"[{quotes}]")
     if '"' in text and quotes == '"' and not 0 <= text.find("{") < text.find('"'):
         return False  # no JSON
-    while (found := opening.search(text, at)) is not None:
-        quote = found.group()
-        body = re.compile(rf"(?:[^{quote}\\\x00-\x1f]|\\.)*+", re.DOTALL).match(text, found.end())
+    while (quoted := opening.search(text, at)) is not None:
+        quote = quoted.group()
+        body = re.compile(rf"(?:[^{quote}\\\x00-\x1f]|\\.)*+", re.DOTALL).match(text, quoted.end())
         assert body is not None
         at = body.end() + 1
         if at > len(text) or text[body.end() :] == "\\":

@@ -137,7 +137,7 @@ def in_known_roles(
     if template is None:
         return list(messages)
     roles = {message["role"] for message in messages}
-    known = {
+    template_roles = {
         *ROLES,
         *(
             role
@@ -146,7 +146,7 @@ def in_known_roles(
         ),
     }
     for position, message in enumerate(messages):
-        if message["role"] not in known | {DEVELOPER}:
+        if message["role"] not in template_roles | {DEVELOPER}:
             raise RequestError(
                 f"messages.{position}.role: {message['role']!r} is not a role of this model's chat"
                 " template; "
@@ -154,7 +154,7 @@ def in_known_roles(
                 param=f"messages.{position}.role",
             )
     return [
-        {**message, "role": "system"} if message["role"] not in known else message
+        {**message, "role": "system"} if message["role"] not in template_roles else message
         for message in messages
     ]
 

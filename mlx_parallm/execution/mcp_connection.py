@@ -224,18 +224,18 @@ class MCPConnection:
             )
 
     async def _list(self, session: Any) -> None:
-        self._stage, found, cursor = "tools/list", {}, None
+        self._stage, tools, cursor = "tools/list", {}, None
         while True:
             page = await session.list_tools(cursor=cursor)
-            found.update({tool.name: tool for tool in page.tools})
+            tools.update({tool.name: tool for tool in page.tools})
             cursor = page.next_cursor
             if not cursor:
                 break
-        if missing := set(self.server.tools) - set(found):
+        if missing := set(self.server.tools) - set(tools):
             raise ConfigError(
-                f"{self._what} has no tool {sorted(missing)[0]!r}; it has: {', '.join(found)}"
+                f"{self._what} has no tool {sorted(missing)[0]!r}; it has: {', '.join(tools)}"
             )
-        chosen = [found[name] for name in self.server.tools or found]
+        chosen = [tools[name] for name in self.server.tools or tools]
         self.definitions = {
             tool.name: {
                 "name": tool.name,

@@ -128,7 +128,7 @@ def parse_tool_calls(
     tools: Sequence[ToolLike] = (),
     formats: Format | Literal["auto"] | Sequence[Format] = "auto",
     *,
-    own: OwnFormat | None = None,
+    model_format: OwnFormat | None = None,
 ) -> ParsedCalls:
     """Return the calls in `text`.
 
@@ -136,7 +136,7 @@ def parse_tool_calls(
         tools: the tools that may be called. A call of another one is returned too (the caller
             answers it), but "function" needs the names, and positional arguments need the
             parameters.
-        formats: "auto" = all; "function" needs `tools`, "own" needs `own`.
+        formats: "auto" = all; "function" needs `tools`, "own" needs `model_format`.
 
     Raises ConfigError: an unknown format, or an entry of `tools` that is no tool. No `text` raises
     anything.
@@ -144,13 +144,13 @@ def parse_tool_calls(
     definitions = {definition["name"]: definition for definition in map(tool_definition, tools)}
     calls: list[ToolCall] = []
     malformed: list[MalformedCall] = []
-    for form in _chosen(formats, own, definitions):
+    for form in _chosen(formats, model_format, definitions):
         taken = [(c.start_pos, c.end_pos) for c in calls] + [
             (m.start_pos, m.end_pos) for m in malformed
         ]
         places = (
-            _own_places(text, own, definitions)
-            if own and form == "own"
+            _own_places(text, model_format, definitions)
+            if model_format and form == "own"
             else _PLACES[form](text, definitions)
         )
         for start, end, read in places:
@@ -189,19 +189,19 @@ def _own_call(call: Any) -> tuple[str, dict[str, Any], str | None]:
     return name, arguments, call_id if isinstance(call_id, str) and call_id else None
 
 
-def _chosen(formats: Any, own: OwnFormat | None, tools: Tools) -> list[Format]:
+def _chosen(formats: Any, model_format: OwnFormat | None, tools: Tools) -> list[Format]:
     """Raises ConfigError."""
     if formats == "auto":
         return [
             form
             for form in FORMATS
-            if not ((form == "own" and own is None) or (form == "function" and not tools))
+            if not ((form == "own" and model_format is None) or (form == "function" and not tools))
         ]
     requested = (formats,) if isinstance(formats, str) else tuple(formats)
     for form in requested:
         if form not in FORMATS:
             raise ConfigError(f"tool-call format {form!r} is none of: auto, {', '.join(FORMATS)}")
-        if form == "own" and own is None:
+        if form == "own" and model_format is None:
             raise ConfigError('tool-call format "own": mlx-lm has no parser for this model')
     return [form for form in FORMATS if form in requested]
 
@@ -209,16 +209,18 @@ def _chosen(formats: Any, own: OwnFormat | None, tools: Tools) -> list[Format]:
 # ------------------------------------------------------------------ where calls stand
 
 
-def _own_places(text: str, own: OwnFormat, tools: Tools) -> Iterator[Place]:
-    start_marker, end_marker = own.markers
-    marks = re.compile("|".join(re.escape(marker) for marker in own.markers if marker))
+def _own_places(text: str, model_format: OwnFormat, tools: Tools) -> Iterator[Place]:
+    start_marker, end_marker = model_format.markers
+    marks = re.compile("|".join(re.escape(marker) for marker in model_format.markers if marker))
     at, work = text.find(start_marker), [0]
     while at >= 0:
         inside = at + len(start_marker)
-        ending = _end_of_own(text, inside, marks, own.parse.__module__.rpartition(".")[2], work)
+        ending = _end_of_own(
+            text, inside, marks, model_format.parse.__module__.rpartition(".")[2], work
+        )
         stop = len(text) if ending is None else ending.start()
         end = stop if ending is None or ending.group() != end_marker else ending.end()
-        yield at, end, partial(_own_calls, own, text[inside:stop], tools)
+        yield at, end, partial(_own_calls, model_format, text[inside:stop], tools)
         at = text.find(start_marker, end)
 
 
@@ -329,8 +331,8 @@ def _unclosed(what: str) -> list[Call]:
     raise UnreadableError(f"{what} is not closed")
 
 
-def _own_calls(own: OwnFormat, text: str, tools: Tools) -> list[Call]:
-    calls = read_calls(own.parse, text, openai_tools(tools.values()))
+def _own_calls(model_format: OwnFormat, text: str, tools: Tools) -> list[Call]:
+    calls = read_calls(model_format.parse, text, openai_tools(tools.values()))
     if not calls:
         raise UnreadableError("the model's own format cannot be read")
     return [(name, arguments) for name, arguments, _ in calls]

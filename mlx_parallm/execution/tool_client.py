@@ -97,8 +97,8 @@ class ToolClient:
         """Return name, description and parameters of every tool; starts the servers. Raises
         ConfigError."""
         served = self._loop.run(self._tools_of_servers()) if self._connections else {}
-        own = [definition for _, definition in self._functions.values()]
-        return own + [connection.definitions[name] for name, connection in served.items()]
+        functions = [definition for _, definition in self._functions.values()]
+        return functions + [connection.definitions[name] for name, connection in served.items()]
 
     def call(
         self,
@@ -228,11 +228,11 @@ class ToolClient:
                 self._keep(key, replace(result, cached=True))
             return result
 
-        asked = (*key, timeout_s)
-        task = self._under_way.get(asked)
+        call_key = (*key, timeout_s)
+        task = self._under_way.get(call_key)
         if task is None:
-            task = self._under_way[asked] = asyncio.create_task(call())
-            task.add_done_callback(lambda _: self._under_way.pop(asked))
+            task = self._under_way[call_key] = asyncio.create_task(call())
+            task.add_done_callback(lambda _: self._under_way.pop(call_key))
         return await asyncio.shield(task)
 
     async def _call_function(

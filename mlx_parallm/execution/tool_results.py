@@ -14,7 +14,7 @@ LARGEST_RESULT = 1_000_000
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call gave. `text` is for the policy; after a failure it says what went wrong."""
+    """The result of a call. `text` is for the policy; after a failure it says what went wrong."""
 
     text: str
     structured: Any = None  # JSON, where the tool returned some
@@ -23,10 +23,10 @@ class ToolResult:
     cached: bool = False
 
 
-def no_such_tool(name: str, known: Iterable[str]) -> ToolResult:
-    """Return the result of a call of a tool that there is not."""
+def no_such_tool(name: str, names: Iterable[str]) -> ToolResult:
+    """Return the result of a call of a tool that does not exist."""
     return ToolResult(
-        f"there is no tool {name!r}; there are: {', '.join(known) or 'none'}",
+        f"there is no tool {name!r}; there are: {', '.join(names) or 'none'}",
         error="unknown_tool",
     )
 

@@ -201,11 +201,11 @@ def pair_advantages(
     ]
     if len(places) < 2:
         return None
-    own = group.advantages
-    if own is None:
+    advantages = group.advantages
+    if advantages is None:
         rewards = [shaping.reward(group.rollouts[place]) for place in places]
     else:
-        values = [own[place] for place in places]
+        values = [advantages[place] for place in places]
         rewards = [value[-1] if isinstance(value, Sequence) else value for value in values]
     if (sides := estimate(rewards)) is None:
         return None

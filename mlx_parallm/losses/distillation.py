@@ -1,4 +1,4 @@
-"""What a student learns from a teacher's log-probabilities. Pure functions.
+"""Losses and advantages of a student from a teacher's log-probabilities. Pure functions.
 
     of the sampled token     teacher_advantages: -weight · (log π - log π_T), beside or in place of
                              the reward's advantage; its expectation is the gradient of the reverse
@@ -68,8 +68,8 @@ def divergence(student: mx.array, teacher: mx.array, *, beta: float) -> mx.array
     The teacher's is not differentiated. A row that begins with NaN has no teacher: 0, without a
     slope.
     """
-    known = mx.logical_not(mx.isnan(teacher[:, :1]))
-    teacher = mx.stop_gradient(mx.where(known, mx.maximum(teacher, LEAST_LOGPROB), 0.0))
+    scored = mx.logical_not(mx.isnan(teacher[:, :1]))
+    teacher = mx.stop_gradient(mx.where(scored, mx.maximum(teacher, LEAST_LOGPROB), 0.0))
     if beta == 0.0:
         values = _kl(teacher, student)
     elif beta == 1.0:
@@ -77,7 +77,7 @@ def divergence(student: mx.array, teacher: mx.array, *, beta: float) -> mx.array
     else:
         mixture = mx.logaddexp(student + math.log(1.0 - beta), teacher + math.log(beta))
         values = beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student, mixture)
-    return mx.where(known[:, 0], values, 0.0)
+    return mx.where(scored[:, 0], values, 0.0)
 
 
 def _kl(of: mx.array, to: mx.array) -> mx.array:

@@ -1,5 +1,5 @@
-"""What policies that learn by PPO share, whatever they act on: `Policy`, advantages (GAE), and the
-value loss.
+"""The common parts of all policies that learn by PPO: `Policy`, advantages (GAE), and the value
+loss.
 
 A language model's tokens are sampled by the engine and scored by the trainer. A small policy (a
 recurrent controller, a chooser of prompts) is a `Policy`: it acts step by step, and is replayed

@@ -35,8 +35,8 @@ in float32."""
 
 @dataclass(frozen=True)
 class Pairs:
-    """What DPO's losses read of P pairs. `chosen`, `rejected` [P]: the log-ratios c - c_ref and
-    r - r_ref."""
+    """The inputs of DPO's losses for P pairs. `chosen`, `rejected` [P]: the log-ratios c - c_ref
+    and r - r_ref."""
 
     inputs: LossInputs
     ratios: mx.array  # [2P]

@@ -1,4 +1,4 @@
-"""What a loss reads and what it returns. Losses are pure functions `LossInputs → LossOutputs`; a
+"""Inputs and outputs of a loss. Losses are pure functions `LossInputs → LossOutputs`; a
 trainer builds the inputs of one micro-batch, adds up the outputs of a mini-batch, and knows nothing
 else about the algorithm.
 
@@ -85,14 +85,14 @@ def masked(values: mx.array, mask: mx.array) -> mx.array:
 
 
 def aggregate(values: mx.array, inputs: LossInputs, aggregation: Aggregation = "token") -> mx.array:
-    """This micro-batch's share of the mini-batch mean of per-token `values` [B, T].
+    """Return this micro-batch's share of the mini-batch mean of per-token `values` [B, T].
 
     "token": Σ values / tokens of the mini-batch (DAPO, arXiv:2503.14476). "sequence": the mean over
     sequences of each sequence's token mean (GRPO, arXiv:2402.03300); a sequence without a true mask
     entry counts as 0.
 
     "sequence_sum": the mean over sequences of each one's sum (the policy gradient as it is
-    derived). "constant": that divided by `max_length`, a length that is the same for all (Dr. GRPO,
+    derived). "constant": the same, divided by `max_length`, one length for all (Dr. GRPO,
     arXiv:2503.20783); ValueError without it.
 
     Example: values [[1, 2], [6, -]] have the token mean 3, the sequence mean (1.5 + 6) / 2 = 3.75,

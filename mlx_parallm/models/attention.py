@@ -21,8 +21,8 @@ _NAME = "scaled_dot_product_attention"
 
 
 class RoutedKeys:
-    """What a layer's cache returns in the place of keys and values. Abstract: each cache has its
-    own below it."""
+    """An object that a layer's cache returns in place of keys and values. Abstract: each cache has
+    its subclass."""
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
         """Attention of queries [n, heads, 1, D] over all that each row holds → [n, heads, 1,

@@ -430,7 +430,7 @@ class BlockwiseModel:
         self._add(gradients, self._below_slots, new)
 
     def _reads(self, group: int, passed: "_Passed") -> list[BlockOutput]:
-        """What a group's blocks read of what came before it, besides its input."""
+        """Return the outputs of earlier groups that a group's blocks read, besides its input."""
         outputs = [a for index in self._groups[group] for a in outputs_in(passed.calls[index])]
         return [
             output for output in dict.fromkeys(outputs) if output.block not in self._groups[group]
@@ -606,8 +606,8 @@ class BlockwiseModel:
 
 @dataclass
 class _Passed:
-    """What a forward leaves to the backward pass. `slopes`: of what later groups have read, by
-    output."""
+    """Values that a forward pass keeps for the backward pass. `slopes`: gradients of the outputs
+    that later groups have read, by output."""
 
     starts: list[mx.array]  # the groups' inputs
     calls: list[Any]  # the blocks' other arguments
@@ -629,7 +629,7 @@ def _apart(values: Any) -> list[mx.array]:
 def _refilled(
     outputs: list[BlockOutput], carried: dict[BlockOutput, Any], arrays: list[mx.array]
 ) -> dict[BlockOutput, Any]:
-    """These outputs with other arrays in the places of their floating ones."""
+    """Return these outputs with `arrays` in the places of their floating ones."""
     left = iter(arrays)
 
     def filled(value: Any) -> Any:

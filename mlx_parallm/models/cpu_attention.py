@@ -131,11 +131,11 @@ def attend_by_heads(
     CPU of as many heads at a time as stay in the core's cache."""
     if not (isinstance(keys_t, mx.array) and isinstance(values, mx.array) and on_cpu()):
         return attend_partly(queries, keys_t, values, mask, factor)
-    found: list[Partial] = []
+    partials: list[Partial] = []
     for heads in _slices(len(queries), max(1, BLOCK // (queries.shape[1] * keys_t.shape[-1]))):
-        (x,) = _after(list(found[-1]) if found else [], queries[heads])
-        found.append(attend_partly(x, keys_t[heads], values[heads], mask, factor))
-    return join(found)
+        (x,) = _after(list(partials[-1]) if partials else [], queries[heads])
+        partials.append(attend_partly(x, keys_t[heads], values[heads], mask, factor))
+    return join(partials)
 
 
 def _forward(
@@ -165,8 +165,8 @@ def _forward(
 def _backward(
     primals: Triple, slope: mx.array, outputs: tuple[mx.array, mx.array], scale: float, mask: Mask
 ) -> Triple:
-    """With weights P, the slope dO of the output O and δ = Σ dO · O of each query: dV = Pᵀ · dO,
-    dS = P · (dO · Vᵀ - δ), dQ = scale · dS · K, dK = scale · dSᵀ · Q."""
+    """Return dQ, dK and dV. With weights P, the slope dO of the output O and δ = Σ dO · O of each
+    query: dV = Pᵀ · dO, dS = P · (dO · Vᵀ - δ), dQ = scale · dS · K, dK = scale · dSᵀ · Q."""
     queries, keys, values = primals
     pieces = _Pieces(queries, keys, mask)
     grouped = [pieces.grouped(x) for x in (queries * (scale * LOG2_E), slope, outputs[1])]
@@ -183,7 +183,7 @@ def _backward(
                 pieces.cut(array, rows, heads, block) for array in (*grouped, deltas)
             )
             (x,) = _after(last, x)
-            found = []
+            slopes = []
             parts = pieces.parts(rows, block)
             sums.begin(parts[-1].at.stop)
             for at, seen in parts:
@@ -192,10 +192,10 @@ def _backward(
                     dout @ v[:, :, at].swapaxes(-1, -2),
                 )
                 weights, dscores = _weights_and_slopes(scores, lse, products, delta, seen)
-                found.append(dscores @ k[:, :, at])
+                slopes.append(dscores @ k[:, :, at])
                 sums.add(at, dscores.swapaxes(-1, -2), x, weights.swapaxes(-1, -2), dout)
             sums.end()
-            of_queries.append(found[0] if len(found) == 1 else found[0] + found[1])
+            of_queries.append(slopes[0] if len(slopes) == 1 else slopes[0] + slopes[1])
             last = [of_queries[-1], *sums.first]
         for slopes_of_block in reversed(of_queries):
             dqueries.add(slopes_of_block)
@@ -246,8 +246,8 @@ class _Pieces:
                 yield rows, heads
 
     def parts(self, rows: slice, block: slice) -> list[_Part]:
-        """From position 0 on, end to end. Of a causal mask the last part ends where the block
-        sees no more."""
+        """Return the parts from position 0 on, end to end. With a causal mask the last part ends
+        where the block sees no more."""
         if self._causal:
             before, stop = (
                 self._positions - self._count + block.start,
@@ -291,16 +291,16 @@ class _Collector:
 
     def __init__(self, pieces: _Pieces, repeats: int) -> None:
         self._pieces, self._repeats = pieces, repeats
-        self._found: list[mx.array] = []
+        self._slopes: list[mx.array] = []
 
-    def add(self, found: mx.array) -> None:
-        b, h, rows, width = found.shape
-        self._found.append(found.reshape(b, h, self._repeats, rows // self._repeats, width))
+    def add(self, slopes: mx.array) -> None:
+        b, h, rows, width = slopes.shape
+        self._slopes.append(slopes.reshape(b, h, self._repeats, rows // self._repeats, width))
 
     def whole(self) -> mx.array:
         blocks = len(self._pieces.queries)
         tiles = [
-            _joined(self._found[i : i + blocks], 3) for i in range(0, len(self._found), blocks)
+            _joined(self._slopes[i : i + blocks], 3) for i in range(0, len(self._slopes), blocks)
         ]
         whole = self._pieces.tiled(tiles)
         return whole.reshape(whole.shape[0], -1, *whole.shape[3:])

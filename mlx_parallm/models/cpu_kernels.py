@@ -106,9 +106,9 @@ def available() -> bool:
 
 
 class _Traces(threading.local):
-    """Of each thread its own. MLX keeps a thread's traces by the address of the Python function,
-    and drops those of the thread that called it last only: one called by two threads would leave
-    its trace to whatever function gets its address next."""
+    """Compiled functions, separate for each thread. MLX keeps a thread's traces by the address of
+    the Python function, and drops only those of the thread that called it last. If two threads
+    called one function, its trace would remain for the next function at that address."""
 
     def __init__(self) -> None:
         self.of = lru_cache(maxsize=TRACES)(_compiled)

@@ -33,8 +33,8 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """In a block's arguments: what block number `block` returned in place `place`, behind the
-    hidden state."""
+    """A placeholder in a block's arguments: the value that block number `block` returned in place
+    `place`, behind the hidden state."""
 
     block: int
     place: int
@@ -148,8 +148,8 @@ class LayerStack:
         )
 
     def returned(self, index: int, hidden: mx.array, other: Callable[[BlockOutput], Any]) -> Any:
-        """What stands for the block's output; `other(output)` for what it returns beside the
-        hidden state."""
+        """Return a block's output: `hidden`, and `other(output)` for each value that the block
+        returns beside the hidden state."""
         if not (count := self.returns[index]):
             return hidden
         places = range(1, count + 1)
@@ -162,10 +162,10 @@ class LayerStack:
         arrays alone. All, where blocks read what others returned."""
         if any(self.returns):
             return set(range(len(self.blocks)))
-        found: dict[Any, list[int]] = {}
+        by_kind: dict[Any, list[int]] = {}
         for index, block in enumerate(self.blocks):
-            found.setdefault(_kind(block), []).append(index)
-        return {index for indices in found.values() for index in indices[:2]}
+            by_kind.setdefault(_kind(block), []).append(index)
+        return {index for indices in by_kind.values() for index in indices[:2]}
 
     @contextmanager
     def only(self, kept: set[int]) -> Iterator[None]:
@@ -227,14 +227,14 @@ class LayerStack:
         return self.walk(inputs, visit), hidden_of(last[0])
 
     def hidden(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        """What the head would read: hidden states [B, T, D] of [B, T] tokens, behind the final
-        norm. Raises ValueError: the architecture has head and blocks in one module."""
+        """Return the head's input: hidden states [B, T, D] of [B, T] tokens, behind the final norm.
+        Raises ValueError: the architecture has head and blocks in one module."""
         if self._owner is self.model:
             raise ValueError("this architecture shows no hidden states")
-        found = self._owner(inputs, cache=cache)
-        if not isinstance(found, mx.array) or found.shape[:2] != inputs.shape or found.ndim != 3:
+        states = self._owner(inputs, cache=cache)
+        if not isinstance(states, mx.array) or states.shape[:2] != inputs.shape or states.ndim != 3:
             raise ValueError("this architecture shows no hidden states")
-        return found
+        return states
 
     def embed(self, inputs: mx.array, cache: Any = None) -> tuple[mx.array, list[BlockCall]]:
         """The first block's input [B, T, D], and what each block gets besides the hidden state:
@@ -273,18 +273,20 @@ def hidden_of(output: Any) -> mx.array:
 
 def _kind(block: Any) -> Any:
     """Equal for blocks of the same modules with the same settings and shapes."""
-    found = []
+    modules = []
     for path, module in block.named_modules():
         settings = [
             (key, _setting(value)) for key, value in [*vars(module).items(), *module.items()]
         ]
-        found.append((path, type(module), tuple(sorted(settings, key=lambda setting: setting[0]))))
-    return tuple(sorted(found, key=lambda entry: entry[0]))
+        modules.append(
+            (path, type(module), tuple(sorted(settings, key=lambda setting: setting[0])))
+        )
+    return tuple(sorted(modules, key=lambda entry: entry[0]))
 
 
 def _setting(value: Any) -> Any:
-    """What is no plain value counts as itself: blocks that share it are of one kind, others are
-    not."""
+    """Return a value that compares equal for equal settings. An object is compared by identity:
+    only blocks that share it are of one kind."""
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, mx.array):
@@ -403,7 +405,7 @@ def _check_arguments(stack: LayerStack, tokens: mx.array) -> None:
     """
 
     def fingerprint(array: mx.array) -> mx.array:
-        """From 0 to 1, another one for other numbers."""
+        """Return a number from 0 to 1 that differs for other numbers."""
         values = mx.clip(mx.nan_to_num(array.astype(mx.float32)).reshape(-1), -1, 1)
         part = (values * mx.cos(mx.arange(values.size))).sum() / mx.sqrt(
             mx.square(values).sum() + 1e-6

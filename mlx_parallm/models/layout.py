@@ -228,10 +228,10 @@ class SharedPrompts:
         self._offset = int(shared.lengths[0]) if equal else mx.array(shared.lengths[shared.owner])
 
     def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
-        own = make_prompt_cache(stack.model)  # of some architectures fewer than there are blocks
+        caches = make_prompt_cache(stack.model)  # of some architectures fewer than there are blocks
         before = [
             _Recurrent(len(cache.cache)) if isinstance(cache, ArraysCache) else _PromptCache()
-            for cache in own
+            for cache in caches
         ]
         after = [
             _Recurrent(len(cache.cache))

@@ -221,19 +221,19 @@ def _tokenizer_class(path: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _chat_template(given: str) -> str:
+def _chat_template(setting: str) -> str:
     """The template that a setting holds or names. Raises ModelError: a file that is not there or
     cannot be read."""
-    if is_file(given):
+    if is_file(setting):
         try:
-            return local_path(given).read_text(encoding="utf-8")
+            return local_path(setting).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"model.chat_template: {given} cannot be read: {error}") from error
-    if "{" not in given and (is_directory(given) or Path(given).suffix in TEMPLATE_SUFFIXES):
+            raise ModelError(f"model.chat_template: {setting} cannot be read: {error}") from error
+    if "{" not in setting and (is_directory(setting) or Path(setting).suffix in TEMPLATE_SUFFIXES):
         raise ModelError(
-            f"model.chat_template: there is no file {given}, and it is no template in Jinja"
+            f"model.chat_template: there is no file {setting}, and it is no template in Jinja"
         )
-    return given
+    return setting
 
 
 def evaluate_module(module: nn.Module) -> None:
@@ -259,7 +259,7 @@ def _arrays(values: Any) -> Iterator[mx.array]:
 
 
 def _make_ready(model: nn.Module, dtype_name: str) -> None:
-    """In place: dtype, frozen, in evaluation mode, every array evaluated."""
+    """Make the model ready in place: dtype, frozen, in evaluation mode, every array evaluated."""
     dtype = _dtype(dtype_name)
     if dtype is not None:
         model.set_dtype(dtype)

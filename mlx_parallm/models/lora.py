@@ -381,7 +381,7 @@ def _target_paths(model: nn.Module, targets: tuple[str, ...] | str) -> list[str]
 
 
 def _in_range(model: nn.Module, paths: list[str], layers: tuple[int, int] | str) -> list[str]:
-    """Without those in blocks outside of the range; what is in no block stays."""
+    """Return the paths without those in blocks outside the range; paths in no block stay."""
     if layers == "all":
         return paths
     try:
@@ -447,10 +447,10 @@ def _from_mlx_lm(
             raise AdapterError(f"{file}: {key} is no {'LoRA' if kind == 'lora' else 'DoRA'} tensor")
         parts.setdefault(path, {})[leaf] = array
     layers = {}
-    for path, found in parts.items():
-        if missing := [leaf for leaf in wanted if leaf not in found]:
-            raise AdapterError(f"{file}: {path} has {next(iter(found))} but no {missing[0]}")
-        a, b = found["lora_a"], found["lora_b"]
+    for path, leaves in parts.items():
+        if missing := [leaf for leaf in wanted if leaf not in leaves]:
+            raise AdapterError(f"{file}: {path} has {next(iter(leaves))} but no {missing[0]}")
+        a, b = leaves["lora_a"], leaves["lora_b"]
         if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or not a.size:
             raise AdapterError(
                 f"{file}: {path}: lora_a {a.shape} and lora_b {b.shape} are not [in, r] and [r,"
@@ -458,7 +458,7 @@ def _from_mlx_lm(
             )
         if rank is not None and rank != a.shape[1]:
             raise AdapterError(f"{file}: {path} has rank {a.shape[1]}, {ADAPTER_CONFIG} has {rank}")
-        layers[path] = LoraPair(a, b, float(scale), found.get("m"))
+        layers[path] = LoraPair(a, b, float(scale), leaves.get("m"))
     return layers
 
 

@@ -25,7 +25,7 @@ def release_streams() -> None:
 
 @contextmanager
 def mlx_thread() -> Iterator[None]:
-    """Around what a thread does last with MLX: then gives its streams back."""
+    """Give the thread's streams back after the block, its last use of MLX."""
     try:
         yield
     finally:

@@ -86,10 +86,10 @@ class TokenPieces:
 
     def text(self, token_ids: Sequence[int], *, opens_text: bool, hidden: Collection[int]) -> str:
         """Return what a `Detokenizer` with these options would give out of all of them, at once."""
-        shown, known = [token for token in token_ids if token not in hidden], self._inner
-        for token in set(shown).difference(known):
+        shown, cached = [token for token in token_ids if token not in hidden], self._inner
+        for token in set(shown).difference(cached):
             self.inner(token)
-        pieces = [known[token] for token in shown]
+        pieces = [cached[token] for token in shown]
         if (
             opens_text
             and (begin := next((at for at, piece in enumerate(pieces) if piece), None)) is not None
@@ -219,10 +219,10 @@ class TextReader:
         """Take the next token. One that a normaliser has changed is looked for nearby."""
         piece = self.bytes_of(token_id)
         slack = 0 if token_id in self._special_ids else _SLACK
-        found = self._text.find(piece, self._at, self._at + len(piece) + slack)
-        if found < 0:
+        start = self._text.find(piece, self._at, self._at + len(piece) + slack)
+        if start < 0:
             return
-        end = found + len(piece)
+        end = start + len(piece)
         begun = sum(byte & 0xC0 != 0x80 for byte in self._text[self._at : end])
         self.length += begun + self._inside(self._at) - self._inside(end)
         self._at = end

@@ -169,7 +169,7 @@ class Tokenizer:
         return [*texts[:-1], texts[-1] + detokenizer.finish()] if texts else []
 
     def _decode_alone(self, ids: Sequence[int]) -> str:
-        """As the tokenizer's own decoder shows them."""
+        """Decode ids by the tokenizer's own decoder."""
         if self._rust is not None:
             return str(self._rust.decode(list(ids), skip_special_tokens=False))
         return str(
@@ -309,8 +309,8 @@ class Tokenizer:
         return "".join(character_of[byte] for byte in text.encode())
 
     def token_text(self, token_id: int) -> str:
-        """What one token adds to a text that has begun, special tokens shown; half a character
-        shows as U+FFFD."""
+        """Return the text that one token adds to a text that has begun, with special tokens; half a
+        character becomes U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -70,9 +70,9 @@ class CallCheck:
 
     def attach(self, inference: HasTokenizer) -> None:
         """Read calls as this policy writes them."""
-        own = own_format(inference.tokenizer)
-        if own is not None and inference.tokenizer.template_takes_tools:
-            self._format = own
+        model_format = own_format(inference.tokenizer)
+        if model_format is not None and inference.tokenizer.template_takes_tools:
+            self._format = model_format
 
     def __call__(self, *, completions: Completions, tools: Sequence[Any], **columns: Any) -> Scores:
         """Raises RolloutRejectedError: a row whose tools or calls cannot be read."""
@@ -84,7 +84,7 @@ class CallCheck:
             return None
         schemas = _read_schemas(tools)
         calls = _read_wanted(wanted, schemas, self._column)
-        parsed = parse_tool_calls(text, (), ("own",), own=self._format)
+        parsed = parse_tool_calls(text, (), ("own",), model_format=self._format)
         made: list[Call] = [(call.name, call.arguments) for call in parsed]
         for broken in parsed.malformed:
             name = NAME_IN_TEXT.search(broken.raw_text)

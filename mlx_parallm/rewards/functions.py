@@ -77,7 +77,7 @@ Score = float | str | None
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """What reward functions may know of the training: attributes of the same names as in TRL's
+    """The progress of the training, for reward functions: attributes named as in TRL's
     `trainer_state`."""
 
     global_step: int = 0
@@ -181,8 +181,8 @@ class RewardFunctions:
         columns: Collection[str] | None,
         default: Sequence[str] = (),
     ) -> "RewardFunctions":
-        """Those of an [[environments]] entry; `default`: references where it names none. Raises
-        ConfigError."""
+        """Load the functions of an [[environments]] entry; `default`: references where it names
+        none. Raises ConfigError."""
         references = config.rewards or tuple(default)
         if not references:
             raise ConfigError(
@@ -230,7 +230,7 @@ class RewardFunctions:
         """Hand the tools of [tools], if there are any, to the functions that call some. Raises
         ConfigError: they are missing."""
         self._tool_client = client
-        known = (
+        tools = (
             [] if client is None else [definition["name"] for definition in client.definitions()]
         )
         for function in self._functions:
@@ -239,11 +239,11 @@ class RewardFunctions:
                 raise ConfigError(
                     f"reward {function.name} calls a tool: set [[tools.mcp]] or tools.functions"
                 )
-            if needed is not None and needed not in known:
+            if needed is not None and needed not in tools:
                 raise ConfigError(
                     f"reward {function.name}: there is no tool"
-                    f" {needed!r}{did_you_mean(needed, known)};"
-                    f" [tools] has: {', '.join(known)}"
+                    f" {needed!r}{did_you_mean(needed, tools)};"
+                    f" [tools] has: {', '.join(tools)}"
                 )
 
     def for_row(
@@ -286,7 +286,7 @@ class RewardFunctions:
         trajectories: Sequence[Trajectory],
         state: Callable[[], TrainingProgress],
     ) -> tuple[list[Parts | None], dict[str, float]]:
-        """For each trajectory the score of every function (None: one of them returned UNSCORED),
+        """Return each trajectory's score by every function (None: one of them returned UNSCORED),
         and the metrics.
 
         Raises RolloutRejectedError: a function that raised, or did not return a number for each.

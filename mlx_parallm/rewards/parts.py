@@ -97,8 +97,8 @@ def json_valid(*, schema: Mapping[str, Any] | str | None = None) -> Part:
 
 
 def format_(*, tags: Sequence[str] = (), threshold: float | None = None) -> Part:
-    """With `tags`: 1 where the answer is these XML elements in this order and nothing else, each
-    once, else 0. Without: 1, less 0.1 for each XML tag in it, at least 0.5."""
+    """Score the form of the answer. With `tags`: 1 where it is these XML elements in this order and
+    nothing else, each once, else 0. Without: 1, less 0.1 for each XML tag in it, at least 0.5."""
     elements = [rf"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags]
     whole = re.compile(r"\s*" + r"\s*".join(elements) + r"\s*", re.DOTALL)
 

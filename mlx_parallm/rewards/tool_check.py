@@ -22,8 +22,8 @@ def tool(
     pattern: str | None = None,
     threshold: float | None = None,
 ) -> "ToolCheck":
-    """What a tool says of each answer: the number that it returns, 1 or 0 for yes or no; with
-    `equals` 1 where its result agrees with that, else 0. An answer that the tool refuses (an error
+    """Score each answer by a tool: the number that it returns, or 1 or 0 for yes or no; with
+    `equals`, 1 where the result agrees with it, else 0. An answer that the tool refuses (an error
     of the tool, wrong arguments) scores 0; a call that fails otherwise (a time-out, a server that
     ended) leaves the answer unscored.
 

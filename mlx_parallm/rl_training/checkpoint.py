@@ -124,8 +124,8 @@ class Checkpointer:
         served: Mapping[str, mx.array],
     ) -> Path:
         left = max((rollback["step"] for rollback in state.rollbacks), default=0)
-        found = score(self.run_directory / METRICS_FILE, state.step, after=left)
-        state = replace(state, random_state=random_state(), score=found)
+        latest_score = score(self.run_directory / METRICS_FILE, state.step, after=left)
+        state = replace(state, random_state=random_state(), score=latest_score)
         if not (path.is_dir() and self._same(path, state)):
             self._check_room(path, served)
             write_directory(path, lambda directory: self._fill(directory, state, served))
@@ -154,7 +154,11 @@ class Checkpointer:
         there = (
             checkpoints(self.run_directory) if self._keep_best and not self._best_is_fixed else []
         )
-        scores = {path: found for path in there if (found := self._score_of(path)) is not None}
+        scores = {
+            path: checkpoint_score
+            for path in there
+            if (checkpoint_score := self._score_of(path)) is not None
+        }
         best = max(scores, key=lambda path: (scores[path], moment(path)), default=None)
         if best is not None:
             point(self.run_directory / BEST, best.name)
@@ -204,9 +208,9 @@ class Checkpointer:
         mx.save_safetensors(str(directory / OPTIMIZER_FILE), self._optimizer.state(), metadata=kind)
         (directory / STATE_FILE).write_text(state.to_text(), encoding="utf-8")
         for name, learner in self._learners.items():
-            own = directory / LEARNERS / name
-            own.mkdir(parents=True)
-            learner.save(own)
+            learner_directory = directory / LEARNERS / name
+            learner_directory.mkdir(parents=True)
+            learner.save(learner_directory)
         write_checksums(directory)
 
     def _same(self, path: Path, state: TrainerState) -> bool:
@@ -328,19 +332,21 @@ def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Pa
     """
     if text == "auto":
         return checkpoint_at(checkpoint_dir / run_name) if run_name else None
-    given = Path(text).expanduser()
-    candidates = [given, given.with_name(_padded(given.name))]
+    requested = Path(text).expanduser()
+    candidates = [requested, requested.with_name(_padded(requested.name))]
     runs = [checkpoint_dir / run_name] if run_name else []
-    if given.parent.resolve() == checkpoint_dir.resolve() or len(given.parts) == 1:
+    if requested.parent.resolve() == checkpoint_dir.resolve() or len(requested.parts) == 1:
         newest_run = (checkpoint_dir / LATEST).resolve().parent
         candidates += [
-            run / name for run in [*runs, newest_run] for name in (given.name, _padded(given.name))
+            run / name
+            for run in [*runs, newest_run]
+            for name in (requested.name, _padded(requested.name))
         ]
-        candidates += [checkpoint_dir / given.name]
+        candidates += [checkpoint_dir / requested.name]
     for candidate in candidates:
-        if found := checkpoint_at(candidate):
-            return found
-    there = given if given.is_dir() else checkpoint_dir
+        if checkpoint := checkpoint_at(candidate):
+            return checkpoint
+    there = requested if requested.is_dir() else checkpoint_dir
     names = (
         ", ".join(sorted(path.name for path in there.iterdir()))
         if there.is_dir()
@@ -408,7 +414,7 @@ class CheckpointVersions:
         self._run = run
         # A checkpoint is complete from the start and never changes; a rollback may put another in
         # its place.
-        self._known: dict[tuple[Path, int], int | None] = {}
+        self._version_of: dict[tuple[Path, int], int | None] = {}
 
     def versions(self) -> list[int]:
         return sorted(self._paths())
@@ -425,10 +431,13 @@ class CheckpointVersions:
 
     def _paths(self) -> dict[int, Path]:
         present = {(file.parent, _changed(file)) for file in self._run.glob(f"step_*/{STATE_FILE}")}
-        self._known = {
-            key: self._known[key] if key in self._known else _version(key[0]) for key in present
+        self._version_of = {
+            key: self._version_of[key] if key in self._version_of else _version(key[0])
+            for key in present
         }
-        return {version: path for (path, _), version in self._known.items() if version is not None}
+        return {
+            version: path for (path, _), version in self._version_of.items() if version is not None
+        }
 
 
 def _changed(file: Path) -> int:

@@ -38,7 +38,7 @@ log = get_logger("train")
 
 
 class CommandedRun(Protocol):
-    """What performs commands, on the trainer's thread."""
+    """A run that performs commands, on the trainer's thread."""
 
     def save_now(self) -> str:
         """Save a checkpoint; return its name. Raises CheckpointError."""

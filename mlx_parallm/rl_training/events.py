@@ -50,7 +50,7 @@ log = get_logger("train")
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What does not change during a run."""
+    """Facts that do not change during a run."""
 
     run_name: str
     model: str

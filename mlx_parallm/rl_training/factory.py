@@ -78,7 +78,7 @@ def build_trainer(
 
 @dataclass(frozen=True)
 class TeacherContext:
-    """What a run's teachers are built from: its trainer, before a checkpoint is resumed.
+    """The parts from which a run's teachers are built: its trainer, before a resume.
 
     `tokenizer` makes one for the trainer's thread. `between_blocks`: as in `Trainer`.
     """
@@ -128,7 +128,7 @@ def build_buffer(
     group_sizes: Sequence[int] = (),
     request_groups: Callable[[int], None] | None = None,
     minimums: Callable[[], Mapping[str, Minimum]] = dict,
-    misfit: Callable[[RolloutGroup], bool] | None = None,
+    is_mismatched: Callable[[RolloutGroup], bool] | None = None,
 ) -> RolloutBuffer:
     """Make the buffer that turns the groups of `store` into the batches of `trainer`. Arguments:
     `RolloutBuffer`."""
@@ -140,9 +140,11 @@ def build_buffer(
         group_sizes=group_sizes,
         request_groups=request_groups,
         minimums=minimums,
-        misfit=misfit,
+        is_mismatched=is_mismatched,
         shaping=make_shaping(training, trainer.algorithm),
         pairs=trainer.algorithm.pairs,
         taught=lambda group: trainer.teachers is not None and trainer.teachers.teaches(group),
-        given=lambda group: trainer.teachers.given(group) if trainer.teachers else None,
+        dataset_completion=lambda group: (
+            trainer.teachers.dataset_completion(group) if trainer.teachers else None
+        ),
     )

@@ -1,5 +1,5 @@
-"""Does a group that came from outside belong to this model? `RolloutBuffer` asks before a batch
-takes it."""
+"""A check whether a group from outside belongs to this model. `RolloutBuffer` calls it before the
+group enters a batch."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Rollout, RolloutGroup
 
 MISMATCH_NATS = 4.0
-"""Between what staleness makes and what a foreign vocabulary makes (scripts/bench/misfit.py;
-builtin:tiny at learning rate 1e-3, which moves as fast as any run): at most 0.9 nats a token one
-step after sampling, 2.7 after 16 steps, 2.8 after 32; with the vocabulary shuffled never less
-than 8.8."""
+"""Between the distances of staleness and those of a foreign vocabulary
+(scripts/bench/logprob_mismatch.py; builtin:tiny at learning rate 1e-3, which moves as fast as any
+run): at most 0.9 nats a token one step after sampling, 2.7 after 16 steps, 2.8 after 32; with the
+vocabulary shuffled never less than 8.8."""
 
 log = get_logger("train")
 

@@ -80,18 +80,18 @@ class Parts:
 
 @dataclass(frozen=True)
 class RunControl:
-    """What the loop asks the run, always on the trainer's thread.
+    """Calls from the loop to the run, always on the trainer's thread.
 
     Args:
         should_stop: whether to save and return.
         before_step, while_waiting: checks that raise to save and end the run: failed sources, a
             full disk. The second is called at least every `wait_turn_s` while a step waits for its
             batch.
-        between_steps: what others have ordered; called as often, while no step is under way.
+        between_steps: performs the commands of others; called as often, while no step is under way.
         training: a context around each training step.
         measure: further numbers for the metrics line of a step that was trained and published.
         after_step: called with the line when it is on the disk; true: save a checkpoint, besides
-            those of checkpoint_interval. What it raises ends the run.
+            those of checkpoint_interval. An exception ends the run.
         served_tokens: the engine's counter of sampled tokens.
     """
 
@@ -253,13 +253,15 @@ class TrainingLoop:
         with self._control.training():
             # before the other ranks begin: they get the scores
             started = time.perf_counter()
-            asked = self._parts.trainer.ask_teachers(batch, position, self._control.should_stop)
-            if asked is None:
+            scored_position = self._parts.trainer.ask_teachers(
+                batch, position, self._control.should_stop
+            )
+            if scored_position is None:
                 return StepResult(False, position or StepPosition(), {}, 0.0)
             asking_s = time.perf_counter() - started
-            self._parts.trainer.lead(batch, asked)
+            self._parts.trainer.announce_step(batch, scored_position)
             result = self._parts.trainer.train_step(
-                batch, position=asked, should_stop=self._control.should_stop
+                batch, position=scored_position, should_stop=self._control.should_stop
             )
             return replace(result, seconds=asking_s + result.seconds)
 
@@ -296,8 +298,8 @@ class TrainingLoop:
         what they become."""
         numbers: dict[str, Any] = {}
         for name, learner in self._parts.learners.items():
-            own = [group for group in batch.groups if group.environment == name]
-            numbers |= learner.learn(batch.step, own, self._config.total_steps)
+            groups = [group for group in batch.groups if group.environment == name]
+            numbers |= learner.learn(batch.step, groups, self._config.total_steps)
         return numbers
 
     def _metrics(

@@ -66,7 +66,7 @@ Chosen = tuple[RolloutGroup, Advantages | None, int]
 
 
 class GroupStore(Protocol):
-    """What the buffer needs of `rollout_store.store.RolloutStore`."""
+    """The part of `rollout_store.store.RolloutStore` that the buffer uses."""
 
     def waiting(self, limit: int | None = None, *, exclude: set[str]) -> list[RolloutGroup]: ...
 
@@ -100,12 +100,13 @@ class RolloutBuffer:
             only.
         request_groups: allows the in-process source n more groups; each brings exactly one.
         minimums: of the environments that deliver now, by name.
-        misfit: whether a group from outside is of another model; asked before it enters a batch.
+        is_mismatched: whether the log-probabilities of a group from outside are of another model;
+            called before the group enters a batch.
         shaping: changes of rewards and rollouts before the advantages.
         pairs: the sequences of a batch are the best and the worst answer of each group.
         taught: whether a group has another signal than its rewards: it is kept where they are
             equal, unless none of its answers is trained on.
-        given: the answer that is learned from in a group's place; None: the group's own.
+        dataset_completion: the answer to learn from in a group's place; None: the group's.
 
     Raises ConfigError: no mix of these group sizes makes `rollout_batch_size` sequences.
     """
@@ -120,11 +121,11 @@ class RolloutBuffer:
         group_sizes: Sequence[int] = (),
         request_groups: Callable[[int], None] | None = None,
         minimums: Callable[[], Mapping[str, Minimum]] = dict,
-        misfit: Callable[[RolloutGroup], bool] | None = None,
+        is_mismatched: Callable[[RolloutGroup], bool] | None = None,
         shaping: Shaping = PLAIN,
         pairs: bool = False,
         taught: Callable[[RolloutGroup], bool] = lambda group: False,
-        given: Callable[[RolloutGroup], Rollout | None] = lambda group: None,
+        dataset_completion: Callable[[RolloutGroup], Rollout | None] = lambda group: None,
     ) -> None:
         self._target = config.atropos.rollout_batch_size
         if group_sizes and not fillable_up_to(self._target, set(group_sizes))[-1]:
@@ -145,9 +146,9 @@ class RolloutBuffer:
             config.dynamic_sampling,
             config.max_oversampling or math.inf,
         )
-        self._seed, self._misfit, self._shaping = config.seed, misfit, shaping
+        self._seed, self._is_mismatched, self._shaping = config.seed, is_mismatched, shaping
         self._pairs = pairs
-        self._taught, self._given = taught, given
+        self._taught, self._dataset_completion = taught, dataset_completion
         # waiting in the store, read already; in the store's order
         self._held: dict[str, RolloutGroup] = {}
         # of held groups, which each new arrival looks at again
@@ -188,18 +189,18 @@ class RolloutBuffer:
             self._request_groups(groups)
 
     def health(self) -> str | None:
-        """What keeps the step from its batch, in words; None when nothing does. From any thread."""
+        """Say why the step has no batch yet; None when nothing is wrong. From any thread."""
         usable, statistics = len(self._chosen) + len(self._held), self._statistics
         arrivals = Arrivals(
-            self._step, usable=usable, stale=statistics.stale, misfit=statistics.misfit
+            self._step, usable=usable, stale=statistics.stale, mismatched=statistics.mismatched
         )
-        found = find_waiting(arrivals)
-        if not found and self._lifted:
+        diagnoses = find_waiting(arrivals)
+        if not diagnoses and self._lifted:
             return (
                 f"step {self._step} is made without the minimum share of"
                 f" {', '.join(self._lifted)}: {UNTRAINABLE}"
             )
-        return str(found[0]) if found else None
+        return str(diagnoses[0]) if diagnoses else None
 
     # ------------------------------------------------------------------ the batch
 
@@ -307,8 +308,8 @@ class RolloutBuffer:
         return sum(len(group.rollouts) for group in self._held.values())
 
     def choose_again(self) -> None:
-        """After a rollback: looks anew at the groups that were chosen for the step, which has
-        not begun."""
+        """Put the groups that were chosen for the step, which has not begun, back among the held
+        ones; called after a rollback."""
         self._held = {entry[0].group_id: entry[0] for entry in self._chosen} | self._held
         self._chosen, self._taken = [], Counter()
 
@@ -320,15 +321,17 @@ class RolloutBuffer:
             group_id: group for group_id, group in self._held.items() if group_id in waiting
         }
         self._computed = {
-            group_id: known for group_id, known in self._computed.items() if group_id in self._held
+            group_id: values
+            for group_id, values in self._computed.items()
+            if group_id in self._held
         }
         self._chosen = [entry for entry in self._chosen if entry[0].group_id in waiting]
         self._taken = Counter()
         for group, _, _ in self._chosen:
             self._taken[group.environment] += len(group.rollouts)
-        known = {*self._held, *(group.group_id for group, _, _ in self._chosen)}
+        taken = {*self._held, *(group.group_id for group, _, _ in self._chosen)}
         too_large: list[str] = []
-        for group in self._store.waiting(max(4 * self._target - len(known), 1), exclude=known):
+        for group in self._store.waiting(max(4 * self._target - len(taken), 1), exclude=taken):
             self._held[group.group_id] = group
             if (
                 group.index is not None
@@ -415,11 +418,13 @@ class RolloutBuffer:
     def _drop_of_another_model(self, group: RolloutGroup, step: int) -> bool:
         """True: the group came from outside and its log-probabilities are another model's
         (group_fit.py)."""
-        misfit = self._misfit is not None and group.index is None and self._misfit(group)
-        if misfit:
-            self._statistics.add_misfit()
+        mismatched = (
+            self._is_mismatched is not None and group.index is None and self._is_mismatched(group)
+        )
+        if mismatched:
+            self._statistics.add_mismatched()
             self._discard([group.group_id], step, OTHER_MODEL)
-        return misfit
+        return mismatched
 
     def _ordered(self) -> list[RolloutGroup]:
         groups = list(self._held.values())
@@ -476,14 +481,14 @@ class RolloutBuffer:
     ) -> tuple[TrainSequence, ...]:
         sequences = []
         for group, advantages in chosen:
-            if (answer := self._given(group)) is not None:
+            if (answer := self._dataset_completion(group)) is not None:
                 none = (0.0,) * len(answer.tokens)
-                sequences.append(TrainSequence(answer, none, fresh=False, given=True))
+                sequences.append(TrainSequence(answer, none, fresh=False, from_dataset=True))
                 continue
-            known = group.group_id not in self._restored or self._deterministic
+            may_be_fresh = group.group_id not in self._restored or self._deterministic
             if self._pairs:
                 sequences += [
-                    TrainSequence(rollout, row, known and self._is_fresh(rollout, step))
+                    TrainSequence(rollout, row, may_be_fresh and self._is_fresh(rollout, step))
                     for rollout, row in _pair(group, advantages)
                 ]
                 continue
@@ -491,12 +496,12 @@ class RolloutBuffer:
                 left_out = self._shaping.leaves_out(rollout)
                 for segment in rollout.segments:
                     # Environments that bring advantages of each token send one sequence an episode.
-                    own = row if segment is rollout else (row[-1],) * len(segment.tokens)
-                    fresh = known and self._is_fresh(segment, step)
+                    values = row if segment is rollout else (row[-1],) * len(segment.tokens)
+                    fresh = may_be_fresh and self._is_fresh(segment, step)
                     trained = (
                         replace(segment, mask=(0,) * len(segment.mask)) if left_out else segment
                     )
-                    sequences.append(TrainSequence(trained, own, fresh))
+                    sequences.append(TrainSequence(trained, values, fresh))
         return tuple(sequences)
 
     def _is_fresh(self, rollout: Rollout, step: int) -> bool:

@@ -47,9 +47,9 @@ def checkpoint_at(path: Path) -> Path | None:
     """Returns `path` itself, or the checkpoint that `latest` of a run directory points at. Where
     a kill has left that link without a target, the newest complete step; None where there is
     none."""
-    for found in (path, path / LATEST):
-        if (found / STATE_FILE).is_file():
-            return found.resolve()
+    for directory in (path, path / LATEST):
+        if (directory / STATE_FILE).is_file():
+            return directory.resolve()
     complete = [step for step in checkpoints(path) if (step / STATE_FILE).is_file()]
     return complete[-1].resolve() if complete else None
 
@@ -109,8 +109,8 @@ class RunDirectory:
 
     @classmethod
     def hold(cls, path: Path) -> "RunDirectory":
-        """This directory; made when it is not there. Raises CheckpointError: in use, or not
-        writable."""
+        """Lock this directory; make it when it does not exist. Raises CheckpointError: in use, or
+        not writable."""
         made_here = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -146,10 +146,10 @@ class RunDirectory:
     def is_there(self) -> bool:
         """Whether its path still leads to it: somebody may have removed or replaced it."""
         try:
-            found, held = (self.path / LOCK_FILE).stat(), os.fstat(self._lock)
+            present, held = (self.path / LOCK_FILE).stat(), os.fstat(self._lock)
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+        return (present.st_dev, present.st_ino) == (held.st_dev, held.st_ino)
 
     def write_config(self, config: Config) -> None:
         """Writes the configuration, once it has proved to fit: a resume that fails must not
@@ -160,7 +160,7 @@ class RunDirectory:
         log.info(CONFIGURED, file=str(self.path / CONFIG_FILE))
 
     def discard(self) -> None:
-        """After a start that failed, and after `close`: removes the directory if `open` made it."""
+        """Remove the directory if `hold` made it; called after a failed start and after `close`."""
         if self._made_here:
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -187,21 +187,21 @@ def directory_of(config: Config, resume: str | None) -> Path:
     """Where the run lies or will lie. Raises ConfigError: nothing to resume there."""
     if resume is None or resume == "auto":
         return config.rl_training.checkpoint_dir / str(config.rl_training.run_name)
-    given = Path(resume).expanduser()
+    requested = Path(resume).expanduser()
     # also a run that was killed before it wrote its configuration
-    if (given / STORE_FILE).is_file():
-        return given.resolve()
-    return saved_config(given).parent.resolve()
+    if (requested / STORE_FILE).is_file():
+        return requested.resolve()
+    return saved_config(requested).parent.resolve()
 
 
 def saved_config(resume: Path) -> Path:
     """The resolved configuration of a run, from its directory or from one of its steps. Raises
     ConfigError."""
     if not resume.exists():
-        found = ", ".join(map(str, _same_step(resume)))
+        same_step = ", ".join(map(str, _same_step(resume)))
         raise ConfigError(
             f"--resume {resume}: no such directory"
-            + ((f"; that step is in {found}") if found else "")
+            + ((f"; that step is in {same_step}") if same_step else "")
         )
     for directory in (resume, resume.resolve().parent):
         if (directory / CONFIG_FILE).is_file():

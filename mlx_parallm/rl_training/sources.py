@@ -220,8 +220,10 @@ class InProcessEnvironments(RolloutSource):
         for source in self._context.environments:
             name, first = source.name, cursors[source.name]
             prefix = group_id(name, self._context.config.rl_training.seed, 0).removesuffix("0")
-            known = [key for key in store.known_ids(prefix) if key.removeprefix(prefix).isdecimal()]
-            store.database.forget([key for key in known if int(key.removeprefix(prefix)) >= first])
+            stored = [
+                key for key in store.known_ids(prefix) if key.removeprefix(prefix).isdecimal()
+            ]
+            store.database.forget([key for key in stored if int(key.removeprefix(prefix)) >= first])
 
     def request(self, groups: int) -> None:
         if self._manager is not None:

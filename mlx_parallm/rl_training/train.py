@@ -470,7 +470,7 @@ class TrainingRun:
             group_sizes=[source.config.group_size for source in self.environments],
             request_groups=sources.request if self.environments else None,
             minimums=sources.minimums,
-            misfit=LogprobMismatchCheck(trainer),
+            is_mismatched=LogprobMismatchCheck(trainer),
         )
 
     # ------------------------------------------------------------------ running
@@ -588,10 +588,10 @@ class TrainingRun:
         display.subscribe(self.events)
 
     def _trackers(self, directory: RunDirectory, state: TrainerState | None) -> Trackers:
-        own, redactor = self.config.logging, self._run_log.redactor
+        tracking, redactor = self.config.logging, self._run_log.redactor
         config = redactor.value(self.config.redacted())
-        run = TrackedRun(directory.path, own.project, config, step=state.step if state else 0)
-        trackers = Trackers(own.trackers, run)
+        run = TrackedRun(directory.path, tracking.project, config, step=state.step if state else 0)
+        trackers = Trackers(tracking.trackers, run)
         self._closing.callback(trackers.close)
         return trackers
 
@@ -667,7 +667,7 @@ class TrainingRun:
             commands = report.next_commands(directory.path, base, lora=lora, scores=scores)
         else:
             commands = [f"{report.our_command()} train --resume {directory.path}"]
-        found = (
+        comparisons = (
             compare(evaluations[0], evaluations[-1]) if finished and len(evaluations) > 1 else []
         )
         samples = directory.path / SAMPLES_PAGE
@@ -676,12 +676,14 @@ class TrainingRun:
         for problem in problems:
             log.warning(problem, **{FILE_ONLY: True})  # the report shows them
         first = (
-            (f"after step {evaluations[0]['step']}") if found and evaluations[0]["step"] else BEFORE
+            (f"after step {evaluations[0]['step']}")
+            if comparisons and evaluations[0]["step"]
+            else BEFORE
         )
         shown = samples if samples.is_file() else None
         successes = report.successes_of(lines)
         report.print_report(
-            self._console, found, commands, curve, shown, problems, successes, first=first
+            self._console, comparisons, commands, curve, shown, problems, successes, first=first
         )
 
     def _run_info(self, directory: RunDirectory, state: TrainerState | None) -> RunInfo:

@@ -71,8 +71,8 @@ CREATE TEMP VIEW payloads AS SELECT sequence, payload FROM main.groups;
 
 @dataclass(frozen=True)
 class Schema:
-    """What is in a file. `name`: for messages; `upgrades`: SQL from an older version to this
-    one; `views`: SQL that lets a reader see an older version as this one."""
+    """The tables of a database file. `name`: for messages; `upgrades`: SQL from an older version
+    to this one; `views`: SQL that lets a reader see an older version as this one."""
 
     name: str
     version: int
@@ -241,12 +241,12 @@ class Database:
 
 
 def delete_groups(connection: sqlite3.Connection, group_ids: Iterable[str]) -> None:
-    """In a transaction of the caller's: remove groups and their rows."""
-    ids, own = (
+    """Remove groups and their rows, in a transaction of the caller."""
+    ids, sequence_query = (
         [(group_id,) for group_id in group_ids],
         "(SELECT sequence FROM groups WHERE group_id = ?)",
     )
-    connection.executemany(f"DELETE FROM payloads WHERE sequence = {own}", ids)
+    connection.executemany(f"DELETE FROM payloads WHERE sequence = {sequence_query}", ids)
     connection.executemany("DELETE FROM groups WHERE group_id = ?", ids)
 
 

@@ -63,7 +63,7 @@ class StoreCounts:
 
 @dataclass(frozen=True, slots=True)
 class WaitingSource:
-    """What one source has waiting: groups, their sequences, and the size of the largest group."""
+    """Counts of one source's waiting groups: groups, sequences, and the size of the largest one."""
 
     groups: int
     sequences: int
@@ -367,7 +367,7 @@ class RolloutStore:
             return {group_id for (group_id,) in rows}
 
     def groups(self, group_ids: Iterable[str]) -> list[RolloutGroup]:
-        """These groups whatever their state, in the order asked for. Raises StoreError: one is
+        """Return these groups in this order, whatever their state. Raises StoreError: one is
         unknown or pruned."""
         payloads = []
         with self._reading() as connection:
@@ -456,7 +456,7 @@ class RolloutStore:
         return int(total)
 
     def waiting_by_source(self) -> dict[str, WaitingSource]:
-        """What waits, for each source that has something waiting."""
+        """Count the waiting groups of each source that has any."""
         with self._reading() as connection:
             rows = connection.execute(
                 "SELECT source, COUNT(*), SUM(rollouts), MAX(rollouts) FROM groups"

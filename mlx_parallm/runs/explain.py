@@ -57,7 +57,7 @@ class GroupCounts:
     # (reason, times among the newest), most frequent first
     refused: tuple[tuple[str, int], ...] = ()
     too_old: int = 0
-    misfits: int = 0
+    mismatched: int = 0
     last_received: float | None = None
     statistics: Metrics | None = None  # its groups as a metrics line; only for a run without steps
     unreadable: str | None = None
@@ -246,11 +246,15 @@ def outside_of_steps(run: Run, groups: GroupCounts) -> Iterator[Diagnosis]:
         yield from health.find([groups.statistics])
     if not run.waits or groups.unreadable:
         return
+    stale, mismatched = (
+        round(sum(line.get(key) or 0 for line in run.metrics))
+        for key in ("dropped_stale", "dropped_misfit")
+    )
     arrivals = Arrivals(
         step,
         usable=counts.waiting,
-        stale=groups.too_old - round(sum(line.get("dropped_stale") or 0 for line in run.metrics)),
-        misfit=groups.misfits - round(sum(line.get("dropped_misfit") or 0 for line in run.metrics)),
+        stale=groups.too_old - stale,
+        mismatched=groups.mismatched - mismatched,
         received=received,
         silent_s=_silent_s(run, groups, received),
         paused=paused_by(run),
@@ -303,7 +307,7 @@ def count_groups(run: Run, *, whole: bool) -> GroupCounts:
                 counts=store.counts(),
                 refused=tuple(refused.most_common()),
                 too_old=reasons.get(TOO_OLD, 0),
-                misfits=reasons.get(OTHER_MODEL, 0),
+                mismatched=reasons.get(OTHER_MODEL, 0),
                 last_received=store.last_received(),
                 statistics=_statistics(store) if whole else None,
             )

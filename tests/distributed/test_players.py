@@ -18,8 +18,8 @@ from mlx_parallm.distributed.players import (
     GroupOrder,
     Play,
     PlayedGroup,
-    PlayedHere,
     RankPlayer,
+    RankRolloutWorker,
     StopPlaying,
     hang_up,
 )
@@ -80,7 +80,7 @@ class Run:
         own, others = Pipe()
         client = self.clients[rank]
         policy = EpisodePolicy(client, tokenizer, temperature=1.0, max_token_length=256)
-        played = PlayedHere(
+        played = RankRolloutWorker(
             others,
             tasks("sum", "sort"),
             EpisodeRunner(policy),
@@ -277,7 +277,9 @@ def test_an_order_that_a_rank_cannot_carry_out_is_an_error(tiny_tokenizer: Token
     policy = EpisodePolicy(
         ScriptedClient(tiny_tokenizer, by_seed), tiny_tokenizer, temperature=1, max_token_length=9
     )
-    PlayedHere(others, tasks("sum"), EpisodeRunner(policy), fixed_order=False, check=lambda: None)
+    RankRolloutWorker(
+        others, tasks("sum"), EpisodeRunner(policy), fixed_order=False, check=lambda: None
+    )
     own.send(Play((GroupOrder("sort", "sort-0-0", 0, 4, 0, 0, None),)))
     assert own.recv() == Broken("KeyError: 'sort'")
 

@@ -26,19 +26,19 @@ from mlx_parallm.distributed.balance import (
     all_done,
     summed,
 )
-from mlx_parallm.distributed.heartbeat import Pulse
+from mlx_parallm.distributed.heartbeat import Heartbeat
 from mlx_parallm.distributed.players import hang_up
 from mlx_parallm.distributed.requests import (
     Done,
     Events,
     Numbered,
     RankLoad,
-    RankServes,
+    RankReady,
+    RankRequestWorker,
     Refused,
     ResetPrefixCache,
     ResumeAdmission,
     RunRequests,
-    ServedHere,
 )
 from mlx_parallm.engine.client import CLIENTS, Abort, CommandQueue, Letters, Mailbox
 from mlx_parallm.engine.live_requests import Finished
@@ -69,7 +69,7 @@ class Ranks:
 def two_ranks(first: TinyEngine, second: TinyEngine, tokenizer: Tokenizer) -> Iterator[Ranks]:
     own, others = Pipe()
     with ExitStack() as closing:
-        closing.callback(ServedHere(others, second.client).close)
+        closing.callback(RankRequestWorker(others, second.client).close)
         closing.callback(hang_up, own)
         balanced = BalancedClient(first.client, [own], keeps_prompts=True)
         until(lambda: balanced.engines == 2)
@@ -254,7 +254,7 @@ class Other:
     def __init__(self, local: TinyEngine, *, keeps_prompts: bool = True) -> None:
         own, self.end = Pipe()
         self.balanced = BalancedClient(local.client, [own], keeps_prompts=keeps_prompts)
-        self.end.send(RankServes(frozenset({None, "policy"})))
+        self.end.send(RankReady(frozenset({None, "policy"})))
         until(lambda: self.balanced.engines == 2)
 
     def load(self, others: int) -> None:
@@ -385,12 +385,12 @@ class Preparing:
 def test_an_abort_finds_a_request_that_is_still_prepared_and_a_bug_is_no_silence() -> None:
     own, others = Pipe()
     client: Any = Preparing()
-    served = ServedHere(others, client)
+    served = RankRequestWorker(others, client)
     for message in (RunRequests((asked(name="a"),)), RunRequests((asked(name="bug"),)), Abort("a")):
         own.send(message)
     own.send(Numbered(3, ResumeAdmission(CLIENTS)))
     messages = iter(own.recv, None)
-    assert [type(next(messages)) for _ in range(2)] == [RankServes, RankLoad]
+    assert [type(next(messages)) for _ in range(2)] == [RankReady, RankLoad]
     answers = (message for message in messages if not isinstance(message, RankLoad))
     assert next(answers) == Done(3, True), "an order waits for no grammar"
     assert isinstance(next(messages), RankLoad), "also when nothing has changed"
@@ -477,7 +477,7 @@ async def test_a_rank_that_is_silent_is_given_up(
         assert not await asyncio.to_thread(other.balanced.wait_idle, 5.0), "it does not answer"
         paused = other.balanced.pause_admission(CLIENTS)
         for looks, is_chosen in ((protocol.QUIET_LOOKS - 1, True), (protocol.QUIET_LOOKS, False)):
-            there._ear.silent = looks
+            there._heartbeat.silent = looks
             assert (other.rank_of(asked()) == 1) is is_chosen
             assert other.balanced.engines == 1 + is_chosen
         monkeypatch.setattr(heartbeat, "LOOK_S", 0.0)
@@ -521,18 +521,18 @@ def test_the_engine_that_stands_still_for_longest_is_the_one_that_counts() -> No
     )
 
 
-def test_a_pulse_that_stops_is_noticed_and_one_that_goes_on_is_not(
+def test_a_heartbeat_that_stops_is_noticed_and_one_that_goes_on_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(heartbeat, "LOOK_S", 0.01)
     silent = threading.Event()
     (own, other), (alone, stopped) = Pipe(), Pipe()
     wrong = list[str]()
-    pulses = [Pulse(end, lambda: wrong.append("it beats")) for end in (own, other)]
-    Pulse(alone, silent.set)
+    heartbeats = [Heartbeat(end, lambda: wrong.append("it beats")) for end in (own, other)]
+    Heartbeat(alone, silent.set)
     assert silent.wait(20) and not wrong
-    for pulse in pulses:
-        pulse.close()
+    for each in heartbeats:
+        each.close()
     stopped.close()
 
 
@@ -551,7 +551,7 @@ def test_futures_are_done_together() -> None:
 def test_a_request_that_is_still_prepared_when_rank_0_goes_is_aborted() -> None:
     own, others = Pipe()
     client: Any = Preparing()
-    served = ServedHere(others, client)
+    served = RankRequestWorker(others, client)
     own.send(RunRequests((asked(name="a"),)))
     until(lambda: bool(served._preparing))
     own.close()

@@ -32,7 +32,7 @@ TOOLS = [
 def found(
     text: str, tools: object = TOOLS, formats: object = "auto", own: OwnFormat | None = None
 ) -> ParsedCalls:
-    calls = parse_tool_calls(text, tools, formats, own=own)  # type: ignore[arg-type]
+    calls = parse_tool_calls(text, tools, formats, model_format=own)  # type: ignore[arg-type]
     for place in (*calls, *calls.malformed):
         assert text[place.start_pos : place.end_pos] == place.raw_text != ""
     return calls

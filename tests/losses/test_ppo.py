@@ -164,7 +164,7 @@ def prepared(
         rollout_logprobs=np.zeros(count, np.float32),
         advantages=np.repeat(np.array(rewards, np.float32), lengths),
         fresh=np.ones(count, bool),
-        known=np.ones(count, bool),
+        has_rollout_logprobs=np.ones(count, bool),
         old_values=values.astype(np.float32),
         kl_penalty=None if penalty is None else penalty.astype(np.float32),
     )

@@ -53,7 +53,7 @@ def make_buffer(
     store: RolloutStore, versions: VersionSteps | None = None, **values: Any
 ) -> RolloutBuffer:
     """`values`: keys of [rl_training], `rollout_batch_size`, and arguments of RolloutBuffer."""
-    names = ("group_sizes", "request_groups", "minimums", "misfit", "shaping", "pairs")
+    names = ("group_sizes", "request_groups", "minimums", "is_mismatched", "shaping", "pairs")
     options = {"group_sizes": [2]} | {name: values.pop(name) for name in names if name in values}
     estimate = values.pop("estimate", group_advantages)
     config = RLTrainingConfig()
@@ -434,7 +434,7 @@ def test_groups_of_another_model_are_dropped_counted_and_replaced(
     has an index)."""
     asked: list[str] = []
 
-    def misfit(group: RolloutGroup) -> bool:
+    def is_mismatched(group: RolloutGroup) -> bool:
         asked.append(group.group_id)
         return group.group_id.startswith("foreign")
 
@@ -445,7 +445,7 @@ def test_groups_of_another_model_are_dropped_counted_and_replaced(
         make_group("constant", [1, 1]),
         *[make_group(f"g{i}", [0, 1]) for i in range(2)],
     )
-    buffer = make_buffer(store, misfit=misfit, sampling=sampling)
+    buffer = make_buffer(store, is_mismatched=is_mismatched, sampling=sampling)
     assert buffer.collect(1, timeout_s=0) is None
     add(
         store, make_group("g2", [0, 1]), *[make_group(f"own{i}", [0, 1], index=i) for i in range(2)]

@@ -139,7 +139,7 @@ def test_an_argument_keeps_the_marks_that_it_holds(name: str) -> None:
             assert shape(streamed(form, answer, range(0, len(answer), 7))) == parts, text
             assert form.parse is not None and form.tool_markers is not None
             own = OwnFormat(form.tool_markers, form.parse)
-            episode = parse_tool_calls(answer, [TOOLS[0]["function"]], "own", own=own)
+            episode = parse_tool_calls(answer, [TOOLS[0]["function"]], "own", model_format=own)
             assert [(each.name, each.arguments) for each in episode] == [wanted] * count, text
 
 
@@ -217,7 +217,7 @@ def test_an_endless_number_of_marks_takes_no_endless_time() -> None:
     assert form.read(text, "length") is not None
     assert form.parse is not None and form.tool_markers is not None
     parse_tool_calls(
-        '<tool_call>{"' * 5_000, [], "own", own=OwnFormat(form.tool_markers, form.parse)
+        '<tool_call>{"' * 5_000, [], "own", model_format=OwnFormat(form.tool_markers, form.parse)
     )
 
 

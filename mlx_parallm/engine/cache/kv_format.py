@@ -31,7 +31,7 @@ class Packed:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """What was quantised."""
+        """The dtype before quantisation."""
         return self.arrays[1].dtype
 
     def product(self, x: mx.array) -> mx.array:
@@ -63,11 +63,11 @@ class Packed:
             for plane in planes
         ]
         if self.is_keys:
-            found = [
+            products = [
                 x[..., i :: len(factors)] @ factor.swapaxes(-1, -2)
                 for i, factor in enumerate(factors)
             ]
-            return found[0] if len(found) == 1 else found[0] + found[1]
+            return products[0] if len(products) == 1 else products[0] + products[1]
         columns = [x @ factor for factor in factors]
         return (
             columns[0]
@@ -130,6 +130,6 @@ AS_COMPUTED = KVFormat()
 
 
 def _halves(arrays: Sequence[mx.array]) -> tuple[Parts, Parts]:
-    """Those of the keys and those of the values."""
+    """Split a layer's arrays into those of the keys and those of the values."""
     words, scales, biases, *values = arrays
     return (words, scales, biases), (values[0], values[1], values[2])

@@ -116,12 +116,11 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
 def _restore_prefixes(
     caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk, ...]], kv_format: KVFormat
 ) -> None:
-    """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each
-    row.
+    """Fill fresh mlx-lm KVCaches of a prefill with the stored prefixes, of one length for all rows.
 
-    Where that is quantised, `known` of each gives it again: quantised a second time it would have
-    other bits. Recurrent layers begin with the snapshot at the prefix's end; such a prefill has one
-    row.
+    A quantised prefix is kept as `stored_prefix` of its cache: quantised a second time it would
+    have other bits. Recurrent layers begin with the snapshot at the prefix's end; such a prefill
+    has one row.
     """
     count = kv_format.arrays
     caches = list(caches)
@@ -133,11 +132,11 @@ def _restore_prefixes(
         stored = partial(_stored, rows, range(count * layer, count * (layer + 1)))
         cache.update_and_fetch(*kv_format.unpack(stored()))
         if kv_format.bits is not None:
-            cache.known = stored
+            cache.stored_prefix = stored
 
 
 def _stored(rows: SequenceOf[tuple[PrefixChunk, ...]], kinds: Iterable[int]) -> list[mx.array]:
-    """Those arrays of the rows' chunks, [rows, H, P, ·] each."""
+    """Return the arrays `kinds` of the rows' chunks, [rows, H, P, ·] each."""
     return [
         mx.concatenate(
             [

@@ -50,7 +50,7 @@ def size_class(positions: int) -> int:
 
 
 def rows_of(prompts: Iterable[PromptRows]) -> list[int]:
-    """For each new row, the row of the prefill that has its prompt."""
+    """Return, for each new row, the row of the prefill that has its prompt."""
     return [prompt.source for prompt in prompts for _ in range(prompt.count)]
 
 

@@ -99,11 +99,11 @@ class Pool:
     def write_step(self, layer: int, arrays: SequenceOf[mx.array]) -> None:
         """Writes one token a row: [n, H, 1, ·] each."""
         rows, position = len(self.rows), self.same
-        for own, array in zip(self._of_layer(layer, arrays), arrays, strict=True):
+        for stored, array in zip(self._of_layer(layer, arrays), arrays, strict=True):
             if position is None:
-                own[self.slots, :, self.positions] = array[:, :, 0]
+                stored[self.slots, :, self.positions] = array[:, :, 0]
             else:
-                own[:rows, :, position : position + 1] = array
+                stored[:rows, :, position : position + 1] = array
 
     def read_step(self, layer: int) -> list[mx.array]:
         """Views [n, H, span, ·] of the layer's arrays."""
@@ -112,8 +112,8 @@ class Pool:
     def write(self, layer: int, slot: int, arrays: SequenceOf[mx.array]) -> None:
         """Gives rows slot, slot + 1, … their first positions, [k, H, T, ·]."""
         stop, length = slot + arrays[0].shape[0], arrays[0].shape[2]
-        for own, array in zip(self._of_layer(layer, arrays), arrays, strict=True):
-            own[slot:stop, :, :length] = array
+        for stored, array in zip(self._of_layer(layer, arrays), arrays, strict=True):
+            stored[slot:stop, :, :length] = array
 
     def add(self, rows: SequenceOf[Row]) -> None:
         for row in rows:

@@ -108,14 +108,14 @@ class TokenLayer(RoutedKeys):
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
         pools, first = self._cache.step_pools, self._cache.first_merged
-        found = []
+        outputs = []
         for pool in pools:
             if not pool.shares:
                 rows = queries if len(pools) == 1 else queries[pool.start : pool.stop]
-                found.append(self._alone(pool, rows, scale))
+                outputs.append(self._alone(pool, rows, scale))
         if first < queries.shape[0]:
-            found.append(self._merged(queries[first:] if first else queries, scale))
-        return found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
+            outputs.append(self._merged(queries[first:] if first else queries, scale))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
 
     def _alone(self, pool: Pool, queries: mx.array, scale: float) -> mx.array:
         """Attention of a pool's rows, which read no segment, [n, heads, 1, D]."""
@@ -129,12 +129,12 @@ class TokenLayer(RoutedKeys):
         count, heads, _, width = queries.shape
         grouped = queries.reshape(count, pool.heads(self._layer), -1, 1, width)
         return (
-            finish(self._own(pool, grouped, scale * LOG2_E))
+            finish(self._over_pool(pool, grouped, scale * LOG2_E))
             .astype(queries.dtype)
             .reshape(count, heads, 1, -1)
         )
 
-    def _own(self, pool: Pool, grouped: mx.array, factor: float) -> Partial:
+    def _over_pool(self, pool: Pool, grouped: mx.array, factor: float) -> Partial:
         """Queries [n, H, repeats, 1, D] over what the pool's rows hold themselves."""
         arrays, mask = pool.read_step(self._layer), pool.mask
         if self._cache.kv_format.bits is None:
@@ -150,34 +150,38 @@ class TokenLayer(RoutedKeys):
         """Attention of the rows that read segments, [N, heads, 1, D]."""
         count, heads, _, width = queries.shape
         first, factor = self._cache.first_merged, scale * LOG2_E
-        own: list[Partial] = []
+        states: list[Partial] = []
         grouped = mx.array([])
         for pool in self._cache.step_pools:
             if pool.shares:
-                if not own:
+                if not states:
                     grouped = queries.reshape(count, pool.heads(self._layer), -1, 1, width)
-                own.append(self._own(pool, grouped[pool.start - first : pool.stop - first], factor))
-        state = join(own)
+                states.append(
+                    self._over_pool(pool, grouped[pool.start - first : pool.stop - first], factor)
+                )
+        state = join(states)
         for level in self._cache.levels:
             state = merge(state, self._over(level, grouped[..., 0, :], factor))
         return finish(state).astype(queries.dtype).reshape(count, heads, 1, -1)
 
     def _over(self, level: Level, queries: mx.array, factor: float) -> Partial:
         """queries [N, H, repeats, D] over one segment each."""
-        found = []
+        partials = []
         _, heads, repeats, width = queries.shape
         for part in level.parts:
             rows = queries[part.rows].transpose(1, 0, 2, 3).reshape(heads, -1, width)
             mask = None if part.mask is None else mx.repeat(part.mask, repeats, axis=0)
             partial = attend_by_heads(rows, *part.factors[self._layer], mask, factor)
             shape = (heads, part.count, repeats, 1, -1)
-            found.append(
+            partials.append(
                 Partial(*(array.reshape(shape).transpose(1, 0, 2, 3, 4) for array in partial))
             )
         if not level.complete:
-            empty = zip(found[0], (0.0, NOTHING, 0.0), strict=True)
-            found.append(Partial(*(mx.full((1, *array.shape[1:]), fill) for array, fill in empty)))
-        whole = join(found)
+            empty = zip(partials[0], (0.0, NOTHING, 0.0), strict=True)
+            partials.append(
+                Partial(*(mx.full((1, *array.shape[1:]), fill) for array, fill in empty))
+            )
+        whole = join(partials)
         return (
             whole
             if level.places is None
@@ -419,7 +423,7 @@ class TokenCache:
         )
 
     def _served(self, cache: Any) -> Any:
-        """What the model gets in the place of its own cache."""
+        """Return the cache that the model gets in place of its own."""
         if type(cache) is CacheList:
             return CacheList(*(self._served(inner) for inner in cache.caches))
         if type(cache) is ArraysCache:
@@ -556,10 +560,10 @@ class TokenCache:
                 for array in both
             ]
         rows = slice(None) if row is None else slice(row, row + 1)
-        known = vars(computed).get("known", list)()
-        end = min(known[0].shape[2], stop) if known else start
+        stored = vars(computed).get("stored_prefix", list)()
+        end = min(stored[0].shape[2], stop) if stored else start
         parts = (
-            [mx.take(array[rows], mx.arange(start, end), axis=2) for array in known]
+            [mx.take(array[rows], mx.arange(start, end), axis=2) for array in stored]
             if end > start
             else []
         )
@@ -611,7 +615,7 @@ def _part_of(array: mx.array, row: int, start: int, stop: int) -> mx.array:
 
 
 def _level(rows: SequenceOf[Row], level: int, kv_format: KVFormat) -> Level:
-    """Who reads which segment as its first, second, …"""
+    """Group the rows by the segment that they read at this level (0 is their first)."""
     readers: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         if len(row.chunks) > level:

@@ -51,6 +51,6 @@ class DatasetSource(EnvironmentSource):
         )
 
     def heldout(self, n: int) -> list[Task]:
-        """Up to n held-out rows of distinct prompts."""
+        """Return up to n held-out rows of distinct prompts."""
         first_of = {row.key: index for index, row in reversed(list(enumerate(self.rows.heldout)))}
         return [self.task(index, "heldout") for index in sorted(first_of.values())[:n]]

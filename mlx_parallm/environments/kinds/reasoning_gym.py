@@ -86,13 +86,13 @@ def _create(name: str, options: dict[str, Any]) -> Any:
             f"environments: reasoning-gym has no data set {name!r}; did you mean"
             f" {_near(name, DATASETS)}?"
         )
-    known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+    available = [field.name for field in dataclasses.fields(DATASETS[name][1])]
     for option in options:
-        if option not in known:
+        if option not in available:
             raise ConfigError(
                 f"environments: reasoning-gym's {name!r} has no option {option!r}; did you mean"
-                f" {_near(option, known)}?"
-                f" There are: {', '.join(known)}"
+                f" {_near(option, available)}?"
+                f" There are: {', '.join(available)}"
             )
     try:
         return reasoning_gym.create_dataset(name, **options)
@@ -102,7 +102,7 @@ def _create(name: str, options: dict[str, Any]) -> Any:
         ) from error
 
 
-def _near(name: str, known: Iterable[str]) -> str:
+def _near(name: str, names: Iterable[str]) -> str:
     return ", ".join(
-        repr(near) for near in difflib.get_close_matches(name, list(known), n=2, cutoff=0.0)
+        repr(near) for near in difflib.get_close_matches(name, list(names), n=2, cutoff=0.0)
     )

@@ -515,8 +515,8 @@ def end(child: int) -> None:
 
 
 class Processes:
-    """What /proc says, also from a root directory that has none. Raises OSError: not enough on
-    this machine."""
+    """A reader of /proc, also from a root directory that has none. Raises OSError: this machine's
+    /proc has too little."""
 
     def __init__(self) -> None:
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)

@@ -78,7 +78,7 @@ class EngineBackend:
     ) -> list[tuple[str, ParsedCalls]]:
         own = own_format(self._tokenizer)
         # raises on an unknown format before anything is sampled
-        parse_tool_calls("", tools, formats, own=own)
+        parse_tool_calls("", tools, formats, model_format=own)
         asked = [prompt_with_tools(prompt, tools, self._tokenizer, formats) for prompt in prompts]
         encoded, chats = (
             [self._encode(*each) for each in asked],
@@ -87,7 +87,7 @@ class EngineBackend:
         visible = {"skip_special_tokens": own is None}  # its markers may be special tokens
         answers = await self._sample(encoded, {**params, **visible}, chats)
         texts = [answer.text for each in answers for answer in each]
-        return [(text, parse_tool_calls(text, tools, formats, own=own)) for text in texts]
+        return [(text, parse_tool_calls(text, tools, formats, model_format=own)) for text in texts]
 
     async def logprobs(
         self, prompts: Sequence[Prompt], responses: Sequence[Response]

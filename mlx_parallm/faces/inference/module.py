@@ -404,7 +404,7 @@ class InferenceModule:
         if own is not None:  # its markers may be special tokens
             params["skip_special_tokens"] = False
         text = episode.generate(prompt, params).text
-        return text, parse_tool_calls(text, tools, formats, own=own)
+        return text, parse_tool_calls(text, tools, formats, model_format=own)
 
 
 def _endpoint(

@@ -413,7 +413,7 @@ class BackpropModule:
 
     def evaluate(self, loss: Loss) -> float:
         """Return the loss as a number; `loss.item()` calls it."""
-        trainer = self.trainer.under(loss.algorithm(), sequences=len(loss.rollouts))
+        trainer = self.trainer.with_algorithm(loss.algorithm(), sequences=len(loss.rollouts))
         value, loss.metrics, loss.scores = trainer.evaluate(
             loss.batch(self._updates + 1), loss.scores
         )
@@ -423,7 +423,7 @@ class BackpropModule:
         """Make one optimizer update and publish the weights to the attached InferenceModule.
         Return the metrics: loss, grad_norm (before clipping), learning_rate, and those of the
         loss."""
-        trainer = self.trainer.under(loss.algorithm(), sequences=len(loss.rollouts))
+        trainer = self.trainer.with_algorithm(loss.algorithm(), sequences=len(loss.rollouts))
         result = trainer.train_step(
             loss.batch(self._updates + 1), position=StepPosition(scores=loss.scores)
         )

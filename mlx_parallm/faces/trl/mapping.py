@@ -247,7 +247,7 @@ def lora_settings(given: Any) -> dict[str, Any]:
         return given.model_dump()
     if isinstance(given, Mapping):
         # LoraConfig knows near names
-        check_trained(given, known={name for name in given if name not in NAMES})
+        check_trained(given, accepted={name for name in given if name not in NAMES})
         return {
             name: value for name, value in given.items() if name in TRAINED or name not in NAMES
         }

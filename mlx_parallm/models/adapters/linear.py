@@ -100,8 +100,8 @@ class LoRALinear(nn.Module):
 
 
 class DoRALinear(LoRALinear):
-    """In the place of mlx-lm's class of that name, which unpacks a quantised W in each forward,
-    and 6 bits wrongly."""
+    """A replacement of mlx-lm's class of that name, which unpacks a quantised W in each forward
+    pass, and unpacks 6 bits wrongly."""
 
     def __init__(
         self,

@@ -63,9 +63,9 @@ def read_peft(
         for name in ("alpha_pattern", "rank_pattern")
     )
     layers = {}
-    for path, found in parts.items():
+    for path, leaves in parts.items():
         for part, needed in (("lora_A", True), ("lora_B", True), ("lora_magnitude_vector", dora)):
-            if needed != (part in found):
+            if needed != (part in leaves):
                 absent = (
                     "no magnitude vector (use_dora is true)"
                     if part == "lora_magnitude_vector"
@@ -73,7 +73,7 @@ def read_peft(
                 )
                 extra = "a magnitude vector, but use_dora is not true"
                 raise AdapterError(f"{file}: {path} has {absent if needed else extra}")
-        a, b = found["lora_A"], found["lora_B"]
+        a, b = leaves["lora_A"], leaves["lora_B"]
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.size or not b.size:
             raise ValueError(
                 f"{path}: lora_A {a.shape} and lora_B {b.shape} are not [rank, in] and [out, rank]"
@@ -85,7 +85,7 @@ def read_peft(
             )
         alpha = float(alphas.of(path, config.get("lora_alpha", DEFAULT_ALPHA)))
         scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-        layers[path] = LoraPair(a.T, b.T, scale, found.get("lora_magnitude_vector"))
+        layers[path] = LoraPair(a.T, b.T, scale, leaves.get("lora_magnitude_vector"))
     return layers
 
 

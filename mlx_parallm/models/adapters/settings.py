@@ -1,5 +1,5 @@
-"""What an adapter_config.json may say: each setting of PEFT's LoraConfig (0.21) and of mlx-lm's,
-and what comes of it.
+"""The settings that an adapter_config.json may have: each one of PEFT's LoraConfig (0.21) and of
+mlx-lm's, with its effect.
 
     APPLIED     read by `peft.read_peft`: rank, alpha and their patterns, rsLoRA, DoRA
     HARMLESS    name → why it changes nothing in the forward pass; any value passes
@@ -7,10 +7,10 @@ and what comes of it.
                 others are refused
     MLX_LM      mlx-lm's settings of a training that is over
 
-`check_peft` and `check_mlx_lm` hold a file against them, for every way that an adapter enters
-(`lora.load_adapter`); `check_trained` a LoraConfig that something is to be trained with. A name
-that stands in no table is refused unless its value is null, false or empty: what it does is not
-known, so it may change what the adapter computes.
+`check_peft` and `check_mlx_lm` compare a file with these tables, for every way that an adapter
+enters (`lora.load_adapter`); `check_trained` does so for the LoraConfig of a training. A name in no
+table is refused unless its value is null, false or empty: its effect is not known, so it may change
+what the adapter computes.
 """
 
 from collections.abc import Collection, Mapping
@@ -218,11 +218,11 @@ NAMES = frozenset((*APPLIED, *HARMLESS, *REFUSED))
 """All settings of PEFT's LoraConfig."""
 
 
-def check_trained(settings: Mapping[str, Any], known: Collection[str] = ()) -> None:
+def check_trained(settings: Mapping[str, Any], accepted: Collection[str] = ()) -> None:
     """Raise ConfigError: a setting of PEFT's LoraConfig that training does not follow.
 
     Args:
-        known: further names that the caller reads itself.
+        accepted: further names, which the caller reads itself.
     """
     kind = settings.get("peft_type") or "LORA"
     if str(getattr(kind, "value", kind)) != "LORA":
@@ -233,7 +233,7 @@ def check_trained(settings: Mapping[str, Any], known: Collection[str] = ()) -> N
     }
     switches = {name: (values, "") for name, (values, _) in REFUSED.items()} | _DEFAULTS
     start = settings.get("init_lora_weights", True)
-    fault = _fault(settings, {*TRAINED, *free, *known, "init_lora_weights"}, switches)
+    fault = _fault(settings, {*TRAINED, *free, *accepted, "init_lora_weights"}, switches)
     if fault is not None or start is not True:
         name = (
             (f"init_lora_weights={start!r}")

@@ -88,14 +88,14 @@ ARCHITECTURES: dict[str, Architecture] = {
 def architecture_of(config: Config) -> Architecture:
     """Return the entry of a model's `model_type`. Raises ModelError: there is none."""
     kind = config.get("model_type")
-    found = ARCHITECTURES.get(str(kind))
-    if found is None:
+    architecture = ARCHITECTURES.get(str(kind))
+    if architecture is None:
         raise ModelError(
             f"model_type {kind!r} cannot be exported as GGUF: only {', '.join(ARCHITECTURES)}."
             " Write safetensors with"
             " `mlx_parallm merge`, and try llama.cpp's convert_hf_to_gguf.py on them"
         )
-    return found
+    return architecture
 
 
 def check_arguments(architecture: Architecture, arguments: Any) -> None:
@@ -112,16 +112,16 @@ def tensor_name(architecture: Architecture, mlx_name: str, layers: int) -> str:
     ModelError: it has none."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
     names = gguf.get_tensor_name_map(kind, layers)
-    found = names.get_name(
+    gguf_name = names.get_name(
         mlx_name.replace(".switch_mlp.", ".experts."), try_suffixes=(".weight", ".bias")
     )
-    if found is None:
+    if gguf_name is None:
         raise ModelError(
             f"tensor {mlx_name!r} has no name in GGUF's {architecture.name}: this model has"
             " other"
             " layers"
         )
-    return str(found)
+    return str(gguf_name)
 
 
 def row_order(architecture: Architecture, mlx_name: str, arguments: Any) -> np.ndarray | None:

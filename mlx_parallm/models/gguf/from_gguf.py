@@ -166,7 +166,7 @@ class GGUFFile:
         ) as error:
             raise ModelError(f"{path} is damaged or cut short: {error}") from error
         self.tensors: list[gguf.ReaderTensor] = list(reader.tensors)
-        self._asked = {"general.architecture", "general.type"}
+        self._read_keys = {"general.architecture", "general.type"}
         if (parts := self.get(SPLIT_COUNT, 0)) > 1:
             raise ModelError(
                 f"{path} is one of {parts} parts: join them with `llama-gguf-split --merge`"
@@ -177,7 +177,7 @@ class GGUFFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, and note that it is understood."""
-        self._asked.add(key)
+        self._read_keys.add(key)
         return self._fields.get(key, default)
 
     def number(self, key: str, default: Any = None) -> Any:
@@ -201,16 +201,16 @@ class GGUFFile:
     def without_meaning(self, prefix: str) -> list[str]:
         """Return the keys under a prefix that nobody has asked for."""
         return sorted(
-            key for key in self._fields if key.startswith(prefix) and key not in self._asked
+            key for key in self._fields if key.startswith(prefix) and key not in self._read_keys
         )
 
     def left_out(self) -> dict[str, Any]:
         """Return what the folder's other files do not hold."""
-        own = ("GGUF.",)
+        header = ("GGUF.",)
         return {
             key: value
             for key, value in self._fields.items()
-            if key not in self._asked and not key.startswith(own)
+            if key not in self._read_keys and not key.startswith(header)
         }
 
 

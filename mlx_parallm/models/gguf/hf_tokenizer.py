@@ -29,7 +29,7 @@ SAMPLING = {
 
 
 class GGUFKeys(Protocol):
-    """What is needed of a `GGUFFile`."""
+    """The part of a `GGUFFile` that is needed here."""
 
     path: Path
 
@@ -131,9 +131,10 @@ def _check_special(stops: list[int], others: list[int | None], tokens: int, path
 def _rules_of(pre: str, path: Path) -> Rules:
     rules = next((rules for rules, name in PRE_TOKENIZERS.items() if name == pre), None)
     if rules is None:
-        known = ", ".join(PRE_TOKENIZERS.values())
+        supported = ", ".join(PRE_TOKENIZERS.values())
         raise ModelError(
-            f"{path}: how the pre-tokenizer {pre!r} splits a text is not known here, only {known}"
+            f"{path}: how the pre-tokenizer {pre!r} splits a text is not known here, only"
+            f" {supported}"
         )
     return rules
 

@@ -33,7 +33,7 @@ PROBES = (
 
 @dataclass(frozen=True)
 class RewardModelCard:
-    """What reward_model.json says: on which base the weights lie, and how texts become tokens.
+    """The content of reward_model.json: the base of the weights, and how texts become tokens.
 
     `adapter`: the weights are an adapter; false: the directory holds the whole model. `quantized`:
     the base was quantised to 4 bits as it was loaded. `tokenizer`: `tokenizer_print`.

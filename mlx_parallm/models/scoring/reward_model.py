@@ -85,7 +85,7 @@ class TrainedRewardModel:
         card = RewardModelCard.read(directory)
         config = card.model_config(directory)
         if loaded is None or not card.adapter or not _is_base(loaded, card):
-            loaded, model = _own(config, quantize=card.quantized and card.adapter)
+            loaded, model = _load_policy(config, quantize=card.quantized and card.adapter)
         else:
             model = copy.deepcopy(loaded.model)
         tokenizer = load_tokenizer(loaded.path, config)
@@ -255,7 +255,7 @@ def _is_base(loaded: LoadedModel, card: RewardModelCard) -> bool:
     return as_it_is and name == card.base
 
 
-def _own(config: ModelConfig, *, quantize: bool) -> tuple[LoadedModel, nn.Module]:
+def _load_policy(config: ModelConfig, *, quantize: bool) -> tuple[LoadedModel, nn.Module]:
     loaded = load_model(config, quantize=quantize)
     return loaded, loaded.model
 

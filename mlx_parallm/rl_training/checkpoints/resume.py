@@ -67,8 +67,11 @@ def initial_adapter(config: Config) -> dict[str, LoraPair] | None:
     try:
         file = find_adapter_file(path)
     except AdapterError:
-        given = Path(path).expanduser()
-        if given.exists() or training.checkpoint_dir.resolve() not in given.resolve().parents:
+        requested = Path(path).expanduser()
+        if (
+            requested.exists()
+            or training.checkpoint_dir.resolve() not in requested.resolve().parents
+        ):
             raise
         log.warning(
             "model.lora_path does not exist yet: training starts with a new adapter", path=path

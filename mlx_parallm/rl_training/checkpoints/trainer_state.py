@@ -88,8 +88,8 @@ class TrainerState:
         """Same weights and settings: nothing was trained, published or changed between the two.
         Positions of the environments may differ."""
         return all(
-            own == others
-            for own, others in (
+            mine == theirs
+            for mine, theirs in (
                 (self.step, other.step),
                 (self.mini_batches, other.mini_batches),
                 (self.policy_version, other.policy_version),
@@ -115,7 +115,7 @@ class TrainerState:
                 )
             # of versions that did not compare configurations key by key
             data.pop("config_hash", None)
-            if unknown := sorted(set(data) - {known.name for known in fields(cls)}):
+            if unknown := sorted(set(data) - {field.name for field in fields(cls)}):
                 raise ValueError(f"unknown keys {', '.join(unknown)}")
             return _ADAPTER.validate_json(json.dumps(data), strict=True)
         except ValidationError as error:

@@ -84,10 +84,10 @@ class DataBatches:
         return self.collect(step)
 
     def choose_again(self) -> None:
-        """After a rollback the same rows come next."""
+        """Do nothing after a rollback: the same rows come next."""
 
     def health(self) -> str | None:
-        """Rows are always there."""
+        """Return None: rows are always available."""
         return None
 
     def _mismatched(self, rows: Sequence[int], step: int) -> list[Encoded]:
@@ -115,11 +115,11 @@ def train_sequence(sequence: Encoded, advantage: float) -> TrainSequence:
 def mismatched(unit: Unit, other: Unit) -> Encoded:
     """The prompt of one with the completion of another, for the KL estimate of KTO
     (arXiv:2402.01306, §3.3)."""
-    [own], [others] = unit.sequences, other.sequences
-    prompt, completion = own.prompt_length, others.prompt_length
+    [prompt_row], [completion_row] = unit.sequences, other.sequences
+    prompt, completion = prompt_row.prompt_length, completion_row.prompt_length
     return Encoded(
-        np.concatenate([own.tokens[:prompt], others.tokens[completion:]]),
-        np.concatenate([np.zeros(prompt, bool), others.mask[completion:]]),
+        np.concatenate([prompt_row.tokens[:prompt], completion_row.tokens[completion:]]),
+        np.concatenate([np.zeros(prompt, bool), completion_row.mask[completion:]]),
     )
 
 

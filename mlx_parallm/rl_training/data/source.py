@@ -64,7 +64,7 @@ class DataSource(RolloutSource):
         )
 
     def total_steps(self, training: RLTrainingConfig) -> int:
-        """As the configuration says; where it does not, one pass over the rows."""
+        """Return the configured number of steps; by default one pass over the rows."""
         configured = "total_steps" in training.model_fields_set
         return (
             training.total_steps
@@ -107,18 +107,18 @@ class DataSource(RolloutSource):
 
     @property
     def _weights(self) -> tuple[float, float]:
-        own = self._config.rl_training.preference
-        return own.desirable_weight, own.undesirable_weight
+        preference = self._config.rl_training.preference
+        return preference.desirable_weight, preference.undesirable_weight
 
     # ------------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What a resume compares: steps are a function of seed and rows, so the rows have to be
-        the same."""
+        """Return what a resume compares. Steps are a function of seed and rows, so a resumed run
+        needs the same rows."""
         return self._state
 
     def start(self, served: Served, state: TrainerState | None) -> None:
-        """Raises CheckpointError: the checkpoint's rows were others."""
+        """Raises CheckpointError: the checkpoint was saved with other rows."""
         saved = state.sources[self.name] if state is not None else self._state
         if saved != self._state:
             raise CheckpointError(

@@ -46,8 +46,8 @@ class Encoded:
         return int(self.mask.argmax())
 
     def rollout(self) -> Rollout:
-        """As the trainer takes it: nothing has sampled it, so there is no log-probability to
-        compare with."""
+        """Return it as a rollout for the trainer, without log-probabilities: no model has sampled
+        it."""
         length = len(self.tokens)
         return Rollout(
             tokens=tuple(self.tokens.tolist()),
@@ -61,7 +61,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is drawn as one: the sequences of a pair (chosen, rejected), or one sequence with its
+    """Sequences that are drawn together: a pair (chosen, rejected), or one sequence with its
     label."""
 
     sequences: tuple[Encoded, ...]
@@ -77,7 +77,7 @@ def encode_all(
     *,
     form: Form,
 ) -> list[Unit]:
-    """In the order of the rows.
+    """Encode examples as units, in the order of the rows.
 
     Args:
         form: "segments": an example may become several units, one a stretch that the template
@@ -90,7 +90,7 @@ def encode_all(
     plain = partial(tokenizer.render_chat_text, template_kwargs=template_kwargs)
     units, skipped, first = [], 0, ""
     for example in examples:
-        own = config.end_token == "tokenizer"
+        of_tokenizer = config.end_token == "tokenizer"
         render = partial(plain, tools=list(example.tools)) if example.tools else plain
         if form == "scored":
             sides = [
@@ -99,7 +99,7 @@ def encode_all(
             ]
         else:
             sides = [
-                _encode(example, text, tokenizer, render, own_end=own)
+                _encode(example, text, tokenizer, render, of_tokenizer=of_tokenizer)
                 for text in example.completions
             ]
         if form != "segments" and any(len(side) > 1 for side in sides):
@@ -171,7 +171,7 @@ def _scored(
 
 
 def _encode(
-    example: Example, completion: Text, tokenizer: ChatTokenizer, render: Any, *, own_end: bool
+    example: Example, completion: Text, tokenizer: ChatTokenizer, render: Any, *, of_tokenizer: bool
 ) -> list[Encoded]:
     if isinstance(completion, str):
         assert isinstance(example.prompt, str)
@@ -184,12 +184,14 @@ def _encode(
         end = (
             []
             if answer and answer[-1] in tokenizer.eos_token_ids
-            else _end_token(tokenizer, example, own=own_end)
+            else _end_token(tokenizer, example, of_tokenizer=of_tokenizer)
         )
         return [_joined([(prompt, False), (answer + end, True)], example)]
     assert not isinstance(example.prompt, str)
     try:
-        return _turns(example, example.prompt, completion, tokenizer, render, own_end=own_end)
+        return _turns(
+            example, example.prompt, completion, tokenizer, render, of_tokenizer=of_tokenizer
+        )
     except RequestError as error:
         raise ConfigError(f"{SECTION}: {example.where}: {error}") from error
 
@@ -201,7 +203,7 @@ def _turns(
     tokenizer: ChatTokenizer,
     render: Any,
     *,
-    own_end: bool,
+    of_tokenizer: bool,
 ) -> list[Encoded]:
     """Every assistant turn of the completion. One sequence, or more where the template rewrites
     history."""
@@ -223,7 +225,7 @@ def _turns(
                 " model.chat_template, or model.chat_template_kwargs, may"
             )
         answer, closed = without_tail(after[len(before) :], tokenizer)
-        closing = [] if closed else _end_token(tokenizer, example, own=own_end)
+        closing = [] if closed else _end_token(tokenizer, example, of_tokenizer=of_tokenizer)
         if shown is not None and before.startswith(shown):
             sequences[-1].append((encode(shown, before[len(shown) :]), False))
         else:
@@ -237,12 +239,12 @@ def _turns(
     return [_joined(spans, example) for spans in learned or sequences]
 
 
-def _end_token(tokenizer: ChatTokenizer, example: Example, *, own: bool) -> list[int]:
+def _end_token(tokenizer: ChatTokenizer, example: Example, *, of_tokenizer: bool) -> list[int]:
     if not tokenizer.eos_token_ids:
         raise ConfigError(
             f"{SECTION}: {example.where}: this model has no end token to close a text with"
         )
-    if own and tokenizer.eos_token_id is not None:
+    if of_tokenizer and tokenizer.eos_token_id is not None:
         return [tokenizer.eos_token_id]
     # of several, the end of a document comes before those of turns
     return [min(tokenizer.eos_token_ids)]

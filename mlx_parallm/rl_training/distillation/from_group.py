@@ -41,11 +41,11 @@ class GroupTeacher:
         self, group: RolloutGroup, number: int, segment: int, sequence: TrainSequence
     ) -> Answer | None:
         """None: the fields are of other sequences."""
-        given = group.metadata[DISTILL]
+        scores = group.metadata[DISTILL]
         flat = sum(len(rollout.segments) for rollout in group.rollouts[:number]) + segment
-        if flat >= len(given["token_ids"]):
+        if flat >= len(scores["token_ids"]):
             return None
-        ids, logprobs = given["token_ids"][flat], given["logprobs"][flat]
+        ids, logprobs = scores["token_ids"][flat], scores["logprobs"][flat]
         if len(ids) != len(sequence.rollout.tokens):
             return None
         return ScoredAnswer(
@@ -62,7 +62,7 @@ class GroupTeacher:
         return [self._one(answer, keep) for answer in answers if isinstance(answer, ScoredAnswer)]
 
     def _one(self, answer: "ScoredAnswer", keep: int | None) -> Scored:
-        places = [place for place, own in enumerate(answer.rollout.mask) if own and place]
+        places = [place for place, sampled in enumerate(answer.rollout.mask) if sampled and place]
         logprobs = np.full(len(places), np.nan, np.float32)
         agrees = np.full(len(places), np.nan, np.float32)
         ids = np.zeros((len(places), keep or 0), np.int32)
@@ -91,4 +91,4 @@ class GroupTeacher:
         return Scored(logprobs, agrees, ids if keep else None, None if keep is None else targets)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is nothing to close."""

@@ -45,9 +45,9 @@ class OtherModel:
     ) -> None:
         self.name = config.name
         training, vocab_size = context.training, context.vocab_size
-        own = model_config(config, context.model)
-        loaded = load_model(own, quantize=config.quantize)
-        check_tokenizers(config, tokenizer, load_tokenizer(loaded.path, own))
+        teacher_model = model_config(config, context.model)
+        loaded = load_model(teacher_model, quantize=config.quantize)
+        check_tokenizers(config, tokenizer, load_tokenizer(loaded.path, teacher_model))
         if keep == 0 and loaded.vocab_size != vocab_size:
             raise ConfigError(
                 f"distillation: teacher {config.name!r} has {loaded.vocab_size} logits, the policy"
@@ -106,4 +106,4 @@ class OtherModel:
         return scored
 
     def close(self) -> None:
-        """Its arrays go with it."""
+        """Do nothing: its arrays are freed with the object."""

@@ -38,7 +38,7 @@ class OwnWeights:
             )
 
     def close(self) -> None:
-        """Nothing is its own."""
+        """Do nothing: the weights belong to the trainer."""
 
 
 def own_teacher(config: TeacherConfig, trainer: Trainer) -> OwnWeights:
@@ -64,10 +64,10 @@ def _saved(config: TeacherConfig, trainer: Trainer) -> list[mx.array]:
         versions = CheckpointVersions(path)
         step = versions.path(config.policy_version)
         if step is None:
-            known = ", ".join(map(str, versions.versions())) or "none"
+            saved = ", ".join(map(str, versions.versions())) or "none"
             raise ConfigError(
                 f"{where}: {path} has no checkpoint of policy version {config.policy_version};"
-                f" it has: {known}"
+                f" it has: {saved}"
             )
         path = step
     for newest in (FINAL, LATEST):

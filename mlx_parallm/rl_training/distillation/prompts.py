@@ -39,22 +39,22 @@ class TeacherPrompt:
             if isinstance(text, str) and is_reference(text)
             else None
         )
-        self._known: dict[str, tuple[int, ...] | NoPromptError] = {}
+        self._kept: dict[str, tuple[int, ...] | NoPromptError] = {}
 
     def tokens(self, group: RolloutGroup) -> tuple[int, ...]:
         """Raises NoPromptError: no sibling has solved it, a column is missing, the function
         returned None. ConfigError: the function failed."""
-        if group.group_id not in self._known:
-            while len(self._known) >= 4096:
-                del self._known[next(iter(self._known))]
+        if group.group_id not in self._kept:
+            while len(self._kept) >= 4096:
+                del self._kept[next(iter(self._kept))]
             try:
-                self._known[group.group_id] = tuple(self._made(group))
+                self._kept[group.group_id] = tuple(self._made(group))
             except NoPromptError as error:
-                self._known[group.group_id] = error
-        found = self._known[group.group_id]
-        if isinstance(found, NoPromptError):
-            raise found
-        return found
+                self._kept[group.group_id] = error
+        prompt = self._kept[group.group_id]
+        if isinstance(prompt, NoPromptError):
+            raise prompt
+        return prompt
 
     def _made(self, group: RolloutGroup) -> Sequence[int]:
         if ASKED not in group.metadata:
@@ -64,9 +64,9 @@ class TeacherPrompt:
             )
         if group.metadata.get(TOOLS):
             raise NoPromptError("its prompt has tools, and a teacher's own prompt has none")
-        asked, row = group.metadata[ASKED], dict(group.metadata.get(ROW, {}))
+        question, row = group.metadata[ASKED], dict(group.metadata.get(ROW, {}))
         messages = (
-            self._by_function(row, group) if self._function else self._filled(asked, row, group)
+            self._by_function(row, group) if self._function else self._filled(question, row, group)
         )
         if isinstance(messages, str):
             return self._tokenizer.encode(messages)
@@ -103,8 +103,8 @@ class TeacherPrompt:
             "metadata": dict(group.metadata),
         }
 
-    def _filled(self, asked: Any, row: Mapping[str, Any], group: RolloutGroup) -> Any:
-        last = asked if isinstance(asked, str) else asked[-1]["content"]
+    def _filled(self, question: Any, row: Mapping[str, Any], group: RolloutGroup) -> Any:
+        last = question if isinstance(question, str) else question[-1]["content"]
         template = self._config.prompt
 
         def fill(text: str) -> str:
@@ -112,9 +112,9 @@ class TeacherPrompt:
 
         if not isinstance(template, str):
             return [{key: fill(value) for key, value in message.items()} for message in template]
-        if isinstance(asked, str):
+        if isinstance(question, str):
             return fill(template)
-        return [*asked[:-1], {**asked[-1], "content": fill(template)}]
+        return [*question[:-1], {**question[-1], "content": fill(template)}]
 
     def _value(
         self, match: re.Match[str], last: str, row: Mapping[str, Any], group: RolloutGroup
@@ -137,6 +137,10 @@ class TeacherPrompt:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     def _text(self, rollout: Rollout) -> str:
-        """What was sampled, without special tokens."""
-        sampled = [token for token, own in zip(rollout.tokens, rollout.mask, strict=True) if own]
+        """Return the sampled text, without special tokens."""
+        sampled = [
+            token
+            for token, is_sampled in zip(rollout.tokens, rollout.mask, strict=True)
+            if is_sampled
+        ]
         return self._tokenizer.decode(sampled)

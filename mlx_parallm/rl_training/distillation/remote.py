@@ -81,9 +81,9 @@ class RemoteTeacher:
         self._tokenizer = tokenizer
         self._compared = False
         if config.path:
-            own = model_config(config, context.model)
+            teacher_model = model_config(config, context.model)
             path = resolve_model_path(config.path, config.revision)
-            check_tokenizers(config, tokenizer, load_tokenizer(path, own))
+            check_tokenizers(config, tokenizer, load_tokenizer(path, teacher_model))
             self._compared = True
         root = config.url.rstrip("/").removesuffix("/v1")
         key = _key(config)
@@ -150,7 +150,7 @@ class RemoteTeacher:
         return ConfigError(f"{self._what} refuses what it is asked: {error}")
 
     async def _begin(self) -> None:
-        """At the first contact: its model's name, and its tokenizer."""
+        """Read the model's name and compare the tokenizer, at the first contact."""
         if not self._model and self._config.api != "sglang":
             names = await self._models.models()
             if not names:
@@ -162,11 +162,11 @@ class RemoteTeacher:
 
     async def _compare(self) -> None:
         """Raises ConfigError: it reads a text as other tokens, or cannot say."""
-        asked = list(texts())
+        compared = list(texts())
         if self._tokenizer.has_chat_template:
-            asked.append(self._tokenizer.render_chat_text(CHAT))
-        replies = await asyncio.gather(*(self._tokens(text) for text in asked))
-        for text, ids in zip(asked, replies, strict=True):
+            compared.append(self._tokenizer.render_chat_text(CHAT))
+        replies = await asyncio.gather(*(self._tokens(text) for text in compared))
+        for text, ids in zip(compared, replies, strict=True):
             compare(
                 TextIds(self._config, text, self._tokenizer.encode(text, add_special_tokens=False)),
                 ids,
@@ -219,7 +219,7 @@ class RemoteTeacher:
                 if self._config.api == "vllm"
                 else self._of_echo(choice, tokens)
             )
-        places = [place for place, own in enumerate(answer.rollout.mask) if own and place]
+        places = [place for place, sampled in enumerate(answer.rollout.mask) if sampled and place]
         return self._scored([rows[place] for place in places], keep)
 
     def _choice(self, reply: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -239,20 +239,20 @@ class RemoteTeacher:
             if token not in by_id:
                 raise ConfigError(f"{self._what}: prompt_logprobs without the token itself")
             best = [(key, float(value["logprob"])) for key, value in by_id.items()]
-            own = float(by_id[token]["logprob"])
-            rows.append(_Row(token, own, own >= max(number for _, number in best), best))
+            logprob = float(by_id[token]["logprob"])
+            rows.append(_Row(token, logprob, logprob >= max(number for _, number in best), best))
         return rows
 
     def _of_sglang(
         self, reply: Mapping[str, Any], tokens: Sequence[int], keep: int | None
     ) -> list["_Row"]:
         meta = reply.get("meta_info") or {}
-        own = self._list(meta.get("input_token_logprobs"), len(tokens), "input_token_logprobs")
+        entries = self._list(meta.get("input_token_logprobs"), len(tokens), "input_token_logprobs")
         tops: Sequence[Any] = [()] * len(tokens)
         if keep is not None:
             tops = self._list(meta.get("input_top_logprobs"), len(tokens), "input_top_logprobs")
         rows = []
-        for token, entry, top in zip(tokens, own, tops, strict=True):
+        for token, entry, top in zip(tokens, entries, tops, strict=True):
             if int(entry[1]) != token:
                 raise ConfigError(f"{self._what}: it scored token {entry[1]} in place of {token}")
             number = math.nan if entry[0] is None else float(entry[0])
@@ -262,13 +262,13 @@ class RemoteTeacher:
         return rows
 
     def _of_echo(self, choice: Mapping[str, Any], tokens: Sequence[int]) -> list["_Row"]:
-        given = choice.get("logprobs") or {}
-        own = given.get("token_logprobs")
-        if not isinstance(own, list) or len(own) < len(tokens):
-            own = self._list(own, len(tokens), "logprobs.token_logprobs")
-        tops = given.get("top_logprobs") or [None] * len(own)
+        reply = choice.get("logprobs") or {}
+        numbers = reply.get("token_logprobs")
+        if not isinstance(numbers, list) or len(numbers) < len(tokens):
+            numbers = self._list(numbers, len(tokens), "logprobs.token_logprobs")
+        tops = reply.get("top_logprobs") or [None] * len(numbers)
         rows = []
-        for token, number, top in zip(tokens, own, tops, strict=False):
+        for token, number, top in zip(tokens, numbers, tops, strict=False):
             value = math.nan if number is None else float(number)
             best = max(map(float, top.values())) if top else None
             rows.append(_Row(token, value, None if best is None else value >= best, ()))

@@ -1,4 +1,4 @@
-"""What a teacher says of tokens, and the forward pass of one that is in this process.
+"""A teacher's scores of tokens, and the forward pass of a teacher in this process.
 
 Answer      a sequence as a teacher gets it: its tokens, behind the teacher's own prompt perhaps
 Scored      log π_T of its trained tokens, whether each is the teacher's best, and its best K
@@ -24,8 +24,8 @@ Answer = TrainSequence
 
 @dataclass(frozen=True)
 class Scored:
-    """Of the n trained tokens of a sequence. `ids` None: `targets` are of the whole vocabulary;
-    `targets` None: the distribution was not asked for."""
+    """A teacher's scores of the n trained tokens of a sequence. `ids` None: `targets` are of the
+    whole vocabulary; `targets` None: no distribution was requested."""
 
     logprobs: np.ndarray  # [n] float32
     agrees: np.ndarray | None = None  # [n] float32, 1 or 0
@@ -97,8 +97,8 @@ def forward(
     scored: list[Scored | None] = [None] * len(answers)
     for micro_batch, parts in columns:
         ends = np.cumsum([answers[row].trained for row in micro_batch.rows])[:-1]
-        for row, own in zip(micro_batch.rows, _split(parts, ends), strict=True):
-            scored[row] = _scored(own, keep)
+        for row, row_parts in zip(micro_batch.rows, _split(parts, ends), strict=True):
+            scored[row] = _scored(row_parts, keep)
     return scored
 
 

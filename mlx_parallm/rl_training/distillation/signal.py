@@ -16,8 +16,8 @@ from mlx_parallm.config.distillation import OWN_KINDS, DistillationConfig, Teach
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.distillation import LEAST_LOGPROB
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rl_training.distillation.dataset_completions import DatasetCompletions
 from mlx_parallm.rl_training.distillation.from_group import GroupTeacher
-from mlx_parallm.rl_training.distillation.given import GivenCompletions
 from mlx_parallm.rl_training.distillation.model import OtherModel
 from mlx_parallm.rl_training.distillation.own import own_teacher
 from mlx_parallm.rl_training.distillation.prompts import ROW, NoPromptError, TeacherPrompt
@@ -66,11 +66,13 @@ class Teachers:
                 else None
             )
             self._by_name[config.name] = config, teacher, prompt
-        self._given: GivenCompletions | None = None
+        self._dataset_completions: DatasetCompletions | None = None
         if self._config.lmbda < 1:
-            self._given = GivenCompletions(context.training, self.tokenizer, self._note)
+            self._dataset_completions = DatasetCompletions(
+                context.training, self.tokenizer, self._note
+            )
         self._seconds: float | None = None
-        self._asked = self._unscored = self._taken = 0
+        self._requested = self._unscored = self._taken = 0
         self._reasons = Counter[str]()
         self._lost = ""
 
@@ -97,8 +99,8 @@ class Teachers:
         """Raises ConfigError: its row names a teacher that there is not."""
         return self._prompt_of(group)[0] is not None
 
-    def given(self, group: RolloutGroup) -> Rollout | None:
-        return None if self._given is None else self._given.of(group)
+    def dataset_completion(self, group: RolloutGroup) -> Rollout | None:
+        return None if self._dataset_completions is None else self._dataset_completions.of(group)
 
     def _teacher_of(self, group: RolloutGroup) -> str | None:
         column = self._config.column
@@ -144,8 +146,8 @@ class Teachers:
         self, batch: TrainBatch, should_stop: Callable[[], bool]
     ) -> dict[str, np.ndarray] | None:
         started = time.perf_counter()
-        self._asked = self._unscored = 0
-        self._taken = sum(sequence.given for sequence in batch.sequences)
+        self._requested = self._unscored = 0
+        self._taken = sum(sequence.from_dataset for sequence in batch.sequences)
         self._lost = ""
         places = sequence_groups(batch)
         rows: dict[str, list[tuple[int, Answer]]] = {name: [] for name in self._by_name}
@@ -160,8 +162,8 @@ class Teachers:
             else:
                 rows[name].append((number, answer))
         scored: dict[int, Scored] = {}
-        for name, own in rows.items():
-            if own and not self._ask(name, own, scored, should_stop):
+        for name, answers in rows.items():
+            if answers and not self._ask(name, answers, scored, should_stop):
                 return None
         self._seconds = time.perf_counter() - started
         return self._columns(batch.sequences, scored)
@@ -197,19 +199,19 @@ class Teachers:
     def _ask(
         self,
         name: str,
-        own: list[tuple[int, Answer]],
+        answers: list[tuple[int, Answer]],
         scored: dict[int, Scored],
         should_stop: Callable[[], bool],
     ) -> bool:
         """Ask a teacher about its answers; False: a stop was requested."""
-        found = self._answers(name, own, should_stop)
-        if found is None:
+        scores = self._answers(name, answers, should_stop)
+        if scores is None:
             return False
         if self._config.on_teacher_lost == "wait":
             self._lost = ""
-        self._asked += len(own)
-        for number, answer in own:
-            if (one := found.get(number)) is None:
+        self._requested += len(answers)
+        for number, answer in answers:
+            if (one := scores.get(number)) is None:
                 self._unscored += 1
             elif len(one.logprobs) != answer.trained:
                 raise ConfigError(
@@ -221,20 +223,20 @@ class Teachers:
         return True
 
     def _answers(
-        self, name: str, own: list[tuple[int, Answer]], should_stop: Callable[[], bool]
+        self, name: str, answers: list[tuple[int, Answer]], should_stop: Callable[[], bool]
     ) -> dict[int, Scored] | None:
-        """What a teacher says, by the number of the sequence, without those that it is lost for.
-        None after a stop request."""
+        """Return a teacher's scores by the number of the sequence. A sequence is missing where
+        the teacher did not answer and the step does not wait for it. None after a stop request."""
         _, teacher, _ = self._by_name[name]
-        found: dict[int, Scored] = {}
-        pending = list(own)
+        scores: dict[int, Scored] = {}
+        pending = list(answers)
         while pending:
             try:
                 replies = teacher.score([answer for _, answer in pending], self.keep, should_stop)
-                return None if replies is None else found | _numbered(pending, replies)
+                return None if replies is None else scores | _numbered(pending, replies)
             except LostError as error:
-                found |= _numbered(pending, error.scored)
-                pending = [entry for entry in pending if entry[0] not in found]
+                scores |= _numbered(pending, error.scored)
+                pending = [entry for entry in pending if entry[0] not in scores]
                 waits = self._config.on_teacher_lost == "wait"
                 if not self._lost:
                     then = "steps wait for it" if waits else "this step goes on without it"
@@ -245,7 +247,7 @@ class Teachers:
                     break
                 if stopped_during(PAUSE_S, should_stop):
                     return None
-        return found
+        return scores
 
     def _columns(
         self, sequences: Sequence[TrainSequence], scored: dict[int, Scored]
@@ -278,9 +280,11 @@ class Teachers:
     def measured(self) -> dict[str, float | None]:
         return {
             "teacher_seconds": self._seconds,
-            "teacher_sequences": float(self._asked),
+            "teacher_sequences": float(self._requested),
             "teacher_unscored": float(self._unscored),
-            **({} if self._given is None else {"given_sequences": float(self._taken)}),
+            **(
+                {} if self._dataset_completions is None else {"given_sequences": float(self._taken)}
+            ),
         }
 
     def health(self) -> str | None:
@@ -292,9 +296,11 @@ class Teachers:
 
 
 def _numbered(
-    asked: Sequence[tuple[int, Answer]], replies: Sequence[Scored | None]
+    answers: Sequence[tuple[int, Answer]], replies: Sequence[Scored | None]
 ) -> dict[int, Scored]:
-    return {number: one for (number, _), one in zip(asked, replies, strict=True) if one is not None}
+    return {
+        number: one for (number, _), one in zip(answers, replies, strict=True) if one is not None
+    }
 
 
 def stopped_during(seconds: float, should_stop: Callable[[], bool]) -> bool:

@@ -36,10 +36,10 @@ MANY = 200
 def texts() -> Iterator[str]:
     """MANY texts of several alphabets and kinds."""
     yield from PIECES
-    known = SENTENCE.split()
+    vocabulary = SENTENCE.split()
     for number in range(MANY - len(PIECES)):
-        start, count = (7 * number) % len(known), 2 + number % 9
-        words = (known * 2)[start : start + count]
+        start, count = (7 * number) % len(vocabulary), 2 + number % 9
+        words = (vocabulary * 2)[start : start + count]
         piece = PIECES[number % len(PIECES)]
         yield f"{' '.join(words)} {number * 37} {piece[number % 7 :][: 5 + number % 23]}"
 
@@ -72,16 +72,17 @@ def check_tokenizers(config: TeacherConfig, student: Tokenizer, teacher: Tokeniz
 
 def compare(student: TextIds, teacher: Sequence[int]) -> None:
     """Raises ConfigError: the ids differ."""
-    own, other = list(student.ids), list(teacher)
-    if own == other:
+    ids, teacher_ids = list(student.ids), list(teacher)
+    if ids == teacher_ids:
         return
-    pairs = enumerate(zip(own, other, strict=False))
-    place = next((i for i, pair in pairs if pair[0] != pair[1]), min(len(own), len(other)))
+    pairs = enumerate(zip(ids, teacher_ids, strict=False))
+    place = next((i for i, pair in pairs if pair[0] != pair[1]), min(len(ids), len(teacher_ids)))
     raise ConfigError(
         f"{_named(student.teacher)} has another tokenizer than the policy: of"
-        f" {student.text[:40]!r} the ids from place {place} on are {other[place : place + 4]} there"
-        f" and {own[place : place + 4]} here. A teacher of another vocabulary can only answer, and"
-        " its answers be learned from as rows (docs/distillation.md)"
+        f" {student.text[:40]!r} the ids from place {place} on are"
+        f" {teacher_ids[place : place + 4]} there and {ids[place : place + 4]} here. A teacher of"
+        " another vocabulary can only answer, and its answers be learned from as rows"
+        " (docs/distillation.md)"
     )
 
 

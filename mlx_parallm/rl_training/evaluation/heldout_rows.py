@@ -65,7 +65,7 @@ class HeldOut:
         return numbers
 
     def measure(self, step: int) -> dict[str, float]:
-        """For the metrics line of a step; empty where nothing is due."""
+        """Return the numbers for a step's metrics line; empty where no evaluation is due."""
         due = step == self._last or (self._every > 0 and step % self._every == 0)
         numbers = self.numbers() if due else {}
         return numbers | (self._before if step == 1 else {})

@@ -1,5 +1,5 @@
-"""What a person sees of a run: a live panel on a terminal (docs/panel.md), one log line for each
-step elsewhere.
+"""The display of a run: a live panel on a terminal (docs/panel.md), else one log line for each
+step.
 
 Beside a panel the same lines go to run.log alone. It subscribes to the run's events. A display
 never ends a run: an error inside it turns it into the plain one. It installs no signal handler and
@@ -112,7 +112,7 @@ def attempt(action: Callable[[], T]) -> T | Exception:
 def _guarded(
     method: Callable[Concatenate["TrainingDisplay", P], None],
 ) -> Callable[Concatenate["TrainingDisplay", P], None]:
-    """When the terminal fails, training continues with the plain display."""
+    """Make a method of the display that switches to the plain display when the terminal fails."""
 
     @functools.wraps(method)
     def guarded(self: "TrainingDisplay", *args: P.args, **kwargs: P.kwargs) -> None:

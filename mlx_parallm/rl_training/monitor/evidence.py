@@ -1,5 +1,5 @@
-"""What `health` judges: `Evidence`, metrics lines, and `Arrivals`, what has come for a step that
-waits. No MLX."""
+"""The facts that `health` judges: `Evidence`, of metrics lines, and `Arrivals`, of the groups that
+have come for a step that waits. No MLX."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ class Evidence:
     def first(self, key: str) -> float | None:
         return mean_of(self.start or self.window, key)
 
-    def known(self, *keys: str) -> dict[str, float]:
+    def means(self, *keys: str) -> dict[str, float]:
         """The means of those keys that the window has."""
         return {key: mean for key in keys if (mean := self.mean(key)) is not None}
 
@@ -108,7 +108,7 @@ class Arrivals:
     step: int
     usable: int = 0
     stale: int = 0
-    misfit: int = 0
+    mismatched: int = 0
     received: int = 0  # all, the rejected ones too
     rejected: int = 0
     reason: str = ""  # the most frequent one of the rejections

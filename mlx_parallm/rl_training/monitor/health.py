@@ -98,8 +98,7 @@ STALLED_AFTER_S, STALLED_TIMES = 60.0, 10.0
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`name`: section of docs/troubleshooting.md. `numbers`: what shows it. `setting`: what to
-    change."""
+    """`name`: section of docs/troubleshooting.md. `numbers`: evidence. `setting`: to change."""
 
     name: str
     sentence: str
@@ -138,14 +137,13 @@ def _rule(
 def _waiting_rule(
     name: str, setting: str = ""
 ) -> Callable[[Callable[[Arrivals], Sign | None]], None]:
-    """Without a setting: that of the rule of this name before."""
+    """Register a rule about a waiting step. `setting` empty: that of the earlier rule `name`."""
     setting = setting or next(rule.setting for rule in RULES if rule.name == name)
     return lambda judge: RULES.append(Rule(name, setting, judge, waiting=True))
 
 
 def find(window: Window, start: Window = ()) -> list[Diagnosis]:
-    """Return what is wrong in the last `WINDOW` lines of `window` (newest last), the gravest
-    first."""
+    """Return what is wrong in the last `WINDOW` lines of `window` (newest last), gravest first."""
     evidence = Evidence(list(window)[-WINDOW:], list(start)[:WINDOW])
     return _diagnoses(evidence, waiting=False) if evidence.window else []
 
@@ -156,10 +154,10 @@ def find_waiting(arrivals: Arrivals) -> list[Diagnosis]:
 
 
 def _diagnoses(facts: Evidence | Arrivals, *, waiting: bool) -> list[Diagnosis]:
-    found = [(rule, rule.judge(facts)) for rule in RULES if rule.waiting == waiting]
+    signs = [(rule, rule.judge(facts)) for rule in RULES if rule.waiting == waiting]
     return [
         Diagnosis(rule.name, s.words, s.setting or rule.setting, s.numbers, rule.good)
-        for rule, s in found
+        for rule, s in signs
         if s
     ]
 
@@ -187,7 +185,7 @@ def _not_finite(evidence: Evidence) -> Sign | None:
     return Sign(words, {"skipped_steps": count}) if count else None
 
 
-def _misfits(count: int, when: str) -> Sign | None:
+def _mismatches(count: int, when: str) -> Sign | None:
     words = (
         f"another model's groups: {count} dropped {when}; their log-probabilities are far from"
         " this model's"
@@ -202,13 +200,13 @@ def _misfits(count: int, when: str) -> Sign | None:
         " unchanged"
     ),
 )
-def _misfits_in_metrics(evidence: Evidence) -> Sign | None:
-    return _misfits(evidence.total("dropped_misfit"), f"in {evidence.steps}")
+def _mismatches_in_metrics(evidence: Evidence) -> Sign | None:
+    return _mismatches(evidence.total("dropped_misfit"), f"in {evidence.steps}")
 
 
 @_waiting_rule("another-model")
-def _misfits_waiting(arrivals: Arrivals) -> Sign | None:
-    return _misfits(arrivals.misfit, f"while step {arrivals.step} waited for its batch")
+def _mismatches_waiting(arrivals: Arrivals) -> Sign | None:
+    return _mismatches(arrivals.mismatched, f"while step {arrivals.step} waited for its batch")
 
 
 @_rule(
@@ -247,7 +245,7 @@ def _kl(evidence: Evidence) -> Sign | None:
     kl = evidence.mean("kl")
     if kl is None or kl <= (KL_FAR if evidence.gained else KL_HIGH):
         return None
-    numbers = {"kl": kl, "kl_first": evidence.first("kl") or 0.0} | evidence.known("learning_rate")
+    numbers = {"kl": kl, "kl_first": evidence.first("kl") or 0.0} | evidence.means("learning_rate")
     return Sign(f"KL running away: {kl:.2g} nats a token from the reference", numbers)
 
 
@@ -260,7 +258,7 @@ def _ratio(evidence: Evidence) -> Sign | None:
         f"ratio mismatch: {mean:.2f} on average and {clipped:.0%} of the tokens clipped, so the"
         " policy is far from the"
         " one that sampled",
-        {"ratio_mean": mean, "clip_fraction": clipped} | evidence.known("optimizer_updates"),
+        {"ratio_mean": mean, "clip_fraction": clipped} | evidence.means("optimizer_updates"),
     )
 
 
@@ -295,7 +293,7 @@ def _entropy(evidence: Evidence) -> Sign | None:
         f"entropy collapse: from {then:.2g} to {now:.2g} nats a token, and the reward has not"
         " gained by it"
     )
-    return Sign(words, {"entropy_first": then, "entropy": now} | evidence.known("reward_mean"))
+    return Sign(words, {"entropy_first": then, "entropy": now} | evidence.means("reward_mean"))
 
 
 @_rule(
@@ -306,8 +304,7 @@ def _entropy(evidence: Evidence) -> Sign | None:
     ),
 )
 def _same_answers(evidence: Evidence) -> Sign | None:
-    """One answer to each problem is what learning ends in, too: then no answer earns visibly
-    more than the others."""
+    """Learning ends in one answer to each problem, too; then no answer earns visibly more."""
     same, reward = evidence.mean("groups_same_answer"), evidence.mean("reward_mean")
     if same is None or reward is None or same < SAME_ANSWERS or not evidence.has_enough_groups:
         return None
@@ -323,12 +320,11 @@ def _same_answers(evidence: Evidence) -> Sign | None:
         f"same answers: in {_share(same)} of the groups all answers are one and the same; at first"
         f" in {began:.0%}"
     )
-    return Sign(words, numbers | evidence.known("rollout_entropy", "reward_mean"))
+    return Sign(words, numbers | evidence.means("rollout_entropy", "reward_mean"))
 
 
 def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
-    """The numbers of rewards that teach nothing in the way of this rule; empty: they do not, or
-    in another way."""
+    """Return the numbers of rewards that teach nothing as rule `name` describes; else empty."""
     share, means = evidence.mean("groups_without_variance"), evidence.values("reward_mean")
     if share is None or share < MOST_GROUPS or not evidence.has_enough_groups or evidence.gained:
         return {}
@@ -356,7 +352,7 @@ def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
         "groups_all_wrong": wrong,
         "groups_all_right": right,
     }
-    return numbers | evidence.known("reward_mean", "reward_std")
+    return numbers | evidence.means("reward_mean", "reward_std")
 
 
 @_rule("too-hard", "easier problems, a reward that gives part of a point, or a larger group_size")
@@ -393,7 +389,7 @@ def _is_solved(evidence: Evidence) -> bool:
 
 @_rule("solved", "stop here, or use harder problems", good=True)
 def _solved(evidence: Evidence) -> Sign | None:
-    """What a run ends in that learns well; one that begins so is too easy."""
+    """Return a sign that the task is solved: a good end for a run; one that begins so is easy."""
     if not _is_solved(evidence):
         return None
     steps = _solved_steps(evidence)
@@ -404,7 +400,7 @@ def _solved(evidence: Evidence) -> Sign | None:
     solved = Evidence(evidence.window[-steps:])
     return Sign(
         words,
-        {"steps_solved": steps} | solved.known("reward_mean", "groups_all_right", "grad_norm"),
+        {"steps_solved": steps} | solved.means("reward_mean", "groups_all_right", "grad_norm"),
     )
 
 
@@ -510,7 +506,7 @@ def _oversampling(evidence: Evidence) -> Sign | None:
         "steps_cut_short": short,
         "groups_all_right": right,
     }
-    numbers |= {"groups_all_wrong": wrong} | evidence.known("time_rollout_s", "time_train_s")
+    numbers |= {"groups_all_wrong": wrong} | evidence.means("time_rollout_s", "time_train_s")
     words = (
         f"oversampling: {groups} groups sampled, {trained} trained on; {right:.0%} all right,"
         f" {wrong:.0%} all wrong"
@@ -526,8 +522,8 @@ def _oversampling(evidence: Evidence) -> Sign | None:
     ),
 )
 def _constant_part(evidence: Evidence) -> Sign | None:
-    """Of several parts, one that was the same for every answer of the first steps and of the
-    last ones, below 1."""
+    """Return a sign that one of several reward parts is constant: the same value below 1 for every
+    answer, in the first steps and in the last ones."""
     parts = {
         key: match[1] for line in evidence.lines for key in line if (match := PART.fullmatch(key))
     }
@@ -572,7 +568,7 @@ def _reward_below_one(evidence: Evidence) -> Sign | None:
                 " accuracy stays 0"
             )
             return Sign(
-                words, {"reward_max": limit, "eval/accuracy": 0.0} | evidence.known("reward_mean")
+                words, {"reward_max": limit, "eval/accuracy": 0.0} | evidence.means("reward_mean")
             )
     return None
 
@@ -601,7 +597,7 @@ def _never_done_in_metrics(evidence: Evidence) -> Sign | None:
     return Sign(
         words,
         {"never_done_fraction": share, "never_done_turns": turns}
-        | evidence.known("time_rollout_s"),
+        | evidence.means("time_rollout_s"),
     )
 
 
@@ -647,7 +643,7 @@ def _truncated(evidence: Evidence) -> dict[str, float]:
         evidence.mean("truncated_fraction") or 0.0
     ) >= TRUNCATED and evidence.has_enough_groups
     enough = enough and not _never_done(evidence)  # which is why they are cut
-    return evidence.known(*keys) if enough else {}
+    return evidence.means(*keys) if enough else {}
 
 
 def _out_of_room(numbers: Mapping[str, float]) -> bool:
@@ -690,7 +686,7 @@ def _publishes_refused(evidence: Evidence) -> Sign | None:
     )
     if not count:
         return None
-    numbers = {"publishes_refused": count} | evidence.known("learning_rate")
+    numbers = {"publishes_refused": count} | evidence.means("learning_rate")
     words = f"update refused: {count} in {evidence.steps} were taken back and not published"
     if kl is None:
         return Sign(f"{words}, the weights were not finite", numbers)
@@ -711,7 +707,7 @@ def _stale_in_metrics(evidence: Evidence) -> Sign | None:
     dropped, groups = evidence.total("dropped_stale"), evidence.total("groups")
     if not dropped or dropped < STALE * (dropped + groups):
         return None
-    numbers = {"dropped_stale": dropped, "groups": groups} | evidence.known("staleness")
+    numbers = {"dropped_stale": dropped, "groups": groups} | evidence.means("staleness")
     return Sign(f"stale rollouts: {dropped} groups dropped as too old in {evidence.steps}", numbers)
 
 

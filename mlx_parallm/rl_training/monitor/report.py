@@ -143,23 +143,25 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 def problems_of(lines: Sequence[Line], run: Path) -> list[str]:
     """Return what is wrong with a run that ends here, in its last steps or in how its steps were
     filled."""
-    told = [
+    problems = [
         f"{diagnosis}; see {diagnosis.page}"
         for diagnosis in find(lines, lines)
         if not diagnosis.good
     ]
-    given = {words_of(line["gave_up"]): line["gave_up"] for line in lines if line.get("gave_up")}
+    full_reasons = {
+        words_of(line["gave_up"]): line["gave_up"] for line in lines if line.get("gave_up")
+    }
     reasons = Counter(words_of(line["gave_up"]) for line in lines if line.get("gave_up"))
     for reason, count in reasons.most_common(1) if reasons.total() > FEWER * len(lines) else ():
-        told.append(
+        problems.append(
             f"{reasons.total()} of {len(lines)} steps had fewer rollouts, {count} because of:"
-            f" {given[reason]}"
+            f" {full_reasons[reason]}"
         )
     if not has_trained(lines) and lines:
-        told.insert(
+        problems.insert(
             0, f"nothing was learned: none of the {len(lines)} steps has changed the weights"
         )
-    return [*told, f"more: {our_command()} explain {shlex.quote(str(run))}"] if told else []
+    return [*problems, f"more: {our_command()} explain {shlex.quote(str(run))}"] if problems else []
 
 
 def has_trained(lines: Sequence[Line]) -> bool:

@@ -57,7 +57,7 @@ def reward_hole(evidence: Evidence) -> Sign | None:
             numbers |= {"full_marks": now.full, "full_marks_pieces": now.full_pieces}
             return Sign(
                 f"reward hole in {name}: {'; '.join(signs)}",
-                numbers | evidence.known("reward_mean"),
+                numbers | evidence.means("reward_mean"),
             )
     return None
 
@@ -94,14 +94,14 @@ def full_marks_to_read(evaluations: Sequence[Mapping[str, Any]]) -> tuple[Readin
     pieces of their prompt.
 
     Words are compared without case and punctuation."""
-    found = []
+    readings = []
     for name, part in (evaluations[-1]["environments"] if evaluations else {}).items():
         for example in part.get("examples", ()):
             if example["reward"] >= SOLVED:
                 piece = is_piece(_words(example["text"]), _words(example["prompt"]))
-                found.append(Reading(name, example["prompt"], example["text"], piece))
+                readings.append(Reading(name, example["prompt"], example["text"], piece))
     # the same answer counts once
-    once = dict.fromkeys(sorted(found, key=lambda each: not each.piece))
+    once = dict.fromkeys(sorted(readings, key=lambda each: not each.piece))
     return tuple(once)[:SHOWN_ANSWERS]
 
 

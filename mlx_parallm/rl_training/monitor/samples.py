@@ -1,4 +1,4 @@
-"""What the policy writes, for people to read: first, best and worst completion of a step. No MLX.
+"""Samples of the policy for people to read: first, best and worst completion of a step. No MLX.
 
 `samples.jsonl` in the run directory has one line for each; `samples.html` shows the last steps in a
 browser, one file without scripts, everything escaped. The terminal shows a table, and trackers get
@@ -166,13 +166,13 @@ def choose_samples(step: int, groups: Sequence[RolloutGroup], decode: Decode) ->
 
 def merged(samples: Sequence[Sample]) -> list[tuple[str, Sample]]:
     """Return each answer to a problem once, with all its names: ("first, best", sample)."""
-    found: dict[tuple[str, str, float], tuple[list[str], Sample]] = {}
+    by_answer: dict[tuple[str, str, float], tuple[list[str], Sample]] = {}
     for sample in samples:
-        which, _ = found.setdefault(
+        which, _ = by_answer.setdefault(
             (sample.group_id, sample.completion, sample.reward), ([], sample)
         )
         which.append(sample.which)
-    return [(", ".join(which), sample) for which, sample in found.values()]
+    return [(", ".join(which), sample) for which, sample in by_answer.values()]
 
 
 def samples_table(samples: Sequence[Sample], readable: Readable = str) -> Table:
@@ -213,18 +213,18 @@ def without_template(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any
     def readable(text: str) -> str:
         if pattern is None:
             return text
-        told = pattern.sub(lambda found: words[found[0]], text)
-        told = re.sub(rf"\s*{TURN}assistant: \s*(?=⟧|$)", "", told)  # the turn that follows
-        if told.count(TURN) == 1:
-            told = re.sub(rf"^{TURN}\w+: ", "", told)
-        return told.replace(f"⟦{TURN}", "⟦").replace(TURN, " ").strip()
+        plain = pattern.sub(lambda match: words[match[0]], text)
+        plain = re.sub(rf"\s*{TURN}assistant: \s*(?=⟧|$)", "", plain)  # the turn that follows
+        if plain.count(TURN) == 1:
+            plain = re.sub(rf"^{TURN}\w+: ", "", plain)
+        return plain.replace(f"⟦{TURN}", "⟦").replace(TURN, " ").strip()
 
     return readable
 
 
 def _marks(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """What the template writes before a message, and the message's role; empty without a
-    template."""
+    """Return the text that the template writes before a message, with the message's role; empty
+    without a template."""
     marks: dict[str, str] = {}
     ends = [tokenizer.token_text(token) for token in tokenizer.eos_token_ids]
     for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):

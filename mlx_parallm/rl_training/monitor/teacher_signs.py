@@ -14,7 +14,7 @@ FEWEST_SCORED = 5
 
 def teacher_constant(evidence: Evidence) -> Sign | None:
     """The teacher and the student say the same of every token."""
-    spread, numbers = evidence.mean("teacher_spread"), evidence.known("teacher_kl")
+    spread, numbers = evidence.mean("teacher_spread"), evidence.means("teacher_kl")
     if spread is None or spread > SAME_SIGNAL or len(evidence.window) < FEWEST_STEPS:
         return None
     return Sign(
@@ -35,7 +35,7 @@ def teacher_no_better(evidence: Evidence) -> Sign | None:
     return Sign(
         "teacher no better: it does not prefer the answers of a group that earn more (correlation"
         f" {mean:.2f})",
-        {"teacher_reward_r": mean} | evidence.known("teacher_kl", "reward_mean"),
+        {"teacher_reward_r": mean} | evidence.means("teacher_kl", "reward_mean"),
     )
 
 

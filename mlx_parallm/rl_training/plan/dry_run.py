@@ -148,7 +148,7 @@ class DryRun:
         console: Console,
     ) -> None:
         self._run = open_run(probe_config(config, scratch), resume=None, stop=stop, console=console)
-        self._asked, self._stop, self._console = config, stop, console
+        self._user_config, self._stop, self._console = config, stop, console
         self._config = self._run.config
         self._environments, self._serving = self._run.environments, self._run.serving
         self._probe = Probe()
@@ -161,11 +161,15 @@ class DryRun:
     def execute(self) -> None:
         """Show what the run needs by formula, start it, show samples, run the probe, and show
         the forecast."""
-        shape = ModelShape.of(read_config(self._serving.model_path), self._asked)
-        self._console.print(Rule(Text(f"dry run · {self._asked.model.base_path}"), align="left"))
+        shape = ModelShape.of(read_config(self._serving.model_path), self._user_config)
+        self._console.print(
+            Rule(Text(f"dry run · {self._user_config.model.base_path}"), align="left")
+        )
         self._console.print(
             show_memory(
-                predict_memory(self._asked, shape), memory_present()[0], longest(self._asked)
+                predict_memory(self._user_config, shape),
+                memory_present()[0],
+                longest(self._user_config),
             )
         )
         self._say([widened] if (widened := float32_note(shape)) else [])
@@ -289,10 +293,10 @@ class DryRun:
             )
         except RequestError:
             return None  # a template that takes no assistant turn
-        before, found, tail = text.rpartition(STAND_IN)
+        before, stand_in, tail = text.rpartition(STAND_IN)
         mark = (
-            next(iter(tokenizer.encode_after(before + found, tail.lstrip())), None)
-            if found
+            next(iter(tokenizer.encode_after(before + stand_in, tail.lstrip())), None)
+            if stand_in
             else None
         )
         if mark is None or mark in tokenizer.eos_token_ids or mark not in tokenizer.special_ids:
@@ -324,18 +328,18 @@ class DryRun:
             loop.run()
 
     def _conclude(self, started: StartedRun, shape: ModelShape, empty_bytes: int) -> None:
-        probe, asked, (free, whole) = self._probe, self._asked, memory_present()
+        probe, config, (free, whole) = self._probe, self._user_config, memory_present()
         seen = replace(
             probe.seen, prompt=max(probe.seen.prompt, 1), completion=max(probe.seen.completion, 1)
         )
         most = (
-            longest_to_expect(asked, seen, several_turns=probe.several_turns)
+            longest_to_expect(config, seen, several_turns=probe.several_turns)
             if self._measurable
-            else longest(asked)
+            else longest(config)
         )
-        by_formula = [predict_memory(asked, shape, lengths) for lengths in (seen, most)]
+        by_formula = [predict_memory(config, shape, lengths) for lengths in (seen, most)]
         memory = measured_bytes(probe.lines) if self._measurable else needed_bytes(by_formula[1])
-        training = asked.rl_training
+        training = config.rl_training
         steps = (
             training.total_steps if self._run.data is None else self._run.data.total_steps(training)
         )
@@ -345,16 +349,16 @@ class DryRun:
             memory_most=at_most(memory, by_formula) if self._measurable else memory,
             memory_present=min(whole, free + memory),  # what this process has is free again
             steps=steps,
-            checkpoint=checkpoint_bytes(asked, shape) + self._companions(),
+            checkpoint=checkpoint_bytes(config, shape) + self._companions(),
             checkpoints=min(kept, -(-steps // training.checkpoint_interval)),
             disk_present=shutil.disk_usage(_existing(training.checkpoint_dir)).free,
             seconds=probe.seconds,
             measured_steps=max(0, len(probe.times) - 1),
             disk_step=self._disk_step(started, empty_bytes),
-            rollouts_most=round(asked.rollouts.max_gb * GB),
+            rollouts_most=round(config.rollouts.max_gb * GB),
         )
-        self._console.print(show_forecast(forecast, asked, most))
-        self._say([*self._probe_remarks(started), *shortcomings(forecast, asked, shape, most)])
+        self._console.print(show_forecast(forecast, config, most))
+        self._say([*self._probe_remarks(started), *shortcomings(forecast, config, shape, most)])
 
     def _probe_remarks(self, started: StartedRun) -> list[str]:
         if not self._measurable:
@@ -365,9 +369,9 @@ class DryRun:
                     " no step measured"
                 )
             ]
-        found, lines = [], self._probe.lines
+        remarks, lines = [], self._probe.lines
         if reason := next((line["gave_up"] for line in lines if line["gave_up"]), None):
-            found.append(f"a step could not be filled: {reason}")
+            remarks.append(f"a step could not be filled: {reason}")
         alike = [
             line["groups_without_variance"]
             for line in lines
@@ -378,12 +382,12 @@ class DryRun:
                 "the reward does not tell answers apart, or the task is too hard or too easy for"
                 " this model"
             )
-            found.append(
+            remarks.append(
                 f"in {share:.0%} of the probe's groups every completion scored alike: {why}"
             )
         if health := next((words for words in started.sources.health() if words), None):
-            found.append(health)
-        return found
+            remarks.append(health)
+        return remarks
 
     def _disk_step(self, started: StartedRun, empty_bytes: int) -> int:
         """Bytes of one step: its groups in the database, its metrics line, its line in the log."""
@@ -400,7 +404,7 @@ class DryRun:
 
     def _companions(self) -> int:
         """The tokenizer's files, which travel with full weights."""
-        if self._asked.rl_training.lora.enabled:
+        if self._user_config.rl_training.lora.enabled:
             return 0
         return sum(
             file.stat().st_size
@@ -457,17 +461,17 @@ async def unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) ->
 def probe_config(config: Config, scratch: Path) -> Config:
     """A probe's configuration: a directory and a port of its own, no end, nothing saved, no
     external API."""
-    given = config.model
-    if given.lora_path is not None and initial_adapter(config) is None:
+    model = config.model
+    if model.lora_path is not None and initial_adapter(config) is None:
         # does not exist yet, as far as the run's directory says
-        given = given.model_copy(update={"lora_path": None})
+        model = model.model_copy(update={"lora_path": None})
     training = config.rl_training
     atropos = training.atropos.model_copy(update={"api_url": EMBEDDED})
     never = {"total_steps": NEVER, "checkpoint_interval": NEVER, "resume": None}
     place = {"checkpoint_dir": scratch, "run_name": "dry-run", "atropos": atropos}
     return config.model_copy(
         update={
-            "model": given,
+            "model": model,
             "server": config.server.model_copy(update={"port": 0}),
             "rl_training": training.model_copy(update=never | place),
             "evaluation": config.evaluation.model_copy(update={"problems": 0}),
@@ -578,7 +582,7 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
     rollouts = result.group.rollouts
     if result.failure is not None or not rollouts:
         return []
-    found = []
+    lines = []
     config = result.plan.source.config
     uneven = [
         name for name in config.rewards if WEIGHTS.get(name.removeprefix(BUILTIN), 1.0) != 1.0
@@ -587,39 +591,39 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
         counts = " and ".join(
             f"{name} counts {WEIGHTS[name.removeprefix(BUILTIN)]:g}" for name in uneven
         )
-        found.append(
+        lines.append(
             f"{counts} in the reward, the others 1: {config_key}.reward_weights changes that"
         )
     rewards = {rollout.reward for rollout in rollouts}
     if len(rewards) == 1:
-        found.append(
+        lines.append(
             f"every completion of this group scores {rewards.pop():g}: nothing can be learnt"
             " from equal rewards"
         )
     cut = sum(rollout.stop_reason == "length" for rollout in rollouts)
     if result.group.metadata.get("never_done") == len(rollouts):
         turns = round(result.group.metadata["never_done_turns"] / len(rollouts))
-        found.append(
+        lines.append(
             f"no episode was ended by the environment, all {cut} were cut off after {turns} turns:"
             f" {result.plan.source.how_to_end}. If it is to end later: raise"
             " rl_training.atropos.max_token_length"
         )
     elif sum(trajectory.out_of_room for trajectory in result.trajectories) > cut / 2:
         what = "rl_training.atropos.max_token_length, which holds prompt and all turns"
-        found.append(f"{cut} of {len(rollouts)} completions were cut off: raise {what}")
+        lines.append(f"{cut} of {len(rollouts)} completions were cut off: raise {what}")
     elif cut == len(rollouts):
-        found.append(
+        lines.append(
             f"no completion ended by itself, all {cut} were cut off: the model does not sample its"
             " end token within"
             f" {config_key}.max_tokens = {result.plan.source.config.max_tokens}"
         )
     elif cut > TRUNCATED * len(rollouts):
         limit = result.plan.source.config.max_tokens
-        found.append(
+        lines.append(
             f"{cut} of {len(rollouts)} completions were cut off: raise {config_key}.max_tokens"
             f" ({limit})"
         )
-    return found
+    return lines
 
 
 def float32_note(shape: ModelShape) -> str | None:

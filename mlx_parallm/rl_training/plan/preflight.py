@@ -90,8 +90,8 @@ class ModelShape:
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
-        """From a config.json. Raises ModelError: an unknown architecture; AdapterError: targets
-        that match nothing."""
+        """Read the shape from a config.json. Raises ModelError: an unknown architecture;
+        AdapterError: targets that match nothing."""
         training = config.rl_training
         model = blueprint(model_config)
         quantizes = (
@@ -107,7 +107,7 @@ class ModelShape:
         _quantize_lazily(
             model, model_config, quantize=training.lora.enabled and training.lora.quantize_base
         )
-        dtype, own = _dtypes(config, model_config)
+        dtype, stored = _dtypes(config, model_config)
         model.set_dtype(dtype)
         arrays = tree_flatten(model.parameters())
         weights, count = (
@@ -139,7 +139,7 @@ class ModelShape:
             quantized=any(isinstance(module, nn.QuantizedLinear) for module in model.modules()),
             loading=largest,
             by_tokens=can_lie_by_tokens(model),
-            widened=own if dtype.size > DTYPES[own].size else "",
+            widened=stored if dtype.size > DTYPES[stored].size else "",
             teachers=sum(map(_teacher_weights(config), training.distillation.teachers)),
         )
 
@@ -202,7 +202,7 @@ class MemoryEstimate:
 
     @property
     def of_mlx(self) -> int:
-        """Without the process itself: what `mx.get_peak_memory` counts."""
+        """The bytes that `mx.get_peak_memory` counts: all but the process itself."""
         return self.total - self.parts["process"]
 
 
@@ -283,14 +283,14 @@ def _teacher_weights(config: Config) -> Callable[[TeacherConfig], int]:
     def weights(teacher: TeacherConfig) -> int:
         if teacher.kind != "model":
             return 0
-        own = config.model.model_copy(
+        teacher_model = config.model.model_copy(
             update={"base_path": teacher.path, "revision": teacher.revision}
         )
         lora = LoraConfig(quantize_base=teacher.quantize)
         training = RLTrainingConfig(lora=lora)
-        alone = config.model_copy(update={"model": own, "rl_training": training})
+        alone = config.model_copy(update={"model": teacher_model, "rl_training": training})
         return ModelShape.of(
-            check_model(own, train=False, quantize=teacher.quantize), alone
+            check_model(teacher_model, train=False, quantize=teacher.quantize), alone
         ).weights
 
     return weights
@@ -299,16 +299,16 @@ def _teacher_weights(config: Config) -> Callable[[TeacherConfig], int]:
 def _teacher_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
     """Weights of teachers, older ones of the policy, and what a step keeps of their scores. A
     teacher's forward pass needs less than the training step that comes after it."""
-    training, own = config.rl_training, config.rl_training.distillation
-    if not own.active:
+    training, distillation = config.rl_training, config.rl_training.distillation
+    if not distillation.active:
         return 0
     width = shape.width if not training.lora.enabled else FLOAT
-    kinds = [teacher.kind for teacher in own.teachers]
+    kinds = [teacher.kind for teacher in distillation.teachers]
     older = kinds.count("checkpoint") + (not training.lora.enabled) * ("base" in kinds)
     tokens = training.atropos.rollout_batch_size * lengths.completion
     kept = 2
-    if own.mode == "loss":
-        kept += 2 * min(own.top_k, shape.vocab) + 1 if own.top_k else shape.vocab
+    if distillation.mode == "loss":
+        kept += 2 * min(distillation.top_k, shape.vocab) + 1 if distillation.top_k else shape.vocab
     # as they come from the teacher, and as columns
     return shape.teachers + older * shape.trained * width + 2 * tokens * kept * FLOAT
 
@@ -325,10 +325,10 @@ def what_fits(
     estimate = predict_memory(config, shape, lengths)
     for costly in (False, True):
         while estimate.total > room:
-            found = []
+            fitting = []
             for key, value, smaller, its_shape in _candidates(config, shape, costly=costly):
                 its_lengths = _no_longer(lengths, longest(smaller))
-                found.append(
+                fitting.append(
                     (
                         predict_memory(smaller, its_shape, its_lengths),
                         key,
@@ -337,9 +337,9 @@ def what_fits(
                         its_shape,
                     )
                 )
-            if not found:
+            if not fitting:
                 break
-            best, key, value, smaller, its_shape = min(found, key=lambda entry: entry[0].total)
+            best, key, value, smaller, its_shape = min(fitting, key=lambda entry: entry[0].total)
             if best.total > estimate.total * (1 - LEAST_SAVING):
                 break
             estimate, config, shape, chosen[key] = best, smaller, its_shape, value
@@ -588,30 +588,30 @@ def _dtypes(config: Config, model_config: Mapping[str, Any]) -> tuple[mx.Dtype, 
         or text.get("torch_dtype")
         or ("bfloat16")
     )
-    own = name.removeprefix("torch.")
-    own = own if own in DTYPES else "bfloat16"
+    stored = name.removeprefix("torch.")
+    stored = stored if stored in DTYPES else "bfloat16"
     if config.model.dtype != "auto":
-        return DTYPES[config.model.dtype], own
-    return (mx.float32 if on_cpu() else DTYPES[own]), own
+        return DTYPES[config.model.dtype], stored
+    return (mx.float32 if on_cpu() else DTYPES[stored]), stored
 
 
 def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:
     """Gives the blueprint the layers that a quantised checkpoint, or `quantize_base`, will have."""
-    given = model_config.get("quantization")
-    if not isinstance(given, Mapping):
+    settings = model_config.get("quantization")
+    if not isinstance(settings, Mapping):
         if not quantize:
             return
-        given = {"group_size": 64, "bits": 4}
-    group_size, bits = int(given.get("group_size", 64)), int(given.get("bits", 4))
-    own = getattr(model, "quant_predicate", None)
+        settings = {"group_size": 64, "bits": 4}
+    group_size, bits = int(settings.get("group_size", 64)), int(settings.get("bits", 4))
+    predicate = getattr(model, "quant_predicate", None)
 
     def choice(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
             return False
-        if path in given:
-            found: bool | dict[str, Any] = given[path]
-            return found
-        return True if own is None else bool(own(path, module))
+        if path in settings:
+            setting: bool | dict[str, Any] = settings[path]
+            return setting
+        return True if predicate is None else bool(predicate(path, module))
 
     nn.quantize(model, group_size, bits, class_predicate=choice)
 

@@ -197,7 +197,7 @@ class TrainingStates:
 
 def digest(policy: TrainedPolicy) -> str:
     """Return a digest of all bits of the trained weights."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for array in policy.slots.read():
-        found.update(np.array(array.reshape(-1).view(mx.uint8)).data)
-    return found.hexdigest()
+        hasher.update(np.array(array.reshape(-1).view(mx.uint8)).data)
+    return hasher.hexdigest()

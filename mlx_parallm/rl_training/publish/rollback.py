@@ -118,8 +118,8 @@ class Rollbacks:
         self._answer: tuple[Future[dict[str, Any]], Rollback] | None = None
 
     def perform(self, step: int) -> Rollback | None:
-        """Does what is waiting, after `step` finished steps; None: nothing, or it was refused.
-        `settle` answers."""
+        """Perform the waiting rollback after `step` finished steps; None: there is none, or it was
+        refused. `settle` sends the answer."""
         requested = self._service.take()
         if requested is None:
             return None
@@ -169,7 +169,8 @@ class Rollbacks:
             raise
 
     def _load(self, path: Path) -> TrainingState:
-        """As `Checkpointer.resume`, but for what goes on: data, random states, metrics."""
+        """Load a checkpoint as `Checkpointer.resume` does, except data, random states and metrics:
+        those go on."""
         state = TrainerState.read(path)
         check_files(path)
         self._trainer.policy.load(path)

@@ -44,11 +44,11 @@ class VersionSteps:
         self._entries = [*self._entries[:-1], (self._entries[-1][0], steps)]
 
     def go_back(self, table: Iterable[Sequence[int]], at: int, *, version: int, steps: int) -> None:
-        """After `steps` steps `version` serves what `at` steps had made, when `table` was the
-        `state()`.
+        """Record a rollback: after `steps` steps, `version` serves the weights of step `at`, when
+        `table` was the `state()`.
 
-        What lies on the way to it keeps its distance, so rollouts of the very weights that are back
-        are fresh again.
+        Versions before that step keep their distance to it, so rollouts of the restored weights are
+        fresh again.
         """
         shift = steps - at
         kept = [(int(entry[0]), int(entry[1]) + shift) for entry in table if entry[1] <= at]
@@ -58,11 +58,11 @@ class VersionSteps:
         if version < 0:
             return self._entries[-1][1]
         position = bisect.bisect_left(self._entries, (version, -(1 << 62)))
-        known = position < len(self._entries) and self._entries[position][0] == version
-        return self._entries[position][1] if known else LEFT
+        listed = position < len(self._entries) and self._entries[position][0] == version
+        return self._entries[position][1] if listed else LEFT
 
     def staleness(self, versions: tuple[int, ...], step: int) -> int:
-        """Of a group with tokens of these versions, trained on in `step`; no tokens = 0."""
+        """Return the staleness of a group with tokens of these versions in `step`; 0: no tokens."""
         return max((step - 1 - self.steps(version) for version in set(versions)), default=0)
 
     def state(self) -> list[list[int]]:

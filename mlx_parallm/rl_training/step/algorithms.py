@@ -1,4 +1,4 @@
-"""From the configuration to an `Algorithm`. `ALGORITHMS` is the registry: one function a line.
+"""Make an `Algorithm` of the configuration. `ALGORITHMS` is the registry: one function a line.
 
 rollouts        one function for all: they differ in their presets (`config.algorithm.PRESETS`,
                 filled into the configuration as it is read); PPO adds a value head and GAE to it
@@ -261,21 +261,21 @@ def credit(
 
 
 DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
-    "dpo": lambda own, beta: partial(
+    "dpo": lambda preference, beta: partial(
         dpo_loss,
         beta=beta,
-        loss_type=own.loss_type,
-        loss_weights=own.loss_weights,
-        label_smoothing=own.label_smoothing,
-        discopop_tau=own.discopop_tau,
+        loss_type=preference.loss_type,
+        loss_weights=preference.loss_weights,
+        label_smoothing=preference.label_smoothing,
+        discopop_tau=preference.discopop_tau,
     ),
-    "kto": lambda own, beta: partial(kto_loss, beta=beta),
-    "orpo": lambda own, beta: partial(orpo_loss, beta=beta),
-    "simpo": lambda own, beta: partial(simpo_loss, beta=beta, gamma=own.gamma),
-    "cpo": lambda own, beta: partial(cpo_loss, beta=beta, nll_weight=own.nll_weight),
-    "sft": lambda own, beta: dft_loss if own.sft_loss == "dft" else nll_loss,
-    REWARD_MODEL: lambda own, beta: partial(
-        reward_model_loss, centering=own.center_rewards_coefficient
+    "kto": lambda preference, beta: partial(kto_loss, beta=beta),
+    "orpo": lambda preference, beta: partial(orpo_loss, beta=beta),
+    "simpo": lambda preference, beta: partial(simpo_loss, beta=beta, gamma=preference.gamma),
+    "cpo": lambda preference, beta: partial(cpo_loss, beta=beta, nll_weight=preference.nll_weight),
+    "sft": lambda preference, beta: dft_loss if preference.sft_loss == "dft" else nll_loss,
+    REWARD_MODEL: lambda preference, beta: partial(
+        reward_model_loss, centering=preference.center_rewards_coefficient
     ),
 }
 """One more is a function in `losses.preference`, a line here, and its name (with its options) in
@@ -284,11 +284,11 @@ DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
 
 def on_rows(config: RLTrainingConfig) -> Algorithm:
     """The configured algorithm on rows."""
-    name, own = config.algorithm, config.preference
-    beta = BETAS.get(name, 0.0) if own.beta is None else own.beta
+    name, preference = config.algorithm, config.preference
+    beta = BETAS.get(name, 0.0) if preference.beta is None else preference.beta
     return Algorithm(
         name=name,
-        loss=DATA_LOSSES[name](own, beta),
+        loss=DATA_LOSSES[name](preference, beta),
         advantages=lambda rewards: None,  # there are no groups of rewards
         needs_reference=name in USES_REFERENCE,
         scores_values=name == REWARD_MODEL,
@@ -301,11 +301,11 @@ def on_rows(config: RLTrainingConfig) -> Algorithm:
 
 def online_dpo(config: RLTrainingConfig) -> Algorithm:
     """DPO's loss on pairs of answers that the policy has sampled (arXiv:2402.04792)."""
-    own = config.preference
-    beta = BETAS[ONLINE_DPO] if own.beta is None else own.beta
+    preference = config.preference
+    beta = BETAS[ONLINE_DPO] if preference.beta is None else preference.beta
     return Algorithm(
         name=ONLINE_DPO,
-        loss=DATA_LOSSES["dpo"](own, beta),
+        loss=DATA_LOSSES["dpo"](preference, beta),
         advantages=best_and_worst,
         pairs=True,
         needs_reference=True,

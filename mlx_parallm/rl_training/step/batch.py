@@ -28,7 +28,7 @@ class TrainSequence:
     """One rollout with what the trainer adds. `fresh`: read and sampled wholly by the weights the
     step starts from.
 
-    `given`: nobody sampled it, and it stands in the place of its whole group.
+    `from_dataset`: an answer of the dataset, which no model sampled, in the place of its group.
     `targets`: the tokens that are scored at each position, [T - 1] or several at each [T - 1, K],
     where these are not the tokens that follow.
     """
@@ -37,7 +37,7 @@ class TrainSequence:
     advantages: tuple[float, ...]  # [T]
     fresh: bool
     targets: "np.ndarray | None" = None
-    given: bool = False
+    from_dataset: bool = False
 
     @cached_property
     def trained(self) -> int:
@@ -106,12 +106,16 @@ class BatchStatistics:
         return asdict(self)
 
     def to_metrics(self) -> dict[str, Any]:
-        """For a metrics line: `parts` become keys of their own, e.g. rewards/correct/mean and
-        rewards/correct/std."""
+        """Return the numbers for a metrics line. Each of `parts` becomes two keys, for example
+        rewards/correct/mean and rewards/correct/std."""
         values = self.to_json()
         means, deviations = values.pop("parts"), values.pop("parts_std")
-        own = {f"{name}/mean": mean for name, mean in means.items()}
-        return values | own | {f"{name}/std": deviation for name, deviation in deviations.items()}
+        part_means = {f"{name}/mean": mean for name, mean in means.items()}
+        return (
+            values
+            | part_means
+            | {f"{name}/std": deviation for name, deviation in deviations.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class StatisticsCollector:
         self._groups = 0
         self._without_variance = self._dropped_without_variance = 0
         self._staleness: list[int] = []
-        self._stale = self._misfit = self._out_of_room = 0
+        self._stale = self._mismatched = self._out_of_room = 0
         self._never_done = self._never_done_turns = 0
         self._without_logprobs = self._extra_segments = 0
 
@@ -191,8 +195,8 @@ class StatisticsCollector:
         self._stale += 1
         self._by_environment[group.environment].dropped_stale += 1
 
-    def add_misfit(self) -> None:
-        self._misfit += 1
+    def add_mismatched(self) -> None:
+        self._mismatched += 1
 
     @property
     def stale(self) -> int:
@@ -200,16 +204,16 @@ class StatisticsCollector:
         return self._stale
 
     @property
-    def misfit(self) -> int:
+    def mismatched(self) -> int:
         """Groups of another tokenizer or model."""
-        return self._misfit
+        return self._mismatched
 
     def lost_in_words(self) -> str:
-        """What became of groups that are not trained on, and the section of the page about the
-        most frequent reason."""
+        """Say why groups are not trained on, with the section of the page about the most frequent
+        reason."""
         groups, right, wrong = self._dropped_without_variance, self._all_right, self._all_wrong
         if not groups:
-            return f"{self._stale} groups were too old, {self._misfit} of another model"
+            return f"{self._stale} groups were too old, {self._mismatched} of another model"
         why = (
             (
                 right,
@@ -265,13 +269,15 @@ class StatisticsCollector:
         }
         if count == 0:
             return BatchStatistics(
-                dropped_stale=self._stale, dropped_misfit=self._misfit, environments=environments
+                dropped_stale=self._stale,
+                dropped_misfit=self._mismatched,
+                environments=environments,
             )
         parts = {
             name: (_mean(scores), _sample_deviation(scores))
             for name, scores in sorted(self._parts.items())
         }
-        known = [end for end in self._ends if end is not None]
+        endings = [end for end in self._ends if end is not None]
         return BatchStatistics(
             groups=self._groups,
             sequences=count,
@@ -292,13 +298,13 @@ class StatisticsCollector:
             never_done_turns=self._never_done_turns / self._never_done
             if self._never_done
             else None,
-            eos_fraction=known.count("stop") / len(known) if known else None,
+            eos_fraction=endings.count("stop") / len(endings) if endings else None,
             completion_tokens_mean=sum(self._lengths) / count,
             rollout_entropy=self._surprise / self._surprising if self._surprising else None,
             staleness=sum(self._staleness) / max(len(self._staleness), 1),
             staleness_max=max(self._staleness, default=0),
             dropped_stale=self._stale,
-            dropped_misfit=self._misfit,
+            dropped_misfit=self._mismatched,
             groups_without_logprobs=self._without_logprobs,
             extra_segments=self._extra_segments,
             reward_by_environment={

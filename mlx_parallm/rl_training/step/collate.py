@@ -209,10 +209,10 @@ def _targets(
     starts = np.cumsum([0, *(sequences[row].trained for row in rows)])
     parts = []
     for i, row in enumerate(rows):
-        own = sequences[row].targets
-        chosen = mask[i] if own is None else mask[i, : len(own)]
+        targets = sequences[row].targets
+        chosen = mask[i] if targets is None else mask[i, : len(targets)]
         parts.append(
-            following[starts[i] : starts[i + 1]] if own is None else own[chosen].reshape(-1)
+            following[starts[i] : starts[i + 1]] if targets is None else targets[chosen].reshape(-1)
         )
     return np.concatenate(parts).astype(np.int32)
 
@@ -386,8 +386,8 @@ class MicroBatchBudget:
         self._warned = False
 
     def observe(self, longest_ms: float, *, tokens: int, rows: int) -> None:
-        """After a micro-batch of `rows` sequences and `tokens` tokens, whose longest evaluation
-        took `longest_ms`."""
+        """Adapt the budget after a micro-batch of `rows` sequences and `tokens` tokens, whose
+        longest evaluation took `longest_ms`."""
         if self._limit_ms is None:
             return
         if longest_ms > self._limit_ms:

@@ -1,5 +1,5 @@
-"""What the answers with full marks look like: a reward with a hole pays for less than the task
-asks. No MLX.
+"""Counts of the answers with full marks, to find a reward with a hole: one that pays for less than
+the task demands. No MLX.
 
 Two signs need no knowledge of the task: an answer that is nothing but a piece of its own prompt
 ("end with the words …" earns 1 for the words alone), and one text that earns full marks whatever

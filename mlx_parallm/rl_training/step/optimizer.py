@@ -154,7 +154,7 @@ class PolicyOptimizer:
         )
 
     def _masters(self) -> list[mx.array]:
-        """In slot order."""
+        """Return the masters in slot order."""
         masters: dict[int, mx.array] = {}
         for group in self._groups:
             masters |= dict(zip(group.slots, group.arrays, strict=True))
@@ -174,8 +174,9 @@ class PolicyOptimizer:
     # ------------------------------------------------------------------ checkpoint
 
     def state(self) -> dict[str, mx.array]:
-        """For `optimizer.safetensors`: `step`, and `<parameter>.<kind>` of what the optimizer
-        keeps (AdamW: m, v), and `<parameter>.master` where the tree is narrower than float32."""
+        """Return the tensors for `optimizer.safetensors`: `step`, `<parameter>.<kind>` for each
+        kind of state (AdamW: m, v), and `<parameter>.master` where the tree is narrower than
+        float32."""
         tensors: dict[str, mx.array] = {"step": mx.array(self.updates, mx.uint64)}
         for group in self._groups:
             for kind, arrays in group.state().items():
@@ -280,13 +281,13 @@ class ParameterGroup:
 
         numbers = 0 if self._new_settings else sum(array.size for array in self.masters.values())
         # MLX writes into the dictionaries that it is given
-        own = tree_map(lambda array: array, state)
+        previous = tree_map(lambda array: array, state)
         try:
-            found = fused(updated, numbers)(
-                gradients, self.masters, own, None if factor is None else mx.array(factor)
+            results = fused(updated, numbers)(
+                gradients, self.masters, previous, None if factor is None else mx.array(factor)
             )
-            mx.eval(found)
-            self.masters, state = found
+            mx.eval(results)
+            self.masters, state = results
         finally:
             optimizer.state = state
 
@@ -298,8 +299,8 @@ class ParameterGroup:
     # ------------------------------------------------------------------ checkpoint
 
     def state(self) -> dict[str, list[mx.array]]:
-        """What the optimizer keeps beside the step, by kind ("m", "v", …): an array a slot,
-        empty where it has none."""
+        """Return the optimizer's state besides the step, by kind ("m", "v", …): an array for each
+        slot, empty where it has none."""
         kept = [self._optimizer.state[name] for name in self.masters]
         kinds = sorted({kind for entry in kept for kind in entry})
         if self._flat:
@@ -441,7 +442,7 @@ def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
     lost."""
     kind = KINDS.get(type(optimizer))
     if kind is None:
-        names = ", ".join(known.__name__ for known in KINDS)
+        names = ", ".join(each.__name__ for each in KINDS)
         raise ConfigError(
             f"optimizer = {type(optimizer).__name__}: expected one of mlx.optimizers' {names}"
         )

@@ -136,9 +136,12 @@ class TrainedPolicy:
     def reference(self) -> Iterator[None]:
         """The tree is the reference policy for the length of the block."""
         if self.reference_arrays is not None:
-            own = self.slots.read()
+            trained = self.slots.read()
             with self.slots.bound(
-                [array.astype(p.dtype) for array, p in zip(self.reference_arrays, own, strict=True)]
+                [
+                    array.astype(p.dtype)
+                    for array, p in zip(self.reference_arrays, trained, strict=True)
+                ]
             ):
                 yield
             return
@@ -155,7 +158,7 @@ class TrainedPolicy:
     def saved(self, directory: Path) -> list[mx.array]:
         """The trained arrays of a checkpoint of this policy, for `slots.bound`. Raises
         AdapterError, CheckpointError: it does not fit."""
-        own = self.slots.read()
+        trained = self.slots.read()
         try:
             if self.lora:
                 load_into_trainer(self.model, load_adapter(directory).layers)
@@ -163,13 +166,13 @@ class TrainedPolicy:
                 mx.eval(arrays)
                 return arrays
         finally:
-            self.slots.write(own)
+            self.slots.write(trained)
         tensors = {
             name: array
             for file in sorted(directory.glob("model*.safetensors"))
             for name, array in read_tensors(file).items()
         }
-        whole = dict(zip(self.slots.names, own, strict=True)) | tensors if tensors else {}
+        whole = dict(zip(self.slots.names, trained, strict=True)) | tensors if tensors else {}
         return self._arranged(whole, directory, range(len(self.slots)))
 
     @contextmanager
@@ -179,8 +182,10 @@ class TrainedPolicy:
 
         Raises CheckpointError: they do not fit; they are from `where`.
         """
-        own = dict(zip(self.slots.names, self.slots.read(), strict=True))
-        with self.slots.bound(self._arranged(own | dict(served), where, range(len(self.slots)))):
+        trained = dict(zip(self.slots.names, self.slots.read(), strict=True))
+        with self.slots.bound(
+            self._arranged(trained | dict(served), where, range(len(self.slots)))
+        ):
             yield
 
     @contextmanager
@@ -198,28 +203,30 @@ class TrainedPolicy:
     def _base_bound(self, arrays: Mapping[str, mx.array]) -> Iterator[None]:
         """The base's arrays are these for the length of the block, in which the adapter is off."""
         places = parameter_slots(self.model) if arrays else {}
-        own = {path: places[path][0][places[path][1]] for path in arrays}
+        base = {path: places[path][0][places[path][1]] for path in arrays}
         try:
             for path, array in arrays.items():
                 places[path][0][places[path][1]] = array
             yield
         finally:
-            for path, array in own.items():
+            for path, array in base.items():
                 places[path][0][places[path][1]] = array
 
     def use_reference(self, parameters: Mapping[str, mx.array]) -> None:
         """Take another model of this shape as the reference: arrays by path. Raises ConfigError:
         they do not fit."""
         with self._without_adapter(), without_value_head(self.model):
-            own = {path: module[key] for path, (module, key) in parameter_slots(self.model).items()}
-        for path, array in own.items():
+            current = {
+                path: module[key] for path, (module, key) in parameter_slots(self.model).items()
+            }
+        for path, array in current.items():
             if path not in parameters or parameters[path].shape != array.shape:
                 other = parameters[path].shape if path in parameters else "missing"
                 raise ConfigError(
                     f"the reference is not of this model's shape: {path} is {other}, expected"
                     f" {array.shape}"
                 )
-        arrays = {path: parameters[path].astype(array.dtype) for path, array in own.items()}
+        arrays = {path: parameters[path].astype(array.dtype) for path, array in current.items()}
         mx.eval(arrays)
         if self.lora:
             self.reference_arrays, self._reference_base = None, arrays
@@ -352,16 +359,17 @@ class TrainedPolicy:
         slots: Sequence[int],
         dtype: mx.Dtype | None = None,
     ) -> list[mx.array]:
-        """These slots' arrays from a file, in `dtype` or their own. Raises CheckpointError."""
+        """Return these slots' arrays from a file, in `dtype` or in the slot's dtype. Raises
+        CheckpointError."""
         arranged = []
-        for slot, own in zip(slots, self.slots.read(slots), strict=True):
+        for slot, array in zip(slots, self.slots.read(slots), strict=True):
             name = self.slots.names[slot]
-            if name not in tensors or tensors[name].shape != own.shape:
+            if name not in tensors or tensors[name].shape != array.shape:
                 saved = tensors[name].shape if name in tensors else "nothing"
                 raise CheckpointError(
-                    f"{where}: {name}: the model has {own.shape}, the checkpoint {saved}"
+                    f"{where}: {name}: the model has {array.shape}, the checkpoint {saved}"
                 )
-            arranged.append(tensors[name].astype(dtype or own.dtype))
+            arranged.append(tensors[name].astype(dtype or array.dtype))
         mx.eval(arranged)
         return arranged
 

@@ -1,5 +1,5 @@
-"""What a loss reads of each token, fixed before the first update of a step. The forward passes are
-the trainer's.
+"""The inputs of a loss for each token, fixed before the first update of a step. The trainer does
+the forward passes.
 
     TrainBatch → scores (the trainer's forward passes, kept in StepPosition) → PreparedBatch →
     BatchLoss → LossInputs
@@ -143,7 +143,7 @@ def _from_older_version(data: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What a step knew of every token that it trained on: columns [N] float32 over the batch's
+    """The numbers of every token that a step trained on: columns [N] float32 over the batch's
     sequences, one after the other; NaN = not known.
 
     `trainer_logprobs`, `entropies`: when the token's gradient was first taken. `logprobs`: the
@@ -163,8 +163,8 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """Columns are [N] float32, `fresh` and `known` [N] bool; None = not needed. LossInputs has them
-    by name.
+    """Columns are [N] float32, `fresh` and `has_rollout_logprobs` [N] bool; None = not needed.
+    LossInputs has them by name.
 
     `kl`: mean of log(policy / reference) over all tokens, before the step. `weights_cut`: share of
     the tokens whose sampler-correction weight was cut or dropped.
@@ -174,7 +174,7 @@ class PreparedBatch:
     rollout_logprobs: np.ndarray  # the sampler's; the trainer's own where the sender had none
     advantages: np.ndarray
     fresh: np.ndarray  # sampled by the very weights that the step starts from
-    known: np.ndarray  # the sender has sent a log-probability
+    has_rollout_logprobs: np.ndarray  # the sender has sent a log-probability
     old_logprobs: np.ndarray | None = None  # what the ratio is against; None: rollout_logprobs
     weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
@@ -202,10 +202,12 @@ class PreparedBatch:
         return {name: column for name, column in columns.items() if column is not None}
 
     def step_tokens(self) -> StepTokens:
-        """What is known of each token before the first update; the trainer records the rest."""
+        """Return each token's numbers before the first update; the trainer records the rest."""
         unknown = np.full(len(self.advantages), np.nan, np.float32)
         columns = {
-            "logprobs": np.where(self.known, self.rollout_logprobs, np.float32(np.nan)),
+            "logprobs": np.where(
+                self.has_rollout_logprobs, self.rollout_logprobs, np.float32(np.nan)
+            ),
             "advantages": self.advantages,
             "trainer_logprobs": unknown,
             "entropies": unknown.copy(),
@@ -234,8 +236,8 @@ class SamplerCorrection:
     def weights(
         self, old_logprobs: np.ndarray, rollout_logprobs: np.ndarray, lengths: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Both [N] → weights [N] float32, and which were cut or dropped [N] bool. `lengths`: tokens
-        of each row.
+        """Return the weights [N] float32, and which were cut or dropped [N] bool. Both inputs are
+        [N]; `lengths`: tokens of each row.
 
         With w = exp(old - rollout) of a token, or of a sequence's sum: TIS is min(w, cap) (Yao et
         al. 2025, fengyao.notion.site/off-policy-rl); MIS is w where floor ≤ w ≤ cap and 0 elsewhere
@@ -298,7 +300,7 @@ def prepare(
         rollout_logprobs=rollout_logprobs,
         advantages=_column([sequence.advantages for sequence in sequences], sequences),
         fresh=np.repeat([sequence.fresh for sequence in sequences], counts).astype(bool),
-        known=~missing,
+        has_rollout_logprobs=~missing,
         old_logprobs=scores["old_logprobs"] if correction else None,
         ref_logprobs=scores.get("ref_logprobs"),
         old_values=scores.get("old_values"),
@@ -384,8 +386,8 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 class MiniBatchLoss(Protocol):
-    """What `Trainer.accumulate` differentiates: `objective` of each micro-batch, as `BatchLoss`
-    has it."""
+    """A function that `Trainer.accumulate` differentiates: `objective` of each micro-batch, as in
+    `BatchLoss`."""
 
     @property
     def metric_names(self) -> list[str]: ...
@@ -438,13 +440,13 @@ class BatchLoss:
         def spread(column: mx.array) -> mx.array:
             return mx.concatenate([column, mx.zeros((1,))])[scatter]
 
-        own = micro_batch.columns
+        place = micro_batch.columns
         columns = {
-            name: spread(mx.array(c[own])) for name, c in self.prepared.loss_columns().items()
+            name: spread(mx.array(c[place])) for name, c in self.prepared.loss_columns().items()
         }
-        fresh, known = (
-            spread(mx.array(column[own].astype(np.float32)))
-            for column in (self.prepared.fresh, self.prepared.known)
+        fresh, sent = (
+            spread(mx.array(column[place].astype(np.float32)))
+            for column in (self.prepared.fresh, self.prepared.has_rollout_logprobs)
         )
 
         def objective(
@@ -472,7 +474,7 @@ class BatchLoss:
             numbers = [mx.stop_gradient(outputs.metrics[name]) for name in self.metric_names]
             metrics = mx.stack(numbers) if numbers else mx.zeros((0,))
             apart = mx.stop_gradient(rows) - columns["rollout_logprobs"]
-            parts = mx.concatenate([_mismatch_parts(apart, of) for of in (fresh, known)])
+            parts = mx.concatenate([_mismatch_parts(apart, of) for of in (fresh, sent)])
             return outputs.loss, (
                 metrics,
                 parts,

@@ -1,11 +1,11 @@
-"""What a trainer needs of the processes that train with it (docs/distributed.md). Here: one process
-alone.
+"""The interface of a trainer to the processes that train with it (docs/distributed.md), for one
+process alone.
 
 Every rank runs the same `Trainer.train_step` on the same batch from the same state. Only the
 micro-batches are spread; their numbers are exchanged and their gradients added, so each rank
-continues with the same values. Every rank samples too, with an engine of its own on these weights:
-rank 0 says which groups it plays, and when it serves a new version. `distributed/` has the ranks of
-several processes.
+continues with the same values. Every rank samples too, with its own engine on these weights: rank 0
+decides which groups a rank samples, and when it serves a new version. `distributed/` has the ranks
+of several processes.
 """
 
 import threading
@@ -51,41 +51,40 @@ class Ranks:
     lost = ""
 
     def begin(self, config: Config) -> None:
-        """On rank 0, before anything is started or written: the other ranks prepare for this
-        run. Raises ConfigError: which of them cannot, and why; RankLostError: a rank is gone."""
+        """Prepare the other ranks for this run; called on rank 0, before it starts or writes
+        anything. Raises ConfigError: which of them cannot, and why; RankLostError: a rank is
+        gone."""
 
     def publish(self, version: int, trainer: HasArrays) -> None:
-        """After a publish on rank 0: when this returns, every rank serves the weights of
-        `trainer` as `version`."""
+        """Make every rank serve the weights of `trainer` as `version`; rank 0 has published it."""
 
     def players(self) -> Sequence[MakePlayer]:
-        """Return what plays groups on the other ranks, once they serve."""
+        """Return the players of the other ranks, once they serve."""
         return ()
 
-    def clients_engine(self, own: EngineClient) -> EngineClient:
-        """On rank 0, whose engine is `own`: return the engine for clients and for pauses,
+    def clients_engine(self, engine: EngineClient) -> EngineClient:
+        """Return the engine for clients and for pauses,
         perhaps that of all ranks."""
-        return own
+        return engine
 
     def served_tokens(self) -> int:
         """Return how many tokens the engines of the other ranks have sampled, for whomever."""
         return 0
 
-    def lead(self, task: RankTask, trainer: HasArrays) -> None:
-        """At the start of a step, on rank 0: the other ranks begin the same step, from the same
-        arrays. Raises
+    def announce_step(self, task: RankTask, trainer: HasArrays) -> None:
+        """Make the other ranks begin the same step from the same arrays; called on rank 0. Raises
         RankLostError: they train another model."""
 
     def share(self, parts: Sequence[T], cost: Callable[[T], float]) -> list[T]:
-        """This rank's of all parts, in their order: longest first, each to the least loaded
-        rank."""
-        loads, own = [0.0] * self.size, []
+        """Return this rank's share of all parts, in their order. The longest part goes first, each
+        to the least loaded rank."""
+        loads, numbers = [0.0] * self.size, []
         for number in sorted(range(len(parts)), key=lambda number: -cost(parts[number])):
             least = loads.index(min(loads))
             loads[least] += cost(parts[number])
             if least == self.rank:
-                own.append(number)
-        return [parts[number] for number in sorted(own)]
+                numbers.append(number)
+        return [parts[number] for number in sorted(numbers)]
 
     def budget(self, budget: int, tokens: int) -> int:
         """Tokens of a micro-batch, so that `tokens` in all are enough parts for every rank."""
@@ -102,8 +101,8 @@ class Ranks:
         return arrays
 
     def check(self, stop: threading.Event | None = None) -> None:
-        """Between two steps. On rank 0: sets `stop` where another rank was asked to end the run.
-        Raises RankLostError: a rank is gone."""
+        """Check the other ranks between two steps. On rank 0, set `stop` where another rank was
+        requested to end the run. Raises RankLostError: a rank is gone."""
 
     def close(self) -> None:
         """End the run for the others too."""

@@ -44,8 +44,8 @@ class TeacherSignal(Protocol):
         """Whether a teacher has a signal for this group, whatever its rewards are."""
         ...
 
-    def given(self, group: RolloutGroup) -> Rollout | None:
-        """The given answer that is learned from in a group's place; None: there is none."""
+    def dataset_completion(self, group: RolloutGroup) -> Rollout | None:
+        """The answer of the dataset to learn from in a group's place; None: there is none."""
         ...
 
     def score(
@@ -59,7 +59,7 @@ class TeacherSignal(Protocol):
         ...
 
     def health(self) -> str | None:
-        """What is wrong, in words."""
+        """Say what is wrong; None when nothing is."""
         ...
 
     def close(self) -> None: ...
@@ -77,8 +77,12 @@ class Teaching:
     @classmethod
     def of(cls, config: RLTrainingConfig) -> "Teaching | None":
         """None: there is no teacher."""
-        own = config.distillation
-        return cls(own.mode, own.weight, own.reward, own.beta) if own.active else None
+        distillation = config.distillation
+        return (
+            cls(distillation.mode, distillation.weight, distillation.reward, distillation.beta)
+            if distillation.active
+            else None
+        )
 
     def advantages(
         self, advantages: np.ndarray, policy: np.ndarray, teacher: np.ndarray
@@ -121,7 +125,7 @@ class Lesson:
 def teacher_numbers(
     batch: TrainBatch, policy: np.ndarray, scores: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
-    """What a step's line says of the teachers: `MEASURED`, as far as it is known.
+    """Return the numbers about teachers for a step's line: those of `MEASURED` that exist.
 
     teacher_kl: mean of log π - log π_T over the scored tokens, an estimate of KL(π ‖ π_T).
     teacher_spread: the deviation of that number. teacher_agreement: share of the tokens that are
@@ -131,11 +135,11 @@ def teacher_numbers(
     """
     teacher, agrees = scores[LOGPROBS], scores.get(AGREES)
     gap = policy.astype(np.float64) - teacher
-    known = ~np.isnan(gap)
-    numbers = {"teacher_share": float(known.mean())} if len(known) else {}
-    if not known.any():
+    scored = ~np.isnan(gap)
+    numbers = {"teacher_share": float(scored.mean())} if len(scored) else {}
+    if not scored.any():
         return numbers
-    numbers |= {TEACHER_KL: float(gap[known].mean()), "teacher_spread": float(gap[known].std())}
+    numbers |= {TEACHER_KL: float(gap[scored].mean()), "teacher_spread": float(gap[scored].std())}
     if agrees is not None and (seen := ~np.isnan(agrees)).any():
         numbers["teacher_agreement"] = float(agrees[seen].mean(dtype=np.float64))
     if (correlation := _reward_correlation(batch, -gap)) is not None:
@@ -144,7 +148,8 @@ def teacher_numbers(
 
 
 def _reward_correlation(batch: TrainBatch, prefers: np.ndarray) -> float | None:
-    """Of rewards and means of `prefers` [N] over each answer; None: no group has both."""
+    """Return the correlation of rewards and of the means of `prefers` [N] over each answer, within
+    groups; None: no group has both."""
     ends = np.cumsum([sequence.trained for sequence in batch.sequences])
     means = {
         id(sequence.rollout): prefers[end - sequence.trained : end].mean()
@@ -177,7 +182,7 @@ def sequence_groups(batch: TrainBatch) -> list[tuple[int, int, int]]:
     if not batch.sequences:
         return places
     for number, group in enumerate(batch.groups):
-        if len(places) < len(batch.sequences) and batch.sequences[len(places)].given:
+        if len(places) < len(batch.sequences) and batch.sequences[len(places)].from_dataset:
             places.append((number, 0, 0))
             continue
         places += [

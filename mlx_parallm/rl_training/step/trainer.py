@@ -158,7 +158,7 @@ class Trainer:
                 "lora.dropout is off in RL: every pass yields a log-probability that is compared"
             )
 
-    def under(self, algorithm: Algorithm, *, sequences: int) -> "Trainer":
+    def with_algorithm(self, algorithm: Algorithm, *, sequences: int) -> "Trainer":
         """The same trainer, whose steps are one update of so many sequences by another
         algorithm's loss."""
         other = copy.copy(self)
@@ -178,7 +178,7 @@ class Trainer:
     # ------------------------------------------------------------------ state
 
     def state(self) -> dict[str, Any]:
-        """What lasts from step to step besides weights and optimizer, as JSON."""
+        """Return the state that lasts from step to step, besides weights and optimizer; as JSON."""
         return {"kl_coefficient": self._kl_coefficient}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -284,10 +284,10 @@ class Trainer:
         scores = self.teachers.score(batch, should_stop)
         return None if scores is None else replace(at, scores={**at.scores, **scores})
 
-    def lead(self, batch: TrainBatch, position: StepPosition | None = None) -> None:
-        """Before `train_step`: the other ranks begin the same step from the same arrays. Raises
-        RankLostError."""
-        self.ranks.lead(RankTask(self.config, batch, position, self.state()), self)
+    def announce_step(self, batch: TrainBatch, position: StepPosition | None = None) -> None:
+        """Make the other ranks begin the same step from the same arrays, before `train_step`.
+        Raises RankLostError."""
+        self.ranks.announce_step(RankTask(self.config, batch, position, self.state()), self)
 
     def train_step(
         self,
@@ -305,9 +305,9 @@ class Trainer:
             return should_stop() or bool(self.ranks.lost)
 
         learning_rate = learning_rate_at(batch.step, self.config)
-        asked = self.ask_teachers(batch, at, stopping)
-        scores = None if asked is None else self._score(batch, asked, stopping)
-        if asked is None or scores is None:
+        scored_position = self.ask_teachers(batch, at, stopping)
+        scores = None if scored_position is None else self._score(batch, scored_position, stopping)
+        if scored_position is None or scores is None:
             return self._result(at, None, learning_rate, started, finished=False)
         at, prepared = replace(at, scores=scores), self._prepare(batch, scores)
         self.step_tokens = None if self.algorithm.on_data else prepared.step_tokens()
@@ -482,7 +482,7 @@ class Trainer:
         )
 
     def _micro_batches(self, mini_batch: MiniBatch) -> Iterator[MicroBatch]:
-        """This rank's of a mini-batch, cut again where the budget has been lowered in the
+        """Yield this rank's micro-batches, cut again where the budget has become smaller in the
         meantime."""
         each = self.algorithm.rows_per_example
         waiting = list(

@@ -413,7 +413,7 @@ def test_a_sender_brings_its_teachers_numbers(mode: str) -> None:
     assert metrics["teacher_unscored"] == 2
 
 
-# ---------------------------------------------------------------------- given completions
+# ---------------------------------------------------------------------- completions of the dataset
 
 
 def collected(trainer: Trainer, directory: Path, groups: list[RolloutGroup]) -> TrainBatch:
@@ -427,15 +427,17 @@ def collected(trainer: Trainer, directory: Path, groups: list[RolloutGroup]) -> 
     return batch
 
 
-def test_given_completions_in_the_place_of_groups(tiny: LoadedModel, tmp_path: Path) -> None:
+def test_completions_of_the_dataset_in_the_place_of_groups(
+    tiny: LoadedModel, tmp_path: Path
+) -> None:
     trainer = tiny_trainer(tiny, BASE, mode="loss", top_k=5, lmbda=0.5, training={"seed": 1})
     groups = [question(number, completion="is 7") for number in range(4)]
     batch = collected(trainer, tmp_path, groups)
-    given = [sequence for sequence in batch.sequences if sequence.given]
-    assert 0 < len(given) < 4
-    assert len(batch.sequences) == len(given) + 2 * (4 - len(given))
+    completions = [sequence for sequence in batch.sequences if sequence.from_dataset]
+    assert 0 < len(completions) < 4
+    assert len(batch.sequences) == len(completions) + 2 * (4 - len(completions))
     tokenizer = load_tokenizer(tiny.path, TINY)
-    for sequence in given:
+    for sequence in completions:
         rollout = sequence.rollout
         start = rollout.mask.index(1)
         assert tokenizer.decode(rollout.tokens[start:]) == "is 7"
@@ -445,13 +447,15 @@ def test_given_completions_in_the_place_of_groups(tiny: LoadedModel, tmp_path: P
     scores = trainer.teachers.score(batch, lambda: False)
     assert np.isfinite(scores[LOGPROBS]).all()
     with trainer.policy.base([]):
-        place = sum(s.trained for s in batch.sequences[: batch.sequences.index(given[0])])
+        place = sum(s.trained for s in batch.sequences[: batch.sequences.index(completions[0])])
         own = plain(
-            trainer.policy.model, list(given[0].rollout.tokens), given[0].rollout.mask.index(1)
+            trainer.policy.model,
+            list(completions[0].rollout.tokens),
+            completions[0].rollout.mask.index(1),
         )
     assert scores[LOGPROBS][place : place + len(own)] == pytest.approx(own, abs=2e-5)
     metrics = trainer.train_step(batch).metrics
-    assert metrics["given_sequences"] == len(given)
+    assert metrics["given_sequences"] == len(completions)
     assert np.isfinite(metrics["loss"])
 
 
@@ -461,7 +465,7 @@ def test_a_row_without_a_completion_is_trained_on_as_it_was_sampled(
     trainer = tiny_trainer(tiny, BASE, mode="loss", lmbda=0.0)
     groups = [question(0, completion="7"), *(question(number) for number in range(1, 4))]
     batch = collected(trainer, tmp_path, groups)
-    assert [sequence.given for sequence in batch.sequences] == [True, *[False] * 6]
+    assert [sequence.from_dataset for sequence in batch.sequences] == [True, *[False] * 6]
 
 
 class BrokenTeacher:

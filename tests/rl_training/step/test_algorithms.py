@@ -254,7 +254,7 @@ def prepared(advantages: list[float], **columns: Any) -> PreparedBatch:
         rollout_logprobs=np.zeros(20, np.float32),
         advantages=values.astype(np.float32),
         fresh=np.ones(20, bool),
-        known=np.ones(20, bool),
+        has_rollout_logprobs=np.ones(20, bool),
         **columns,
     )
 

@@ -469,7 +469,7 @@ def test_a_stop_between_two_micro_batches_drops_everything() -> None:
 def test_the_steps_own_mean_is_that_sum_over_its_tokens() -> None:
     trainer = learner()
     tokens = sum(sequence.trained for sequence in BATCH.sequences)
-    trainer = trainer.under(replace(trainer.algorithm, loss=weighted), sequences=12)
+    trainer = trainer.with_algorithm(replace(trainer.algorithm, loss=weighted), sequences=12)
     total, norm = summed_by_hand(trainer)
     metrics = trainer.train_step(BATCH).metrics
     assert metrics["loss"] == pytest.approx(total / tokens, rel=1e-5)

@@ -2,12 +2,12 @@
 
     mlx_parallm_train --config train_configs/quickstart.toml --set rl_training.checkpoint_interval=16 \
         --set rl_training.keep_checkpoints=100
-    python scripts/bench/misfit.py checkpoints/quickstart-…
+    python scripts/bench/logprob_mismatch.py checkpoints/quickstart-…
 
-For each checkpoint: nats a token (`rl_training.misfit`) between it and the groups that were sampled
-so many steps before; and the same groups with their tokens shuffled over the vocabulary. What
-counts is the smaller of the shortest sequence's distance and the whole group's: `MISMATCH_NATS`
-lies between the largest of one and the least of the other.
+For each checkpoint: nats a token (`LogprobMismatchCheck.distance`) between it and the groups that
+were sampled so many steps before; and the same groups with their tokens shuffled over the
+vocabulary. The smaller of two distances counts: the shortest sequence's, and the whole group's.
+`MISMATCH_NATS` lies between the largest of the first kind and the least of the second.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Given completions in the place of some groups (GKD's `lmbda`): the column of a row that holds an
-answer, behind the prompt that the group was sampled with, and learned from by the divergence."""
+"""Completions of the dataset in the place of some groups (GKD's `lmbda`): the answer in a column of
+the group's row, behind the group's prompt, from which the policy learns by the divergence."""
 
 import zlib
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from mlx_parallm.rl_training.distillation.prompts import ROW
 from mlx_parallm.types import Rollout, RolloutGroup
 
 
-class GivenCompletions:
+class DatasetCompletions:
     """Args:
     note: called with the reason where a group that was drawn has no completion that can be
         taken: it is trained on as it was sampled.
@@ -21,22 +21,22 @@ class GivenCompletions:
     def __init__(
         self, config: RLTrainingConfig, tokenizer: Tokenizer, note: Callable[[str], None]
     ) -> None:
-        self._own, self._seed = config.distillation, config.seed & 0xFFFFFFFF
+        self._config, self._seed = config.distillation, config.seed & 0xFFFFFFFF
         self._longest = config.atropos.max_token_length
         self._tokenizer, self._note = tokenizer, note
 
     def of(self, group: RolloutGroup) -> Rollout | None:
-        """The given answer in a group's place; None: the group itself is trained on. The same for a
-        group whenever it is asked."""
+        """Return the dataset's answer in a group's place; None: the group itself is trained on.
+        Every call returns the same for a group."""
         draw = np.random.default_rng([self._seed, zlib.crc32(group.group_id.encode())]).random()
-        if draw < self._own.lmbda:
+        if draw < self._config.lmbda:
             return None
-        text = group.metadata.get(ROW, {}).get(self._own.completion_column)
+        text = group.metadata.get(ROW, {}).get(self._config.completion_column)
         first = group.rollouts[0].segments[0]
         if not isinstance(text, str) or 1 not in first.mask:
             self._note(
-                f"lmbda: no text in the column {self._own.completion_column!r} of a group's row: it"
-                " is trained on as it was sampled"
+                f"lmbda: no text in the column {self._config.completion_column!r} of a group's row:"
+                " it is trained on as it was sampled"
             )
             return None
         prompt = first.tokens[: first.mask.index(1)]
@@ -58,6 +58,6 @@ class GivenCompletions:
         """The token that ended a sampled answer by itself; else the tokenizer's."""
         ends = self._tokenizer.eos_token_ids
         sampled = (rollout.tokens[-1] for rollout in group.rollouts if rollout.mask[-1])
-        own = self._tokenizer.eos_token_id
-        end = next((token for token in sampled if token in ends), own)
+        default = self._tokenizer.eos_token_id
+        end = next((token for token in sampled if token in ends), default)
         return () if end is None else (end,)
